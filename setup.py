@@ -52,7 +52,7 @@ setup(
         Extension(
             "kvabr.codec.native._kvplace",
             sources=[f"{_ROOM}/_kvplace.c"],
-            depends=[f"{_ROOM}/place.h"],
+            depends=[f"{_ROOM}/{name}.h" for name in ("placing", "place")],
             extra_compile_args=_FLAGS,
             **_API,
             optional=True,  # without it torch does the same

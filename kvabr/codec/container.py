@@ -139,6 +139,8 @@ def _header(view: memoryview) -> tuple[FrameHeader, int, int]:
         track = check_track_name(bytes(view[_FIXED.size : _FIXED.size + name_length]).decode())
     except UnicodeDecodeError as error:
         raise FormatError("frame: its track name is not text") from error
+    if not tokens or size > MAX_PAYLOAD:
+        raise FormatError(f"frame: {tokens} tokens and {size} bytes of payload, which no encoder writes")
     return FrameHeader(track, spec, chunk.hex(), group, first, tokens, size), begin, crc
 
 

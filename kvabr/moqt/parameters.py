@@ -25,6 +25,8 @@ from kvabr.moqt.wire import (
 
 DELETE, REGISTER, USE_ALIAS, USE_VALUE = range(4)
 """Alias types of a token (draft 18, section 10.2.2)."""
+MAX_TOKENS = 16
+"""Tokens of one message; a limit of this implementation, as the draft sets none, and one decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +222,18 @@ def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> 
         if not _in_range(param, value, draft):
             raise SessionFault(f"parameter {param.name} has the invalid value {value}")
         if kind == "token":
-            found[name] = (*found.get(name, ()), value)
+            found[name] = _with_token(found.get(name, ()), value)
         elif name in found:
             raise SessionFault(f"repeated parameter {param.name}")
         else:
             found[name] = value
     return Parameters(**found)
+
+
+def _with_token(tokens: tuple[Token, ...], token: Token) -> tuple[Token, ...]:
+    if len(tokens) == MAX_TOKENS:
+        raise SessionFault(f"message with more than {MAX_TOKENS} authorization tokens")
+    return (*tokens, token)
 
 
 def _read_value(reader: Reader, kind: _Encoding, draft: Draft) -> Any:
@@ -299,7 +307,7 @@ def setup_options(pairs: tuple[KeyValue, ...], draft: Draft) -> SetupOptions:
             continue
         if name == "tokens":
             assert isinstance(value, bytes)  # noqa: S101  # odd types have bytes
-            found[name] = (*found.get(name, ()), Token.decode(value, draft.varint))
+            found[name] = _with_token(found.get(name, ()), Token.decode(value, draft.varint))
         elif name in found:
             raise SessionFault(f"repeated setup option {SetupOption(kind).name}")
         else:

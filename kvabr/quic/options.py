@@ -133,7 +133,7 @@ def _parsed(der: bytes) -> Certificate:
 
     try:
         return x509.load_der_x509_certificate(der)
-    except ValueError as error:
+    except (ValueError, x509.InvalidVersion) as error:
         raise TransportError(f"the peer's certificate cannot be read ({error})") from error
 
 
@@ -152,7 +152,7 @@ def _names(certificate: Certificate) -> list[str]:
 
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (x509.ExtensionNotFound, ValueError):
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
         return []
     return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
 

@@ -1,5 +1,6 @@
 import dataclasses
 import hashlib
+import zlib
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvabr.codec.base import GroupContext, codec, payload_layout
 from kvabr.codec.container import (
+    MAX_PAYLOAD,
     SLICE_BYTES,
     VERSION,
     FrameHeader,
@@ -61,6 +63,16 @@ def test_every_truncation_and_every_flipped_bit_is_found(payload, data):
 def test_garbage_is_refused(data):
     with pytest.raises(FormatError):
         unpack(data)
+
+
+@pytest.mark.parametrize(("at", "size", "value"), [(66, 4, 0), (70, 8, MAX_PAYLOAD + 1)], ids=["tokens", "payload"])
+def test_a_header_that_no_encoder_writes_is_refused(at, size, value):
+    """Also if its checksum is right."""
+    frame = bytearray(pack(b"", FrameHeader(**FIELDS)))
+    frame[at : at + size] = value.to_bytes(size, "little")
+    frame[-4:] = zlib.crc32(frame[:-4]).to_bytes(4, "little")
+    with pytest.raises(FormatError, match="no encoder writes"):
+        unpack(frame)
 
 
 @pytest.mark.parametrize(("version", "words"), [(1, "encode the asset again"), (VERSION + 1, "upgrade")])

@@ -29,7 +29,7 @@ from kvabr.types.naming import CATALOG_TRACK
 from tests.client.playing import play
 from tests.faults.common import LIBRARIES, LIMIT_S, SPEC, TOKENS, right, serving
 from tests.faults.rude import rude_client
-from tests.fuzzing import held
+from tests.fuzz.sessions import held
 
 pytestmark = pytest.mark.process
 

@@ -5,6 +5,7 @@ from hypothesis import given
 
 from kvabr.moqt.codes import Param, SessionCode, SessionFault
 from kvabr.moqt.parameters import (
+    MAX_TOKENS,
     Parameters,
     SetupOptions,
     Token,
@@ -240,6 +241,32 @@ def test_setup_options_that_may_come_once(data):
 
 def test_tokens_in_setup_may_repeat():
     assert options("03 020300 00 03030061").tokens == (Token(b""), Token(b"a"))
+
+
+def in_message(pairs, count, draft):
+    data = draft.varint.encode(count) + pairs
+    return read_parameters(Reader(data, draft.varint), draft, frozenset(Param))
+
+
+def in_setup(pairs, count, draft):
+    return setup_options(read_pairs(Reader(pairs, draft.varint)), draft)
+
+
+@table("draft", DRAFTS)
+@table("parse", [in_message, in_setup])
+def test_more_tokens_than_anyone_needs_are_not_read(parse, draft, monkeypatch):
+    """A message has room for 16,000 of them; reading them all stopped the event loop for half a second."""
+    read = []
+    decode = Token.decode
+    monkeypatch.setattr(Token, "decode", lambda *given: read.append(given) or decode(*given))
+    token = b"\2\3\0"
+    tokens = lambda count: b"\3" + token + (b"\0" + token) * (count - 1)  # noqa: E731
+    assert len(parse(tokens(MAX_TOKENS), MAX_TOKENS, draft).tokens) == MAX_TOKENS
+    for count in (MAX_TOKENS + 1, 16_000):
+        read.clear()
+        with pytest.raises(SessionFault, match="more than 16 authorization tokens"):
+            parse(tokens(count), count, draft)
+        assert len(read) == MAX_TOKENS + 1
 
 
 def test_a_token_in_setup_that_is_none():

@@ -9,7 +9,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from kvabr.quic.options import check_pinned, fingerprint_of
+from kvabr.quic.options import check_pinned, fingerprint_of, why_refused
 from kvabr.server.certificates import make
 from kvabr.types.errors import TransportError, UsageError
 
@@ -38,6 +38,13 @@ def test_the_pinned_certificate_and_no_other():
     garbage = b"\x30\x03garbage"
     with pytest.raises(TransportError, match="cannot be read"):
         check_pinned(garbage, hashlib.sha256(garbage).hexdigest())
+
+
+def test_a_certificate_of_no_known_version_is_refused():
+    strange = der().replace(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x42", 1)
+    with pytest.raises(TransportError, match="cannot be read"):
+        check_pinned(strange, hashlib.sha256(strange).hexdigest())
+    assert "cannot be read" in why_refused(strange, "localhost")
 
 
 def test_a_pinned_certificate_must_be_valid_today():

@@ -441,6 +441,15 @@ def test_any_bytes_give_traces_or_a_trace_error(data):
         assert all(isinstance(trace, Trace) for trace in result)
 
 
+def test_a_first_line_that_is_no_csv_is_refused(put):
+    """The csv module refuses cells of more than 128 KiB by an error of its own."""
+    path = put("x" * 140_000 + "\n1,2\n")
+    assert sniff(path) is None
+    for options in ({}, {"format_name": "csv"}, {"columns": Columns(time="time")}):
+        with pytest.raises(TraceError):
+            read(path, **options)
+
+
 def test_find_walks_folders_in_order_and_takes_only_traces(put, tmp_path):
     kept = [
         put("0 1\n1 2\n", "b/two.log"),

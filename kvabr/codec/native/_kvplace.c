@@ -3,86 +3,17 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-#if (defined(__x86_64__) || defined(_M_X64)) && defined(__GNUC__)
-#define HAVE_X86
-#include <immintrin.h>
-#endif
-
-#define MOST_DIM 4096 /* KVSpec has the same limit */
-#define BLOCK 8       /* tokens whose rows are written together: neighbours in most caches */
-
-enum { F32, F16, BF16 };
-
-typedef struct {
-    uint8_t *data;
-    uint32_t kind;
-    size_t layers, heads, tokens, dim;
-    Py_ssize_t step[5]; /* strides of [layer, K/V, head, token, dim], in elements */
-} Cache;
-
-typedef struct {
-    uint32_t bits;
-    size_t tokens, blocks; /* tokens of each unit; blocks of heads that share a scale of the values */
-} Units;
-
-static inline float number(uint32_t x) {
-    float f;
-    memcpy(&f, &x, sizeof f);
-    return f;
-}
-
-static inline uint32_t bits(float f) {
-    uint32_t x;
-    memcpy(&x, &f, sizeof x);
-    return x;
-}
-
-static inline uint8_t *row_of(const Cache *c, size_t l, size_t k, size_t h, size_t t) {
-    Py_ssize_t at = (Py_ssize_t)l * c->step[0] + (Py_ssize_t)k * c->step[1] + (Py_ssize_t)h * c->step[2] +
-                    (Py_ssize_t)t * c->step[3];
-    return c->data + at * (c->kind == F32 ? 4 : 2);
-}
-
-#define PATH(name) name##_portable
-#include "place.h"
-#undef PATH
-
-#ifdef HAVE_X86
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c")
-#endif
-#define PATH(name) name##_avx2
-#define PLACE_F16C
-#include "place.h"
-#undef PATH
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
-
-static int fast_here(void) {
-#ifdef HAVE_X86
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-#else
-    return 0;
-#endif
-}
+#include "placing.h"
 
 /* Fill in a cache from (address, kind, (layers, heads, tokens, dim), strides). */
 static int parse_cache(PyObject *from, Cache *c) {
     unsigned long long data;
-    Py_ssize_t layers, heads, tokens, dim;
-    if (!PyArg_ParseTuple(from, "KI(nnnn)(nnnnn)", &data, &c->kind, &layers, &heads, &tokens, &dim, c->step, c->step + 1,
-                          c->step + 2, c->step + 3, c->step + 4))
+    Py_ssize_t layers, heads, tokens, dim, step[5];
+    if (!PyArg_ParseTuple(from, "KI(nnnn)(nnnnn)", &data, &c->kind, &layers, &heads, &tokens, &dim, step, step + 1, step + 2,
+                          step + 3, step + 4))
         return 0;
+    for (int i = 0; i < 5; i++)
+        c->step[i] = step[i];
     if (layers < 1 || heads < 1 || tokens < 1 || dim < 1 || dim > MOST_DIM || c->kind > BF16) {
         PyErr_SetString(PyExc_ValueError, "no such cache");
         return 0;

@@ -211,7 +211,11 @@ def _layout(source: TraceFile, line: str, columns: Columns) -> Layout:
 
 
 def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in next(csv.reader([line], delimiter=_delimiter(line)), [])]
+    """Return the cells of a header; none if its quotes or its length are not those of a header."""
+    try:
+        return [cell.strip() for cell in next(csv.reader([line], delimiter=_delimiter(line)), [])]
+    except csv.Error:
+        return []
 
 
 def _delimiter(line: str) -> str:

@@ -138,3 +138,21 @@ def case(seed: int, *, small: bool = False, depths: int | None = None) -> Case:
         indices[depth - 1][far] = np.round(indices[depth][far] / 3).astype(np.int16)
     models = tuple(coder_model(dice, transform.structure.rows, refines=depth > 0) for depth in range(count))
     return Case(transform, models, tuple(indices))
+
+
+def spread_out(shape: tuple[int, ...], dtype: torch.dtype, kind: int) -> torch.Tensor:
+    """Return a tensor of this shape with various strides, filled with numbers that must be overwritten."""
+    layers, two, heads, tokens, dim = shape
+    match kind % 5:
+        case 0:
+            out = torch.empty(shape, dtype=dtype)
+        case 1:  # token before head
+            out = torch.empty(layers, two, tokens, heads, dim, dtype=dtype).transpose(2, 3)
+        case 2:  # the last axis is not the innermost
+            out = torch.empty(layers, two, heads, dim, tokens, dtype=dtype).transpose(3, 4)
+        case 3:  # a page of a larger cache, at an odd address
+            out = torch.empty(heads, layers, tokens + 5, two, dim + 3, dtype=dtype)[:, :, 2:-3, :, 1:-2]
+            out = out.permute(1, 3, 0, 2, 4)
+        case _:  # every other
+            out = torch.empty(2 * layers, two, heads, 3 * tokens, 2 * dim, dtype=dtype)[::2, :, :, ::3, ::2]
+    return out.fill_(7)

@@ -15,7 +15,7 @@ from kvabr.codec.native.reference import HEAD
 from kvabr.types.errors import FormatError
 from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import Case, case
-from tests.fuzzing import mutate
+from tests.fuzz.mutation import mutate
 
 WORDS = HEAD.size + 4 * LANES
 

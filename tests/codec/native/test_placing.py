@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.native import coder, placing
 from kvabr.types.errors import FormatError
-from tests.codec.native.test_paths import DTYPES, spread_out, taking
+from tests.codec.native.models import spread_out
+from tests.codec.native.test_paths import DTYPES, taking
 from tests.examples import examples
 from tests.kvdata import spec
 

@@ -1,4 +1,4 @@
-"""Valid input for the parsers that `tests.fuzzing` feeds: something of every kind."""
+"""Valid input for the parsers that `tests.fuzz.wire` and `tests.fuzz.sessions` feed: something of every kind."""
 
 from __future__ import annotations
 

@@ -1,0 +1,146 @@
+"""Catalogs, lists of models, names, certificates: what an origin, a relay or a client sends once it is connected."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from functools import cache
+
+from kvabr.client import lookup
+from kvabr.quic.options import check_pinned, fingerprint_of, why_refused
+from kvabr.server.changes import Changes, changes_track, position_in
+from kvabr.server.grants import token_in_path
+from kvabr.server.relay_catalogs import check_small
+from kvabr.store.asset_index import check_names
+from kvabr.types.catalog import Catalog, Mix, Quality, predicted_loss
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import FormatError, TransportError, UsageError
+from kvabr.types.kv import KVSpec, RopeSpec, specs_from_json
+from kvabr.types.naming import (
+    CATALOG_TRACK,
+    MODELS_TRACK,
+    TrackNamespace,
+    check_track_name,
+    parse_prefix_track,
+    prefix_key,
+    prefix_track,
+)
+from tests.catalogs import SPEC, catalog
+from tests.fuzz.target import Target, family, refused
+
+
+def _catalog(data: bytes) -> bool:
+    found = refused(lambda: Catalog.loads(data), FormatError)
+    if found is None:
+        return False
+    assert Catalog.loads(found.dumps()) == found
+    for groups in {1, found.groups}:
+        assert found.prefix(groups).groups == groups
+        assert found.suffix(groups - 1).groups == found.groups - groups + 1
+    for track in found.tracks:
+        assert predicted_loss(found, [track.name] * found.groups) >= 0
+    # What a client, an origin and a relay do next.
+    refused(lambda: lookup.playable(lookup._parse(data).catalog, profile=True), FormatError)
+    refused(lambda: check_names(found), FormatError)
+    refused(lambda: [prefix_key(chunk) for chunk in found.chunks], FormatError)
+    facts = refused(lambda: check_small(found.namespace, CATALOG_TRACK, data), FormatError)
+    assert facts is None or len(facts.all_digests()) <= found.groups * len(found.tracks)
+    return True
+
+
+@cache
+def _valid_catalogs() -> tuple[bytes, ...]:
+    small = catalog(2)
+    few = replace(small, tracks=small.tracks[3:5], prefill=PrefillCost(0.1, 0.001, 1e-7), profile="1" * 64)
+    few = replace(few, profile_bytes=1000, loss_method="measured", source="a text")
+    measured = replace(few.tracks[0], measured=Quality(0.1, 0.2, 0.9))
+    most = replace(few, tracks=(measured,), mixes=(Mix((measured.name,) * 2, 0.1, 0.2),))
+    layered = catalog(2, layered=True)
+    base = replace(layered, tracks=layered.tracks[-3:-1])
+    return tuple(json.dumps(json.loads(each.dumps())).encode() for each in (few, most, base))
+
+
+def _models(data: bytes) -> bool:
+    found = refused(lambda: specs_from_json(data), FormatError)
+    for spec in found or ():
+        assert KVSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+        assert len(spec.digest()) == 16
+    refused(lambda: check_small(TrackNamespace("m", "0" * 64), MODELS_TRACK, data), FormatError)
+    return found is not None
+
+
+def _valid_models() -> list[bytes]:
+    rope = RopeSpec(10000.0, 4, "interleaved", (0.5, 0.25), 1.5)
+    specs = [SPEC, replace(SPEC, rope=rope), replace(SPEC, rope=None, group_tokens=16)]
+    return [json.dumps({"models": [spec.to_json() for spec in part]}).encode() for part in (specs, specs[:1])]
+
+
+def _changes(data: bytes) -> bool:
+    found = refused(lambda: Changes.loads(data), FormatError)
+    if found is None:
+        return False
+    assert Changes.loads(found.dumps()) == found
+    assert position_in(changes_track(found.position)) == found.position
+    return True
+
+
+def _name(data: bytes) -> bool:
+    """A name as a peer writes it: namespace fields and a track, with zero bytes between them."""
+    *fields, track = data.split(b"\0")
+    space = refused(lambda: TrackNamespace.from_fields(fields), FormatError)
+    if space is not None:
+        assert TrackNamespace.from_fields(space.fields()) == space
+        assert space.full_name_bytes("") == sum(map(len, space.fields()))
+    text = track.decode("utf-8", "surrogateescape")
+    name = refused(lambda: check_track_name(text), FormatError)
+    assert name is None or name.isascii()
+    keys = refused(lambda: parse_prefix_track(text), FormatError)
+    assert keys is None or all(len(key) == 8 for key in keys)
+    position = position_in(text)
+    assert position is None or position >= 0
+    token = token_in_path(data)
+    assert token is None or len(token) <= 3 * len(data)
+    refused(lambda: fingerprint_of(text), UsageError)
+    return any(each is not None for each in (space, name, keys, position, token))
+
+
+def _valid_names() -> list[bytes]:
+    space = TrackNamespace("test/model", "ab" * 32)
+    names = [prefix_track([f"{n:064x}" for n in range(9)]), "prefix.", changes_track(7), "AC-L0"]
+    forms = space.fields(), space.split_fields()
+    return [b"\0".join((*form, name.encode())) for form in forms for name in names] + [b"/path?a=b&token=secret%20x"]
+
+
+def _certificate(data: bytes) -> bool:
+    """A peer's certificate, which is looked at before the peer is trusted."""
+    assert why_refused(data, "origin.example")
+    return refused(lambda: check_pinned(data, hashlib.sha256(data).hexdigest()) or True, TransportError) is not None
+
+
+@cache
+def _valid_certificates() -> tuple[bytes, ...]:
+    """Certificates that never expire: what is valid must not depend on the day, nor do the bytes on anything."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    key = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "origin.example")])
+    begin = datetime(2020, 1, 1, tzinfo=UTC)
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(7)
+    made = made.not_valid_before(begin).not_valid_after(begin + timedelta(days=365 * 900))
+    names = x509.SubjectAlternativeName([x509.DNSName("*.example"), x509.DNSName("origin.example")])
+    return tuple(
+        each.sign(key, None).public_bytes(Encoding.DER) for each in (made, made.add_extension(names, critical=False))
+    )
+
+
+CATALOGS = Target(_catalog, _valid_catalogs, most_bytes=8192)
+NAMES = family(
+    Target(_models, _valid_models),
+    Target(_changes, lambda: [Changes(5, ("ab" * 32,)).dumps(), Changes(1 << 62, everything=True).dumps()]),
+    Target(_name, _valid_names),
+    Target(_certificate, _valid_certificates),
+)

@@ -1,0 +1,254 @@
+"""Groups and profiles: frames, payloads of all codecs, and the tables that AC payloads are decoded with."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from kvabr.codec import container
+from kvabr.codec.base import GroupContext, codec
+from kvabr.codec.builtin import BUILTIN
+from kvabr.codec.container import FrameHeader, object_spans, pack, unpack
+from kvabr.codec.native import coder
+from kvabr.codec.native.coder_model import DTYPES, CoderModel
+from kvabr.codec.profile import Depth, Profile
+from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec
+from kvabr.types.naming import LAYERS
+from tests.codec.native.models import case, spread_out
+from tests.fuzz.target import SEPARATOR, Target, family, refused
+
+_SPEC = KVSpec("test/model", "tokenizer", 2, 2, 16, "float16", None, 128)
+_SPECS = (
+    _SPEC, KVSpec("test/model", "tokenizer", 1, 3, 5, "bfloat16", None, 16),
+    KVSpec("test/model", "tokenizer", 1, 1, 33, "float32", None, 40), KVSpec("m", "t", 1, 4, 64, "float16", None, 128),
+)  # fmt: skip
+_TOKENS = (1, 2, 7, 16, 31, 32, 33, 64)
+_SEPARABLE = tuple(name for name, known in BUILTIN.items() if known.layout is not None)
+_CASES, _CHAIN = 12, LAYERS[:3]
+_STEP = 0.5
+_FIRST = 5
+"""First token of a group behind the sinks."""
+_NOTHING_LISTED = struct.pack("<I", 0)
+_HEAD = struct.Struct("<II")
+_STATES_BYTES = 256
+
+
+@contextmanager
+def _path(name: str) -> Iterator[None]:
+    before = os.environ.get(coder.VARIABLE)
+    os.environ[coder.VARIABLE] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[coder.VARIABLE]
+        else:
+            os.environ[coder.VARIABLE] = before
+
+
+def _alike(paths: Sequence[str], decode: Callable[[], torch.Tensor]) -> bool:
+    """Decode on every path: all must refuse the payload, or all give the same, which is finite."""
+    outcomes = []
+    for path in paths:
+        with _path(path):
+            outcomes.append(refused(decode, FormatError))
+    first = outcomes[0]
+    for path, other in zip(paths, outcomes, strict=True):
+        same = other is first if first is None or other is None else torch.equal(first, other)
+        assert same, f"{paths[0]} and {path} disagree"
+    assert first is None or bool(torch.isfinite(first).all())
+    return first is not None
+
+
+# ------------------------------------------------------------------ frames
+
+
+def _frame(data: bytes) -> bool:
+    """A frame. If the first byte is odd, its checksums and lengths are set right: else no input would pass them."""
+    frame = _sound(data[1:]) if data[:1] and data[0] & 1 else data[1:]
+    found = refused(lambda: unpack(frame), FormatError)
+    if found is None:
+        return False
+    header, payload = found
+    assert pack(payload, header) == frame
+    refused(lambda: unpack(frame, FrameHeader("Int4", bytes(16), "0" * 64, 0, 0, 1)), FormatError)
+    assert refused(lambda: unpack(frame, digest="0" * 64), FormatError) is None
+    for size in (len(frame), header.tokens):
+        spans = object_spans(_SPEC, header.track, header.first_token, header.tokens % 1000 + 1, size)
+        assert spans[0].begin == 0
+        assert spans[-1].end == size
+        assert all(one.end == other.begin and one.object_id < other.object_id for one, other in pairwise(spans))
+    return True
+
+
+def _sound(data: bytes) -> bytes:
+    fixed = container._FIXED
+    _, _, name_bytes, *fields = fixed.unpack(data[: fixed.size].ljust(fixed.size, b"\0"))
+    name, payload = data[fixed.size :][:name_bytes], data[fixed.size + name_bytes :]
+    fields[-2:] = len(payload), zlib.crc32(payload)
+    head = fixed.pack(container.MAGIC, container.VERSION, len(name), *fields) + name
+    return head + struct.pack("<I", zlib.crc32(head)) + payload
+
+
+def _valid_frames() -> list[bytes]:
+    frames = []
+    for payload in (b"", b"payload"):
+        frame = pack(payload, FrameHeader("Int4", bytes(16), "ab" * 32, 3, 384, 128))
+        head = len(frame) - len(payload)
+        frames += [b"\0" + frame, b"\1" + frame[: head - 4] + payload]  # without the header's checksum
+    return frames
+
+
+# ------------------------------------------------------------------ token-separable payloads
+
+
+def _separable(data: bytes) -> bool:
+    """A payload of any codec but AC: track 1, spec 1, tokens 1, type and strides 1 | payload, to be repeated if odd."""
+    which, shape, length, kind, *_ = (*data[:4], 0, 0, 0, 0)
+    track, spec = _SEPARABLE[which % len(_SEPARABLE)], _SPECS[shape % len(_SPECS)]
+    tokens = min(_TOKENS[length % len(_TOKENS)], spec.group_tokens)
+    context, payload = GroupContext(spec, 0, tokens), data[4:]
+    if kind & 1 and payload:
+        layout = codec(track).layout(spec, tokens)
+        assert layout is not None
+        payload = (payload * (layout.payload_bytes // len(payload) + 1))[: layout.payload_bytes]
+
+    def decode() -> torch.Tensor:
+        out = spread_out(spec.shape(tokens), (*DTYPES,)[kind // 2 % len(DTYPES)], kind // 8)
+        codec(track).decode(memoryview(payload), context, out)
+        return out
+
+    return _alike(("", "portable", "reference"), decode)
+
+
+def _valid_separable() -> list[bytes]:
+    out = []
+    for which, track in enumerate(_SEPARABLE):
+        for shape, spec in enumerate(_SPECS[:3]):
+            tokens = min(_TOKENS[5], spec.group_tokens)
+            cache = torch.linspace(-4.0, 4.0, spec.elements_per_token * tokens).reshape(spec.shape(tokens))
+            payload = codec(track).encode(cache, GroupContext(spec, 0, tokens))
+            if len(payload) < 2000:
+                out.append(bytes([which, shape, 5, 2 * which]) + payload)
+        out.append(bytes([which, which % 4, which, 8 * which + 1]) + bytes(range(0, 120, 7)))
+    return out
+
+
+# ------------------------------------------------------------------ AC payloads and profiles
+
+
+@cache
+def _profile(seed: int) -> tuple[Profile, tuple[bytes, ...], int]:
+    """Return a profile of odd tables and matrices, the same on every machine, payloads for it, and their tokens."""
+    it = case(seed, small=True, depths=len(_CHAIN))
+    steps = [_STEP / 3**depth for depth in range(len(_CHAIN))]
+    depths = {name: Depth(step, 0.0, model) for name, step, model in zip(_CHAIN, steps, it.models, strict=True)}
+    spec = it.transform.structure.spec
+    with _path("reference"):
+        below = (None, *it.indices[:-1])
+        coded = [coder.encode_indices(*each) for each in zip(it.models, it.indices, below, strict=True)]
+    return Profile(spec, 1, it.transform, depths), tuple(coded), it.indices[0].shape[1]
+
+
+def _layers(data: bytes) -> bool:
+    """A chain of AC payloads: case 1, type and strides 1, place 1 | payload ... with `SEPARATOR` in between.
+
+    A payload begins with how it is meant: 0: raw; 1: the valid one, changed by (place 2, xor 1) ...; 2: number of
+    escapes 1, states, words and escapes, to which the lengths are set right. One that is missing is the valid one.
+    """
+    seed, kind, place, *_ = (*data[:3], 0, 0, 0)
+    profile, valid, tokens = _profile(seed % _CASES)
+    given = data[3:].split(SEPARATOR) if len(data) > 3 else []
+    tokens = place // 4 + 1 if place & 2 else tokens
+    context = GroupContext(profile.spec, 0 if place & 1 else _FIRST, tokens, profile)
+    depth = min(max(1, len(given)), len(_CHAIN))
+    payloads = [_meant(part, good) for part, good in zip((*given, b"", b"", b""), valid, strict=False)][:depth]
+
+    def decode() -> torch.Tensor:
+        out = spread_out(profile.spec.shape(tokens), (*DTYPES,)[kind % len(DTYPES)], kind // 4)
+        *below, top = map(memoryview, payloads)
+        codec(_CHAIN[depth - 1]).decode(top, context, out, below)
+        return out
+
+    return _alike(coder.available_paths()[:-1] or ("reference",), decode)
+
+
+def _meant(part: bytes, valid: bytes) -> bytes:
+    mode, rest = part[:1], part[1:]
+    if mode == b"\0":
+        return rest
+    if mode == b"\2":
+        body = rest[1:].ljust(_STATES_BYTES, b"\0")
+        words = (len(body) - _STATES_BYTES) // 2
+        escapes = min(words, rest[0] if rest else 0)
+        return _NOTHING_LISTED + _HEAD.pack(words - escapes, escapes) + body[: _STATES_BYTES + 2 * words]
+    changed = bytearray(_NOTHING_LISTED + valid)
+    for at in range(0, len(rest) - 2, 3):
+        changed[int.from_bytes(rest[at : at + 2], "little") % len(changed)] ^= rest[at + 2]
+    return bytes(changed)
+
+
+def _valid_layers() -> list[bytes]:
+    out = []
+    for seed in range(_CASES):
+        _, valid, _ = _profile(seed)
+        head = bytes([seed, seed % 20, 0])
+        out.append(head + SEPARATOR.join([b"\1"] * (seed % 3 + 1)))
+        coded = valid[0]
+        escapes = _HEAD.unpack_from(coded)[1]
+        if len(coded) < 1500 and escapes < 256:
+            out += [head + b"\0" + _NOTHING_LISTED + coded, head + b"\2" + bytes([escapes]) + coded[_HEAD.size :]]
+    return out
+
+
+def _profile_file(data: bytes) -> bool:
+    """The file of a profile; its tables and matrices then decode noise on every path."""
+    found = refused(lambda: Profile.from_bytes(data), FormatError)
+    if found is None:
+        return False
+    assert found.to_bytes() == data
+    del found.__dict__["_file"]
+    written = found.to_bytes()
+    again = Profile.from_bytes(written)
+    del again.__dict__["_file"]
+    assert again.to_bytes() == written
+    if found.transform.structure.rows <= 4096 and coder.available_paths()[:-1]:
+        for depth in found.depths.values():
+            _decodes_noise(found, depth.coder, depth.step)
+    return True
+
+
+def _decodes_noise(profile: Profile, model: CoderModel, step: float) -> None:
+    tokens, dice = 9, np.random.default_rng(0)
+    payload = _HEAD.pack(900, 40) + dice.bytes(_STATES_BYTES + 1880)
+    z = dice.integers(-3000, 3000, (model.rows, tokens)).astype(np.int16)
+    below = None if not model.refines else (z // 1000).astype(np.int16)
+
+    def decode() -> torch.Tensor:
+        refused(lambda: coder.decode_indices(model, payload, tokens, below), FormatError)
+        out = torch.empty(profile.spec.shape(tokens))
+        coder.synthesise(profile.transform, z, step, _FIRST, out)
+        return out
+
+    _alike(coder.available_paths()[:-1], decode)
+
+
+def _valid_profiles() -> list[bytes]:
+    return sorted((_profile(seed)[0].to_bytes() for seed in range(_CASES)), key=len)[:3]
+
+
+GROUPS = family(
+    Target(_frame, _valid_frames),
+    Target(_separable, _valid_separable, native=True),
+    Target(_layers, _valid_layers, native=True),
+)
+PROFILES = Target(_profile_file, _valid_profiles, most_bytes=1 << 14, native=True)

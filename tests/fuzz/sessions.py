@@ -1,0 +1,165 @@
+"""Whole sessions of MoQT: bytes, resets and STOP_SENDINGs of a peer, in any order, on any stream.
+
+An input is a list of steps with `SEPARATOR` between them. Its first part says how the session begins (bit 0: without
+the peer's SETUP; bit 1: without a request of this end). Each other part is a step:
+
+    what 1 | stream 1 | cut 1 | data
+
+what: the three lowest bits are the kind of step, the others what the owner does with requests. stream: an index into
+the streams that the peer may use. cut: as of `chunks`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from kvabr.moqt import messages as m
+from kvabr.moqt import session as session_module
+from kvabr.moqt.encoding import encode
+from kvabr.moqt.events import Requested, Write
+from kvabr.moqt.parameters import Parameters, SetupOptions
+from kvabr.moqt.session import MoqtSession
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, Draft, Location
+from tests.fuzz.samples import SPACE, TRACK, data_streams, sample_messages
+from tests.fuzz.target import SEPARATOR, Target, chunks, family
+
+_RECEIVE, _FIN, _RESET, _STOP = 0, 5, 6, 7
+"""Kinds of steps; 1 to 4 receive as well."""
+_REFUSES, _SENT = 1, 2
+"""What the owner does, bits: refuses requests; says that objects were sent."""
+_MOST_STEPS = 60
+_SCRIPTS = 30
+
+
+def held(session: MoqtSession) -> int:
+    """Return the bytes of a peer's that a session keeps for later."""
+    early = sum(len(kept or b"") for kept, _ in session._early.values())
+    asked = sum(parser.buffered for parser in session._messages.values() if parser is not None)
+    headers = sum(map(len, session._headers.values()))
+    requests = session.requester._requests.values()
+    objects = headers + sum(len(each.objects._buffer) for each in requests)
+    answers = sum(each.parser.buffered for each in requests)
+    return early + asked + objects + answers + session._control_parser.buffered
+
+
+def _streams(draft: Draft, *, client: bool) -> list[int]:
+    """Return the streams that a peer may use, its control stream first."""
+    theirs_control = (3 if client else 2) if draft.streams else 0
+    bidirectional = [*range(1 if client else 0, 30, 4), *range(0 if client else 1, 30, 4)]
+    return [theirs_control, *bidirectional, *range(3 if client else 2, 30, 4)]
+
+
+def _begun(draft: Draft, how: int, *, client: bool) -> MoqtSession:
+    session = MoqtSession(draft, client=client, options=SetupOptions())
+    session.start()
+    if not how & 1:
+        setup = m.Setup(SetupOptions(max_request_id=0 if draft.streams else 300))
+        session.receive(_streams(draft, client=client)[0], encode(setup, draft, client=not client))
+    if not how & 2:
+        at = Location(3, 0)
+        session.fetch(SPACE, TRACK, at, at, Parameters(priority=1))
+        session.requester.update(0, Parameters(priority=2))
+    return session
+
+
+def _step(session: MoqtSession, streams: list[int], step: bytes) -> None:
+    what, where, cut = (*step[:3], 0, 0, 0)[:3]
+    stream, data = streams[where % len(streams)], step[3:]
+    kind = what & 7
+    if kind == _RESET:
+        session.receive_reset(stream, data[0] % 20 if data else 0)
+    elif kind == _STOP:
+        session.receive_stop(stream, data[0] % 20 if data else 0)
+    else:
+        for piece in chunks(data, cut):
+            session.receive(stream, piece)
+        if kind == _FIN and stream != streams[0]:
+            session.receive(stream, b"", fin=True)
+    _own(session, what >> 3)
+    assert held(session) <= session_module._MAX_PARTIAL_BYTES + (1 << 18) + 8 * (1 << 17), held(session)
+
+
+def _own(session: MoqtSession, how: int) -> None:
+    """Do what an owner does with what it is told."""
+    for event in session.take_events():
+        if not isinstance(event, Requested):
+            continue
+        number, message = event.request_id, event.message
+        if how & _REFUSES:
+            session.responder.refuse(number, 0x10, "no")
+        elif isinstance(message, m.Fetch):
+            stream = session.responder.accept_fetch(number, message.end, end_of_track=False)
+            session._channel.commands.append(Write(stream, b"objects", fin=True))
+            if how & _SENT:
+                session.responder.fetch_sent(number)
+        elif isinstance(message, m.Subscribe):
+            session.responder.accept_subscribe(number, number, None)
+        elif isinstance(message, m.TrackStatus | m.SubscribeNamespace):
+            session.responder.accept(number)
+    session.take_commands()
+
+
+def _script(draft: Draft, seed: int, *, client: bool) -> bytes:
+    """Return what a peer says that knows what it should say, most of the time."""
+    dice, streams = random.Random(seed), _streams(draft, client=client)
+    how = dice.choice((0, 0, 0, 0, 1, 2))
+    session = _begun(draft, how, client=client)
+    parts, fresh = [bytes([how])], 1 if client else 0
+    samples = [message for message in sample_messages(draft) if not isinstance(message, m.Setup)]
+    for _ in range(dice.randrange(1, 9)):
+        what = dice.randrange(32) << 3 | dice.choice((_RECEIVE, _RECEIVE, _RECEIVE, _FIN, _RESET, _STOP))
+        if dice.random() < 0.7:
+            stream, data = _said(session, draft, dice, samples, fresh, client=client)
+        else:
+            stream, data = dice.choice([each for each in streams if each & 2]), dice.choice(data_streams(draft))
+        fresh += 2
+        step = bytes([what, streams.index(stream), dice.choice((0, 0, dice.randrange(256)))]) + data
+        _step(session, streams, step)
+        if session.closed is not None:
+            break
+        parts.append(step)
+    return SEPARATOR.join(parts)
+
+
+def _said(
+    session: MoqtSession, draft: Draft, dice: random.Random, samples: list[m.Message], fresh: int, *, client: bool
+) -> tuple[int, bytes]:
+    """Return something that a peer might rightly say: a stream, and the bytes."""
+    message = dice.choice(samples)
+    request = isinstance(message, m.Request | m.RequestUpdate)
+    if request:
+        message = replace(message, request_id=fresh)
+    elif getattr(message, "request_id", None) is not None and not isinstance(message, m.Goaway):
+        message = replace(message, request_id=dice.randrange(0, 12, 2) + (not client))
+    asks = request and not isinstance(message, m.RequestUpdate)
+    base = (1 if client else 0) if asks else (0 if client else 1)
+    stream = base + 4 * dice.randrange(6) if asks else base + 4 * dice.randrange(5)
+    if isinstance(message, m.RequestUpdate):
+        stream = dice.choice(list(session.responder._by_stream) or [1 if client else 0])
+    if not draft.streams and not isinstance(message, m.SubscribeNamespace | m.Namespace):
+        stream = 0
+    if isinstance(message, m.Goaway):
+        stream = _streams(draft, client=client)[0]
+    return stream, encode(message, draft, client=not client)
+
+
+def _session(draft: Draft, *, client: bool) -> Target:
+    def take(data: bytes) -> bool:
+        first, *steps = data.split(SEPARATOR)
+        session, streams = _begun(draft, first[0] if first else 0, client=client), _streams(draft, client=client)
+        for step in steps[:_MOST_STEPS]:
+            _step(session, streams, step)
+        if session.closed is not None:
+            assert session.take_commands() == []
+        return session.closed is None
+
+    return Target(take, lambda: [_script(draft, seed, client=client) for seed in range(_SCRIPTS)])
+
+
+SESSIONS = family(
+    _session(DRAFT_18, client=False),
+    _session(DRAFT_16, client=False),
+    _session(DRAFT_18, client=True),
+    _session(DRAFT_16, client=True),
+)

@@ -1,0 +1,166 @@
+"""A moment of `tools/fuzz` for every target, and all inputs of the corpora."""
+
+import random
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from kvabr.moqt import session as session_module
+from kvabr.moqt.wire import DRAFTS
+from tests.fuzz import corpora
+from tests.fuzz.campaign import NATIVE
+from tests.fuzz.mutation import mutate, run
+from tests.fuzz.registry import TARGETS
+from tests.fuzz.sessions import held
+from tests.fuzz.target import SEPARATOR, Target, TooSlowError, chunks, family, in_time
+from tests.moqt.counting import CountingBuffer
+from tests.moqt.raw import Raw
+
+ROUNDS = {"sessions": 400, "groups": 300, "traces": 150}
+MOST_MEMORY = 96 << 20
+"""Bytes that Python may take for one input of a few kilobytes; reading a file takes its bound, 64 MB, for a moment."""
+TOOL = Path(__file__).parents[2] / "tools" / "fuzz"
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_hostile_input(name):
+    rounds = ROUNDS.get(name, 800)
+    fed = run(TARGETS[name], seed=1, rounds=rounds)
+    assert fed.inputs == rounds
+    assert 0 < fed.accepted < rounds
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_corpus(name):
+    """All code that guided runs have reached is reached again, by input that is taken as it should be."""
+    target = TARGETS[name]
+    for data in corpora.read(name).inputs:
+        with in_time():
+            target.take(data)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_valid_inputs_are_accepted(name):
+    """Else the fuzzing would never get past the first check. They take little memory."""
+    target = TARGETS[name]
+    for data in target.valid():
+        assert target.take(data), data
+        assert len(data) <= target.most_bytes
+    tracemalloc.start()
+    try:
+        for data in target.valid():
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            target.take(data)
+            assert tracemalloc.get_traced_memory()[1] - before < MOST_MEMORY
+    finally:
+        tracemalloc.stop()
+
+
+def test_corpora_are_small():
+    sizes = {path.stem: path.stat().st_size for path in corpora.FOLDER.glob("*.txt")}
+    assert sum(sizes.values()) < 1 << 20
+    assert set(sizes) <= {*TARGETS, *NATIVE}
+
+
+def test_a_corpus_keeps_what_failed_and_the_shortest_of_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "FOLDER", tmp_path)
+    assert corpora.read("x").inputs == ()
+    assert corpora.write("x", [b"b" * 30, b"\0", b"longer"], [b"bad" * 20]) == 0
+    assert corpora.read("x") == corpora.Corpus((b"bad" * 20,), (b"\0", b"longer", b"b" * 30))
+    monkeypatch.setattr(corpora, "MOST_BYTES", 220)
+    assert corpora.write("x", [b"\1", b"\2" * 90]) == 1
+    assert corpora.read("x") == corpora.Corpus((b"bad" * 20,), (b"\1",))
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_is_cheap_to_refuse(draft, seed, monkeypatch):
+    """Counted: one message is parsed, no byte is copied more than twice, and nothing is done for what follows."""
+    parsed = []
+    decode = session_module.decode
+    monkeypatch.setattr(session_module, "decode", lambda *each, **more: parsed.append(each) or decode(*each, **more))
+    raw = Raw(draft, client=False)
+    parsed.clear()
+    buffer = raw.session._control_parser._buffer = CountingBuffer()
+    noise = random.Random(seed).randbytes(1 << 18)
+    raw.receive(2 if draft.streams else 0, noise)
+    assert raw.code is not None
+    assert len(parsed) <= 1
+    touched = buffer.touched
+    assert touched < 2 * len(noise)
+    for stream in range(1000):
+        raw.receive(stream, noise)
+    assert len(parsed) <= 1
+    assert buffer.touched == touched
+    assert held(raw.session) <= len(noise)
+
+
+def picky(data: bytes) -> bool:
+    if len(data) > 3:
+        raise KeyError(data)
+    return True
+
+
+def test_a_target_that_fails_is_found():
+    with pytest.raises(AssertionError, match=r"seed 7, round \d+: KeyError"):
+        run(Target(picky, lambda: [b"abc"]), seed=7, rounds=500)
+
+
+def test_the_same_seed_gives_the_same_inputs():
+    seen: list[list[bytes]] = [[], []]
+    for inputs in seen:
+        run(Target(lambda data, inputs=inputs: not inputs.append(data), lambda: [b"some bytes"]), seed=3, rounds=50)
+    assert seen[0] == seen[1]
+    assert len(set(seen[0])) > 20
+    assert mutate(b"", [b""], random.Random(2)) is not None
+
+
+def test_what_takes_too_long_is_stopped():
+    def forever() -> None:
+        while True:
+            pass
+
+    with pytest.raises(TooSlowError), in_time(0.01):
+        forever()
+    with in_time():
+        pass
+
+
+def test_a_family_chooses_by_the_first_byte():
+    both = family(Target(lambda data: data == b"x", lambda: [b"x"]), Target(picky, lambda: [b"y"], 9, native=True))
+    assert list(both.valid()) == [b"\0x", b"\1y"]
+    assert (both.most_bytes, both.native) == (4097, True)
+    assert [both.take(data) for data in (b"", b"\0x", b"\0y", b"\1y", b"\3y")] == [False, True, False, True, True]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 77, 255])
+def test_pieces_make_up_the_whole(cut):
+    data = random.Random(cut).randbytes(3000)
+    assert b"".join(chunks(data, cut)) == data
+    assert (len(chunks(data, cut)) == 1) == (cut == 0 or len(chunks(data, cut)) == 1)
+
+
+def test_parts_are_moved_as_a_whole():
+    parts = [b"first", b"second", b"third"]
+    made = {mutate(SEPARATOR.join(parts), [b""], random.Random(seed)) for seed in range(300)}
+    assert {SEPARATOR.join(parts[1:]), SEPARATOR.join((parts[1], parts[0], parts[2]))} <= made
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (("--list",), 0, "catalogs"),
+        (("names", "--seconds", "0.1"), 0, "accepted"),
+        (("nothing",), 2, "no target nothing; there are messages"),
+        (("coder",), 2, "with --guided"),
+    ],
+)
+def test_the_command(arguments, status, says):
+    done = subprocess.run([sys.executable, TOOL, *arguments], capture_output=True, text=True, check=False)  # noqa: S603
+    assert done.returncode == status
+    assert says in done.stdout + done.stderr

@@ -1,0 +1,135 @@
+"""Control messages and data streams of MoQT: what a peer sends before it is known who it is."""
+
+from __future__ import annotations
+
+from kvabr.moqt.codes import Param, SessionFault
+from kvabr.moqt.encoding import MAX_MESSAGE_BYTES, MessageParser, decode, encode
+from kvabr.moqt.objects import MAX_PROPERTIES_BYTES, ObjectParser, read_stream_header
+from kvabr.moqt.parameters import Parameters, SetupOptions, Token, check_target, read_parameters, setup_options
+from kvabr.moqt.parameters import setup_pairs as pairs_of
+from kvabr.moqt.properties import MalformedTrack, unusable
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Draft, Location, Reader, read_pairs, write_pairs, write_text
+from tests.fuzz.samples import SOME, control, data_streams, fetch_streams
+from tests.fuzz.target import Target, chunks, family, refused
+from tests.moqt.writers import write_filter
+
+
+def _messages(draft: Draft) -> Target:
+    """Return the target of a stream of messages. The first byte says how it is cut."""
+
+    def take(data: bytes) -> bool:
+        cut, data = data[:1], data[1:]
+        whole = list(MessageParser(draft).feed(data))
+        parser = MessageParser(draft)
+        assert [each for piece in chunks(data, cut[0] if cut else 0) for each in parser.feed(piece)] == whole
+        assert parser.buffered <= MAX_MESSAGE_BYTES + 11
+        good = [_round_trip(kind, payload, side) for kind, payload in whole[:100] for side in (True, False)]
+        return any(good)
+
+    def _round_trip(kind: int, payload: bytes, side: bool) -> bool:
+        message = refused(lambda: decode(kind, payload, draft, control=side), SessionFault)
+        if message is None:
+            return False
+        unusable(getattr(message, "properties", ()), draft)
+        if not hasattr(message, "reason"):  # reasons are repaired
+            ((kind, payload),) = MessageParser(draft).feed(encode(message, draft))
+            assert decode(kind, payload, draft, control=side) == message
+        return True
+
+    return Target(take, lambda: [b"\0" + each for each in control(draft)])
+
+
+def _header(draft: Draft) -> Target:
+    def take(data: bytes) -> bool:
+        return refused(lambda: read_stream_header(data, draft), SessionFault) is not None
+
+    return Target(take, lambda: data_streams(draft))
+
+
+def _token(data: bytes) -> bool:
+    good = False
+    for draft in DRAFTS:
+        found = refused(lambda: Token.decode(data, draft.varint), SessionFault)  # noqa: B023  # at once
+        if found is not None:
+            good = True
+            assert Token.decode(found.encode(draft.varint), draft.varint) == found
+    return good
+
+
+def _parameters(data: bytes) -> bool:
+    good = False
+    for draft in DRAFTS:
+        parameter = b"\x01\x21" + write_text(draft.varint, data)
+        every = frozenset(Param)
+        found = refused(lambda: read_parameters(Reader(parameter, draft.varint), draft, every), SessionFault)  # noqa: B023
+        assert found is None or found == Parameters(filter=data)
+        good |= found is not None
+        refused(lambda: read_parameters(Reader(data, draft.varint), draft, every), SessionFault)  # noqa: B023
+    return good
+
+
+def _setup(data: bytes) -> bool:
+    good = False
+    for draft in DRAFTS:
+
+        def read(raw: bytes, draft: Draft = draft) -> SetupOptions:
+            return setup_options(read_pairs(Reader(raw, draft.varint)), draft)
+
+        found = refused(lambda: read(data), SessionFault)  # at once
+        if found is not None:
+            good = True
+            assert read(write_pairs(draft.varint, pairs_of(found, draft))) == found
+            for client in (True, False):
+                refused(lambda: check_target(found, client=client), SessionFault)  # noqa: B023  # at once
+    return good
+
+
+def _valid_setups() -> list[bytes]:
+    options = SetupOptions(b"/p?token=x", b"h:1", SOME.tokens, 100, b"me", 300)
+    return [write_pairs(draft.varint, pairs_of(options, draft)) for draft in DRAFTS]
+
+
+def _objects(draft: Draft) -> Target:
+    """Return the target of the objects of a FETCH. The first byte says how they are cut, and their order."""
+
+    def feed(pieces: list[bytes], *, descending: bool) -> list[object]:
+        parser = ObjectParser(draft, descending=descending)
+        out: list[object] = []
+        try:
+            for piece in pieces:
+                for item in parser.feed(piece):
+                    if isinstance(item, memoryview):
+                        item = bytes(item)  # noqa: PLW2901  # compared, and joined, by value
+                    if isinstance(item, bytes) and out and isinstance(out[-1], bytes):
+                        out[-1] += item
+                    else:
+                        out.append(item)
+                assert len(parser._buffer) <= MAX_PROPERTIES_BYTES + 64
+            parser.finish()
+        except (SessionFault, MalformedTrack) as error:
+            out.append(type(error))
+        return out
+
+    def take(data: bytes) -> bool:
+        how, data = data[0] if data else 0, data[1:]
+        descending = bool(how & 1)
+        cut = feed(chunks(data, how >> 1), descending=descending)
+        whole = feed([data], descending=descending)
+        # An error hides what came in the same piece: whatever did come out must be the same.
+        bare = [item for item in whole if not isinstance(item, type)]
+        assert [item for item in cut if not isinstance(item, type)][: len(bare)] == bare or isinstance(whole[-1], type)
+        good = not whole or not isinstance(whole[-1], type)
+        assert good == (not cut or not isinstance(cut[-1], type))
+        return good
+
+    return Target(take, lambda: [b"\x02" + each for each in fetch_streams(draft)])
+
+
+MESSAGES = family(
+    _messages(DRAFT_18),
+    _messages(DRAFT_16),
+    Target(_token, lambda: [token.encode(DRAFT_18.varint) for token in SOME.tokens]),
+    Target(_parameters, lambda: [write_filter(draft, 4, Location(300, 1), 900) for draft in DRAFTS]),
+    Target(_setup, _valid_setups),
+)
+OBJECTS = family(_objects(DRAFT_18), _objects(DRAFT_16), _header(DRAFT_18), _header(DRAFT_16))
