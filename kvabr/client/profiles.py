@@ -12,11 +12,11 @@ from cachetools import LRUCache
 
 from kvabr.client.lookup import fetch_small
 from kvabr.client.resources import decoders
-from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
+from kvabr.codec.profile import Profile
 from kvabr.data import default_profile_bytes
 from kvabr.quic.interface import Connection
 from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, write_file
-from kvabr.types.catalog import Catalog
+from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.naming import PROFILE_TRACK, TrackNamespace
 

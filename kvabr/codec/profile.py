@@ -34,10 +34,10 @@ from kvabr.codec.analysis import Analysis
 from kvabr.codec.native.coder_model import MOST_RADIUS, CoderModel, Quantiser
 from kvabr.codec.quantiser import nested
 from kvabr.codec.transform import NO_MATRIX, Matrices, Structure, Transform
+from kvabr.types.catalog import MAX_PROFILE_BYTES
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 
-MAX_PROFILE_BYTES = 1 << 29
 _MAX_HEADER_BYTES = 256 << 10
 MAX_SINKS = 64
 FORMAT = "kvabr.profile/2"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvabr.moqt import messages as m
 from kvabr.moqt.channel import Channel, PeerIds, RequestState
 from kvabr.moqt.codes import Param, RequestCode, ResetCode, SessionFault
@@ -67,11 +69,13 @@ class Responder:
         if not self._channel.draft.streams and (stream is not None) != isinstance(message, m.SubscribeNamespace):
             raise SessionFault(f"{type(message).__name__} on the wrong stream")
         self.ids.take(message.request_id, in_order=stream is None)
+        tokens = token_values(message.parameters.tokens)
+        if tokens:  # they may be long, and are not kept while the request waits
+            message = replace(message, parameters=replace(message.parameters, tokens=()))
         request = RequestState(message.request_id, message, stream)
         self._requests[request.number] = request
         if stream is not None:
             self._by_stream[stream] = request
-        tokens = token_values(message.parameters.tokens)
         if self.draining:
             self.refuse(request.number, RequestCode.GOING_AWAY, "this server is going away; reconnect")
         elif self._channel.draft.number >= 17 and _first_field(message) in _RESERVED:

@@ -201,6 +201,12 @@ class Peer(Endpoint):
                 self.log.info("request ended", token=job.grant.id, track=job.track, why=denial.reason)
                 session.responder.break_off(job.request_id, denial.reset)
                 self._done(self._queue.remove(job.request_id), complete=False)
+        for number, expected in list(self._expected.items()):
+            denial = access.lost_request(expected.grant, expected.publication, now_s)
+            if denial is not None:
+                metrics.token_lost(expected.grant.id, denial.result)
+                self._stop_looking(number)
+                self._refuse(number, denial.request, denial.reason)
         self.settle_and_send()
 
     @property
@@ -402,7 +408,7 @@ class Peer(Endpoint):
             accept()
         else:
             self._server.requests += 1
-            self._expected[number] = Expected(arriving, accept, room)
+            self._expected[number] = Expected(arriving, accept, room, grant, publication)
             self._arrived(number)
 
     def _arrived(self, number: int) -> None:

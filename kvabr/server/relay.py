@@ -184,7 +184,8 @@ class Relay:
 
     def _dropped(self, facts: AssetFacts) -> None:
         why = "the asset was removed or replaced; ask for its catalog again"
-        self._drop(facts.all_digests(), NotFoundError(why, code=RequestCode.DOES_NOT_EXIST))
+        gone = facts.all_digests() - self.catalogs.named_besides(facts)
+        self._drop(gone, NotFoundError(why, code=RequestCode.DOES_NOT_EXIST))
         self._changes.add([facts.mark])
         self._tell()
 
@@ -251,7 +252,8 @@ class RelayedTrack(CatalogLevel):
 
     def loads(self, group: int) -> int:
         """See `Publication.loads`."""
-        return 0 if self._relayed.has(self.facts.digest(self.name, group)) else self.size(group)
+        size = self.size(group)
+        return 0 if self._relayed.has(self.facts.digest(self.name, group), size) else size
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
         """See `Publication.open`."""

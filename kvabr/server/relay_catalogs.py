@@ -81,6 +81,10 @@ class AssetFacts:
         """Return the SHA-256 of a group."""
         return self.digests[track][_DIGEST_BYTES * group : _DIGEST_BYTES * (group + 1)]
 
+    def shares(self, firsts: Collection[bytes]) -> bool:
+        """Return whether the first group of one of its tracks has one of these SHA-256."""
+        return any(digests[:_DIGEST_BYTES] in firsts for digests in self.digests.values())
+
     def all_digests(self) -> set[str]:
         """Return the SHA-256 of every group, hex."""
         return {self.digest(track, group).hex() for track in self.digests for group in range(self.groups)}
@@ -327,6 +331,15 @@ class Catalogs:
         for facts in gone:
             self._log.info(event, model=facts.namespace.model, prompt=facts.namespace.prompt[:16])
             self._on_dropped(facts)
+
+    def named_besides(self, gone: AssetFacts) -> set[str]:
+        """Return the SHA-256, hex, of groups that other assets have, of those that share groups with this one.
+
+        Assets share groups only as parts of a common prefix, so such an asset has the same first group.
+        """
+        firsts = {digests[:_DIGEST_BYTES] for digests in gone.digests.values()}
+        others = [one for one in self._known if one is not gone and not one.withdrawn and one.shares(firsts)]
+        return {digest for one in others for digest in one.all_digests()}
 
     def _naming(self, namespace: TrackNamespace) -> list[tuple[_Name, Answer]]:
         found = [(name, answer) for name in self._answers if (answer := self._answers.peek(name)) is not None]

@@ -2,12 +2,16 @@
 
 A group is fetched once, at the priority of its most urgent reader, until the last has left. It can be read as it comes,
 except for the last part, which waits for the check of the digest: a wrong group breaks off and never looks complete.
+
+Assets with a prefix in common have groups in common, which are fetched under the name of one of them. If the origin
+refuses that one, or sends something else under its name, the others' readers get the group under another name: so no
+asset can do harm to another by being removed, or by a catalog that lies.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -19,6 +23,7 @@ from kvabr.quic.interface import Connection, Download, GroupRequest
 from kvabr.server.publication import ArrivingGroup, PublishedGroup
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
+from kvabr.types.naming import TrackNamespace
 
 PATIENCE_S = 10.0
 """Seconds without progress after which those who wait for a group are told that the origin is away."""
@@ -29,12 +34,16 @@ IDLE_READ_S = 10.0
 _PAUSE_S = 0.1
 _BUSY_S = 1.0
 
+_Key = tuple[str, int]
+"""SHA-256, hex, and bytes of a group."""
+
 
 @dataclass(eq=False, slots=True)
 class GroupTransfer:
     """One group on its way, and everyone who reads it."""
 
     request: GroupRequest
+    """Under whose name it is fetched."""
     digest: str
     number: int
     data: memoryview = field(default_factory=lambda: memoryview(b""))
@@ -58,6 +67,21 @@ class GroupTransfer:
         """Whether all of it may be read."""
         return len(self.data) == self.size
 
+    @property
+    def key(self) -> _Key:
+        """What those who join it have in common."""
+        return self.digest, self.size
+
+    def other_name(self, but: Collection[TrackNamespace]) -> GroupRequest | None:
+        """Return the request of a reader of an asset that is not one of these."""
+        return next((reader.request for reader in self.readers if reader.request.namespace not in but), None)
+
+    def begin_again(self, request: GroupRequest, error: TransportError) -> None:
+        """Fetch it under another name; break off those who have read what came so far, which may be wrong."""
+        self.request, self.data = request, memoryview(b"")
+        for reader in [reader for reader in self.readers if reader.has_read]:
+            reader.fail(error)
+
     def tell(self, data: memoryview | None = None, error: TransportError | None = None) -> None:
         """Let the readers have more data, or tell them that no more will come."""
         if data is not None:
@@ -74,25 +98,36 @@ class TransferReader(ArrivingGroup):
 
     groups: RelayGroups
     transfer: GroupTransfer
+    request: GroupRequest
+    """The reader's own; the transfer's may be that of another asset."""
     objects: tuple[ObjectSpan, ...]
     priority: int
     on_more: Callable[[], None]
 
     def __post_init__(self) -> None:
         self.digest, self.size = bytes.fromhex(self.transfer.digest), self.transfer.size
+        self.has_read = False
+        self._error: TransportError | None = None
         self.memory = 0 if self.transfer.readers else self.size  # which counts for the player that came first
 
     @property
     def available(self) -> int:
         """See `ArrivingGroup.available`."""
-        if self.transfer.error is not None:
-            raise self.transfer.error
+        error = self._error or self.transfer.error
+        if error is not None:
+            raise error
         return len(self.transfer.data)
 
     def read(self, begin: int, end: int) -> memoryview:
         """See `ArrivingGroup.read`."""
+        self.has_read = True
         self.transfer.read_s = asyncio.get_running_loop().time()
         return self.transfer.data[begin:end]
+
+    def fail(self, error: TransportError) -> None:
+        """Break off this reader alone."""
+        self._error = error
+        self.on_more()
 
     def prioritise(self, priority: int) -> None:
         """See `ArrivingGroup.prioritise`."""
@@ -126,8 +161,8 @@ class RelayGroups:
         """
         self._upstream, self._store, self._metrics, self._limit = upstream, store, metrics, limit
         self._on_failed = on_failed
-        self._transfers: dict[str, GroupTransfer] = {}
-        """By digest, those that can be joined."""
+        self._transfers: dict[_Key, GroupTransfer] = {}
+        """Those that can be joined. Also by their size: a catalog may lie about it."""
         self._admitted: set[GroupTransfer] = set()
         """Those that count towards the bound: on their way, or complete and still read."""
         self._waiting: dict[GroupTransfer, asyncio.Future[None]] = {}
@@ -140,10 +175,10 @@ class RelayGroups:
         """Return how many groups are on their way, being read, or waiting for room."""
         return len(self._admitted) + len(self._waiting)
 
-    def has(self, digest: bytes) -> bool:
+    def has(self, digest: bytes, size: int) -> bool:
         """Return whether a group is in memory, or on its way."""
         name = digest.hex()
-        return name in self._transfers or self._store.memory.held(name) is not None
+        return (name, size) in self._transfers or self._store.memory.held(name) is not None
 
     def open(
         self,
@@ -161,11 +196,12 @@ class RelayGroups:
         held = self._store.memory.held(name)
         if held is not None:
             return PublishedGroup(held, objects, digest)
-        transfer = self._transfers.get(name)
+        transfer = self._transfers.get((name, request.limit))
         if transfer is None:
-            transfer = self._transfers[name] = GroupTransfer(request, name, next(self._numbers))
+            transfer = GroupTransfer(request, name, next(self._numbers))
+            self._transfers[transfer.key] = transfer
             transfer.task = asyncio.get_running_loop().create_task(self._bring(transfer))
-        reader = TransferReader(self, transfer, objects, priority, on_more)
+        reader = TransferReader(self, transfer, request, objects, priority, on_more)
         transfer.readers.append(reader)
         self.reprioritise(transfer)
         return reader
@@ -195,8 +231,8 @@ class RelayGroups:
     async def drop(self, digests: Iterable[str] | None, error: TransportError) -> None:
         """Break off transfers with an error, and delete kept groups: those of some digests (hex), or all."""
         chosen = None if digests is None else set(digests)
-        for digest, transfer in list(self._transfers.items()):
-            if chosen is None or digest in chosen:
+        for transfer in list(self._transfers.values()):
+            if chosen is None or transfer.digest in chosen:
                 self._forget(transfer)
                 transfer.tell(error=error)
         kept = [group.digest async for group in self._store.list()] if chosen is None else list(chosen)
@@ -234,12 +270,20 @@ class RelayGroups:
         """Download a group, again if the connection is lost: groups do not change."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + PATIENCE_S
+        refused: set[TrackNamespace] = set()
         while True:
             before = len(transfer.data)
             try:
                 return await self._download(transfer)
             except UnauthorizedError:
                 raise
+            except RequestError as error:
+                refused.add(transfer.request.namespace)
+                other = transfer.other_name(refused)
+                if other is None or transfer.error is not None or error.retry_after_s is not None:
+                    raise
+                self._on_failed(transfer.request, error)
+                transfer.begin_again(other, error)
             except (ConnectionLostError, TimeoutError) as error:
                 if len(transfer.data) > before:
                     end_s = loop.time() + PATIENCE_S
@@ -337,5 +381,5 @@ class RelayGroups:
         self._looking = loop.call_later(1.0, self._look) if self._waiting else None
 
     def _forget(self, transfer: GroupTransfer) -> None:
-        if self._transfers.get(transfer.digest) is transfer:
-            del self._transfers[transfer.digest]
+        if self._transfers.get(transfer.key) is transfer:
+            del self._transfers[transfer.key]

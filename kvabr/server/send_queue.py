@@ -42,9 +42,17 @@ class Expected:
 
     dear = True
 
-    def __init__(self, group: ArrivingGroup, accept: Callable[[], None], room: Room | None) -> None:
-        """Wait for ``group``; ``accept`` answers."""
+    def __init__(
+        self,
+        group: ArrivingGroup,
+        accept: Callable[[], None],
+        room: Room | None,
+        grant: Grant,
+        publication: Publication,
+    ) -> None:
+        """Wait for ``group`` of a publication, requested under a grant; ``accept`` answers."""
         self.group, self._accept, self._room = group, accept, room
+        self.grant, self.publication = grant, publication
         self.on_more: Callable[[], None] = lambda: None
         if room is not None:
             room.take(self, group.files, group.memory)

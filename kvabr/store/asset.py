@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, Self
 
-from kvabr.types.catalog import Catalog
+from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.errors import AssetError, ForeignError, FormatError
 from kvabr.types.naming import chain, prefix_key
 
@@ -28,7 +28,6 @@ PROMPT = "prompt.json"
 
 _PROMPT_SCHEMA = "kvabr.prompt/1"
 _MAX_PROMPT_BYTES = 64 << 20
-_MAX_PROFILE_BYTES = 1 << 30
 _AGAIN = "encode the asset again"
 
 
@@ -160,7 +159,7 @@ class Asset(ABC):
         if expected is None:
             return None
         where = f"{self.location}/{PROFILE}"
-        if size > _MAX_PROFILE_BYTES:
+        if size > MAX_PROFILE_BYTES:
             raise FormatError(f"{where}: a profile of {size} bytes is more than any model needs")
         data = _sized(self._read_part(PROFILE, size), size, where)
         if hashlib.sha256(data).hexdigest() != expected:

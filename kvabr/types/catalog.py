@@ -46,7 +46,8 @@ _LEAST_GROUPS = 1024
 asset."""
 _AT_A_TIME = 8192
 """Values that are checked at a time, so that other threads can run in between."""
-MAX_PROFILE_BYTES = 1 << 30
+MAX_PROFILE_BYTES = 1 << 29
+"""Bytes of a codec profile, wherever it comes from."""
 _MAX_LOSS = 1e6
 
 

@@ -242,6 +242,19 @@ def test_tokens(draft):
 
 
 @both
+def test_tokens_are_not_kept_while_a_request_waits(draft):
+    """Each may take 64 KB, and thousands of requests may wait."""
+    pair = Pair(draft)
+    ask(pair, tokens=(Token(b"x" * 60_000),))
+    pair.run()
+    (event,) = pair.told(False, Requested)
+    (waiting,) = pair.server.responder._requests.values()
+    assert event.message is waiting.message
+    assert event.message.parameters.tokens == ()
+    pair.healthy()
+
+
+@both
 @table(
     ("token", "code"),
     [

@@ -10,6 +10,7 @@ import pytest
 from kvabr.moqt.wire import DRAFT_18
 from kvabr.server import limits
 from kvabr.server.budgets import IDLE_READ_S, LEAST_IN_FLIGHT_BYTES, Budgets, site_of
+from kvabr.server.grants import EVERYTHING
 from kvabr.server.limits import ServerLimits
 from kvabr.server.publication import LevelPublication, Publication, PublishedGroup
 from kvabr.server.send_queue import Expected, GroupRange, Sending, SendQueue
@@ -165,10 +166,11 @@ async def test_what_must_be_loaded_waits_for_room_in_order():
 def test_what_is_expected_takes_room_until_it_is_answered():
     kept = budgets(memory_per_connection=70)
     room, said = kept.enter("10.0.0.1"), []
-    group = Growing(Track(30).objects(0))
+    publication = Track(30)
+    group = Growing(publication.objects(0))
     group.memory = 30
     assert room.fits(1000)
-    expected = Expected(group, lambda: said.append("accepted"), room)
+    expected = Expected(group, lambda: said.append("accepted"), room, EVERYTHING, publication)
     assert room.accounts[0].memory == 30
     assert not room.fits(41)
     assert room.fits(40)
@@ -176,7 +178,7 @@ def test_what_is_expected_takes_room_until_it_is_answered():
     expected.accept()
     assert said == ["accepted"]
     assert room.accounts[0].memory == 0
-    again = Expected(group, lambda: None, room)
+    again = Expected(group, lambda: None, room, EVERYTHING, publication)
     again.close()
     assert not group.open
     assert kept.total.memory == 0

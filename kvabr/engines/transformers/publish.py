@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from kvabr.codec.profile import MAX_PROFILE_BYTES, Profile
+from kvabr.codec.profile import Profile
 from kvabr.data import default_catalog, default_profile_bytes
 from kvabr.engines.transformers.cache import cache_kv
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.engines.transformers.ready_cache import prompt_ids
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
-from kvabr.types.catalog import Catalog
+from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.errors import AssetError, ForeignError, FormatError, UsageError
 from kvabr.types.kv import KVSpec
 
