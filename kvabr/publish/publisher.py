@@ -1,7 +1,7 @@
 """Publishes what an engine computed anyway: encodes it in the background, into a store that `kvabr serve` serves.
 
 Nothing is measured: an engine has no time for the forward passes of `kvabr encode`. The losses are another catalog's of
-the same model, stretched over the groups, and the catalog says so. What would make the engine wait is dropped.
+the same model, laid out over the groups, and the catalog says so. What would make the engine wait is dropped.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ PublishVerdict = Literal["full", "known", "published", "failed"]
 
 _MAX_LAYER_LOSS = 0.9
 """Maximum share of a group's loss that a layer leaves, whatever the prior says."""
+_LAST_GROUPS = 4
+"""Number of groups at the end whose share of the loss is taken as it was."""
+_EVEN_SHARE = 0.05
+"""Share of the loss that is spread evenly: no group is without any."""
 _NICENESS = 10
 """Added to the encoding thread's niceness, so that the engine goes first."""
 
@@ -170,15 +174,15 @@ class Publisher:
         )
         losses: dict[str, tuple[float, ...]] = {}
         for track in self._tracks:
-            losses[track] = stretched(prior.track(track).loss, len(frames.chunks))
+            losses[track] = expected_losses(prior.track(track).loss, len(frames.chunks))
             if (base := codec(track).refines) is not None:
-                # Stretched by itself a layer may seem to make a group worse, and would then never be used.
+                # By themselves, a layer's losses may seem to make a group worse, and would then never be used.
                 pairs = zip(losses[track], losses[base], strict=True)
                 losses[track] = tuple(min(loss, _MAX_LAYER_LOSS * below) for loss, below in pairs)
         return frames.catalog(
             losses,
             {track: prior.track(track).decode_s * larger for track in self._tracks},
-            loss_method=f"{NOT_MEASURED}: those of {prior.tokens} tokens under {prior.spec.model}, stretched",
+            loss_method=f"{NOT_MEASURED}: those of {prior.tokens} tokens under {prior.spec.model}, by the distance from the end",
             source=self._source,
             prefill=prior.prefill if prior.spec.model == spec.model else None,
         )
@@ -204,21 +208,20 @@ class Slot:
         self.publisher._give_back(self)  # noqa: SLF001  # its own
 
 
-def stretched(losses: Sequence[float], groups: int) -> tuple[float, ...]:
-    """Return the losses of ``groups`` groups from those of another cache: the same sum, distributed alike.
+def expected_losses(losses: Sequence[float], groups: int) -> tuple[float, ...]:
+    """Return the losses of ``groups`` groups from those of another cache: the same sum, distributed as may be expected.
 
-    The loss of a whole cache hardly grows with its length, and its distribution does not change: the first groups and
-    the last matter most. So losses are interpolated by relative position.
+    The loss of a whole cache hardly grows with its length. Most of it lies in the last groups and in the first, wherever
+    the end is; which groups matter between them depends on the text.
     """
-    total, count = sum(losses), len(losses)
-    shape = []
-    for group in range(groups):
-        place = group * (count - 1) / max(1, groups - 1)
-        low = min(int(place), count - 1)
-        high = min(low + 1, count - 1)
-        shape.append(losses[low] + (losses[high] - losses[low]) * (place - low))
-    scale = total / sum(shape) if sum(shape) > 0 else 0.0
-    return tuple(six(scale * each) for each in shape)
+    total, last = sum(losses), min(_LAST_GROUPS, len(losses) - 1, groups - 1)
+    made = [total / groups] * groups
+    if last > 0 and total > 0:
+        ends, between = sum(losses[-last:]) + losses[0], groups - last - 1
+        scale = 1.0 if between else total / ends
+        others = [(total - ends) / between] * between if between else []
+        made = [scale * losses[0], *others, *(scale * each for each in losses[-last:])]
+    return tuple(six((1 - _EVEN_SHARE) * each + _EVEN_SHARE * total / groups) for each in made)
 
 
 def with_heads(spec: KVSpec, heads: range) -> KVSpec:

@@ -9,7 +9,7 @@ import torch
 
 from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
-from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, stretched, with_heads
+from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, expected_losses, with_heads
 from kvabr.replay.verify import load_profile
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAsset
@@ -70,7 +70,7 @@ def test_with_a_profile_the_layers_come_along(tmp_path):
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 16])
 def test_no_layer_is_said_to_make_a_group_worse(tmp_path, groups):
-    """However the losses of each are stretched: a layer that betters nothing would not be put in place."""
+    """However the losses of each are laid out: a layer that betters nothing would not be put in place."""
     tokens = [index % 90 for index in range(16 * groups)]
     made = publisher(tmp_path, profile=kvdata.profile(SPEC), tracks=LAYERS)
     publish(made, tokens, kvdata.related(SPEC, len(tokens)))
@@ -135,14 +135,25 @@ def test_tracks_that_cannot_be_made(tmp_path):
         publisher(tmp_path, tracks=["FP4"])
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3, 63, 64, 200])
-def test_losses_are_stretched(groups):
+@pytest.mark.parametrize("groups", [1, 2, 3, 5, 6, 16, 63, 200])
+def test_losses_are_laid_out_from_the_end(groups):
     losses = default_catalog().track("AC-L1").loss
-    made = stretched(losses, groups)
+    made = expected_losses(losses, groups)
+    assert len(made) == groups
+    assert min(made) > 0
+    assert sum(made) == pytest.approx(sum(losses), rel=1e-3)
+    assert made[-1] == max(made)  # what came last matters most, as in the original
+    for back in range(1, min(4, groups - 5) + 1):
+        assert made[-back] == pytest.approx(losses[-back], rel=0.1, abs=0.1 * sum(losses) / groups)
+    assert len(set(made[1:-4])) <= 1  # which of the others matter depends on the text
+
+
+@pytest.mark.parametrize("losses", [(0.5,), (0.0, 0.0, 0.0), (0.1, 0.4)])
+@pytest.mark.parametrize("groups", [1, 2, 7])
+def test_losses_of_short_and_lossless_caches_are_laid_out_too(losses, groups):
+    made = expected_losses(losses, groups)
     assert len(made) == groups
     assert sum(made) == pytest.approx(sum(losses), rel=1e-3)
-    if groups > 2:
-        assert made[-1] == max(made)  # what came last matters most, as in the original
 
 
 def test_heads_of_a_rank_have_a_name_of_their_own():
