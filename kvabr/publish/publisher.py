@@ -182,7 +182,7 @@ class Publisher:
         return frames.catalog(
             losses,
             {track: prior.track(track).decode_s * larger for track in self._tracks},
-            loss_method=f"{NOT_MEASURED}: those of {prior.tokens} tokens under {prior.spec.model}, by the distance from the end",
+            loss_method=f"{NOT_MEASURED}: those of {prior.tokens} tokens under {prior.spec.model}, from the end",
             source=self._source,
             prefill=prior.prefill if prior.spec.model == spec.model else None,
         )
@@ -211,8 +211,8 @@ class Slot:
 def expected_losses(losses: Sequence[float], groups: int) -> tuple[float, ...]:
     """Return the losses of ``groups`` groups from those of another cache: the same sum, distributed as may be expected.
 
-    The loss of a whole cache hardly grows with its length. Most of it lies in the last groups and in the first, wherever
-    the end is; which groups matter between them depends on the text.
+    The loss of a whole cache hardly grows with its length. Most of it lies in the last groups and in the first. Which
+    groups matter between them depends on the text.
     """
     total, last = sum(losses), min(_LAST_GROUPS, len(losses) - 1, groups - 1)
     made = [total / groups] * groups
