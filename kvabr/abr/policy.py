@@ -113,6 +113,13 @@ class Policy(ABC):
         immediately and have no side effects outside itself.
         """
 
+    def will_replace(self, view: View, group: int) -> bool:  # noqa: ARG002  # a hook that few need
+        """Return whether another track will be requested for a group that has arrived and is not decoded yet.
+
+        The player decodes other groups first, so as not to decode this one for nothing.
+        """
+        return False
+
 
 class FrontToBack(Policy):
     """Fetches every group once, in order: the only question is which track."""

@@ -216,24 +216,26 @@ class PlayState:
     def _next_to_decode(self, now: float) -> int | None:
         """Return the group to decode next, or None.
 
-        Groups that are not in place come first. One with more layers in flight waits a moment for them, so that all are
-        decoded together, unless time is short, or an engine needs everything before what it computes.
+        Groups that are not in place come first, those that the policy will replace last. One with more in flight waits
+        a moment for it, so that all is decoded together, unless time is short, or an engine needs everything before
+        what it computes.
         """
         view = self.view
         hurry = now + view.decode_backlog_s + _HURRY_TICKS * self._tick_s >= view.deadline_s
         longest_s = min(_WAIT_SHARE * view.deadline_s, _MAX_WAIT_S)
-        best: tuple[bool, bool, int] | None = None
+        best: tuple[bool, bool, bool, int] | None = None
         chosen = None
         for order, group in enumerate(self._undecoded):
             progress, placed = self._groups[group], self.record.groups[group].ready_s is not None
             flying = bool(progress.flying)
             if flying and not hurry and (placed or self._compute is None):
                 came_s = min(one.done_s or 0.0 for one in progress.arrived)
-                if now - came_s < longest_s:
+                if now - max(came_s, *(one.requested_s for one in progress.flying)) < longest_s:
                     continue
             if progress.decoding or view.track_of[group] == RECOMPUTED:
                 continue
-            rank = (placed, flying, group if view.front_first else order)
+            later = not hurry and not flying and self._guard.will_replace(group)
+            rank = (later, placed, flying, group if view.front_first else order)
             if best is None or rank < best:
                 best, chosen = rank, group
         return chosen

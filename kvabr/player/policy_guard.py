@@ -32,6 +32,10 @@ class PolicyGuard:
             raise self.invalid(fault)
         return decision
 
+    def will_replace(self, group: int) -> bool:
+        """Return whether the policy will request another track for a group; raise `PolicyError` if it raises."""
+        return bool(self._call(lambda view: self.policy.will_replace(view, group)))
+
     def invalid(self, what: str, error: BaseException | None = None) -> PolicyError:
         """Return the error that says what the policy did wrong, and in which file."""
         title = self.policy.name or type(self.policy).__name__

@@ -45,6 +45,18 @@ def test_no_fixed_track_is_noticeably_better_at_any_speed(load, rtt_s):
     assert mine["regret"] >= 0
 
 
+@pytest.mark.parametrize("load", [1.0, 3.0, 10.0, 30.0])
+def test_nor_with_a_decoder_that_is_eight_times_slower_than_known(load):
+    options = ReplayOptions(4.0, 0.02, load, decode_scale=8.0, config=PlayerConfig(time_price=PRICE))
+    offer = catalog(24, layered=True)
+    experiment = Experiment(offer, options)
+    mine = experiment.play(LINK, 0.0, "anytime").run
+    alone = [track.name for track in offer.tracks if track.refines is None]
+    best = min(experiment.play(LINK, 0.0, f"fixed:{track}").run["objective"] for track in alone)
+    assert mine["met"]
+    assert mine["objective"] <= 1.1 * best + PRICE * 2 * 0.02
+
+
 def test_a_play_ends_once_nothing_is_worth_the_wait_and_the_dearer_time_is_the_sooner():
     plays = [played(0.3, price=price) for price in (0.0, 1e-4, 1e-3, 1e-2)]
     ends = [play["ttft_s"] for play in plays]

@@ -8,6 +8,7 @@ import pytest
 
 from kvabr.cli.main import main
 from kvabr.client.blocking import Client
+from kvabr.client.options import PlayOptions
 from kvabr.engines.settings import EngineSettings, open_client
 from kvabr.quic.connect import connect
 from kvabr.quic.options import DialOptions
@@ -83,10 +84,13 @@ def test_both_are_one_too_many(file):
         connect("moqt://127.0.0.1:1/", token=TOKEN, token_file=file)
 
 
+INT8 = PlayOptions(policy="fixed:Int8")
+
+
 def test_a_client_reads_it_again_when_it_connects(served, file):
     options = {"fingerprint": served.fingerprint, "quic": "aioquic", "timeout_s": LIMIT_S, "model": SPEC}
     with Client(served.url, token_file=file, **options) as client:
-        assert close(client.play(TOKENS, deadline=LIMIT_S).kv, error=1e-3)
+        assert close(client.play(TOKENS, deadline=LIMIT_S, options=INT8).kv, error=1e-3)
         file.write_text("a wrong one")
         served.kill()
         served.start()
@@ -94,7 +98,7 @@ def test_a_client_reads_it_again_when_it_connects(served, file):
             client.play(TOKENS, deadline=LIMIT_S)
         assert isinstance(error.value, UnauthorizedError) or "UNAUTHORIZED" in str(error.value)
         file.write_text(TOKEN)
-        assert close(client.play(TOKENS, deadline=LIMIT_S).kv, error=1e-3)
+        assert close(client.play(TOKENS, deadline=LIMIT_S, options=INT8).kv, error=1e-3)
 
 
 def test_engines_take_one(served, file):

@@ -145,3 +145,48 @@ def test_layers_requested_with_a_base_are_abandoned_if_they_would_delay_another_
     assert cancelled
     assert cancelled <= {1, 2, 4, 5}
     assert 3 in play.view.in_flight
+
+
+class Replacing(Policy):
+    """Requests the base of every group, and says that it will replace one."""
+
+    paces = True
+
+    def decide(self, view):
+        if (group := view.first_missing()) is not None:
+            return Decision.fetch(group, "base", "the base comes first")
+        return Decision.wait("that was all")
+
+    def __init__(self, replaced=None):
+        self._replaced = replaced
+
+    def will_replace(self, view, group):
+        return group == self._replaced
+
+
+def decoded_in_order(policy):
+    play = Session(Ladder(catalog(3, layered=True)), 10.0, policy, DualEwma())
+    play.start(0.0)
+    fetches = of(play.actions(), FetchGroup)
+    for fetch in reversed(fetches):  # the last arrives first, and keeps the one decoder busy meanwhile
+        play.done(fetch.request, 0.1)
+    order, actions = [], play.actions()
+    while decodes := of(actions, Decode):
+        (decode,) = decodes
+        order.append(decode.group)
+        play.decoded(decode.request, 0.2)
+        actions = play.actions()
+    assert of(actions, Deliver)
+    return order
+
+
+def test_what_the_policy_will_replace_is_decoded_last():
+    assert decoded_in_order(Replacing()) == [2, 1, 0]
+    assert decoded_in_order(Replacing(1)) == [2, 0, 1]
+
+
+def test_a_policy_that_cannot_say_what_it_will_replace_is_named():
+    policy = Replacing()
+    policy.will_replace = lambda view, _: view.nothing
+    with pytest.raises(PolicyError, match="Replacing raised AttributeError"):
+        decoded_in_order(policy)

@@ -150,6 +150,10 @@ class Anytime(Policy):
             return sooner
         return self._fetch(view) if missing else self._upgrade(view)
 
+    def will_replace(self, view: View, group: int) -> bool:
+        """Return whether the plan has another track for a group."""
+        return self._saver is not None and self._saver.will_replace(view, group)
+
     # ---------------------------------------------------------- what bytes cost
 
     def _to_spend(self, view: View, rate: float, reserved: int = 0) -> float:

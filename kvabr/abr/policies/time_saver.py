@@ -138,6 +138,13 @@ class TimeSaver:
         nbytes = track.bytes[group]
         return worth * nbytes >= plan.byte_price * nbytes + plan.decode_price * view.decode_s(track.name)
 
+    def will_replace(self, view: View, group: int) -> bool:
+        """Return whether the plan has another track for a group."""
+        plan = self._plan
+        if plan is None or self._over or view.rate <= 0:
+            return False
+        return self._times.names[plan.targets[group]] != view.track_of[group]
+
     # ----------------------------------------------------------------- plans
 
     def _plan_for(self, view: View, *, missing: bool) -> TimePlan:
