@@ -29,6 +29,10 @@ MAX_PROPERTIES_BYTES = 0xFFFF
 """Properties of one object; a limit of this implementation, as the draft sets none."""
 _MAX_HEADER = MAX_PROPERTIES_BYTES + 64
 DEFAULT_PRIORITY = 128
+FREE_OBJECTS = 1024
+LEAST_MEAN_BYTES = 64
+"""Beyond `FREE_OBJECTS` of one FETCH, objects must have that many bytes of payload each, on average; a limit of this
+implementation. A peer could send empty ones without end, which no limit on bytes would notice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class ObjectParser:
         """Location of the preceding object."""
         self._prior_subgroup: int | None = None
         self._prior_priority: int | None = None
+        self._allowed = FREE_OBJECTS * LEAST_MEAN_BYTES
+        """Bytes of payload that have come, less those that there should be for as many objects."""
 
     def feed(self, data: bytes | memoryview) -> list[Item]:
         """Parse bytes of the stream.
@@ -88,6 +94,7 @@ class ObjectParser:
             if self._left:
                 piece = view[at : at + self._left]
                 self._left -= len(piece)
+                self._allowed += len(piece)
                 at += len(piece)
                 items.append(piece)
                 continue
@@ -103,6 +110,10 @@ class ObjectParser:
                 if len(buffer) > _MAX_HEADER:
                     raise SessionFault(f"object header of more than {_MAX_HEADER} bytes") from None
                 break
+            self._allowed -= LEAST_MEAN_BYTES
+            if self._allowed < 0:
+                mean = f"less than {LEAST_MEAN_BYTES} bytes on average"
+                raise MalformedTrack(f"more than {FREE_OBJECTS} objects of {mean}")
             at = at + header.at - kept if kept else header.at
             buffer.clear()
             items.append(item)

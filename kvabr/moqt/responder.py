@@ -105,8 +105,8 @@ class Responder:
             self._channel.write(request.stream, m.RequestOk(message.request_id))
         self._channel.events.append(Updated(request.number, parameters))
 
-    def update_16(self, message: m.RequestUpdate) -> None:
-        """Draft 16: handle a REQUEST_UPDATE on the control stream."""
+    def update_16(self, message: m.RequestUpdate) -> bool:
+        """Draft 16: handle a REQUEST_UPDATE on the control stream; return whether its request is still open."""
         self.ids.take(message.request_id, in_order=True)
         existing = -1 if message.existing is None else message.existing
         request = self._requests.get(existing)
@@ -120,6 +120,7 @@ class Responder:
         else:
             raise SessionFault(f"REQUEST_UPDATE for request {existing}, which was never made")
         self._widen()
+        return request is not None
 
     def cancelled_16(self, number: int) -> None:
         """Draft 16: handle a message that cancels a request."""

@@ -34,6 +34,9 @@ _MAX_EARLY_BYTES = 1 << 17
 """Bytes held before the peer's SETUP."""
 _MAX_PARTIAL_BYTES = 1 << 20
 """Bytes of incomplete messages on all request streams of the peer together."""
+_MAX_IDLE_MESSAGES = 1000
+"""Messages on the control stream of draft 16 that are no requests, and four for each request: a peer that sends others
+without end would keep this end busy with nothing."""
 
 
 class MoqtSession:
@@ -57,6 +60,7 @@ class MoqtSession:
         self._early: dict[int, tuple[bytearray | None, bool]] = {}
         """By stream: bytes that arrived before the peer's SETUP (None if unwanted), and whether the stream ended."""
         self._early_bytes = 0
+        self._idle_messages = 0
         self._ready = False
         self.closed: Closed | None = None
 
@@ -292,18 +296,25 @@ class MoqtSession:
         elif self.draft.streams:
             raise SessionFault(f"{type(message).__name__} on the control stream")
         elif isinstance(message, m.Request):
+            self._idle_messages -= 4
             self.responder.begin(message, None)
-        elif isinstance(message, m.MaxRequestId):
+        elif not isinstance(message, m.RequestUpdate) or not self.responder.update_16(message):
+            self._idle_messages += 1
+            if self._idle_messages > _MAX_IDLE_MESSAGES + 4 * (self._channel.next_id // 2):
+                raise SessionFault(f"{type(message).__name__}, after too many messages that ask for nothing")
+            self._receive_rest_16(message)
+
+    def _receive_rest_16(self, message: m.Message) -> None:
+        """Handle a message on the control stream that is no request."""
+        if isinstance(message, m.MaxRequestId):
             self.requester.raise_limit(message.request_id)
-        elif isinstance(message, m.RequestUpdate):
-            self.responder.update_16(message)
         elif isinstance(message, m.FetchCancel | m.Unsubscribe | m.PublishNamespaceDone):
             self.responder.cancelled_16(message.request_id)
         elif isinstance(message, ANSWERS):
             number = -1 if message.request_id is None else message.request_id
             if (request := self.requester.by_id(number)) is not None:
                 self.requester.answer(request, message)
-        elif not isinstance(message, m.RequestsBlocked):  # purely informative
+        elif not isinstance(message, m.RequestsBlocked | m.RequestUpdate):  # purely informative, and refused
             raise SessionFault(f"{type(message).__name__} on the control stream")
 
     def _receive_goaway(self, message: m.Goaway) -> None:

@@ -86,7 +86,8 @@ class Campaign:
     def run(self, name: str, seconds: float, seed: int) -> Result:
         """Run a target for some seconds of the processor's time, or until it fails."""
         self._plant(name)
-        options = [f"-seed={seed}", f"-dict={self._dictionary(name)}", "-print_final_stats=1", f"-timeout={_STUCK_S}"]
+        options = [f"-seed={seed}", f"-dict={self._dictionary(name)}", "-print_final_stats=1"]
+        options += [f"-timeout={_STUCK_S}", f"-report_slow_units={_STUCK_S}"]
         options += [f"-artifact_prefix={self._failures}/{name}-", f"-rss_limit_mb={_MEMORY_MB}", "-len_control=20"]
         options.append(f"-max_len={TARGETS[name].most_bytes if name in TARGETS else _MOST_NATIVE_BYTES}")
         command, environment = self._command(name)

@@ -4,6 +4,9 @@ import pytest
 
 from kvabr.moqt.codes import SessionCode, SessionFault
 from kvabr.moqt.objects import (
+    FREE_OBJECTS,
+    LEAST_MEAN_BYTES,
+    FetchWriter,
     Item,
     ObjectHeader,
     ObjectParser,
@@ -247,3 +250,22 @@ def test_properties_that_a_track_may_have():
     unknown = parse("3c 05 03 80 07 bffe 01 c04002 05 00")
     assert unknown == [ObjectHeader(5, 0, 3, 128, 0, ((0x3FFE, 1), (0x8000, 5)))]
     assert parse("3c 05 03 80 05 80004000 01 00", DRAFT_16)  # draft 16 has no mandatory ones
+
+
+@table("draft", DRAFTS)
+@table(("size", "good"), [(0, FREE_OBJECTS), (1, 1040), (LEAST_MEAN_BYTES // 2, 2047), (LEAST_MEAN_BYTES, None)])
+def test_small_objects_without_end_are_refused(draft, size, good):
+    """Else a peer could keep this end busy for 4 microseconds with each two bytes."""
+    writer, parser = FetchWriter(draft), ObjectParser(draft)
+    whole = [writer.header(0, number, size) + bytes(size) for number in range(3000)]
+    if good is None:
+        assert sum(isinstance(item, ObjectHeader) for item in parser.feed(b"".join(whole))) == 3000
+        return
+    parser.feed(b"".join(whole[:good]))
+    with pytest.raises(MalformedTrack, match="more than 1024 objects of less than 64 bytes"):
+        parser.feed(whole[good])
+
+
+def test_ends_of_ranges_without_end_are_refused():
+    with pytest.raises(MalformedTrack, match="more than 1024 objects"):
+        ObjectParser(DRAFT_16).feed(bytes.fromhex("408c 05 05") * (FREE_OBJECTS + 1))

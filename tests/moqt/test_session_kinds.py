@@ -24,7 +24,7 @@ from kvabr.moqt.messages import (
     SubscribeTracks,
 )
 from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, Parameters, Token
-from kvabr.moqt.wire import DRAFT_18, DRAFTS, Location
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair
 from tests.moqt.raw import NAME, Raw, fetch_of, frame
 from tests.moqt.tables import table
@@ -268,3 +268,33 @@ def test_tokens_that_close_the_session(draft, token, code):
     ask(pair, tokens=(token,))
     pair.run()
     assert pair.closes[False].code == code
+
+
+@table(
+    "message",
+    [
+        frame("1a", "05"),  # REQUESTS_BLOCKED
+        frame("17", "00"),  # FETCH_CANCEL of a request that is over
+    ],
+)
+def test_messages_of_draft_16_that_ask_for_nothing_have_a_bound(message):
+    """They cost this end ten times as much as the peer. Each request allows for a few more."""
+    raw = Raw(DRAFT_16, client=False)
+    raw.receive(0, fetch_of("00"))
+    raw.receive(0, frame("17", "00"))
+    raw.receive(0, message * 1003)
+    assert raw.code is None
+    raw.receive(0, message)
+    assert raw.code == SessionCode.PROTOCOL_VIOLATION
+    assert "ask for nothing" in raw.session.closed.reason
+
+
+def test_updates_of_requests_that_are_over_have_a_bound():
+    raw = Raw(DRAFT_16, client=False)
+    raw.receive(0, fetch_of("00"))
+    raw.receive(0, frame("17", "00"))
+    for number in range(1, 1004):
+        raw.receive(0, frame("02", f"{0x4000 + 2 * number:04x} 00 00"))
+    assert raw.code is None
+    raw.receive(0, frame("02", f"{0x4000 + 2 * 1004:04x} 00 00"))
+    assert raw.code == SessionCode.PROTOCOL_VIOLATION
