@@ -27,6 +27,14 @@ def open_files(below: Path) -> int:
     return sum(link.is_relative_to(below) for link in links)
 
 
+def whole(opened) -> bytes:
+    """Everything that can be read from a frame or a group, which is closed then."""
+    try:
+        return bytes(opened.read(0, opened.size))
+    finally:
+        opened.close()
+
+
 def spec(model: str = "test/model") -> KVSpec:
     return KVSpec(model, "tokenizer", 1, 1, 2, "float16", RopeSpec(10000.0, 2), group_tokens=TOKENS_PER_GROUP)
 

@@ -18,6 +18,7 @@ from kvabr.server.publication import LevelPublication, Publication
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
+from tests.assets import whole
 
 Find = Callable[[TrackNamespace, str], Publication | None]
 """Returns what is served under a name, or None; for `PublishedAssets`: ``functools.partial(assets.find, grant)``."""
@@ -182,8 +183,8 @@ class _MemoryDownload(Download):
         try:
             if publication is not None:
                 publication.objects(ask.group)  # which checks the number
-                level = isinstance(publication, LevelPublication)
-                return publication.frame(ask.group) if level else publication.open(ask.group).data
+                level = isinstance(publication, LevelPublication)  # whose frames may have to be loaded
+                return memoryview(whole(publication.frame(ask.group) if level else publication.open(ask.group)))
         except IndexError:
             pass
         except AssetError as error:

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import threading
 
-from kvabr.store.asset import CATALOG, PROFILE, PROMPT, Asset, AssetListing, AssetVersion
+from kvabr.store.asset import CATALOG, PROFILE, PROMPT, Asset, AssetListing, AssetVersion, LoadedFrame
 from kvabr.store.locations import SCHEMES
 from kvabr.types.errors import AssetError, UsageError
 
@@ -55,11 +55,11 @@ class ObjectAsset(Asset):
         if self.catalog.profile is not None:
             self.profile_bytes()
 
-    def frame_view(self, group, track):
+    def open_frame(self, group, track):
         data = memoryview(self._bucket.get(self._frame_key(group, track)))
         if len(data) != self.catalog.track(track).bytes[group]:
             raise AssetError(f"{self._frame_key(group, track)}: has {len(data)} bytes")
-        return data
+        return LoadedFrame(data)
 
     def _read_part(self, part, max_bytes):
         return self._bucket.get(f"{self._key}/{part}", 0, max_bytes + 1)

@@ -8,10 +8,10 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 from urllib.parse import quote
 
 from kvabr.cli.options import add_quic_option, is_loopback, is_wildcard, moqt_url, parse_address
@@ -221,11 +221,26 @@ def logger(*, json: bool | None = None, verbose: bool = False, stream: TextIO | 
             structlog.dev.ConsoleRenderer(colors=terminal and not os.environ.get("NO_COLOR"), pad_event_to=24),
         ]
     made: FilteringBoundLogger = structlog.wrap_logger(
-        structlog.WriteLogger(stream),
+        structlog.WriteLogger(cast("TextIO", _Lossy(stream))),
         processors=common,
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if verbose else logging.INFO),
     )
     return made
+
+
+class _Lossy:
+    """Drops lines that cannot be written: a full disk or a broken pipe must not end the connection that is logged."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 @contextmanager

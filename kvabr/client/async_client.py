@@ -28,13 +28,14 @@ from kvabr.client.peer_history import history_at
 from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.play import Clock, Play, lookup_time
 from kvabr.client.play_connection import PlayConnection
-from kvabr.client.profiles import ProfileCache
+from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import decoders, in_thread, known_cost, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner, R
 from kvabr.quic.backend import Quic
 from kvabr.quic.connect import connect, parse_namespace
 from kvabr.quic.interface import Connection
+from kvabr.store.files import sweep
 from kvabr.store.group_store import FolderGroupStore, MemoryGroupStore, TieredGroupStore
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
@@ -106,7 +107,10 @@ class AsyncClient:
         self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
         self.metrics.show_store(self.store)
         folder = None if cache is None else Path(cache)
-        self._profiles = ProfileCache(None if folder is None else folder / "profiles")
+        if folder is not None:
+            for place in (folder, folder / PROFILES):
+                sweep(place)
+        self._profiles = ProfileCache(None if folder is None else folder / PROFILES)
         self._history = history_at(None if folder is None else folder / "peers.json")
         self._speeds = speeds_at(None if folder is None else folder / SPEEDS_FILE)
         self._runner = PlayRunner(bounds, self.metrics)

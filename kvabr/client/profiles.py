@@ -20,6 +20,8 @@ from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.naming import PROFILE_TRACK, TrackNamespace
 
+PROFILES = "profiles"
+"""Folder of profiles in that of a client."""
 _MAX_KEPT = 8
 """Profiles that a process keeps in memory."""
 _profiles: LRUCache[str, Profile] = LRUCache(_MAX_KEPT)

@@ -1,6 +1,6 @@
 """What the connections of a server share, and what each may take of it: per connection, per address, and in total.
 
-An answer keeps its group open while it is sent: a file mapped into memory, which takes a descriptor, or a copy. When a
+An answer keeps its group open while it is sent: an open file, which takes a descriptor, or a copy in memory. When a
 budget is used up, the group that was read least recently is parked: it is closed, and opened again when its answer goes
 on. So no answer fails for want of room, however often a client changes its mind. Groups that would have to be fetched
 or loaded again wait for room instead, in the order in which they came.

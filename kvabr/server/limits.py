@@ -54,7 +54,7 @@ class ServerLimits:
     open_files: int = field(default_factory=default_open_files)
     """The same for all connections together."""
     memory_per_connection: int = 64 << 20
-    """Bytes of open groups of one connection, mapped or copied; one that is larger may be alone."""
+    """Bytes of groups in memory for one connection; one that is larger may be alone."""
     memory_per_address: int = 128 << 20
     """The same for one address."""
     memory: int = 256 << 20

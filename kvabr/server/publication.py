@@ -1,21 +1,20 @@
 """What a server sends under one track name: groups of objects, straight from the store.
 
-A transport asks for a group and sends its objects; it does not know what is in them. Large frames of a folder are
-mapped into memory, not read: sending one touches each byte once, in the transport.
+A transport asks for a group and sends its objects; it does not know what is in them. Large frames of a folder are read
+piece by piece as they are sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvabr.codec.container import ObjectSpan, object_spans, slices
 from kvabr.server.grants import Grant
-from kvabr.store.asset import Asset
+from kvabr.store.asset import Asset, FrameReader
 from kvabr.types.errors import AssetError, TransportError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
@@ -33,7 +32,7 @@ class ArrivingGroup(ABC):
     files: int = 0
     """Descriptors that this keeps open."""
     memory: int = 0
-    """Bytes that only this keeps in memory, mapped or not."""
+    """Bytes that only this keeps in memory."""
 
     @property
     @abstractmethod
@@ -45,7 +44,7 @@ class ArrivingGroup(ABC):
 
     @abstractmethod
     def read(self, begin: int, end: int) -> memoryview:
-        """Return available bytes."""
+        """Return available bytes; `AssetError` if they are in a file that cannot be read any more."""
 
     def prioritise(self, priority: int) -> None:  # noqa: B027  # only a relay's origin knows priorities
         """Change the priority: 0 (most urgent) to 255."""
@@ -55,14 +54,13 @@ class ArrivingGroup(ABC):
 
 
 class PublishedGroup(ArrivingGroup):
-    """A group that is there."""
+    """A group that is in memory."""
 
     def __init__(
         self, data: memoryview, objects: tuple[ObjectSpan, ...], digest: bytes, *, shared: bool = False
     ) -> None:
         """Take the bytes; ``shared`` if they are kept elsewhere for as long as this may be open."""
         self.data, self.objects, self.digest, self.size = data, objects, digest, len(data)
-        self.files = int(isinstance(data.obj, mmap.mmap))
         self.memory = 0 if shared else self.size
 
     @property
@@ -75,6 +73,28 @@ class PublishedGroup(ArrivingGroup):
         return self.data[begin:end]
 
 
+class OpenedGroup(ArrivingGroup):
+    """A group of an asset in a store, in memory or in a file."""
+
+    def __init__(self, frame: FrameReader, objects: tuple[ObjectSpan, ...], digest: bytes) -> None:
+        """Take over the frame."""
+        self._frame, self.objects, self.digest, self.size = frame, objects, digest, frame.size
+        self.files, self.memory = frame.files, 0 if frame.files else frame.size
+
+    @property
+    def available(self) -> int:
+        """All of it."""
+        return self.size
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """See `ArrivingGroup.read`."""
+        return self._frame.read(begin, end)
+
+    def close(self) -> None:
+        """See `ArrivingGroup.close`."""
+        self._frame.close()
+
+
 class LoadingGroup(ArrivingGroup):
     """A group that a thread reads from a store that is not local; all of it arrives at once."""
 
@@ -82,7 +102,7 @@ class LoadingGroup(ArrivingGroup):
         """Start to read; see `Publication.open`."""
         self.objects, self.size, self.digest = level.objects(group), level.size(group), level.digest(group)
         self.memory = self.size
-        self._data: memoryview | None = None
+        self._frame: FrameReader | None = None
         self._error: AssetError | None = None
         self._task = asyncio.get_running_loop().create_task(self._load(level, group, on_more))
 
@@ -91,12 +111,12 @@ class LoadingGroup(ArrivingGroup):
         """See `ArrivingGroup.available`."""
         if self._error is not None:
             raise TransportError(str(self._error))
-        return 0 if self._data is None else self.size
+        return 0 if self._frame is None else self.size
 
     def read(self, begin: int, end: int) -> memoryview:
         """See `ArrivingGroup.read`."""
-        assert self._data is not None  # noqa: S101  # nothing else is available
-        return self._data[begin:end]
+        assert self._frame is not None  # noqa: S101  # nothing else is available
+        return self._frame.read(begin, end)
 
     def close(self) -> None:
         """See `ArrivingGroup.close`; a thread that reads already finishes."""
@@ -104,7 +124,7 @@ class LoadingGroup(ArrivingGroup):
 
     async def _load(self, level: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
         try:
-            self._data = await asyncio.to_thread(level.frame, group)
+            self._frame = await asyncio.to_thread(level.frame, group)
         except AssetError as error:
             self._error = error
         on_more()
@@ -175,15 +195,16 @@ class LevelPublication(CatalogLevel):
         objects = self.objects(group)
         if self.dear:
             return LoadingGroup(self, group, on_more)
-        return PublishedGroup(self.frame(group), objects, self.digest(group))
+        return OpenedGroup(self.frame(group), objects, self.digest(group))
 
-    def frame(self, group: int) -> memoryview:
-        """Return the bytes of a group that exists; raises as `open`."""
-        data = self.asset.frame_view(group, self.name)
-        # In this order: assets are exchanged whole, so a frame read before an unchanged catalog belongs to it.
+    def frame(self, group: int) -> FrameReader:
+        """Open the frame of a group that exists; raises as `open`."""
+        frame = self.asset.open_frame(group, self.name)
+        # In this order: assets are exchanged whole, so a frame opened before an unchanged catalog belongs to it.
         if not self.asset.is_current():
+            frame.close()
             raise AssetError(f"{self.asset.location}: was replaced or removed; ask for its catalog again")
-        return data
+        return frame
 
     def digest(self, group: int) -> bytes:
         """Return the SHA-256 of a group."""

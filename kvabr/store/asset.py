@@ -87,11 +87,38 @@ class AssetVersion:
     """When it was published, nanoseconds since 1970; of two assets with one name the newer is served."""
 
 
+class FrameReader(ABC):
+    """The bytes of one frame: in memory, or in a file that stays open until this is closed."""
+
+    size: int
+    """Bytes of the frame."""
+    files: int = 0
+    """Descriptors that this keeps open."""
+
+    @abstractmethod
+    def read(self, begin: int, end: int) -> memoryview:
+        """Return bytes ``begin`` to ``end``, both within the frame; `AssetError` if they cannot be read any more."""
+
+    def close(self) -> None:  # noqa: B027  # only files need it
+        """Stop reading. May be called twice."""
+
+
+class LoadedFrame(FrameReader):
+    """A frame in memory."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.size = data, len(data)
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """See `FrameReader.read`."""
+        return self.data[begin:end]
+
+
 class Asset(ABC):
     """One version of a published cache, read from a store. Assets compare by identity."""
 
     local = True
-    """Whether `frame_view` returns at once. A server reads frames of other stores in threads."""
+    """Whether `open_frame` returns at once. A server reads frames of other stores in threads."""
 
     def __init__(self, location: str, name: str, version: AssetVersion, catalog_data: bytes) -> None:
         """Parse the catalog.
@@ -124,8 +151,8 @@ class Asset(ABC):
         """
 
     @abstractmethod
-    def frame_view(self, group: int, track: str) -> memoryview:
-        """Return a frame of the catalog, uncopied where the store can, checked for its size but not for its digest.
+    def open_frame(self, group: int, track: str) -> FrameReader:
+        """Open a frame of the catalog, checked for its size but not for its digest.
 
         Raises `AssetError` if the frame cannot be read, or has not the catalog's size.
         """

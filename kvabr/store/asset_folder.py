@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
-import mmap
 import os
 import shutil
 import stat
@@ -23,7 +22,17 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Self
 
-from kvabr.store.asset import CATALOG, PROFILE, PROMPT, Asset, AssetListing, AssetVersion, Prompt
+from kvabr.store.asset import (
+    CATALOG,
+    PROFILE,
+    PROMPT,
+    Asset,
+    AssetListing,
+    AssetVersion,
+    FrameReader,
+    LoadedFrame,
+    Prompt,
+)
 from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, FileVersion, PartialFolder, open_regular, sweep
 from kvabr.store.quota import FolderQuota
 from kvabr.types.catalog import MAX_CATALOG_BYTES, SCHEMA, Catalog
@@ -35,8 +44,8 @@ MAX_DEPTH = 4
 MAX_FOLDERS = 100_000
 """Folders that a listing looks at."""
 
-COPIED_BYTES = 64 << 10
-"""Smaller frames are read, larger ones mapped: a mapping keeps a descriptor until it is closed."""
+LOADED_BYTES = 64 << 10
+"""Smaller frames are read at once; larger ones piece by piece, from a file that stays open."""
 _AGAIN = "encode the asset again"
 
 
@@ -82,17 +91,18 @@ class FolderAsset(Asset):
             if version is None or _sha256(path, version) != catalog.profile:
                 raise FormatError(f"{path}: not the profile that the catalog names (SHA-256 differs)")
 
-    def frame_view(self, group: int, track: str) -> memoryview:
-        """See `Asset.frame_view`; maps a large file, so that sending it touches each byte once."""
+    def open_frame(self, group: int, track: str) -> FrameReader:
+        """See `Asset.open_frame`."""
         path = frame_path(self.path, group, track)
         try:
-            data = _mapped(path)
-        except (OSError, ValueError) as error:
+            frame = _open_frame(path)
+        except OSError as error:
             raise AssetError(f"{path}: cannot be read ({error})") from error
         size = self.catalog.track(track).bytes[group]
-        if len(data) != size:
-            raise AssetError(f"{path}: has {len(data)} bytes, its catalog says {size}; {_AGAIN}")
-        return data
+        if frame.size != size:
+            frame.close()
+            raise AssetError(f"{path}: has {frame.size} bytes, its catalog says {size}; {_AGAIN}")
+        return frame
 
     def _read_part(self, part: str, max_bytes: int) -> bytes:
         return _read(self.path / part, max_bytes, follow_links=self._follow_links)
@@ -178,16 +188,43 @@ def _sha256(path: Path, version: FileVersion) -> str:  # noqa: ARG001 - part of 
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _mapped(path: Path) -> memoryview:
-    """Map a file that lies where it seems to, or read it if it is small: neither it nor its folder is a link."""
+class FrameFile(FrameReader):
+    """A frame in a file. It is not mapped into memory: then a file that is cut short would end the process (SIGBUS)."""
+
+    files = 1
+
+    def __init__(self, path: Path, file: BufferedReader) -> None:
+        """Take over the open file."""
+        self._path, self._file = path, file
+        self.size = os.fstat(file.fileno()).st_size
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """See `FrameReader.read`."""
+        try:
+            data = os.pread(self._file.fileno(), end - begin, begin)
+        except (OSError, ValueError) as error:
+            raise AssetError(f"{self._path}: cannot be read ({error})") from error
+        if len(data) != end - begin:
+            raise AssetError(f"{self._path}: has become shorter than {end} bytes; {_AGAIN}")
+        return memoryview(data)
+
+    def close(self) -> None:
+        """See `FrameReader.close`."""
+        self._file.close()
+
+
+def _open_frame(path: Path) -> FrameReader:
+    """Open a file that lies where it seems to, or read it if it is small: neither it nor its folder is a link."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        with open_regular(path.name, sole=True, dir_fd=folder) as file:
-            if 0 < os.fstat(file.fileno()).st_size <= COPIED_BYTES:
-                return memoryview(file.read(COPIED_BYTES + 1))
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        file = open_regular(path.name, sole=True, dir_fd=folder)
     finally:
         os.close(folder)
+    frame = FrameFile(path, file)
+    if frame.size > LOADED_BYTES:
+        return frame
+    with file:
+        return LoadedFrame(memoryview(file.read(LOADED_BYTES + 1)))
 
 
 def _open(path: Path, *, follow_links: bool) -> BufferedReader:

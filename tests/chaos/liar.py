@@ -20,6 +20,7 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.publication import BytesPublication, Publication
 from kvabr.server.server import Server, Watcher
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK
+from tests.assets import whole
 from tests.chaos.library import LOSS
 from tests.faults.common import QUIET, OtherLibrary
 from tests.faults.lies import LIES
@@ -106,7 +107,7 @@ class _State:
         if found is None or not (track == CATALOG_TRACK or track.startswith(PREFIX_TRACK)):
             return found
         kind = self._lies(self._mood.catalogs)
-        return found if kind is None else BytesPublication(CATALOGS[kind](bytes(found.open(0).data)))
+        return found if kind is None else BytesPublication(CATALOGS[kind](whole(found.open(0))))
 
 
 class _Peer(LyingPeer):

@@ -30,7 +30,7 @@ from tests import kvdata
 from tests.chaos.facts import digest_of
 
 SPEC = kvdata.spec(layers=2, heads=4, dim=64, group_tokens=32)
-"""A full group has 64 KB at FP16, and is mapped into memory by an origin; the others are copied."""
+"""A full group has more than 64 KiB at FP16: an origin sends it from an open file. It loads the others."""
 G = SPEC.group_tokens
 LAYERS = ("AC-L0", "AC-L1", "AC-L2", "AC-L3")
 KINDS = (

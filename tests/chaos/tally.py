@@ -56,7 +56,7 @@ class Tally:
             counter[report.outcome] += 1
             counter["plays"] += 1
         if report.outcome == "error":
-            self.errors[re.sub(r"[0-9a-f]{16,}|[0-9.,]+", "#", report.error)[:300]] += 1
+            self.errors[re.sub(r"(?<=prefix\.)\S+(?=,)|[0-9a-f]{16,}|[0-9.]+", "#", report.error)[:300]] += 1
         for failure in found:
             self.note(seed, failure.kind, failure.text, names)
         if not any(failure.kind == "starved" for failure in found):

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+from kvabr.client.async_client import AsyncClient
 from kvabr.replay.live.lane import Conditions
 from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.trace import Trace
@@ -264,6 +265,8 @@ class World:
         sweep(self.root)
         for groups in (path for name in DISKS for path in self.disk(name).rglob("groups")):
             asyncio.run(FolderGroupStore(groups, _DISK_BYTES).close())
+        for cache in self.disk("player").rglob("cache"):
+            asyncio.run(_open_client(cache))
 
     def disk(self, name: str) -> Path:
         """The folder of a small disk."""
@@ -303,12 +306,20 @@ class World:
         return lambda: limit(resource.RLIM_INFINITY)
 
 
+async def _open_client(cache: Path) -> None:
+    async with AsyncClient(cache=cache):
+        pass
+
+
 def _spoil(path: Path, dice: random.Random) -> None:
     """Damage a file: as disks do, in place, or as people do."""
     data = path.read_bytes()
-    way = dice.choice(("bit", "bits", "shorter", "longer", "empty", "gone", "zeros"))
+    way = dice.choice(("bit", "bits", "shorter", "longer", "empty", "gone", "zeros", "cut"))
     if way == "gone":
         path.unlink()
+        return
+    if way == "cut":
+        os.truncate(path, len(data) // 2)
         return
     if way in ("bit", "bits", "zeros"):
         with path.open("r+b") as file:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 
 import pytest
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits
+from kvabr.store.files import STALE_S
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import BusyError, PlayError, UsageError
 from tests.client.playing import play
@@ -186,6 +189,20 @@ async def test_a_folder_belongs_to_one_client(tmp_path):
     async with AsyncClient(limits=Limits(disk=tmp_path)):
         with pytest.raises(UsageError, match="another client keeps its groups there"):
             AsyncClient(limits=Limits(disk=tmp_path))
+
+
+async def test_what_a_killed_client_left_half_written_goes_with_the_next_one(tmp_path):
+    profiles = tmp_path / "profiles"
+    profiles.mkdir()
+    names = (tmp_path / ".peers.json.0123456789abcdef.partial", profiles / ".ab.safetensors.0123456789abcdef.partial")
+    for path in names:
+        path.write_bytes(b"half")
+    async with AsyncClient(cache=tmp_path):
+        assert all(path.exists() for path in names), "somebody may still be writing"
+    for path in names:
+        os.utime(path, (time.time() - 2 * STALE_S,) * 2)
+    async with AsyncClient(cache=tmp_path):
+        assert not any(path.exists() for path in names)
 
 
 @virtual

@@ -18,6 +18,7 @@ from kvabr.server.peer import Peer
 from kvabr.server.publication import Publication
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
+from tests.assets import whole
 from tests.faults.common import LIMIT_S, QUIET, Origin, level
 
 GOAL = 2
@@ -31,7 +32,7 @@ class Answer:
         self.peer, self.number, self.group = peer, number, group
         self.first_object = publication.objects(group)[0].object_id
         another = (group + 1) % publication.groups
-        self.frame, self.other = (bytes(publication.open(at).data) for at in (group, another))
+        self.frame, self.other = (whole(publication.open(at)) for at in (group, another))
         self.writer = FetchWriter(peer.session.draft)
         self.stream: int | None = None
 

@@ -36,7 +36,7 @@ async def connected(stack, served, **how):
 @pytest.mark.parametrize("library", LIBRARIES)
 async def test_clients_that_begin_everything_and_finish_nothing(root, tls, fingerprint, catalog, library, monkeypatch):
     """They raise the priority of each request in turn, and some read nothing more."""
-    monkeypatch.setattr(asset_folder, "COPIED_BYTES", 1000)  # so that every frame is mapped,
+    monkeypatch.setattr(asset_folder, "LOADED_BYTES", 1000)  # so that every frame is read from an open file,
     monkeypatch.setattr(send_queue, "_PIECE", 5000)  # and sent in pieces
     async with serving(root, tls, fingerprint, library=library, **LITTLE) as served, AsyncExitStack() as stack:
         budgets, seen = served.server.budgets, []

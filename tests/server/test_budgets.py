@@ -19,7 +19,7 @@ from tests.assets import make_asset, open_files
 from tests.server.test_send_queue import Growing, Quic, Track, objects
 
 LARGE = 100_000
-"""Bytes of a frame that is mapped."""
+"""Bytes of a frame that is read from an open file."""
 
 
 def budgets(**bounds):
@@ -72,7 +72,7 @@ def test_small_frames_keep_no_file_open(tmp_path):
     small = make_asset(tmp_path / "small", range(40), levels=("FP16",), frame_bytes=20_000)
     group = LevelPublication(small, "FP16").open(3)
     assert (group.files, group.memory) == (0, len(small.frame(3, "FP16")))
-    assert group.data == small.frame(3, "FP16")
+    assert group.read(0, group.size) == small.frame(3, "FP16")
     assert open_files(small.path) == 0
 
 

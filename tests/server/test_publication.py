@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 
 import pytest
@@ -17,6 +18,7 @@ from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter, frame_path
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.naming import TrackNamespace, chain
+from tests.assets import make_asset, open_files
 from tests.kvdata import cache, spec
 
 TRACKS = ("FP16", "FP8", "Int8", "FP4", "Int4")
@@ -51,8 +53,8 @@ def test_the_objects_end_to_end_are_the_frame(pristine, track):
     assert level.groups == pristine.catalog.groups
     for group in range(level.groups):
         found = level.open(group)
-        assert level.size(group) == len(found.data) == offer.bytes[group]
-        frame = b"".join(found.data[span.begin : span.end] for span in found.objects)
+        assert level.size(group) == found.size == offer.bytes[group]
+        frame = b"".join(found.read(span.begin, span.end) for span in found.objects)
         assert frame == frame_path(pristine.path, group, track).read_bytes()
         assert found.digest == hashlib.sha256(frame).digest()
         first, last = shape.group_range(group, pristine.catalog.tokens)
@@ -66,10 +68,29 @@ def test_the_objects_end_to_end_are_the_frame(pristine, track):
     assert bool(torch.isfinite(assembler.take()).all())
 
 
-def test_a_frame_is_mapped_not_copied(pristine):
+def test_a_large_frame_is_read_piece_by_piece_and_a_small_one_at_once(pristine, tmp_path):
     found = LevelPublication(pristine, "FP16").open(0)
-    assert found.data.readonly
-    assert type(found.data.obj).__name__ == "mmap"
+    assert (found.files, found.memory) == (1, 0)
+    assert open_files(pristine.path) == 1
+    found.close()
+    assert open_files(pristine.path) == 0
+    with pytest.raises(AssetError, match="cannot be read"):
+        found.read(0, 1)
+    small = make_asset(tmp_path / "small", range(8))
+    found = LevelPublication(small, "FP16").open(0)
+    assert (found.files, found.memory) == (0, found.size)
+    assert open_files(small.path) == 0
+
+
+def test_a_file_that_is_cut_short_while_it_is_sent(asset):
+    """Were it mapped into memory, reading it would end the process."""
+    found = LevelPublication(asset, "FP16").open(0)
+    assert found.read(0, 1000)
+    os.truncate(frame_path(asset.path, 0, "FP16"), 5000)
+    assert len(found.read(1000, 5000)) == 4000
+    with pytest.raises(AssetError, match="has become shorter than 5001 bytes"):
+        found.read(1000, 5001)
+    found.close()
 
 
 def test_what_is_not_there(asset):
@@ -90,7 +111,7 @@ def test_a_file_that_is_gone_or_was_changed(asset):
     with pytest.raises(AssetError, match="its catalog says"):
         level.open(1)
     path.write_bytes(b"")
-    with pytest.raises(AssetError, match="cannot be read"):
+    with pytest.raises(AssetError, match="has 0 bytes"):
         level.open(1)
     path.unlink()
     with pytest.raises(AssetError, match="cannot be read"):

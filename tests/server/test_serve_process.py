@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import shlex
 import signal
 import socket
@@ -56,11 +57,9 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(root, *words):
+async def serving(root, *words, stderr=asyncio.subprocess.PIPE):
     argv = ["-m", "kvabr", "serve", str(root), "--dev", "--bind", "127.0.0.1:0", "--log-json", *map(str, words)]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
+    process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=asyncio.subprocess.PIPE, stderr=stderr)
     try:
         async with asyncio.timeout(300):
             url = (await process.stdout.readline()).decode().strip()
@@ -189,3 +188,22 @@ async def test_tokens_that_cannot_be_read_are_wrong_usage(root, tmp_path, conten
 async def test_an_empty_root_is_served_and_said(tmp_path):
     async with serving(tmp_path, "--quic", "aioquic") as served:
         assert "kvabr encode" in (await served.event("no assets yet"))["hint"]
+
+
+@pytest.mark.parametrize("where", ["a full disk", "a pipe that nobody reads"])
+async def test_a_log_that_cannot_be_written_stops_nobody(root, where):
+    if where == "a full disk":
+        log = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, log = os.pipe()
+        os.close(reader)
+    catalog = Catalog.read(root / "team-a" / "one" / "catalog.json")
+    try:
+        async with serving(root, stderr=log) as served:
+            for _ in range(2):
+                async with await dial(served.options()) as connection:
+                    assert await fetch(connection, catalog.namespace, CATALOG_TRACK)
+            served.process.send_signal(signal.SIGTERM)
+            assert await served.process.wait() is not None
+    finally:
+        os.close(log)

@@ -14,6 +14,7 @@ import pytest
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore, FolderAssetWriter, frame_path
 from kvabr.store.files import STALE_S
 from kvabr.types.errors import AssetError, UsageError
+from tests.assets import whole
 from tests.toymodel import toy_asset
 
 ROOT = Path(__file__).parents[2]
@@ -193,10 +194,10 @@ def test_hard_links_are_not_served_as_frames(tmp_path):
     with pytest.raises(AssetError, match="hard link"):
         asset.check_parts()
     with pytest.raises(AssetError, match="cannot be read"):
-        asset.frame_view(0, "FP16")
+        asset.open_frame(0, "FP16")
     secret.unlink()
     asset.check_parts()
-    assert bytes(asset.frame_view(0, "FP16")) == frame.read_bytes()
+    assert whole(asset.open_frame(0, "FP16")) == frame.read_bytes()
     (path / "catalog.json").rename(secret)
     (path / "catalog.json").hardlink_to(secret)
     with pytest.raises(AssetError, match="a hard link"):
