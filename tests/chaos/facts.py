@@ -13,6 +13,9 @@ import torch
 
 from kvabr.types.engine import EngineMode
 
+GRACE_S = 0.1
+"""A play returns this long after its deadline at most."""
+
 How = Literal["play", "asset", "prefix", "upgrades"]
 EngineKind = Literal["good", "slow", "failing"]
 

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvabr.types.catalog import RECOMPUTED
-from tests.chaos.facts import CacheFacts, GroupFacts, Order, Report
+from tests.chaos.facts import GRACE_S, CacheFacts, GroupFacts, Order, Report
 from tests.chaos.library import SPEC, G, Library
-
-GRACE_S = 0.1
-"""A play returns this long after its deadline at most."""
 
 Kind = Literal["hole", "wrong", "late", "starved", "hang", "crash"]
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,8 @@ from kvabr.player.session_types import ENGINE_PATIENCE
 from kvabr.replay.live.child import Child
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import BusyError, KvabrError
-from tests.chaos.facts import CacheFacts, Order, Outcome, Report, facts_of
+from kvabr.types.events import PlayEvent
+from tests.chaos.facts import GRACE_S, CacheFacts, Order, Outcome, Report, facts_of
 from tests.chaos.library import SPEC, G, KnownEngine, Prompt
 from tests.chaos.starvation import Starvation
 
@@ -41,6 +43,8 @@ _PACE = {"good": 0.5, "slow": 1.6, "failing": 0.2}
 _LATER_S = 0.25
 """Seconds until a cache is looked at again."""
 _UPGRADES_S = 0.6
+_EVENTS = 60
+"""Events of a play that are kept, to explain why it was late."""
 _WINDOW_S = 0.25
 """Starvation counts from this long before a play should have ended."""
 
@@ -113,6 +117,7 @@ class _Course:
     upgraded: bool = False
     missing: tuple[int, ...] = ()
     error: str = ""
+    events: deque[PlayEvent] = field(default_factory=lambda: deque(maxlen=_EVENTS))
 
 
 def _main(pipe: Connection, seat: Seat) -> None:
@@ -213,6 +218,8 @@ class _Plays:
         outcome, error = course.outcome, course.error
         if engine is not None and engine.misled:
             outcome, error = "crash", "the engine was asked for other tokens than those of the prompt"
+        if ended_s - begun_s > bound_s + GRACE_S:
+            error += "".join(f"\n      {event}" for event in course.events)
         return Report(
             order.number,
             outcome,
@@ -264,7 +271,8 @@ class _Plays:
         self, client: AsyncClient, order: Order, engine: KnownEngine | None, course: _Course
     ) -> Played | PlayedPrefix | NothingCached:
         prompt = self._seat.prompts[order.prompt]
-        tokens, options = prompt.tokens[: order.tokens], self._options(order)
+        tokens = prompt.tokens[: order.tokens]
+        options = replace(self._options(order), log=course.events.append)
         if order.how == "asset":
             return await client.play_asset(
                 prompt.namespace, deadline=order.deadline_s, tokens=tokens if engine else (), options=options,
@@ -311,11 +319,13 @@ class _Plays:
             self._look(got, course)
             if got.upgrades is not None:
                 got.upgrades.into(StepGate())
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(got.upgrades.wait(), 2 * _UPGRADES_S)
-                got.upgrades.cancel()
-                course.later = facts_of(got.kv, G, got.upgrades.coverage, got.catalog_sha256)
-                course.upgraded = True
+                try:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(got.upgrades.wait(), 2 * _UPGRADES_S)
+                finally:  # also if the caller loses interest
+                    got.upgrades.cancel()
+                    course.later = facts_of(got.kv, G, got.upgrades.coverage, got.catalog_sha256)
+                    course.upgraded = True
 
 
 def _listen(pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Any]) -> None:
