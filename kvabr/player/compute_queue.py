@@ -60,6 +60,20 @@ class ComputeQueue:
         self.planned = planned
         return changed, found
 
+    def overdue(self, now: float, absent: Collection[int]) -> bool:
+        """Return whether the network is late by as long as the engine would take: to wait on is no better bet then.
+
+        Bytes that are lost on the way keep looking as if they were about to arrive.
+        """
+        if not absent:
+            return False
+        first = min(absent)
+        if self._mode == "suffix":
+            seconds = self._seconds(first, self._view.groups)
+        else:
+            seconds = sum(self._seconds(group, group + 1) for group in absent)
+        return now - self._view.deadline_s >= seconds
+
     def ready(
         self, now: float, absent: Collection[int], records: Sequence[GroupRecord], *, at_once: bool = False
     ) -> tuple[int, int] | None:

@@ -414,7 +414,8 @@ class Session(PlayState):
         alone = self._guard.policy.computes
         after = 1.0 if alone else self._config.plan_after
         if now >= after * self.view.deadline_s:
-            changed, found = lane.replan(self._absent, dead=self._dead(now))
+            dead = self._dead(now) or lane.overdue(now, self._absent)
+            changed, found = lane.replan(self._absent, dead=dead)
             if changed:
                 what = "nothing" if found is None else f"groups {found.first} to {found.last - 1}"
                 reason = "the network should bring the rest in time" if found is None else found.reason

@@ -17,7 +17,7 @@ from tests.chaos.library import KINDS, build
 from tests.chaos.nodes import Sample, partial_files
 from tests.chaos.plan import PLAYS, Fault, Round, plan
 from tests.chaos.player import Player
-from tests.chaos.tally import Tally
+from tests.chaos.tally import BAD, Tally
 from tests.chaos.world import Undo, World
 
 HANG_S = 60.0
@@ -105,10 +105,13 @@ class Laboratory:
             at_s, _, act = heapq.heappop(todo)
             while (left := begin_s + at_s - time.monotonic()) > 0:
                 self._collect(made.seed, kinds, waiting, min(left, 0.02), killed=killed)
-            if not isinstance(act, Fault):
-                act()
-            elif (undo := world.inflict(act)) is not None:
-                heapq.heappush(todo, (at_s + act.for_s, next(numbers), undo))
+            try:
+                if not isinstance(act, Fault):
+                    act()
+                elif (undo := world.inflict(act)) is not None:
+                    heapq.heappush(todo, (at_s + act.for_s, next(numbers), undo))
+            except Exception as error:  # noqa: BLE001  # the laboratory's own: it is not to end thousands of plays
+                self.tally.note(made.seed, "crash", f"the laboratory itself: {act}: {error!r}")
         end_s = time.monotonic() + _PATIENCE * self._options.hang_s
         while any(waiting.values()) and time.monotonic() < end_s:
             self._collect(made.seed, kinds, waiting, 0.02, killed=killed)
@@ -167,7 +170,7 @@ class Laboratory:
                 self._world.revive()
                 return
             for failure in judge(report, order, self._library):
-                if failure.kind != "starved":
+                if failure.kind in BAD:
                     self.tally.note(seed, failure.kind, f"recovering: {failure.text}")
             if report.outcome == "complete":
                 self.tally.recovered_s.append(time.monotonic() - begun_s)

@@ -209,7 +209,7 @@ class _Plays:
             tracks = tuple(group.track for group in course.cache.groups)
             course.later = facts_of(course.kv, G, tracks, course.cache.catalog_sha256)
         bound_s = order.deadline_s * order.patience
-        if order.engine in ("slow", "failing"):
+        if order.engine is not None:
             bound_s += ENGINE_PATIENCE * COST.seconds(0, order.tokens)
         if course.outcome == "cancelled":
             bound_s = min(bound_s, order.cancel_s)

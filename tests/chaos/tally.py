@@ -19,6 +19,7 @@ WARM_UP = 10
 _OUTCOMES = ("complete", "incomplete", "prefix", "nothing", "refused", "error", "cancelled")
 BAD = ("hole", "wrong", "late", "hang", "crash", "stuck")
 """What must not be; ``stuck``: nothing can be played although all faults are over."""
+_EXCUSED = ("starved", "overtime")
 _GROWTH, _SLACK = 1.1, 16 << 20
 """Memory is flat if it has not grown by more than this factor and these bytes."""
 _SLACK_FILES, _SLACK_THREADS = 16, 4
@@ -59,7 +60,7 @@ class Tally:
             self.errors[re.sub(r"(?<=prefix\.)\S+(?=,)|[0-9a-f]{16,}|[0-9.]+", "#", report.error)[:300]] += 1
         for failure in found:
             self.note(seed, failure.kind, failure.text, names)
-        if not any(failure.kind == "starved" for failure in found):
+        if not any(failure.kind in _EXCUSED for failure in found):
             said = replace(report, cache=None, later=None, bases=())
             late_s = report.elapsed_s - report.bound_s
             self.latest = sorted([*self.latest, (late_s, seed, f"{said} {order}")], reverse=True)[:_LATEST]
@@ -116,7 +117,7 @@ class Tally:
             "",
         ]
         wide = max(map(len, [*self.by_fault, "all"]))
-        columns = ("plays", *_OUTCOMES, *BAD[:-1], "starved")
+        columns = ("plays", *_OUTCOMES, *BAD[:-1], *_EXCUSED)
         lines.append(f"{'fault':{wide}} " + " ".join(f"{name:>{max(6, len(name))}}" for name in columns))
         rows = [("all", self.outcomes + self.failures), *sorted(self.by_fault.items())]
         for name, counts in rows:

@@ -128,6 +128,9 @@ def test_late_starved_hanging_and_crashing_plays_are_told_apart(library):
     assert kinds(library, kv, elapsed_s=1.11) == ["late"]
     assert kinds(library, kv, elapsed_s=1.2, starved_s=0.09) == ["late"]
     assert kinds(library, kv, elapsed_s=1.2, starved_s=0.11) == ["starved"]
+    engine = replace(ORDER, engine="good")
+    assert [one.kind for one in judge(report(kv, elapsed_s=1.2, bound_s=1.3), engine, library)] == ["overtime"]
+    assert [one.kind for one in judge(report(kv, elapsed_s=1.5, bound_s=1.3), engine, library)] == ["late"]
     assert kinds(library, kv, outcome="hang", elapsed_s=60.0) == ["hang"]
     assert kinds(library, kv, outcome="crash") == ["crash"]
 

@@ -315,7 +315,7 @@ def _spoil(path: Path, dice: random.Random) -> None:
     """Damage a file: as disks do, in place, or as people do."""
     data = path.read_bytes()
     way = dice.choice(("bit", "bits", "shorter", "longer", "empty", "gone", "zeros", "cut"))
-    if way == "gone":
+    if way == "gone" or not data:
         path.unlink()
         return
     if way == "cut":

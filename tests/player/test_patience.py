@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvabr.abr import Decision, Ladder, Policy
+from kvabr.abr.estimator import Estimator
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
@@ -113,6 +114,44 @@ def test_an_engine_that_has_begun_may_complete_the_play():
     play.computed(run.first, run.last, 1.4)
     assert play.record.delivered_s == 1.4
     assert not play.record.met
+
+
+class Steady(Estimator):
+    """Thinks that the link is fast, whatever comes: other bytes do."""
+
+    name = "steady"
+
+    def sample(self, nbytes, seconds, now):
+        pass
+
+    def rate(self):
+        return 1e6
+
+    def lower_bound(self):
+        return 8e5
+
+
+@pytest.mark.parametrize("mode", ["hole", "suffix"])
+def test_an_engine_computes_what_keeps_being_about_to_arrive(mode):
+    """The last packet of a group is lost: what is missing seems to take no time, and the link is fast."""
+    cost = PrefillCost(0.0, 0.4 / (4 * 128))  # the whole prompt takes 0.4 s
+    policy = load_policy("fixed:Int4")()
+    play = Session(Ladder(catalog(4)), 1.0, policy, Steady(), cost=cost, mode=mode, config=AT_ONCE)
+    play.start(0.0)
+    first, *others = of(play.actions(), FetchGroup)
+    for fetch in others:  # and those that are asked for then
+        others += of(bring(play, fetch, 0.1 * fetch.group), FetchGroup)
+    play.first_byte(first.request, 0.5)
+    play.progress(first.request, first.bytes - 100, 0.5)
+    now, begun = 0.5, []
+    while not begun and not play.over:
+        now = play.next_timer()
+        play.timer(now)
+        begun = of(play.actions(), Recompute)
+    assert 1.0 < now < 1.0 + 2 * 0.4
+    assert begun[0].first == 0
+    play.computed(begun[0].first, begun[0].last, now + 0.1)
+    assert play.record.delivered_s == now + 0.1
 
 
 def test_an_engine_that_hangs_ends_the_play_after_twice_a_prefill():
