@@ -23,6 +23,7 @@ from kvabr.quic.options import DialOptions, check_pinned, why_refused
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import MAX_FULL_TRACK_NAME
 
+_TOKEN_HINT = "its operator has tokens; give yours with --token-file F, KVABR_TOKEN, or token="  # noqa: S105  # none
 MAX_IN_FLIGHT = 64
 """Maximum requests in flight; more wait, the most urgent first. Both libraries allow about 100 streams."""
 _CLOSING_S = 0.25
@@ -186,6 +187,7 @@ class QuicConnection(Endpoint, Connection):
         elif code in (SessionCode.UNAUTHORIZED, SessionCode.EXPIRED_AUTH_TOKEN):
             if "token" not in reason:
                 reason = f"{reason}; the token is missing or wrong"
+            reason = f"{reason}; {_TOKEN_HINT}"
             self._lost_kind = UnauthorizedError
         self._fail(reason)
 

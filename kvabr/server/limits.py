@@ -72,8 +72,10 @@ class ServerLimits:
             if value is None and bound.name == "connections_per_address":
                 continue
             if not 0 < value < 1 << 53:
+                why = "is too large" if value > 0 else "is not positive"
                 off = "; `off` for no bound of its own" if bound.name == "connections_per_address" else ""
-                raise UsageError(f"limit {name}: {value} is not positive{off}")
+                usual = getattr(ServerLimits(), bound.name)
+                raise UsageError(f"limit {name}: {value} {why}{off}; the default is {usual}")
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and self.open_files >= soft:
             raise UsageError(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from kvabr.moqt.codes import RequestCode
@@ -197,6 +198,7 @@ class PublishedAssets:
             views[grant.token_sha256] = shared[key]
             logs[grant.token_sha256] = ChangeLog() if log is None else log
         self._views, self._logs = views, logs
+        self._forget_all_but({name for asset in assets for name in (asset.catalog_sha256, asset.catalog.profile)})
         lost: dict[tuple[int, int], list[str]] = {}
         for name, new in views.items():
             old = before.get(name, _NOTHING)
@@ -206,6 +208,12 @@ class PublishedAssets:
                 lost[both] = list(map(mark_of, spaces))
             logs[name].add(lost[both])
         self._tell()
+
+    def _forget_all_but(self, named: AbstractSet[str | None]) -> None:
+        """Forget catalogs and profiles of assets that are gone."""
+        with self._cache_lock:
+            for sha256 in [sha256 for sha256 in self._cached if sha256 not in named]:
+                del self._cached[sha256]
 
     def _look_at_grants(self) -> None:
         with self._lock:

@@ -52,3 +52,10 @@ def origin(libraries):
         return MemoryConnection(find, MemoryLink(rate, rtt_s), **options)
 
     return make
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """Neither what this user's client keeps on disk nor a token in the environment matters."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVABR_TOKEN", raising=False)

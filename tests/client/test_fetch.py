@@ -27,7 +27,7 @@ from tests.client.served import Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, prompt
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("alone")]
 
 TOKENS = prompt(70).tokens
 
@@ -37,12 +37,6 @@ def served(root, tmp_path_factory):
     made = Served(root / "short", tmp_path_factory.mktemp("served"))
     yield made
     made.close()
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("KVABR_TOKEN", raising=False)
 
 
 def kvabr(*words):

@@ -17,7 +17,7 @@ from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, prompt
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("alone")]
 
 TOKEN = "a token in a file"  # noqa: S105
 TOKENS = prompt(70).tokens
@@ -28,12 +28,6 @@ def served(root, tmp_path_factory):
     made = Served(root / "short", tmp_path_factory.mktemp("served"), token=TOKEN)
     yield made
     made.close()
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("KVABR_TOKEN", raising=False)
 
 
 @pytest.fixture
@@ -89,6 +83,7 @@ INT8 = PlayOptions(policy="fixed:Int8")
 
 def test_a_client_reads_it_again_when_it_connects(served, file):
     options = {"fingerprint": served.fingerprint, "quic": "aioquic", "timeout_s": LIMIT_S, "model": SPEC}
+    options["options"] = PlayOptions(policy="fixed:Int8")
     with Client(served.url, token_file=file, **options) as client:
         assert close(client.play(TOKENS, deadline=LIMIT_S, options=INT8).kv, error=1e-3)
         file.write_text("a wrong one")

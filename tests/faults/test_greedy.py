@@ -109,3 +109,17 @@ async def test_a_server_keeps_little_of_what_it_cannot_read_yet(root, tls, finge
         assert end.quic._remote_max_data <= REQUESTS_CONNECTION_WINDOW == 1 << 20
         assert end.quic._remote_max_stream_data_bidi_remote <= REQUESTS_STREAM_WINDOW == 1 << 18
         await others_are_served(served)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_streams(root, tls, fingerprint, library):
+    """Those that a client begins and never ends are no more than QUIC allows, which is not raised for them."""
+    async with serving(root, tls, fingerprint, library=library) as served, AsyncExitStack() as stack:
+        end = await connected(stack, served)
+        for begin in (end.session._channel.open_bidi, end.session._channel.open_uni):
+            for _ in range(120):
+                end.quic.send_stream_data(begin(), b"\x40", False)
+        end.driver.transmit()
+        await others_are_served(served)
+        most = end.quic._remote_max_streams_bidi, end.quic._remote_max_streams_uni
+        assert most == {"aioquic": (128, 128), "qh3": (100, 103)}[library]

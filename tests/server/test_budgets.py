@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -249,9 +248,3 @@ def test_no_more_files_than_the_process_may_open(monkeypatch):
 def test_a_group_that_is_kept_elsewhere_takes_no_room():
     shared = PublishedGroup(memoryview(b"x" * 9), (), b"", shared=True)
     assert (shared.files, shared.memory) == (0, 0)
-
-
-def test_the_threat_model_lists_every_limit():
-    text = (Path(__file__).parents[2] / "docs" / "design" / "threat-model.md").read_text()
-    table = text.partition("## Sizes and budgets")[2].partition("\n## ")[0]
-    assert all(f"`{name.replace('_', '-')}`" in table for name in ServerLimits.__slots__)

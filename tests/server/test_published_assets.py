@@ -396,6 +396,31 @@ def test_catalogs_in_memory_are_bounded(root, monkeypatch):
     assert library._cached.currsize > 10_000
 
 
+def test_catalogs_of_assets_that_are_gone_leave_memory(root):
+    library, profile = PublishedAssets(root), b"a profile"
+    spaces = {}
+    for name, more in (("stays", {"profile": profile}), ("goes", {"profile": b"another"}), ("changes", {})):
+        spaces[name] = make_asset(root / name, range(len(spaces) * 50, len(spaces) * 50 + 8), **more).catalog.namespace
+    library.refresh()
+
+    def read():
+        return [library.find(EVERYTHING, space, CATALOG_TRACK) for space in spaces.values()]
+
+    assert all(read())
+    for name in ("stays", "goes"):
+        space = spaces[name]
+        sha256 = next(asset.catalog.profile for asset in library.assets if asset.catalog.namespace == space)
+        assert library.find(EVERYTHING, TrackNamespace(space.model, sha256), PROFILE_TRACK)
+    assert len(library._cached) == 5
+    (root / "goes").rename(root / ".goes")
+    (root / "changes").rename(root / ".changes")
+    make_asset(root / "changes", range(100, 108), seed=2)
+    library.refresh()
+    assert len(library._cached) == 2
+    assert read()[1] is None
+    assert len(library._cached) == 3
+
+
 @pytest.mark.slow
 def test_requests_while_assets_come_and_go(root):
     """Readers in one thread, changes in another: every answer is a whole asset's, or none."""

@@ -85,7 +85,7 @@ async def test_an_expired_token_is_refused(asset, tls, library, draft):
     grants = Grants([replace(grant(MINE), expires_s=time.time() - 1), replace(grant(OTHER), expires_s=FAR_S)])
     namespace = asset.catalog.namespace
     async with origin(asset.path, tls, quic=library, grants=grants) as server:
-        with pytest.raises(UnauthorizedError, match=r"EXPIRED_AUTH_TOKEN.*the token has expired"):
+        with pytest.raises(UnauthorizedError, match=r"EXPIRED_AUTH_TOKEN.*the token has expired; .*--token-file"):
             async with await dialled(server, library, token=MINE, drafts=(draft,)) as connection:
                 await get(connection, namespace, CATALOG_TRACK)
         assert server.metrics.value("kvabr_connections_total", result="expired") == 1

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import io
 import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -72,7 +74,10 @@ def pem(tmp_path):
             "there are connections, connections-per-address, requests-per-connection",
         ),
         (("--dev", "--limit", "connections=many"), 2, "not a whole number"),
-        (("--dev", "--limit", "connections=0"), 2, "not positive"),
+        (("--dev", "--limit", "connections=0"), 2, "limit connections: 0 is not positive; the default is 512"),
+        (("--dev", "--limit", "requests-per-s=nan"), 2, "limit requests-per-s: nan is not positive"),
+        (("--dev", "--limit", "requests-per-s=inf"), 2, "limit requests-per-s: inf is too large"),
+        (("--dev", "--limit", "memory=0"), 2, "limit memory: 0 is not positive"),
         (("--dev", "--limit", "open-files=0"), 2, "limit open-files: 0 is not positive"),
         (("--dev", "--limit", "in-flight=0"), 2, "limit in-flight: 0 is not positive"),
         (("--dev", "--limit", "connections-per-address=0"), 2, "0 is not positive; `off` for no bound of its own"),
@@ -269,3 +274,30 @@ async def test_the_watcher_looks_again_and_again(root):
             async with asyncio.timeout(300):
                 while metrics.value("kvabr_assets") < index + 2:  # noqa: ASYNC110 - until a thread has seen it
                     await asyncio.sleep(0.001)
+
+
+_MEMORY = """
+import ctypes, gc
+from kvabr.cli.serving import keep_memory_flat
+
+class Used(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "mapped", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Used
+keep_memory_flat()
+freed = bytearray(16 << 20)
+del freed
+before = libc.mallinfo2().mapped
+kept = bytearray(2 << 20)
+print(gc.get_freeze_count() > 1000, libc.mallinfo2().mapped - before >= 2 << 20)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="another libc")
+def test_a_server_gives_back_what_it_needs_no_more():
+    """What was loaded is no garbage, and large memory is not taken from the heap although some was freed before."""
+    command = [sys.executable, "-c", _MEMORY]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)  # noqa: S603  # ours
+    assert said.stdout.split() == ["True", "True"]

@@ -1,0 +1,137 @@
+"""The table of sizes and budgets in the threat model: every row is here, and its figures are those of the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvabr.client import lookup
+from kvabr.client.options import Limits
+from kvabr.codec import profile
+from kvabr.moqt import encoding, responder, session, wire
+from kvabr.quic import backend, connection, endpoint
+from kvabr.quic import options as dialling
+from kvabr.server import budgets, changes, grants, limits, published_assets, relay, relay_catalogs, relay_groups
+from kvabr.server import server as servers
+from kvabr.server.limits import ServerLimits
+from kvabr.store import asset as assets
+from kvabr.store import asset_folder
+from kvabr.telemetry import prometheus
+from kvabr.types import catalog, json_pieces, kv, naming
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB")
+DEFAULTS = ServerLimits()
+CLIENT = Limits()
+
+
+def size(count):
+    """Bytes as the table writes them: "64 KiB"."""
+    unit = 0
+    while count % 1024 == 0 and count and unit < len(_UNITS) - 1:
+        count, unit = count // 1024, unit + 1
+    return f"{count:,} {_UNITS[unit]}"
+
+
+def sizes(*counts):
+    """Several of one unit: "64, 128 MiB"."""
+    parts = [size(count).split() for count in counts]
+    assert len({unit for _, unit in parts}) == 1
+    return f"{', '.join(number for number, _ in parts)} {parts[0][1]}"
+
+
+def share(part):
+    return f"1/{1 / part:g}"
+
+
+ROWS = {
+    "`connections`": [f"{DEFAULTS.connections}", f"up to {servers._HALF_OPEN} more"],
+    "`connections-per-address`": [f"{DEFAULTS.connections_per_address}; `off`"],
+    "`handshake-s`, `idle-s`": [f"{DEFAULTS.handshake_s:g}, {DEFAULTS.idle_s:g} s"],
+    "handshakes before addresses": [f"{servers._HALF_OPEN}"],
+    "`requests-per-connection`, `requests`": [f"{DEFAULTS.requests_per_connection:,}, {DEFAULTS.requests:,}"],
+    "streams that a peer may have open": ["128 with aioquic, 100 with qh3"],  # see `test_streams`
+    "requests that a peer of draft 16 may have open": [f"{responder.REQUEST_WINDOW}"],
+    "messages of draft 16 that ask for nothing": [f"{session._MAX_IDLE_MESSAGES:,}"],
+    "`requests-per-s`": [f"{DEFAULTS.requests_per_s:,.0f}"],
+    "`open-files-per-connection`": [
+        f"{DEFAULTS.open_files_per_connection}, half of all, (RLIMIT_NOFILE - {limits._OTHER_FILES}) / 2",
+        f"at most {limits._MAX_FILES:,}",
+    ],
+    "`memory-per-connection`": [
+        sizes(DEFAULTS.memory_per_connection, DEFAULTS.memory_per_address, DEFAULTS.memory),
+        f"not read for {budgets.IDLE_READ_S:g} s",
+    ],
+    "`in-flight-per-connection`": [
+        sizes(DEFAULTS.in_flight_per_connection, DEFAULTS.in_flight_per_address, DEFAULTS.in_flight),
+        f"at least {size(budgets.LEAST_IN_FLIGHT_BYTES)}",
+    ],
+    "received of a connection": [
+        size(backend.REQUESTS_CONNECTION_WINDOW), f"{size(backend.REQUESTS_STREAM_WINDOW)} a stream",
+    ],
+    "answers of one control stream": [size(endpoint.Endpoint.most_unread)],
+    "streams of ours that wait": [f"{endpoint._MOST_HELD:,}"],
+    "a message, an object's header": [size(encoding.MAX_MESSAGE_BYTES + 1), f"{wire.MAX_NAME_BYTES:,} bytes"],
+    "bytes before SETUP": [size(session._MAX_EARLY_BYTES), size(session._MAX_PARTIAL_BYTES)],
+    "digests in the name of a lookup": [f"{naming.MAX_PREFIX_DIGESTS}"],
+    "file of grants": [
+        size(grants._MAX_FILE_BYTES), f"{grants._MAX_GRANTS:,} grants",
+        f"{grants._MAX_PATTERNS:,} patterns of {grants._MAX_PATTERN:,} characters",
+    ],
+    "a token": [f"{dialling.MAX_TOKEN_BYTES:,} bytes"],
+    "what was taken back": [f"{changes._MAX_MARKS:,}", size(changes.MAX_CHANGES_BYTES)],
+    "relay: groups kept": [f"{round(1 / relay._TRANSIT_SHARE - 1)}/4, {share(relay._TRANSIT_SHARE)} of `--memory`"],
+    "relay: catalogs and lookups": [
+        f"{share(relay._CATALOGS_SHARE)} of `--memory`, at least {size(relay_catalogs.LEAST_BYTES)}",
+    ],
+    "relay: `--memory`": [size(relay.MEMORY_BYTES)],
+    "relay: lookups asked": [f"{relay_catalogs._MAX_ASKING:,}"],
+    "relay: a group that does not come": [f"{relay_groups.PATIENCE_S:g} s"],
+    "relay: names that do not exist": ["nothing is kept"],
+    "origin: catalogs and profiles": [size(published_assets.MAX_CACHED_BYTES)],
+    "origin: folders": [f"{asset_folder.MAX_DEPTH} deep, {asset_folder.MAX_FOLDERS:,}"],
+    "origin: frames that are read at once": [size(asset_folder.LOADED_BYTES)],
+    "catalog asked for with a prompt": [
+        size(catalog._HEAD_BYTES), f"{(catalog._MAX_TRACKS + 1) * catalog._ENTRY_BYTES:,} bytes x groups",
+        f"counted as {catalog._LEAST_GROUPS:,} at least",
+    ],
+    "every catalog": [size(catalog.MAX_CATALOG_BYTES), f"{catalog._MAX_TRACKS} tracks", "2^20 groups"],
+    "of a catalog decoded at once": [size(json_pieces.PIECE_BYTES)],
+    "list of models": [size(kv.MAX_MODELS_BYTES), f"{kv._MAX_MODELS:,} models"],
+    "codec profile": [size(catalog.MAX_PROFILE_BYTES), f"its header {size(profile._MAX_HEADER_BYTES)}"],
+    "prompt.json": [size(assets._MAX_PROMPT_BYTES)],
+    "group, from its catalog": [f"{lookup._MAX_TIMES_FP16} x FP16 + {size(lookup._SLACK_BYTES)}"],
+    "client: received and not read yet": [size(backend.CONNECTION_WINDOW), f"{size(backend.STREAM_WINDOW)} a stream"],
+    "client: requests in flight": [f"{connection.MAX_IN_FLIGHT}"],
+    "client: plays": [f"{CLIENT.plays}, {CLIENT.waiting}"],
+    "client: groups kept": [sizes(CLIENT.memory_bytes, CLIENT.disk_bytes)],
+    "metrics: names of tracks": [f"{prometheus.MAX_LABEL_VALUES}"],
+    "metrics: connections": [f"{prometheus._MAX_CONNECTIONS}"],
+}  # fmt: skip
+
+
+def table():
+    text = (Path(__file__).parents[2] / "docs" / "design" / "threat-model.md").read_text()
+    lines = [line for line in text.partition("## Sizes and budgets")[2].splitlines() if line.startswith("|")]
+    return [line.strip("| ") for line in lines[2:]]
+
+
+def test_every_row_is_here_and_every_row_of_here_is_there():
+    rows = table()
+    for name in ROWS:
+        assert sum(row.startswith(name) for row in rows) == 1, name
+    for row in rows:
+        assert sum(row.startswith(name) for name in ROWS) == 1, row
+    assert catalog._MAX_GROUPS == 1 << 20
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_figures(name):
+    (row,) = [row for row in table() if row.startswith(name)]
+    for figure in ROWS[name]:
+        assert figure in row
+
+
+def test_every_limit_is_listed():
+    rows = " ".join(table())
+    assert all(f"`{name.replace('_', '-')}`" in rows for name in ServerLimits.__slots__)
