@@ -218,9 +218,10 @@ def expected_losses(losses: Sequence[float], groups: int) -> tuple[float, ...]:
     made = [total / groups] * groups
     if last > 0 and total > 0:
         ends, between = sum(losses[-last:]) + losses[0], groups - last - 1
-        scale = 1.0 if between else total / ends
-        others = [(total - ends) / between] * between if between else []
-        made = [scale * losses[0], *others, *(scale * each for each in losses[-last:])]
+        if between:
+            made = [losses[0], *[(total - ends) / between] * between, *losses[-last:]]
+        elif ends > 0:
+            made = [total / ends * each for each in (losses[0], *losses[-last:])]
     return tuple(six((1 - _EVEN_SHARE) * each + _EVEN_SHARE * total / groups) for each in made)
 
 

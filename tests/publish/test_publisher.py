@@ -148,8 +148,8 @@ def test_losses_are_laid_out_from_the_end(groups):
     assert len(set(made[1:-4])) <= 1  # which of the others matter depends on the text
 
 
-@pytest.mark.parametrize("losses", [(0.5,), (0.0, 0.0, 0.0), (0.1, 0.4)])
-@pytest.mark.parametrize("groups", [1, 2, 7])
+@pytest.mark.parametrize("losses", [(0.5,), (0.0, 0.0, 0.0), (0.1, 0.4), (0.0, 0.5, 0.0, 0.0, 0.0, 0.0)])
+@pytest.mark.parametrize("groups", [1, 2, 5, 7])
 def test_losses_of_short_and_lossless_caches_are_laid_out_too(losses, groups):
     made = expected_losses(losses, groups)
     assert len(made) == groups
