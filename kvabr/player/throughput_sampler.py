@@ -164,7 +164,7 @@ class ThroughputSampler:
     def waited(self, now: float) -> None:
         """Skip the time until now: other plays used the link."""
         if self._since is not None:
-            if self._bytes:
+            if self._bytes and now > self._since:
                 self._conclude(now - self._since, now)
             self._since = now
         self._quiet_since = now

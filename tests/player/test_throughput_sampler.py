@@ -118,3 +118,15 @@ def test_lumps_that_others_held_up_do_not_lower_it():
         meter.tick(now, waiting=True, idle=False)
     assert kept.rate() == before
     assert set(told) == {("cpu", False)}
+
+
+def test_a_first_byte_and_a_wait_at_the_same_time_are_no_sample():
+    kept = Kept()
+    meter = ThroughputSampler(kept, 2.0)
+    meter.first_byte(0.1, 1.0)
+    meter.received(1200, 1.0)
+    meter.waited(1.0)
+    assert kept.samples == []
+    meter.received(50_000, 1.5)
+    meter.settle(1.5, idle=True)
+    assert [seconds for _, seconds in kept.samples] == [0.5]
