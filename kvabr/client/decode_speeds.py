@@ -167,12 +167,15 @@ def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
     found = {track.name: per_token[track.name] * tokens for track in catalog.tracks if track.name in per_token}
     factors: dict[str, list[float]] = {}
     for name, seconds in found.items():
-        if catalog.track(name).decode_s > 0:
-            factors.setdefault(family(name), []).append(seconds / catalog.track(name).decode_s)
+        said = catalog.track(name).decode_s
+        if said > 0 and 0 < (factor := seconds / said) < math.inf:  # a catalog may say anything
+            factors.setdefault(family(name), []).append(factor)
     for track in catalog.tracks:
         known = factors.get(family(track.name))
         if track.name not in found and known and track.decode_s > 0:
-            found[track.name] = track.decode_s * math.exp(sum(map(math.log, known)) / len(known))
+            seconds = track.decode_s * math.exp(sum(map(math.log, known)) / len(known))
+            if 0 < seconds < math.inf:
+                found[track.name] = seconds
     return found
 
 

@@ -28,6 +28,7 @@ from kvabr.client.decode_speeds import (
     on_one_core,
     this_machine,
 )
+from kvabr.player.decode_rates import DecodeRates
 from kvabr.types.catalog import Catalog
 from tests.catalogs import catalog
 from tests.client.playing import play
@@ -79,6 +80,16 @@ def test_what_was_not_measured_takes_what_its_family_takes_longer() -> None:
     assert found["AC-mine"] == pytest.approx(0.01 * (128 * 5e-4) / 0.004)
     assert "FP16" not in found
     assert complete(unmeasured(offer), PER_TOKEN) == {"Int8": pytest.approx(0.0256), "AC-5x": pytest.approx(0.064)}
+
+
+@pytest.mark.parametrize("said", [5e-324, 1e-300, 1e308])
+def test_catalogs_that_say_nonsense_make_no_rate_that_cannot_be(said: float) -> None:
+    offer = catalog(2)
+    tracks = [replace(offer.track("AC-5x"), decode_s=said), replace(offer.track("AC-5x"), name="AC-mine", decode_s=1.0)]
+    offer = replace(offer, tracks=(*(each for each in offer.tracks if each.name != "AC-5x"), *tracks))
+    found = complete(offer, {**PER_TOKEN, "AC-5x": 5e-4})
+    assert all(0 < seconds < math.inf for seconds in found.values())
+    DecodeRates(offer, found)
 
 
 def test_a_measurement_is_there_in_the_next_process(tmp_path: Path) -> None:
