@@ -83,7 +83,7 @@ class ReplayOptions:
         if self.rtt_s is not None and not 0 <= self.rtt_s < math.inf:
             raise UsageError(f"the round trip is {self.rtt_s} s; it must be zero or more seconds")
         if not 0 <= self.decode_scale < math.inf:
-            raise UsageError(f"decode-scale is {self.decode_scale}; it must be zero or more")
+            raise UsageError(f"decode-scale is {self.decode_scale}; it must be a finite number, zero or more")
         check_decoders(self.decoders)
 
 
