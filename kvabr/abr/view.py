@@ -199,7 +199,7 @@ class View:
 
         def seconds(track: Track) -> float:
             network = track.total_bytes / self.groups * left / self.rate
-            return max(network, self.decode_backlog_s + self.decode_s(track.name) * left)
+            return max(network, self.decode_backlog_s + self.decode_s(track.name) * left / self.decoders)
 
         if self.rate <= 0 or seconds(cheapest) <= self.time_left:
             return cheapest.name

@@ -9,7 +9,7 @@ from kvabr.abr import Ladder
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.abr.policies import Anytime
-from kvabr.abr.view import Settled
+from kvabr.abr.view import Settled, View
 from kvabr.player.session import Session
 from kvabr.player.session_types import Deliver, FetchGroup, PlayerConfig, PlayRecord, Recompute
 from kvabr.replay.experiment import Experiment, ReplayOptions
@@ -196,6 +196,14 @@ def test_where_decoding_is_slow_the_base_is_asked_for_little_by_little_and_on_a_
     slow = Experiment(offer, ReplayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "fixed:AC-5x").run
     mine = Experiment(offer, ReplayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "anytime").run
     assert mine["ttft_s"] < 0.8 * slow["ttft_s"]
+
+
+def test_several_decoders_share_the_work_that_decides_on_the_soonest_track():
+    seen = View(Ladder(catalog(8)), 1.0, decoders=16, decode_seconds=lambda track: 1.0 if track == "AC-5x" else 0.001)
+    seen.rate = sum(seen.catalog.track("AC-5x").bytes) / 0.9
+    assert seen.soonest_track() == "AC-5x"
+    seen.decoders = 1
+    assert seen.soonest_track() == "Int4"
 
 
 def test_what_saves_much_is_tried_although_the_estimate_says_that_it_comes_too_late():
