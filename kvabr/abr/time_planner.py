@@ -65,6 +65,8 @@ class TimePlanner:
         """Bytes from a state (the last one: nothing) to a track, by state, track and group."""
         self._discards: Array = np.zeros((len(states), *shape))
         """Bytes that a step makes useless, alike."""
+        self._stacks = {name: frozenset(view.ladder.stacks[name]) for name in self.names}
+        """Each track with the layers below it."""
         self._offers: Array = np.full((len(states), *shape), _NEVER)
         """Loss of what can be had from a state, alike."""
         for state, current in enumerate(states):
@@ -151,10 +153,12 @@ class TimePlanner:
         return int(group), self.names[track], saving, view.time_price * float(seconds[track, group])
 
     def without(self, group: int, track: str) -> None:
-        """Note that a group cannot be had on a track."""
-        number = self._number[track]
-        if self._moves[number, group]:
-            self._loss[number, group] = _NEVER
+        """Note that a group cannot be had on a track, nor on what builds on it, unless it is there already."""
+        if track in self._stacks.get(self._known[group][0] or "", ()):
+            return
+        for number, name in enumerate(self.names):
+            if track in self._stacks[name] and self._moves[number, group]:
+                self._loss[number, group] = _NEVER
 
     def plan(self, view: View, rate: float) -> TimePlan:
         """Return the best plan at a rate, bytes per second."""

@@ -197,3 +197,38 @@ def test_a_plan_knows_what_is_there_in_flight_unavailable_and_computed():
     layer = planner.names.index("layer-2")
     assert planner.plan(view, 1e6).targets[0] == layer
     assert planner.bytes_to(0, layer) == without.track("layer-2").bytes[0]
+
+
+def test_what_builds_on_an_unavailable_layer_cannot_be_had_either():
+    offer = catalog(3, layered=True)
+    layers = tuple(track for track in offer.tracks if track.name in {"base", "layer-1", "layer-2", "Int8"})
+    view = View(Ladder(dataclasses.replace(offer, tracks=layers)), 2.0, time_price=1e-3)
+    view.track_of = ["base", "layer-1", "base"]
+    view.settled.update(range(3))
+    view.missing_groups = {}
+    view.unavailable = {(0, "layer-1"), (1, "layer-1")}
+    planner = TimePlanner(view)
+    planner.sync(view)
+    names = [planner.names[target] for target in planner.plan(view, 1e5).targets]
+    assert names == ["Int8", "layer-2", "layer-2"]  # the second has the layer: it is no obstacle any more
+
+
+@pytest.mark.parametrize(("price", "probes"), [(1e-3, True), (10.0, False)])
+def test_if_everything_was_in_the_local_store_one_upgrade_finds_out_the_rate(price, probes):
+    offer = catalog(64, layered=True)
+    play = Session(Ladder(offer), 2.0, load_policy("anytime")(), DualEwma(), config=PlayerConfig(time_price=price))
+    play.start(0.0)
+    todo, now = of(play.actions(), FetchGroup), 0.0
+    while todo and todo[0].track == "base":
+        now += 1e-4
+        play.done(todo.pop(0).request, now, limit="kept")
+        todo += of(decode_all(play, play.actions(), now), FetchGroup)
+    assert play.view.rate == 0.0
+    assert play.over is not probes
+    assert len({fetch.group for fetch in todo}) == probes
+    if probes:
+        for number, fetch in enumerate(todo):
+            play.first_byte(fetch.request, 0.05 + number / 100)
+            play.done(fetch.request, 0.06 + number / 100)
+        assert play.view.rate > 0
+        assert of(play.actions(), FetchGroup)

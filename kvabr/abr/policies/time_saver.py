@@ -11,6 +11,7 @@ Any track may be a group's final one, also Int8 or FP16: `kvabr.abr.time_planner
   and what is still in flight is cancelled if it is not worth waiting for either.
 - In an outage nothing seems worth the wait. As long as much is lost without it, one request stays in flight. A link
   that was much faster before may recover: the play waits for that as long as the wait costs less than it would lose.
+  The same holds where no rate is known, as when all that has come was in the local store.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class TimeSaver:
         if self._over:
             return Decision.wait("the play is over")
         if view.rate <= 0:
-            return Decision.wait("no rate is known")
+            return self._probe(view)
         plan = self._plan_for(view, missing=False)
         if plan.objective >= plan.idle_objective:
             if view.in_flight or not self._hopes(view):
@@ -123,12 +124,9 @@ class TimeSaver:
             return None
         elif self._enough(view):
             return Decision.wait("enough is in flight")
-        gain, best = max(((self._worth(view, plan, group), group) for group in view.settled), default=(0.0, -1))
-        if gain <= 0:
-            return Decision.wait("what is worth the wait is in flight") if view.in_flight else None
-        track = self._times.names[plan.targets[best]]
-        self._follow(best, track)
-        return Decision.upgrade(best, track, f"saves {min(gain, 1e4):.1f} times its price in bytes and decoding")
+        if (best := self._best_upgrade(view, plan)) is not None:
+            return best
+        return Decision.wait("what is worth the wait is in flight") if view.in_flight else None
 
     def pays(self, view: View, track: Track, group: int, worth: float) -> bool:
         """Return whether a layer that saves ``worth`` nats per byte, with those above it, pays for its time."""
@@ -225,6 +223,32 @@ class TimeSaver:
         if lost > _OUTAGE * price * view.time_left:
             return True
         return _HOPE * lost > price * (view.now - self._fast_s) > 0.0
+
+    def _probe(self, view: View) -> Decision:
+        """Request one upgrade, or end the play, while no rate is known.
+
+        All that came was in the local store, or the link has carried nothing for long.
+        """
+        if view.in_flight:
+            return Decision.wait("no rate is known")
+        self._plan = None
+        self._times.sync(view)
+        if view.time_left > 0 and self._hopes(view):
+            rate = _RECOVERY * self._best_rate or self._base.total_bytes / view.time_left
+            if (best := self._best_upgrade(view, self._times.plan(view, rate))) is not None:
+                return best
+        if view.missing_groups:
+            return Decision.wait("no rate is known, and the engine computes the rest")
+        return Decision.finish("no rate is known, and nothing is worth a try")
+
+    def _best_upgrade(self, view: View, plan: TimePlan) -> Decision | None:
+        """Request the planned upgrade that saves most for its price; None if there is none."""
+        gain, best = max(((self._worth(view, plan, group), group) for group in view.settled), default=(0.0, -1))
+        if gain <= 0:
+            return None
+        track = self._times.names[plan.targets[best]]
+        self._follow(best, track)
+        return Decision.upgrade(best, track, f"saves {min(gain, 1e4):.1f} times its price in bytes and decoding")
 
     def _worth(self, view: View, plan: TimePlan, group: int) -> float:
         """Return what the planned upgrade of a group saves, as a multiple of its price; 0.0 if there is none."""
