@@ -54,16 +54,23 @@ async def origin(root, tls, *, quic="aioquic", grants=None, port=0):
         yield server
 
 
+def url_of(server):
+    return f"moqt://localhost:{server.address[1]}/"
+
+
+async def relay_before(stack, server, tls, *, quic="aioquic", token=None, **more):
+    """A relay in front of a server, until the stack closes; it keeps dialling if the server goes."""
+    connecting = connect(url_of(server), fingerprint=server.fingerprint, quic=quic, token=token)
+    upstream = await stack.enter_async_context(connecting)
+    return await stack.enter_async_context(relaying(upstream, tls, quic=quic, **more))
+
+
 @contextlib.asynccontextmanager
 async def chain_of(root, tls, *, quic="aioquic", token=None, grants=None, **more):
     """An origin, and a relay in front of it."""
-    async with origin(root, tls, quic=quic, grants=grants) as server:
-        url = f"moqt://localhost:{server.address[1]}/"
-        async with (
-            connect(url, fingerprint=server.fingerprint, quic=quic, token=token) as upstream,
-            relaying(upstream, tls, quic=quic, **more) as relay,
-        ):
-            yield server, relay
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(origin(root, tls, quic=quic, grants=grants))
+        yield server, await relay_before(stack, server, tls, quic=quic, token=token, **more)
 
 
 def options(server, **more):

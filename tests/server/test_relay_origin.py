@@ -34,6 +34,7 @@ from tests.server.relays import (
     in_memory,
     origin,
     play,
+    relay_before,
     relaying,
     says_unauthorized,
     sent,
@@ -87,9 +88,7 @@ async def test_it_survives_the_origin(asset, tls):
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(origin(asset.path, tls))
         port = server.address[1]
-        connecting = connect(f"moqt://localhost:{port}/", fingerprint=server.fingerprint, quic="aioquic")
-        upstream = await stack.enter_async_context(connecting)
-        relay = await stack.enter_async_context(relaying(upstream, tls))
+        relay = await relay_before(stack, server, tls)
         connection = await stack.enter_async_context(await dialled(relay))
         namespace = asset.catalog.namespace
         assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
@@ -174,10 +173,7 @@ async def test_a_revoked_token_drops_everything_and_is_passed_on(asset, tls, sta
         grants = Grants([grant("the relay's own token")])
         server = await stack.enter_async_context(origin(asset.path, tls, grants=grants))
         port = server.address[1]
-        url = f"moqt://localhost:{port}/"
-        connecting = connect(url, fingerprint=server.fingerprint, quic="aioquic", token="the relay's own token")  # noqa: S106
-        upstream = await stack.enter_async_context(connecting)
-        relay = await stack.enter_async_context(relaying(upstream, tls))
+        relay = await relay_before(stack, server, tls, token="the relay's own token")  # noqa: S106
         connection = await stack.enter_async_context(await dialled(relay))
         await play(connection, asset)
         await server.close()

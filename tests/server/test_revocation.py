@@ -31,9 +31,11 @@ from tests.server.relays import (
     in_memory,
     origin,
     play,
+    relay_before,
     relaying,
     sent,
     until,
+    url_of,
 )
 
 pytestmark = pytest.mark.process
@@ -48,10 +50,6 @@ def stuck(monkeypatch):
     monkeypatch.setattr(send_queue, "MOST_AHEAD_BYTES", 0)
 
 
-def url_of(server):
-    return f"moqt://localhost:{server.address[1]}/"
-
-
 def log_of(server, token=""):
     """The log of what an origin took back, for a token; who waits for it is counted."""
     return server.source._logs[grant(token).token_sha256 if token else ""]
@@ -63,10 +61,7 @@ async def two_relays(root, tls, *, quic="aioquic", token=None, grants=None):
     async with contextlib.AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(origin(root, tls, quic=quic, grants=grants))]
         for name in (token, None):
-            last = servers[-1]
-            connecting = connect(url_of(last), fingerprint=last.fingerprint, quic=quic, token=name)
-            upstream = await stack.enter_async_context(connecting)
-            servers.append(await stack.enter_async_context(relaying(upstream, tls, quic=quic)))
+            servers.append(await relay_before(stack, servers[-1], tls, quic=quic, token=name))
         first, one, _ = servers
         await until(lambda: len(log_of(first, token or "")) == 1 and len(one.source._changes) == 1)
         yield servers
@@ -291,9 +286,7 @@ async def test_what_went_while_the_origin_was_away_is_asked_for_again(asset, tmp
     """A new origin does not know what the one before it told, so nothing is repeated unasked."""
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(origin(tmp_path, tls))
-        connecting = connect(url_of(server), fingerprint=server.fingerprint, quic="aioquic")
-        upstream = await stack.enter_async_context(connecting)
-        relay = await stack.enter_async_context(relaying(upstream, tls))
+        relay = await relay_before(stack, server, tls)
         connection = await stack.enter_async_context(await dialled(relay))
         await until(lambda: len(log_of(server)) == 1)
         await play(connection, asset)
