@@ -8,8 +8,9 @@ from typing import Any
 
 from kvabr.lab.causes import Case, LossCurves, split
 from kvabr.replay.clairvoyant import Bound
-from kvabr.replay.experiment import Experiment, PlayOutcome, ReplayOptions
+from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
+from kvabr.replay.outcome import PlayOutcome
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
 

@@ -26,9 +26,10 @@ from kvabr.replay.link import (
     Capacity,
     running_sums,
 )
+from kvabr.replay.outcome import NO_CACHE_LOSS, PlayOutcome, rounded, run_line, shift, valued
 from kvabr.replay.simulator import LinkUse, Machine, Simulator
 from kvabr.replay.trace import Trace
-from kvabr.types.catalog import Catalog, played_loss
+from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
@@ -42,8 +43,6 @@ DEFAULT_RTT_S = 0.04
 _LEAST_SHARE, _LEAST_S = 0.1, 1e-3
 """Least share of the deadline that a play gets, however long the lookup took, as far as its patience allows; and the
 least seconds."""
-NO_CACHE_LOSS = 1.0
-"""Loss of a play that was given up, nats per token: about what losing the whole prompt cost on a real model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +84,6 @@ class ReplayOptions:
         if not 0 <= self.decode_scale < math.inf:
             raise UsageError(f"decode-scale is {self.decode_scale}; it must be a finite number, zero or more")
         check_decoders(self.decoders)
-
-
-@dataclass(slots=True)
-class PlayOutcome:
-    """Everything that is known about a finished play."""
-
-    run: dict[str, Any]
-    record: PlayRecord
-    log: list[PlayEvent] | None
-    link: list[tuple[float, float]] | None
-    use: LinkUse | None = None
-    """Accounts for the link's bytes; None for a live play, and on a shared link."""
 
 
 class Experiment:
@@ -278,8 +265,22 @@ class Experiment:
             trace, start_s, policy, first.session, capacity, bound, lines,
             lookup_s=lookup_s, ghost_bytes=first.ghost_bytes,
         )  # fmt: skip
-        outcome.run["sharing"] = plays.report(lookup_s)
+        outcome.run["sharing"] = {
+            "dropped_bytes": plays.link.dropped,
+            "most_queued_bytes": plays.link.most_queued,
+            "rivals": [self._rival(player.session.record, lookup_s) for player in plays.players[1:]],
+        }
         return outcome
+
+    def _rival(self, record: PlayRecord, lookup_s: float) -> dict[str, Any]:
+        self._count_lookup(record, None, lookup_s)
+        loss, value = valued(self.catalog, self.options.config, self.options.deadline_s, record)
+        return {
+            "ttft_s": rounded(record.delivered_s),
+            "met": record.met,
+            "loss": rounded(loss),
+            "objective": rounded(value),
+        }
 
     def session(
         self,
@@ -334,7 +335,7 @@ class Experiment:
             aside = new_estimator("oracle")
             trial = self._session("oracle", aside, Future(carried, lambda _: plan), None, lookup_s)
             self._simulate(trial, capacity, rtt_s)
-            return _valued(self.catalog, options, trial.record)[1]
+            return valued(self.catalog, options.config, options.deadline_s, trial.record)[1]
 
         def plan(view: View) -> PlannedPlay:
             return Foresight(view, self.clairvoyant.frontier, capacity, rtt_s + FIRST_BYTE_S, tried).best()
@@ -388,10 +389,9 @@ class Experiment:
             ghost_bytes: bytes that came for cancelled requests.
         """
         options, record = self.options, session.record
-        if lookup_s or options.guard_s:
-            _shift(record, lines, lookup_s)
-            record.met = record.delivered_s is not None and record.delivered_s <= options.deadline_s
-        run = _run_line(self.catalog, options, trace, start_s, policy, record, bound, capacity, ghost_bytes)
+        self._count_lookup(record, lines, lookup_s)
+        catalog, config, deadline_s = self.catalog, options.config, options.deadline_s
+        run = run_line(catalog, config, deadline_s, trace, start_s, policy, record, bound, capacity, ghost_bytes)
         if lines is None:
             return PlayOutcome(run, record, None, None)
         end = record.delivered_s if record.delivered_s is not None else session.view.now + lookup_s
@@ -399,96 +399,8 @@ class Experiment:
         series = capacity.series(max(end, options.deadline_s) * 1.05 - lookup_s)
         return PlayOutcome(run, record, lines, [(t + lookup_s, rate) for t, rate in series])
 
-
-def _shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) -> None:
-    """Add ``seconds`` to all times of a play."""
-    if record.delivered_s is not None:
-        record.delivered_s += seconds
-    for group in record.groups:
-        for name in ("requested_s", "first_byte_s", "done_s", "ready_s"):
-            if (value := getattr(group, name)) is not None:
-                setattr(group, name, value + seconds)
-    if lines is not None:
-        lines[1:] = [replace(line, t=line.t + seconds) for line in lines[1:]]
-
-
-def _valued(catalog: Catalog, options: ReplayOptions, record: PlayRecord) -> tuple[float, float]:
-    """Return loss and objective of a finished play, nats per token."""
-    config, ends_s, loss = options.config, record.delivered_s, NO_CACHE_LOSS
-    if ends_s is None:
-        ends_s = config.give_up_after * options.deadline_s
-    else:
-        loss = played_loss(catalog, record.steps)
-    return loss, objective(
-        loss,
-        ends_s,
-        options.deadline_s,
-        met=record.met,
-        engine_s=record.recompute_s,
-        time_price=config.time_price,
-        gpu_price=config.gpu_price,
-    )
-
-
-def _run_line(
-    catalog: Catalog,
-    options: ReplayOptions,
-    trace: Trace,
-    start_s: float,
-    policy: str,
-    record: PlayRecord,
-    bound: Bound,
-    capacity: Capacity,
-    ghost_bytes: float,
-) -> dict[str, Any]:
-    deadline, ttft = options.deadline_s, record.delivered_s
-    loss, value = _valued(catalog, options, record)
-    return {
-        "trace": trace.name,
-        "trace_family": trace.family,
-        "start_s": _round(start_s),
-        "policy": policy,
-        "deadline_s": deadline,
-        "ttft_s": _round(ttft),
-        "met": record.met,
-        "loss": _round(loss),
-        "objective": _round(value),
-        "bytes_fetched": record.bytes_fetched + int(ghost_bytes),
-        "bytes_wasted": record.bytes_wasted + int(ghost_bytes),
-        "tokens_recomputed": record.tokens_recomputed,
-        "recompute_s": _round(record.recompute_s),
-        "abandoned": record.abandoned,
-        "clairvoyant_loss": _round(bound.least_loss) if bound.feasible else None,
-        "clairvoyant_objective": _round(bound.objective) if bound.feasible else None,
-        "clairvoyant_ttft_s": _round(bound.end_s) if bound.feasible else None,
-        "regret": _round(value - bound.objective) if bound.feasible else None,
-        "feasible": bound.feasible,
-        "wrapped": capacity.wraps_within(ttft if ttft is not None else deadline),
-        "gave_up": record.gave_up,
-        "track_tokens": _track_tokens(catalog, record),
-        "groups": [
-            {
-                "group": group.group,
-                "track": group.track,
-                "bytes": group.bytes,
-                "requested_s": _round(group.requested_s),
-                "first_byte_s": _round(group.first_byte_s),
-                "done_s": _round(group.done_s),
-                "ready_s": _round(group.ready_s),
-                "source": group.source,
-            }
-            for group in record.groups
-        ],
-    }
-
-
-def _track_tokens(catalog: Catalog, record: PlayRecord) -> dict[str, int]:
-    tokens: dict[str, int] = {}
-    for group in record.groups:
-        track = group.track or "none"
-        tokens[track] = tokens.get(track, 0) + catalog.group_tokens(group.group)
-    return tokens
-
-
-def _round(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.9g}")
+    def _count_lookup(self, record: PlayRecord, lines: list[PlayEvent] | None, lookup_s: float) -> None:
+        """Count a finished play from before its lookup."""
+        if lookup_s or self.options.guard_s:
+            shift(record, lines, lookup_s)
+            record.met = record.delivered_s is not None and record.delivered_s <= self.options.deadline_s

@@ -21,7 +21,7 @@ from kvabr.client.scheduling import EdfScheduler, wire_priority
 from kvabr.client.shared_bandwidth import SharedLink
 from kvabr.client.shared_downloads import TURN_S
 from kvabr.player.session import Session
-from kvabr.player.session_types import Action, Cancel, Decode, FetchGroup, PlayRecord, Recompute
+from kvabr.player.session_types import Action, Cancel, Decode, FetchGroup, Recompute
 from kvabr.replay.link import FIRST_BYTE_S, Capacity
 from kvabr.replay.packets import PACKET, Bottleneck, Sender, Stream, packet_bytes, queue_bytes
 from kvabr.replay.simulator import EPSILON, Machine
@@ -295,16 +295,3 @@ class SharedPlays:
             link.run(then)
             for player in going:
                 player.tell(then)
-
-    def report(self, lookup_s: float) -> dict[str, object]:
-        """Return what a report says of the link, and of the plays other than the first."""
-        rivals = [player.session.record for player in self.players[1:]]
-        return {
-            "dropped_bytes": self.link.dropped,
-            "most_queued_bytes": self.link.most_queued,
-            "rivals": [{"ttft_s": _end_s(rival, lookup_s), "met": rival.met} for rival in rivals],
-        }
-
-
-def _end_s(record: PlayRecord, lookup_s: float) -> float | None:
-    return None if record.delivered_s is None else float(f"{record.delivered_s + lookup_s:.9g}")

@@ -11,8 +11,9 @@ from kvabr.abr.estimator import Prior
 from kvabr.abr.policies import BUILTIN
 from kvabr.data import default_catalog, traces_folder
 from kvabr.player.session_types import PlayerConfig
-from kvabr.replay.experiment import NO_CACHE_LOSS, Experiment, ReplayOptions
+from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import FIRST_BYTE_S, LOOKUP_ROUND_TRIPS, PAYLOAD_SHARE
+from kvabr.replay.outcome import NO_CACHE_LOSS
 from kvabr.replay.readers import find, read
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError, UsageError

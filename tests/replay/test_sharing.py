@@ -196,6 +196,9 @@ def test_an_experiment_shares_its_link(rivals, engine):
         ).play(link, 0.5, policy, log=True)
         run = found.run
         assert len(run["sharing"]["rivals"]) == rivals
+        for rival in run["sharing"]["rivals"]:
+            assert rival["objective"] >= rival["loss"] + 1e-3 * rival["ttft_s"] - 1e-6
+            assert rival["met"] == (rival["ttft_s"] <= 2.0)
         assert found.log[-1].name == "deliver"
         if run["feasible"]:
             assert run["regret"] >= -1e-6

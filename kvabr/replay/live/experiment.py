@@ -20,11 +20,12 @@ from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
 from kvabr.quic.connect import Connecting, connect
 from kvabr.quic.interface import Connection, read_all
-from kvabr.replay.experiment import Experiment, PlayOutcome
+from kvabr.replay.experiment import Experiment
 from kvabr.replay.live.child import Usage
 from kvabr.replay.live.lane import LEAST_QUEUE_BYTES, Conditions
 from kvabr.replay.live.origin import LiveOrigin
 from kvabr.replay.live.shaper import Shaper
+from kvabr.replay.outcome import PlayOutcome
 from kvabr.replay.trace import Trace
 from kvabr.replay.verify import load_profile
 from kvabr.store.asset import Asset

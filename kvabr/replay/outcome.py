@@ -1,0 +1,127 @@
+"""What a finished play amounts to: its loss, its objective, and its line in the replay report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvabr.player.session_types import PlayerConfig, PlayRecord
+from kvabr.replay.clairvoyant import Bound
+from kvabr.replay.link import Capacity
+from kvabr.replay.simulator import LinkUse
+from kvabr.replay.trace import Trace
+from kvabr.types.catalog import Catalog, played_loss
+from kvabr.types.cost import objective
+from kvabr.types.events import PlayEvent
+
+NO_CACHE_LOSS = 1.0
+"""Loss of a play that was given up, nats per token: about what losing the whole prompt cost on a real model."""
+
+
+@dataclass(slots=True)
+class PlayOutcome:
+    """Everything that is known about a finished play."""
+
+    run: dict[str, Any]
+    record: PlayRecord
+    log: list[PlayEvent] | None
+    link: list[tuple[float, float]] | None
+    use: LinkUse | None = None
+    """Accounts for the link's bytes; None for a live play, and on a shared link."""
+
+
+def shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) -> None:
+    """Add ``seconds`` to all times of a play."""
+    if record.delivered_s is not None:
+        record.delivered_s += seconds
+    for group in record.groups:
+        for name in ("requested_s", "first_byte_s", "done_s", "ready_s"):
+            if (value := getattr(group, name)) is not None:
+                setattr(group, name, value + seconds)
+    if lines is not None:
+        lines[1:] = [replace(line, t=line.t + seconds) for line in lines[1:]]
+
+
+def valued(catalog: Catalog, config: PlayerConfig, deadline_s: float, record: PlayRecord) -> tuple[float, float]:
+    """Return loss and objective of a finished play, nats per token."""
+    ends_s, loss = record.delivered_s, NO_CACHE_LOSS
+    if ends_s is None:
+        ends_s = config.give_up_after * deadline_s
+    else:
+        loss = played_loss(catalog, record.steps)
+    return loss, objective(
+        loss,
+        ends_s,
+        deadline_s,
+        met=record.met,
+        engine_s=record.recompute_s,
+        time_price=config.time_price,
+        gpu_price=config.gpu_price,
+    )
+
+
+def run_line(
+    catalog: Catalog,
+    config: PlayerConfig,
+    deadline_s: float,
+    trace: Trace,
+    start_s: float,
+    policy: str,
+    record: PlayRecord,
+    bound: Bound,
+    capacity: Capacity,
+    ghost_bytes: float,
+) -> dict[str, Any]:
+    """Return the line of a finished play in the replay report; the arguments are those of `Experiment.outcome`."""
+    ttft = record.delivered_s
+    loss, value = valued(catalog, config, deadline_s, record)
+    return {
+        "trace": trace.name,
+        "trace_family": trace.family,
+        "start_s": rounded(start_s),
+        "policy": policy,
+        "deadline_s": deadline_s,
+        "ttft_s": rounded(ttft),
+        "met": record.met,
+        "loss": rounded(loss),
+        "objective": rounded(value),
+        "bytes_fetched": record.bytes_fetched + int(ghost_bytes),
+        "bytes_wasted": record.bytes_wasted + int(ghost_bytes),
+        "tokens_recomputed": record.tokens_recomputed,
+        "recompute_s": rounded(record.recompute_s),
+        "abandoned": record.abandoned,
+        "clairvoyant_loss": rounded(bound.least_loss) if bound.feasible else None,
+        "clairvoyant_objective": rounded(bound.objective) if bound.feasible else None,
+        "clairvoyant_ttft_s": rounded(bound.end_s) if bound.feasible else None,
+        "regret": rounded(value - bound.objective) if bound.feasible else None,
+        "feasible": bound.feasible,
+        "wrapped": capacity.wraps_within(ttft if ttft is not None else deadline_s),
+        "gave_up": record.gave_up,
+        "track_tokens": _track_tokens(catalog, record),
+        "groups": [
+            {
+                "group": group.group,
+                "track": group.track,
+                "bytes": group.bytes,
+                "requested_s": rounded(group.requested_s),
+                "first_byte_s": rounded(group.first_byte_s),
+                "done_s": rounded(group.done_s),
+                "ready_s": rounded(group.ready_s),
+                "source": group.source,
+            }
+            for group in record.groups
+        ],
+    }
+
+
+def _track_tokens(catalog: Catalog, record: PlayRecord) -> dict[str, int]:
+    tokens: dict[str, int] = {}
+    for group in record.groups:
+        track = group.track or "none"
+        tokens[track] = tokens.get(track, 0) + catalog.group_tokens(group.group)
+    return tokens
+
+
+def rounded(value: float | None) -> float | None:
+    """Return a number as reports have it."""
+    return None if value is None else float(f"{value:.9g}")
