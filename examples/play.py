@@ -14,9 +14,15 @@ import kvabr
 url, prompt, *fingerprint = sys.argv[1:]
 tokens = json.loads(Path(prompt).read_text())
 with kvabr.Client(url, fingerprint=fingerprint[0] if fingerprint else None) as client:
-    played = client.play(tokens, deadline=2.0)
+    try:
+        played = client.play(tokens, deadline=2.0)
+    except kvabr.IncompleteError as error:
+        print(error)
+        played = error.prefix  # what came before the first missing group, or None
 if isinstance(played, kvabr.Played):
     print(f"{played.tokens} of {len(tokens)} tokens after {played.ttft_s:.2f} s, loss {played.loss:.2g}")
     print("tracks:", ", ".join(played.coverage))
+elif played is None:
+    print("nothing of this prompt came in time")
 else:
     print("nothing of this prompt is cached")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,21 @@ def test_every_example_is_tested():
 @pytest.mark.process
 def test_play(served, prompt_file, tmp_path):
     assert "70 of 70 tokens" in run("play", served.url, prompt_file, served.fingerprint, folder=tmp_path)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("lost", "says"), [(2, "32 of 70 tokens"), (0, "nothing of this prompt came in time")])
+def test_play_of_a_cache_that_lacks_a_group(root, prompt_file, tmp_path, lost, says):
+    shutil.copytree(root / "short", tmp_path / "asset")
+    origin = Served(tmp_path / "asset", tmp_path)
+    try:
+        for frame in (tmp_path / "asset" / "groups").glob(f"*/{lost:05}.kvg"):
+            frame.unlink()  # only now: an asset that is not whole is not served
+        said = run("play", origin.url, prompt_file, origin.fingerprint, folder=tmp_path)
+    finally:
+        origin.close()
+    assert f"group {lost} failed on every track" in said
+    assert says in said
 
 
 @pytest.mark.process
