@@ -52,6 +52,9 @@ class Estimator(ABC):
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
         """Record that ``nbytes`` (possibly 0) arrived within ``seconds`` of a busy link, ending at ``now``."""
 
+    def waited(self, now: float) -> None:  # noqa: B027  # a hook that few need
+        """Note that nothing came until ``now`` because other plays used the link."""
+
     @abstractmethod
     def rate(self) -> float:
         """Return the expected rate in bytes per second; 0.0 until the first sample."""

@@ -26,6 +26,8 @@ MOST_PLAY_CPU_S = 20.0
 """Most CPU seconds of a simulated play: about a thousand times what it needs."""
 MOST_STEP_CPU_S = 5.0
 """Most CPU seconds of one step of a live play, which asks the policy a few times: a thousand times what it needs."""
+LEAST_STEP_CPU_S = 0.1
+"""CPU seconds that a step may take even if the play's time is up."""
 _LOOK_S = 0.1
 _AGAIN_S = 1.0
 """CPU seconds after which the error is raised again, in case the first was swallowed."""
@@ -54,6 +56,8 @@ class _Watch:
         self._calls: set[_Call] = set()
         self._begun = 0
         self._thread: threading.Thread | None = None
+        self._sooner = threading.Event()
+        """Set when a call begins that may be over before the next look."""
 
     def begin(self, limit_s: float) -> _Call:
         call = _Call(threading.get_ident(), _cpu_s() + limit_s)
@@ -63,6 +67,8 @@ class _Watch:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvabr-cpu-limit", daemon=True)
                 self._thread.start()
+        if limit_s <= _LOOK_S:
+            self._sooner.set()
         return call
 
     def end(self, call: _Call) -> None:
@@ -81,20 +87,22 @@ class _Watch:
                 if idle >= _IDLE_LOOKS:
                     self._thread = None
                     return
-                for call in self._calls:
-                    self._look_at(call)
-            time.sleep(_LOOK_S)
+                wait_s = min((self._look_at(call) for call in self._calls), default=_LOOK_S)
+            self._sooner.wait(min(wait_s, _LOOK_S))
+            self._sooner.clear()
 
     @staticmethod
-    def _look_at(call: _Call) -> None:
+    def _look_at(call: _Call) -> float:
+        """Raise the error in a call that has used up its time. Return the least seconds until it may have to be."""
         now_s = _cpu_s(call.thread)
         if now_s < call.due_s:
-            return
+            return call.due_s - now_s
         call.due_s = now_s + _AGAIN_S
         if not call.place:
             frame = sys._current_frames().get(call.thread)  # noqa: SLF001 - the documented way to see another thread
             call.place = "unknown place" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
         _raise_in(call.thread)
+        return _AGAIN_S
 
 
 def limited_play(play: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -105,9 +113,9 @@ def limited_play(play: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.
         raise PolicyError(f"{error}; it was playing {play}") from error
 
 
-def limited_step(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Make one step of a live play within `MOST_STEP_CPU_S`, see `limited`."""
-    return limited(MOST_STEP_CPU_S, call, *args, **kwargs)
+def limited_step(left_s: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Make one step of a live play, see `limited`; ``left_s``: seconds until the play should end."""
+    return limited(min(MOST_STEP_CPU_S, max(LEAST_STEP_CPU_S, left_s)), call, *args, **kwargs)
 
 
 def limited(limit_s: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -119,7 +119,8 @@ class Driver:
         if self._over.done():
             return
         try:
-            limited_step(event, *arguments, now=self.now())
+            now = self.now()
+            limited_step(self.session.time_left(now), event, *arguments, now=now)
             for action in self.session.actions():
                 self._obey(action)
         except Exception as error:  # noqa: BLE001  # a policy's, or our own: the play is to end with it, not to hang

@@ -92,7 +92,7 @@ class PlayDownload(Download):
 
     @property
     def waits_its_turn(self) -> bool:
-        """Whether nothing comes because something more urgent does."""
+        """Whether nothing comes because something does that is at least as urgent."""
         return self._download is not None and self._shared.waits_its_turn(self._download)
 
     def reprioritise(self) -> None:
@@ -183,6 +183,8 @@ class PlayConnection(Connection):
         self._downloads: set[PlayDownload] = set()
         self.left = False
         """Whether the play is over."""
+        self.late = False
+        """Whether its deadline has passed."""
         self.kept = False
         """Whether upgrades go on after the play has returned."""
 

@@ -25,6 +25,8 @@ R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
 _DIAL_SHARE = 0.5
 """Share of the deadline that a play waits for a connection; then it does what it does when it loses its peer."""
 _MIN_LEFT_S = 1e-3
+_LAST = 255
+"""Priority of upgrades of caches that are in use, while there are plays."""
 
 
 class PlayRunner:
@@ -136,10 +138,13 @@ class PlayRunner:
         # A play that has the link for itself uses all priorities.
         if not self._fair or len(self._schedule) < 2:
             return priority
-        return wire_priority(self._schedule.level(connection), priority)
+        if connection.kept:
+            return _LAST
+        return wire_priority(self._schedule.level(connection), priority, late=connection.late)
 
     def _reschedule(self, connection: PlayConnection, due_s: float) -> None:
         """Change a play's deadline: once it is late, others go before it."""
+        connection.late = True
         changed = self._schedule.remove(connection)
         self._reprioritise([*changed, *self._schedule.add(connection, due_s), connection])
 

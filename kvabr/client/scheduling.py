@@ -3,11 +3,12 @@
 `Admission` bounds how many plays run at once. The others wait in the order of their deadlines, or are refused while
 that still helps: a play that begins too late takes the link from others, and its engine could be computing instead.
 
-`EdfScheduler` serves the earliest deadline first, in the few priorities that a connection has. MoQT has 256, and a play
-uses them all: those below 128 for what it needs, the others for upgrades. Both halves are divided into `LEVELS` levels,
-one for each of the plays whose deadlines come first; all further plays share the last. So what any play needs goes
-before what would only be better, and within both the play that ends first goes first: if the link can serve all plays
-in time, this order does.
+`EdfScheduler` serves the earliest deadline first, in the few priorities that a connection has. MoQT has 256; those of a
+play are in `kvabr.player.priorities`. What plays need at least, groups on the cheapest track, goes before other tracks
+of missing groups, and these before upgrades. The first two are divided into `LEVELS` levels each, one for each of the
+plays whose deadlines come first; all further plays share the last. So among what is needed the play that ends first
+goes first: if the link can serve all plays in time, this order does. Upgrades have the same scale in all plays, what
+they save per byte, and keep their priorities: the last layers of one play must not come before the first of another.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from kvabr.client.metrics import ClientMetrics
+from kvabr.player.priorities import DEARER, LEAST_URGENT
 from kvabr.types.errors import BusyError
 
 K = TypeVar("K")
 
 LEVELS = 16
-_NEEDED = 128
-"""Priorities below this are for what a play needs."""
 
 
 class Admission:
@@ -110,14 +110,17 @@ class Admission:
                 turn.set_result(True)
 
 
-def wire_priority(level: int, priority: int) -> int:
+def wire_priority(level: int, priority: int, *, late: bool = False) -> int:
     """Return the priority of a request among those of all plays, from that among its play's own, both 0 to 255.
 
-    The play whose deadline comes first has level 0.
+    The play whose deadline comes first has level 0. What a ``late`` play needs it needs on any track: else plays that
+    begin after it, on cheaper tracks, could keep it from ever ending.
     """
-    span = _NEEDED // LEVELS
-    half, within = divmod(priority, _NEEDED)
-    return half * _NEEDED + level * span + within * span // _NEEDED
+    if priority >= LEAST_URGENT:
+        return priority
+    span = DEARER // LEVELS
+    half, within = divmod(priority, DEARER)
+    return (0 if late else half * DEARER) + level * span + within * span // DEARER
 
 
 class EdfScheduler(Generic[K]):

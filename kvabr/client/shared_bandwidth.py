@@ -2,7 +2,8 @@
 
 A play sees only its own bytes. From those alone it would take another play's transfers for a slow link, and would not
 notice that its share changes when another play begins or ends. So the plays of a process to one peer share what they
-see: each estimates the link from the bytes of all, and expects its share, the link's rate over the active plays.
+see: each estimates the link from the bytes of all, and expects its share, the link's rate over the active plays. The
+bytes are counted as they arrive, since samples of several plays do not begin and end together.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import threading
 import time
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,7 +23,11 @@ from kvabr.quic.interface import Connection
 from kvabr.types.errors import PolicyError
 
 _ACTIVE_S = 0.5
-"""Seconds without a sample after which a play takes nothing from the others."""
+"""Seconds after which a play takes nothing from the others, unless bytes came for it or it waited for its turn."""
+_STEP_S = 1e-3
+"""Bytes that arrive within this time are counted together."""
+_MOST_STEPS = 1 << 15
+"""Steps that are kept, at least the half: of the last 16 seconds."""
 
 
 class SharedLink:
@@ -32,8 +38,10 @@ class SharedLink:
         self.clock = clock or _now
         self._lock = threading.Lock()
         self._members: list[LinkShare] = []
-        self.total = 0.0
-        """Bytes of all plays' samples so far."""
+        self._times: list[float] = []
+        self._totals: list[int] = []
+        """Bytes that had arrived by each of the times, and before them."""
+        self._forgotten = 0
 
     @contextmanager
     def joined(self, estimator: Estimator, known: Prior | None = None) -> Iterator[LinkShare]:
@@ -52,11 +60,39 @@ class SharedLink:
             with self._lock:
                 self._members.remove(share)
 
-    def heard(self, nbytes: float) -> float:
-        """Count bytes that a play received, and return those of all plays."""
+    def received(self, nbytes: int) -> None:
+        """Count bytes that have just arrived, for whatever play."""
+        now = self.clock()
         with self._lock:
-            self.total += nbytes
-            return self.total
+            times, totals = self._times, self._totals
+            if times and now - times[-1] < _STEP_S:
+                totals[-1] += nbytes
+                return
+            times.append(now)
+            totals.append(nbytes + (totals[-1] if totals else 0))
+            if len(times) > _MOST_STEPS:
+                self._forgotten = totals[_MOST_STEPS // 2 - 1]
+                del times[: _MOST_STEPS // 2], totals[: _MOST_STEPS // 2]
+
+    def bytes_within(self, seconds: float) -> int:
+        """Return the bytes that have arrived within the last so many seconds."""
+        with self._lock:
+            if not self._totals:
+                return 0
+            before = bisect_right(self._times, self.clock() - seconds)
+            return self._totals[-1] - (self._totals[before - 1] if before else self._forgotten)
+
+    def known_beside(self, share: LinkShare) -> tuple[float, float]:
+        """Return rate and lower bound of the link by the active play that knows most of it; zeros if there is none."""
+        with self._lock:
+            others = [one for one in self._members if one is not share and one.active()]
+        return max(((one.link_rate(), one.link_rate(lower=True)) for one in others), default=(0.0, 0.0))
+
+    def ttfb_beside(self, share: LinkShare) -> float:
+        """Return the least time to first byte of any other play, seconds; 0.0 if none has got one."""
+        with self._lock:
+            others = [one for one in self._members if one is not share]
+        return min((seconds for one in others if (seconds := one.link_ttfb()) > 0), default=0.0)
 
     def active_beside(self, share: LinkShare) -> int:
         """Return how many other plays are active."""
@@ -73,9 +109,10 @@ class LinkShare(Estimator):
         """Wrap the estimator that the play would use alone."""
         super().__init__()
         self._link, self._inner = link, inner
-        self._seen, self._joined_at = link.total, link.clock()
-        self._since_s: float | None = None
-        self._heard_at: float | None = None
+        self._active_at = -math.inf
+        """When the link was sampled last."""
+        self.heard = False
+        """Whether there was any sample."""
 
     def start(self, horizon_s: float) -> None:
         """See `Estimator.start`."""
@@ -90,49 +127,60 @@ class LinkShare(Estimator):
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:
         """See `Estimator.sample`; adds what the other plays received in the same time."""
-        total = self._link.heard(nbytes)
-        # Before its first sample a play has waited: the others received their bytes in more than `seconds`.
-        since_s = now - max(seconds, self._link.clock() - self._joined_at) if self._since_s is None else self._since_s
-        elapsed_s = max(seconds, now - since_s)
-        others = max(0.0, total - self._seen - nbytes)
-        self._seen, self._since_s, self._heard_at = total, now, self._link.clock()
-        self._inner.sample(nbytes + (others * seconds / elapsed_s if elapsed_s > 0 else 0.0), seconds, now)
+        self.heard, self._active_at = True, self._link.clock()
+        self._inner.sample(max(nbytes, float(self._link.bytes_within(seconds))), seconds, now)
 
-    @property
-    def heard(self) -> bool:
-        """Whether there was any sample."""
-        return self._heard_at is not None
+    def waited(self, now: float) -> None:
+        """See `Estimator.waited`: what the other plays received tells of the link."""
+        seconds = self._link.clock() - self._active_at
+        self._active_at = self._link.clock()
+        if 0 < seconds < math.inf:
+            self._inner.sample(float(self._link.bytes_within(seconds)), seconds, now)
 
     def active(self) -> bool:
-        """Return whether there was a sample lately."""
-        return self._heard_at is not None and self._link.clock() - self._heard_at <= _ACTIVE_S
+        """Return whether bytes came lately, or would have come if other plays had not used the link."""
+        return self._link.clock() - self._active_at <= _ACTIVE_S
 
-    def link_rate(self) -> float:
-        """Return the rate of the whole link, bytes per second; 0 where the estimator cannot say.
+    def link_rate(self, *, lower: bool = False) -> float:
+        """Return the rate of the whole link, or its lower bound, bytes per second; 0 where the estimator cannot say.
 
         Called for other plays and at the end of a play: errors of the estimator are reported by its own play.
         """
-        try:
-            rate = float(self._inner.rate())
-        except Exception:  # noqa: BLE001  # a plug-in's, whatever it is
-            return 0.0
-        return rate if math.isfinite(rate) and rate > 0 else 0.0
+        return _told(self._inner.lower_bound if lower else self._inner.rate)
+
+    def link_ttfb(self) -> float:
+        """Return the least time to first byte, seconds; as `link_rate`."""
+        return _told(self._inner.ttfb)
 
     def rate(self) -> float:
         """Return the play's share of the link, bytes per second."""
-        return self._inner.rate() / (1 + self._link.active_beside(self))
+        return self._share(self._inner.rate(), lower=False)
 
     def lower_bound(self) -> float:
         """Return the play's share of the link's lower bound, bytes per second."""
-        return self._inner.lower_bound() / (1 + self._link.active_beside(self))
+        return self._share(self._inner.lower_bound(), lower=True)
+
+    def _share(self, own: float, *, lower: bool) -> float:
+        if own <= 0 and not self.heard:  # it waits for its turn: the others know the link
+            own = self._link.known_beside(self)[lower]
+        return own / (1 + self._link.active_beside(self))
 
     def first_byte(self, seconds: float) -> None:
         """See `Estimator.first_byte`."""
         self._inner.first_byte(seconds)
 
     def ttfb(self) -> float:
-        """See `Estimator.ttfb`."""
-        return self._inner.ttfb()
+        """See `Estimator.ttfb`; a play that waits for its turn has it from the others."""
+        own, other = self._inner.ttfb(), self._link.ttfb_beside(self)
+        return min(own, other) if own > 0 and other > 0 else own or other
+
+
+def _told(what: Callable[[], float]) -> float:
+    try:
+        told = float(what())
+    except Exception:  # noqa: BLE001  # a plug-in's, whatever it is
+        return 0.0
+    return told if math.isfinite(told) and told > 0 else 0.0
 
 
 def _named(estimator: Estimator) -> type[LinkShare]:

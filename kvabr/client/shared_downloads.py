@@ -12,6 +12,7 @@ from typing import Protocol
 
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import cancel_all, decoders
+from kvabr.client.shared_bandwidth import link_of
 from kvabr.quic.interface import Connection, Download, GroupRequest
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.types.errors import ConnectionLostError
@@ -75,6 +76,7 @@ class SharedDownloads:
     def __init__(self, connection: Connection, store: TieredGroupStore, metrics: ClientMetrics) -> None:
         """Begin without any; ``store`` keeps what was checked."""
         self.connection, self.store, self.metrics = connection, store, metrics
+        self._link = link_of(connection)
         self._downloads: dict[GroupRequest, SharedDownload] = {}
         self._heard_s: dict[int, float] = {}
         """When bytes of each priority came last."""
@@ -123,9 +125,9 @@ class SharedDownloads:
             self.metrics.priority_changes_total.inc()
 
     def waits_its_turn(self, download: SharedDownload) -> bool:
-        """Return whether nothing comes of a download because something more urgent does come."""
+        """Return whether nothing comes of a download because something does that is at least as urgent."""
         since_s = max(download.heard_s, asyncio.get_running_loop().time() - TURN_S)
-        return any(priority < download.priority and at_s > since_s for priority, at_s in self._heard_s.items())
+        return any(priority <= download.priority and at_s > since_s for priority, at_s in self._heard_s.items())
 
     async def close(self) -> None:
         """End all downloads, and tell their readers."""
@@ -143,6 +145,7 @@ class SharedDownloads:
         try:
             while part := await inner.read():
                 download.received += len(part)
+                self._link.received(len(part))
                 download.limit = inner.stats.limit
                 download.heard_s = self._heard_s[download.priority] = loop.time()
                 self.metrics.downloaded_bytes_total.inc(len(part))

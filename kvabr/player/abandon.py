@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from kvabr.abr.view import Transfer, View
+from kvabr.player.priorities import LEAST_URGENT
 from kvabr.types.catalog import Track
 
-LEAST_URGENT = 128
-"""Priorities from here on are those of upgrades, which are served after everything that is required."""
 _ON_ITS_WAY = 2.0
 """A request should have its first byte after this multiple of the usual time to first byte."""
 _MARGIN = 1.05

@@ -14,6 +14,7 @@ from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.group_progress import GroupProgress
 from kvabr.player.policy_guard import PolicyGuard
+from kvabr.player.priorities import RequestPriorities
 from kvabr.player.retry_tracker import RetryTracker
 from kvabr.player.session_types import (
     ENGINE_PATIENCE,
@@ -174,9 +175,8 @@ class PlayState:
         self._actions: list[Action] = []
         self._heard_s = 0.0
         """When the last bytes came."""
-        self._requests = self._upgrades = 0
-        self._places: dict[int, int] = {}
-        """Request order of each group that was requested."""
+        self._requests = 0
+        self._priorities = RequestPriorities(groups)
         self._content = False
         """Whether the policy wanted nothing more when it was last asked."""
         self.over = False

@@ -30,7 +30,7 @@ from itertools import chain
 from kvabr.abr.policy import Decision
 from kvabr.abr.view import Transfer
 from kvabr.player import abandon
-from kvabr.player.abandon import LEAST_SILENCE_S, LEAST_URGENT
+from kvabr.player.abandon import LEAST_SILENCE_S
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.play_state import PlayState
 from kvabr.player.session_types import Action, Deliver, FetchGroup, GiveUp, GroupRecord, Recompute
@@ -249,6 +249,11 @@ class Session(PlayState):
         ends = (self.view.deadline_s, self._patience_s(), self._next_tick_s)
         return min(end for end in ends if end > self.view.now or end == self._next_tick_s)
 
+    def time_left(self, now: float) -> float:
+        """Return the seconds until the deadline; once it has passed, until the play ends at the latest."""
+        end_s = self.view.deadline_s
+        return (end_s if now < end_s else self._patience_s()) - now
+
     # ---------------------------------------------------------------- internals
 
     def _patience_s(self) -> float:
@@ -377,13 +382,13 @@ class Session(PlayState):
         """Request one or more layers of a group, lowest first."""
         view = self.view
         if upgrade:
-            # Upgrades come after all required groups, one at a time: two halves are worth nothing.
-            priority = LEAST_URGENT + min(127, self._upgrades)
-            self._upgrades += 1
+            saved = view.loss(group, view.track_of[group] or layers[0]) - view.loss(group, layers[-1])
+            nbytes = sum(view.bytes(group, track) for track in layers)
+            priority = self._priorities.upgrade(self._requests + len(layers) - 1, saved, nbytes, view.in_flight)
             view.settled.discard(group)
         else:
-            # In the order in which the policy first requested them: it knows which the engine needs first.
-            priority = self._places.setdefault(group, len(self._places)) * LEAST_URGENT // view.groups
+            dearer = not view.front_first and layers[-1] != view.ladder.cheapest
+            priority = self._priorities.required(group, dearer=dearer)
             view.missing_groups.pop(group, None)
         for track in layers:
             request = self._requests

@@ -163,6 +163,8 @@ class ThroughputSampler:
 
     def waited(self, now: float) -> None:
         """Skip the time until now: other plays used the link."""
+        with self._asking():
+            self._estimator.waited(now)
         if self._since is not None:
             if self._bytes and now > self._since:
                 self._conclude(now - self._since, now)

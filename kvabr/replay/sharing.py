@@ -83,6 +83,8 @@ class SharedClient:
         self.bandwidth = SharedLink(clock=lambda: link.now)
         self._link, self._sender = link, sender
         self._schedule: EdfScheduler[Player] = EdfScheduler()
+        self._tardy: set[Player] = set()
+        """Plays whose deadline has passed."""
         self._heard_s: dict[int, float] = {}
         """When bytes of each place came last."""
 
@@ -100,20 +102,22 @@ class SharedClient:
         """Return the place of a request among those of all plays, from its priority among those of its own."""
         if len(self._schedule) < 2 or player.session.over:
             return priority
-        return wire_priority(self._schedule.level(player), priority)
+        return wire_priority(self._schedule.level(player), priority, late=player in self._tardy)
 
-    def heard(self, stream: _Answer, now: float) -> None:
+    def heard(self, stream: _Answer, size: int, now: float) -> None:
         """Note that bytes came."""
+        self.bandwidth.received(size)
         self._heard_s[stream.place()] = now
 
     def waits_its_turn(self, stream: _Answer) -> bool:
-        """Return whether nothing comes of a stream because something more urgent does come."""
+        """Return whether nothing comes of a stream because something does that is at least as urgent."""
         since_s = max(stream.heard_s, self._link.now - TURN_S)
         place = stream.place()
-        return any(other < place and at_s > since_s for other, at_s in self._heard_s.items())
+        return any(other <= place and at_s > since_s for other, at_s in self._heard_s.items())
 
     def _late(self, player: Player, now: float) -> None:
         if not player.session.over:
+            self._tardy.add(player)
             self._schedule.remove(player)
             self._schedule.add(player, 2 * now)
             self._reorder()
@@ -166,7 +170,7 @@ class Player:
         stream.received += size
         stream.heard_s = now
         if self._client is not None:
-            self._client.heard(stream, now)
+            self._client.heard(stream, size, now)
         if not stream.seen or stream.received >= stream.size:
             self._fresh.append(stream)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.result import FORMAT, IncompleteError, numbers, save
 from kvabr.player.assembler import Assembler
+from kvabr.types.errors import PolicyError
 from tests.client.playing import play, play_asset
 from tests.client.test_faults import level
 from tests.client.test_play import close
@@ -87,6 +89,30 @@ async def test_a_byte_now_and_then_is_no_reason_to_wait(origin):
         with pytest.raises(IncompleteError, match="missing: groups 0 to 4"):
             await play_asset(link, found, deadline=1.5)
         assert loop.time() - start <= 1.5 + LATE_S
+
+
+LOOPS = """
+from kvabr.abr import Decision, Policy
+
+class Loops(Policy):
+    def decide(self, view):
+        while view.now >= {since_s}:
+            pass
+        group = view.first_missing()
+        return Decision.wait("test") if group is None else Decision.fetch(group, "FP16", "test")
+"""
+
+
+@pytest.mark.parametrize(("since_s", "most_s"), [(0.0, 0.6), (0.35, 0.25)])
+@virtual
+async def test_a_policy_that_never_returns_is_stopped_when_its_play_should_end(origin, tmp_path, since_s, most_s):
+    """It may take five seconds of the processor where there is time, but only until the deadline."""
+    path = tmp_path / "loops.py"
+    path.write_text(LOOPS.format(since_s=since_s))
+    async with origin(rate=1e4) as link:
+        with pytest.raises(PolicyError, match=r"Loops does not return .* stopped after [\d.]+ s") as caught:
+            await play(link, TOKENS, deadline=0.6, spec=SPEC, policy=f"{path}:Loops")
+    assert 0.1 <= float(re.search(r"after ([\d.]+) s", str(caught.value))[1]) <= most_s
 
 
 @pytest.mark.parametrize("late_s", [0.9, 0.97, 0.999])

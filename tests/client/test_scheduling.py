@@ -111,6 +111,7 @@ async def test_closing_tells_who_waits():
 
 
 def test_what_a_play_needs_goes_before_what_others_would_like():
+    assert wire_priority(LEVELS - 1, 63) < 64 <= wire_priority(0, 64)
     assert wire_priority(LEVELS - 1, 127) < 128 <= wire_priority(0, 128)
     assert wire_priority(0, 0) == 0
     assert wire_priority(LEVELS - 1, 255) == 255
@@ -120,10 +121,22 @@ def test_what_a_play_needs_goes_before_what_others_would_like():
 def test_levels_do_not_mix(one, other, p, q):
     a, b = wire_priority(one, p), wire_priority(other, q)
     assert 0 <= a < 256
-    if (p < 128) == (q < 128) and one < other:
+    if p // 64 == q // 64 < 2 and one < other:
         assert a < b
     if one == other and p <= q:
         assert a <= b
+
+
+@given(st.integers(0, LEVELS - 1), st.integers(0, LEVELS - 1), st.integers(64, 127))
+def test_what_a_late_play_needs_counts_as_much_on_any_track(one, other, priority):
+    assert wire_priority(one, priority, late=True) < 64
+    if one < other:
+        assert wire_priority(one, priority, late=True) < wire_priority(other, 0)
+
+
+@given(st.integers(0, LEVELS - 1), st.integers(128, 255))
+def test_upgrades_have_one_scale_in_all_plays(level, priority):
+    assert wire_priority(level, priority) == priority
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=80))

@@ -35,14 +35,22 @@ def fresh(name="ewma"):
     return estimator
 
 
-async def received(plays, seconds, begin_s, each_s=0.05):
-    """Let plays ``{share: bytes per second}`` receive side by side for a while; the time at the end."""
+async def received(link, plays, seconds, begin_s, each_s=0.05):
+    """Let plays ``{share: bytes per second}`` receive side by side for a while; the time at the end.
+
+    Those that receive nothing wait for their turn.
+    """
     now = begin_s
     for _ in range(round(seconds / each_s)):
         await asyncio.sleep(each_s)
         now += each_s
+        for rate in plays.values():
+            link.received(int(rate * each_s))
         for share, rate in plays.items():
-            share.sample(rate * each_s, each_s, now)
+            if rate:
+                share.sample(rate * each_s, each_s, now)
+            else:
+                share.waited(now)
     return now
 
 
@@ -50,7 +58,7 @@ async def received(plays, seconds, begin_s, each_s=0.05):
 async def test_alone_it_is_the_estimator_as_it_was():
     link = link_of(connection())
     with link.joined(fresh()) as share:
-        await received({share: 1e6}, 2.0, 0.0)
+        await received(link, {share: 1e6}, 2.0, 0.0)
         share.first_byte(0.03)
         assert share.rate() == pytest.approx(1e6)
         assert share.lower_bound() == pytest.approx(1e6)
@@ -62,7 +70,7 @@ async def test_alone_it_is_the_estimator_as_it_was():
 async def test_two_see_the_whole_link_and_reckon_with_half():
     link = link_of(connection())
     with link.joined(fresh()) as one, link.joined(fresh()) as other:
-        await received({one: 7e5, other: 3e5}, 3.0, 0.0)
+        await received(link, {one: 7e5, other: 3e5}, 3.0, 0.0)
         assert one.link_rate() == pytest.approx(1e6, rel=0.05)
         assert other.link_rate() == pytest.approx(1e6, rel=0.05)
         assert one.rate() == pytest.approx(5e5, rel=0.05)
@@ -73,10 +81,10 @@ async def test_one_that_waits_behind_the_other_takes_it_for_no_slow_link():
     link = link_of(connection())
     alone = fresh()
     with link.joined(fresh()) as urgent, link.joined(fresh()) as waiting:
-        now = await received({urgent: 5e5, waiting: 5e5}, 2.0, 0.0)
+        now = await received(link, {urgent: 5e5, waiting: 5e5}, 2.0, 0.0)
         for tick in range(20):
             alone.sample(5e5 * 0.05, 0.05, tick * 0.05 + 0.05)
-        await received({urgent: 1e6, waiting: 0.0}, 1.0, now)
+        await received(link, {urgent: 1e6, waiting: 0.0}, 1.0, now)
         for tick in range(20, 40):
             alone.sample(0.0, 0.05, tick * 0.05 + 0.05)
         assert waiting.rate() == pytest.approx(5e5, rel=0.1)
@@ -87,11 +95,11 @@ async def test_one_that_waits_behind_the_other_takes_it_for_no_slow_link():
 async def test_when_one_begins_or_ends_the_others_know_at_once():
     link = link_of(connection())
     with link.joined(fresh("tracking")) as one:
-        now = await received({one: 1e6}, 2.0, 0.0)
+        now = await received(link, {one: 1e6}, 2.0, 0.0)
         with link.joined(fresh("tracking")) as other:
             other.start(4.0)
             assert other.rate() == pytest.approx(5e5, rel=0.05)  # before it has seen a byte
-            now = await received({one: 5e5, other: 5e5}, 1.0, now)
+            now = await received(link, {one: 5e5, other: 5e5}, 1.0, now)
             assert one.rate() == pytest.approx(5e5, rel=0.1)
         assert one.rate() == pytest.approx(1e6, rel=0.1)
 
@@ -100,8 +108,8 @@ async def test_when_one_begins_or_ends_the_others_know_at_once():
 async def test_one_that_is_not_heard_of_takes_nothing():
     link = link_of(connection())
     with link.joined(fresh()) as one, link.joined(fresh()) as other:
-        now = await received({one: 5e5, other: 5e5}, 2.0, 0.0)
-        await received({one: 1e6}, 1.0, now)
+        now = await received(link, {one: 5e5, other: 5e5}, 2.0, 0.0)
+        await received(link, {one: 1e6}, 1.0, now)
         assert one.rate() == pytest.approx(1e6, rel=0.05)
 
 
@@ -121,7 +129,7 @@ async def test_what_a_play_found_out_is_known_to_the_next():
     peer = connection(Peered)
     with estimating(peer, fresh("tracking"), priors) as share:
         assert share.rate() == 0.0
-        await received({share: 1e6}, 2.0, 0.0)
+        await received(link_of(peer), {share: 1e6}, 2.0, 0.0)
         share.first_byte(0.05)
     again = BUILTIN["tracking"]()
     with estimating(connection(Peered), again, priors) as share:
@@ -146,9 +154,54 @@ async def test_plays_at_once_all_come_in_time(origin, short):
 async def test_what_others_received_before_a_first_sample_was_not_received_during_it():
     link = link_of(connection())
     with link.joined(fresh()) as one, link.joined(fresh()) as other:
-        now = await received({one: 1e6}, 1.0, 0.0)
-        other.sample(0.0, 0.01, now)  # it waited behind the first for a second, and then for a hundredth more
+        now = await received(link, {one: 1e6}, 1.0, 0.0, 0.002)
+        other.sample(0.0, 0.1, now)  # it waited behind the first for a second, and then for a tenth more
         assert other.link_rate() == pytest.approx(1e6, rel=0.05)
+
+
+@virtual
+async def test_samples_of_plays_that_take_turns_measure_the_link_and_not_more():
+    """One play's bytes come in two lumps, between which the other has short samples of its own."""
+    link = link_of(connection())
+    with link.joined(fresh()) as one, link.joined(fresh()) as other:
+        now = 0.0
+        for turn in range(200):
+            await asyncio.sleep(0.01)
+            now += 0.01
+            link.received(10_000)
+            if turn % 20 < 18:
+                other.sample(0.0 if turn % 2 else 10_000.0, 0.01, now)
+            elif turn % 20 == 19:
+                one.sample(20_000.0, 0.2, now)
+        assert one.link_rate() == pytest.approx(1e6, rel=0.05)
+        assert other.link_rate() == pytest.approx(1e6, rel=0.05)
+
+
+@virtual
+async def test_a_play_that_waits_for_its_turn_knows_the_link_from_the_others():
+    link = link_of(connection())
+    with link.joined(fresh()) as urgent, link.joined(fresh()) as waiting:
+        urgent.first_byte(0.2)
+        now = await received(link, {urgent: 1e6}, 0.5, 0.0)
+        assert waiting.rate() == pytest.approx(1e6 / 2, rel=0.05)  # with it, there are two
+        assert waiting.lower_bound() > 0
+        assert waiting.ttfb() == 0.2
+        waiting.first_byte(0.9)  # most of it spent behind the other
+        assert waiting.ttfb() == 0.2
+        assert not waiting.heard
+        await received(link, {urgent: 3e6, waiting: 0.0}, 6.0, now)
+        assert waiting.rate() == pytest.approx(1.5e6, rel=0.05)
+        assert urgent.rate() == pytest.approx(1.5e6, rel=0.05)  # one that waits will want its share
+
+
+@virtual
+async def test_what_was_received_long_ago_is_forgotten():
+    link = link_of(connection())
+    for _ in range(40_000):
+        await asyncio.sleep(0.002)
+        link.received(2000)
+    assert link.bytes_within(1.0) == pytest.approx(1e6, rel=0.01)
+    assert link.bytes_within(1e6) <= 32_768 * 2000
 
 
 @virtual

@@ -29,7 +29,7 @@ OFFER = catalog(8)
 RATE = 1e6
 
 
-def shared(policies, *, sharing=None, rtt=0.05, deadline=4.0, rate=RATE, slow_start=True, logs=None):
+def shared(policies, *, sharing=None, rtt=0.05, deadline=4.0, rate=RATE, slow_start=True, logs=None, config=None):
     """Play the policies together over a flat link; return their records, sessions, and the link."""
     plays = SharedPlays(
         sharing or Sharing(queue_bytes=10**9), Capacity(world("flat", [rate])),
@@ -39,7 +39,7 @@ def shared(policies, *, sharing=None, rtt=0.05, deadline=4.0, rate=RATE, slow_st
 
     def build(policy, log, share):
         made = load_policy(policy)()
-        return Session(Ladder(OFFER), deadline, made, share(DualEwma()), config=PlayerConfig(), log=log)
+        return Session(Ladder(OFFER), deadline, made, share(DualEwma()), config=config or PlayerConfig(), log=log)
 
     sessions = []
     for policy in policies:
@@ -89,7 +89,8 @@ ONE = Sharing(rivals=1, queue_bytes=10**9, one_connection=True)
 
 def test_on_one_connection_the_play_that_is_due_first_is_served_first():
     """As in a client: of plays with the same deadline, the one that began first."""
-    (first, last), _, _ = shared(["fixed:Int8"] * 2, sharing=ONE, deadline=8.0)
+    config = PlayerConfig(first_requests=8, min_requests=8)
+    (first, last), _, _ = shared(["fixed:Int8"] * 2, sharing=ONE, deadline=8.0, config=config)
     assert first.delivered_s < 0.75 * last.delivered_s
     assert last.delivered_s <= 2.2 * size("Int8") / RATE + 0.5
 
@@ -109,6 +110,18 @@ def test_a_play_that_waits_for_its_turn_does_not_take_that_for_an_outage():
     alone = shared(["fixed:Int8"], deadline=8.0)[0][0]
     assert last.abandoned == 0
     assert last.bytes_fetched == alone.bytes_fetched
+
+
+def test_on_one_connection_upgrades_come_by_what_they_save_in_all_plays():
+    """Plays with the same deadline end alike, and no last layer of one comes before the first of another."""
+    offer = catalog(48, layered=True)
+    link = world("steady", [offer.track("base").total_bytes + 1.5 * offer.track("layer-1").total_bytes])
+    options = ReplayOptions(4.0, 0.2, sharing=Sharing(3, one_connection=True))
+    run = Experiment(offer, options).play(link, 0.0, "anytime").run
+    losses = [run["loss"], *(rival["loss"] for rival in run["sharing"]["rivals"])]
+    assert run["met"]
+    assert all(rival["met"] for rival in run["sharing"]["rivals"])
+    assert max(losses) < 1.5 * min(losses)
 
 
 def test_what_a_short_queue_drops_is_sent_again():
