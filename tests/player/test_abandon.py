@@ -33,6 +33,6 @@ def test_one_is_abandoned_only_if_that_helps():
     transfer, reason = choose(seen, lambda _: cheapest)
     assert (transfer.track, transfer.group) == ("C", 0)
     assert "A instead frees 3 kB" in reason
-    assert choose(seen, lambda group: seen.catalog.track("C")) is None  # nothing is cheaper
+    assert choose(seen, lambda _: seen.catalog.track("C")) is None  # nothing is cheaper
     seen.ttfb_s = 100.0  # asking again takes longer than what is saved
     assert choose(seen, lambda _: cheapest) is None
