@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.chaos.facts import Order, Report
 from tests.chaos.judge import Failure
+from tests.chaos.library import G
 from tests.chaos.nodes import Sample
 
 _LATEST = 100
@@ -56,6 +57,9 @@ class Tally:
         for counter in (self.outcomes, *(self.by_fault[name] for name in names)):
             counter[report.outcome] += 1
             counter["plays"] += 1
+        if report.outcome == "nothing" and order.tokens >= G:
+            for counter in (self.outcomes, *(self.by_fault[name] for name in names)):
+                counter["unfound"] += 1
         if report.outcome == "error":
             self.errors[re.sub(r"(?<=prefix\.)\S+(?=,)|[0-9a-f]{16,}|[0-9.]+", "#", report.error)[:300]] += 1
         for failure in found:
@@ -117,7 +121,7 @@ class Tally:
             "",
         ]
         wide = max(map(len, [*self.by_fault, "all"]))
-        columns = ("plays", *_OUTCOMES, *BAD[:-1], *_EXCUSED)
+        columns = ("plays", *_OUTCOMES, "unfound", *BAD[:-1], *_EXCUSED)
         lines.append(f"{'fault':{wide}} " + " ".join(f"{name:>{max(6, len(name))}}" for name in columns))
         rows = [("all", self.outcomes + self.failures), *sorted(self.by_fault.items())]
         for name, counts in rows:
