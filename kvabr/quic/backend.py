@@ -48,6 +48,9 @@ _PEER_CLOSED = "Native peer close"
 _LATER = ("capacity exhausted", "reserved stream is missing")
 """Parts of qh3's messages when a packet does not fit, and when it wanted to send on a stream that is gone."""
 
+_STUCK = "stream reservation is already active"
+"""Part of qh3's message on every attempt to send after it has lost track of a packet: the connection is of no use."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuicLibrary:
@@ -170,6 +173,10 @@ class QuicLibrary:
         if self.name == "qh3":
             quic.datagrams_to_send = partial(_packets_there_is_room_for, quic)
 
+    def stuck(self, quic: Any) -> bool:
+        """Return whether a connection can never send again, by a fault of the library."""
+        return bool(getattr(quic, "kvabr_stuck", False))
+
     def lost(self, quic: Any) -> int | None:
         """Return how many packets of ours were lost, where the library counts them."""
         return None if self.name == "aioquic" or quic._core is None else int(quic._core.loss_total)  # noqa: SLF001
@@ -211,7 +218,8 @@ def _packets_there_is_room_for(quic: Any, now: float) -> list[tuple[bytes, Any]]
         while core is not None and (packet := core.poll_transmit(now)) is not None:
             made.append((packet[0], packet[1]))
     except (RuntimeError, ValueError) as error:
-        if not any(known in str(error) for known in _LATER):
+        quic.kvabr_stuck = _STUCK in str(error)
+        if not quic.kvabr_stuck and not any(known in str(error) for known in _LATER):
             raise
     return made
 

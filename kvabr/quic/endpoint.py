@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from abc import ABC, abstractmethod
@@ -21,6 +22,7 @@ _INVALID_TOKEN = 0xB
 _NO_APPLICATION_PROTOCOL = _CRYPTO_ERROR + 120
 _MOST_HELD = 1024
 """Maximum streams that wait for the peer's stream limit. A peer that makes us open more and allows none is hostile."""
+_STUCK = "the QUIC library cannot send any more on this connection"
 _GONE = (ValueError, AssertionError, RuntimeError, KeyError)
 """Errors of the libraries on a stream that is over, which a peer can cause at any time."""
 
@@ -37,6 +39,7 @@ class Endpoint(ABC):
         self.lib = library
         self.driver: Any = None
         """The library's protocol object, once it exists."""
+        self._given_up = False
         self.session: MoqtSession | None = None
         """Once the handshake is done."""
         self._kinds = library.events
@@ -73,6 +76,17 @@ class Endpoint(ABC):
 
     def feed(self) -> None:  # noqa: B027  # a client has nothing to send
         """Give the connection more to send; called before packets are made."""
+
+    def sent(self) -> None:
+        """End the connection, once this turn of the event loop is over, if the library can never send on it again."""
+        if self.lib.stuck(self.quic) and not self._given_up:
+            self._given_up = True
+            asyncio.get_running_loop().call_soon(self.safely, self._give_up)
+
+    def _give_up(self) -> None:
+        with contextlib.suppress(*self.broken):
+            self.quic.close(error_code=SessionCode.INTERNAL_ERROR, reason_phrase=_STUCK)
+        self.ended(_STUCK, SessionCode.INTERNAL_ERROR)
 
     # ------------------------------------------------------------------ from the library
 
@@ -234,5 +248,6 @@ def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> A
         def transmit(self) -> None:
             self.endpoint.feed()
             super().transmit()
+            self.endpoint.sent()
 
     return EndpointProtocol

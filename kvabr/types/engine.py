@@ -35,6 +35,7 @@ class Engine(Protocol):
         Args:
             tokens: ids of the new tokens.
             before: [layer, K/V, head, token, dim], any float dtype; read, never written. None before the first token.
+                Better groups may be written into it meanwhile: each number is that of the old track or of the new one.
 
         Returns:
             KV of the new tokens alone, [layer, K/V, head, token, dim], in the engine's dtype.

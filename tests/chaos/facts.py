@@ -90,8 +90,8 @@ class Report:
     """The same memory a while after it was handed over, or after its upgrades."""
     upgraded: bool = False
     missing: tuple[int, ...] = ()
-    bases: tuple[CacheFacts, ...] = ()
-    """Caches that the play gave its engine to compute on."""
+    bases: tuple[tuple[CacheFacts, CacheFacts], ...] = ()
+    """Caches that the play gave its engine to compute on, as they were at the beginning and at the end of that."""
     error: str = ""
     """Class and text of the error."""
 

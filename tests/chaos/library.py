@@ -193,7 +193,9 @@ class KnownEngine:
     def __init__(self, prompt: Prompt, seconds: float, mode: EngineMode, *, fails: bool = False) -> None:
         self._prompt, self._seconds, self.mode, self._fails = prompt, seconds, mode, fails
         self.bases: list[torch.Tensor] = []
-        """Copies of what it was given to compute on."""
+        """Copies of what it was given to compute on, at the beginning."""
+        self.ends: list[torch.Tensor] = []
+        """The same at the end: a better group may have been written meanwhile."""
         self.misled = False
         """Whether it was asked for other tokens than those of the prompt."""
 
@@ -203,6 +205,8 @@ class KnownEngine:
             self.bases.append(before.clone())
         self.misled |= tuple(tokens) != self._prompt.tokens[first : first + len(tokens)]
         time.sleep(self._seconds * len(tokens) / len(self._prompt.tokens))
+        if before is not None:
+            self.ends.append(before.clone())
         if self._fails:
             raise RuntimeError("the engine is out of memory")
         return self._prompt.exact[:, :, :, first : first + len(tokens)].clone()

@@ -230,7 +230,7 @@ class _Plays:
             later=course.later,
             upgraded=course.upgraded,
             missing=course.missing,
-            bases=() if engine is None else tuple(facts_of(base, G) for base in engine.bases),
+            bases=() if engine is None else tuple(map(_both, engine.bases, engine.ends)),
             error=error,
         )
 
@@ -326,6 +326,10 @@ class _Plays:
                     got.upgrades.cancel()
                     course.later = facts_of(got.kv, G, got.upgrades.coverage, got.catalog_sha256)
                     course.upgraded = True
+
+
+def _both(first: torch.Tensor, last: torch.Tensor) -> tuple[CacheFacts, CacheFacts]:
+    return facts_of(first, G), facts_of(last, G)
 
 
 def _listen(pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Any]) -> None:

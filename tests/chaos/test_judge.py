@@ -104,9 +104,10 @@ def test_an_engine_that_gets_a_hole_is_noticed(library):
     kv = decoded(library, 0)
     hole = kv[:, :, :, : 3 * G].clone()
     hole[:, :, :, G : 2 * G] = float("nan")
-    assert kinds(library, kv, bases=(facts_of(kv[:, :, :, : 3 * G], G),)) == []
-    assert kinds(library, kv, bases=(facts_of(hole, G),)) == ["hole"]
-    assert kinds(library, kv, bases=(facts_of(kv[:, :, :, G : 2 * G], G),)) == ["wrong"]
+    base, empty, shifted = (facts_of(one, G) for one in (kv[:, :, :, : 3 * G], hole, kv[:, :, :, G : 2 * G]))
+    assert kinds(library, kv, bases=((base, base),)) == []
+    assert kinds(library, kv, bases=((empty, base),)) == ["hole"]
+    assert kinds(library, kv, bases=((shifted, shifted),)) == ["wrong"]
     engine = KnownEngine(library.prompts[0], 0.0, "hole")
     engine.prefill(library.prompts[0].tokens[G : 2 * G], kv[:, :, :, :G])
     assert not engine.misled

@@ -380,3 +380,36 @@ async def test_all_addresses_of_a_host_are_dialled(asset, tls, library, monkeypa
             monkeypatch.setattr(loop, "getaddrinfo", found)
             async with await quic.dial(options(server, tls), library) as connection:
                 assert await read_all(connection.fetch(asset.catalog.namespace, CATALOG_TRACK, limit=1 << 20))
+
+
+class StuckCore:
+    """qh3's core after it has lost track of a packet."""
+
+    def __init__(self, core):
+        self._core = core
+
+    def __getattr__(self, name):
+        return getattr(self._core, name)
+
+    def poll_transmit(self, now):
+        raise ValueError("another stream reservation is already active")
+
+
+@pytest.mark.parametrize("end", ["client", "server"])
+async def test_a_connection_on_which_qh3_cannot_send_any_more_ends_at_once(asset, tls, end):
+    errors = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    async with joined(asset, tls, "qh3", "qh3") as (server, connection):
+        (peer,) = server.peers
+        broken = connection if end == "client" else peer
+        broken.quic._core = StuckCore(broken.quic._core)
+        fetching = asyncio.create_task(read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=FRAME + 8)))
+        if end == "client":
+            with pytest.raises(ConnectionLostError, match="cannot send any more"):
+                await fetching
+        else:
+            while server.peers:  # noqa: ASYNC110  # nothing tells of it
+                await asyncio.sleep(0.01)
+            fetching.cancel()
+            await asyncio.wait({fetching})
+    assert not errors
