@@ -79,7 +79,7 @@ class Laboratory:
                 except KeyboardInterrupt:
                     break
                 self._progress(self.tally, seed)
-                if self.tally.plays + self.tally.lost >= options.plays:
+                if self.tally.plays >= options.plays:
                     break
                 if options.minutes is not None and time.monotonic() - begun_s > 60 * options.minutes:
                     break
