@@ -107,6 +107,8 @@ class View:
     """Bytes still to arrive for all requests in flight."""
     decode_backlog_s: float = 0.0
     """Seconds of decoding that are queued or running."""
+    undecoded: AbstractSet[int] = frozenset()
+    """Groups of which something has arrived and waits to be decoded, in the order of arrival."""
     engine_backlog_s: float = 0.0
     """Seconds until the engine has finished everything it was given."""
     in_flight: dict[int, Transfer] = field(default_factory=dict)

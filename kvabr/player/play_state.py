@@ -167,6 +167,7 @@ class PlayState:
         self._groups = [GroupProgress(ladder.stacks) for _ in range(groups)]
         self._undecoded: dict[int, None] = {}
         """Groups of which something has arrived and is not being decoded, in the order of arrival."""
+        self.view.undecoded = self._undecoded.keys()
         self._decoding: dict[int, Transfer] = {}
         """What is being decoded, by request."""
         self._jobs = 0

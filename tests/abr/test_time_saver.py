@@ -57,6 +57,19 @@ def test_nor_with_a_decoder_that_is_eight_times_slower_than_known(load):
     assert mine["objective"] <= 1.1 * best + PRICE * 2 * 0.02
 
 
+def test_a_base_that_cannot_be_decoded_in_time_is_replaced_by_what_can():
+    offer = catalog(24, layered=True)
+    layers = ("base", "layer-1", "layer-2")
+    times = [0.0125 if track.name in layers else 0.002 for track in offer.tracks]  # really ten times as much
+    slow = [dataclasses.replace(track, decode_s=time) for track, time in zip(offer.tracks, times, strict=True)]
+    experiment = Experiment(
+        dataclasses.replace(offer, tracks=tuple(slow)),
+        ReplayOptions(2.0, 0.1, 10.0, decode_scale=10.0, config=PlayerConfig(time_price=PRICE)),
+    )
+    played = experiment.play(LINK, 0.0, "anytime")
+    assert played.run["met"]
+
+
 def test_a_play_ends_once_nothing_is_worth_the_wait_and_the_dearer_time_is_the_sooner():
     plays = [played(0.3, price=price) for price in (0.0, 1e-4, 1e-3, 1e-2)]
     ends = [play["ttft_s"] for play in plays]

@@ -39,6 +39,10 @@ _RICH = 0.5
 """Share of the rate that must suffice to skip a layer in favour of a track that replaces the group."""
 _SKIPPED = 0.1
 """Share of ``waste`` that such a track must save on one group, beyond its last layer."""
+_DECODED_SHARE = 0.6
+"""Share of the time left that decoding what has arrived may take, before other tracks replace it."""
+_SOONER = 0.5
+"""Share of the base's decode time that such a track may take."""
 _SLOW = 0.8
 """Share of the deadline beyond which decoding the base counts as slow."""
 
@@ -146,6 +150,8 @@ class Anytime(Policy):
                 return decision
             reserved = len(planner.reserved)
         missing, saver = len(view.missing_groups) > reserved, self._saver
+        if not missing and (sooner := self._hasten(view)) is not None:
+            return sooner
         if saver is not None and (sooner := saver.request(view) if missing else saver.upgrade(view)) is not None:
             return sooner
         return self._fetch(view) if missing else self._upgrade(view)
@@ -198,6 +204,32 @@ class Anytime(Policy):
                 group = order[self._asked - 1]
                 break
         return Decision.fetch(group, name, "the base of every group comes first")
+
+    def _hasten(self, view: View) -> Decision | None:
+        """Replace what waits to be decoded by what is decoded sooner, if all of it would take too long."""
+        left_s = _DECODED_SHARE * view.time_left
+        if view.decode_backlog_s <= left_s or view.rate <= 0 or self._enough(view):
+            return None
+        flying = {one.group: one.track for one in view.in_flight.values() if one.group in view.undecoded}
+        base_s = view.decode_s(self._base.name)
+        spared_s = sum(max(0.0, base_s - view.decode_s(track)) for track in flying.values()) / view.decoders
+        if view.decode_backlog_s - spared_s <= left_s:
+            return None
+        arrives_s = max(view.ttfb_s, view.outstanding_bytes / view.rate)
+        for group in reversed(list(view.undecoded)):  # the last of them have to wait anyway
+            current = view.track_of[group]
+            if group not in view.settled or current not in self._tracks:
+                continue
+            most_s = _SOONER * view.decode_s(current)
+            found = [one for one in self._alone if (group, one.name) not in view.unavailable]
+            found = [one for one in found if view.decode_s(one.name) <= most_s]
+            track = min(found, key=lambda one: one.bytes[group], default=None)
+            if track is None:
+                continue
+            if arrives_s + track.bytes[group] / view.rate > view.decode_backlog_s:
+                return None
+            return Decision.upgrade(group, track.name, "what has arrived would be decoded too late, and this sooner")
+        return None
 
     # ------------------------------------------------------------ the upgrades
 
