@@ -60,7 +60,7 @@ def test_play(served, prompt_file, tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("lost", "says"), [(2, "32 of 70 tokens"), (0, "nothing of this prompt came in time")])
+@pytest.mark.parametrize(("lost", "says"), [(2, "(16|32) of 70 tokens"), (0, "nothing of this prompt came in time")])
 def test_play_of_a_cache_that_lacks_a_group(root, prompt_file, tmp_path, lost, says):
     shutil.copytree(root / "short", tmp_path / "asset")
     origin = Served(tmp_path / "asset", tmp_path)
@@ -71,7 +71,7 @@ def test_play_of_a_cache_that_lacks_a_group(root, prompt_file, tmp_path, lost, s
     finally:
         origin.close()
     assert f"group {lost} failed on every track" in said
-    assert says in said
+    assert re.search(says, said)  # the second group may be on its way when the third is given up
 
 
 @pytest.mark.process
