@@ -49,6 +49,8 @@ P = ParamSpec("P")
 
 _WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
 """Share of the deadline, and seconds, that what has arrived of a group waits for its other layers at most."""
+_WAITS = 4.0
+"""Multiple of that after which a later request for the group no longer prolongs the wait."""
 _HURRY_TICKS = 1.5
 """Ticks before the last moment at which decoding must begin to be in time."""
 
@@ -231,7 +233,8 @@ class PlayState:
             flying = bool(progress.flying)
             if flying and not hurry and (placed or self._compute is None):
                 came_s = min(one.done_s or 0.0 for one in progress.arrived)
-                if now - max(came_s, *(one.requested_s for one in progress.flying)) < longest_s:
+                asked_s = max(one.requested_s for one in progress.flying)
+                if now - max(came_s, min(asked_s, came_s + _WAITS * longest_s)) < longest_s:
                     continue
             if progress.decoding or view.track_of[group] == RECOMPUTED:
                 continue

@@ -190,3 +190,28 @@ def test_a_policy_that_cannot_say_what_it_will_replace_is_named():
     policy.will_replace = lambda view, _: view.nothing
     with pytest.raises(PolicyError, match="Replacing raised AttributeError"):
         decoded_in_order(policy)
+
+
+class Restless(Policy):
+    """Requests another track as soon as one has arrived."""
+
+    paces = True
+
+    def decide(self, view):
+        if view.missing:
+            return Decision.fetch(0, "base", "it is missing")
+        if view.settled:
+            return Decision.upgrade(0, "Int8" if view.track_of[0] == "FP16" else "FP16", "another")
+        return Decision.wait("it is on its way")
+
+
+def test_a_group_that_is_requested_again_and_again_is_decoded_all_the_same():
+    play = Session(Ladder(OFFER), 100.0, Restless(), DualEwma())
+    play.start(0.0)
+    actions, now = play.actions(), 0.0
+    while not of(actions, Decode):
+        (fetch,) = of(actions, FetchGroup)
+        now += 0.1
+        assert now < 2.0
+        play.done(fetch.request, now)
+        actions = play.actions()
