@@ -32,7 +32,7 @@ class Order:
     tokens: int
     """How many of the prompt's tokens are asked for."""
     deadline_s: float
-    library: str = "aioquic"
+    quic: str = "aioquic"
     how: How = "play"
     engine: EngineKind | None = None
     mode: EngineMode = "hole"

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvabr.types.catalog import RECOMPUTED
 from tests.chaos.facts import GRACE_S, CacheFacts, GroupFacts, Order, Report
-from tests.chaos.library import SPEC, G, Library
+from tests.chaos.published import SPEC, G, Library
 
 Kind = Literal["hole", "wrong", "late", "overtime", "starved", "hang", "crash"]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from tests.chaos.facts import Order, Report
 from tests.chaos.judge import judge
-from tests.chaos.library import KINDS, build
 from tests.chaos.nodes import Sample, partial_files
 from tests.chaos.plan import PLAYS, Fault, Round, plan
 from tests.chaos.player import Player
+from tests.chaos.published import KINDS, build
 from tests.chaos.tally import BAD, Tally
 from tests.chaos.world import Undo, World
 
@@ -163,7 +163,7 @@ class Laboratory:
         """Play until a play is complete: with all faults over, everything works again by itself."""
         begun_s = time.monotonic()
         for number in count(1000):
-            order = Order(number, 0.0, 0, KINDS[0][0], 2.0, library="qh3")
+            order = Order(number, 0.0, 0, KINDS[0][0], 2.0, quic="qh3")
             report = self._asked(seed, order)
             if report is None:
                 self.tally.note(seed, "crash", "player 0 died or froze while nothing was wrong")

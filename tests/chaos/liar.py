@@ -21,7 +21,7 @@ from kvabr.server.publication import BytesPublication, Publication
 from kvabr.server.server import Server, Watcher
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK
 from tests.assets import whole
-from tests.chaos.library import LOSS
+from tests.chaos.published import LOSS
 from tests.faults.common import QUIET, OtherLibrary
 from tests.faults.lies import LIES
 from tests.faults.rude import Answer, LyingPeer, LyingServer

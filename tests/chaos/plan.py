@@ -8,7 +8,7 @@ from typing import Any
 
 from kvabr.replay.live.lane import Conditions
 from tests.chaos.facts import Order
-from tests.chaos.library import BEHIND, KINDS
+from tests.chaos.published import BEHIND, KINDS
 
 PLAYS = 32
 """Plays of a round."""
@@ -124,7 +124,7 @@ def _order(dice: random.Random, number: int, prompts: int) -> Order:
         prompt=prompt,
         tokens=wanted,
         deadline_s=dice.choice((0.5, 0.7, 1.0, 1.5, 2.0)),
-        library=dice.choice(("aioquic", "qh3")),
+        quic=dice.choice(("aioquic", "qh3")),
         how=how,
         fresh=dice.random() < 0.15,
         own_tensor=dice.random() < 0.5 and how != "prefix",

@@ -32,7 +32,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import BusyError, KvabrError
 from kvabr.types.events import PlayEvent
 from tests.chaos.facts import GRACE_S, CacheFacts, Order, Outcome, Report, facts_of
-from tests.chaos.library import SPEC, G, KnownEngine, Prompt
+from tests.chaos.published import SPEC, G, KnownEngine, Prompt
 from tests.chaos.starvation import Starvation
 
 LIBRARIES = ("aioquic", "qh3")
@@ -244,9 +244,9 @@ class _Plays:
     async def _whole(self, order: Order, engine: KnownEngine | None, course: _Course) -> None:
         """Play with a client; those of fresh plays are made and closed here."""
         if not order.fresh:
-            await self._with(self._clients[order.library], order, engine, course)
+            await self._with(self._clients[order.quic], order, engine, course)
             return
-        async with self._new_client(order.library, Limits(memory_bytes=0)) as client:
+        async with self._new_client(order.quic, Limits(memory_bytes=0)) as client:
             await self._with(client, order, engine, course)
 
     async def _with(self, client: AsyncClient, order: Order, engine: KnownEngine | None, course: _Course) -> None:

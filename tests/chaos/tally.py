@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.chaos.facts import Order, Report
 from tests.chaos.judge import Failure
-from tests.chaos.library import G
 from tests.chaos.nodes import Sample
+from tests.chaos.published import G
 
 _LATEST = 100
 WARM_UP = 10

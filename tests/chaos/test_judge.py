@@ -15,12 +15,12 @@ import torch
 
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.types.catalog import RECOMPUTED
-from tests.chaos import library as chaos_library
+from tests.chaos import published
 from tests.chaos.facts import Order, Report, facts_of
 from tests.chaos.judge import judge
-from tests.chaos.library import G, KnownEngine
 from tests.chaos.plan import plan
 from tests.chaos.player import Player, Seat
+from tests.chaos.published import G, KnownEngine
 from tests.chaos.starvation import TICK_S, Starvation
 
 TRACKS = ("FP16", "AC-L3", "Int4", "recomputed", "AC-L0", "Int8")
@@ -29,7 +29,7 @@ ORDER = Order(1, 0.0, 0, 192, 1.0)
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return chaos_library.build(tmp_path_factory.mktemp("library"), prompts=1)
+    return published.build(tmp_path_factory.mktemp("library"), prompts=1)
 
 
 def decoded(library, version, tracks=TRACKS):
@@ -44,7 +44,7 @@ def decoded(library, version, tracks=TRACKS):
         if track == RECOMPUTED:
             assembler.put_computed(group, group + 1, prompt.exact[:, :, :, group * G : group * G + G])
             continue
-        names = chaos_library.LAYERS[: chaos_library.LAYERS.index(track) + 1] if "AC-L" in track else (track,)
+        names = published.LAYERS[: published.LAYERS.index(track) + 1] if "AC-L" in track else (track,)
         *below, top = [Layer(name, asset.frame(group, name)) for name in names]
         assembler.put(group, track, top.frame, below=below)
     return assembler.take()

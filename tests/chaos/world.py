@@ -24,10 +24,10 @@ from kvabr.server.certificates import ServerTls
 from kvabr.store.files import sweep
 from kvabr.store.group_store import FolderGroupStore
 from tests.chaos.liar import Liar, Mood
-from tests.chaos.library import Library, Prompt, place, remove
 from tests.chaos.nodes import Node, free_port, replace_text, write_grants
 from tests.chaos.plan import LINKS, Fault, Link, Round
 from tests.chaos.player import Player, Seat
+from tests.chaos.published import Library, Prompt, place, remove
 
 PLAYER_TOKEN, RELAY_TOKEN = "player-token-of-the-laboratory", "relay-token-of-the-laboratory"
 DISKS = ("relay-1", "relay-2", "player")
@@ -45,7 +45,7 @@ class World:
 
     def __init__(self, folder: Path, library: Library, *, players: int, hang_s: float) -> None:
         """Prepare folders; nothing runs before the context is entered."""
-        self.folder, self.library = folder, library
+        self.folder, self.published = folder, library
         self._players_wanted, self._hang_s = players, hang_s
         self.root = folder / "assets"
         self._grants, self._relay_tokens = folder / "grants.json", {}
@@ -71,7 +71,7 @@ class World:
     def _enter(self) -> None:
         folder = self.folder
         self.root.mkdir()
-        for prompt in self.library.prompts:
+        for prompt in self.published.prompts:
             self._put(prompt, 0)
         tls = ServerTls(folder / "cert.pem", folder / "key.pem")
         certificate, key = certificates.make()
@@ -115,8 +115,8 @@ class World:
         host, port = self.links["edge"].address
         folder = self.disk("player") / str(number)
         seat = Seat(
-            f"moqt://{host}:{port}/", PLAYER_TOKEN, self.fingerprint, folder, self.library.prompts,
-            None if number else self.library.profile, self._hang_s, self.folder / f"player-{number}.log",
+            f"moqt://{host}:{port}/", PLAYER_TOKEN, self.fingerprint, folder, self.published.prompts,
+            None if number else self.published.profile, self._hang_s, self.folder / f"player-{number}.log",
         )  # fmt: skip
         return Player(seat)
 
@@ -128,7 +128,7 @@ class World:
 
     def begin(self, plan: Round) -> None:
         """Set up a round: the links, and the versions that are published."""
-        for prompt, version in zip(self.library.prompts, plan.versions, strict=True):
+        for prompt, version in zip(self.published.prompts, plan.versions, strict=True):
             if self._placed[prompt.number] != version:
                 self._put(prompt, version)
         for name in LINKS:
@@ -220,12 +220,12 @@ class World:
 
     def _replace(self, _: str, fault: Fault) -> None:
         dice = random.Random(fault.seed)
-        prompt = dice.choice(self.library.prompts)
+        prompt = dice.choice(self.published.prompts)
         self._put(prompt, dice.randrange(len(prompt.versions)))
 
     def _remove(self, _: str, fault: Fault) -> Undo:
         dice = random.Random(fault.seed)
-        prompt = dice.choice(self.library.prompts)
+        prompt = dice.choice(self.published.prompts)
         remove(prompt, self.root)
         return lambda: self._put(prompt, dice.randrange(len(prompt.versions)))
 
@@ -244,7 +244,7 @@ class World:
     def _damage(self, name: str, fault: Fault) -> Undo | None:
         dice = random.Random(fault.seed)
         if name == "origin":
-            prompt = dice.choice(self.library.prompts)
+            prompt = dice.choice(self.published.prompts)
             files = sorted((self.root / prompt.name).rglob("*.kvg"))
         else:
             files = sorted(self.disk(name).rglob("*.group"))
