@@ -75,7 +75,7 @@ class SharedLink:
                 del times[: _MOST_STEPS // 2], totals[: _MOST_STEPS // 2]
 
     def bytes_within(self, seconds: float) -> int:
-        """Return the bytes that have arrived within the last so many seconds."""
+        """Return the bytes that arrived within the last ``seconds``."""
         with self._lock:
             if not self._totals:
                 return 0

@@ -23,7 +23,7 @@ _MOST_WORTH = 2.0**-12
 
 
 def upgrade_priority(saved: float, nbytes: int) -> int:
-    """Return the priority of an upgrade that saves ``saved`` nats per generated token with so many bytes."""
+    """Return the priority of an upgrade that saves ``saved`` nats per generated token and takes ``nbytes`` bytes."""
     if saved <= 0:
         return 255
     octaves = math.log2(_MOST_WORTH * max(1, nbytes) / saved)

@@ -188,7 +188,7 @@ class Sender:
     """A publisher's end of one connection: its window, and what it has to send."""
 
     def __init__(self, link: Bottleneck, window: float, *, grown: bool = False) -> None:
-        """Begin with a window of so many bytes; ``grown``: slow start is over."""
+        """Begin with a window in bytes; ``grown``: slow start is over."""
         self._link, self._window = link, max(window, float(link.packet))
         self._threshold = self._window if grown else math.inf
         self._in_flight = 0
@@ -231,7 +231,7 @@ class Sender:
         self._fill(now)
 
     def _cubic(self, seconds: float) -> float:
-        """Return the window so many seconds after a loss: CUBIC's, and at least that of a standard sender."""
+        """Return the window ``seconds`` after a loss: CUBIC's, and at least that of a standard sender."""
         packet = self._link.packet
         best, rtt_s = self._best / packet, max(self._link.rtt_s, 1e-3)
         cubic = _CUBIC * (seconds - math.cbrt(best * (1.0 - _BETA) / _CUBIC)) ** 3 + best

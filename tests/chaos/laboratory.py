@@ -35,7 +35,7 @@ class Options:
     seed: int = 1
     """Of the first round; each further round has the next."""
     plays: int = 10_000
-    """At least so many; rounds are not cut."""
+    """Least number; rounds are not cut."""
     plays_per_round: int = PLAYS
     prompts: int = len(KINDS)
     versions: int = 2

@@ -7,7 +7,7 @@ from tests.abr.plain import fly, view
 
 
 def overloaded(times_left, *, deadline=10.0, now=0.0, rate=1000.0):
-    """A play whose ten groups, all in flight on C, take so many times the time left."""
+    """A play whose ten groups, all in flight on C, take a multiple of the time left."""
     seen = view(10, deadline)
     seen.now, seen.rate = now, 40_000 / (times_left * (deadline - now))
     for group in range(10):
