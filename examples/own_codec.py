@@ -38,7 +38,7 @@ class Int8Zlib(Codec):
 
 
 register(Int8Zlib())
-spec = KVSpec("example", "0" * 32, layers=4, kv_heads=2, head_dim=64, dtype="float16")
+spec = KVSpec.uniform("example", "0" * 32, layers=4, kv_heads=2, head_dim=64, dtype="float16")
 context = GroupContext(spec, first_token=0, tokens=spec.group_tokens)
 group = torch.randn(spec.shape(spec.group_tokens))
 exact = spec.fp16_bytes(spec.group_tokens)

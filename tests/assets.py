@@ -36,7 +36,7 @@ def whole(opened) -> bytes:
 
 
 def spec(model: str = "test/model") -> KVSpec:
-    return KVSpec(model, "tokenizer", 1, 1, 2, "float16", RopeSpec(10000.0, 2), group_tokens=TOKENS_PER_GROUP)
+    return KVSpec.uniform(model, "tokenizer", 1, 1, 2, "float16", RopeSpec(10000.0, 2), group_tokens=TOKENS_PER_GROUP)
 
 
 def digests(tokens: Sequence[int], *, model: str = "test/model", salt: bytes = b"") -> list[str]:

@@ -6,7 +6,7 @@ from kvabr.types.catalog import Catalog, Track
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import TrackNamespace, chain
 
-SPEC = KVSpec("test/model", "tokenizer", 4, 2, 32, "float16", RopeSpec(10000.0, 32))
+SPEC = KVSpec.uniform("test/model", "tokenizer", 4, 2, 32, "float16", RopeSpec(10000.0, 32))
 
 # name, share of FP16's bytes, loss of the whole cache, seconds to decode a group
 LEVELS = (

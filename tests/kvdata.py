@@ -14,7 +14,7 @@ from kvabr.types.kv import KVSpec, RopeSpec
 
 def spec(layers=2, heads=2, dim=32, *, group_tokens=128, rope="half", dtype="float16"):
     made = None if rope is None else RopeSpec(10000.0, dim if rope == "half" else dim // 2, rope)
-    return KVSpec("test/model", "tokenizer", layers, heads, dim, dtype, made, group_tokens)
+    return KVSpec.uniform("test/model", "tokenizer", layers, heads, dim, dtype, made, group_tokens)
 
 
 def cache(shape: KVSpec, tokens: int, seed: int = 0) -> torch.Tensor:

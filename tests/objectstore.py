@@ -57,7 +57,7 @@ class ObjectAsset(Asset):
 
     def open_frame(self, group, track):
         data = memoryview(self._bucket.get(self._frame_key(group, track)))
-        if len(data) != self.catalog.track(track).bytes[group]:
+        if len(data) != self.catalog.published_track(track).bytes[group]:
             raise AssetError(f"{self._frame_key(group, track)}: has {len(data)} bytes")
         return LoadedFrame(data)
 

@@ -14,7 +14,8 @@ from kvabr.codec.base import payload_layout
 from kvabr.codec.container import header_bytes
 from kvabr.codec.profile import Profile
 from kvabr.data import default_catalog, default_profile_bytes
-from kvabr.types.catalog import RECOMPUTED, predicted_loss
+from kvabr.types.catalog import RECOMPUTED
+from kvabr.types.loss import predicted_loss
 from kvabr.types.naming import LAYERS
 
 LOSSY = ("FP8", "Int4", "AC-5x", "AC-L0", "AC-L1")

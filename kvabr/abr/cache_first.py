@@ -18,12 +18,12 @@ def cache_first(policy: Policy, catalog: Catalog, stored: CachedGroups) -> Polic
     """Wrap the policy in a `CacheFirst` if there are stored groups that it can build on, or return it unchanged."""
     if not policy.takes_cached:
         return policy
-    kept = {
-        track.name: frozenset(
-            group - catalog.offset for group in stored(catalog.namespace, track.name) if group >= catalog.offset
-        )
-        for track in catalog.tracks
-    }
+    kept: dict[str, frozenset[int]] = {}
+    for track in catalog.tracks:
+        addresses = {catalog.address(group, track.name): group for group in range(catalog.groups)}
+        names = dict.fromkeys(name for name, _ in addresses)
+        here = ((name, number) for name in names for number in stored(catalog.namespace, name))
+        kept[track.name] = frozenset(addresses[each] for each in here if each in addresses)
     return CacheFirst(policy, kept) if any(kept.values()) else policy
 
 

@@ -21,7 +21,8 @@ from itertools import accumulate
 
 from kvabr.abr.policy import Decision
 from kvabr.abr.view import View
-from kvabr.types.catalog import INHERITED, RECOMPUTED
+from kvabr.types.catalog import RECOMPUTED
+from kvabr.types.loss import INHERITED
 
 _LOOKED_AT = 4
 """Number of groups in place that are examined to find one worth computing."""

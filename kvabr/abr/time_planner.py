@@ -58,7 +58,7 @@ class TimePlanner:
         self._number = {name: number for number, name in enumerate(self.names)}
         self.losses: Array = np.array([track.loss for track in tracks], dtype=float)
         """Loss by track and group."""
-        self._share: Array = np.array([catalog.group_tokens(g) / catalog.spec.group_tokens for g in range(groups)])
+        self._share: Array = np.array([catalog.share(group) for group in range(groups)])
         shape = (len(tracks), groups)
         states: list[str | None] = [*self.names, None]
         self._steps: Array = np.zeros((len(states), *shape))

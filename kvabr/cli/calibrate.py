@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import StageBar
+    from kvabr.codec.ac import check_class
     from kvabr.publish.calibrate import CONTEXTS, STAGES, calibrate
     from kvabr.publish.texts import calibration_texts
     from kvabr.store.files import read_text, write_file
@@ -92,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     start = time.perf_counter()
     loaded = load(args.model, console)
+    check_class(loaded.engine.spec, "AC")
     with StageBar({stage: f"{stage} (contexts)" for stage in STAGES}, console) as bar:
         profile = calibrate(
             loaded,

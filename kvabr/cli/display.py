@@ -163,7 +163,7 @@ def human(size: int) -> str:
 
 def track_rows(catalog: Catalog) -> list[dict[str, Any]]:
     """Return one dictionary per track: what `track_table` shows, unrounded."""
-    elements = catalog.tokens * catalog.spec.elements_per_token
+    elements = catalog.fp16_bytes // 2
     rows = []
     for track in catalog.tracks:
         quality = track.measured

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     text = read_text(args.text)
     if not text.strip():
         raise UsageError(f"--text {args.text}: is empty; name a file with a text")
-    tracks = ordered_tracks(args.tracks)
+    ordered_tracks(args.tracks)
     salt = read_salt(args.salt_file)
     writer = open_store(args.out).writer(force=args.force)
     if args.tokens < 1 or args.continuation < 2:
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         catalog = publish(
             loaded.engine,
             prompt,
-            tracks,
+            ordered_tracks(args.tracks, loaded.engine.spec),
             profile,
             writer,
             group_tokens=args.group_tokens,
@@ -123,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(args.json, result)
     out = Console()
     out.print(track_table(catalog, f"{catalog.spec.model}: {catalog.tokens} tokens in {catalog.groups} groups"))
-    out.print(mix_table(catalog))
+    if catalog.mixes:
+        out.print(mix_table(catalog))
     plain(*unusual, f"asset: {args.out} ({seconds:.0f} s)")
     return 0

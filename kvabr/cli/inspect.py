@@ -120,7 +120,7 @@ def _head(catalog: Catalog) -> None:
 
     spec = catalog.spec
     lines = [
-        f"{spec.model}: {spec.layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {spec.dtype}",
+        f"{spec.model}: {spec.summary}",
         f"{catalog.tokens:,} tokens in {catalog.groups} groups of {spec.group_tokens}",
         f"{catalog.fp16_bytes:,} bytes as FP16; profile {catalog.profile_bytes:,} bytes",
     ]
@@ -142,8 +142,8 @@ def _check(asset: Asset) -> list[str]:
 
     bad: list[str] = []
     parts: list[Callable[[], object]] = [lambda: load_profile(asset), asset.prompt]
-    for track in asset.catalog.tracks:
-        parts += [partial(asset.frame, group, track.name) for group in range(asset.catalog.groups)]
+    for name, track in asset.catalog.published.items():
+        parts += [partial(asset.frame, group, name) for group in range(len(track.bytes))]
     for part in parts:
         try:
             part()

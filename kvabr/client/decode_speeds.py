@@ -133,11 +133,11 @@ def _timed_decode(
     samples: dict[int, SampleFrames],
     clock: Callable[[], float],
 ) -> float:
-    spec, separable = catalog.spec, BUILTIN[track.name].layout is not None
+    spec, separable = catalog.spec.largest, BUILTIN[track.name].layout is not None
     if not separable and device.type == "cpu" and active_path() == "reference":
         raise FormatError(f"{track.name} takes seconds without the native coder")
     most = _SMALL if separable else _LARGE
-    tokens = min(spec.group_tokens, max(16, most // spec.elements_per_token))
+    tokens = min(spec.rows, max(16, most // spec.elements_per_token))
     behind_sinks = spec.group_tokens * (1 + (0 if profile is None else profile.sinks) // spec.group_tokens)
     sample = samples.setdefault(tokens, SampleFrames(GroupContext(spec, behind_sinks, tokens, profile)))
     below: list[memoryview] = []
@@ -163,7 +163,7 @@ def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
 
     A track that was not measured takes what the catalog says, times what its family takes longer here.
     """
-    tokens = catalog.spec.group_tokens
+    tokens = catalog.spec.largest.rows
     found = {track.name: per_token[track.name] * tokens for track in catalog.tracks if track.name in per_token}
     factors: dict[str, list[float]] = {}
     for name, seconds in found.items():

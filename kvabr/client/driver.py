@@ -170,9 +170,9 @@ class Driver:
     # ------------------------------------------------------------- downloads
 
     def _fetch(self, action: FetchGroup) -> None:
-        namespace, group = self._catalog.namespace, self._catalog.offset + action.group
+        track, group = self._catalog.address(action.group, action.track)
         download = self._connection.fetch(
-            namespace, action.track, group, priority=action.priority, limit=action.bytes, exact=True
+            self._catalog.namespace, track, group, priority=action.priority, limit=action.bytes, exact=True
         )
         self._reads[action.request] = (self._begin(self._read(action, download)), download)
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from kvabr.client.resources import decoders
@@ -30,6 +30,7 @@ from kvabr.types.naming import (
     prefix_gap,
     prefix_track,
 )
+from kvabr.types.units import hit
 
 _SLACK_BYTES = 1 << 20
 _MAX_TIMES_FP16 = 4
@@ -47,6 +48,8 @@ class Found:
     """Catalog of the groups that the asset shares with the prompt."""
     sha256: str
     """SHA-256 of the catalog as the origin sent it, hex."""
+    limited_by: str | None = None
+    """The layer class for which less of the prompt can be played than the asset shares; None if there is none."""
 
 
 async def fetch_small(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> bytes:
@@ -110,7 +113,10 @@ async def find_prefix(
             other = await _ask(origin, digests, spec, track, any_dtype=any_dtype)
             if other is not None and (more := shared_groups(other.catalog, tokens, digests, salt)) > shared:
                 best, shared = other, more
-    return replace(best, catalog=best.catalog.prefix(shared)) if shared else None
+    playable_groups, limit = hit(spec, shared, best.catalog.tokens)
+    if not playable_groups:
+        return None
+    return replace(best, catalog=best.catalog.prefix(playable_groups), limited_by=limit)
 
 
 def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str], salt: bytes = b"") -> int:
@@ -118,7 +124,7 @@ def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str
     pairs = zip(digests, catalog.chunks, strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     spec = catalog.spec
-    if shared == catalog.groups - 1 and catalog.tokens < len(tokens):
+    if shared == len(catalog.chunks) - 1 and catalog.tokens < len(tokens):
         # The asset's last group is short, and the prompt goes on: its digest is none of the prompt's own.
         begin = tokens[: catalog.tokens]
         whole = chain(begin, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
@@ -130,7 +136,7 @@ def check_tokens(catalog: Catalog, tokens: Sequence[int], salt: bytes) -> None:
     """Raise `UsageError` unless the tokens are those of an asset."""
     spec, name = catalog.spec, catalog.namespace
     ours = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
-    if len(tokens) != catalog.tokens or shared_groups(catalog, tokens, ours) < catalog.groups:
+    if len(tokens) != catalog.tokens or shared_groups(catalog, tokens, ours) < len(catalog.chunks):
         raise UsageError(f"the tokens given are not those of {name.model}/{name.prompt}")
 
 
@@ -162,7 +168,7 @@ async def _ask(
         found = await _read(origin, TrackNamespace(spec.model, digests[0]), track, catalog_limit(len(digests)))
     except NotFoundError:
         return None
-    wanted = replace(spec, dtype=found.catalog.spec.dtype) if any_dtype else spec
+    wanted = spec.with_dtypes(found.catalog.spec) if any_dtype else spec
     if found.catalog.spec.digest() != wanted.digest():
         raise ForeignError(
             f"the origin's cache is of {_title(found.catalog.spec)}, ours of {_title(spec)}: they differ in "
@@ -190,8 +196,9 @@ def _name(namespace: TrackNamespace) -> str:
 
 
 def _title(spec: KVSpec) -> str:
-    return f"{spec.model} ({spec.layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {spec.dtype})"
+    return f"{spec.model} ({spec.summary})"
 
 
 def _differences(one: KVSpec, other: KVSpec) -> str:
-    return " and ".join(field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name))
+    ours, theirs = one.to_json(), other.to_json()
+    return " and ".join(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))

@@ -45,9 +45,9 @@ from kvabr.player.session_types import (
     WholeGoal,
 )
 from kvabr.store.memory import CACHES
-from kvabr.types.catalog import RECOMPUTED, Catalog, played_loss
+from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.cost import PrefillCost
-from kvabr.types.engine import Engine
+from kvabr.types.engine import Engine, prefill_classes
 from kvabr.types.errors import FormatError, KvabrError, ModelError, PlayError, TransportError, UsageError
 from kvabr.types.events import (
     CacheDelivered,
@@ -59,6 +59,7 @@ from kvabr.types.events import (
     RecomputeStarted,
 )
 from kvabr.types.kv import KVSpec
+from kvabr.types.loss import played_loss
 
 _PROFILE_SHARE = 0.3
 """Share of the time left that fetching a codec profile may take; then the play goes on without the tracks it serves."""
@@ -96,6 +97,8 @@ class Prepared:
     profile: Profile | None
     sha256: str
     """SHA-256 of the catalog as it came, hex."""
+    limited_by: str | None
+    """See `Found.limited_by`."""
 
     @property
     def catalog(self) -> Catalog:
@@ -132,7 +135,7 @@ class Play:
             PlayError: the deadline has come, and there is no engine.
             UsageError: everything is skipped.
         """
-        catalog, profile = found.catalog, None
+        catalog, profile = found.catalog.to_play, None
         needed = catalog.profile is not None
         if needed:
             try:
@@ -142,15 +145,19 @@ class Play:
             except (TransportError, FormatError, TimeoutError) as error:
                 self.options.note(ProfileFailed(self.clock.now(), str(error) or "it did not come in time"))
         catalog = playable(catalog, profile=profile is not None or not needed)
-        for track in catalog.tracks:
-            self.connection.identify(catalog.namespace, track.name, track.digests)
+        if not catalog.every_token and self.options.after is not None:
+            raise UsageError(
+                f"{catalog.spec.model} has {', '.join(catalog.spec.names)} layers: there are no upgrades yet"
+            )
+        for name, digests in catalog.known_digests():
+            self.connection.identify(catalog.namespace, name, digests)
         end_s = None if self.engine is not None else max(0.0, self._patience_s() - self.clock.now())
         try:
             async with asyncio.timeout(end_s):
                 ladder = await asyncio.get_running_loop().run_in_executor(decoders(), Ladder, catalog.suffix(skip))
         except TimeoutError as error:
             raise PlayError(f"no cache after {self.clock.now():.2f} s: its catalog was only just there") from error
-        return Prepared(ladder, profile, found.sha256)
+        return Prepared(ladder, profile, found.sha256, found.limited_by)
 
     async def whole(self, prepared: Prepared) -> Played:
         """Play the whole cache; errors as `AsyncClient.play`."""
@@ -160,20 +167,22 @@ class Play:
         record, assembler = driver.session.record, driver.assembler
         if record.gave_up is not None:
             options.note(PlayGaveUp(clock.now() - lookup_s, record.gave_up))
+            if self.engine is not None and not catalog.every_token:
+                return await self.compute()
             if isinstance(driver.engine_error, KvabrError):
                 raise driver.engine_error
             message = f"no complete cache after {clock.now():.2f} s: {record.gave_up}"
             if driver.engine_error is not None:
                 raise ModelError(self.with_trouble(message)) from driver.engine_error
             raise self._incomplete(message, record.gave_up, driver, prepared, lookup_s)
-        kv = assembler.take(upgrades=options.after is not None)
+        parts = assembler.take_classes(upgrades=options.after is not None)
         ttft_s = clock.now()
         record.met = ttft_s + rest_s <= clock.deadline_s
         coverage = tuple(track or "" for track in assembler.coverage)
         loss = played_loss(catalog, record.steps)
         options.note(CacheDelivered(ttft_s - lookup_s, record.met, loss))
         return Played(
-            kv=kv,
+            parts=parts,
             tokens=catalog.tokens,
             coverage=coverage,
             ttft_s=ttft_s,
@@ -184,6 +193,7 @@ class Play:
             spec=catalog.spec,
             catalog=catalog,
             catalog_sha256=prepared.sha256,
+            limited_by=prepared.limited_by,
             upgrades=None if options.after is None else self._upgrade(prepared.ladder, driver, options.after),
         )
 
@@ -194,6 +204,10 @@ class Play:
         catalog, record = prepared.catalog, driver.session.record
         missing, prefix = record.missing, None
         usable = missing[0] if missing else catalog.groups
+        if not catalog.every_token:
+            driver.assembler.seal()
+            message += f"; missing: {numbers(missing)} of {catalog.groups} groups of its layer classes"
+            return IncompleteError(self.with_trouble(message), reason, missing, record, None)
         kv, coverage = driver.assembler.take_prefix(usable)
         if usable:
             steps = [
@@ -203,7 +217,7 @@ class Play:
             ]
             begin = catalog.prefix(usable)
             prefix = Played(
-                kv=kv,
+                parts=(kv,),
                 tokens=begin.tokens,
                 coverage=coverage,
                 ttft_s=self.clock.now(),
@@ -225,6 +239,11 @@ class Play:
         Computing the ``behind`` tokens of the prompt that no cache covers comes out of the deadline.
         """
         catalog = prepared.catalog
+        if not catalog.every_token:
+            raise UsageError(
+                f"{catalog.spec.model} has layers of kind {', '.join(catalog.spec.names)}: an engine that computes by "
+                "itself what it is not given cannot play them yet"
+            )
         rest_s = self._engine_s(catalog.first_token + catalog.tokens, behind)
         driver = await self._run(PrefixGoal(), prepared, rest_s)
         kv, coverage = driver.assembler.take_prefix()
@@ -256,8 +275,8 @@ class Play:
         options.note(RecomputeStarted(0.0, 0, groups))
         try:
             async with asyncio.timeout(patience_s):
-                kv = await on_engine(engine, partial(engine.prefill, tokens))
-            kv = self._placed(kv, spec)
+                parts = await on_engine(engine, partial(prefill_classes, engine, tokens))
+            parts = self._placed(parts, spec)
         except TimeoutError as error:
             raise ModelError(f"nothing was fetched, and the engine did not end within {patience_s:.1f} s") from error
         except KvabrError:
@@ -279,7 +298,7 @@ class Play:
             recompute_s=took_s,
             steps=[("compute", 0, groups)],
         )
-        return Played(kv, len(tokens), (RECOMPUTED,) * groups, ttft_s, lookup_s, met, 0.0, record, spec)
+        return Played(parts, len(tokens), (RECOMPUTED,) * groups, ttft_s, lookup_s, met, 0.0, record, spec)
 
     def with_trouble(self, message: str) -> str:
         """Return an error message with what the connection knows of the cause."""
@@ -291,7 +310,8 @@ class Play:
     async def _run(self, goal: WholeGoal | PrefixGoal, prepared: Prepared, rest_s: float) -> Driver:
         """Drive a session to its end; the engine needs ``rest_s`` for what no cache covers."""
         options, ladder, connection = self.options, prepared.ladder, self.connection
-        assembler = Assembler(ladder.catalog, prepared.profile, out=self._room(ladder.catalog))
+        catalog = ladder.catalog
+        assembler = Assembler(catalog, prepared.profile, out=self._room(catalog), dtype=self.options.dtype)
         deadline_s, least, end_s = self.clock.deadline_s, _MIN_PREFIX_SHARE, self.clock.left()
         if isinstance(goal, WholeGoal):
             least, end_s = _MIN_SHARE, self._patience_s() - self.clock.now()
@@ -322,7 +342,7 @@ class Play:
                 options.policy,
                 estimator,
                 goal=goal,
-                cost=self.cost,
+                cost=self.cost if catalog.every_token else None,
                 mode=mode,
                 config=replace(
                     LIVE,
@@ -340,7 +360,7 @@ class Play:
         if self.history.path is not None:
             # Not in the decoders' threads: they must not wait for a disk.
             asyncio.get_running_loop().run_in_executor(None, self.history.save)
-        catalog, profile = ladder.catalog, prepared.profile
+        profile = prepared.profile
         if (profile is not None or catalog.profile is None) and self.speeds.lacks(catalog, self._device):
             # Only now: a play must not wait for it.
             asyncio.get_running_loop().run_in_executor(None, self.speeds.measure, catalog, profile, self._device)
@@ -380,9 +400,11 @@ class Play:
         """Return the seconds that the engine needs for ``tokens`` behind ``before`` others; 0.0 without an engine."""
         return 0.0 if self.cost is None else self.cost.seconds(before, tokens)
 
-    def _room(self, catalog: Catalog) -> torch.Tensor:
-        """Return the tensor that the cache goes into."""
+    def _room(self, catalog: Catalog) -> torch.Tensor | None:
+        """Return the tensor that the cache goes into; None if there are several, which the assembler makes."""
         out = self.options.out
+        if out is None and not catalog.every_token:
+            return None
         if out is not None:
             return out[:, :, :, : catalog.tokens] if out.dim() == 5 else out
         try:
@@ -390,18 +412,20 @@ class Play:
         except RuntimeError as error:
             raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
 
-    def _placed(self, kv: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+    def _placed(self, parts: tuple[torch.Tensor, ...], spec: KVSpec) -> tuple[torch.Tensor, ...]:
         """Check what an engine computed, and return it in the tensor or element type that the caller wants."""
         options, tokens = self.options, len(self.tokens)
-        if tuple(kv.shape) != spec.shape(tokens) or not bool(torch.isfinite(kv).all()):
-            raise ModelError(f"the engine returned {tuple(kv.shape)}, or NaN, where {spec.shape(tokens)} was due")
+        for kv, part in zip(parts, spec.parts, strict=True):
+            if tuple(kv.shape) != part.shape(tokens) or not bool(torch.isfinite(kv).all()):
+                raise ModelError(f"the engine returned {tuple(kv.shape)}, or NaN, where {part.shape(tokens)} was due")
         if options.out is None:
-            return kv.to(options.dtype or spec.torch_dtype)
+            pairs = zip(parts, spec.parts, strict=True)
+            return tuple(kv.to(options.dtype or part.torch_dtype) for kv, part in pairs)
         place = options.out[:, :, :, :tokens]
         if tuple(place.shape) != spec.shape(tokens):
             have, needed = tuple(options.out.shape), spec.shape(tokens)
             raise UsageError(f"the tensor to assemble in is {have}, too small for {needed}")
-        return place.copy_(kv)
+        return (place.copy_(parts[0]),)
 
 
 def _late(log: Log, begun_s: float, event: PlayEvent) -> None:

@@ -197,7 +197,7 @@ class PlayConnection(Connection):
         """See `Connection.request`."""
         digests = self._digests.get((request.namespace, request.track), ())
         if 0 <= request.group < len(digests):
-            request = replace(request, exact=True, digest=digests[request.group])
+            request = replace(request, exact=True, digest=digests[request.group] or None)
         download = PlayDownload(self, self._shared, request, priority)
         if not self.left:
             self._downloads.add(download)
@@ -211,7 +211,7 @@ class PlayConnection(Connection):
         """See `Connection.cached_groups`."""
         store = self._shared.store
         digests = self._digests.get((namespace, track), ())
-        return [group for group, digest in enumerate(digests) if digest in store]
+        return [group for group, digest in enumerate(digests) if digest and digest in store]
 
     @property
     def waits_its_turn(self) -> bool:  # type: ignore[override]

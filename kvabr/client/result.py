@@ -15,6 +15,7 @@ from kvabr.store.files import PRIVATE, replacing, sweep
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, PlayError
 from kvabr.types.kv import KVSpec
+from kvabr.types.units import Span
 
 FORMAT = "kvabr.cache/1"
 _MOST_RANGES = 8
@@ -25,8 +26,9 @@ _MOST_RANGES = 8
 class Played:
     """A complete cache."""
 
-    kv: torch.Tensor
-    """The cache of the prompt's first `tokens` tokens, [layer, K/V, head, token, dim]."""
+    parts: tuple[torch.Tensor, ...]
+    """The cache of the prompt's first `tokens` tokens: a tensor per layer class, [layer, K/V, head, token, dim], with
+    the tokens of `spans`."""
     tokens: int
     """Tokens that it covers, at least one group; the engine computes the rest of the prompt as usual."""
     coverage: tuple[str, ...]
@@ -46,8 +48,23 @@ class Played:
     """What was played; None if the engine computed everything."""
     catalog_sha256: str | None = None
     """SHA-256 of the catalog as the origin has it, hex."""
+    limited_by: str | None = None
+    """The layer class for which less of the prompt could be played than is cached, see `kvabr.types.units.hit`."""
     upgrades: Upgrades | None = None
     """Upgrades that continue now that the cache is in use; None if `PlayOptions.after` did not ask for any."""
+
+    @property
+    def kv(self) -> torch.Tensor:
+        """The cache of a model with one layer class; a `FormatError` says that there are several, see `parts`."""
+        _ = self.spec.only
+        return self.parts[0]
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The tokens of each of the `parts`: of windows only those that can still be seen."""
+        if self.catalog is not None:
+            return self.catalog.spans
+        return tuple(Span(0, self.tokens) for _ in self.parts)
 
 
 class IncompleteError(PlayError):
@@ -125,8 +142,10 @@ def numbers(groups: Sequence[int]) -> str:
 def save(played: Played, path: Path) -> None:
     """Write a cache as safetensors, whole or not at all: the tensor ``kv``, [layer, K/V, head, token, dim].
 
-    The metadata has one string, ``kvabr``, which is JSON: ``format``, ``spec``, ``tokens`` (how many), ``tracks`` (one
-    per group), ``namespace`` and ``catalog_sha256`` (null if everything was recomputed), ``loss``.
+    Of several layer classes there is a tensor each, ``kv.`` and the name of the class. The metadata has one string,
+    ``kvabr``, which is JSON: ``format``, ``spec``, ``tokens`` (how many), ``tracks`` (one per group), ``namespace`` and
+    ``catalog_sha256`` (null if everything was recomputed), ``loss``; and of several classes ``first``, the first token
+    of each tensor.
 
     Raises:
         AssetError: the file cannot be written; nothing is left behind.
@@ -145,6 +164,10 @@ def save(played: Played, path: Path) -> None:
         "catalog_sha256": played.catalog_sha256,
         "loss": played.loss,
     }
+    tensors = {"kv": played.parts[0].contiguous()}
+    if len(played.parts) > 1:
+        tensors = {f"kv.{name}": kv.contiguous() for name, kv in zip(played.spec.names, played.parts, strict=True)}
+        facts["first"] = [span.first for span in played.spans]
     path = path.resolve()
     if path.exists() and not path.is_file():
         raise AssetError(f"{path}: is not an ordinary file; name another")
@@ -152,6 +175,6 @@ def save(played: Played, path: Path) -> None:
         sweep(path.parent, path.name)
         with replacing(path, mode=PRIVATE) as file:
             # By its name: safetensors writes to a path alone.
-            save_file({"kv": played.kv.contiguous()}, file.name, metadata={"kvabr": json.dumps(facts, sort_keys=True)})
+            save_file(tensors, file.name, metadata={"kvabr": json.dumps(facts, sort_keys=True)})
     except SafetensorError as error:
         raise AssetError(f"{path}: cannot be written ({error})") from error

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from kvabr.client.driver import Driver
 from kvabr.client.engine_hook import EngineHook, Rewrite
 from kvabr.player.session_types import PlayRecord
-from kvabr.types.catalog import predicted_loss
+from kvabr.types.loss import predicted_loss
 
 
 class Upgrades:

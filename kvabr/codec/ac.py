@@ -41,7 +41,7 @@ from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import RATIO, SINGLE, quantise
 from kvabr.codec.quantiser import below as track_below
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import FP16_MAX
+from kvabr.types.kv import FP16_MAX, KVSpec
 from kvabr.types.naming import LAYERS
 
 _MEMO = "ac"
@@ -189,7 +189,22 @@ def _split_chain(
     return [split_payload(*each) for each in zip(payloads, repeat(context), sinks, tracks, strict=False)]
 
 
+def has_ac(spec: KVSpec) -> bool:
+    """Return whether the layers can be coded: one class of full attention, keys and values alike."""
+    only = spec.classes[0]
+    return len(spec.classes) == 1 and spec.part_of is None and only.kind == "full" and only.halves == 2
+
+
+def check_class(spec: KVSpec, track: str) -> None:
+    """Raise a `FormatError` that names the tracks that work, unless `has_ac`."""
+    if not has_ac(spec):
+        raise FormatError(
+            f"{track}: there is no AC yet for {spec.model} ({spec.summary}); FP16, BF16, FP8, Int8, FP4 and Int4 work"
+        )
+
+
 def _profile(context: GroupContext, track: str) -> Profile:
+    check_class(context.spec, track)
     if context.profile is None:
         raise FormatError(f"{track} needs the model's profile; this asset came without one")
     context.profile.check(context.spec)

@@ -10,7 +10,7 @@ at most a quarter of a bit per element.
           codes, [layer, K/V, token, head, dim]
 
 A unit holds the tokens that share value scales. With 4 bits, a byte holds the codes of a key (low half) and of the
-value in the same place.
+value in the same place (`kvabr.codec.payload.join_codes`). Where there is one vector per token, it is coded as a key.
 """
 
 from __future__ import annotations
@@ -21,8 +21,17 @@ import torch
 
 from kvabr.codec.builtin import head_blocks
 from kvabr.codec.native import placing
-from kvabr.codec.payload import Separable, finite, not_finite, place
-from kvabr.types.kv import FP16_MAX
+from kvabr.codec.payload import (
+    Separable,
+    by_unit,
+    finite,
+    join_codes,
+    keys_and_values,
+    not_finite,
+    split_codes,
+    to_layers,
+)
+from kvabr.types.kv import FP16_MAX, KVSpec
 
 
 class Affine(Separable):
@@ -30,46 +39,47 @@ class Affine(Separable):
 
     bits: ClassVar[int]
 
-    def head(self, group: torch.Tensor) -> torch.Tensor:
+    def head(self, group: torch.Tensor, spec: KVSpec) -> torch.Tensor:
         """Return the range of each key channel over the tokens."""
-        return self._range(group[:, 0].amin(dim=2).float(), group[:, 0].amax(dim=2).float())
+        keys, _ = keys_and_values(group, spec)
+        return self._range(keys.amin(dim=2).float(), keys.amax(dim=2).float())
 
-    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:
+    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:
         """Quantise keys along tokens and values along channels."""
-        layers, _, heads, tokens, dim = run.shape
-        blocks = head_blocks(heads, dim)
-        units = tokens // unit_tokens
-        # Axes: K/V, unit, layer, token, head, dim.
-        values = run.float().view(layers, 2, heads, units, unit_tokens, dim).permute(1, 3, 0, 4, 2, 5)
-        low, scale = head.float()[:, :, None]
-        keys = self._quantise(values[0], low, scale)
-        rows = values[1].reshape(units, layers, blocks, -1)
+        units = run.shape[3] // unit_tokens
+        keys, values = (by_unit(part, units) for part in keys_and_values(run, spec))
+        low, scale = head.float().flatten(2)[:, :, None]
+        coded = self._quantise(keys, low, scale)
+        if not values.shape[3]:
+            return join_codes(coded, coded[..., :0], self.bits)
+        rows = values.reshape(units, spec.layers, head_blocks(spec.kv_heads, spec.only.split[1]), -1)
         shared = self._range(rows.amin(dim=3), rows.amax(dim=3))
         low, scale = shared.float()[..., None]
-        rest = self._quantise(rows, low, scale).reshape(keys.shape)
-        coded = torch.stack((keys, rest), dim=2) if self.bits == 8 else keys | rest << 4
         scales = shared.transpose(0, 1).contiguous().view(torch.uint8)
-        return torch.cat((scales.reshape(units, -1), coded.reshape(units, -1)), dim=1)
+        return torch.cat(
+            (scales.reshape(units, -1), join_codes(coded, self._quantise(rows, low, scale), self.bits)), dim=1
+        )
 
-    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:
+    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:
         """Dequantise."""
-        layers, _, heads, count, tokens, dim = out.shape
-        blocks = head_blocks(heads, dim)
-        if placing.places(out):
-            flat = out.view(layers, 2, heads, count * tokens, dim)
+        layers, halves, heads, count, tokens, dim = out.shape
+        dims = spec.only.split
+        blocks = head_blocks(heads, dims[1])
+        if halves == 2 and placing.places(out):
+            flat = out.view(layers, halves, heads, count * tokens, dim)
             if not placing.affine(units, head, self.bits, tokens, blocks, flat):
                 raise not_finite(self.name)
             return
         own = 4 * layers * blocks
-        shared = finite(units[:, :own].flatten().view(torch.float16), self.name).float()
-        coded = units[:, own:].view(count, layers, -1)
-        keys, rest = coded.chunk(2, dim=2) if self.bits == 8 else (coded & 15, coded >> 4)
+        sizes = tokens * heads * dims[0], tokens * heads * dims[1]
+        keys, rest = split_codes(units[:, own:], layers, sizes, self.bits)
+        key_places, value_places = keys_and_values(out, spec)
         low, scale = head.float().reshape(2, layers, 1, -1)
-        keys = keys.reshape(count, layers, tokens, -1).float().mul_(scale).add_(low)
-        place(out[:, 0], keys.reshape(count, layers, tokens, heads, dim).permute(1, 3, 0, 2, 4))
-        low, scale = shared.reshape(count, 2, layers, blocks, 1).unbind(1)
-        rest = rest.reshape(count, layers, blocks, -1).float().mul_(scale).add_(low)
-        place(out[:, 1], rest.reshape(count, layers, tokens, heads, dim).permute(1, 3, 0, 2, 4))
+        to_layers(keys.reshape(count, layers, tokens, -1).float().mul_(scale).add_(low), key_places)
+        if blocks:
+            shared = finite(units[:, :own].flatten().view(torch.float16), self.name).float()
+            low, scale = shared.reshape(count, 2, layers, blocks, 1).unbind(1)
+            to_layers(rest.reshape(count, layers, blocks, -1).float().mul_(scale).add_(low), value_places)
 
     def _range(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
         """Return offset and scale for numbers between two bounds, [offset/scale, ...] float16."""

@@ -79,20 +79,23 @@ def fp8_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
 
 def fp4_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
     """FP4: no head; a unit holds the tokens of one block of keys."""
-    channels = spec.kv_heads * spec.head_dim
+    keys, values = (spec.kv_heads * dim for dim in spec.only.split)
 
     def size(count: int) -> int:
-        return spec.layers * (channels + -(-count * channels // BLOCK) + count * channels)
+        return spec.layers * (keys + -(-count * values // BLOCK) + -(-count * (keys + values) // 2))
 
     return _layout(tokens, 0, BLOCK, size)
 
 
-def head_blocks(kv_heads: int, head_dim: int) -> int:
-    """Number of blocks of whole heads, of at least `_SPAN` channels each, that one token's values are cut into."""
-    blocks = max(1, kv_heads * head_dim // _SPAN)
+def head_blocks(kv_heads: int, dim: int) -> int:
+    """Number of blocks of whole heads, of at least `_SPAN` channels each, that one token's values are cut into.
+
+    0 if there are no values.
+    """
+    blocks = max(1, kv_heads * dim // _SPAN)
     while kv_heads % blocks:
         blocks -= 1
-    return blocks
+    return blocks if dim else 0
 
 
 def _affine_layout(bits: int, spec: KVSpec, tokens: int) -> PayloadLayout:
@@ -100,13 +103,14 @@ def _affine_layout(bits: int, spec: KVSpec, tokens: int) -> PayloadLayout:
 
     A unit is one token. Where a token has fewer than `_SPAN` channels, several tokens share a scale and a unit.
     """
-    scales = 4 * spec.layers * head_blocks(spec.kv_heads, spec.head_dim)
-    together = -(-_SPAN // (spec.kv_heads * spec.head_dim))
+    keys, values = (spec.kv_heads * dim for dim in spec.only.split)
+    scales = 4 * spec.layers * head_blocks(spec.kv_heads, spec.only.split[1])
+    together = -(-_SPAN // values) if values else 1
 
     def size(count: int) -> int:
-        return scales + count * spec.elements_per_token * bits // 8  # keys and values are as many: no half bytes
+        return scales + spec.layers * -(-count * (keys + values) * bits // 8)
 
-    return _layout(tokens, 2 * spec.elements_per_token, together, size)
+    return _layout(tokens, 4 * spec.layers * keys, together, size)
 
 
 def _layout(tokens: int, head_bytes: int, unit_tokens: int, size: Callable[[int], int]) -> PayloadLayout:

@@ -178,11 +178,12 @@ class ObjectSpan:
 def object_spans(spec: KVSpec, track: str, first_token: int, tokens: int, frame_bytes: int) -> tuple[ObjectSpan, ...]:
     """Cut the frame of a group of ``tokens`` tokens from ``first_token`` on into objects of whole tokens.
 
-    The spans have ascending IDs and cover the frame without gaps. Each holds as many units of tokens as fit
-    `SLICE_BYTES`, but at least one. The first also holds the frame's header and the payload's head.
+    ``spec`` is that of the group's class, ``track`` the level. The spans have ascending IDs and cover the frame without
+    gaps. Each holds as many units of tokens as fit `SLICE_BYTES`, but at least one. The first also holds the frame's
+    header and the payload's head.
     """
     layout = payload_layout(track, spec, tokens)
-    if layout is None or frame_bytes != header_bytes(track) + layout.payload_bytes:
+    if layout is None or frame_bytes != header_bytes(spec.track_name(track)) + layout.payload_bytes:
         return slices(first_token, frame_bytes)  # not token-separable, or made by an unknown codec
     units = max(1, SLICE_BYTES // layout.unit_bytes)
     begin = frame_bytes - layout.payload_bytes + layout.head_bytes

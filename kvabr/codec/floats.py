@@ -21,7 +21,7 @@ import torch
 from kvabr.codec.native import placing
 from kvabr.codec.payload import Separable, finite, not_finite, place
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import FP16_MAX
+from kvabr.types.kv import FP16_MAX, KVSpec
 
 
 class Cast(Separable):
@@ -29,16 +29,16 @@ class Cast(Separable):
 
     dtype: ClassVar[torch.dtype]
 
-    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:  # noqa: ARG002
+    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
         """Cast, token by token."""
         if run.dtype != self.dtype:
             top = torch.finfo(self.dtype).max
             run = run.float().clamp(-top, top).to(self.dtype)
         return run.permute(3, 0, 1, 2, 4)
 
-    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:  # noqa: ARG002
+    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
         """Cast back."""
-        if placing.places(out):
+        if out.shape[1] == 2 and placing.places(out):
             # A unit is one token.
             if not placing.cast(units, self.dtype, out[:, :, :, :, 0]):
                 raise not_finite(self.name)
@@ -72,17 +72,17 @@ class Fp8(Separable):
 
     name = "FP8"
 
-    def head(self, group: torch.Tensor) -> torch.Tensor:
+    def head(self, group: torch.Tensor, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
         """Scale every channel so that its largest element is E4M3's largest number."""
         return (group.abs().amax(dim=3).float() / _TOP).clamp(2.0**-24, FP16_MAX).half()
 
-    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:  # noqa: ARG002
+    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
         """Scale and cast."""
         # Half precision may round the scale down, so the quotient may slightly exceed the maximum.
         scaled = (run.float().permute(3, 0, 1, 2, 4) / head.float()).clamp_(-_TOP, _TOP)
         return scaled.to(torch.float8_e4m3fn)
 
-    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:
+    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
         """Multiply back."""
         if int((units & _NAN).amax()) == _NAN:
             raise FormatError(f"{self.name}: an element is not a number; the payload is corrupt")

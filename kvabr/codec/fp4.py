@@ -9,7 +9,8 @@ error still, but more KL.
 
     unit: scales of the keys, [layer, head, dim]; of the values, [layer, block]; codes, [layer, token, head, dim]
 
-A unit holds the tokens of a block. A byte holds the codes of a key (low half) and of the value in the same place. Where
+A unit holds the tokens of a block. A byte holds the codes of a key (low half) and of the value in the same place; where
+there is one vector per token, it is coded as a key (`kvabr.codec.payload.join_codes`). Where
 32 does not divide a token's channels, blocks of values continue in the unit's next token, and the last one is short.
 """
 
@@ -19,7 +20,8 @@ import torch
 from torch.nn.functional import pad
 
 from kvabr.codec.builtin import BLOCK
-from kvabr.codec.payload import Separable, place
+from kvabr.codec.payload import Separable, by_unit, join_codes, keys_and_values, split_codes, to_layers
+from kvabr.types.kv import KVSpec
 
 _EXPONENT = 0x7F800000
 _ONE = 0x3F800000
@@ -37,36 +39,36 @@ class Fp4(Separable):
 
     name = "FP4"
 
-    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:  # noqa: ARG002
+    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
         """Quantise keys in blocks of tokens and values in blocks of channels."""
-        layers, _, heads, tokens, dim = run.shape
-        units, channels = tokens // unit_tokens, heads * dim
-        # Axes: K/V, unit, layer, token, channel.
-        values = run.float().view(layers, 2, heads, units, unit_tokens, dim).permute(1, 3, 0, 4, 2, 5).flatten(4)
-        key_scales, keys = _encode(values[0].transpose(2, 3).reshape(-1, unit_tokens))
-        rest_scales, rest = _encode(values[1].reshape(units * layers, -1))
-        keys = keys.reshape(units, layers, channels, unit_tokens).transpose(2, 3)
-        coded = keys.reshape(units, -1) | rest.reshape(units, -1) << 4
-        return torch.cat((key_scales.reshape(units, -1), rest_scales.reshape(units, -1), coded), dim=1)
+        units = run.shape[3] // unit_tokens
+        keys, values = (by_unit(part, units) for part in keys_and_values(run, spec))
+        key_scales, coded = _encode(keys.transpose(2, 3).reshape(-1, unit_tokens))
+        coded = coded.reshape(units, spec.layers, -1, unit_tokens).transpose(2, 3)
+        rest_scales, rest = _encode(values.reshape(units * spec.layers, -1))
+        codes = join_codes(coded, rest.reshape(units, spec.layers, -1), 4)
+        return torch.cat((key_scales.reshape(units, -1), rest_scales.reshape(units, -1), codes), dim=1)
 
-    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:  # noqa: ARG002
+    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
         """Convert the codes and apply the scales."""
-        layers, _, heads, count, tokens, dim = out.shape
-        channels = heads * dim
-        blocks = -(-tokens * channels // BLOCK)
-        sizes = [layers * channels, layers * blocks, layers * tokens * channels]
-        key_scales, rest_scales, coded = units.split_with_sizes(sizes, dim=1)
-        wide = coded.short()
-        keys = _to_half(wide << 12, wide << 9).float().reshape(count, layers, tokens, channels)
-        keys.mul_(_scale(key_scales).reshape(count, layers, 1, channels))
-        place(out[:, 0], keys.reshape(count, layers, tokens, heads, dim).permute(1, 3, 0, 2, 4))
-        rest = _to_half(wide << 8, wide << 5).float().reshape(count, layers, -1)
+        layers, _, heads, count, tokens, _ = out.shape
+        channels, others = (heads * dim for dim in spec.only.split)
+        blocks = -(-tokens * others // BLOCK)
+        own = layers * channels, layers * blocks
+        key_scales, rest_scales, coded = units.split_with_sizes([*own, units.shape[1] - sum(own)], dim=1)
+        key_codes, rest_codes = split_codes(coded, layers, (tokens * channels, tokens * others), 4)
+        key_places, value_places = keys_and_values(out, spec)
+        keys = _to_half(key_codes).float().reshape(count, layers, tokens, channels)
+        to_layers(keys.mul_(_scale(key_scales).reshape(count, layers, 1, channels)), key_places)
+        if not others:
+            return
+        rest = _to_half(rest_codes).float().reshape(count, layers, -1)
         scale = _scale(rest_scales).reshape(count, layers, blocks, 1)
         if rest.shape[2] % BLOCK:
             rest.mul_(scale.expand(-1, -1, -1, BLOCK).flatten(2)[:, :, : rest.shape[2]])
         else:
             rest.reshape(count, layers, blocks, BLOCK).mul_(scale)
-        place(out[:, 1], rest.reshape(count, layers, tokens, heads, dim).permute(1, 3, 0, 2, 4))
+        to_layers(rest, value_places)
 
 
 def _encode(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,12 +108,11 @@ def _nearest(magnitude: torch.Tensor) -> torch.Tensor:
     return (magnitude / spacing).round_().mul_(spacing).clamp_(max=6.0)
 
 
-def _to_half(sign: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Convert E2M1 codes to float16 that is 2^14 times too small; both have subnormals, so this is exact.
-
-    ``sign`` has the sign in the highest bit, ``rest`` the other bits in bits 9 to 11; int16, both modified.
-    """
-    return sign.bitwise_and_(-0x8000).bitwise_or_(rest.bitwise_and_(0x0E00)).view(torch.float16)
+def _to_half(codes: torch.Tensor) -> torch.Tensor:
+    """Convert E2M1 codes, uint8, to float16 that is 2^14 times too small; both have subnormals, so this is exact."""
+    wide = codes.short()
+    sign = (wide << 12).bitwise_and_(-0x8000)
+    return wide.bitwise_left_shift_(9).bitwise_and_(0x0E00).bitwise_or_(sign).view(torch.float16)
 
 
 def _store(scale: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ import torch
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.container import FrameHeader, HasDigest, pack, unpack
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import FP16_MAX
+from kvabr.types.kv import FP16_MAX, KVSpec
+from kvabr.types.units import Unit
 
 
 def clean(kv: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -22,6 +23,15 @@ def clean(kv: torch.Tensor) -> tuple[torch.Tensor, int]:
         return kv, 0
     bad = ~(kv.abs() <= FP16_MAX)
     return torch.nan_to_num(kv, nan=0.0, posinf=FP16_MAX, neginf=-FP16_MAX).clamp(-FP16_MAX, FP16_MAX), int(bad.sum())
+
+
+def cut(cache: Sequence[torch.Tensor], unit: Unit, spec: KVSpec) -> torch.Tensor:
+    """Return a view of one unit of a cache, a tensor per layer class, [layer, K/V, head, token, dim] of all tokens.
+
+    The tensor of a state is a snapshot, with rows in the place of tokens.
+    """
+    first = 0 if spec.parts[unit.part].only.kind == "state" else unit.first
+    return cache[unit.part][:, :, :, first : first + unit.tokens]
 
 
 def encode_group(
@@ -39,7 +49,7 @@ def encode_group(
         track: name of the codec.
         context: which group it is.
         chunk: its chained prompt digest.
-        group: its index.
+        group: its index in its track.
         below: payloads of the tracks that this one refines, base first.
     """
     _check_shape(kv, context, f"group {group}: cannot encode")
@@ -89,8 +99,9 @@ def _check_shape(kv: torch.Tensor, context: GroupContext, what: str) -> None:
 
 
 def frame_header(track: str, context: GroupContext, chunk: str, group: int) -> FrameHeader:
-    """Return the header that the frame of a group must have."""
-    return FrameHeader(track, context.spec.digest(), chunk, group, context.first_token, context.tokens)
+    """Return the header that the frame of a group must have; ``track`` is its level."""
+    spec = context.spec
+    return FrameHeader(spec.track_name(track), spec.digest(), chunk, group, context.first_token, context.tokens)
 
 
 def payload_of(frame: bytes | memoryview) -> memoryview:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.builtin import PayloadLayout
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import FP16_MAX
+from kvabr.types.kv import FP16_MAX, KVSpec
 
 _EXPONENT = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 """Exponent bits; all of them are set only in NaN and infinity."""
@@ -82,6 +83,56 @@ def not_finite(what: str) -> FormatError:
     return FormatError(f"{what}: contains a number that is not finite; the payload is corrupt")
 
 
+def keys_and_values(kv: torch.Tensor, spec: KVSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the keys and the values of a tensor [layer, K/V, head, ..., dim] (`LayerClass.split`).
+
+    They are [layer, head, ..., dim]. The values have no elements if there is only one vector per token.
+    """
+    keys = spec.only.split[0]
+    return (kv[:, 0], kv[:, 1]) if spec.only.halves == 2 else (kv[:, 0, ..., :keys], kv[:, 0, ..., keys:])
+
+
+def by_unit(part: torch.Tensor, units: int) -> torch.Tensor:
+    """Return a run of keys or values, [layer, head, token, dim], as float32 [unit, layer, token, channel]."""
+    layers, heads, tokens, dim = part.shape
+    return part.float().reshape(layers, heads, units, tokens // units, dim).permute(2, 0, 3, 1, 4).flatten(3)
+
+
+def to_layers(numbers: torch.Tensor, out: torch.Tensor) -> None:
+    """Place keys or values, [unit, layer, ...] as by `by_unit`, into ``out``, [layer, head, unit, token, dim].
+
+    The numbers may be modified.
+    """
+    layers, heads, units, tokens, dim = out.shape
+    if dim:
+        place(out, numbers.reshape(units, layers, tokens, heads, dim).permute(1, 3, 0, 2, 4))
+
+
+def join_codes(keys: torch.Tensor, values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes of a run's keys and values, uint8 [unit, layer, ...], as bytes, [unit, byte].
+
+    The codes of a layer, of its keys and then of its values, follow each other. With 4 bits a byte holds two: the low
+    half one of the first half of them, the high half the one in the same place of the second.
+    """
+    codes = torch.cat((keys.flatten(2), values.flatten(2)), dim=2)
+    if bits == 4:
+        codes = pad(codes, (0, codes.shape[2] % 2))
+        low, high = codes.chunk(2, dim=2)
+        codes = low | high << 4
+    return codes.flatten(1)
+
+
+def split_codes(units: torch.Tensor, layers: int, sizes: tuple[int, int], bits: int) -> tuple[torch.Tensor, ...]:
+    """Undo `join_codes`, given how many keys and values a layer of a unit has; returns [unit, layer, code] of both."""
+    codes = units.view(len(units), layers, -1)
+    if bits == 4:
+        halves = codes & 15, codes >> 4
+        if sizes[0] == sizes[1]:
+            return halves
+        codes = torch.cat(halves, dim=2)[:, :, : sum(sizes)]
+    return codes.split_with_sizes(list(sizes), dim=2)
+
+
 def place(out: torch.Tensor, values: torch.Tensor) -> None:
     """Copy values, which may be modified, into the caller's tensor; saturate instead of overflowing."""
     if out.dtype != values.dtype:
@@ -108,38 +159,40 @@ class Separable(Codec):
     processor's cache however large the group is.
     """
 
-    def head(self, group: torch.Tensor) -> torch.Tensor:
+    def head(self, group: torch.Tensor, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
         """Return what all tokens of a group [layer, K/V, head, token, dim] share: float16, any shape."""
         return group.new_empty(0, dtype=torch.float16)
 
     @abstractmethod
-    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int) -> torch.Tensor:
+    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:
         """Compress a run of whole units to [unit, ...], any dtype and shape: the bytes of each unit.
 
         Args:
             run: [layer, K/V, head, token, dim], any float dtype, any strides.
             head: what `head` returned.
             unit_tokens: tokens in each unit of this run.
+            spec: the spec of the group's layer class, which says what lies where, see `keys_and_values`.
         """
 
     @abstractmethod
-    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:
+    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:
         """Decompress a run of whole units; raise a `FormatError` if no encoder writes such units.
 
         Args:
             units: [unit, byte] uint8, as many as the layout says; untrusted otherwise. Not to be modified.
             head: float16, flat, finite, as many numbers as the layout says.
             out: [layer, K/V, head, unit, token, dim], any float dtype, any strides; the tokens of each unit.
+            spec: as for `encode_units`.
         """
 
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:  # noqa: ARG002
         """Write the head, then the units run by run."""
         layout = self._layout(context)
-        head = self.head(group)
+        head = self.head(group, context.spec)
         parts = [raw(head)]
         for first, last in layout.runs(_most_tokens(context, group.device)):
             run = group[:, :, :, first:last]
-            parts.append(raw(self.encode_units(run, head, min(layout.unit_tokens, last - first))))
+            parts.append(raw(self.encode_units(run, head, min(layout.unit_tokens, last - first), context.spec)))
         return b"".join(parts)
 
     def decode(
@@ -161,7 +214,7 @@ class Separable(Codec):
             size = layout.unit_bytes if tokens == layout.unit_tokens else layout.last_bytes
             units = reader.tensor(torch.uint8, ((last - first) // tokens, size)).to(out.device)
             run = out[:, :, :, first:last]
-            self.decode_units(units, head, run.view(*run.shape[:3], -1, tokens, run.shape[4]))
+            self.decode_units(units, head, run.view(*run.shape[:3], -1, tokens, run.shape[4]), context.spec)
 
     def _layout(self, context: GroupContext) -> PayloadLayout:
         layout = self.layout(context.spec, context.tokens)

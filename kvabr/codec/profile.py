@@ -172,11 +172,13 @@ class Profile:
 
 
 def _title(spec: KVSpec) -> str:
+    if len(spec.classes) > 1:
+        return f"{spec.model} ({spec.summary})"
     rope, turned = spec.rope, "no rotary embedding"
     if rope is not None:
         scaled = "" if rope.frequencies is None else f", scaled down to {min(rope.frequencies):g} a token"
         turned = f"a rotary embedding of base {rope.theta:g}{scaled}"
-    return f"{spec.model} ({spec.layers} layers, {spec.kv_heads} KV heads of {spec.head_dim}, {spec.dtype}, {turned})"
+    return f"{spec.model} ({spec.summary}, {turned})"
 
 
 def _matrices(arrays: _Arrays, name: str) -> Matrices:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from kvabr.codec.base import GroupContext
 from kvabr.codec.builtin import BUILTIN
-from kvabr.codec.container import FrameHeader, pack
-from kvabr.codec.group import encode_group
+from kvabr.codec.container import pack
+from kvabr.codec.group import encode_group, frame_header
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import TOTAL, CoderModel
 from kvabr.codec.quantiser import RATIO, SINGLE
@@ -51,7 +51,7 @@ class SampleFrames:
         model, lower = context.profile.depth(track).coder, track_below(track)
         below = None if lower is None else self._of(lower).indices(context.tokens)
         coded = coder.encode_indices(model, self._of(track).indices(context.tokens), below)
-        header = FrameHeader(track, context.spec.digest(), CHUNK, 0, context.first_token, context.tokens)
+        header = frame_header(track, context, CHUNK, 0)
         return pack(_NOTHING_LISTED + coded, header)
 
     def _of(self, track: str) -> _Drawn:

@@ -62,7 +62,7 @@ def spec_of(model: str, engine: str, layers: int, heads: int, dim: int, dtype: t
     if (kind := str(dtype).removeprefix("torch.")) not in DTYPES:
         raise FormatError(f"a cache of {dtype}: the engine quantises it itself; kvabr's tracks need 16 or 32 bits")
     name = _UNSAFE.sub("-", model).strip("/") or "model"
-    return KVSpec(name[-256:], engine, layers, heads, dim, kind)
+    return KVSpec.uniform(name[-256:], engine, layers, heads, dim, kind)
 
 
 def _memory_of(found: Found) -> int:

@@ -1,4 +1,4 @@
-"""Assembles groups into one contiguous KV tensor: in any order, from any track, never half written.
+"""Assembles groups into one contiguous KV tensor per layer class: in any order, from any track, never half written.
 
 A group whose place is empty is decoded into it if that takes little time, and counts as in place only once the whole
 frame has proved good. Every other group is decoded into scratch memory and then copied. A cache can be handed over
@@ -62,23 +62,34 @@ class Assembler:
         """Create an empty cache.
 
         Args:
-            catalog: the asset, or a suffix of it: groups and tokens are counted from the catalog's first.
+            catalog: what is played (`Catalog.to_play`), or a suffix of it: groups and tokens are counted from the
+                catalog's first.
             profile: the model's side information, for tracks that need it.
             out: [layer, K/V, head, token, dim], any float dtype and strides, on the CPU; None: a new tensor.
             dtype: element type of the new tensor; by default that of the asset.
 
         Raises:
             ForeignError: the profile is of another model.
-            UsageError: ``out`` has another shape, or is not a float tensor.
+            UsageError: ``out`` has another shape, or is not a float tensor; or there are several layer classes, whose
+                tensors are always new.
         """
         if profile is not None:
             profile.check(catalog.spec)
-        shape = catalog.spec.shape(catalog.tokens)
+        if not catalog.every_token and not catalog.only_needed:
+            raise UsageError(f"{catalog.spec.model}: assemble what a play needs, Catalog.to_play")
+        self._catalog, self._profile, spans = catalog, profile, catalog.spans
+        shapes = [part.shape(span.tokens) for part, span in zip(catalog.spec.parts, spans, strict=True)]
         if out is None:
-            out = torch.zeros(shape, dtype=dtype or catalog.spec.torch_dtype)
-        elif tuple(out.shape) != shape or not out.is_floating_point():
-            raise UsageError(f"the tensor to assemble in is {tuple(out.shape)} {out.dtype}, not floats of {shape}")
-        self._catalog, self._profile, self._out = catalog, profile, out
+            types = [dtype or part.torch_dtype for part in catalog.spec.parts]
+            self._outs = tuple(torch.zeros(shape, dtype=kind) for shape, kind in zip(shapes, types, strict=True))
+        elif len(shapes) > 1:
+            raise UsageError(f"a cache of several layer classes ({', '.join(catalog.spec.names)}) is not one tensor")
+        elif tuple(out.shape) != shapes[0] or not out.is_floating_point():
+            raise UsageError(f"the tensor to assemble in is {tuple(out.shape)} {out.dtype}, not floats of {shapes[0]}")
+        else:
+            self._outs = (out,)
+        self._begins = tuple(span.first for span in spans)
+        """Per class, the first token of its tensor."""
         self._tracks: list[str | None] = [None] * catalog.groups
         self._kept: dict[tuple[int, str], memoryview] = {}
         self._refined = {track.refines for track in catalog.tracks if track.refines is not None}
@@ -86,8 +97,8 @@ class Assembler:
         """Guards everything; notified when a group leaves `_direct`."""
         self._direct: set[int] = set()
         """Groups with an empty place that is being decoded into. Nobody else writes there meanwhile."""
-        self._spare: list[torch.Tensor] = []
-        """Unused scratch tensors. Fresh memory would have to be cleared, page by page, for every group."""
+        self._spare: list[list[torch.Tensor]] = [[] for _ in self._outs]
+        """Unused scratch tensors, per class. Fresh memory would have to be cleared, page by page, for every group."""
         self._taken = self._open = False
 
     @property
@@ -132,7 +143,7 @@ class Assembler:
                     self._direct.discard(group)
                     self._lock.notify_all()
         bottom = self._catalog.track(layers[0].track).refines
-        with self._scratch(self._catalog.group_tokens(group)) as scratch:
+        with self._scratch(group) as scratch:
             self._decode(group, layers, scratch)
             with self._lock:
                 self._lock.wait_for(lambda: group not in self._direct)
@@ -161,7 +172,7 @@ class Assembler:
             if self._taken:
                 return Placement.LATE
             verdict = Placement.PLACED if None in self._tracks[first:last] else Placement.REPLACED
-            self._out[:, :, :, begin:end].copy_(kv)
+            self._only[:, :, :, begin:end].copy_(kv)
             for group in range(first, last):
                 self._tracks[group] = RECOMPUTED
                 self._forget(group)
@@ -178,7 +189,7 @@ class Assembler:
             raise UsageError(f"the KV of the first {self._catalog.first_token} tokens is not in this cache")
         self._no_hole(group)
         end = self._catalog.tokens if group == self._catalog.groups else group * self._catalog.spec.group_tokens
-        return self._out[:, :, :, :end]
+        return self._only[:, :, :, :end]
 
     def prepare(
         self,
@@ -201,8 +212,7 @@ class Assembler:
         """
         if not self._taken or not self._open:
             raise UsageError("upgrades need a cache that was taken with take(upgrades=True) and is not sealed")
-        offer, shape = self._catalog.track(track), self._catalog.spec.shape(self._catalog.group_tokens(group))
-        ready = torch.empty(shape, dtype=self._out.dtype, device=self._out.device)
+        offer, ready = self._catalog.track(track), torch.empty_like(self._place(group))
         layers = (*below, Layer(track, frame, has_digest))
         self._decode(group, layers, ready)
 
@@ -219,10 +229,18 @@ class Assembler:
             self._taken, self._open = True, False
             self._lock.wait_for(lambda: not self._direct)
         self._kept.clear()
-        self._spare.clear()
+        for spare in self._spare:
+            spare.clear()
 
     def take(self, *, upgrades: bool = False) -> torch.Tensor:
-        """Hand over the cache. Afterwards nothing is accepted, except through `prepare` if ``upgrades`` is true.
+        """Hand over the cache of a model with one layer class; otherwise as `take_classes`."""
+        _ = self._catalog.spec.only
+        return self.take_classes(upgrades=upgrades)[0]
+
+    def take_classes(self, *, upgrades: bool = False) -> tuple[torch.Tensor, ...]:
+        """Hand over the cache: a tensor per layer class, with the tokens of `Catalog.spans`.
+
+        Afterwards nothing is accepted, except through `prepare` if ``upgrades`` is true.
 
         Raises:
             HoleError: a group is missing. One zero-filled group of eight cost 0.6 nats per token on a real model, more
@@ -233,7 +251,7 @@ class Assembler:
             self._taken, self._open = True, upgrades
         if not upgrades:
             self.seal()
-        return self._out
+        return self._outs
 
     def take_prefix(self, groups: int | None = None) -> tuple[torch.Tensor, tuple[str, ...]]:
         """Hand over the KV of the groups before the first hole, and the track of each; accept nothing afterwards.
@@ -243,7 +261,7 @@ class Assembler:
         self.seal()
         tracks = [track for track in takewhile(bool, self._tracks[:groups]) if track]
         tokens = min(len(tracks) * self._catalog.spec.group_tokens, self._catalog.tokens)
-        return self._out[:, :, :, :tokens], tuple(tracks)
+        return self._only[:, :, :, :tokens], tuple(tracks)
 
     def check(self, group: int, layer: Layer) -> memoryview:
         """Return the payload of a frame of a group; raise a `FormatError` or `ForeignError` as `put` does."""
@@ -251,22 +269,20 @@ class Assembler:
         if len(layer.frame) != (promised := offer.bytes[group]):
             came = f"{len(layer.frame)} bytes came, the catalog says {promised}"
             raise FormatError(f"group {group} of {offer.name}: {came}")
-        number = catalog.offset + group
-        header = frame_header(offer.name, self._context(group), catalog.chunks[group], number)
+        unit = self._catalog.unit(group)
+        header = frame_header(offer.name, self._context(group), catalog.chunks[unit.chunk], unit.group)
         return unpack(layer.frame, header, offer.digests[group], layer.has_digest)[1]
 
     def _context(self, group: int) -> GroupContext:
-        catalog = self._catalog
-        # Frames carry their place in the published asset.
-        first = catalog.first_token + catalog.spec.group_range(group, catalog.tokens)[0]
-        return GroupContext(catalog.spec, first, catalog.group_tokens(group), self._profile)
+        unit = self._catalog.unit(group)
+        return GroupContext(self._catalog.spec.parts[unit.part], unit.first, unit.tokens, self._profile)
 
     def _decode(self, group: int, layers: Sequence[Layer], out: torch.Tensor) -> None:
         """Check the frames of consecutive layers, and decode them into ``out``, whose tokens are those of the group."""
         payloads = self._below(group, self._catalog.track(layers[0].track))
         payloads.extend(self.check(group, layer) for layer in layers)
         payload, context = payloads.pop(), self._context(group)
-        decode_payload(payload, layers[-1].track, context, self._catalog.offset + group, out, payloads)
+        decode_payload(payload, layers[-1].track, context, self._catalog.unit(group).group, out, payloads)
 
     def _claim(self, group: int, layers: Sequence[Layer]) -> bool:
         """Return whether to decode a group into its place, which is then in `_direct` until the caller removes it.
@@ -274,9 +290,8 @@ class Assembler:
         Nobody reads an empty place, so a frame that proves bad does no harm there. `seal` waits for what is being
         decoded, at the deadline if need be, so this is only for tracks that take little more time than copying.
         """
-        spec, tokens = self._catalog.spec, self._catalog.group_tokens(group)
-        track = self._catalog.track(layers[-1].track)
-        if track.refines is not None or payload_layout(track.name, spec, tokens) is None:
+        context, track = self._context(group), self._catalog.track(layers[-1].track)
+        if track.refines is not None or payload_layout(track.name, context.spec, context.tokens) is None:
             return False
         with self._lock:
             if self._taken or self._tracks[group] is not None or group in self._direct:
@@ -286,19 +301,28 @@ class Assembler:
 
     def _place(self, group: int) -> torch.Tensor:
         """Return a view of a group's place in the cache."""
-        first, last = self._catalog.spec.group_range(group, self._catalog.tokens)
-        return self._out[:, :, :, first:last]
+        unit = self._catalog.unit(group)
+        begin = 0 if self._catalog.spec.parts[unit.part].only.kind == "state" else unit.first - self._begins[unit.part]
+        return self._outs[unit.part][:, :, :, begin : begin + unit.tokens]
+
+    @property
+    def _only(self) -> torch.Tensor:
+        """The tensor of a cache of which every token is needed."""
+        if not self._catalog.every_token:
+            raise UsageError(f"a play of {self._catalog.spec.model} has {self._catalog.spec.summary}: it is whole")
+        return self._outs[0]
 
     @contextmanager
-    def _scratch(self, tokens: int) -> Iterator[torch.Tensor]:
+    def _scratch(self, group: int) -> Iterator[torch.Tensor]:
         """Lend scratch memory for a decoded group to one thread."""
-        spec, out = self._catalog.spec, self._out
+        unit = self._catalog.unit(group)
+        spec, out, spare = self._catalog.spec.parts[unit.part], self._outs[unit.part], self._spare[unit.part]
         try:
-            whole = self._spare.pop()
+            whole = spare.pop()
         except IndexError:
-            whole = torch.empty(spec.elements_per_token * spec.group_tokens, dtype=out.dtype, device=out.device)
-        yield whole[: spec.elements_per_token * tokens].view(spec.shape(tokens))
-        self._spare.append(whole)
+            whole = torch.empty(spec.elements_per_token * spec.rows, dtype=out.dtype, device=out.device)
+        yield whole[: spec.elements_per_token * unit.tokens].view(spec.shape(unit.tokens))
+        spare.append(whole)
 
     def _no_hole(self, groups: int) -> None:
         missing = [group for group, track in enumerate(self._tracks[:groups]) if track is None]

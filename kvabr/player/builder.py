@@ -95,7 +95,12 @@ def new_session(
         PolicyError: there is no such policy.
         UsageError: arguments that make no sense, or a policy that does not fit the goal.
     """
-    config = config or PlayerConfig()
+    config, catalog = config or PlayerConfig(), ladder.catalog
+    if cost is not None and not catalog.every_token:
+        raise UsageError(
+            f"{catalog.spec.model} has layers of kind {', '.join(catalog.spec.names)}, whose groups cannot be computed "
+            "one by one; play it without recompute (replay: --no-recompute)"
+        )
     if patience_s is not None:
         config = replace(config, give_up_after=max(1.0, patience_s / deadline_s))
     player = load_policy(policy)()
@@ -104,7 +109,7 @@ def new_session(
         if player.computes:
             raise UsageError(f"policy {policy} has the engine compute from the front, which this engine cannot do")
     if cached_groups is not None:
-        player = cache_first(player, ladder.catalog, cached_groups)
+        player = cache_first(player, catalog, cached_groups)
     upgrades = isinstance(goal, UpgradeGoal)
     return (UpgradeSession if upgrades else Session)(
         ladder,
@@ -112,7 +117,7 @@ def new_session(
         player,
         estimator,
         goal=goal,
-        cost=None if cost is None or upgrades else cost.behind(ladder.catalog.first_token),
+        cost=None if cost is None or upgrades else cost.behind(catalog.first_token),
         mode=mode,
         config=config,
         oracle=oracle,

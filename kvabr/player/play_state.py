@@ -197,7 +197,7 @@ class PlayState:
         """Correct the decode rates by the seconds that a thread took for a group."""
         if self._decode_rates is None or seconds is None:
             return
-        share = self._catalog.group_tokens(top.group) / self._catalog.spec.group_tokens
+        share = self._catalog.share(top.group)
         self._decode_rates.observe(top.track, share, seconds)
         for group in {*self._undecoded, *(transfer.group for transfer in self._decoding.values())}:
             self._count_decoding(group)

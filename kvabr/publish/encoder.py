@@ -11,9 +11,10 @@ from functools import partial
 
 import torch
 
+from kvabr.codec.ac import check_class, has_ac
 from kvabr.codec.base import GroupContext, codec, names
 from kvabr.codec.fit import FitConfig, fit
-from kvabr.codec.group import clean, decode_group, encode_group, payload_of
+from kvabr.codec.group import clean, cut, decode_group, encode_group, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import CORES
 from kvabr.publish.model import ScoringEngine, TextModel
@@ -21,10 +22,11 @@ from kvabr.publish.quality import MAX_PASSES, Reference, measure_mixes, measure_
 from kvabr.store.asset import FrameStore, Prompt
 from kvabr.types.catalog import Catalog, Mix, Quality, Track
 from kvabr.types.cost import PrefillCost
-from kvabr.types.engine import Engine, time_prefills
-from kvabr.types.errors import UsageError
+from kvabr.types.engine import Engine, prefill_classes, time_prefills
+from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, chain
+from kvabr.types.units import units_of
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, its steps done, and its steps in all."""
@@ -70,13 +72,16 @@ class MemoryFrames:
         self.profile_data = data
 
 
-def ordered_tracks(wanted: Sequence[str] | None) -> tuple[str, ...]:
+def ordered_tracks(wanted: Sequence[str] | None, spec: KVSpec | None = None) -> tuple[str, ...]:
     """Return the tracks to make, each after the one that it refines; for None all that exist but `ON_REQUEST`.
+
+    Those that need a profile are left out if there are none for the layer classes of ``spec``.
 
     Raises `FormatError` if there is no such codec, `UsageError` if one is wanted twice, or without what it refines.
     """
     if wanted is None:
-        wanted = [name for name in names() if name not in ON_REQUEST]
+        ac = spec is None or has_ac(spec)
+        wanted = [name for name in names() if name not in ON_REQUEST and (ac or not codec(name).needs_profile)]
     if len(set(wanted)) != len(wanted) or not wanted:
         raise UsageError("name at least one track, and each only once")
     out: list[str] = []
@@ -111,8 +116,13 @@ class FrameEncoder:
             tracks: names of the tracks, see `ordered_tracks`.
             profile: side information; it is kept only if a track needs it.
             store: keeps the frames.
+
+        Raises `FormatError` for states with snapshots within the prompt.
         """
         self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
+        if any(each.interval is not None for each in spec.classes):
+            raise FormatError(f"{spec.model}: states are encoded as one snapshot, that at the prompt's end")
+        self.units = units_of(spec, tokens)
         self._profile = profile if needs_profile(tracks) else None
         self._store = store
         self.bytes: dict[str, list[int]] = {track: [] for track in tracks}
@@ -124,22 +134,27 @@ class FrameEncoder:
         self.replaced = 0
         """Numbers of the cache that were NaN, infinite or beyond FP16, see `kvabr.codec.group.clean`."""
 
-    def encode(self, cache: torch.Tensor, progress: Callable[[int, int], None] = lambda _done, _all: None) -> None:
-        """Encode every group of ``cache``, [layer, K/V, head, token, dim], on every track, groups in order."""
+    def encode(
+        self, cache: Sequence[torch.Tensor], progress: Callable[[int, int], None] = lambda _done, _all: None
+    ) -> None:
+        """Encode every group of a cache on every track, groups in order.
+
+        ``cache`` is a tensor per layer class, [layer, K/V, head, token, dim] of all tokens; that of a state holds the
+        snapshot at the end, with rows in the place of tokens.
+        """
         if self._profile is not None:
             self._store.profile(self._profile.to_bytes())
-        total = len(self.chunks) * len(self.tracks)
-        for group, chunk in enumerate(self.chunks):
+        total = len(self.units) * len(self.tracks)
+        for group, unit in enumerate(self.units):
             context = replace(self._context(group), memo={})
-            end = context.first_token + context.tokens
-            kv, replaced = clean(cache[:, :, :, context.first_token : end])
+            kv, replaced = clean(cut(cache, unit, self.spec))
             self.replaced += replaced
             made: dict[str, bytes] = {}
             for index, track in enumerate(self.tracks):
                 below = [bytes(payload_of(made[name])) for name in _below(track)]
-                frame = encode_group(kv, track, context, chunk, group, below)
+                frame = encode_group(kv, track, context, self.chunks[unit.chunk], unit.group, below)
                 made[track] = frame
-                self._store.frame(group, track, frame)
+                self._store.frame(unit.group, context.spec.track_name(track), frame)
                 self.aside[track] += codec(track).aside(payload_of(frame), context)
                 self.bytes[track].append(len(frame))
                 self.digests[track].append(hashlib.sha256(frame).hexdigest())
@@ -148,7 +163,8 @@ class FrameEncoder:
     def decode(self, group: int, track: str, out: torch.Tensor) -> None:
         """Decode one group of one track into ``out``, [layer, K/V, head, token, dim]."""
         frame, below = self._read(group, track)
-        decode_group(frame, track, self._context(group), self.chunks[group], group, out, below)
+        unit = self.units[group]
+        decode_group(frame, track, self._context(group), self.chunks[unit.chunk], unit.group, out, below)
 
     def decode_seconds(self, track: str) -> float:
         """Return the median seconds that one thread takes to check and decode a full group, as a player does.
@@ -156,23 +172,35 @@ class FrameEncoder:
         This is processor time, so that other work on the publisher's machine does not count.
         """
         threads = torch.get_num_threads()
-        full = [group for group in range(len(self.chunks)) if self._context(group).tokens == self.spec.group_tokens]
-        groups = (full or [0])[:_TIMED_GROUPS]
-        out = torch.empty(self.spec.shape(self._context(groups[0]).tokens), dtype=self.spec.torch_dtype)
+        sizes = [unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units]
+        groups = [group for group, size in enumerate(sizes) if size == max(sizes)][:_TIMED_GROUPS]
+        first = self._context(groups[0])
+        out = torch.empty(first.spec.shape(first.tokens), dtype=first.spec.torch_dtype)
         times = []
         torch.set_num_threads(1)
         try:
             self.decode(groups[0], track, out)  # the first use builds tables that a player would have by then
             for group in groups:
                 frame, below = self._read(group, track)
-                context, digest = self._context(group), self.digests[track][group]
+                context, digest, unit = self._context(group), self.digests[track][group], self.units[group]
                 with CORES.all_taken():
                     start = time.process_time()
-                    decode_group(frame, track, context, self.chunks[group], group, out, below, digest=digest)
+                    chunk = self.chunks[unit.chunk]
+                    decode_group(frame, track, context, chunk, unit.group, out, below, digest=digest)
                     times.append(time.process_time() - start)
         finally:
             torch.set_num_threads(threads)
         return statistics.median(times)
+
+    def spread(self, losses: Sequence[float]) -> tuple[float, ...]:
+        """Return the losses of all units from those of the groups of tokens: each group's, split by size."""
+        sizes = [unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units]
+        whole = [0] * len(self.chunks)
+        for unit, size in zip(self.units, sizes, strict=True):
+            whole[unit.chunk] += size
+        return tuple(
+            losses[unit.chunk] * (size / whole[unit.chunk]) for unit, size in zip(self.units, sizes, strict=True)
+        )
 
     def catalog(
         self,
@@ -210,12 +238,14 @@ class FrameEncoder:
         )
 
     def _read(self, group: int, track: str) -> tuple[bytes, list[memoryview]]:
-        below = [payload_of(self._store.read_frame(group, name)) for name in _below(track)]
-        return self._store.read_frame(group, track), below
+        unit, part = self.units[group], self._context(group).spec
+        names = [part.track_name(name) for name in (*_below(track), track)]
+        *below, frame = (self._store.read_frame(unit.group, name) for name in names)
+        return frame, [payload_of(each) for each in below]
 
     def _context(self, group: int) -> GroupContext:
-        first, last = self.spec.group_range(group, self.tokens)
-        return GroupContext(self.spec, first, last - first, self._profile)
+        unit = self.units[group]
+        return GroupContext(self.spec.parts[unit.part], unit.first, unit.tokens, self._profile)
 
 
 def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int) -> Prompt:
@@ -252,17 +282,22 @@ def _shorter(total: int, continuation: int) -> str:
 
 def compute_cache(
     engine: Engine, tokens: Sequence[int], progress: Callable[[int, int], None] = lambda _done, _all: None
-) -> torch.Tensor:
-    """Return the exact cache of a prompt, [layer, K/V, head, token, dim] in the engine's dtype, computed in parts."""
-    cache: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return the exact cache of a prompt, computed in pieces, in the engine's dtype.
+
+    It is a tensor per layer class, [layer, K/V, head, token, dim], each of all tokens.
+    """
+    cache: tuple[torch.Tensor, ...] = ()
     for first in range(0, len(tokens), _PREFILL_TOKENS):
-        before = None if cache is None else cache[:, :, :, :first]
-        part = engine.prefill(tokens[first : first + _PREFILL_TOKENS], before)
-        if cache is None:
-            cache = part.new_empty(engine.spec.shape(len(tokens)))
-        cache[:, :, :, first : first + _PREFILL_TOKENS] = part
+        before = tuple(part[:, :, :, :first] for part in cache)
+        pieces = prefill_classes(engine, tokens[first : first + _PREFILL_TOKENS], before or None)
+        if not cache:
+            pairs = zip(pieces, engine.spec.parts, strict=True)
+            cache = tuple(piece.new_empty(part.shape(len(tokens))) for piece, part in pairs)
+        for part, piece in zip(cache, pieces, strict=True):
+            part[:, :, :, first : first + _PREFILL_TOKENS] = piece
         progress(min(first + _PREFILL_TOKENS, len(tokens)), len(tokens))
-    if cache is None:
+    if not cache:
         raise UsageError("a prompt takes at least 1 token")
     return cache
 
@@ -311,11 +346,13 @@ def publish(
     """
     spec = engine.spec if group_tokens is None else replace(engine.spec, group_tokens=group_tokens)
     needing = needs_profile(tracks)
-    if needing and profile is not None:
-        profile.check(spec)
+    if needing:
+        check_class(spec, next(track for track in tracks if codec(track).needs_profile))
+        if profile is not None:
+            profile.check(spec)
     exact = compute_cache(engine, prompt.tokens, partial(progress, "prefill"))
     if needing and profile is None:
-        profile = own_profile(spec, exact)
+        profile = own_profile(spec, exact[0])
         tell(
             f"no profile of {spec.model}: the AC tracks have tables of this asset alone and take two to three "
             "times the bytes; `kvabr calibrate` makes a profile"
@@ -326,7 +363,7 @@ def publish(
     if frames.replaced:
         tell(f"{frames.replaced:,} numbers of the cache were NaN, infinite or beyond FP16; they were replaced")
         # Behind numbers that are not finite a model's probabilities are not, and nothing could be compared with them.
-        exact = torch.nan_to_num(exact, nan=0.0, posinf=_FP16_MAX, neginf=-_FP16_MAX)
+        exact = tuple(torch.nan_to_num(part, nan=0.0, posinf=_FP16_MAX, neginf=-_FP16_MAX) for part in exact)
     for track, count in frames.aside.items():
         if count:
             tell(f"{track} keeps {count:,} of {len(prompt.tokens):,} tokens aside, which stand out")
@@ -348,6 +385,8 @@ def publish(
     catalog = frames.catalog(
         measured.loss, decode_s, loss_method=measured.method, source=source, measured=qualities, prefill=prefill
     )
+    if not catalog.every_token:
+        return catalog  # its groups cannot be recomputed one by one, which is what mixes are about
     mixes = measure_mixes(
         catalog, sample_mixes(catalog), reference, prompt.tokens, frames.decode, progress=partial(progress, "mix")
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kvabr.types.engine import Engine
+from kvabr.types.engine import ClassEngine, Engine
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,21 @@ class ScoringEngine(Engine, Protocol):
         Returns:
             [len(tokens), vocabulary] float64.
         """
+
+
+@runtime_checkable
+class ScoringClassEngine(ScoringEngine, ClassEngine, Protocol):
+    """A scoring engine whose cache may have several layer classes."""
+
+    def score_classes(self, kv: tuple[torch.Tensor, ...] | None, tokens: Sequence[int]) -> torch.Tensor:
+        """As `score`, with a tensor per layer class, each of all tokens."""
+
+
+def score_classes(engine: ScoringEngine, kv: tuple[torch.Tensor, ...] | None, tokens: Sequence[int]) -> torch.Tensor:
+    """Score a continuation with any engine, see `ScoringClassEngine.score_classes`."""
+    if isinstance(engine, ScoringClassEngine):
+        return engine.score_classes(kv, tokens)
+    return engine.score(None if kv is None else kv[0], tokens)
 
 
 class CalibrationEngine(ScoringEngine, Protocol):

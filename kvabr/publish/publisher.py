@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from kvabr.codec.ac import check_class
 from kvabr.codec.base import codec
 from kvabr.codec.profile import Profile
 from kvabr.publish.encoder import FrameEncoder, ordered_tracks, six
@@ -84,6 +85,8 @@ class Publisher:
             tracks = (*PLAIN_TRACKS, *(LAYERS if profile is not None else ()))
         self._tracks = ordered_tracks(tracks)
         for track in self._tracks:
+            if codec(track).needs_profile:
+                check_class(spec, track)
             if codec(track).needs_profile and profile is None:
                 raise UsageError(f"track {track} needs a codec profile of {spec.model}: `kvabr calibrate` makes one")
             if track not in prior.by_name:
@@ -139,7 +142,7 @@ class Publisher:
             self._known.discard(slot.chunks[-1])
         self._free.release()
 
-    def _begin(self, slot: Slot, kv: torch.Tensor, done: Callable[[PublishOutcome], object]) -> None:
+    def _begin(self, slot: Slot, kv: Sequence[torch.Tensor], done: Callable[[PublishOutcome], object]) -> None:
         def work() -> None:
             try:
                 outcome = PublishOutcome("published", self._publish(slot, kv))
@@ -157,7 +160,7 @@ class Publisher:
             self._give_back(slot)
             done(PublishOutcome("failed", why="the publisher is closed"))
 
-    def _publish(self, slot: Slot, kv: torch.Tensor) -> int:
+    def _publish(self, slot: Slot, kv: Sequence[torch.Tensor]) -> int:
         chunks = slot.chunks
         with self._store.writer(chunks[-1]) as writer:
             frames = FrameEncoder(self._spec, chunks, slot.tokens, self._tracks, self._profile, writer)
@@ -169,12 +172,11 @@ class Publisher:
 
     def _catalog(self, frames: FrameEncoder) -> Catalog:
         spec, prior = self._spec, self._prior
-        larger = (spec.elements_per_token * spec.group_tokens) / (
-            prior.spec.elements_per_token * prior.spec.group_tokens
-        )
+        own, others = spec.largest, prior.spec.largest
+        larger = (own.elements_per_token * own.rows) / (others.elements_per_token * others.rows)
         losses: dict[str, tuple[float, ...]] = {}
         for track in self._tracks:
-            losses[track] = expected_losses(prior.track(track).loss, len(frames.chunks))
+            losses[track] = frames.spread(expected_losses(prior.track(track).loss, len(frames.chunks)))
             if (base := codec(track).refines) is not None:
                 # By themselves, a layer's losses may seem to make a group worse, and would then never be used.
                 pairs = zip(losses[track], losses[base], strict=True)
@@ -196,12 +198,12 @@ class Slot:
     chunks: tuple[str, ...]
     tokens: int
 
-    def fill(self, kv: torch.Tensor, done: Callable[[PublishOutcome], object]) -> None:
+    def fill(self, kv: torch.Tensor | tuple[torch.Tensor, ...], done: Callable[[PublishOutcome], object]) -> None:
         """Publish a cache, [layer, K/V, head, token, dim] of any float dtype, which must not change any more.
 
-        ``done`` is called with the outcome, on the publishing thread.
+        Of several layer classes, ``kv`` is a tensor each. ``done`` is called with the outcome, in its thread.
         """
-        self.publisher._begin(self, kv, done)  # noqa: SLF001  # its own
+        self.publisher._begin(self, (kv,) if isinstance(kv, torch.Tensor) else kv, done)  # noqa: SLF001  # its own
 
     def leave(self) -> None:
         """Give the place back: there is no cache after all."""
@@ -229,7 +231,7 @@ def with_heads(spec: KVSpec, heads: range) -> KVSpec:
     """Return the spec of the cache of some heads, under a name of its own; the spec itself if these are all."""
     if len(heads) == spec.kv_heads:
         return spec
-    return replace(spec, model=f"{spec.model}+heads{heads.start}-{heads.stop - 1}", kv_heads=len(heads))
+    return replace(spec.changed(heads=len(heads)), model=f"{spec.model}+heads{heads.start}-{heads.stop - 1}")
 
 
 def _be_nice() -> None:

@@ -21,14 +21,18 @@ from itertools import count, groupby, pairwise
 
 import torch
 
-from kvabr.codec.group import clean
-from kvabr.publish.model import ScoringEngine
-from kvabr.types.catalog import RECOMPUTED, Catalog, Mix, Quality, predicted_loss
+from kvabr.codec.group import clean, cut
+from kvabr.publish.model import ScoringEngine, score_classes
+from kvabr.types.catalog import RECOMPUTED, Catalog, Mix, Quality
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
+from kvabr.types.loss import predicted_loss
+from kvabr.types.units import needed, units_of
 
 Decoder = Callable[[int, str, torch.Tensor], None]
 """Decodes ``(group, track, out)`` into a tensor [layer, K/V, head, token, dim] of the group's tokens."""
+Cache = torch.Tensor | tuple[torch.Tensor, ...]
+"""A cache, [layer, K/V, head, token, dim]; a tensor per layer class where there are several."""
 
 MAX_PASSES = 192
 """Forward passes of the attribution beyond one per track: enough for four tracks of 48 groups."""
@@ -75,8 +79,8 @@ def compare(exact: torch.Tensor, other: torch.Tensor, tokens: Sequence[int]) -> 
 class Reference:
     """The exact cache's scores of a continuation, which other caches are measured against at a forward pass each."""
 
-    def __init__(self, engine: ScoringEngine, exact: torch.Tensor | None, continuation: Sequence[int]) -> None:
-        """Score the ids of a continuation, at least two, behind the exact cache [layer, K/V, head, token, dim].
+    def __init__(self, engine: ScoringEngine, exact: Cache | None, continuation: Sequence[int]) -> None:
+        """Score the ids of a continuation, at least two, behind the exact cache.
 
         Raises `ModelError` if the continuation is too short, or does not fit the model.
         """
@@ -84,11 +88,14 @@ class Reference:
             raise ModelError(f"measuring a loss takes a continuation of at least 2 tokens, not {len(continuation)}")
         self.engine = engine
         self.continuation = tuple(continuation)
-        self._exact = engine.score(exact, self.continuation)
+        self._exact = self._score(exact)
 
-    def measure(self, kv: torch.Tensor | None) -> Quality:
+    def measure(self, kv: Cache | None) -> Quality:
         """Return what the continuation loses when ``kv`` replaces the exact cache."""
-        return compare(self._exact, self.engine.score(kv, self.continuation), self.continuation)
+        return compare(self._exact, self._score(kv), self.continuation)
+
+    def _score(self, kv: Cache | None) -> torch.Tensor:
+        return score_classes(self.engine, (kv,) if isinstance(kv, torch.Tensor) else kv, self.continuation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +112,7 @@ class Measured:
 
 def measure_quality(
     reference: Reference,
-    exact: torch.Tensor,
+    exact: tuple[torch.Tensor, ...],
     spec: KVSpec,
     tracks: Sequence[str],
     decode: Decoder,
@@ -117,47 +124,53 @@ def measure_quality(
 
     Args:
         reference: scores of the exact cache.
-        exact: that cache, [layer, K/V, head, token, dim]; read, never written.
+        exact: that cache, a tensor per layer class, [layer, K/V, head, token, dim] of all tokens; read, never written.
         spec: its shape and groups.
         tracks: names of the tracks.
         decode: decodes one group of one track.
         max_passes: forward passes beyond one per track, see `MAX_PASSES`.
         progress: called after every forward pass.
+
+    Groups that the continuation cannot see lose nothing (`kvabr.types.units.needed`).
     """
-    work = exact.clone()
-    tokens = int(exact.shape[-2])
-    ranges = [spec.group_range(group, tokens) for group in range(spec.groups(tokens))]
-    total = len(tracks) + (max_passes if len(ranges) > 1 else 0)
+    work = tuple(part.clone() for part in exact)
+    tokens = int(exact[0].shape[-2])
+    every = units_of(spec, tokens)
+    seen = needed(spec, every, tokens)
+    places = [cut(work, every[group], spec) for group in seen]
+    sizes = [every[group].tokens * spec.parts[every[group].part].elements_per_token for group in seen]
+    total = len(tracks) + (max_passes if len(seen) > 1 else 0)
     done = count(1)
     quality = {}
     for track in tracks:
-        for group, (first, last) in enumerate(ranges):
-            decode(group, track, work[:, :, :, first:last])
+        for group, place in zip(seen, places, strict=True):
+            decode(group, track, place)
         quality[track] = reference.measure(work)
         progress(next(done), total)
-    work.copy_(exact)
+    for part, whole in zip(work, exact, strict=True):
+        part.copy_(whole)
 
-    units, shaped = _plan({track: quality[track].kl for track in tracks}, len(ranges), max_passes)
+    units, shaped = _plan({track: quality[track].kl for track in tracks}, len(seen), max_passes)
     total = len(tracks) + len(shaped) * len(units)
     shares: dict[str, list[float]] = {}
     for track in shaped:
         singles = []
         for unit in units:
-            for group in unit:
-                first, last = ranges[group]
-                decode(group, track, work[:, :, :, first:last])
+            for index in unit:
+                decode(seen[index], track, places[index])
             singles.append(reference.measure(work).kl)
-            begin, end = ranges[unit[0]][0], ranges[unit[-1]][1]
-            work[:, :, :, begin:end] = exact[:, :, :, begin:end]
+            for index in unit:
+                places[index].copy_(cut(exact, every[seen[index]], spec))
             progress(next(done), total)
-        shares[track] = _shares(singles, units, ranges)
+        shares[track] = _shares(singles, units, sizes)
     progress(total, total)
 
-    even = [(last - first) / tokens for first, last in ranges]
+    even = [size / sum(sizes) for size in sizes]
     loss = {}
     for track in tracks:
         near = _nearest(quality, track, shaped)
-        loss[track] = tuple(quality[track].kl * share for share in (shares[near] if near else even))
+        losses = dict(zip(seen, (quality[track].kl * share for share in (shares[near] if near else even)), strict=True))
+        loss[track] = tuple(losses.get(group, 0.0) for group in range(len(every)))
     return Measured(quality, loss, _in_words(len(reference.continuation), shaped, units))
 
 
@@ -265,17 +278,15 @@ def _pick(kl: Mapping[str, float], most: int) -> list[str]:
     return [lossy[round(index * (len(lossy) - 1) / (most - 1))] for index in range(most)]
 
 
-def _shares(singles: Sequence[float], units: Sequence[range], ranges: Sequence[tuple[int, int]]) -> list[float]:
-    """Return every group's share in the loss of a track: its unit's loss, split by tokens within the unit."""
-    everything = sum(singles)
-    tokens = ranges[-1][1]
+def _shares(singles: Sequence[float], units: Sequence[range], sizes: Sequence[int]) -> list[float]:
+    """Return every group's share in the loss of a track: its unit's loss, split by size within the unit."""
+    everything, whole = sum(singles), sum(sizes)
     shares = []
     for unit, single in zip(units, singles, strict=True):
-        size = ranges[unit[-1]][1] - ranges[unit[0]][0]
+        size = sum(sizes[group] for group in unit)
         for group in unit:
-            first, last = ranges[group]
-            measured = single / everything * (last - first) / size if everything > 0 else (last - first) / tokens
-            shares.append((1 - _LEAST_SHARE) * measured + _LEAST_SHARE * (last - first) / tokens)
+            measured = single / everything * sizes[group] / size if everything > 0 else sizes[group] / whole
+            shares.append((1 - _LEAST_SHARE) * measured + _LEAST_SHARE * sizes[group] / whole)
     return shares
 
 

@@ -158,7 +158,10 @@ class Connection(ABC):
     def identify(  # noqa: B027  # most need not
         self, namespace: TrackNamespace, track: str, digests: Sequence[str]
     ) -> None:
-        """Tell the SHA-256 of a track's groups, hex: a connection with a store need not fetch them again."""
+        """Tell the SHA-256 of a track's groups, hex: a connection with a store need not fetch them again.
+
+        The digest of a group that is never requested may be empty.
+        """
 
     def cached_groups(self, namespace: TrackNamespace, track: str) -> Collection[int]:
         """Return the groups of an identified track that need not cross the network."""

@@ -90,8 +90,8 @@ class Experiment:
     """Plays policies over traces with one catalog and one set of options."""
 
     def __init__(self, catalog: Catalog, options: ReplayOptions) -> None:
-        self.catalog, self.options = catalog, options
-        self.ladder = Ladder(catalog)
+        self.catalog, self.options = catalog.to_play, options
+        self.ladder = Ladder(self.catalog)
         self.clairvoyant = self.new_clairvoyant(options.cost)
         self._catalog_bytes = len(catalog.dumps())
         self._last: tuple[Trace, Trace, Trace, list[float]] | None = None

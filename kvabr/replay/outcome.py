@@ -10,9 +10,10 @@ from kvabr.replay.clairvoyant import Bound
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import LinkUse
 from kvabr.replay.trace import Trace
-from kvabr.types.catalog import Catalog, played_loss
+from kvabr.types.catalog import Catalog
 from kvabr.types.cost import objective
 from kvabr.types.events import PlayEvent
+from kvabr.types.loss import played_loss
 
 NO_CACHE_LOSS = 1.0
 """Loss of a play that was given up, nats per token: about what losing the whole prompt cost on a real model."""

@@ -71,7 +71,7 @@ class Machine:
             self._start_compute(action, now)
             return
         track = self._catalog.by_name[action.track]
-        share = self._catalog.group_tokens(action.group) / self._catalog.spec.group_tokens
+        share = self._catalog.share(action.group)
         seconds = track.decode_s * share * self._decode_scale
         end = max(now, heappop(self._decoders)) + seconds
         heappush(self._decoders, end)

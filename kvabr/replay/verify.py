@@ -15,8 +15,8 @@ from kvabr.player.assembler import Assembler, Placement
 from kvabr.publish.model import ScoringEngine
 from kvabr.publish.quality import Reference
 from kvabr.store.asset import Asset
-from kvabr.types.catalog import played_loss
 from kvabr.types.errors import FormatError, ModelError
+from kvabr.types.loss import played_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Verifier:
         done: list[tuple[str, int, int | str]] = []
         for step in steps:
             if isinstance(step, FetchStep):
-                verdict = assembler.put(step.group, step.track, self._asset.frame(step.group, step.track))
+                verdict = assembler.put(step.group, step.track, self._asset.frame_of(step.group, step.track))
                 if verdict is not Placement.STALE:
                     done.append(("fetch", step.group, step.track))
             else:

@@ -18,6 +18,7 @@ from kvabr.store.asset import Asset, FrameReader
 from kvabr.types.errors import AssetError, TransportError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
+from kvabr.types.units import unit_of
 
 
 class ArrivingGroup(ABC):
@@ -167,6 +168,7 @@ class CatalogLevel(Publication):
         """Serve groups of ``sizes`` bytes, of a cache of ``tokens`` tokens."""
         self.groups, self.name = len(sizes), name
         self._spec, self._tokens, self._sizes = spec, tokens, sizes
+        self._level, self._part = spec.level_of(name)
 
     def size(self, group: int) -> int:
         """Return the bytes of a group."""
@@ -176,8 +178,8 @@ class CatalogLevel(Publication):
 
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
         """See `Publication.objects`."""
-        size, (first, last) = self.size(group), self._spec.group_range(group, self._tokens)
-        return object_spans(self._spec, self.name, first, last - first, size)
+        size, unit = self.size(group), unit_of(self._spec, self._part, group, self._tokens)
+        return object_spans(self._spec.parts[self._part], self._level, unit.first, unit.tokens, size)
 
 
 class LevelPublication(CatalogLevel):
@@ -185,7 +187,7 @@ class LevelPublication(CatalogLevel):
 
     def __init__(self, asset: Asset, track: str) -> None:
         """Serve ``track`` of ``asset``; `FormatError` if the asset has no such track."""
-        self.asset, self._track = asset, asset.catalog.track(track)
+        self.asset, self._track = asset, asset.catalog.published_track(track)
         self.dear = not asset.local
         super().__init__(asset.catalog.spec, asset.catalog.tokens, track, self._track.bytes)
 

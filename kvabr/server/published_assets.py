@@ -182,8 +182,7 @@ class PublishedAssets:
         before = self._views
         known = self._levels
         self._levels = {
-            asset: known.get(asset)
-            or {track.name: LevelPublication(asset, track.name) for track in asset.catalog.tracks}
+            asset: known.get(asset) or {name: LevelPublication(asset, name) for name in asset.catalog.published}
             for asset in assets
         }
         shared: dict[tuple[str, ...], AssetView] = {}

@@ -64,7 +64,6 @@ class AssetFacts:
     """Of the catalog, hex."""
     spec: KVSpec
     tokens: int
-    groups: int
     sizes: dict[str, array[int]]
     """By track, bytes of each group."""
     digests: dict[str, bytes]
@@ -87,7 +86,7 @@ class AssetFacts:
 
     def all_digests(self) -> set[str]:
         """Return the SHA-256 of every group, hex."""
-        return {self.digest(track, group).hex() for track in self.digests for group in range(self.groups)}
+        return {self.digest(track, group).hex() for track, sizes in self.sizes.items() for group in range(len(sizes))}
 
 
 def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFacts | None:
@@ -111,9 +110,10 @@ def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFact
         right = (catalog.namespace.model, catalog.chunks[0]) == (namespace.model, namespace.prompt)
     if not right:
         raise FormatError("a catalog of another prompt")
-    digests = {one.name: b"".join(bytes.fromhex(digest) for digest in one.digests) for one in catalog.tracks}
-    sizes = {one.name: array("Q", one.bytes) for one in catalog.tracks}
-    return AssetFacts(catalog.namespace, digest, catalog.spec, catalog.tokens, catalog.groups, sizes, digests)
+    tracks = catalog.published.values()
+    digests = {one.name: b"".join(bytes.fromhex(digest) for digest in one.digests) for one in tracks}
+    sizes = {one.name: array("Q", one.bytes) for one in tracks}
+    return AssetFacts(catalog.namespace, digest, catalog.spec, catalog.tokens, sizes, digests)
 
 
 @dataclass(slots=True)

@@ -152,7 +152,7 @@ class Asset(ABC):
 
     @abstractmethod
     def open_frame(self, group: int, track: str) -> FrameReader:
-        """Open a frame of the catalog, checked for its size but not for its digest.
+        """Open a frame of a published track, checked for its size but not for its digest.
 
         Raises `AssetError` if the frame cannot be read, or has not the catalog's size.
         """
@@ -194,16 +194,16 @@ class Asset(ABC):
         return data
 
     def frame(self, group: int, track: str) -> bytes:
-        """Return the frame of one group on one track, checked against the catalog.
+        """Return the frame of one group on one track, as they are published, checked against the catalog.
 
         Raises:
             AssetError: the frame is missing.
             FormatError: it is truncated, too long, or damaged; or there is no such track.
             ForeignError: it is the frame of another group or track of this asset.
         """
-        offer = self.catalog.track(track)
-        if not 0 <= group < self.catalog.groups:
-            raise IndexError(f"group {group} is outside an asset of {self.catalog.groups} groups")
+        offer = self.catalog.published_track(track)
+        if not 0 <= group < len(offer.bytes):
+            raise IndexError(f"group {group} is outside an asset of {len(offer.bytes)} groups")
         part = self._frame_part(group, track)
         where = f"{self.location}/{part}"
         try:
@@ -216,6 +216,11 @@ class Asset(ABC):
             self._refuse_swapped(group, track)
             raise FormatError(f"{where}: damaged, its SHA-256 is not the one in the catalog; {_AGAIN}")
         return data
+
+    def frame_of(self, group: int, level: str) -> bytes:
+        """Return the frame of a group of the catalog on one of its levels; errors as `frame`."""
+        track, number = self.catalog.address(group, level)
+        return self.frame(number, track)
 
     def prompt(self) -> Prompt:
         """Return the token ids of the prompt and of what followed it; `FormatError` if it is damaged or another's.
@@ -254,7 +259,7 @@ class Asset(ABC):
             digest = hashlib.sha256(self._read_part(part, largest)).hexdigest()
         except AssetError:
             return
-        for other in self.catalog.tracks:
+        for other in self.catalog.published.values():
             if digest in other.digests:
                 place = other.digests.index(digest)
                 raise ForeignError(
@@ -267,7 +272,7 @@ class FrameStore(Protocol):
     """Keeps frames while they are made and measured."""
 
     def frame(self, group: int, track: str, frame: bytes) -> None:
-        """Write the frame of one group on one track."""
+        """Write the frame of one group on one track, as they are published."""
 
     def read_frame(self, group: int, track: str) -> bytes:
         """Read back what `frame` wrote."""

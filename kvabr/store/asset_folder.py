@@ -78,7 +78,7 @@ class FolderAsset(Asset):
     def check_parts(self) -> None:
         """See `Asset.check_parts`; refuses links, which might lead out of the asset."""
         catalog = self.catalog
-        for track in catalog.tracks:
+        for track in catalog.published.values():
             for place in (self.path / GROUPS, self.path / GROUPS / track.name):
                 if place.is_symlink():
                     raise AssetError(f"{place}: is a link; an asset's own files must lie in its folder")
@@ -98,7 +98,7 @@ class FolderAsset(Asset):
             frame = _open_frame(path)
         except OSError as error:
             raise AssetError(f"{path}: cannot be read ({error})") from error
-        size = self.catalog.track(track).bytes[group]
+        size = self.catalog.published_track(track).bytes[group]
         if frame.size != size:
             frame.close()
             raise AssetError(f"{path}: has {frame.size} bytes, its catalog says {size}; {_AGAIN}")

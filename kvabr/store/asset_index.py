@@ -179,7 +179,7 @@ class AssetIndex:
 def check_names(catalog: Catalog) -> None:
     """Raise `FormatError` if a catalog names what cannot be served."""
     space = catalog.namespace
-    for track in catalog.tracks:
+    for track in catalog.published.values():
         if track.name in {CATALOG_TRACK, PROFILE_TRACK} or track.name.startswith(PREFIX_TRACK):
             raise FormatError(f"catalog: no level may be called {track.name!r}, which names another track")
         if space.full_name_bytes(track.name) > MAX_FULL_TRACK_NAME:

@@ -1,23 +1,18 @@
 """The catalog of an asset: its tracks with their bytes, expected loss and digests, group by group. Versioned JSON.
 
 A player decides by the catalog alone and never looks into a group. A catalog may come from a network, so every field is
-checked when it is read.
+checked when it is read. Where a model has several layer classes, "group" means a unit (`kvabr.types.units`): each track
+lists all units, in their order, and is published as a track per class.
 
 Loss is the expected KL divergence against the exact cache, in nats per generated token, given per group and track, and
 attributed such that the losses of the played groups add up to the loss of the whole cache.
-
-A recomputed group is exact if everything before it is exact. Behind lossy groups it inherits part of their error: 5 %
-to 30 % of what it would cost on the tracks before it, whatever the track (SmolLM2-135M, 8 groups of three texts; 4, 3
-and 2 bits, and the draft's seven levels). The model here is `INHERITED` times their weighted mean, in which near groups
-weigh more, as the shape of a track's own losses tells. (21 recomputed groups behind 42 lossy ones of 8,064 tokens:
-measured 0.00042; a plain mean predicts 0.0031, this model 0.0005.)
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +23,7 @@ from kvabr.types.errors import AssetError, FormatError, UsageError, did_you_mean
 from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, check_track_name
+from kvabr.types.units import Span, Unit, hit, needed, prefix_units, units_of
 
 SCHEMA = "kvabr.catalog/1"
 MAX_CATALOG_BYTES = 32 << 20
@@ -39,8 +35,8 @@ _HEAD_BYTES = 256 << 10
 """Bytes of a catalog that its number of groups says nothing about: spec, words, measurements."""
 _ENTRY_BYTES = 128
 """Bytes of a catalog for one group of one track, at most: size, loss and digest, each on a line; and for its chunk."""
-_LEAST_GROUP_BYTES = 128
-"""Bytes of a catalog for one group, at least: two SHA-256 in hex."""
+_LEAST_GROUP_BYTES = 64
+"""Bytes of a catalog for one group, at least: a SHA-256 in hex."""
 _LEAST_GROUPS = 1024
 """Groups for which a catalog always has room, as the longest cached prefix of a short prompt may be that of a long
 asset."""
@@ -49,6 +45,8 @@ _AT_A_TIME = 8192
 MAX_PROFILE_BYTES = 1 << 29
 """Bytes of a codec profile, wherever it comes from."""
 _MAX_LOSS = 1e6
+RECOMPUTED = "recomputed"
+"""Stands in a list of tracks for a group that the engine computed from the groups before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,30 +116,103 @@ class Catalog:
     """What the asset was made from, in words."""
     offset: int = 0
     """Published groups before this catalog's first: its group ``g`` is published as ``offset + g``. Not in the JSON."""
+    only_needed: bool = False
+    """Whether units are left out that a prompt does not need which goes on behind `tokens`. Not in the JSON."""
 
     def __post_init__(self) -> None:
-        groups = self.spec.groups(self.tokens) if self.tokens > 0 else 0
-        if not 0 < groups <= _MAX_GROUPS:
-            raise FormatError(f"catalog: {self.tokens} tokens make {groups} groups; 1 to {_MAX_GROUPS} are allowed")
+        chunks = self.spec.groups(self.tokens) if self.tokens > 0 else 0
+        if not 0 < chunks <= _MAX_GROUPS:
+            raise FormatError(f"catalog: {self.tokens} tokens make {chunks} groups; 1 to {_MAX_GROUPS} are allowed")
+        if self.spec.part_of is not None:
+            raise FormatError("catalog: its spec is that of one layer class alone")
         if not 0 <= self.profile_bytes <= MAX_PROFILE_BYTES:
             raise FormatError(f"catalog: a profile of {self.profile_bytes} bytes, not 0 to {MAX_PROFILE_BYTES}")
         if any(not (math.isfinite(mix.predicted) and math.isfinite(mix.measured)) for mix in self.mixes):
             raise FormatError("catalog: a mix has a loss that is not a number")
-        if len(self.chunks) != groups:
-            raise FormatError(f"catalog: {groups} groups but {len(self.chunks)} prompt digests")
+        if len(self.chunks) != chunks:
+            raise FormatError(f"catalog: {chunks} groups but {len(self.chunks)} prompt digests")
         if not 0 < len(self.tracks) <= _MAX_TRACKS:
             raise FormatError(f"catalog: {len(self.tracks)} tracks; 1 to {_MAX_TRACKS} are allowed")
         seen: set[str] = set()
         for track in self.tracks:
-            _check_track(track, groups, seen)
+            _check_track(track, self.groups, seen)
             seen.add(track.name)
         if all(track.refines is not None for track in self.tracks):
             raise FormatError("catalog: every track refines another; one must stand alone")
 
     @cached_property
     def groups(self) -> int:
-        """Number of groups."""
-        return len(self.chunks)
+        """Number of groups (units)."""
+        return len(self.chunks) if self.every_token else len(self.units)
+
+    @property
+    def every_token(self) -> bool:
+        """Whether there is one class, of which every group is needed: then units are groups of tokens."""
+        return len(self.spec.classes) == 1 and self.spec.only.kind in ("full", "latent")
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """The units that the groups are, unless every group of tokens is one; see `unit`."""
+        units = units_of(self.spec, self.tokens)
+        return tuple(units[index] for index in needed(self.spec, units, self.tokens)) if self.only_needed else units
+
+    def unit(self, group: int) -> Unit:
+        """Return what a group is: which one of which class. Its ``chunk`` is an index of `chunks`."""
+        if not self.every_token:
+            return self.units[group]
+        first, last = self.spec.group_range(group, self.tokens)
+        return Unit(0, self.offset + group, group, self.first_token + first, last - first)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Per layer class, the tokens that a play of this catalog, which is one `to_play`, brings."""
+        if self.every_token:
+            return (Span(self.first_token, self.tokens),)
+        found = []
+        for part in range(len(self.spec.parts)):
+            own = [unit for unit in self.units if unit.part == part]
+            first = min((unit.first for unit in own), default=self.tokens)
+            found.append(Span(first, sum(unit.tokens for unit in own)))
+        return tuple(found)
+
+    @cached_property
+    def published(self) -> dict[str, Track]:
+        """Tracks by their names as published, one per class and level. A play's catalog lacks groups of them."""
+        if len(self.spec.parts) == 1:
+            return self.by_name
+        found = {}
+        for number, part in enumerate(self.spec.parts):
+            own = [index for index, unit in enumerate(self.units) if unit.part == number]
+            for track in self.tracks:
+                name, lower = part.track_name(track.name), track.refines
+                lower = None if lower is None else part.track_name(lower)
+                found[name] = replace(_picked(track, own, own), name=name, refines=lower)
+        return found
+
+    def known_digests(self) -> Iterator[tuple[str, Sequence[str]]]:
+        """Yield the name of every published track and the SHA-256 of its groups; "" for those not in this catalog."""
+        for track in self.tracks:
+            if self.every_token:
+                yield track.name, track.digests
+                continue
+            listed: dict[str, list[str]] = {}
+            for group, digest in enumerate(track.digests):
+                name, number = self.address(group, track.name)
+                digests = listed.setdefault(name, [])
+                digests += [""] * (number + 1 - len(digests))
+                digests[number] = digest
+            yield from listed.items()
+
+    def published_track(self, name: str) -> Track:
+        """Return the track that is published under a name; a `FormatError` if there is none."""
+        return self.published.get(name) or self.track(name)
+
+    def address(self, group: int, track: str) -> tuple[str, int]:
+        """Return the name of the track, and the number of the group in it, that a group of a level is published as."""
+        if self.every_token:
+            return track, self.offset + group
+        unit = self.units[group]
+        return self.spec.parts[unit.part].track_name(track), unit.group
 
     @cached_property
     def by_name(self) -> dict[str, Track]:
@@ -151,7 +222,9 @@ class Catalog:
     @cached_property
     def fp16_bytes(self) -> int:
         """Bytes of the exact cache at 16 bits an element."""
-        return self.spec.fp16_bytes(self.tokens)
+        if self.every_token:
+            return self.spec.fp16_bytes(self.tokens)
+        return sum(2 * unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units)
 
     def track(self, name: str) -> Track:
         """Return the track called ``name``; a `FormatError` lists the tracks that exist if there is none."""
@@ -164,30 +237,66 @@ class Catalog:
             ) from None
 
     def group_tokens(self, group: int) -> int:
-        """Return the number of tokens in ``group``."""
+        """Return the number of tokens in ``group`` (rows of a snapshot)."""
+        if not self.every_token:
+            return self.units[group].tokens
         first, last = self.spec.group_range(group, self.tokens)
         return last - first
 
-    def prefix(self, groups: int) -> Catalog:
-        """Return the catalog of the first ``groups`` (1 to all): what this asset offers to a prompt that begins alike.
+    def share(self, group: int) -> float:
+        """Return the elements of a group as a share of the largest full group, which `Track.decode_s` is for."""
+        if self.every_token:
+            return self.group_tokens(group) / self.spec.group_tokens
+        unit, largest = self.units[group], self.spec.largest
+        elements = unit.tokens * self.spec.parts[unit.part].elements_per_token
+        return elements / (largest.rows * largest.elements_per_token)
 
-        It keeps the namespace under which the groups are published, and drops measurements of the whole cache.
+    def prefix(self, groups: int) -> Catalog:
+        """Return what this asset offers to a prompt that begins with its first ``groups`` groups of tokens (1 to all).
+
+        It keeps the namespace under which the groups are published, and drops measurements of the whole cache. It has
+        only the units that such a prompt needs (`kvabr.types.units.needed`); `kvabr.types.units.hit` says which
+        prefixes can be played.
         """
-        if not 1 <= groups <= self.groups:
-            raise UsageError(f"cannot take a prefix of {groups} groups: the asset has {self.groups}")
-        if groups == self.groups:
+        if not 1 <= groups <= len(self.chunks):
+            raise UsageError(f"cannot take a prefix of {groups} groups: the asset has {len(self.chunks)}")
+        if groups == len(self.chunks) and (self.every_token or self.only_needed):
             return self
-        return self._slice(0, groups, groups * self.spec.group_tokens)
+        if self.every_token:
+            return self._slice(0, groups, groups * self.spec.group_tokens)
+        if self.only_needed:
+            raise UsageError("cannot take a prefix of what is needed of a longer one")
+        playable, limit = hit(self.spec, groups, self.tokens)
+        if playable < groups:
+            raise UsageError(f"cannot take a prefix of {groups} groups: there is no snapshot of {limit} at its end")
+        return self._needed(groups)
+
+    def _needed(self, groups: int) -> Catalog:
+        tokens = min(groups * self.spec.group_tokens, self.tokens)
+        pairs = prefix_units(self.spec, self.units, self.tokens, tokens)
+        picked, alike = zip(*pairs, strict=True)
+        tracks = tuple(
+            replace(_picked(track, picked, alike), measured=track.measured if tokens == self.tokens else None)
+            for track in self.tracks
+        )
+        return replace(self, tokens=tokens, chunks=self.chunks[:groups], tracks=tracks, mixes=(), only_needed=True)
+
+    @cached_property
+    def to_play(self) -> Catalog:
+        """What a play of the whole cache needs."""
+        return self.prefix(len(self.chunks))
 
     def suffix(self, groups: int) -> Catalog:
         """Return the catalog of what lies behind the first ``groups`` groups, not all, numbered from 0 again.
 
         Its `offset` says where its first group is published. It omits measurements of the whole cache.
         """
-        if not 0 <= groups < self.groups:
-            raise UsageError(f"skipping {groups} of {self.groups} groups leaves nothing to play")
+        if not 0 <= groups < len(self.chunks):
+            raise UsageError(f"skipping {groups} of {len(self.chunks)} groups leaves nothing to play")
         if not groups:
             return self
+        if not self.every_token:
+            raise UsageError(f"{self.spec.model}: a play of its layer classes ({', '.join(self.spec.names)}) is whole")
         return self._slice(groups, self.groups, self.tokens - groups * self.spec.group_tokens)
 
     @property
@@ -196,19 +305,9 @@ class Catalog:
         return self.offset * self.spec.group_tokens
 
     def _slice(self, first: int, last: int, tokens: int) -> Catalog:
-        part = slice(first, last)
-        tracks = tuple(
-            replace(
-                track,
-                bytes=track.bytes[part],
-                loss=track.loss[part],
-                digests=track.digests[part],
-                measured=None,
-            )
-            for track in self.tracks
-        )
+        tracks = tuple(_picked(track, range(first, last), range(first, last)) for track in self.tracks)
         return replace(
-            self, tokens=tokens, chunks=self.chunks[part], tracks=tracks, mixes=(), offset=self.offset + first
+            self, tokens=tokens, chunks=self.chunks[first:last], tracks=tracks, mixes=(), offset=self.offset + first
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -276,6 +375,12 @@ class Catalog:
             raise AssetError(f"{path}: cannot read the catalog ({error.strerror}); is this an asset?") from error
         except FormatError as error:
             raise FormatError(f"{path}: {error}") from error
+
+
+def _picked(track: Track, groups: Sequence[int], alike: Sequence[int]) -> Track:
+    """Return some groups of a track, with the losses of those that are ``alike``."""
+    sizes, digests = tuple(track.bytes[group] for group in groups), tuple(track.digests[group] for group in groups)
+    return replace(track, bytes=sizes, loss=tuple(track.loss[each] for each in alike), digests=digests, measured=None)
 
 
 def _check_track(track: Track, groups: int, before: set[str]) -> None:
@@ -390,69 +495,3 @@ _PLAIN = frozenset(
 """Fields of a catalog that are small."""
 _LISTS: dict[str, set[type]] = {"bytes": {int}, "loss": {int, float}, "digests": {str}}
 """Fields of a track with a value for each group, and the types of their values."""
-
-
-RECOMPUTED = "recomputed"
-"""Stands in a list of tracks for a group that the engine computed from the groups before it."""
-
-INHERITED = 0.2
-"""Share of the loss on the tracks before it that a recomputed group inherits."""
-
-
-def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
-    """Return the expected loss of a cache whose group g was played on ``tracks[g]``, in nats per generated token.
-
-    ``tracks`` names the highest track in place of each group, or `RECOMPUTED`.
-    """
-    if len(tracks) != catalog.groups:
-        raise FormatError(f"{len(tracks)} tracks for an asset of {catalog.groups} groups")
-    return _total(catalog, tracks, {})
-
-
-def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -> float:
-    """Return the expected loss of a cache that was assembled in these steps, in nats per generated token.
-
-    A recomputed group inherits the errors that the groups before it had at that time. Upgrading them later improves
-    only them. Steps are as in `PlayRecord.steps`: ("fetch", group, track) and ("compute", first, last); a `FormatError`
-    says which group they leave out.
-    """
-    tracks = [""] * catalog.groups
-    behind: dict[int, Sequence[str]] = {}
-    for kind, where, what in steps:
-        last = what if isinstance(what, int) else where + 1
-        if kind not in {"fetch", "compute"} or not 0 <= where < last <= len(tracks):
-            raise FormatError(f"invalid step {(kind, where, what)!r} in a play of {catalog.groups} groups")
-        for group in range(where, last):
-            tracks[group] = what if isinstance(what, str) else RECOMPUTED
-            behind[group] = tracks[:group]
-    if "" in tracks:
-        raise FormatError(f"group {tracks.index('')} is neither fetched nor computed")
-    return _total(catalog, tracks, behind)
-
-
-def _total(catalog: Catalog, tracks: Sequence[str], behind: Mapping[int, Sequence[str]]) -> float:
-    """Sum the losses; ``behind`` maps computed groups to the tracks before them at that time."""
-    total = 0.0
-    for group, name in enumerate(tracks):
-        if name != RECOMPUTED:
-            total += catalog.track(name).loss[group]
-        else:
-            before = behind.get(group, tracks[:group])
-            total += INHERITED * sum(
-                _handed_on(catalog, other, before, group, len(tracks)) for other in sorted(set(before))
-            )
-    return total
-
-
-def _handed_on(catalog: Catalog, name: str, before: Sequence[str], group: int, groups: int) -> float:
-    """Return the loss that a recomputed group would inherit in full from the groups before it on track ``name``."""
-    if name == RECOMPUTED:
-        return 0.0
-    losses = catalog.track(name).loss
-    # These groups are as far from the end of the prompt as the first groups are from this one.
-    nearness = losses[groups - group :]
-    everything = sum(nearness)
-    if not everything:
-        return 0.0
-    share = sum(near for near, other in zip(nearness, before, strict=True) if other == name) / everything
-    return losses[group] * share

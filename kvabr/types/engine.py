@@ -45,6 +45,26 @@ class Engine(Protocol):
         """
 
 
+@runtime_checkable
+class ClassEngine(Engine, Protocol):
+    """An engine whose cache may have several layer classes; its `prefill` is for those that have one."""
+
+    def prefill_classes(
+        self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """As `prefill`, with a tensor per layer class, [layer, K/V, head, token, dim], each of all tokens."""
+
+
+def prefill_classes(
+    engine: Engine, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Compute the KV of ``tokens`` with any engine: a tensor per layer class, see `ClassEngine.prefill_classes`."""
+    if isinstance(engine, ClassEngine):
+        return engine.prefill_classes(tokens, before)
+    _ = engine.spec.only  # an engine that does not know classes has one
+    return (engine.prefill(tokens, None if before is None else before[0]),)
+
+
 def time_prefills(
     engine: Engine,
     tokens: Sequence[int],
@@ -69,14 +89,14 @@ def time_prefills(
     if any(before < 0 or new <= 0 or before + new > size for before, new in shapes):
         raise UsageError(f"a shape to time does not fit {size} tokens: {list(shapes)}")
     # The cache's values do not affect the timing, so zeros save the prefill that a real cache would need.
-    probe = engine.prefill(tokens[:1])
-    longest = probe.new_zeros(engine.spec.shape(max(before for before, _ in shapes)))
+    probes, most = prefill_classes(engine, tokens[:1]), max(before for before, _ in shapes)
+    longest = [probe.new_zeros(part.shape(most)) for probe, part in zip(probes, engine.spec.parts, strict=True)]
     timings = []
     for before, new in shapes:
         best = float("inf")
         for _ in range(repeats):
             start = time.perf_counter()
-            engine.prefill(tokens[before : before + new], longest[..., :before, :])
+            prefill_classes(engine, tokens[before : before + new], tuple(each[..., :before, :] for each in longest))
             best = min(best, time.perf_counter() - start)
         timings.append((before, new, best))
     return PrefillCost.fit(timings)

@@ -1,15 +1,21 @@
-"""What a KV cache is: its shape, element type and rotary embedding, and how it is cut into groups.
+"""What a KV cache is: its layer classes, with their shapes and rotary embeddings, and how it is cut into groups.
 
-Shapes only: no bytes, names or networks. Tensors everywhere in kvabr are ``[layer, K/V, head, token, dim]``. Index 0 of
-the second axis holds the keys (with the rotary embedding applied, as the model's attention expects them), index 1 the
-values.
+Shapes only: no bytes, names or networks. The layers of a model that keep their cache alike are a *layer class*, and the
+cache of a class is one tensor ``[layer, K/V, head, token, dim]``. Index 0 of the second axis holds the keys (with the
+rotary embedding applied, as the model's attention expects them), index 1 the values. Where these have unlike dims, or
+there is only one of them, that axis has length 1, and the last holds the keys and then the values (`LayerClass.split`).
+Most models have one class; codecs and profiles always deal with one (`KVSpec.parts`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvabr.types.errors import FormatError
@@ -28,7 +34,9 @@ DTYPES = ("float16", "bfloat16", "float32")
 MAX_MODELS_BYTES = 1 << 20
 """Bound on a list of models."""
 _MAX_MODELS = 4096
-_LIMITS = {"layers": 1024, "kv_heads": 1024, "head_dim": 4096, "group_tokens": MAX_GROUP_TOKENS}
+_MAX_LAYERS, _MAX_HEADS, _MAX_DIM = 1024, 1024, 4096
+_MAX_CLASSES = 16
+_ROLE = re.compile(r"[a-z]{0,16}")
 _STEEPEST = 1024.0
 """Maximum of radians per token and of the factor of a rotation, whose minimum is the inverse. Real models are near
 1."""
@@ -97,7 +105,136 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+KINDS = ("full", "window", "chunked", "latent", "state")
+"""Kinds of layer classes, see `LayerClass.kind`."""
+
+
 @dataclass(frozen=True, slots=True)
+class LayerClass:
+    """Layers of one model that keep their cache alike."""
+
+    kind: str
+    """What a layer keeps, and for how long a token counts.
+
+    ``full``: keys and values of every token. ``window``: of the last `window` tokens, which a query sees. ``chunked``:
+    of the tokens in the query's own chunk of `window` tokens. ``latent``: one vector per token, from which keys and
+    values are made (MLA). ``state``: a matrix per head that stands for all tokens, of which there are snapshots.
+    """
+    layers: tuple[int, ...]
+    """Numbers of the layers in the model, ascending."""
+    heads: int
+    k_dim: int
+    """Dimensions of a key, or of a latent; rows of a state."""
+    v_dim: int
+    """Dimensions of a value: 0 if there is only one vector per token (K = V, or a latent). Columns of a state."""
+    dtype: str
+    """Element type of the publisher's cache, one of `DTYPES`."""
+    rope: RopeSpec | None = None
+    """How the keys are rotated; None if they are not, or not alike in all layers."""
+    window: int | None = None
+    """Tokens of a window, the query's own included; or of a chunk."""
+    interval: int | None = None
+    """Tokens between two snapshots of a state, a multiple of the group's; None: only one, of the whole prompt."""
+    role: str = ""
+    """What the class holds of its layers if it is not their main cache, for example ``indexer``: lowercase letters. A
+    layer may be in several classes if these differ in this."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise FormatError(
+                f"KV spec: this version does not know layer classes of kind {self.kind!r}, only {', '.join(KINDS)}; "
+                "upgrade kvabr"
+            )
+        state, layers = self.kind == "state", self.layers
+        if not isinstance(layers, tuple) or not all(type(each) is int and 0 <= each < _MAX_LAYERS for each in layers):
+            raise FormatError(f"KV spec: layers of a class must be numbers from 0 to {_MAX_LAYERS - 1}")
+        if not layers or any(one >= other for one, other in pairwise(layers)):
+            raise FormatError("KV spec: a class must list its layers in ascending order, at least one")
+        _check_whole("heads", self.heads, 1, _MAX_HEADS)
+        _check_whole("k_dim", self.k_dim, 1, MAX_GROUP_TOKENS if state else _MAX_DIM)
+        _check_whole("v_dim", self.v_dim, int(state), 0 if self.kind == "latent" else _MAX_DIM)
+        if self.dtype not in DTYPES:
+            raise FormatError(f"KV spec: dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
+        if self.rope is not None:
+            if state:
+                raise FormatError("KV spec: a state is not rotated")
+            self.rope.check(self.k_dim)
+        if not isinstance(self.role, str) or not _ROLE.fullmatch(self.role):
+            raise FormatError(f"KV spec: a class's role must have at most 16 lowercase letters, not {self.role!r}")
+        self._check_reach()
+
+    def _check_reach(self) -> None:
+        for name, kinds in (("window", ("window", "chunked")), ("interval", ("state",))):
+            value = getattr(self, name)
+            if self.kind not in kinds and value is not None:
+                raise FormatError(f"KV spec: a class of kind {self.kind} has no {name}")
+            if value is not None or (name == "window" and self.kind in kinds):
+                _check_whole(name, value, 1, 1 << 31)
+
+    @property
+    def title(self) -> str:
+        """Kind, window and role: the name of the class, unless another is alike."""
+        return f"{self.kind}{self.window or ''}" + (f"-{self.role}" if self.role else "")
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """Channels of a head that are scaled like keys, then those that are scaled like values.
+
+        They lie one behind the other in the last axis of the tensor, or, if they are as many, in two places of the
+        second one. A state is all keys: its rows take the place of tokens.
+        """
+        return (self.v_dim, 0) if self.kind == "state" else (self.k_dim, self.v_dim)
+
+    @property
+    def halves(self) -> int:
+        """Length of the tensor's second axis: 2 if keys and values are alike in shape."""
+        keys, values = self.split
+        return 2 if keys == values else 1
+
+    def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
+        """Return the shape of the tensor for ``tokens`` tokens, or rows of a state."""
+        return (len(self.layers), self.halves, self.heads, tokens, sum(self.split) // self.halves)
+
+    def first_needed(self, tokens: int) -> int:
+        """Return the first token whose cache a prompt that goes on behind ``tokens`` tokens needs.
+
+        One token more is kept than a query behind them sees, so that the last of them can be computed again: engines
+        want at least one token to begin with.
+        """
+        if self.kind == "window":
+            return max(0, tokens - (self.window or 0))
+        if self.kind == "chunked":
+            return max(0, tokens - 1) // (self.window or 1) * (self.window or 1)
+        return 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values. Defaults are omitted."""
+        value: dict[str, Any] = {"kind": self.kind, "layers": list(self.layers), "heads": self.heads}
+        value |= {"k_dim": self.k_dim, "v_dim": self.v_dim, "dtype": self.dtype}
+        if self.rope is not None:
+            value["rope"] = self.rope.to_json()
+        value |= {name: getattr(self, name) for name in ("window", "interval", "role") if getattr(self, name)}
+        return value
+
+    @classmethod
+    def from_json(cls, value: Any) -> LayerClass:
+        """Parse the output of `to_json`; `KVSpec` handles errors."""
+        fields = dict(value)
+        if fields.get("kind") not in KINDS:
+            cls(str(fields.get("kind"))[:80], (), 0, 0, 0, "")  # it says so, whatever else the class has
+        rope = fields.pop("rope", None)
+        layers = fields.pop("layers")
+        if not isinstance(layers, list):
+            raise FormatError("KV spec: the layers of a class must be a list")
+        return cls(layers=tuple(layers), rope=None if rope is None else RopeSpec.from_json(rope), **fields)
+
+
+def _check_whole(name: str, value: object, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise FormatError(f"KV spec: {name} is {value!r}, must be a whole number from {least} to {most}")
+
+
+@dataclass(frozen=True)
 class KVSpec:
     """Shape and meaning of one model's KV cache. Two specs with the same digest can exchange groups."""
 
@@ -105,41 +242,172 @@ class KVSpec:
     """Name of the model, as in the track namespace."""
     tokenizer: str
     """Digest or name of the tokenizer: equal token ids must mean equal text."""
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    """Element type of the publisher's cache, one of `DTYPES`."""
-    rope: RopeSpec | None = None
-    """How the keys are rotated; None if they are not."""
+    classes: tuple[LayerClass, ...]
+    """The layer classes. Every layer of the model is in one, or in several of different roles."""
     group_tokens: int = GROUP_TOKENS
+    part_of: tuple[str, str] | None = None
+    """If this is one class of several (`parts`): digest of the whole spec in hex, and the name of the class."""
 
     def __post_init__(self) -> None:
-        for name, limit in _LIMITS.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 0 < value <= limit:
-                raise FormatError(f"KV spec: {name} is {value!r}, must be a whole number from 1 to {limit}")
-        if self.dtype not in DTYPES:
-            raise FormatError(f"KV spec: dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
+        _check_whole("group_tokens", self.group_tokens, 1, MAX_GROUP_TOKENS)
         if not isinstance(self.model, str) or not isinstance(self.tokenizer, str):
             raise FormatError("KV spec: the names of the model and of the tokenizer must be text")
         if not self.model or len(self.model) > 256 or len(self.tokenizer) > 256:
             raise FormatError("KV spec: the model's name must have 1 to 256 characters, the tokenizer's at most 256")
-        if self.rope is not None:
-            self.rope.check(self.head_dim)
+        if not isinstance(self.classes, tuple) or not 0 < len(self.classes) <= _MAX_CLASSES:
+            raise FormatError(f"KV spec: must have 1 to {_MAX_CLASSES} layer classes")
+        for each in self.classes:
+            if each.interval is not None and each.interval % self.group_tokens:
+                raise FormatError(
+                    f"KV spec: snapshots every {each.interval} tokens do not lie between groups of {self.group_tokens}"
+                )
+        if self.part_of is None:
+            self._check_layers()
+        elif len(self.classes) != 1:
+            raise FormatError("KV spec: a part is one class of a spec")
+
+    def _check_layers(self) -> None:
+        held = Counter((layer, each.role) for each in self.classes for layer in each.layers)
+        if twice := [layer for (layer, _), count in held.items() if count > 1]:
+            raise FormatError(f"KV spec: layer {min(twice)} is in two classes of the same role")
+        missing = set(range(max(layer for layer, _ in held) + 1)) - {layer for layer, _ in held}
+        if missing:
+            raise FormatError(f"KV spec: layer {min(missing)} is in no class")
+
+    @classmethod
+    def uniform(
+        cls,
+        model: str,
+        tokenizer: str,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        rope: RopeSpec | None = None,
+        group_tokens: int = GROUP_TOKENS,
+    ) -> KVSpec:
+        """Return the spec of a model with full attention in every layer, and keys and values of ``head_dim``."""
+        _check_whole("layers", layers, 1, _MAX_LAYERS)
+        _check_whole("kv_heads", kv_heads, 1, _MAX_HEADS)
+        _check_whole("head_dim", head_dim, 1, _MAX_DIM)
+        only = LayerClass("full", tuple(range(layers)), kv_heads, head_dim, head_dim, dtype, rope)
+        return cls(model, tokenizer, (only,), group_tokens)
+
+    # ------------------------------------------------------- a spec of one class
+
+    @property
+    def only(self) -> LayerClass:
+        """The only layer class; a `FormatError` if there are several."""
+        if len(self.classes) > 1:
+            raise FormatError(f"{self.model} has several layer classes ({', '.join(self.names)}), which differ in this")
+        return self.classes[0]
+
+    @property
+    def layers(self) -> int:
+        """Number of layers of the only class."""
+        return len(self.only.layers)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of the only class."""
+        return self.only.heads
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of keys and of values; a `FormatError` if there are not two of the same size."""
+        if self.only.halves != 2:
+            raise FormatError(f"{self.model}: keys and values of the class {self.only.title} differ in shape")
+        return self.only.k_dim
+
+    @property
+    def rope(self) -> RopeSpec | None:
+        """How the keys of the only class are rotated."""
+        return self.only.rope
+
+    @property
+    def dtype(self) -> str:
+        """Element type of the only class."""
+        return self.only.dtype
 
     @property
     def elements_per_token(self) -> int:
-        """Elements that one token adds to the cache."""
-        return self.layers * 2 * self.kv_heads * self.head_dim
+        """Elements that one token adds to the cache, or one row to a state."""
+        only = self.only
+        return len(only.layers) * only.heads * sum(only.split)
 
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        """Return the shape of a cache of ``tokens`` tokens: [layer, K/V, head, token, dim]."""
-        return (self.layers, 2, self.kv_heads, tokens, self.head_dim)
+        """Return the shape of a cache of ``tokens`` tokens (rows of a state): [layer, K/V, head, token, dim]."""
+        return self.only.shape(tokens)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Element type of the only class as a torch dtype."""
+        import torch  # noqa: PLC0415  # replay needs shapes only and must not pay for loading torch
+
+        return {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}[self.dtype]
+
+    @cached_property
+    def summary(self) -> str:
+        """Layers, heads and element type of every class, in words."""
+        told = []
+        for name, each in zip(self.names, self.classes, strict=True):
+            dims = f"{each.k_dim}" if each.halves == 2 else f"{each.k_dim} + {each.v_dim}"
+            words = f"{len(each.layers)} layers, {each.heads} KV heads of {dims}, {each.dtype}"
+            told.append(words if name == "full" and len(self.classes) == 1 else f"{name}: {words}")
+        return "; ".join(told)
+
+    def changed(self, **fields: Any) -> KVSpec:
+        """Return this spec with other fields of its only class, see `LayerClass`."""
+        return replace(self, classes=(replace(self.only, **fields),))
+
+    # ------------------------------------------------------------ any spec
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the classes, each different."""
+        seen: Counter[str] = Counter()
+        names = []
+        for each in self.classes:
+            seen[each.title] += 1
+            names.append(each.title if seen[each.title] == 1 else f"{each.title}-{seen[each.title]}")
+        return tuple(names)
+
+    @cached_property
+    def parts(self) -> tuple[KVSpec, ...]:
+        """A spec of each class, whose digest says which class of which spec it is; this one alone if it has one."""
+        if len(self.classes) == 1:
+            return (self,)
+        whole = self.digest().hex()
+        pairs = zip(self.classes, self.names, strict=True)
+        return tuple(replace(self, classes=(each,), part_of=(whole, name)) for each, name in pairs)
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a full group of the only class, or rows of a state."""
+        return self.only.k_dim if self.only.kind == "state" else self.group_tokens
+
+    @property
+    def largest(self) -> KVSpec:
+        """The part whose full group has most elements: decode times are those of its groups."""
+        return max(self.parts, key=lambda part: part.rows * part.elements_per_token)
+
+    def track_name(self, level: str) -> str:
+        """Return the name of a track of this part: the level, and the class if it is one of several."""
+        return level if self.part_of is None else f"{level}.{self.part_of[1]}"
+
+    def level_of(self, track: str) -> tuple[str, int]:
+        """Return what a track's name means: the level, and the index of the class; a `FormatError` if there is none."""
+        if len(self.classes) == 1:
+            return track, 0
+        level, _, name = track.rpartition(".")
+        if not level or name not in self.names:
+            raise FormatError(f"{track!r} names no layer class of {self.model}; it has {', '.join(self.names)}")
+        return level, self.names.index(name)
 
     def fp16_bytes(self, tokens: int) -> int:
-        """Return the bytes of ``tokens`` tokens at 16 bits per element, the reference of all compression ratios."""
-        return tokens * self.elements_per_token * 2
+        """Return the bytes of ``tokens`` tokens in every layer, and of one state, at 16 bits per element."""
+        rows = (min(tokens, 1) * each.rows if each.only.kind == "state" else tokens for each in self.parts)
+        return sum(2 * count * each.elements_per_token for count, each in zip(rows, self.parts, strict=True))
 
     def groups(self, tokens: int) -> int:
         """Return the number of groups in ``tokens`` tokens; the last may be short."""
@@ -152,33 +420,56 @@ class KVSpec:
             raise IndexError(f"group {group} is outside a cache of {tokens} tokens")
         return first, min(first + self.group_tokens, tokens)
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """Element type as a torch dtype."""
-        import torch  # noqa: PLC0415  # replay needs shapes only and must not pay for loading torch
-
-        return {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}[self.dtype]
-
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; `from_json` reads them back."""
-        return asdict(self) | {"rope": None if self.rope is None else self.rope.to_json()}
+        value: dict[str, Any] = {"model": self.model, "tokenizer": self.tokenizer}
+        only = self.classes[0]
+        plain = LayerClass("full", tuple(range(len(only.layers))), only.heads, only.k_dim, only.k_dim, only.dtype)
+        if self.part_of is None and self.classes == (replace(plain, rope=only.rope),):
+            value |= {"layers": len(only.layers), "kv_heads": only.heads, "head_dim": only.k_dim, "dtype": only.dtype}
+            value["rope"] = None if only.rope is None else only.rope.to_json()
+        else:
+            value["classes"] = [each.to_json() for each in self.classes]
+        value["group_tokens"] = self.group_tokens
+        return value if self.part_of is None else {**value, "part_of": list(self.part_of)}
 
     @classmethod
     def from_json(cls, value: Any) -> KVSpec:
         """Parse the output of `to_json` from an untrusted source; raise a `FormatError` if a field is wrong."""
         try:
             fields = dict(value)
-            rope = fields.pop("rope")
-            return cls(**fields, rope=None if rope is None else RopeSpec.from_json(rope))
+            if "classes" not in fields:
+                rope = fields.pop("rope")
+                return cls.uniform(**fields, rope=None if rope is None else RopeSpec.from_json(rope))
+            listed, part_of = fields.pop("classes"), fields.pop("part_of", None)
+            if not isinstance(listed, list) or len(listed) > _MAX_CLASSES:
+                raise FormatError(f"KV spec: must have 1 to {_MAX_CLASSES} layer classes, in a list")
+            classes = tuple(map(LayerClass.from_json, listed))
+            if part_of is not None:
+                whole, name = map(str, part_of)
+                part_of = whole[:64], name[:64]
+            return cls(**fields, classes=classes, part_of=part_of)
         except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise FormatError(f"KV spec: not a spec that this version knows ({error})") from error
 
     def same_cache(self, other: KVSpec) -> bool:
         """Return whether both describe the same cache, however many tokens its groups have."""
-        return replace(other, group_tokens=self.group_tokens) == self
+        mine, theirs = ((one.model, one.tokenizer, one.classes, one.part_of) for one in (self, other))
+        return mine == theirs
+
+    def with_dtypes(self, other: KVSpec) -> KVSpec:
+        """Return this spec with the element types of another that has as many classes; itself otherwise."""
+        if len(other.classes) != len(self.classes):
+            return self
+        pairs = zip(self.classes, other.classes, strict=True)
+        return replace(self, classes=tuple(replace(mine, dtype=theirs.dtype) for mine, theirs in pairs))
 
     def digest(self) -> bytes:
         """Return 16 bytes that identify this spec. Every frame carries them, so models never mix."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> bytes:
         canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(b"kvabr.spec/1\0" + canonical.encode()).digest()[:16]
 

@@ -359,7 +359,7 @@ def test_save_is_whole_or_not_at_all(tmp_path, monkeypatch):
     from kvabr.types.errors import AssetError
 
     kv = torch.zeros(SPEC.shape(3))
-    played = Played(kv, 3, ("recomputed",), 1.0, 0.1, True, 0.0, PlayRecord([]), SPEC)
+    played = Played((kv,), 3, ("recomputed",), 1.0, 0.1, True, 0.0, PlayRecord([]), SPEC)
     save(played, tmp_path / "good.safetensors")
     with safe_open(tmp_path / "good.safetensors", "pt") as file:
         assert json.loads(file.metadata()["kvabr"])["namespace"] is None

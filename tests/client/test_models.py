@@ -134,7 +134,7 @@ async def test_an_asset_that_is_replaced_by_one_of_another_shape(origin, tmp_pat
     """Its prompt has the same name, so the origin has an answer, but not to the question."""
     async with origin() as link, AsyncClient(link) as client:
         assert close((await client.play(TOKENS, deadline=2.0)).kv)
-        small = replace(SPEC, layers=1)
+        small = SPEC.changed(layers=(0,))
         with FolderAssetWriter(tmp_path / "asset") as writer:
             writer.prompt(made := prompt(70))
             writer.commit(publish(ToyModel(small), made, ("Int8",), None, writer))

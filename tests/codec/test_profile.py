@@ -49,7 +49,7 @@ def test_it_is_bound_to_its_model_but_not_to_the_size_of_groups():
 
 
 def rescaled(shape, frequencies, factor=1.0):
-    return dataclasses.replace(shape, rope=dataclasses.replace(shape.rope, frequencies=frequencies, factor=factor))
+    return shape.changed(rope=dataclasses.replace(shape.rope, frequencies=frequencies, factor=factor))
 
 
 @pytest.mark.slow

@@ -14,10 +14,11 @@ from kvabr.server.changes import Changes, changes_track, position_in
 from kvabr.server.grants import token_in_path
 from kvabr.server.relay_catalogs import check_small
 from kvabr.store.asset_index import check_names
-from kvabr.types.catalog import Catalog, Mix, Quality, predicted_loss
+from kvabr.types.catalog import Catalog, Mix, Quality
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, TransportError, UsageError
-from kvabr.types.kv import KVSpec, RopeSpec, specs_from_json
+from kvabr.types.kv import KVSpec, LayerClass, RopeSpec, specs_from_json
+from kvabr.types.loss import predicted_loss
 from kvabr.types.naming import (
     CATALOG_TRACK,
     MODELS_TRACK,
@@ -73,7 +74,12 @@ def _models(data: bytes) -> bool:
 
 def _valid_models() -> list[bytes]:
     rope = RopeSpec(10000.0, 4, "interleaved", (0.5, 0.25), 1.5)
-    specs = [SPEC, replace(SPEC, rope=rope), replace(SPEC, rope=None, group_tokens=16)]
+    classes = (
+        LayerClass("full", (0, 3), 2, 8, 8, "bfloat16", rope), LayerClass("window", (1,), 1, 8, 4, "float16", window=9),
+        LayerClass("latent", (2,), 1, 12, 0, "float16"), LayerClass("state", (4,), 2, 6, 5, "float32", interval=32),
+    )  # fmt: skip
+    several = KVSpec("test/several", "tokenizer", classes, 16)
+    specs = [SPEC, SPEC.changed(rope=rope), replace(SPEC.changed(rope=None), group_tokens=16), several, *several.parts]
     return [json.dumps({"models": [spec.to_json() for spec in part]}).encode() for part in (specs, specs[:1])]
 
 

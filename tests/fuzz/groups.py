@@ -26,10 +26,11 @@ from kvabr.types.naming import LAYERS
 from tests.codec.native.models import case, spread_out
 from tests.fuzz.target import SEPARATOR, Target, family, refused
 
-_SPEC = KVSpec("test/model", "tokenizer", 2, 2, 16, "float16", None, 128)
+_SPEC = KVSpec.uniform("test/model", "tokenizer", 2, 2, 16, "float16", None, 128)
 _SPECS = (
-    _SPEC, KVSpec("test/model", "tokenizer", 1, 3, 5, "bfloat16", None, 16),
-    KVSpec("test/model", "tokenizer", 1, 1, 33, "float32", None, 40), KVSpec("m", "t", 1, 4, 64, "float16", None, 128),
+    _SPEC, KVSpec.uniform("test/model", "tokenizer", 1, 3, 5, "bfloat16", None, 16),
+    KVSpec.uniform("test/model", "tokenizer", 1, 1, 33, "float32", None, 40),
+    KVSpec.uniform("m", "t", 1, 4, 64, "float16", None, 128),
 )  # fmt: skip
 _TOKENS = (1, 2, 7, 16, 31, 32, 33, 64)
 _SEPARABLE = tuple(name for name, known in BUILTIN.items() if known.layout is not None)

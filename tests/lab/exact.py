@@ -10,8 +10,9 @@ from heapq import heappop, heappush
 from itertools import combinations, permutations, product
 
 from kvabr.abr.ladder import stack
-from kvabr.types.catalog import RECOMPUTED, predicted_loss
+from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import objective
+from kvabr.types.loss import predicted_loss
 
 
 def best_loss(offer, capacity, deadline_s, cost=None, mode="hole"):

@@ -132,10 +132,10 @@ def mutilated():
 def test_what_does_not_belong_is_refused_and_changes_nothing(frame, words):
     play = fresh()
     play.put(1, "Int4", FRAMES[1, "Int4"])
-    before = play._out.clone()
+    before = play._outs[0].clone()
     with pytest.raises(FormatError, match=words):
         play.put(1, "Int8", frame)
-    assert torch.equal(play._out, before)
+    assert torch.equal(play._outs[0], before)
     assert play.coverage == (None, "Int4", None, None)
     assert play.put(1, "Int8", FRAMES[1, "Int8"]) is Placement.REPLACED
 
@@ -152,7 +152,7 @@ def test_a_well_formed_lie_is_found_by_the_catalogs_digest():
 def test_a_failing_decoder_leaves_the_old_group_whole(monkeypatch):
     play = fresh()
     play.put(0, "Int4", FRAMES[0, "Int4"])
-    before = play._out.clone()
+    before = play._outs[0].clone()
 
     def half_way(self, payload, context, out, below=()):
         out[:, 0] = 7.0
@@ -161,7 +161,7 @@ def test_a_failing_decoder_leaves_the_old_group_whole(monkeypatch):
     monkeypatch.setattr("kvabr.codec.affine.Int8.decode", half_way)
     with pytest.raises(FormatError, match="half way"):
         play.put(0, "Int8", FRAMES[0, "Int8"])
-    assert torch.equal(play._out, before)
+    assert torch.equal(play._outs[0], before)
 
 
 def test_a_cache_with_a_hole_cannot_be_taken():

@@ -34,7 +34,7 @@ def setting():
 def measure(setting, errors, **options):
     reference, exact = setting
     noise = Noise(exact, errors)
-    return measure_quality(reference, exact, SPEC, list(errors), noise.decode, **options)
+    return measure_quality(reference, (exact,), SPEC, list(errors), noise.decode, **options)
 
 
 def test_losses_add_up_and_go_where_the_damage_is(setting):
@@ -87,7 +87,7 @@ def test_one_group_bears_all(setting):
     reference, exact = setting
     short = exact[:, :, :, :10]
     noise = Noise(short, {"a": [0.2]})
-    measured = measure_quality(reference, short, SPEC, ["a"], noise.decode)
+    measured = measure_quality(reference, (short,), SPEC, ["a"], noise.decode)
     assert measured.loss["a"] == (measured.quality["a"].kl,)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvabr.replay.verify import ComputeStep, FetchStep, Verifier, steps_of, verify_play
 from kvabr.store.asset_folder import FolderAsset, frame_path
-from kvabr.types.catalog import predicted_loss
 from kvabr.types.errors import AssetError, FormatError, HoleError, ModelError
+from kvabr.types.loss import predicted_loss
 from tests import kvdata
 from tests.toymodel import ToyModel, toy_asset
 

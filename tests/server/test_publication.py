@@ -33,7 +33,7 @@ def pristine(tmp_path_factory):
     path = tmp_path_factory.mktemp("wide") / "asset"
     with FolderAssetWriter(path) as writer:
         frames = FrameEncoder(shape, chunks, tokens, TRACKS, None, writer)
-        frames.encode(kv)
+        frames.encode((kv,))
         tracks = [Track(name, tuple(frames.bytes[name]), (0.1, 0.1), tuple(frames.digests[name])) for name in TRACKS]
         writer.commit(Catalog(TrackNamespace(shape.model, chunks[-1]), shape, tokens, tuple(chunks), tuple(tracks)))
     return FolderAsset.open(path)

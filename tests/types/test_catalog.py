@@ -104,22 +104,22 @@ def test_unknown_track_lists_those_there_are():
 def test_spec_round_trip_and_digest():
     assert KVSpec.from_json(SPEC.to_json()) == SPEC
     others = [
-        KVSpec("test/model", "tokenizer", 4, 2, 32, "float16", RopeSpec(10000.0, 16)),
-        KVSpec("test/model", "tokenizer", 4, 2, 32, "bfloat16", RopeSpec(10000.0, 32)),
-        KVSpec("test/model", "other", 4, 2, 32, "float16", RopeSpec(10000.0, 32)),
-        KVSpec("test/model", "tokenizer", 4, 2, 32, "float16", None),
+        KVSpec.uniform("test/model", "tokenizer", 4, 2, 32, "float16", RopeSpec(10000.0, 16)),
+        KVSpec.uniform("test/model", "tokenizer", 4, 2, 32, "bfloat16", RopeSpec(10000.0, 32)),
+        KVSpec.uniform("test/model", "other", 4, 2, 32, "float16", RopeSpec(10000.0, 32)),
+        KVSpec.uniform("test/model", "tokenizer", 4, 2, 32, "float16", None),
     ]
     assert len({spec.digest() for spec in (SPEC, *others)}) == 5
 
 
 def scaled(**changes):
     rope = RopeSpec(10000.0, 8, "half", (1.0, 0.25, 1e-3, 7.5e-12), 1.1386294361)
-    return replace(SPEC, rope=replace(rope, **changes))
+    return SPEC.changed(rope=replace(rope, **changes))
 
 
 def test_a_scaled_rotary_embedding_is_part_of_a_spec():
     other = scaled(frequencies=(1.0, 0.25, 1e-3, 7e-12))
-    specs = [scaled(), scaled(factor=1.0), scaled(frequencies=None), other, replace(SPEC, rope=RopeSpec(10000.0, 8))]
+    specs = [scaled(), scaled(factor=1.0), scaled(frequencies=None), other, SPEC.changed(rope=RopeSpec(10000.0, 8))]
     for spec in specs:
         assert KVSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
     assert len({spec.digest() for spec in specs}) == len(specs)
@@ -132,7 +132,7 @@ def test_what_a_plain_embedding_does_not_have_changes_no_digest():
     """Digests name what was published before there were scaled ones."""
     assert SPEC.to_json()["rope"] == {"theta": 10000.0, "rotary_dim": 32, "layout": "half"}
     assert SPEC.digest().hex() == "fcbfd910047072de835e1f508151929c"
-    assert scaled(frequencies=None, factor=1.0) == replace(SPEC, rope=RopeSpec(10000.0, 8))
+    assert scaled(frequencies=None, factor=1.0) == SPEC.changed(rope=RopeSpec(10000.0, 8))
 
 
 @given(st.integers(1, 2000))
@@ -182,7 +182,7 @@ def test_impossible_rotary_embeddings_are_refused(rope):
 def test_impossible_specs_are_refused(fields):
     value = {"model": "m", "tokenizer": "t", "layers": 1, "kv_heads": 1, "head_dim": 32, "dtype": "float16"}
     with pytest.raises(FormatError):
-        KVSpec(**(value | fields))
+        KVSpec.uniform(**(value | fields))
 
 
 def test_a_prefix_is_what_a_longer_asset_offers_a_shorter_prompt():

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvabr.types.errors import UsageError
+from kvabr.types.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from kvabr.codec.profile import Profile
@@ -104,6 +104,11 @@ def run(args: argparse.Namespace) -> int:
     check_unseen(texts)
     console = Console(stderr=True)
     loaded = load(args.model, console, whole_windows=args.whole_windows)
+    spec = loaded.engine.spec
+    if any(each.window is not None for each in spec.classes):
+        raise ModelError(
+            f"{spec.model} has sliding windows or chunks ({spec.summary}): measure it with --whole-windows"
+        )
     contexts = cut(loaded, texts, args.contexts, args.tokens, args.continuation)
     plan = rd.BenchPlan(
         contexts,

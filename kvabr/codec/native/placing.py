@@ -23,7 +23,10 @@ _VARIABLE = "KVABR_CODER"
 
 
 def places(out: torch.Tensor) -> bool:
-    """Return whether the functions below can write to ``out``, of any strides; otherwise torch has to."""
+    """Return whether the functions below can write to ``out``, of any strides; otherwise torch has to.
+
+    They know caches whose keys and values are alike, [layer, K/V, head, token, dim].
+    """
     return (
         _kvplace is not None
         and out.device.type == "cpu"

@@ -1,7 +1,7 @@
 """The engine protocol on Hugging Face transformers: hole mode, plus scoring a continuation after a cache.
 
-It works with every causal language model whose cache is plain full attention. The caller's tensors are never written:
-transformers appends to copies.
+It works with every causal language model whose layers keep keys and values, of all tokens or of a window. The caller's
+tensors are never written: transformers appends to copies.
 """
 
 from __future__ import annotations
@@ -46,9 +46,16 @@ class TransformersEngine:
         dtype: torch.dtype = self.model.dtype
         return dtype
 
-    @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the KV of ``tokens`` behind the cache ``before``; see `kvabr.types.engine.Engine.prefill`."""
+        _ = self.spec.only
+        return self.prefill_classes(tokens, None if before is None else (before,))[0]
+
+    @torch.inference_mode()
+    def prefill_classes(
+        self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute the KV of ``tokens``; see `kvabr.types.engine.ClassEngine.prefill_classes`."""
         ids, cache, start = self._begin(tokens, before)
         # The body without the language model's head: a prefill needs no logits.
         body = self.model.base_model
@@ -56,8 +63,12 @@ class TransformersEngine:
             body(input_ids=ids[:, first : first + CHUNK], past_key_values=cache, use_cache=True)
         return read_cache(cache, self.spec, start, start + len(tokens))
 
-    @torch.inference_mode()
     def score(self, kv: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
+        """As `score_classes`, for a cache of one layer class."""
+        return self.score_classes(None if kv is None else (kv,), tokens)
+
+    @torch.inference_mode()
+    def score_classes(self, kv: tuple[torch.Tensor, ...] | None, tokens: Sequence[int]) -> torch.Tensor:
         """Return log-probabilities of the next token after each of ``tokens``, which follow the cache ``kv``.
 
         Returns:
@@ -93,7 +104,7 @@ class TransformersEngine:
         dice = torch.Generator().manual_seed(seed)
         with torch.enable_grad():
             leaf = kv.detach().to(self.dtype, copy=True).requires_grad_()
-            ids, cache, _ = self._begin(tokens, leaf)
+            ids, cache, _ = self._begin(tokens, (leaf,))
             logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].float()
             likely = torch.log_softmax(logits, dim=-1)
             if not bool(torch.isfinite(likely.detach()).all()):
@@ -104,17 +115,16 @@ class TransformersEngine:
             raise ModelError(f"{self.spec.model}: its output does not depend on its cache")
         return leaf.grad.float()
 
-    def _begin(self, tokens: Sequence[int], before: torch.Tensor | None) -> tuple[torch.Tensor, Any, int]:
+    def _begin(self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, Any, int]:
         """Return the ids as a batch of one, a transformers cache with a copy of ``before``, and its length."""
-        start = 0 if before is None else int(before.shape[-2])
+        start = 0 if before is None else int(before[0].shape[-2])
         self.check(tokens, start)
+        shapes = [part.shape(start) for part in self.spec.parts]
         if before is None:
-            before = torch.empty(self.spec.shape(0))
-        if tuple(before.shape) != self.spec.shape(start):
-            raise ModelError(
-                f"not a cache of {self.spec.model}: shape {tuple(before.shape)}, not {self.spec.shape(start)}"
-            )
-        cache = dynamic_cache(before, self.dtype, self.device)
+            before = tuple(map(torch.empty, shapes))
+        if (given := [tuple(part.shape) for part in before]) != shapes:
+            raise ModelError(f"not a cache of {self.spec.model}: shape {given}, not {shapes}")
+        cache = dynamic_cache(before, self.spec, self.dtype, self.device)
         return torch.tensor([list(tokens)], dtype=torch.long, device=self.device), cache, start
 
     def check(self, tokens: Sequence[int], start: int = 0) -> None:

@@ -49,7 +49,7 @@ def load_model(model: str, *, whole_windows: bool = False) -> LoadedModel:
         whole_windows: see `kvabr.engines.transformers.spec_of`.
 
     Raises:
-        ModelError: it does not exist, a package is not installed, or its cache is not plain full attention.
+        ModelError: it does not exist, a package is not installed, or a layer keeps something else than keys and values.
     """
     if model in (SMOLLM2, smollm2.NAME):
         return LoadedModel(*smollm2.load())
@@ -80,7 +80,7 @@ def engine_of(model: Any, path: Path | str, *, whole_windows: bool = False) -> T
         whole_windows: see `kvabr.engines.transformers.spec_of`.
 
     Raises:
-        ModelError: its cache is not plain full attention, or the directory has no model.
+        ModelError: a layer keeps something else than keys and values, or the directory has no model.
     """
     path = Path(path)
     _check_folder(path)

@@ -81,7 +81,7 @@ def publish_cache(
     Raises:
         UsageError: there are fewer tokens than a group has or more than the cache holds, or the cache was itself played
             with losses and would pass as exact.
-        ModelError: the cache is quantised, static, has sliding windows, or is another model's.
+        ModelError: the cache is quantised, static, has dropped what left its windows, or is another model's.
     """
     spec = engine.spec
     ids = prompt_ids(engine, tokens)

@@ -17,11 +17,12 @@ from kvabr.client.result import NothingCached, Played
 from kvabr.client.upgrades import Upgrades
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers import ADAPTER
-from kvabr.engines.transformers.cache import dynamic_cache
+from kvabr.engines.transformers.cache import dynamic_cache, windowed_cache
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
 from kvabr.types.events import LookupFailed, PlayEvent
+from kvabr.types.kv import KVSpec
 
 _log = logging.getLogger("kvabr.transformers")
 
@@ -126,17 +127,30 @@ def _ready(
     engine: TransformersEngine, ids: Sequence[int], played: Played | NothingCached, problems: Sequence[str]
 ) -> ReadyCache:
     if isinstance(played, NothingCached):
-        empty = torch.empty(engine.spec.shape(0))
-        return ReadyCache(dynamic_cache(empty, engine.dtype, engine.device), 0, played, None)
+        return ReadyCache(_new_cache(engine), 0, played, None)
     problem = problems[0] if problems else None
     if problem is not None:
         _log.warning("nothing was played: %s; the model computed the prompt itself", problem)
     covered = min(played.tokens, len(ids) - 1)
-    cache = dynamic_cache(played.kv[:, :, :, :covered], engine.dtype, engine.device)
+    if _has_windows(engine.spec):
+        cache = windowed_cache(played.parts, played.spans, engine.spec, covered, engine.model)
+    else:
+        shown = [part[:, :, :, :covered] for part in played.parts]
+        cache = dynamic_cache(shown, engine.spec, engine.dtype, engine.device)
     ready = ReadyCache(cache, covered, played, problem)
     if not ready.exact:
         cache.kvabr_loss = max(played.loss, 1e-30)  # `publish_cache` refuses it
     return ready
+
+
+def _has_windows(spec: KVSpec) -> bool:
+    """Return whether there are layers that see only the last tokens."""
+    return any(each.window is not None for each in spec.classes)
+
+
+def _new_cache(engine: TransformersEngine) -> Any:
+    config = {"config": engine.model.config} if _has_windows(engine.spec) else {}
+    return require("transformers").DynamicCache(**config)
 
 
 class Steps:

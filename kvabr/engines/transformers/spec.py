@@ -17,8 +17,9 @@ from typing import Any, Literal
 import torch
 
 from kvabr.engines.adapters import require
+from kvabr.engines.transformers.cache import SLIDING
 from kvabr.types.errors import FormatError, ModelError
-from kvabr.types.kv import KVSpec, RopeSpec
+from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 
 _PROBED = 8
 """Tokens of the probe."""
@@ -44,33 +45,47 @@ def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows:
         name: its name, as in the track namespace.
         tokenizer: digest of the tokenizer.
         dtype: element type of the published cache, a key of `kvabr.types.kv.DTYPES`.
-        whole_windows: accept a model with sliding windows: for measurements, whose cache keeps every token in every
-            layer. Such models rotate keys differently in different layers, so keys count as not rotated.
+        whole_windows: take layers with windows for full attention: for measurements, whose cache keeps every token in
+            every layer.
+
+    Layers that differ in kind, window or shape are classes of their own. Models with several classes may rotate keys
+    differently in different layers, so keys count as not rotated.
 
     Raises:
-        ModelError: the cache is not plain full attention.
+        ModelError: a layer keeps something else than keys and values.
     """
-    config = model.config
-    if getattr(config, "kv_lora_rank", None):
-        raise ModelError(f"{name}: multi-head latent attention (MLA) keeps a compressed cache, not keys and values")
-    kinds = sorted(set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"})
-    windows = kinds == ["sliding_attention"] and whole_windows
-    if kinds and not windows:
-        raise ModelError(f"{name}: has {', '.join(kinds)} layers; kvabr needs full attention in every layer")
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True) and not windows:
-        raise ModelError(f"{name}: its attention is a sliding window; kvabr needs full attention in every layer")
+    told = _kinds(model, name)
     positions = _probe_positions(model)
-    keys = _probe_keys(model, name, positions)
-    _, heads, _, dim = keys[0].shape
-    return KVSpec(
-        model=name,
-        tokenizer=tokenizer,
-        layers=len(keys),
-        kv_heads=heads,
-        head_dim=dim,
-        dtype=dtype,
-        rope=None if windows else rope_of(model, keys[0][0], positions),
+    layers = _probe(model, name, positions)
+    if len(told) != len(layers):
+        raise ModelError(f"{name}: its {len(layers)} layers keep {len(told)} caches; kvabr needs one for each")
+    found: dict[tuple[str, int | None, int, int, int], list[int]] = {}
+    for index, (keys, values) in enumerate(layers):
+        kind = ("full", None) if whole_windows else told[index]
+        shape = int(keys.shape[1]), int(keys.shape[3]), int(values.shape[3])
+        found.setdefault((*kind, *shape), []).append(index)
+    plain = len(found) == 1 and all(kind == "full" for kind, _ in told)
+    rope = rope_of(model, layers[0][0][0], positions) if plain else None
+    classes = tuple(
+        LayerClass(kind, tuple(indices), heads, k_dim, v_dim, dtype, rope, window)
+        for (kind, window, heads, k_dim, v_dim), indices in found.items()
     )
+    return KVSpec(name, tokenizer, classes)
+
+
+def _kinds(model: Any, name: str) -> list[tuple[str, int | None]]:
+    """Return kind and window of every layer, as `LayerClass` has them: those of the cache that transformers makes."""
+    types = list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [])
+    kinds: list[tuple[str, int | None]] = []
+    for index, layer in enumerate(require("transformers").DynamicCache(config=model.config).layers):
+        own = types[index] if index < len(types) else type(layer).__name__
+        if type(layer).__name__ == SLIDING:
+            kinds.append(("chunked" if own == "chunked_attention" else "window", int(layer.sliding_window)))
+        elif type(layer).__name__ == "DynamicLayer":
+            kinds.append(("full", None))
+        else:
+            raise ModelError(f"{name}: layer {index} is {own}; kvabr needs layers that keep keys and values")
+    return kinds
 
 
 def _probe_positions(model: Any) -> torch.Tensor:
@@ -83,8 +98,8 @@ def _probe_positions(model: Any) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _probe_keys(model: Any, name: str, positions: torch.Tensor) -> list[torch.Tensor]:
-    """Return the keys of every layer, [1, head, token, dim], for one token id repeated, as `rope_of` needs them."""
+def _probe(model: Any, name: str, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return keys and values of every layer, [1, head, token, dim], for one token id repeated, as `rope_of` needs."""
     cache = require("transformers").DynamicCache()
     tokens = len(positions)
     moved = {} if int(positions[-1]) == tokens - 1 else {"position_ids": positions[None].to(model.device)}
@@ -93,11 +108,11 @@ def _probe_keys(model: Any, name: str, positions: torch.Tensor) -> list[torch.Te
     layers = list(cache.layers)
     for index, layer in enumerate(layers):
         kind = type(layer).__name__
-        if kind != "DynamicLayer" or layer.keys is None or layer.keys.shape != layer.values.shape:
-            raise ModelError(f"{name}: layer {index} keeps its cache as {kind}; kvabr needs plain full attention")
-        if layer.keys.shape != layers[0].keys.shape or layer.keys.shape[2] != tokens:
-            raise ModelError(f"{name}: layer {index} of the cache has another shape than layer 0")
-    return [layer.keys for layer in layers]
+        if kind != "DynamicLayer" or layer.keys is None or layer.keys.shape[:3] != layer.values.shape[:3]:
+            raise ModelError(f"{name}: layer {index} keeps its cache as {kind}; kvabr needs keys and values")
+        if layer.keys.shape[2] != tokens:
+            raise ModelError(f"{name}: layer {index} of the cache does not hold every token")
+    return [(layer.keys, layer.values) for layer in layers]
 
 
 def rope_of(model: Any, keys: torch.Tensor, positions: torch.Tensor) -> RopeSpec | None:

@@ -130,7 +130,7 @@ def served_model(config: Any, settings: VllmSettings) -> ServedModel:
     rank = int(getattr(parallel, "rank", 0)) % ranks
     name, tokenizer = _names(model, settings)
     config_dtype = str(getattr(model.hf_config, "dtype", "")).removeprefix("torch.")
-    whole = KVSpec(
+    whole = KVSpec.uniform(
         model=name,
         tokenizer=tokenizer,
         layers=int(model.get_total_num_hidden_layers()),

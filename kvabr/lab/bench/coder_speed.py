@@ -148,7 +148,7 @@ def _best(work: Callable[[], object], seconds: float) -> float:
 
 def _transform(shape: CacheShape, dice: np.random.Generator) -> Transform:
     rope = RopeSpec(10000.0, shape.head_dim)
-    spec = KVSpec(shape.name, "synthetic", shape.layers, shape.kv_heads, shape.head_dim, "bfloat16", rope)
+    spec = KVSpec.uniform(shape.name, "synthetic", shape.layers, shape.kv_heads, shape.head_dim, "bfloat16", rope)
     firsts = range(0, shape.layers, shape.stack_layers)
     stacks = (Stack(kv, first, first + shape.stack_layers, shape.kept) for kv in (0, 1) for first in firsts)
     structure = Structure(spec, shape.block_heads, tuple(stacks))

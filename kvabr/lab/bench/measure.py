@@ -143,7 +143,7 @@ class QualityBench:
     def cache(self, context: Context) -> torch.Tensor:
         """Return the exact cache of a context, in the dtype of the published cache."""
         key = token_key(context.tokens)
-        return self.store.cache(key, len(context.tokens), lambda: compute_cache(self.loaded.engine, context.tokens))
+        return self.store.cache(key, len(context.tokens), lambda: compute_cache(self.loaded.engine, context.tokens)[0])
 
     def quality(self, schemes: Sequence[Scheme], contexts: Sequence[Context]) -> dict[str, dict[str, Row]]:
         """Return size and loss of every scheme on every context.

@@ -17,7 +17,7 @@ from kvabr.codec.quantiser import SymbolCounts, coder_model, nested
 from kvabr.codec.transform import FARTHEST, FINE, NO_MATRIX, RUN, Structure, Transform, layered, rounded
 from kvabr.types.kv import KVSpec, RopeSpec
 
-LLAMA = KVSpec("Llama-3.1-8B", "synthetic", 32, 8, 128, "bfloat16", RopeSpec(500000.0, 128))
+LLAMA = KVSpec.uniform("Llama-3.1-8B", "synthetic", 32, 8, 128, "bfloat16", RopeSpec(500000.0, 128))
 """The shape of Llama-3.1-8B. Its real rotary embedding is scaled, which takes the same time to undo."""
 
 _LEADING, _FALL = 9.0, 0.72

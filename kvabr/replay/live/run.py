@@ -95,7 +95,7 @@ def decode_speed(asset: Asset) -> float:
     for track in catalog.tracks:
         if track.refines is not None:
             continue
-        frame = asset.frame(0, track.name)
+        frame = asset.frame_of(0, track.name)
         times = []
         for _ in range(_DECODES):
             assembler = Assembler(catalog, profile)
@@ -104,5 +104,5 @@ def decode_speed(asset: Asset) -> float:
                 assembler.put(0, track.name, frame)
                 times.append(time.perf_counter() - began)
         took += statistics.median(times)
-        promised += track.decode_s * catalog.group_tokens(0) / catalog.spec.group_tokens
+        promised += track.decode_s * catalog.share(0)
     return took / promised if promised > 0 else 1.0

@@ -64,7 +64,7 @@ def narrow(seed):
     """Return a case with one layer of few channels, so that many tokens are fast enough."""
     dice = np.random.default_rng(seed)
     mantissa, gain = dice.integers(-128, 128, (2, 2)).astype(np.int8), dice.integers(0, 256, 2).astype(np.uint8)
-    structure = Structure(KVSpec("m", "t", 1, 1, 3, "float32"), 1, (Stack(0, 0, 1, 2), Stack(1, 0, 1, 2)))
+    structure = Structure(KVSpec.uniform("m", "t", 1, 1, 3, "float32"), 1, (Stack(0, 0, 1, 2), Stack(1, 0, 1, 2)))
     mean, norm = dice.normal(size=(1, 2, 1, 3)).astype(np.float16), np.ones((1, 2), np.float32)
     return Transform(structure, mean, norm, None, (Matrices(mantissa, gain),) * 2, np.ones(1, np.float32), np.inf)
 

@@ -57,7 +57,7 @@ def random_transform(dice: np.random.Generator, *, small: bool = False) -> Trans
     every = layers * 2 * blocks
     block = Matrices(_mantissas(dice, every, width, width), _gains(dice, every, width))
     return Transform(
-        Structure(KVSpec("m", "t", layers, heads, dim, "float32", rope), block_heads, tuple(stacks)),
+        Structure(KVSpec.uniform("m", "t", layers, heads, dim, "float32", rope), block_heads, tuple(stacks)),
         dice.normal(size=(layers, 2, heads, dim)).astype(np.float16),
         (dice.random((layers, 2)) + 0.1).astype(np.float32),
         block if dice.random() < 0.75 else None,

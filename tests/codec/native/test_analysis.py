@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(
     "avx512" not in coder.available_paths() or not analysis.native_available(), reason="this processor has no AVX-512"
 )
 
-GROUPED = KVSpec("grouped", "t", 5, 2, 16, "float32", RopeSpec(10000.0, 16))
-PARTIAL = KVSpec("partial", "t", 3, 3, 20, "float32", RopeSpec(10000.0, 12, "interleaved", factor=1.25))
-UNTURNED = KVSpec("unturned", "t", 2, 1, 40, "float32")
+GROUPED = KVSpec.uniform("grouped", "t", 5, 2, 16, "float32", RopeSpec(10000.0, 16))
+PARTIAL = KVSpec.uniform("partial", "t", 3, 3, 20, "float32", RopeSpec(10000.0, 12, "interleaved", factor=1.25))
+UNTURNED = KVSpec.uniform("unturned", "t", 2, 1, 40, "float32")
 STRUCTURES = {
     "grouped": layered(GROUPED, 2, (8, 12)),
     "a block for each head": layered(PARTIAL, 3, (4, 8), 1),

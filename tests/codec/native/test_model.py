@@ -87,8 +87,10 @@ GOOD = next(
 @pytest.mark.parametrize(
     "change",
     [
-        lambda s: replace(s, spec=replace(s.spec, layers=s.spec.layers + 1)),
-        lambda s: replace(s, spec=replace(s.spec, head_dim=4096, kv_heads=1024, layers=1024, rope=None)),
+        lambda s: replace(s, spec=s.spec.changed(layers=tuple(range(s.spec.layers + 1)))),
+        lambda s: replace(
+            s, spec=s.spec.changed(k_dim=4096, v_dim=4096, heads=1024, layers=tuple(range(1024)), rope=None)
+        ),
         lambda s: replace(s, block_heads=0),
         lambda s: replace(s, block_heads=s.spec.kv_heads + 1),
         lambda s: replace(s, stacks=s.stacks[1:]),

@@ -249,37 +249,23 @@ def test_scalings_that_make_no_sense_are_none(tiny, parameters):
     assert spec_of(model, name="m", tokenizer="t", dtype="float16").rope is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("Mistral", {"sliding_window": 16}, "sliding"),
-        ("Gemma3", {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]}, "sliding"),
-        (
-            "DeepseekV2",
-            {
-                "kv_lora_rank": 8, "q_lora_rank": None, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
-                "n_routed_experts": 2, "num_experts_per_tok": 1, "first_k_dense_replace": 2, "n_group": 1,
-                "num_key_value_heads": 4,
-            },
-            "MLA",
-        ),
-    ],
-)  # fmt: skip
-def test_other_attention_is_refused_by_name(tmp_path, kind, changes, message):
-    if kind == "Gemma3":
-        import transformers
-
-        config = transformers.Gemma3TextConfig(
-            vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, max_position_embeddings=640, **changes,
-        )  # fmt: skip
-        folder = tmp_path / "model"
-        transformers.Gemma3ForCausalLM(config).save_pretrained(folder)
-        tinymodels.save_tokenizer(folder)
-    else:
-        folder = tinymodels.save(tmp_path / "model", kind, **changes)
-    with pytest.raises(ModelError, match=message):
+def test_other_layers_are_refused_by_name(tmp_path):
+    changes = {
+        "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    }  # fmt: skip
+    folder = tinymodels.save(tmp_path / "model", "Qwen3Next", **changes)
+    with pytest.raises(ModelError, match="layer 0 is linear_attention; kvabr needs layers that keep keys and values"):
         load_model(str(folder))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_windows_may_be_taken_for_full_attention(tmp_path, whole):
+    """For measurements, whose caches keep every token in every layer."""
+    folder = tinymodels.save(tmp_path / "model", "Mistral", sliding_window=16)
+    (only,) = load_model(str(folder), whole_windows=whole).engine.spec.classes
+    assert (only.kind, only.window, only.rope) == (("full", None, None) if whole else ("window", 16, None))
 
 
 def test_what_is_no_model(tmp_path, llama):

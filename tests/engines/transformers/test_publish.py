@@ -43,13 +43,13 @@ def test_twice_is_known(engine, publisher, tmp_path):
 
 def test_a_round_trip_through_transformers_is_exact(engine):
     cache = cold(engine.model, PREFIX, count=1).past_key_values
-    kv = cache_kv(cache, engine.spec, 400)
-    again = cache_kv(dynamic_cache(kv, torch.float32, torch.device("cpu")), engine.spec, 400)
+    (kv,) = cache_kv(cache, engine.spec, 400)
+    (again,) = cache_kv(dynamic_cache((kv,), engine.spec, torch.float32, torch.device("cpu")), engine.spec, 400)
     assert torch.equal(again, kv)
     assert torch.allclose(kv, engine.prefill(PREFIX), atol=1e-5)
     cache.layers[0].keys.zero_()
     assert not torch.equal(kv[0, 0], torch.zeros_like(kv[0, 0]))  # it was copied
-    assert dynamic_cache(kv[:, :, :, :0], torch.float32, torch.device("cpu")).get_seq_length() == 0
+    assert dynamic_cache((kv[:, :, :, :0],), engine.spec, torch.float32, torch.device("cpu")).get_seq_length() == 0
 
 
 @virtual
@@ -91,18 +91,21 @@ def test_caches_of_another_kind_are_refused_by_name(engine, publisher):
     sliding = transformers.MistralConfig(num_hidden_layers=2, sliding_window=64)
     with pytest.raises(ModelError, match="keeps its cache as DynamicSlidingWindowLayer"):
         publish_cache(publisher, engine, transformers.DynamicCache(config=sliding), PREFIX)
-    whole = torch.device("cpu")
+
+    def made(dtype=torch.float32, **changes):
+        spec = engine.spec.changed(rope=None, **changes)
+        return dynamic_cache((torch.zeros(spec.shape(400)),), spec, dtype, torch.device("cpu"))
+
     with pytest.raises(ModelError, match=r"2 heads of 9, .* has 2 of 8: it is another model's"):
-        publish_cache(publisher, engine, dynamic_cache(torch.zeros(2, 2, 2, 400, 9), torch.float32, whole), PREFIX)
+        publish_cache(publisher, engine, made(k_dim=9, v_dim=9), PREFIX)
     with pytest.raises(ModelError, match="a cache of 3 layers"):
-        publish_cache(publisher, engine, dynamic_cache(torch.zeros(3, 2, 2, 400, 8), torch.float32, whole), PREFIX)
+        publish_cache(publisher, engine, made(layers=(0, 1, 2)), PREFIX)
     with pytest.raises(ModelError, match=r"the cache is torch\.float64; kvabr takes float16"):
-        publish_cache(publisher, engine, dynamic_cache(kv, torch.float64, whole), PREFIX)
+        publish_cache(publisher, engine, made(torch.float64), PREFIX)
     with pytest.raises(ModelError, match="is empty"):
-        publish_cache(publisher, engine, emptied(kv), PREFIX)
+        publish_cache(publisher, engine, emptied(made()), PREFIX)
 
 
-def emptied(kv):
-    cache = dynamic_cache(kv, torch.float32, torch.device("cpu"))
+def emptied(cache):
     cache.layers[1].keys = None
     return cache

@@ -120,7 +120,7 @@ def test_blocking_over_quic(root, engine, folder, tmp_path):
 @virtual
 async def test_an_asset_that_does_not_fit_is_named_and_not_played(origin, engine, caplog, changes, named):
     """The same name, another cache: nothing of it reaches the model."""
-    other = TransformersEngine(engine.model, replace(engine.spec, **changes), context=640)
+    other = TransformersEngine(engine.model, engine.spec.changed(**changes), context=640)
     async with origin() as link:
         with pytest.raises(PlayError, match=f"they differ in {named}, and cannot be mixed"):
             await ready_from(link, other, recompute=False)

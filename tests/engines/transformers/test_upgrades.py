@@ -40,7 +40,7 @@ def test_what_is_written_reaches_the_growing_cache(engine, coarse):
         cold(engine.model, IDS, cache, 2)
         assert steps(128, 256, lambda: kv[:, :, :, 128:256].copy_(exact[:, :, :, 128:256]))
         cold(engine.model, IDS[:1] * 440, cache, 2)
-    held = cache_kv(cache, engine.spec, 400)
+    (held,) = cache_kv(cache, engine.spec, 400)
     assert torch.equal(held[:, :, :, 128:256], exact[:, :, :, 128:256])
     assert not torch.equal(held[:, :, :, :128], exact[:, :, :, :128])
     assert steps.rewritten == 1
@@ -88,7 +88,7 @@ def test_late_upgrades_of_a_play_reach_the_cache(link, engine):
         ready.upgrades.into(steps)
         assert ready.upgrades.join(LIMIT_S)
         assert set(ready.upgrades.coverage) == {"FP16"}
-        held = cache_kv(ready.cache, engine.spec, 400)
+        (held,) = cache_kv(ready.cache, engine.spec, 400)
         assert steps.rewritten == 4
     assert torch.equal(held, ready.played.kv)
     exact = engine.prefill(IDS[:400])

@@ -148,7 +148,7 @@ def test_nothing_is_played_of(bench):
 
 def test_an_asset_of_another_dtype_is_played(tmp_path):
     """What the publisher computed in is part of an asset's name, and no obstacle."""
-    served_spec = replace(SPEC, dtype="bfloat16")
+    served_spec = SPEC.changed(dtype="bfloat16")
     made = Publisher(tmp_path / "assets", served_spec, prior=default_catalog(), tracks=["FP16"])
     made.reserve(TOKENS).fill(ToyModel().prefill(TOKENS), lambda _: None)
     made.close()
@@ -163,7 +163,7 @@ def test_an_asset_of_another_dtype_is_played(tmp_path):
 
 
 def test_an_asset_with_another_rope_is_refused(tmp_path):
-    turned = replace(SPEC, rope=replace(SPEC.rope, theta=5e5))
+    turned = SPEC.changed(rope=replace(SPEC.rope, theta=5e5))
     made = Publisher(tmp_path / "assets", turned, prior=default_catalog(), tracks=["FP16"])
     made.reserve(TOKENS).fill(ToyModel().prefill(TOKENS), lambda _: None)
     made.close()

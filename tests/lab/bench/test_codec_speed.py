@@ -68,7 +68,7 @@ def test_a_path_is_taken_and_given_back(monkeypatch):
 
 
 def test_a_synthetic_profile_codes_a_synthetic_cache():
-    spec = KVSpec("synthetic", "", 6, 2, 32, "bfloat16", RopeSpec(1e4, 32))
+    spec = KVSpec.uniform("synthetic", "", 6, 2, 32, "bfloat16", RopeSpec(1e4, 32))
     profile = synthetic.profile(spec, config=FitConfig(stack_layers=3, kept=(16, 16)))
     cache = synthetic.cache(profile, 128)
     assert cache.dtype == torch.bfloat16

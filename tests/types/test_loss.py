@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvabr.types.catalog import INHERITED, RECOMPUTED, played_loss, predicted_loss
+from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import FormatError
+from kvabr.types.loss import INHERITED, played_loss, predicted_loss
 from tests.catalogs import catalog
 
 

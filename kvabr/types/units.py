@@ -1,0 +1,118 @@
+"""Units: what a cache is cut into, one group of one layer class each, and which of them a prompt needs.
+
+A cache of one class has a unit per group of tokens, with the same number. With several classes, the units of the first
+group of tokens come first, in the order of their classes, then those of the second. A class of kind ``state`` has one
+per snapshot, which comes with the group at whose end it was taken. A player plays units as it plays groups, and calls
+them so: each has its own bytes, loss and track.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvabr.types.kv import KVSpec
+
+
+class Unit(NamedTuple):
+    """One group of one layer class."""
+
+    part: int
+    """Index of its class in `KVSpec.parts`."""
+    group: int
+    """Its number in the tracks of its class: the group ID of its objects."""
+    chunk: int
+    """The group of tokens that it ends with, whose digest names what it was computed from."""
+    first: int
+    """Position of its first token in the prompt; of a snapshot, the number of tokens before it."""
+    tokens: int
+    """Tokens, or rows of a snapshot."""
+
+
+class Span(NamedTuple):
+    """The tokens of one layer class that a play needs: a run of them."""
+
+    first: int
+    """Position of the first one; of a snapshot, the number of tokens before it."""
+    tokens: int
+    """Number of tokens, possibly 0; rows of a snapshot."""
+
+
+def units_of(spec: KVSpec, tokens: int) -> tuple[Unit, ...]:
+    """Return the units of a published cache of ``tokens`` tokens, in order."""
+    found = [unit for part in range(len(spec.parts)) for unit in _of_part(spec, part, tokens)]
+    return tuple(sorted(found, key=lambda unit: (unit.chunk, unit.part)))
+
+
+def unit_of(spec: KVSpec, part: int, group: int, tokens: int) -> Unit:
+    """Return a unit, given its class and its number there; `IndexError` if there is none."""
+    only, size = spec.parts[part].only, spec.group_tokens
+    if only.kind != "state":
+        first, last = spec.group_range(group, tokens)
+        return Unit(part, group, group, first, last - first)
+    apart = only.interval or tokens
+    if not 0 <= group < -(-tokens // apart):
+        raise IndexError(f"snapshot {group} is outside a cache of {tokens} tokens")
+    end = min((group + 1) * apart, tokens)
+    return Unit(part, group, (end - 1) // size, end, only.k_dim)
+
+
+def _of_part(spec: KVSpec, part: int, tokens: int) -> Iterator[Unit]:
+    only = spec.parts[part].only
+    apart = spec.group_tokens if only.kind != "state" else only.interval or tokens
+    return (unit_of(spec, part, group, tokens) for group in range(-(-tokens // apart)))
+
+
+def needed(spec: KVSpec, units: Sequence[Unit], tokens: int) -> list[int]:
+    """Return the indices of the units that a prompt needs that goes on behind its first ``tokens`` tokens.
+
+    It needs every group of full attention and of latents; of a window and of the last chunk the groups that can still
+    be seen; and of a state the snapshot at its end.
+    """
+    first = [part.only.first_needed(tokens) for part in spec.parts]
+    state = [part.only.kind == "state" for part in spec.parts]
+    return [
+        index
+        for index, unit in enumerate(units)
+        if (unit.first == tokens if state[unit.part] else first[unit.part] < unit.first + unit.tokens <= tokens)
+    ]
+
+
+def prefix_units(spec: KVSpec, units: Sequence[Unit], tokens: int, prefix: int) -> list[tuple[int, int]]:
+    """Return the units that a prompt needs which goes on behind the first ``prefix`` of a cache's ``tokens`` tokens.
+
+    Each is given as its index in ``units``, all of the cache's, and the index of the one that loses as much. What a
+    group of a window loses depends on its distance from the end, and was measured at the cache's own end.
+    """
+    places = {(unit.part, unit.group): index for index, unit in enumerate(units)}
+    shorter = units_of(spec, prefix)
+    picked = [places[shorter[index].part, shorter[index].group] for index in needed(spec, shorter, prefix)]
+    alike = dict(zip(picked, picked, strict=True))
+    ends = needed(spec, units, tokens)
+    for part, one in enumerate(spec.parts):
+        last = [index for index in ends if units[index].part == part]
+        if last and one.only.kind not in ("full", "latent"):
+            own = [index for index in picked if units[index].part == part]
+            alike |= {index: last[max(0, len(last) - 1 - behind)] for behind, index in enumerate(reversed(own))}
+    return [(index, alike[index]) for index in picked]
+
+
+def hit(spec: KVSpec, groups: int, tokens: int) -> tuple[int, str | None]:
+    """Return how many of the first ``groups`` groups of an asset of ``tokens`` tokens every class can be played for.
+
+    A state can only be played where there is a snapshot of it. The second value names the class that limits the hit;
+    None if none does.
+    """
+    limit: str | None = None
+    while groups and (bound := _shortest(spec, groups, tokens)) is not None:
+        groups, limit = bound
+    return groups, limit
+
+
+def _shortest(spec: KVSpec, groups: int, tokens: int) -> tuple[int, str] | None:
+    end = min(groups * spec.group_tokens, tokens)
+    for part, name in zip(spec.parts, spec.names, strict=True):
+        only = part.only
+        if only.kind == "state" and end < tokens and (only.interval is None or end % only.interval):
+            return (0 if only.interval is None else end // only.interval * only.interval // spec.group_tokens), name
+    return None

@@ -1,0 +1,202 @@
+"""Caches of several layer classes, or of keys and values of unlike dims: published, played to the bit, continued."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.engines.transformers import TransformersEngine, cache_publisher, play_cache_async, publish_cache, spec_of
+from kvabr.server.grants import EVERYTHING
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import PlayError
+from tests.client.virtual import virtual
+from tests.engines.transformers.text import IDS, PREFIX
+from tests.memory_transport import Fault, MemoryConnection, MemoryLink
+
+pytestmark = pytest.mark.model
+
+SMALL = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 640, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "n_routed_experts": 2, "num_experts_per_tok": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "num_key_value_heads": 4, "moe_intermediate_size": 16, "head_dim": 8,
+}  # fmt: skip
+SLIDES, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
+MODELS = {
+    "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 64, "layer_types": [SLIDES, SLIDES, FULL]}),
+    "Mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 200}),
+    "GPT-OSS": (
+        "GptOssConfig", "GptOssForCausalLM", {"sliding_window": 128, "layer_types": [SLIDES, FULL, SLIDES], **EXPERTS},
+    ),
+    "Llama 4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            "attention_chunk_size": 128, "layer_types": [CHUNKED, CHUNKED, FULL], "no_rope_layers": [1, 1, 0],
+            "intermediate_size_mlp": 48, **EXPERTS,
+        },
+    ),
+    "DeepSeek V3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
+    "DeepSeek V2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**LATENT, "topk_method": "greedy"}),
+}  # fmt: skip
+CLASSES = {
+    "Gemma3": {"window64": (0, 1), "full": (2,)},
+    "Mistral": {"window200": (0, 1, 2)},
+    "GPT-OSS": {"window128": (0, 2), "full": (1,)},
+    "Llama 4": {"chunked128": (0, 1), "full": (2,)},
+    "DeepSeek V3": {"full": (0, 1, 2)},
+    "DeepSeek V2": {"full": (0, 1, 2)},
+}
+SLOW = PrefillCost.from_rate(100.0)
+
+
+def engine_for(name):
+    import transformers
+
+    config, kind, changes = MODELS[name]
+    torch.manual_seed(0)
+    settings = SMALL | {"num_hidden_layers": 3} | changes
+    model = getattr(transformers, kind)(getattr(transformers, config)(**settings)).to(torch.bfloat16).eval()
+    spec = spec_of(model, name=f"tiny/{name.replace(' ', '-')}", tokenizer="bytes", dtype="bfloat16")
+    return TransformersEngine(model, spec, context=640)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def engine(request):
+    return engine_for(request.param)
+
+
+def prefilled(engine, ids, **config):
+    """The cache that a model makes of a prompt by itself; with ``config``, one that drops what leaves a window."""
+    import transformers
+
+    cache = transformers.DynamicCache(**config)
+    with torch.inference_mode():
+        engine.model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+    return cache
+
+
+@pytest.fixture(scope="module")
+def library(engine, tmp_path_factory):
+    root = tmp_path_factory.mktemp("origin")
+    publisher = cache_publisher(engine, root, tracks=["BF16", "Int8"])
+    outcome = publish_cache(publisher, engine, prefilled(engine, PREFIX), PREFIX)
+    publisher.close()
+    assert outcome.result().verdict == "published", outcome.result()
+    return PublishedAssets(root)
+
+
+def origin(library, **options):
+    return MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(1e8, 0.02), **options)
+
+
+async def ready_from(library, engine, ids=IDS, *, faults=None, **how):
+    options = PlayOptions(**({"policy": "fixed:BF16", "prefill_cost": SLOW} | how))
+    async with origin(library, faults=faults) as link, AsyncClient(link, options=options) as client:
+        return await play_cache_async(client, engine, ids, deadline=2.0)
+
+
+def test_the_classes_are_those_of_the_models_cache(engine):
+    spec = engine.spec
+    name = spec.model.removeprefix("tiny/").replace("-", " ").replace("GPT OSS", "GPT-OSS")
+    assert dict(zip(spec.names, (each.layers for each in spec.classes), strict=True)) == CLASSES[name]
+
+
+@virtual
+async def test_what_is_played_is_what_the_model_made(engine, library):
+    """To the bit, and no more than it needs; what is generated behind it is the same."""
+    ready = await ready_from(library, engine)
+    assert (ready.tokens, ready.problem) == (400, None)
+    assert ready.exact
+    own = prefilled(engine, PREFIX, config=engine.model.config)
+    for mine, theirs in zip(ready.cache.layers, own.layers, strict=True):
+        assert type(mine) is type(theirs)
+        seen = mine.keys.shape[2] if not getattr(mine, "is_sliding", False) else visible(engine, theirs)
+        assert torch.equal(mine.keys[:, :, -seen:], theirs.keys[:, :, -seen:])
+        assert torch.equal(mine.values[:, :, -seen:], theirs.values[:, :, -seen:])
+        assert mine.get_seq_length() == theirs.get_seq_length() == 400
+    rest = torch.tensor([IDS[400:]])
+    with torch.inference_mode():
+        ours, wanted = (engine.model(rest, past_key_values=cache).logits for cache in (ready.cache, own))
+    assert torch.equal(ours, wanted)
+
+
+def visible(engine, layer):
+    """Tokens of a window or chunk that a query at position 400 sees."""
+    chunked = any(each.kind == "chunked" for each in engine.spec.classes)
+    return 400 % layer.sliding_window if chunked else layer.keys.shape[2]
+
+
+@virtual
+async def test_no_more_is_fetched_than_is_needed(engine, library):
+    ready = await ready_from(library, engine)
+    asset = library.assets[0].catalog
+    for part, only in enumerate(asset.spec.classes):
+        groups = {unit.group for unit in ready.played.catalog.units if unit.part == part}
+        first = {"window": 400 - (only.window or 0), "chunked": 384}.get(only.kind, 0) // 128
+        assert groups == set(range(first, 4))
+    assert ready.played.record.bytes_fetched == sum(ready.played.catalog.track("BF16").bytes)
+
+
+@virtual
+async def test_a_shorter_prompt_plays_its_own_windows(engine, library):
+    ids = [*PREFIX[:300], *[7] * 40]
+    ready = await ready_from(library, engine, ids)
+    assert ready.tokens == 256
+    own = prefilled(engine, ids[:256], config=engine.model.config)
+    rest = torch.tensor([ids[256:]])
+    with torch.inference_mode():
+        ours, wanted = (engine.model(rest, past_key_values=cache).logits for cache in (ready.cache, own))
+    assert torch.equal(ours, wanted)
+
+
+@virtual
+async def test_a_prompt_that_is_cached_whole(engine, library):
+    ready = await ready_from(library, engine, PREFIX)
+    assert (ready.played.tokens, ready.tokens) == (400, 399)
+    own = prefilled(engine, PREFIX[:399], config=engine.model.config)
+    with torch.inference_mode():
+        last = torch.tensor([PREFIX[399:]])
+        ours, wanted = (engine.model(last, past_key_values=cache).logits for cache in (ready.cache, own))
+    assert torch.allclose(ours.float(), wanted.float(), atol=0.05)  # another cut of the prompt, in bfloat16
+
+
+@virtual
+async def test_lossy_tracks_play_too(engine, library):
+    ready = await ready_from(library, engine, policy="fixed:Int8")
+    assert not ready.exact
+    assert set(ready.played.coverage) == {"Int8"}
+    own = prefilled(engine, PREFIX, config=engine.model.config)
+    for mine, theirs in zip(ready.cache.layers, own.layers, strict=True):
+        if not getattr(mine, "is_sliding", False):
+            assert torch.allclose(mine.keys.float(), theirs.keys.float(), atol=0.1)
+
+
+@virtual
+async def test_a_class_that_cannot_be_had_is_computed(engine, library):
+    """One unit of the last class is refused: the model computes the prompt, and the text is that of a cold run."""
+    name = engine.spec.parts[-1].track_name("BF16")
+
+    def faults(ask):
+        refused = ask.track.rpartition(".")[2] == name.rpartition(".")[2] or "." not in name
+        return Fault(refuse=0x10) if refused and ask.group == 3 and ask.track[:4] in ("BF16", "Int8") else None
+
+    ready = await ready_from(library, engine, faults=faults)
+    assert "recomputed" in ready.played.coverage
+    rest = torch.tensor([IDS[ready.tokens :]])
+    own = prefilled(engine, IDS[: ready.tokens], config=engine.model.config)
+    with torch.inference_mode():
+        ours, wanted = (engine.model(rest, past_key_values=cache).logits for cache in (ready.cache, own))
+    assert torch.allclose(ours.float(), wanted.float(), atol=0.1)
+    if engine.spec.only.kind != "full" if len(engine.spec.classes) == 1 else True:
+        with pytest.raises(PlayError, match="groups of its layer classes"):
+            await ready_from(library, engine, faults=faults, recompute=False)

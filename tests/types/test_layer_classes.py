@@ -1,0 +1,232 @@
+"""Layer classes: what a spec of several may be, how it is cut into units, and which of these a prompt needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
+from kvabr.types.naming import TrackNamespace, chain
+from kvabr.types.units import Unit, hit, needed, unit_of, units_of
+
+FULL = LayerClass("full", (0, 3), 2, 8, 8, "bfloat16", RopeSpec(10000.0, 8))
+WINDOW = LayerClass("window", (1, 2), 2, 8, 8, "bfloat16", window=40)
+STATE = LayerClass("state", (4,), 2, 6, 5, "float32", interval=32)
+CONVOLUTION = LayerClass("state", (4,), 1, 10, 3, "float16", interval=32, role="convolution")
+SPEC = KVSpec("test/hybrid", "tokenizer", (FULL, WINDOW, STATE, CONVOLUTION), 16)
+
+
+def test_a_spec_of_several_classes_round_trips_and_each_class_has_a_digest():
+    assert KVSpec.from_json(json.loads(json.dumps(SPEC.to_json()))) == SPEC
+    assert SPEC.names == ("full", "window40", "state", "state-convolution")
+    for part in SPEC.parts:
+        assert KVSpec.from_json(json.loads(json.dumps(part.to_json()))) == part
+    assert len({SPEC.digest(), *(part.digest() for part in SPEC.parts)}) == 5
+    # The class of another model, or of one that differs elsewhere, is another.
+    other = replace(SPEC, classes=(FULL, replace(WINDOW, window=41), STATE, CONVOLUTION))
+    assert other.parts[0].digest() != SPEC.parts[0].digest()
+
+
+def test_a_spec_of_one_class_of_another_kind_has_plain_names():
+    only = KVSpec("m", "t", (LayerClass("window", (0, 1), 2, 8, 8, "float16", window=64),))
+    assert only.parts == (only,)
+    assert only.track_name("Int8") == "Int8"
+    assert KVSpec.from_json(only.to_json()) == only
+    assert KVSpec.from_json(only.to_json()).digest() != KVSpec.uniform("m", "t", 2, 2, 8, "float16").digest()
+
+
+def test_classes_that_are_alike_have_names_of_their_own():
+    turned = replace(FULL, layers=(5, 6), rope=None)
+    assert replace(SPEC, classes=(*SPEC.classes, turned)).names[-1] == "full-2"
+
+
+@pytest.mark.parametrize(
+    ("classes", "words"),
+    [
+        ((FULL, WINDOW), None),
+        ((FULL, replace(WINDOW, layers=(1, 2, 3))), "layer 3 is in two classes"),
+        ((FULL, replace(WINDOW, layers=(1,))), "layer 2 is in no class"),
+        ((replace(FULL, layers=(1,)),), "layer 0 is in no class"),
+        ((), "1 to 16 layer classes"),
+        ((FULL, WINDOW, replace(STATE, interval=24)), "do not lie between groups"),
+    ],
+)
+def test_classes_that_overlap_or_leave_out_layers_are_refused(classes, words):
+    if words is None:
+        assert KVSpec("m", "t", classes, 16).classes == classes
+        return
+    with pytest.raises(FormatError, match=words):
+        KVSpec("m", "t", classes, 16)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "words"),
+    [
+        (WINDOW, {"window": 0}, "window is 0"),
+        (WINDOW, {"window": None}, "window is None"),
+        (WINDOW, {"window": True}, "window is True"),
+        (FULL, {"window": 8}, "a class of kind full has no window"),
+        (FULL, {"interval": 16}, "has no interval"),
+        (FULL, {"kind": "spiral"}, "does not know layer classes of kind 'spiral'.*upgrade"),
+        (FULL, {"layers": ()}, "at least one"),
+        (FULL, {"layers": (1, 0)}, "ascending"),
+        (FULL, {"layers": (0, 0)}, "ascending"),
+        (FULL, {"layers": (-1, 0)}, "numbers from 0"),
+        (FULL, {"layers": [0]}, "numbers from 0"),
+        (FULL, {"heads": 0}, "heads is 0"),
+        (FULL, {"k_dim": 0}, "k_dim is 0"),
+        (FULL, {"v_dim": -1}, "v_dim is -1"),
+        (FULL, {"k_dim": 4}, "rotary_dim"),
+        (FULL, {"dtype": "int8"}, "dtype"),
+        (FULL, {"role": "Index/1"}, "role"),
+        (FULL, {"kind": "latent", "rope": None}, "v_dim is 8"),
+        (STATE, {"v_dim": 0}, "v_dim is 0"),
+        (STATE, {"rope": RopeSpec(1e4, 4)}, "not rotated"),
+        (STATE, {"interval": 0}, "interval is 0"),
+    ],
+)
+def test_impossible_classes_are_refused_by_name(base, change, words):
+    with pytest.raises(FormatError, match=words):
+        replace(base, **change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "spiral"},
+        {"kind": None},
+        {"layers": "01"},
+        {"layers": [1 << 40]},
+        {"extra": 1},
+        {"rope": 5},
+        {"heads": "2"},
+    ],
+)
+def test_classes_from_elsewhere_are_checked(change):
+    value = SPEC.to_json()
+    value["classes"][0] |= change
+    with pytest.raises(FormatError):
+        KVSpec.from_json(value)
+    for broken in ({"classes": {}}, {"classes": [SPEC.to_json()["classes"][0]] * 17}, {"part_of": "abc"}):
+        with pytest.raises(FormatError):
+            KVSpec.from_json(SPEC.to_json() | broken)
+
+
+def test_what_only_one_class_has_is_an_error_of_several():
+    for name in ("layers", "kv_heads", "head_dim", "rope", "dtype", "elements_per_token", "torch_dtype"):
+        with pytest.raises(FormatError, match=r"several layer classes \(full, window40, state, state-convolution\)"):
+            getattr(SPEC, name)
+    with pytest.raises(FormatError, match="differ in shape"):
+        _ = KVSpec("m", "t", (LayerClass("full", (0,), 2, 8, 4, "float16"),)).head_dim
+
+
+def test_units_are_in_the_order_of_their_ends():
+    units = units_of(SPEC, 70)
+    assert [unit.chunk for unit in units] == sorted(unit.chunk for unit in units)
+    assert [unit for unit in units if unit.part == 2] == [
+        Unit(2, 0, 1, 32, 6),
+        Unit(2, 1, 3, 64, 6),
+        Unit(2, 2, 4, 70, 6),
+    ]
+    assert [unit.tokens for unit in units if unit.part == 1] == [16, 16, 16, 16, 6]
+    for unit in units:
+        assert unit_of(SPEC, unit.part, unit.group, 70) == unit
+    for part in range(4):
+        with pytest.raises(IndexError):
+            unit_of(SPEC, part, 5, 70)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "first"),
+    [(16, 40, 0), (40, 40, 0), (48, 40, 0), (64, 40, 1), (70, 40, 1), (80, 16, 4), (80, 17, 3), (80, 1, 4)],
+)
+def test_a_window_needs_the_groups_that_can_still_be_seen(tokens, window, first):
+    spec = KVSpec("m", "t", (LayerClass("window", (0,), 1, 4, 4, "float16", window=window),), 16)
+    units = units_of(spec, tokens)
+    assert [units[index].group for index in needed(spec, units, tokens)] == list(range(first, spec.groups(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "groups"), [(64, [0, 1, 2, 3]), (70, [4]), (80, [4]), (128, [4, 5, 6, 7]), (129, [8])]
+)
+def test_a_chunk_needs_its_own_tokens_and_the_last_one_before_it(tokens, groups):
+    spec = KVSpec("m", "t", (LayerClass("chunked", (0,), 1, 4, 4, "float16", window=64),), 16)
+    units = units_of(spec, tokens)
+    assert [units[index].group for index in needed(spec, units, tokens)] == groups
+
+
+def test_a_hit_is_the_minimum_over_the_classes():
+    assert [hit(SPEC, groups, 70) for groups in range(6)] == [
+        (0, None), (0, "state"), (2, None), (2, "state"), (4, None), (5, None),
+    ]  # fmt: skip
+    alone = replace(SPEC, classes=(FULL, WINDOW, replace(STATE, interval=None), replace(CONVOLUTION, interval=48)))
+    assert [hit(alone, groups, 70)[0] for groups in range(6)] == [0, 0, 0, 0, 0, 5]
+    apart = replace(SPEC, classes=(FULL, WINDOW, STATE, replace(CONVOLUTION, interval=48)))
+    assert [hit(apart, groups, 200)[0] for groups in (5, 6, 7, 12, 13)] == [0, 6, 6, 12, 13]
+
+
+def catalog(tokens=70):
+    units = units_of(SPEC, tokens)
+    sizes = tuple(1000 * unit.part + unit.group + 1 for unit in units)
+    sums = tuple(f"{unit.part:032x}{unit.group:032x}" for unit in units)
+    losses = tuple(0.001 * (1 + index) for index in range(len(units)))
+    tracks = tuple(Track(name, sizes, losses, sums, lower) for name, lower in (("Int8", None), ("finer", "Int8")))
+    chunks = chain(list(range(tokens)), model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16)
+    return Catalog(TrackNamespace(SPEC.model, chunks[-1]), SPEC, tokens, tuple(chunks), tracks)
+
+
+def test_a_catalog_of_several_classes_is_published_as_a_track_of_each():
+    whole = catalog()
+    assert Catalog.loads(whole.dumps()) == whole
+    assert len(whole.published) == 8
+    lower = whole.published["finer.window40"]
+    assert (lower.bytes, lower.refines) == ((1001, 1002, 1003, 1004, 1005), "Int8.window40")
+    for group, unit in enumerate(whole.units):
+        name, number = whole.address(group, "Int8")
+        assert whole.published[name].digests[number] == whole.track("Int8").digests[group]
+        assert SPEC.level_of(name) == ("Int8", unit.part)
+    for bad in ("Int8", "Int8.spiral", ".full.", "full"):
+        with pytest.raises(FormatError, match="names no layer class"):
+            SPEC.level_of(bad)
+    with pytest.raises(FormatError, match="one layer class alone"):
+        replace(whole, spec=SPEC.parts[0])
+
+
+def test_a_play_has_only_what_it_needs():
+    whole = catalog()
+    play = whole.to_play
+    assert play.to_play is play
+    assert [(unit.part, unit.group) for unit in play.units] == [
+        (0, 0), (0, 1), (1, 1), (0, 2), (1, 2), (0, 3), (1, 3), (0, 4), (1, 4), (2, 2), (3, 2),
+    ]  # fmt: skip
+    assert [(span.first, span.tokens) for span in play.spans] == [(0, 70), (16, 54), (70, 6), (70, 10)]
+    for group in range(play.groups):
+        name, number = play.address(group, "Int8")
+        assert whole.published[name].bytes[number] == play.track("Int8").bytes[group]
+    assert play.fp16_bytes == 2 * (70 * 64 + 54 * 64 + 60 + 30)
+    assert max(map(play.share, range(play.groups))) == 1.0
+    known = dict(play.known_digests())
+    assert [bool(digest) for digest in known["Int8.window40"]] == [False, True, True, True, True]
+
+
+def test_a_prefix_has_its_own_windows_and_snapshots():
+    part = catalog().prefix(4)
+    assert (part.tokens, len(part.chunks)) == (64, 4)
+    assert [(unit.part, unit.group) for unit in part.units if unit.part] == [(1, 1), (1, 2), (1, 3), (2, 1), (3, 1)]
+    # What a window loses depends on the distance from the end.
+    losses = {(unit.part, unit.group): loss for unit, loss in zip(part.units, part.track("Int8").loss, strict=True)}
+    whole = catalog()
+    ends = {(unit.part, unit.group): loss for unit, loss in zip(whole.units, whole.track("Int8").loss, strict=True)}
+    assert [losses[1, group] for group in (1, 2, 3)] == [ends[1, group] for group in (2, 3, 4)]
+    assert [losses[0, group] for group in range(4)] == [ends[0, group] for group in range(4)]
+    assert losses[2, 1] == ends[2, 2]
+    with pytest.raises(UsageError, match="no snapshot of state"):
+        whole.prefix(3)
+    with pytest.raises(UsageError, match="is whole"):
+        part.suffix(1)
+    with pytest.raises(UsageError, match="what is needed of a longer one"):
+        part.prefix(2)
