@@ -35,9 +35,9 @@ from kvabr.abr import Policy
 
 class Loops(Policy):
     def decide(self, view):
-        print("looping", flush=True)
         while True:
             try:
+                print("looping", flush=True)
                 while signal.getsignal(signal.SIGINT) != signal.SIG_DFL:
                     pass
                 print("the first has come", flush=True)

@@ -145,7 +145,7 @@ def _publish(prompt: Prompt, version: int, path: Path, profile: Profile) -> None
     tokens = prompt.tokens[: prompt.asset_tokens]
     with FolderAssetWriter(path) as writer:
         frames = FrameEncoder(SPEC, _chunks(tokens), len(tokens), prompt.tracks, profile, writer)
-        frames.encode(_cache(prompt.number, version, len(tokens)))
+        frames.encode((_cache(prompt.number, version, len(tokens)),))
         groups = SPEC.groups(len(tokens))
         loss = {track: [LOSS[track] / groups] * groups for track in prompt.tracks}
         catalog = frames.catalog(loss, dict.fromkeys(prompt.tracks, 1e-3), loss_method="none", source=path.name)
