@@ -62,12 +62,12 @@ class Affine(Separable):
 
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:
         """Dequantise."""
-        layers, halves, heads, count, tokens, dim = out.shape
+        layers, _, heads, count, tokens, _ = out.shape
         dims = spec.only.split
         blocks = head_blocks(heads, dims[1])
-        if halves == 2 and placing.places(out):
-            flat = out.view(layers, halves, heads, count * tokens, dim)
-            if not placing.affine(units, head, self.bits, tokens, blocks, flat):
+        if placing.places(out):
+            flat = out.view(*out.shape[:3], -1, out.shape[5])
+            if not placing.dequantise(units, f"Int{self.bits}", tokens, dims[0], flat, head=head, blocks=blocks):
                 raise not_finite(self.name)
             return
         own = 4 * layers * blocks

@@ -38,7 +38,7 @@ class Cast(Separable):
 
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
         """Cast back."""
-        if out.shape[1] == 2 and placing.places(out):
+        if placing.places(out):
             # A unit is one token.
             if not placing.cast(units, self.dtype, out[:, :, :, :, 0]):
                 raise not_finite(self.name)
@@ -84,11 +84,19 @@ class Fp8(Separable):
 
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
         """Multiply back."""
+        if placing.places(out):
+            if not placing.cast_scaled(units, head, out[:, :, :, :, 0]):
+                raise _not_a_number(self.name)
+            return
         if int((units & _NAN).amax()) == _NAN:
-            raise FormatError(f"{self.name}: an element is not a number; the payload is corrupt")
+            raise _not_a_number(self.name)
         values = _to_half(units).float().mul_(head.float() * 256)
         layers, both, heads, tokens, _, dim = out.shape
         place(out[:, :, :, :, 0], values.reshape(tokens, layers, both, heads, dim).permute(1, 2, 3, 0, 4))
+
+
+def _not_a_number(what: str) -> FormatError:
+    return FormatError(f"{what}: an element is not a number; the payload is corrupt")
 
 
 def _to_half(coded: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvabr.codec.builtin import BLOCK
+from kvabr.codec.native import placing
 from kvabr.codec.payload import Separable, by_unit, join_codes, keys_and_values, split_codes, to_layers
 from kvabr.types.kv import KVSpec
 
@@ -52,6 +53,10 @@ class Fp4(Separable):
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
         """Convert the codes and apply the scales."""
         layers, _, heads, count, tokens, _ = out.shape
+        if placing.places(out):
+            flat = out.view(*out.shape[:3], -1, out.shape[5])
+            placing.dequantise(units, "FP4", tokens, spec.only.split[0], flat)
+            return
         channels, others = (heads * dim for dim in spec.only.split)
         blocks = -(-tokens * others // BLOCK)
         own = layers * channels, layers * blocks

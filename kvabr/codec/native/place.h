@@ -51,20 +51,6 @@ static int PATH(copy16)(const uint8_t *restrict from, uint8_t *restrict to, size
     return !bad;
 }
 
-/* Codes times a scale plus an offset, one of each per number. */
-static void PATH(dequantise)(const uint8_t *restrict code, const float *restrict scale, const float *restrict low,
-                             float *restrict to, size_t n, int shift, int mask) {
-    for (size_t i = 0; i < n; i++)
-        to[i] = (float)((int)code[i] >> shift & mask) * scale[i] + low[i];
-}
-
-/* The same, with one scale and one offset for all. */
-static void PATH(dequantise_all)(const uint8_t *restrict code, float scale, float low, float *restrict to, size_t n,
-                                 int shift, int mask) {
-    for (size_t i = 0; i < n; i++)
-        to[i] = (float)((int)code[i] >> shift & mask) * scale + low;
-}
-
 #ifdef PLACE_F16C
 /* Sixteen numbers, rounded to bfloat16. */
 static inline __m256i PATH(rounded)(__m256 a, __m256 b) {
@@ -121,29 +107,101 @@ static int PATH(f16_to_bf16)(const uint8_t *restrict from, uint8_t *restrict to,
     }
     return _mm256_testz_si256(worst, worst);
 }
+#endif
 
-/* Both ways of dequantising, straight to bfloat16, for `n` that sixteen divides; `each` says that every number has a scale
+/* Whether none of `n` numbers in E4M3 is NaN. */
+static int PATH(all_numbers)(const uint8_t *restrict code, size_t n) {
+    uint8_t bad = 0;
+    for (size_t i = 0; i < n; i++)
+        bad |= (uint8_t)-((code[i] & 0x7F) == 0x7F);
+    return !bad;
+}
+
+/* What a code stands for. FP4 is 2^14 times too small and FP8 2^8 times, as if their bits were those of half precision. */
+INLINE float PATH(meaning)(uint32_t code, int form) {
+    static const float levels[16] = {0.0f,   0x1p-15f,  0x1p-14f,  0x3p-15f,  0x1p-13f,  0x3p-14f,  0x1p-12f,  0x3p-13f,
+                                     -0.0f, -0x1p-15f, -0x1p-14f, -0x3p-15f, -0x1p-13f, -0x3p-14f, -0x1p-12f, -0x3p-13f};
+    if (form == FP4)
+        return levels[code];
+    if (form == FP8) {
+        float x = number((code & 0x7F) << 20) * 0x1p112f; /* exact, for subnormals too */
+        return number(bits(x) | (code & 0x80) << 24);
+    }
+    return (float)(int)code;
+}
+
+/* Codes times a scale, integers plus an offset, as F32 or BF16 one after another; `each` says that every number has a scale
  * and an offset of its own. */
-static inline __attribute__((always_inline)) void PATH(dequantise_bf16)(
-    const uint8_t *restrict code, const float *restrict scale, const float *restrict low, uint8_t *restrict to, size_t n,
-    int shift, int mask, int each) {
+INLINE void PATH(dequantise)(const uint8_t *restrict code, const float *restrict scale, const float *restrict low,
+                             uint8_t *restrict to, uint32_t kind, size_t n, int shift, int form, int each) {
+    const uint32_t mask = form == INT8 || form == FP8 ? 255 : 15;
+    const int real = form == FP4 || form == FP8;
+    size_t i = 0;
+#ifdef PLACE_F16C
     const __m128i used = _mm_set1_epi8((char)mask);
-    __m256 factor[2] = {_mm256_set1_ps(*scale), _mm256_set1_ps(*scale)}, offset[2] = {_mm256_set1_ps(*low), _mm256_set1_ps(*low)};
-    for (size_t i = 0; i < n; i += 16) {
+    const __m256i sign = _mm256_set1_epi16((short)0x8000), rest = _mm256_set1_epi16(form == FP8 ? 0x3F80 : 0x0E00);
+    __m256 factor = _mm256_set1_ps(*scale), offset = _mm256_set1_ps(real ? 0.0f : *low);
+    for (; i + 16 <= n; i += 16) {
         __m128i c = _mm_and_si128(_mm_srli_epi16(_mm_loadu_si128((const __m128i *)(code + i)), shift), used);
-        __m256 value[2] = {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(c)),
-                           _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(c, 8)))};
-        for (int half = 0; half < 2; half++) {
-            if (each) {
-                factor[half] = _mm256_loadu_ps(scale + i + 8 * half);
-                offset[half] = _mm256_loadu_ps(low + i + 8 * half);
-            }
-            value[half] = _mm256_add_ps(_mm256_mul_ps(value[half], factor[half]), offset[half]);
+        __m256 value[2];
+        if (real) {
+            __m256i w = _mm256_cvtepu8_epi16(c), up = _mm256_slli_epi16(w, form == FP8 ? 8 : 12);
+            w = _mm256_and_si256(_mm256_slli_epi16(w, form == FP8 ? 7 : 9), rest);
+            w = _mm256_or_si256(w, _mm256_and_si256(up, sign));
+            value[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(w));
+            value[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(w, 1));
+        } else {
+            value[0] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(c));
+            value[1] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(c, 8)));
         }
-        _mm256_storeu_si256((__m256i *)(to + 2 * i), PATH(rounded)(value[0], value[1]));
+        for (int half = 0; half < 2; half++) {
+            if (each)
+                factor = _mm256_loadu_ps(scale + i + 8 * half);
+            if (each && !real)
+                offset = _mm256_loadu_ps(low + i + 8 * half);
+            value[half] = _mm256_mul_ps(value[half], factor);
+            if (!real)
+                value[half] = _mm256_add_ps(value[half], offset);
+        }
+        if (kind == BF16)
+            _mm256_storeu_si256((__m256i *)(to + 2 * i), PATH(rounded)(value[0], value[1]));
+        else {
+            _mm256_storeu_ps((float *)(to + 4 * i), value[0]);
+            _mm256_storeu_ps((float *)(to + 4 * i) + 8, value[1]);
+        }
+    }
+#endif
+    for (; i < n; i++) {
+        float x = PATH(meaning)((uint32_t)code[i] >> shift & mask, form) * scale[each ? i : 0];
+        if (!real)
+            x += low[each ? i : 0];
+        if (kind == BF16) {
+            uint16_t small = (uint16_t)((bits(x) + 0x7FFF + (bits(x) >> 16 & 1)) >> 16);
+            memcpy(to + 2 * i, &small, 2);
+        } else
+            memcpy(to + 4 * i, &x, 4);
     }
 }
-#endif
+
+static void PATH(dequantise_as)(const uint8_t *code, const float *scale, const float *low, uint8_t *to, uint32_t kind,
+                                size_t n, int shift, int form, int each) {
+    /* A loop for each case, without branches. */
+#define CASE(f, e)                                                                      \
+    if (form == f && each == e) {                                                       \
+        if (kind == BF16)                                                               \
+            PATH(dequantise)(code, scale, low, to, BF16, n, shift, f, e);               \
+        else                                                                            \
+            PATH(dequantise)(code, scale, low, to, F32, n, shift, f, e);                \
+        return;                                                                         \
+    }
+    CASE(INT8, 0)
+    CASE(INT8, 1)
+    CASE(INT4, 0)
+    CASE(INT4, 1)
+    CASE(FP4, 1)
+    CASE(FP8, 1)
+#undef CASE
+}
 
 /* One row of `n` numbers into a cache. */
 static void PATH(store)(const float *restrict from, uint8_t *restrict to, uint32_t kind, ptrdiff_t step, size_t n) {
@@ -162,18 +220,44 @@ static void PATH(store)(const float *restrict from, uint8_t *restrict to, uint32
     }
 }
 
-static int PATH(cast)(const Cache *c, const uint8_t *from, uint32_t kind) {
+/* One row of `n` codes into a cache: of the `all` codes from `code` on those from number `at`. If two share a byte, its
+ * low half is one of the first half of all. */
+static void PATH(place_codes)(const Cache *c, uint8_t *to, const uint8_t *code, size_t at, size_t all, size_t n,
+                              const float *scale, const float *low, int form, int each) {
     float row[MOST_DIM];
-    const size_t rows = c->layers * 2 * c->heads;
+    const int two = form == INT4 || form == FP4, direct = c->step[4] == 1 && c->kind != F16;
+    const size_t half = (all + 1) / 2;
+    for (size_t size; n; n -= size, at += size) {
+        const size_t high = two && at >= half, place = high ? at - half : at;
+        size = two && !high && n > half - at ? half - at : n;
+        PATH(dequantise_as)(code + place, scale, low, direct ? to : (uint8_t *)row, direct ? c->kind : F32, size,
+                            high ? 4 : 0, form, each);
+        if (!direct)
+            PATH(store)(row, to, c->kind, c->step[4], size);
+        to += (ptrdiff_t)(size * (c->kind == F32 ? 4 : 2)) * c->step[4];
+        if (each)
+            scale += size;
+        if (each && low)
+            low += size;
+    }
+}
+
+/* Tokens one after another, of each [layer, K/V, head, dim]; those of E4M3 have a scale of each channel. */
+static int PATH(cast)(const Cache *c, const uint8_t *from, uint32_t kind, const float *scale) {
+    float row[MOST_DIM];
+    const size_t rows = c->layers * c->halves * c->heads, width = c->dim * (kind == E4M3 ? 1 : 2);
     const int plain = c->step[4] == 1 && !((uintptr_t)c->data % (c->kind == F32 ? 4 : 2));
     int good = 1;
     for (size_t first = 0; first < c->tokens && good; first += BLOCK) {
         size_t last = first + BLOCK < c->tokens ? first + BLOCK : c->tokens;
         for (size_t r = 0; r < rows; r++)
             for (size_t t = first; t < last; t++) {
-                const uint8_t *source = from + 2 * c->dim * (t * rows + r);
-                uint8_t *to = row_of(c, r / (2 * c->heads), r / c->heads % 2, r % c->heads, t);
-                if (plain && kind == c->kind)
+                const uint8_t *source = from + width * (t * rows + r);
+                uint8_t *to = row_of(c, r / (c->halves * c->heads), r / c->heads % c->halves, r % c->heads, t);
+                if (kind == E4M3) {
+                    good &= PATH(all_numbers)(source, c->dim);
+                    PATH(place_codes)(c, to, source, 0, c->dim, c->dim, scale + r * c->dim, NULL, FP8, 1);
+                } else if (plain && kind == c->kind)
                     good &= PATH(copy16)(source, to, c->dim, kind == F16 ? 0x7C00 : 0x7F80);
 #ifdef PLACE_F16C
                 else if (plain && kind == F16 && c->kind == BF16 && c->dim % 16 == 0)
@@ -190,48 +274,59 @@ static int PATH(cast)(const Cache *c, const uint8_t *from, uint32_t kind) {
     return good;
 }
 
-static int PATH(affine)(const Cache *c, const uint8_t *from, const Units *u, const float *low, const float *scale) {
-    float row[MOST_DIM], value[2];
-    const size_t width = c->heads * c->dim, own = 4 * c->layers * u->blocks, per_block = c->heads / u->blocks;
-    const size_t codes = width * (u->bits == 8 ? 2 : 1), layer = codes * u->tokens, size = own + c->layers * layer;
-    const int mask = u->bits == 8 ? 255 : 15;
-    int good = 1, fused = 0;
-#ifdef PLACE_F16C
-    fused = c->kind == BF16 && c->step[4] == 1 && c->dim % 16 == 0;
-#endif
+/* FP4's scale of 8 bits, for what `meaning` returns. */
+INLINE float PATH(scale_of)(uint8_t stored) { return number(((uint32_t)stored + (109 << 3)) << 20) * 0x1p14f; }
+
+/* The scales of `n` numbers of FP4 from number `at` on, which each span of them has in common. */
+static void PATH(spread_scales)(const uint8_t *restrict stored, size_t at, float *restrict to, size_t n) {
+    for (size_t i = 0; i < n;) {
+        const size_t span = (at + i) / SPAN, left = (span + 1) * SPAN - at, end = left < n ? left : n;
+        const float scale = PATH(scale_of)(stored[span]);
+        for (; i < end; i++)
+            to[i] = scale;
+    }
+}
+
+/* Units one after another. `low` and `scale` are those of the keys, [layer, head, dim]; FP4 has them in its units. */
+static int PATH(dequantised)(const Cache *c, const uint8_t *from, const Units *u, const float *low, const float *scale) {
+    float value[2], each[MOST_DIM];
+    const size_t dims[2] = {u->keys, values_of(c, u)}, width = c->heads * u->keys;
+    const size_t size = unit_bytes(c, u), own = scale_bytes(c, u), layer = code_bytes(c, u), all = codes_of(c, u);
+    const size_t spans = spans_of(c, u), per_block = u->blocks ? c->heads / u->blocks : 1;
+    int good = 1;
     for (size_t first = 0; first < c->tokens && good; first += BLOCK) {
         size_t last = first + BLOCK < c->tokens ? first + BLOCK : c->tokens;
         for (size_t l = 0; l < c->layers; l++)
             for (size_t k = 0; k < 2; k++)
-                for (size_t h = 0; h < c->heads; h++)
+                for (size_t h = 0; h < c->heads && dims[k]; h++) {
+                    const uint8_t *known = NULL;
                     for (size_t t = first; t < last; t++) {
-                        const uint8_t *unit = from + t / u->tokens * size;
-                        const uint8_t *code = unit + own + l * layer + t % u->tokens * width + h * c->dim;
-                        if (u->bits == 8)
-                            code += k * u->tokens * width;
-                        int shift = u->bits == 4 && k ? 4 : 0;
-                        uint8_t *to = row_of(c, l, k, h, t);
-                        if (k) {
-                            const uint8_t *at = unit + 2 * (l * u->blocks + h / per_block);
-                            good &= PATH(load_f16)(at, value, 1);
-                            good &= PATH(load_f16)(at + 2 * c->layers * u->blocks, value + 1, 1);
+                        const uint8_t *unit = from + t / u->tokens * size, *code = unit + own + l * layer;
+                        const size_t row = t % u->tokens * c->heads + h; /* of the unit's keys, or of its values */
+                        const size_t at = (k ? u->tokens * width : 0) + row * dims[k];
+                        uint8_t *to = row_of(c, l, c->halves == 2 ? k : 0, h, t);
+                        if (c->halves == 1 && k)
+                            to += (ptrdiff_t)(u->keys * (c->kind == F32 ? 4 : 2)) * c->step[4];
+                        if (u->form == FP4) {
+                            if (k)
+                                PATH(spread_scales)(unit + c->layers * width + l * spans, row * dims[1], each, dims[1]);
+                            else if (unit != known)
+                                for (size_t i = 0; i < dims[0]; i++)
+                                    each[i] = PATH(scale_of)(unit[l * width + h * dims[0] + i]);
+                            known = unit;
+                            PATH(place_codes)(c, to, code, at, all, dims[k], each, NULL, FP4, 1);
+                        } else if (k) {
+                            const uint8_t *shared = unit + 2 * (l * u->blocks + h / per_block);
+                            good &= PATH(load_f16)(shared, value, 1);
+                            good &= PATH(load_f16)(shared + 2 * c->layers * u->blocks, value + 1, 1);
+                            PATH(place_codes)(c, to, code, at, all, dims[1], value + 1, value, (int)u->form, 0);
+                        } else {
+                            const size_t channel = l * width + h * dims[0];
+                            PATH(place_codes)(c, to, code, at, all, dims[0], scale + channel, low + channel,
+                                              (int)u->form, 1);
                         }
-#ifdef PLACE_F16C
-                        if (fused && k)
-                            PATH(dequantise_bf16)(code, value + 1, value, to, c->dim, shift, mask, 0);
-                        else if (fused)
-                            PATH(dequantise_bf16)(code, scale + l * width + h * c->dim, low + l * width + h * c->dim, to,
-                                                  c->dim, shift, mask, 1);
-                        else
-#endif
-                        if (k == 0)
-                            PATH(dequantise)(code, scale + l * width + h * c->dim, low + l * width + h * c->dim, row,
-                                             c->dim, shift, mask);
-                        else
-                            PATH(dequantise_all)(code, value[1], value[0], row, c->dim, shift, mask);
-                        if (!fused)
-                            PATH(store)(row, to, c->kind, c->step[4], c->dim);
                     }
+                }
     }
     return good;
 }

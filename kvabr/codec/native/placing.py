@@ -2,6 +2,9 @@
 
 Torch does the same in several passes over memory, three to eight times slower, and to the bit. It takes over where the
 extension is not built, for other devices and element types, and if KVABR_CODER is ``reference``.
+
+Caches are those of any layer class, [layer, K/V, head, token, dim], with an axis of keys and values or without it
+(`kvabr.types.kv.LayerClass.halves`).
 """
 
 from __future__ import annotations
@@ -18,15 +21,15 @@ except ImportError:
     _kvplace = None
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_E4M3 = 3
+"""Element types; payloads also have E4M3."""
+_FORMS = {"Int8": 0, "Int4": 1, "FP4": 2}
 _VARIABLE = "KVABR_CODER"
 """As for `kvabr.codec.native.coder`; with ``portable`` without AVX2."""
 
 
 def places(out: torch.Tensor) -> bool:
-    """Return whether the functions below can write to ``out``, of any strides; otherwise torch has to.
-
-    They know caches whose keys and values are alike, [layer, K/V, head, token, dim].
-    """
+    """Return whether the functions below can write to ``out``, of any strides; otherwise torch has to."""
     return (
         _kvplace is not None
         and out.device.type == "cpu"
@@ -47,34 +50,63 @@ def cast(units: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> bool:
     Returns:
         Whether all numbers are finite; if not, some of ``out`` may have been written.
     """
+    return _cast(units, _KINDS[dtype], None, out)
+
+
+def cast_scaled(units: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> bool:
+    """Multiply numbers in E4M3 by the scales of their channels and place them; otherwise as `cast`.
+
+    Args:
+        units: [token, byte] uint8, contiguous: the numbers of each token, [layer, K/V, head, dim].
+        scale: as many numbers as a token has, finite.
+        out: [layer, K/V, head, token, dim], see `places`.
+
+    Returns:
+        Whether no number is NaN; if one is, some of ``out`` may have been written.
+    """
+    # The native code takes the bits of E4M3 as those of half precision, which makes numbers 2^8 times too small.
+    return _cast(units, _E4M3, (scale.float() * 256).contiguous(), out)
+
+
+def _cast(units: torch.Tensor, kind: int, scale: torch.Tensor | None, out: torch.Tensor) -> bool:
     source = units.contiguous()
-    good: bool = _kvplace.cast(_fast(), _cache(out), source.data_ptr(), source.numel(), _KINDS[dtype])
+    scales = (0, 0) if scale is None else (scale.data_ptr(), 4 * scale.numel())
+    good: bool = _kvplace.cast(_fast(), _cache(out), source.data_ptr(), source.numel(), kind, *scales)
     return good
 
 
-def affine(units: torch.Tensor, head: torch.Tensor, bits: int, tokens: int, blocks: int, out: torch.Tensor) -> bool:
-    """Dequantise and place a run of units of `kvabr.codec.affine`.
+def dequantise(
+    units: torch.Tensor,
+    form: str,
+    tokens: int,
+    keys: int,
+    out: torch.Tensor,
+    *,
+    head: torch.Tensor | None = None,
+    blocks: int = 0,
+) -> bool:
+    """Dequantise and place a run of units of `kvabr.codec.affine` or `kvabr.codec.fp4`.
 
     Args:
         units: [unit, byte] uint8, contiguous.
-        head: offsets, then scales, of the keys, each [layer, head, dim]; finite.
-        bits: 4 or 8.
+        form: ``Int8``, ``Int4`` or ``FP4``.
         tokens: tokens of each unit.
-        blocks: blocks of heads whose values share a scale.
+        keys: dims of a key, see `kvabr.types.kv.LayerClass.split`.
         out: [layer, K/V, head, token, dim], see `places`.
+        head: of integers, offsets and then scales of the keys, each [layer, head, dim]; finite.
+        blocks: of integers, blocks of heads whose values share a scale.
 
     Returns:
         Whether all offsets and scales of the values are finite; if not, some of ``out`` may have been written.
     """
-    source, keys = units.contiguous(), head.float().contiguous()
-    good: bool = _kvplace.affine(
+    source, numbers = units.contiguous(), None if head is None else head.float().contiguous()
+    good: bool = _kvplace.dequantise(
         _fast(),
         _cache(out),
         source.data_ptr(),
         source.numel(),
-        (bits, tokens, blocks),
-        keys.data_ptr(),
-        4 * keys.numel(),
+        (_FORMS[form], tokens, keys, blocks),
+        *((0, 0) if numbers is None else (numbers.data_ptr(), 4 * numbers.numel())),
     )
     return good
 
@@ -84,5 +116,4 @@ def _fast() -> bool:
 
 
 def _cache(out: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    layers, _, heads, tokens, dim = out.shape
-    return out.data_ptr(), _KINDS[out.dtype], (layers, heads, tokens, dim), out.stride()
+    return out.data_ptr(), _KINDS[out.dtype], tuple(out.shape), out.stride()

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.native import coder, placing
 from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec, LayerClass
 from tests.codec.native.models import spread_out
 from tests.codec.native.test_paths import DTYPES, taking
 from tests.examples import examples
 from tests.kvdata import spec
 
-TRACKS = ("FP16", "BF16", "Int8", "Int4")
+TRACKS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4")
 EXTREMES = (
     0.0,
     -0.0,
@@ -39,13 +40,17 @@ PATHS = ("avx2", "portable")
 pytestmark = pytest.mark.skipif(not placing.places(torch.zeros(1)), reason="the extension is not built")
 
 
+def of_class(kind: str, heads: int, keys: int, values: int) -> KVSpec:
+    return KVSpec("test/model", "tokenizer", (LayerClass(kind, (0, 1), heads, keys, values, "float16"),), 128)
+
+
 def decoded(path: str, track: str, payload: bytes, context: GroupContext, out: torch.Tensor) -> torch.Tensor:
     with taking(path):
         codec(track).decode(memoryview(payload), context, out)
     return out
 
 
-@examples(60)
+@examples(120)
 @given(
     track=st.sampled_from(TRACKS),
     path=st.sampled_from(PATHS),
@@ -53,12 +58,24 @@ def decoded(path: str, track: str, payload: bytes, context: GroupContext, out: t
     kind=st.integers(0, 4),
     heads=st.integers(1, 3),
     dim=st.sampled_from((2, 8, 16, 30, 64, 80)),
+    unlike=st.sampled_from((None, 0, 1, 16, 24, 80)),
     tokens=st.integers(1, 40),
     scale=st.sampled_from((1e-7, 1e-3, 1.0, 3e4)),
     seed=st.integers(0, 1 << 32),
 )
-def test_every_path_gives_torchs_bits(track, path, dtype, kind, heads, dim, tokens, scale, seed):
-    shape = spec(2, heads, dim)
+def test_every_path_gives_torchs_bits(track, path, dtype, kind, heads, dim, unlike, tokens, scale, seed):
+    shape = spec(2, heads, dim) if unlike is None else of_class("full", heads, dim, unlike)
+    same_bits(track, path, dtype, kind, shape, tokens, scale, seed)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("track", TRACKS)
+@pytest.mark.parametrize("shape", [(1, 576, 0), (2, 192, 128), (1, 4096, 4096), (1, 9, 0)], ids=str)
+def test_latents_and_the_largest_rows_are_placed(shape, track, path):
+    same_bits(track, path, torch.bfloat16, 0, of_class("latent" if not shape[2] else "full", *shape), 35, 1.0, 1)
+
+
+def same_bits(track, path, dtype, kind, shape, tokens, scale, seed):
     context = GroupContext(shape, 0, tokens)
     dice = torch.Generator().manual_seed(seed)
     group = torch.randn(shape.shape(tokens), generator=dice) * scale
@@ -92,6 +109,34 @@ def test_a_number_that_is_not_finite_is_found_wherever_it_is(track, bad, dtype, 
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("unlike", [None, 0, 5])
+def test_a_number_in_e4m3_that_is_none_is_found_wherever_it_is(unlike, path):
+    shape = spec(1, 1, 22) if unlike is None else of_class("full", 1, 22, unlike)
+    context = GroupContext(shape, 0, 9)
+    payload = codec("FP8").encode(torch.randn(shape.shape(9)), context)
+    out = torch.empty(shape.shape(9))
+    decoded(path, "FP8", payload, context, out)
+    for at in range(codec("FP8").layout(shape, 9).head_bytes, len(payload)):
+        broken = bytearray(payload)
+        broken[at] |= 0x7F
+        with pytest.raises(FormatError, match="FP8: an element is not a number"):
+            decoded(path, "FP8", bytes(broken), context, out)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_code_of_e4m3_means_what_torch_says(path):
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes & 0x7F != 0x7F]
+    shape = of_class("latent", 1, len(codes), 0)
+    out = torch.empty(shape.shape(1))
+    scale = torch.linspace(0.5, 2, len(codes)).half()
+    with taking(path):
+        assert placing.cast_scaled(codes[None], scale, out[:1])
+    wanted = codes.view(torch.float8_e4m3fn).float() * scale.float()
+    assert torch.equal(out[0].flatten().view(torch.int32), wanted.view(torch.int32))
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("track", ["Int8", "Int4"])
 def test_scales_that_are_not_finite_are_found(track, path):
     shape = spec(2, 2, 64)
@@ -112,21 +157,34 @@ def test_sizes_that_do_not_belong_together_are_refused():
     assert placing.cast(units, torch.float16, out)
     with pytest.raises(ValueError, match="not as many"):
         placing.cast(units[:3], torch.float16, out)
-    coded = torch.zeros(4, 4 * 2 + 2 * 2 * 3 * 8, dtype=torch.uint8)
-    head = torch.zeros(2, 2, 3, 8)
-    assert placing.affine(coded, head, 8, 1, 1, out)
-    for units, keys, bits, tokens, blocks in (
-        (coded[:3], head, 8, 1, 1),
-        (coded, head[:1], 8, 1, 1),
-        (coded, head, 4, 1, 1),
-        (coded, head, 5, 1, 1),
-        (coded, head, 8, 3, 1),
-        (coded, head, 8, 0, 1),
-        (coded, head, 8, 1, 2),
-        (coded, head, 8, 1, 0),
+    with pytest.raises(ValueError, match="not as many"):
+        placing.cast_scaled(units[:, :96], torch.ones(95), out)
+    coded, head = torch.zeros(4, 4 * 2 + 2 * 2 * 3 * 8, dtype=torch.uint8), torch.zeros(2, 2, 3, 8)
+    assert placing.dequantise(coded, "Int8", 1, 8, out, head=head, blocks=1)
+    for units, keys, form, tokens, dim, blocks in (
+        (coded[:3], head, "Int8", 1, 8, 1),
+        (coded, head[:1], "Int8", 1, 8, 1),
+        (coded, None, "Int8", 1, 8, 1),
+        (coded, head, "Int4", 1, 8, 1),
+        (coded, head, "FP4", 1, 8, 1),
+        (coded, head, "Int8", 3, 8, 1),
+        (coded, head, "Int8", 0, 8, 1),
+        (coded, head, "Int8", 1, 7, 1),
+        (coded, head, "Int8", 1, 0, 1),
+        (coded, head, "Int8", 1, 8, 2),
+        (coded, head, "Int8", 1, 8, 0),
+        (coded, head, "Int8", 1, 8, -1),
     ):
         with pytest.raises(ValueError, match="do not belong"):
-            placing.affine(units, keys, bits, tokens, blocks, out)
+            placing.dequantise(units, form, tokens, dim, out, head=keys, blocks=blocks)
+    latent, alone = out.reshape(4, 1, 3, 4, 8), torch.zeros(4, 4 * 3 * 8, dtype=torch.uint8)
+    head = torch.zeros(2, 4, 3, 8)
+    assert placing.dequantise(alone, "Int8", 1, 8, latent, head=head)
+    for dim, blocks in ((8, 1), (7, 0), (9, 0)):
+        with pytest.raises(ValueError, match="do not belong"):
+            placing.dequantise(alone, "Int8", 1, dim, latent, head=head, blocks=blocks)
+    with pytest.raises(ValueError, match="no such cache"):
+        placing.cast(units, torch.float16, torch.empty(2, 3, 3, 4, 8))
 
 
 def test_torch_takes_what_native_code_cannot(monkeypatch):

@@ -9,18 +9,24 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     Input in = {data, data + size};
     static const uint32_t dims[] = {1, 2, 3, 7, 8, 15, 16, 17, 32, 33, 48, 64};
     Cache c = {.kind = below(&in, 3), .layers = 1 + below(&in, 3), .heads = 1 + below(&in, 4)};
-    Units u = {.bits = below(&in, 2) ? 8 : 4, .tokens = 1 + below(&in, 5), .blocks = 1 + below(&in, 4)};
-    c.tokens = u.tokens * (1 + below(&in, 5)), c.dim = dims[below(&in, 12)];
+    Units u = {.form = below(&in, 3), .tokens = 1 + below(&in, 5), .blocks = 1 + below(&in, 4)};
+    c.tokens = u.tokens * (1 + below(&in, 5)), u.keys = dims[below(&in, 12)];
     while (c.heads % u.blocks)
         u.blocks--;
-    uint32_t how = byte(&in), shape[5] = {(uint32_t)c.layers, 2, (uint32_t)c.heads, (uint32_t)c.tokens, (uint32_t)c.dim};
+    uint32_t how = byte(&in), unlike = byte(&in); /* keys and values in an axis of their own, or one behind the other */
+    size_t values = unlike & 1 ? unlike >> 1 & 1 ? dims[(unlike >> 2) % 12] : 0 : u.keys;
+    c.halves = unlike & 1 ? 1 : 2, c.dim = unlike & 1 ? u.keys + values : u.keys;
+    if (!values || u.form == FP4)
+        u.blocks = 0;
+    uint32_t shape[5] = {(uint32_t)c.layers, (uint32_t)c.halves, (uint32_t)c.heads, (uint32_t)c.tokens, (uint32_t)c.dim};
     size_t each = c.kind == F32 ? 4 : 2, span = spread(how, shape, c.step) * each, odd = how >> 3 & 1;
-    size_t channels = c.layers * c.heads * c.dim;
+    size_t numbers = c.layers * c.halves * c.heads * c.dim;
     int casts = how >> 4 & 1;
-    size_t bytes = casts ? 4 * channels * c.tokens
-                         : c.tokens / u.tokens * 4 * c.layers * u.blocks + c.tokens * channels * u.bits / 4;
-    float *head = need(malloc(2 * channels * sizeof *head));
-    for (size_t i = 0; i < 2 * channels; i++)
+    uint32_t kind = how >> 6 & 1 ? E4M3 : how >> 5 & 1 ? F16 : BF16;
+    size_t bytes = casts ? (kind == E4M3 ? 1 : 2) * numbers * c.tokens : c.tokens / u.tokens * unit_bytes(&c, &u);
+    size_t scales = casts ? numbers : 2 * c.layers * c.heads * u.keys;
+    float *head = need(malloc(scales * sizeof *head));
+    for (size_t i = 0; i < scales; i++)
         head[i] = finite_half((uint16_t)(byte(&in) << 8 | byte(&in)));
     uint8_t *from = filled(&in, bytes);
     uint8_t *memory[2], good[2];
@@ -28,12 +34,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         memory[path] = need(malloc(span + odd));
         memset(memory[path], 0x55, span + odd);
         c.data = memory[path] + odd; /* at an odd address */
-        uint32_t kind = how >> 5 & 1 ? F16 : BF16;
         if (casts)
-            good[path] = (uint8_t)(path ? cast_avx2(&c, from, kind) : cast_portable(&c, from, kind));
+            good[path] = (uint8_t)(path ? cast_avx2(&c, from, kind, head) : cast_portable(&c, from, kind, head));
         else
-            good[path] = (uint8_t)(path ? affine_avx2(&c, from, &u, head, head + channels)
-                                        : affine_portable(&c, from, &u, head, head + channels));
+            good[path] = (uint8_t)(path ? dequantised_avx2(&c, from, &u, head, head + scales / 2)
+                                        : dequantised_portable(&c, from, &u, head, head + scales / 2));
     }
     if (fast_here()) {
         CHECK(good[0] == good[1]);
