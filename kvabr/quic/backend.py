@@ -39,15 +39,24 @@ REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW = 256 << 10, 1 << 20
 SOCKET_BUFFER = 4 << 20
 """Socket buffer to request from the kernel for each direction, bytes; it may grant less."""
 IDLE_S = 30.0
+STILL_S = 1.0
+"""Seconds for which nothing is sent, although there is something to send and room for it, before a connection whose
+library has lost track of a stream is given up."""
 RETRY_LIFETIME_S = 30.0
 """Lifetime of a Retry token; clients return theirs at once."""
+_DATAGRAM = 1500
+"""More bytes than any datagram has, unless the path's MTU is unusual."""
 _INSTALL = {"qh3": "pip install 'kvabr[fast]'", "aioquic": "pip install aioquic"}
 _MAC_BYTES = 16
 _PEER_CLOSED = "Native peer close"
 """How qh3's message about a peer that closed the connection begins; it warns of every one."""
-_LATER = ("capacity exhausted", "reserved stream is missing")
-"""Parts of qh3's messages when a packet does not fit, and when it wanted to send on a stream that is gone."""
-
+_TOO_LONG = "capacity exhausted"
+"""Part of qh3's message when a packet does not fit."""
+_GONE = "reserved stream is missing"
+"""Part of qh3's message when it wanted to send on a stream that is gone. It then forgets what else it has put into the
+packet: other streams may be left that it never sends, and nothing says so."""
+_LOST_PACKETS = 64
+"""Packets that may be lost so in a row."""
 _STUCK = "stream reservation is already active"
 """Part of qh3's message on every attempt to send after it has lost track of a packet: the connection is of no use."""
 
@@ -174,8 +183,25 @@ class QuicLibrary:
             quic.datagrams_to_send = partial(_packets_there_is_room_for, quic)
 
     def stuck(self, quic: Any) -> bool:
-        """Return whether a connection can never send again, by a fault of the library."""
-        return bool(getattr(quic, "kvabr_stuck", False))
+        """Return whether a connection can never send again, or not all of it, by a fault of the library."""
+        if getattr(quic, "kvabr_stuck", False):
+            return True
+        if not getattr(quic, "kvabr_doubtful", False):
+            return False
+        unsent, now_s = quic.get_send_buffer_size(), time.monotonic()
+        room = quic._core.congestion_window - quic._core.bytes_in_flight  # noqa: SLF001  # as above
+        still = getattr(quic, "kvabr_still", None)
+        if not unsent or room < _DATAGRAM:
+            quic.kvabr_still = None
+        elif still is None or still[0] != unsent:
+            quic.kvabr_still = unsent, now_s
+        else:
+            return bool(now_s - still[1] >= STILL_S)
+        return False
+
+    def suspect(self, quic: Any) -> bool:
+        """Return whether `stuck` should be asked again after `STILL_S`."""
+        return getattr(quic, "kvabr_still", None) is not None
 
     def lost(self, quic: Any) -> int | None:
         """Return how many packets of ours were lost, where the library counts them."""
@@ -210,17 +236,27 @@ def _packets_there_is_room_for(quic: Any, now: float) -> list[tuple[bytes, Any]]
     """Return the packets that a qh3 connection has to send, without the rest where qh3 2.1 raises and loses them.
 
     It does so when a packet exceeds what may be sent before a peer's address is validated (RFC 9000, section 8.1),
-    whereupon connecting takes a second, and when a stream that it wanted to send on is gone, as after outages.
+    whereupon connecting takes a second, and when a stream that it wanted to send on is gone, as after losses.
     """
-    core = quic._core  # noqa: SLF001  # as its own method, but for the error
+    core = quic._core  # noqa: SLF001  # as its own method, but for the errors
     made: list[tuple[bytes, Any]] = []
-    try:
-        while core is not None and (packet := core.poll_transmit(now)) is not None:
-            made.append((packet[0], packet[1]))
-    except (RuntimeError, ValueError) as error:
-        quic.kvabr_stuck = _STUCK in str(error)
-        if not quic.kvabr_stuck and not any(known in str(error) for known in _LATER):
-            raise
+    lost = 0
+    while core is not None and lost < _LOST_PACKETS:
+        try:
+            packet = core.poll_transmit(now)
+        except (RuntimeError, ValueError) as error:
+            said = str(error)
+            if _GONE in said:
+                quic.kvabr_doubtful = True
+                lost += 1
+                continue
+            quic.kvabr_stuck = _STUCK in said
+            if not quic.kvabr_stuck and _TOO_LONG not in said:
+                raise
+            break
+        if packet is None:
+            break
+        made.append((packet[0], packet[1]))
     return made
 
 

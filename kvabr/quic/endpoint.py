@@ -13,7 +13,7 @@ from kvabr.moqt.codes import SessionCode, name_of
 from kvabr.moqt.events import Close, Event, Reset, Stop, Write
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, by_alpn
-from kvabr.quic.backend import QuicLibrary
+from kvabr.quic.backend import STILL_S, QuicLibrary
 
 _CRYPTO_ERROR = 0x100
 """First of the QUIC error codes that are TLS alerts (RFC 9001, section 4.8)."""
@@ -40,6 +40,7 @@ class Endpoint(ABC):
         self.driver: Any = None
         """The library's protocol object, once it exists."""
         self._given_up = False
+        self._looking_again: asyncio.TimerHandle | None = None
         self.session: MoqtSession | None = None
         """Once the handshake is done."""
         self._kinds = library.events
@@ -79,9 +80,19 @@ class Endpoint(ABC):
 
     def sent(self) -> None:
         """End the connection, once this turn of the event loop is over, if the library can never send on it again."""
-        if self.lib.stuck(self.quic) and not self._given_up:
+        if self._given_up:
+            return
+        loop = asyncio.get_running_loop()
+        if self.lib.stuck(self.quic):
             self._given_up = True
-            asyncio.get_running_loop().call_soon(self.safely, self._give_up)
+            loop.call_soon(self.safely, self._give_up)
+        elif self._looking_again is None and self.lib.suspect(self.quic):
+            self._looking_again = loop.call_later(STILL_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looking_again = None
+        if self.lib.closing(self.quic) is None:
+            self.sent()
 
     def _give_up(self) -> None:
         with contextlib.suppress(*self.broken):

@@ -395,14 +395,27 @@ class StuckCore:
         raise ValueError("another stream reservation is already active")
 
 
+class ForgetfulCore(StuckCore):
+    """qh3's core after it has lost track of streams, which it does not say."""
+
+    _told = False
+
+    def poll_transmit(self, now):
+        if self._told:
+            return
+        self._told = True
+        raise ValueError("reserved stream is missing")
+
+
+@pytest.mark.parametrize("core", [StuckCore, ForgetfulCore])
 @pytest.mark.parametrize("end", ["client", "server"])
-async def test_a_connection_on_which_qh3_cannot_send_any_more_ends_at_once(asset, tls, end):
+async def test_a_connection_on_which_qh3_cannot_send_any_more_ends(asset, tls, end, core):
     errors = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     async with joined(asset, tls, "qh3", "qh3") as (server, connection):
         (peer,) = server.peers
         broken = connection if end == "client" else peer
-        broken.quic._core = StuckCore(broken.quic._core)
+        broken.quic._core = core(broken.quic._core)
         fetching = asyncio.create_task(read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=FRAME + 8)))
         if end == "client":
             with pytest.raises(ConnectionLostError, match="cannot send any more"):
@@ -413,3 +426,20 @@ async def test_a_connection_on_which_qh3_cannot_send_any_more_ends_at_once(asset
             fetching.cancel()
             await asyncio.wait({fetching})
     assert not errors
+
+
+async def test_a_connection_goes_on_when_qh3_loses_a_packet_but_no_stream(asset, tls):
+    async with joined(asset, tls, "qh3", "qh3") as (_, connection):
+        core, lost = connection.quic._core, []
+
+        class LosingCore(StuckCore):
+            def poll_transmit(self, now):
+                if not lost:
+                    lost.append(now)
+                    raise ValueError("reserved stream is missing")
+                return core.poll_transmit(now)
+
+        connection.quic._core = LosingCore(core)
+        for group in range(3):
+            assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", group, limit=FRAME + 8))
+        assert lost
