@@ -192,7 +192,8 @@ def _split_chain(
 def has_ac(spec: KVSpec) -> bool:
     """Return whether the layers can be coded: one class of full attention, keys and values alike."""
     only = spec.classes[0]
-    return len(spec.classes) == 1 and spec.part_of is None and only.kind == "full" and only.halves == 2
+    plain = only.kind == "full" and only.halves == 2 and not (only.rope and only.rope.first)
+    return plain and len(spec.classes) == 1 and spec.part_of is None
 
 
 def check_class(spec: KVSpec, track: str) -> None:

@@ -18,8 +18,16 @@ Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
 def rope_shape(rope: RopeSpec | None) -> tuple[int, int]:
-    """Return how many dimensions rotate, 0 without an embedding, and whether their pairs are interleaved, 0 or 1."""
+    """Return how many dimensions rotate, 0 without an embedding, and whether their pairs are interleaved, 0 or 1.
+
+    They are consecutive, from `RopeSpec.first` on.
+    """
     return (0, 0) if rope is None else (rope.rotary_dim, int(rope.layout == "interleaved"))
+
+
+def rope_first(rope: RopeSpec | None) -> int:
+    """Return the first dimension that rotates."""
+    return 0 if rope is None else rope.first
 
 
 @lru_cache(maxsize=256)
@@ -56,13 +64,16 @@ def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int, *, undo:
         return keys
     rotary, interleaved = rope_shape(rope)
     half = rotary // 2
-    pairs = (slice(0, rotary, 2), slice(1, rotary, 2)) if interleaved else (slice(half), slice(half, rotary))
+    first, end = rope.first, rope.first + rotary
+    pairs = (slice(first, end, 2), slice(first + 1, end, 2))
+    if not interleaved:
+        pairs = (slice(first, first + half), slice(first + half, end))
     tables = (backwards if undo else rope_tables)(rope, first_token, keys.shape[-2])
     cos, sin = (torch.from_numpy(table if table.flags.writeable else table.copy()) for table in tables)
     if undo:
         sin = -sin
     out = keys.clone()
-    first, second = (keys[..., pair] for pair in pairs)
-    out[..., pairs[0]] = first * cos - second * sin
-    out[..., pairs[1]] = second * cos + first * sin
+    one, other = (keys[..., pair] for pair in pairs)
+    out[..., pairs[0]] = one * cos - other * sin
+    out[..., pairs[1]] = other * cos + one * sin
     return out

@@ -56,14 +56,17 @@ class RopeSpec:
     theta: float
     """Base of the frequencies; with explicit frequencies, the base before scaling."""
     rotary_dim: int
-    """Number of leading dimensions of a head that rotate; the rest pass through (partial RoPE)."""
+    """Number of consecutive dimensions of a head that rotate; the rest pass through (partial RoPE)."""
     layout: Literal["half", "interleaved"] = "half"
-    """Which dimensions form a pair: ``half`` pairs d with d + rotary_dim/2 (Llama), ``interleaved`` pairs 2i with 2i+1.
-   """
+    """Which dimensions form a pair: ``half`` pairs d with d + rotary_dim/2 (Llama), ``interleaved`` pairs 2i with 2i+1,
+    both counted from `first`."""
     frequencies: tuple[float, ...] | None = None
     """Radians per token of each of the rotary_dim/2 pairs; None for the powers of theta."""
     factor: float = 1.0
     """Multiplier of cosines and sines (YaRN's attention factor): rotating scales a pair's length by it."""
+    first: int = 0
+    """First dimension that rotates, along the last axis of a class's tensor: latent attention (MLA) rotates the last
+    dimensions of a key."""
 
     def check(self, head_dim: int) -> None:
         """Raise a `FormatError` unless the embedding is valid for heads of ``head_dim``."""
@@ -80,6 +83,8 @@ class RopeSpec:
                 raise FormatError(f"KV spec: rope needs {rotary // 2} frequencies, one for each pair of dimensions")
             if not all(_is_number(each) and 0 < each <= _STEEPEST for each in frequencies):
                 raise FormatError(f"KV spec: a rope frequency is not a number above 0, and at most {_STEEPEST:g}")
+        if type(self.first) is not int or not 0 <= self.first <= head_dim - rotary:
+            raise FormatError(f"KV spec: rope begins at {self.first!r}, must be from 0 to {head_dim - rotary}")
         if not _is_number(self.factor) or not 1 / _STEEPEST <= self.factor <= _STEEPEST:
             raise FormatError(f"KV spec: rope factor must be a number from 1/{_STEEPEST:g} to {_STEEPEST:g}")
 
@@ -90,6 +95,8 @@ class RopeSpec:
             value["frequencies"] = [float(each) for each in self.frequencies]
         if self.factor != 1:
             value["factor"] = float(self.factor)
+        if self.first:
+            value["first"] = self.first
         return value
 
     @classmethod
@@ -158,7 +165,7 @@ class LayerClass:
         if self.rope is not None:
             if state:
                 raise FormatError("KV spec: a state is not rotated")
-            self.rope.check(self.k_dim)
+            self.rope.check(self.k_dim if self.halves == 2 else sum(self.split))
         if not isinstance(self.role, str) or not _ROLE.fullmatch(self.role):
             raise FormatError(f"KV spec: a class's role must have at most 16 lowercase letters, not {self.role!r}")
         self._check_reach()
@@ -425,7 +432,7 @@ class KVSpec:
         value: dict[str, Any] = {"model": self.model, "tokenizer": self.tokenizer}
         only = self.classes[0]
         plain = LayerClass("full", tuple(range(len(only.layers))), only.heads, only.k_dim, only.k_dim, only.dtype)
-        if self.part_of is None and self.classes == (replace(plain, rope=only.rope),):
+        if self.part_of is None and tuple(replace(each, rope=None) for each in self.classes) == (plain,):
             value |= {"layers": len(only.layers), "kv_heads": only.heads, "head_dim": only.k_dim, "dtype": only.dtype}
             value["rope"] = None if only.rope is None else only.rope.to_json()
         else:

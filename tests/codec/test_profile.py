@@ -239,15 +239,18 @@ def test_mutilated_files_are_read_or_refused(data):
     st.floats(100, 1e6),
     st.booleans(),
     st.sampled_from([1.0, 0.5, 1.1386294361, 30.0]),
+    st.booleans(),
 )
-def test_rope_undone_and_redone_is_the_identity_and_keeps_lengths(layout, first, rotary, theta, listed, factor):
+def test_rope_undone_and_redone_is_the_identity_and_keeps_lengths(layout, first, rotary, theta, listed, factor, last):
     keys = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(first))
     frequencies = tuple(1 / (1 + pair) for pair in range(rotary // 2)) if listed else None
-    rope = RopeSpec(theta, rotary, layout, frequencies, factor)
+    begin = 32 - rotary if last else 0
+    rope = RopeSpec(theta, rotary, layout, frequencies, factor, begin)
     turned = rotate(keys, rope, first)
     assert torch.allclose(rotate(turned, rope, first, undo=True), keys, atol=1e-5)
-    assert torch.allclose(turned[..., :rotary].norm(dim=-1), factor * keys[..., :rotary].norm(dim=-1), rtol=1e-5)
-    assert torch.equal(turned[..., rotary:], keys[..., rotary:])
+    there, rest = slice(begin, begin + rotary), [dim for dim in range(32) if not begin <= dim < begin + rotary]
+    assert torch.allclose(turned[..., there].norm(dim=-1), factor * keys[..., there].norm(dim=-1), rtol=1e-5)
+    assert torch.equal(turned[..., rest], keys[..., rest])
 
 
 def test_a_pair_turns_by_its_own_frequency_and_grows_by_the_factor():

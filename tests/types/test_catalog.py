@@ -165,6 +165,7 @@ def test_group_ranges_tile_the_tokens(tokens):
         ),
         {"rotary_dim": 30, "frequencies": [0.5] * 16},
         {"rotary_dim": True},
+        {"first": -1}, {"first": 1}, {"first": True}, {"first": 1.0}, {"rotary_dim": 16, "first": 17},
         {"theta": 0}, {"theta": -1}, {"theta": 1e-300}, {"theta": 10**400}, {"theta": "10000"}, {"theta": True},
         {"phase": 1.0},
     ],

@@ -39,6 +39,15 @@ def test_a_spec_of_one_class_of_another_kind_has_plain_names():
     assert KVSpec.from_json(only.to_json()).digest() != KVSpec.uniform("m", "t", 2, 2, 8, "float16").digest()
 
 
+def test_what_rotates_may_lie_behind_the_keys():
+    """Latent attention in transformers: the latents are the keys, and what rotates lies in the place of values."""
+    latent = LayerClass("full", (0, 1), 1, 16, 8, "float16", RopeSpec(1e4, 8, first=16))
+    spec = KVSpec("m", "t", (latent,))
+    assert KVSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    with pytest.raises(FormatError, match="rope begins at 17, must be from 0 to 16"):
+        replace(latent, rope=RopeSpec(1e4, 8, first=17))
+
+
 def test_classes_that_are_alike_have_names_of_their_own():
     turned = replace(FULL, layers=(5, 6), rope=None)
     assert replace(SPEC, classes=(*SPEC.classes, turned)).names[-1] == "full-2"
@@ -80,7 +89,7 @@ def test_classes_that_overlap_or_leave_out_layers_are_refused(classes, words):
         (FULL, {"heads": 0}, "heads is 0"),
         (FULL, {"k_dim": 0}, "k_dim is 0"),
         (FULL, {"v_dim": -1}, "v_dim is -1"),
-        (FULL, {"k_dim": 4}, "rotary_dim"),
+        (FULL, {"k_dim": 4, "v_dim": 0}, "rotary_dim"),
         (FULL, {"dtype": "int8"}, "dtype"),
         (FULL, {"role": "Index/1"}, "role"),
         (FULL, {"kind": "latent", "rope": None}, "v_dim is 8"),

@@ -48,8 +48,8 @@ def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows:
         whole_windows: take layers with windows for full attention: for measurements, whose cache keeps every token in
             every layer.
 
-    Layers that differ in kind, window or shape are classes of their own. Models with several classes may rotate keys
-    differently in different layers, so keys count as not rotated.
+    Layers that differ in kind, window or shape are classes of their own. The keys of a class are described as rotated
+    if one embedding explains those of all its layers; with full attention in every layer, those of the first.
 
     Raises:
         ModelError: a layer keeps something else than keys and values.
@@ -62,15 +62,17 @@ def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows:
     found: dict[tuple[str, int | None, int, int, int], list[int]] = {}
     for index, (keys, values) in enumerate(layers):
         kind = ("full", None) if whole_windows else told[index]
-        shape = int(keys.shape[1]), int(keys.shape[3]), int(values.shape[3])
+        shape = int(keys.shape[0]), int(keys.shape[2]), int(values.shape[2])
         found.setdefault((*kind, *shape), []).append(index)
     plain = len(found) == 1 and all(kind == "full" for kind, _ in told)
-    rope = rope_of(model, layers[0][0][0], positions) if plain else None
-    classes = tuple(
-        LayerClass(kind, tuple(indices), heads, k_dim, v_dim, dtype, rope, window)
-        for (kind, window, heads, k_dim, v_dim), indices in found.items()
-    )
-    return KVSpec(name, tokenizer, classes)
+    types = list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [None] * len(layers))
+    classes = []
+    for (sort, window, heads, k_dim, v_dim), indices in found.items():
+        seen = indices[:1] if plain else indices
+        ropes = {rope_of(model, *layers[index], positions, types[index]) for index in seen}
+        rope = ropes.pop() if len(ropes) == 1 else None
+        classes.append(LayerClass(sort, tuple(indices), heads, k_dim, v_dim, dtype, rope, window))
+    return KVSpec(name, tokenizer, tuple(classes))
 
 
 def _kinds(model: Any, name: str) -> list[tuple[str, int | None]]:
@@ -92,57 +94,92 @@ def _probe_positions(model: Any) -> torch.Tensor:
     """Return the positions of the probe's tokens: consecutive, but the last far away if the model allows it."""
     positions = torch.arange(_PROBED)
     context = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(context, int) and "position_ids" in signature(model.base_model.forward).parameters:
+    if isinstance(context, int) and _takes_positions(model):
         positions[-1] = max(_PROBED - 1, min(context - 1, _FAR))
     return positions
 
 
+def _takes_positions(model: Any) -> bool:
+    return "position_ids" in signature(model.base_model.forward).parameters
+
+
 @torch.inference_mode()
 def _probe(model: Any, name: str, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values of every layer, [1, head, token, dim], for one token id repeated, as `rope_of` needs."""
+    """Return keys and values of every layer, [head, position, dim], for one token id at every position.
+
+    Each position is a prompt of its own, of one token, which sees itself alone: so what enters a layer is the same at
+    all positions, and keys differ by their rotation only. A model that takes no positions gets one prompt instead.
+    """
     cache = require("transformers").DynamicCache()
-    tokens = len(positions)
-    moved = {} if int(positions[-1]) == tokens - 1 else {"position_ids": positions[None].to(model.device)}
-    ids = torch.full((1, tokens), 100, device=model.device)
+    alone = _takes_positions(model)
+    shape = (len(positions), 1) if alone else (1, len(positions))
+    moved = {"position_ids": positions[:, None].to(model.device)} if alone else {}
+    ids = torch.full(shape, 100, device=model.device)
     model.base_model(input_ids=ids, past_key_values=cache, use_cache=True, **moved)
-    layers = list(cache.layers)
-    for index, layer in enumerate(layers):
+    out = []
+    for index, layer in enumerate(cache.layers):
         kind = type(layer).__name__
         if kind != "DynamicLayer" or layer.keys is None or layer.keys.shape[:3] != layer.values.shape[:3]:
             raise ModelError(f"{name}: layer {index} keeps its cache as {kind}; kvabr needs keys and values")
-        if layer.keys.shape[2] != tokens:
+        if (layer.keys.shape[0], layer.keys.shape[2]) != shape:
             raise ModelError(f"{name}: layer {index} of the cache does not hold every token")
-    return [(layer.keys, layer.values) for layer in layers]
+        both = ((part[:, :, 0].transpose(0, 1) if alone else part[0]) for part in (layer.keys, layer.values))
+        out.append((next(both), next(both)))
+    return out
 
 
-def rope_of(model: Any, keys: torch.Tensor, positions: torch.Tensor) -> RopeSpec | None:
-    """Return the rotary embedding of a model if it explains the keys of a repeated token, else None: not rotated.
+def rope_of(
+    model: Any, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, kind: str | None = None
+) -> RopeSpec | None:
+    """Return the rotary embedding of a layer if it explains the keys of one token, else None: not rotated.
 
-    The input of the first layer is the embedding of the token alone, so for one token id repeated its keys, [head,
-    token, dim], differ by their rotation to their ``positions`` only; the first is 0.
+    Args:
+        model: the model.
+        keys: the layer's keys, [head, position, dim], which differ by their rotation only, see `_probe`.
+        values: its values, in case that these have another dim: latent attention keeps what rotates in their place.
+        positions: the positions; the first is 0.
+        kind: the layer's type in the model's configuration, which may have an embedding for each.
     """
-    config = model.config
-    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    config = model.config.get_text_config(decoder=True)
+    parameters = _parameters(config, kind)
     theta = parameters.get("rope_theta", getattr(config, "rope_theta", None))
-    kind = parameters.get("rope_type", "default")
-    if theta is None or kind == "longrope":
+    scaling = parameters.get("rope_type", "default")
+    if theta is None or scaling == "longrope":
         return None
+    module = getattr(model.base_model, "rotary_emb", None)
+    frequencies = getattr(module, f"{kind}_inv_freq", getattr(module, "inv_freq", None))
+    factor = float(getattr(module, f"{kind}_attention_scaling", getattr(module, "attention_scaling", 1.0)))
     dim = int(keys.shape[-1])
+    both = keys if keys.shape == values.shape else torch.cat((keys, values), dim=-1)
     share = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) or 1.0
-    rotary = int(dim * float(share))
-    if rotary < 2 or rotary % 2:
-        return None
-    plain = RopeSpec(float(theta), rotary)
-    try:
-        rope = _scaled(plain, parameters) if kind in _SCALINGS else plain
-        rope.check(dim)
-    except (FormatError, KeyError, TypeError, ValueError, ArithmeticError):
-        return None  # the configuration is invalid
-    if rope is not plain and not _is_the_models(rope, getattr(model.base_model, "rotary_emb", None)):
-        return None
+    sizes = [int(dim * float(share))]
+    if isinstance(frequencies, torch.Tensor):
+        sizes.append(2 * frequencies.numel())
     layouts: tuple[Literal["half", "interleaved"], ...] = ("half", "interleaved")
-    found = (replace(rope, layout=layout) for layout in layouts)
-    return next((one for one in found if _explains(one, keys, positions)), None)
+    for rotary in dict.fromkeys(sizes):
+        if not 2 <= rotary <= dim or rotary % 2:
+            continue
+        plain = RopeSpec(float(theta), rotary)
+        try:
+            rope = _scaled(plain, {**parameters, "rope_type": scaling}) if scaling in _SCALINGS else plain
+            rope.check(both.shape[-1])
+        except (FormatError, KeyError, TypeError, ValueError, ArithmeticError):
+            continue  # the configuration is invalid
+        if rope is not plain and not _is_the_models(rope, frequencies, factor):
+            continue
+        places = dict.fromkeys((0, dim - rotary, both.shape[-1] - rotary))
+        found = (replace(rope, layout=layout, first=first) for first in places for layout in layouts)
+        if (one := next((one for one in found if _explains(one, both, positions)), None)) is not None:
+            return one
+    return None
+
+
+def _parameters(config: Any, kind: str | None) -> dict[str, Any]:
+    """Return the parameters of the rotary embedding, of layers of a type if each has its own."""
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    if kind in parameters:
+        return dict(parameters[kind] or {})
+    return parameters
 
 
 def _scaled(plain: RopeSpec, parameters: Mapping[str, Any]) -> RopeSpec:
@@ -151,7 +188,7 @@ def _scaled(plain: RopeSpec, parameters: Mapping[str, Any]) -> RopeSpec:
     rounded = tuple(map(_rounded, frequencies))
     if _rounded(factor) == 1 and rounded == tuple(map(_rounded, _powers(plain))):
         return plain
-    return RopeSpec(plain.theta, plain.rotary_dim, plain.layout, rounded, _rounded(factor))
+    return replace(plain, frequencies=rounded, factor=_rounded(factor))
 
 
 def _rounded(value: float) -> float:
@@ -216,25 +253,25 @@ _SCALINGS: dict[str, Callable[[RopeSpec, Mapping[str, Any]], Scaled]] = {
 }
 
 
-def _is_the_models(rope: RopeSpec, module: Any) -> bool:
-    """Return whether the model's module has these frequencies and this factor, which keys do not show in full."""
-    own = getattr(module, "inv_freq", None)
+def _is_the_models(rope: RopeSpec, own: object, factor: float) -> bool:
+    """Return whether these are the frequencies and the factor of the model's module: keys do not show them in full."""
     if not isinstance(own, torch.Tensor) or rope.frequencies is None or own.shape != (len(rope.frequencies),):
         return False
     ours = torch.tensor(rope.frequencies, dtype=torch.float64)
     near = torch.allclose(own.detach().double().cpu(), ours, rtol=_SAME, atol=0.0)
-    return near and math.isclose(float(getattr(module, "attention_scaling", 1.0)), rope.factor, rel_tol=_SAME)
+    return near and math.isclose(factor, rope.factor, rel_tol=_SAME)
 
 
 def _explains(rope: RopeSpec, keys: torch.Tensor, positions: torch.Tensor) -> bool:
     """Return whether the embedding rotates the first key into all others."""
-    rotary, wave = rope.rotary_dim, keys.double().cpu()
+    rotary = rope.rotary_dim
+    wave = keys[..., rope.first : rope.first + rotary].double().cpu()
     frequencies = torch.tensor(_powers(rope) if rope.frequencies is None else rope.frequencies, dtype=torch.float64)
     angle = positions.double()[:, None] * frequencies
     turn = torch.polar(torch.ones_like(angle), angle)
     if rope.layout == "half":
-        pairs = torch.complex(wave[..., : rotary // 2], wave[..., rotary // 2 : rotary])
+        pairs = torch.complex(wave[..., : rotary // 2], wave[..., rotary // 2 :])
     else:
-        pairs = torch.complex(wave[..., 0:rotary:2], wave[..., 1:rotary:2])
+        pairs = torch.complex(wave[..., 0::2], wave[..., 1::2])
     error = (pairs - pairs[:, :1] * turn).abs().max().item()
     return math.isfinite(error) and error <= _COARSE.get(keys.dtype, _TOLERANCE) * pairs.abs().max().item()

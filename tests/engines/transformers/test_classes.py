@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +16,7 @@ from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PlayError
+from kvabr.types.kv import RopeSpec
 from tests.client.virtual import virtual
 from tests.engines.transformers.text import IDS, PREFIX
 from tests.memory_transport import Fault, MemoryConnection, MemoryLink
@@ -48,6 +51,20 @@ MODELS = {
     "DeepSeek V3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
     "DeepSeek V2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**LATENT, "topk_method": "greedy"}),
 }  # fmt: skip
+APART = {
+    "Gemma3 scaled": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            **MODELS["Gemma3"][2],
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                SLIDES: {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "Llama 4 mixed": (*MODELS["Llama 4"][:2], {**MODELS["Llama 4"][2], "layer_types": [CHUNKED] * 3}),
+}
 CLASSES = {
     "Gemma3": {"window64": (0, 1), "full": (2,)},
     "Mistral": {"window200": (0, 1, 2)},
@@ -56,17 +73,25 @@ CLASSES = {
     "DeepSeek V3": {"full": (0, 1, 2)},
     "DeepSeek V2": {"full": (0, 1, 2)},
 }
+ROPES = {
+    "Gemma3": [RopeSpec(1e4, 8), RopeSpec(1e6, 8)],
+    "Mistral": [RopeSpec(1e4, 8)],
+    "Llama 4": [RopeSpec(5e5, 8, "interleaved"), None],
+    "DeepSeek V3": [RopeSpec(1e4, 8, "half", first=16)],
+    "DeepSeek V2": [RopeSpec(1e4, 8, "interleaved", first=16)],
+}
 SLOW = PrefillCost.from_rate(100.0)
 
 
 def engine_for(name):
     import transformers
 
-    config, kind, changes = MODELS[name]
+    config, kind, changes = (MODELS | APART)[name]
     torch.manual_seed(0)
     settings = SMALL | {"num_hidden_layers": 3} | changes
-    model = getattr(transformers, kind)(getattr(transformers, config)(**settings)).to(torch.bfloat16).eval()
-    spec = spec_of(model, name=f"tiny/{name.replace(' ', '-')}", tokenizer="bytes", dtype="bfloat16")
+    # Not made in float32 and cast: that would round the frequencies of the rotary embedding, too.
+    model = getattr(transformers, kind)._from_config(getattr(transformers, config)(**settings), dtype=torch.bfloat16)
+    spec = spec_of(model.eval(), name=f"tiny/{name.replace(' ', '-')}", tokenizer="bytes", dtype="bfloat16")
     return TransformersEngine(model, spec, context=640)
 
 
@@ -109,6 +134,25 @@ def test_the_classes_are_those_of_the_models_cache(engine):
     spec = engine.spec
     name = spec.model.removeprefix("tiny/").replace("-", " ").replace("GPT OSS", "GPT-OSS")
     assert dict(zip(spec.names, (each.layers for each in spec.classes), strict=True)) == CLASSES[name]
+
+
+def test_every_class_has_its_rotary_embedding(engine):
+    spec = engine.spec
+    ropes = [each.rope for each in spec.classes]
+    if "GPT-OSS" in spec.model:  # YaRN, the same in both classes
+        assert ropes[0] == ropes[1]
+        assert ropes[0].frequencies is not None
+        assert ropes[0].factor == pytest.approx(0.1 * math.log(32) + 1)
+    else:
+        assert ropes == ROPES[spec.model.removeprefix("tiny/").replace("-", " ")]
+
+
+def test_classes_may_be_scaled_apart_and_layers_of_one_that_disagree_count_as_not_rotated():
+    spec = engine_for("Gemma3 scaled").spec
+    assert spec.classes[0].rope == RopeSpec(1e4, 8)
+    assert spec.classes[1].rope == replace(RopeSpec(1e6, 8), frequencies=(0.125, *spec.classes[1].rope.frequencies[1:]))
+    mixed = engine_for("Llama 4 mixed").spec
+    assert dict(zip(mixed.names, (each.rope for each in mixed.classes), strict=True)) == {"chunked128": None}
 
 
 @virtual

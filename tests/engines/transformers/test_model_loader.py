@@ -265,7 +265,11 @@ def test_windows_may_be_taken_for_full_attention(tmp_path, whole):
     """For measurements, whose caches keep every token in every layer."""
     folder = tinymodels.save(tmp_path / "model", "Mistral", sliding_window=16)
     (only,) = load_model(str(folder), whole_windows=whole).engine.spec.classes
-    assert (only.kind, only.window, only.rope) == (("full", None, None) if whole else ("window", 16, None))
+    assert (only.kind, only.window, only.rope) == (
+        "full" if whole else "window",
+        None if whole else 16,
+        RopeSpec(1e4, 8),
+    )
 
 
 def test_what_is_no_model(tmp_path, llama):
