@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from kvabr.abr.policy import Decision
 from kvabr.abr.view import View
@@ -49,8 +49,8 @@ class ComputePlanner:
         catalog, cost = view.catalog, view.cost
         assert cost is not None  # noqa: S101  # callers check that there is an engine
         self._worth, self._tail_first = worth, view.front_first
-        size, groups = catalog.spec.group_tokens, range(view.groups)
-        self._seconds = [cost.seconds(group * size, catalog.group_tokens(group)) for group in groups]
+        groups, ends = range(view.groups), [catalog.tokens_before(group) for group in range(view.groups + 1)]
+        self._seconds = [cost.seconds(begin, end - begin) for begin, end in pairwise(ends)]
         """Seconds to compute each group alone."""
         self._until = list(accumulate(self._seconds, initial=0.0))
         """Seconds to compute all groups before this one, one after the other."""
@@ -160,7 +160,7 @@ class ComputePlanner:
 
     def _tail(self, view: View) -> Decision | None:
         """Pick the tail that gains most, if it must start now."""
-        cost, size, tokens = view.cost, view.catalog.spec.group_tokens, view.catalog.tokens
+        cost, catalog = view.cost, view.catalog
         assert cost is not None  # noqa: S101  # see `next`
         gained = most = seconds = 0.0
         best = -1
@@ -169,10 +169,11 @@ class ComputePlanner:
             if track is None or track == RECOMPUTED:
                 break
             gained += self._gain(view, group, track)
-            takes_s = cost.seconds(group * size, tokens - group * size)
+            begin = catalog.tokens_before(group)
+            takes_s = cost.seconds(begin, catalog.tokens - begin)
             if _SAFETY * takes_s > view.time_left:
                 break
-            if group in view.settled and gained - view.gpu_price * takes_s > most:
+            if group in view.settled and catalog.cut(group) == group and gained - view.gpu_price * takes_s > most:
                 most, best, seconds = gained - view.gpu_price * takes_s, group, takes_s
         if best < 0 or view.time_left - _SAFETY * seconds > 3 * _PAUSE_SHARE * view.deadline_s:
             return None

@@ -62,7 +62,7 @@ class _Rest:
         """Yield ever longer runs of consecutive groups from the first of ``groups``, the last of those absent."""
         if not groups:
             return
-        size, tokens = self._view.catalog.spec.group_tokens, self._view.catalog.tokens
+        catalog = self._view.catalog
         first, left = groups[0], self.total
         earlier = sum(nbytes for group, nbytes in self.need.items() if group < first)
         begin = max(self._start_s, self.network_s(earlier))
@@ -70,16 +70,21 @@ class _Rest:
             if group != first + offset:
                 break  # a group in between is in place; a longer run would compute it again
             left -= self.need[group]
-            computed = begin + self._cost.seconds(first * size, min((group + 1) * size, tokens) - first * size)
+            tokens = catalog.tokens_before(group + 1) - catalog.tokens_before(first)
+            computed = begin + self._cost.seconds(catalog.tokens_before(first), tokens)
             yield _Candidate(max(computed, self.network_s(left)), first, group + 1)
 
     def tails(self) -> Iterator[_Candidate]:
-        """Yield ever longer tails, each from an absent group to the end."""
-        size, tokens, left = self._view.catalog.spec.group_tokens, self._view.catalog.tokens, self.total
-        for group in reversed(self.need):
+        """Yield ever longer tails to the end, each from the last group on at which an engine can begin for it."""
+        catalog, left = self._view.catalog, self.total
+        absent = list(self.need)
+        for group, earlier in zip(reversed(absent), (*absent[-2::-1], -1), strict=True):
             left -= self.need[group]
-            seconds = self._cost.seconds(group * size, tokens - group * size)
-            yield _Candidate(max(self._start_s, self.network_s(left)) + seconds, group, self._view.groups)
+            first = catalog.cut(group)
+            if earlier < first:
+                begin = catalog.tokens_before(first)
+                seconds = self._cost.seconds(begin, catalog.tokens - begin)
+                yield _Candidate(max(self._start_s, self.network_s(left)) + seconds, first, self._view.groups)
 
 
 def plan(
@@ -100,8 +105,8 @@ def plan(
     if not absent or eta <= deadline_s:
         return None
     if mode == "hole" and (dead or view.rate <= 0):
-        size, first = view.catalog.spec.group_tokens, absent[0]
-        ends_s = max(view.now, lane_free_s) + cost.seconds(first * size, view.catalog.group_tokens(first))
+        begin, end = map(view.catalog.tokens_before, (absent[0], absent[0] + 1))
+        ends_s = max(view.now, lane_free_s) + cost.seconds(begin, end - begin)
         if not dead and view.now < deadline_s < ends_s:
             return None  # once begun, it would make the play late; the link may still carry everything in time
         # No single run fills several holes: take the first one and plan again.

@@ -163,7 +163,8 @@ class View:
         """Return the seconds until the engine could finish one more group; infinite without an engine."""
         if self.cost is None:
             return float("inf")
-        alone = self.cost.seconds(group * self.catalog.spec.group_tokens, self.catalog.group_tokens(group))
+        begin, end = map(self.catalog.tokens_before, (group, group + 1))
+        alone = self.cost.seconds(begin, end - begin)
         return self.engine_backlog_s + alone
 
     def decode_s(self, track: str) -> float:

@@ -299,6 +299,7 @@ class AsyncClient:
         cost: PrefillCost,
         skip: int = 0,
         behind: int = 0,
+        block: int = 1,
         options: PlayOptions | None = None,
         peer: PeerLike = None,
     ) -> PlayedPrefix:
@@ -308,8 +309,11 @@ class AsyncClient:
             found: from `find`.
             deadline: as for `play`.
             cost: of the engine's prefill, by which the player protects the first groups.
-            skip: leading groups that the engine has already.
+            skip: leading groups that the engine has already, with all that a prompt needs which goes on behind them
+                (`Catalog.suffix`).
             behind: tokens of the prompt that no cache covers; computing them comes out of the deadline.
+            block: the engine takes whole blocks of so many tokens: the prefix ends at a multiple of it. If the model
+                has windows, what was found must be cut to such an end, too (`Catalog.prefix`).
             options: as for `play`; ``recompute``, ``prefill_cost``, ``mode``, ``out`` and ``after`` have no effect.
             peer: as for `play`.
 
@@ -318,9 +322,11 @@ class AsyncClient:
             FormatError: none of the asset's tracks can be decoded here.
             BusyError, PlayError, PolicyError: as `play`.
         """
+        if block < 1:
+            raise UsageError(f"blocks of {block} tokens; an engine's have at least one")
 
         async def work(play: Play) -> PlayedPrefix:
-            return await play.prefix(await play.prepare(found, skip), behind)
+            return await play.prefix(await play.prepare(found, skip), behind, block)
 
         return await self._run(work, deadline, replace(options or self.options, out=None), peer, cost=cost)
 

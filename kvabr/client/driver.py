@@ -22,7 +22,7 @@ from kvabr.player.assembler import Assembler, Layer
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, GiveUp, PlayerConfig, PlayRecord, Recompute
 from kvabr.quic.interface import Connection, Download
-from kvabr.types.engine import Engine
+from kvabr.types.engine import Engine, prefill_classes
 from kvabr.types.errors import ConnectionLostError, KvabrError, PolicyError, RequestError, TransportError
 
 _PAUSE_SHARE = 1 / 50
@@ -284,13 +284,12 @@ class Driver:
         engine = self._engine
         if engine is None:
             raise KvabrError("this play has a cost of recompute but no engine")
-        spec, tokens = self._catalog.spec, self._catalog.tokens
-        begin, end = spec.group_range(action.first, tokens)[0], spec.group_range(action.last - 1, tokens)[1]
-        before = self.assembler.before(action.first) if action.first else None
+        begin, end = map(self._catalog.tokens_before, (action.first, action.last))
 
         def work() -> None:
-            kv = engine.prefill(self._tokens[begin:end], before)
-            self.assembler.put_computed(action.first, action.last, kv)
+            before = self.assembler.before_classes(action.first) if action.first else None
+            parts = prefill_classes(engine, self._tokens[begin:end], before)
+            self.assembler.put_computed(action.first, action.last, *parts)
 
         async def compute() -> None:
             try:

@@ -18,7 +18,7 @@ from itertools import takewhile
 from kvabr.client.resources import decoders
 from kvabr.codec.base import codec
 from kvabr.quic.interface import Connection, read_all
-from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, Track, catalog_limit
+from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, catalog_limit
 from kvabr.types.errors import ConnectionLostError, ForeignError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
 from kvabr.types.naming import (
@@ -146,19 +146,19 @@ def playable(catalog: Catalog, *, profile: bool) -> Catalog:
     Raises:
         FormatError: there is no such track.
     """
-    tracks: dict[str, Track] = {}
+    tracks: set[str] = set()
     for track in catalog.tracks:
         try:
             known = codec(track.name)
         except FormatError:
             continue
         if (profile or not known.needs_profile) and (track.refines is None or track.refines in tracks):
-            tracks[track.name] = track
+            tracks.add(track.name)
     if not tracks:
         have = ", ".join(catalog.by_name)
         why = "" if profile else " without its codec profile"
         raise FormatError(f"none of the asset's tracks ({have}) can be decoded here{why}; is a codec plug-in missing?")
-    return catalog if len(tracks) == len(catalog.tracks) else replace(catalog, tracks=tuple(tracks.values()))
+    return catalog.with_tracks(tracks)
 
 
 async def _ask(

@@ -29,13 +29,14 @@ from kvabr.client.peer_history import PeerHistory
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import decoders, on_engine
-from kvabr.client.result import IncompleteError, Played, PlayedPrefix, numbers
+from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
 from kvabr.client.shared_bandwidth import estimating, link_of
 from kvabr.client.upgrades import Upgrades
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import decoder_threads
 from kvabr.player.assembler import Assembler
 from kvabr.player.builder import new_estimator, new_session, opening
+from kvabr.player.prefixes import PlacedPrefix
 from kvabr.player.session_types import (
     ENGINE_PATIENCE,
     GroupRecord,
@@ -59,7 +60,7 @@ from kvabr.types.events import (
     RecomputeStarted,
 )
 from kvabr.types.kv import KVSpec
-from kvabr.types.loss import played_loss
+from kvabr.types.loss import played_loss, predicted_loss
 
 _PROFILE_SHARE = 0.3
 """Share of the time left that fetching a codec profile may take; then the play goes on without the tracks it serves."""
@@ -167,7 +168,7 @@ class Play:
         record, assembler = driver.session.record, driver.assembler
         if record.gave_up is not None:
             options.note(PlayGaveUp(clock.now() - lookup_s, record.gave_up))
-            if self.engine is not None and not catalog.every_token:
+            if self.engine is not None and not catalog.every_token and driver.engine_error is None:
                 return await self.compute()
             if isinstance(driver.engine_error, KvabrError):
                 raise driver.engine_error
@@ -203,61 +204,57 @@ class Play:
         """Return the error of a play that ended with groups missing, which has what can be used of it."""
         catalog, record = prepared.catalog, driver.session.record
         missing, prefix = record.missing, None
-        usable = missing[0] if missing else catalog.groups
-        if not catalog.every_token:
-            driver.assembler.seal()
-            message += f"; missing: {numbers(missing)} of {catalog.groups} groups of its layer classes"
-            return IncompleteError(self.with_trouble(message), reason, missing, record, None)
-        kv, coverage = driver.assembler.take_prefix(usable)
-        if usable:
-            steps = [
-                (kind, where, min(what, usable) if isinstance(what, int) else what)
-                for kind, where, what in record.steps
-                if where < usable
-            ]
-            begin = catalog.prefix(usable)
+        usable = missing[0] if missing and catalog.every_token else catalog.groups
+        parts, found = driver.assembler.take_prefix(usable)
+        if found.tokens:
+            begin = catalog.prefix(catalog.spec.groups(found.tokens))
+            coverage = _tracks(driver, found)
+            if catalog.every_token:
+                loss = played_loss(begin, _steps_before(record, usable))
+            else:
+                loss = predicted_loss(begin, coverage)
             prefix = Played(
-                parts=(kv,),
+                parts=parts,
                 tokens=begin.tokens,
                 coverage=coverage,
                 ttft_s=self.clock.now(),
                 lookup_s=lookup_s,
                 met=False,
-                loss=played_loss(begin, steps),
+                loss=loss,
                 record=record,
                 spec=catalog.spec,
                 catalog=begin,
                 catalog_sha256=prepared.sha256,
             )
         tokens = 0 if prefix is None else prefix.tokens
-        message += f"; missing: {numbers(missing)}; in place before them: {tokens:,} of {catalog.tokens:,} tokens"
+        said = numbers(missing) if catalog.every_token else listed(map(catalog.title, missing))
+        message += f"; missing: {said}; in place before them: {tokens:,} of {catalog.tokens:,} tokens"
         return IncompleteError(self.with_trouble(message), reason, missing, record, prefix)
 
-    async def prefix(self, prepared: Prepared, behind: int) -> PlayedPrefix:
+    async def prefix(self, prepared: Prepared, behind: int, block: int) -> PlayedPrefix:
         """Play a prefix, and hand over what is in place when the time is up; errors as `AsyncClient.play_prefix`.
 
         Computing the ``behind`` tokens of the prompt that no cache covers comes out of the deadline.
         """
         catalog = prepared.catalog
-        if not catalog.every_token:
-            raise UsageError(
-                f"{catalog.spec.model} has layers of kind {', '.join(catalog.spec.names)}: an engine that computes by "
-                "itself what it is not given cannot play them yet"
-            )
         rest_s = self._engine_s(catalog.first_token + catalog.tokens, behind)
         driver = await self._run(PrefixGoal(), prepared, rest_s)
-        kv, coverage = driver.assembler.take_prefix()
-        record = driver.session.record
+        parts, found = driver.assembler.take_prefix(block=block)
+        record, coverage = driver.session.record, _tracks(driver, found)
         cut = None
-        if len(coverage) < catalog.groups:
+        if record.missing:
             cut = record.cut or record.gave_up or "the play ended"
+            if not catalog.every_token:
+                cut += f"; missing: {listed(map(catalog.title, record.missing))}"
         return PlayedPrefix(
-            kv=kv,
+            parts=parts,
+            spans=found.spans,
             first=catalog.first_token,
-            tokens=kv.shape[3],
+            tokens=found.tokens,
             wanted=catalog.tokens,
+            units=tuple(map(catalog.unit, found.groups)),
             coverage=coverage,
-            loss=sum(catalog.track(track).loss[group] for group, track in enumerate(coverage)),
+            loss=_prefix_loss(catalog, found, coverage),
             bytes_fetched=record.bytes_fetched,
             bytes_wasted=record.bytes_wasted,
             seconds=self.clock.now(),
@@ -342,7 +339,7 @@ class Play:
                 options.policy,
                 estimator,
                 goal=goal,
-                cost=self.cost if catalog.every_token else None,
+                cost=self.cost,
                 mode=mode,
                 config=replace(
                     LIVE,
@@ -426,6 +423,32 @@ class Play:
             have, needed = tuple(options.out.shape), spec.shape(tokens)
             raise UsageError(f"the tensor to assemble in is {have}, too small for {needed}")
         return (place.copy_(parts[0]),)
+
+
+def _tracks(driver: Driver, found: PlacedPrefix) -> tuple[str, ...]:
+    """Return the tracks on which the groups of a prefix are in place."""
+    coverage = driver.assembler.coverage
+    return tuple(coverage[group] or "" for group in found.groups)
+
+
+def _steps_before(record: PlayRecord, groups: int) -> list[tuple[str, int, int | str]]:
+    """Return the steps of a play as far as they concern its first ``groups`` groups."""
+    return [
+        (kind, where, min(what, groups) if isinstance(what, int) else what)
+        for kind, where, what in record.steps
+        if where < groups
+    ]
+
+
+def _prefix_loss(catalog: Catalog, found: PlacedPrefix, tracks: Sequence[str]) -> float:
+    """Return the expected loss of a prefix, whose groups were fetched on these tracks."""
+    if not found.groups:
+        return 0.0
+    units = (catalog.unit(group) for group in found.groups)
+    track_of = {(unit.part, unit.group): track for unit, track in zip(units, tracks, strict=True)}
+    shorter = catalog.prefix(catalog.spec.groups(found.tokens))
+    needed = ((index, track_of.get(shorter.unit(index)[:2])) for index in range(shorter.groups))
+    return sum(shorter.track(track).loss[index] for index, track in needed if track is not None)
 
 
 def _late(log: Log, begun_s: float, event: PlayEvent) -> None:

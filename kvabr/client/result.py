@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from kvabr.client.upgrades import Upgrades
 from kvabr.player.session_types import PlayRecord
 from kvabr.store.files import PRIVATE, replacing, sweep
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import AssetError, PlayError
+from kvabr.types.errors import AssetError, FormatError, PlayError
 from kvabr.types.kv import KVSpec
-from kvabr.types.units import Span
+from kvabr.types.units import Span, Unit
 
 FORMAT = "kvabr.cache/1"
 _MOST_RANGES = 8
@@ -104,16 +104,22 @@ class NothingCached:
 class PlayedPrefix:
     """What a prefix play brought before its first miss, possibly nothing."""
 
-    kv: torch.Tensor
-    """Cache of `tokens` tokens from token `first` on, [layer, K/V, head, token, dim]."""
+    parts: tuple[torch.Tensor, ...]
+    """The cache from token `first` on: a tensor per layer class, [layer, K/V, head, token, dim], with the tokens of
+    `spans`."""
+    spans: tuple[Span, ...]
+    """Per class, the tokens of its tensor. Of full attention and latents all; of a window or chunk those that can still
+    be seen behind the prefix, and up to a group before them; of a state the rows of the snapshot at its end."""
     first: int
     """First token of the first group that was played."""
     tokens: int
     """Tokens in place; 0 if not even the first group is."""
     wanted: int
     """Tokens that were asked for, from `first` on."""
+    units: tuple[Unit, ...]
+    """The groups that were handed over, of whichever classes; counted from the first group that was played."""
     coverage: tuple[str, ...]
-    """Track of each group in place."""
+    """Track of each of them."""
     loss: float
     """Expected loss of these groups, nats per generated token."""
     bytes_fetched: int
@@ -122,6 +128,20 @@ class PlayedPrefix:
     """Seconds from the call to the end of the play."""
     cut: str | None
     """Why it is not all that was asked for; None if it is."""
+
+    @property
+    def kv(self) -> torch.Tensor:
+        """The cache of a model with one layer class; a `FormatError` says that there are several, see `parts`."""
+        if len(self.parts) > 1:
+            raise FormatError(f"the cache has {len(self.parts)} layer classes; take PlayedPrefix.parts")
+        return self.parts[0]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names as text, the first few of many."""
+    every = list(names)
+    more = len(every) - _MOST_RANGES
+    return ", ".join(every[:_MOST_RANGES]) + (f" and {more} more" if more > 0 else "")
 
 
 def numbers(groups: Sequence[int]) -> str:

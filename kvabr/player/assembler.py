@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from kvabr.codec.base import GroupContext, payload_layout
 from kvabr.codec.container import HasDigest, unpack
 from kvabr.codec.group import decode_payload, frame_header, payload_of
 from kvabr.codec.profile import Profile
+from kvabr.player.prefixes import PlacedPrefix, longest_prefix
 from kvabr.types.catalog import RECOMPUTED, Catalog, Track
 from kvabr.types.errors import FormatError, HoleError, UsageError
 
@@ -75,7 +75,7 @@ class Assembler:
         """
         if profile is not None:
             profile.check(catalog.spec)
-        if not catalog.every_token and not catalog.only_needed:
+        if not catalog.every_token and catalog.chosen is None:
             raise UsageError(f"{catalog.spec.model}: assemble what a play needs, Catalog.to_play")
         self._catalog, self._profile, spans = catalog, profile, catalog.spans
         shapes = [part.shape(span.tokens) for part, span in zip(catalog.spec.parts, spans, strict=True)]
@@ -153,43 +153,68 @@ class Assembler:
                     raise FormatError(f"group {group} of {track}: {bottom} is no longer in place")
                 return self._write(group, layers, scratch)
 
-    def put_computed(self, first: int, last: int, kv: torch.Tensor) -> Placement:
+    def put_computed(self, first: int, last: int, *parts: torch.Tensor) -> Placement:
         """Place groups ``first`` to ``last`` - 1 as computed by the engine.
 
-        ``kv`` is [layer, K/V, head, token, dim] of exactly these groups' tokens, of any float dtype.
+        ``parts``: per layer class, [layer, K/V, head, token, dim] of exactly the tokens that these groups stand for
+        (`Catalog.tokens_before`), of a state the snapshot behind them; of any float dtype.
 
         Raises:
-            UsageError: ``kv`` has another shape, or holds NaN or infinity.
+            UsageError: a tensor has another shape, or holds NaN or infinity.
         """
-        spec, tokens = self._catalog.spec, self._catalog.tokens
-        begin, end = spec.group_range(first, tokens)[0], spec.group_range(last - 1, tokens)[1]
-        if tuple(kv.shape) != (wanted := spec.shape(end - begin)):
-            raise UsageError(f"recomputed groups {first} to {last - 1}: {tuple(kv.shape)} is not {wanted}")
-        if not bool(torch.isfinite(kv).all()):
+        catalog = self._catalog
+        begin, end = catalog.tokens_before(first), catalog.tokens_before(last)
+        shapes = [part.computed_shape(end - begin) for part in catalog.spec.parts]
+        if (given := [tuple(kv.shape) for kv in parts]) != shapes:
+            raise UsageError(f"recomputed groups {first} to {last - 1}: {given} is not {shapes}")
+        if not all(bool(torch.isfinite(kv).all()) for kv in parts):
             raise UsageError(f"recomputed groups {first} to {last - 1}: the engine returned NaN or infinity")
         with self._lock:
             self._lock.wait_for(lambda: self._direct.isdisjoint(range(first, last)))
             if self._taken:
                 return Placement.LATE
             verdict = Placement.PLACED if None in self._tracks[first:last] else Placement.REPLACED
-            self._only[:, :, :, begin:end].copy_(kv)
             for group in range(first, last):
+                unit = catalog.unit(group)
+                where = 0 if self._is_state(unit.part) else unit.first - catalog.first_token - begin
+                self._place(group).copy_(parts[unit.part][:, :, :, where : where + unit.tokens])
                 self._tracks[group] = RECOMPUTED
                 self._forget(group)
         return verdict
 
     def before(self, group: int) -> torch.Tensor:
-        """Return a view of the KV of all tokens before ``group``, for an engine to compute on.
+        """Return `before_classes` of a model with one layer class."""
+        _ = self._catalog.spec.only
+        return self.before_classes(group)[0]
+
+    def before_classes(self, group: int) -> tuple[torch.Tensor, ...]:
+        """Return the KV of all tokens before ``group``, for an engine to compute on: a tensor per layer class.
+
+        If every token is needed, it is a view. Otherwise windows begin with zeros for tokens that cannot be seen from
+        ``group`` on, which must be one of `Catalog.cut`.
 
         Raises:
             HoleError: not all of it is in place.
-            UsageError: the catalog is a suffix, so the first tokens are elsewhere.
+            UsageError: the catalog is a suffix, so the first tokens are elsewhere; or an engine cannot begin there.
         """
-        if self._catalog.offset:
-            raise UsageError(f"the KV of the first {self._catalog.first_token} tokens is not in this cache")
+        catalog = self._catalog
+        if catalog.offset:
+            raise UsageError(f"the KV of the first {catalog.first_token} tokens is not in this cache")
+        if group < catalog.groups and catalog.cut(group) != group:
+            raise UsageError(f"an engine cannot compute from group {group} on: it needs what the play does not have")
         self._no_hole(group)
-        end = self._catalog.tokens if group == self._catalog.groups else group * self._catalog.spec.group_tokens
-        return self._only[:, :, :, :end]
+        end = catalog.tokens_before(group)
+        if catalog.every_token:
+            return (self._outs[0][:, :, :, :end],)
+        parts = []
+        for part, (spec, out) in enumerate(zip(catalog.spec.parts, self._outs, strict=True)):
+            whole = out.new_zeros(spec.computed_shape(end))
+            if self._is_state(part):
+                whole.copy_(out)
+            elif (begin := self._begins[part]) < end:
+                whole[:, :, :, begin:] = out[:, :, :, : end - begin]
+            parts.append(whole)
+        return tuple(parts)
 
     def prepare(
         self,
@@ -253,15 +278,24 @@ class Assembler:
             self.seal()
         return self._outs
 
-    def take_prefix(self, groups: int | None = None) -> tuple[torch.Tensor, tuple[str, ...]]:
-        """Hand over the KV of the groups before the first hole, and the track of each; accept nothing afterwards.
+    def take_prefix(self, groups: int | None = None, block: int = 1) -> tuple[tuple[torch.Tensor, ...], PlacedPrefix]:
+        """Hand over the longest prefix that is in place, see `longest_prefix`; accept nothing afterwards.
 
-        ``groups``: hand over at most this many.
+        Args:
+            groups: take none of the groups from this one on.
+            block: the prefix must end at a multiple of so many tokens of the prompt.
+
+        Returns:
+            A tensor per layer class, with the tokens of `PlacedPrefix.spans`; and what it consists of.
         """
         self.seal()
-        tracks = [track for track in takewhile(bool, self._tracks[:groups]) if track]
-        tokens = min(len(tracks) * self._catalog.spec.group_tokens, self._catalog.tokens)
-        return self._only[:, :, :, :tokens], tuple(tracks)
+        placed = [track if groups is None or group < groups else None for group, track in enumerate(self._tracks)]
+        found = longest_prefix(self._catalog, placed, block)
+        parts = []
+        for part, (out, span) in enumerate(zip(self._outs, found.spans, strict=True)):
+            begin = 0 if self._is_state(part) else max(0, span.first - self._begins[part])
+            parts.append(out[:, :, :, begin : begin + span.tokens])
+        return tuple(parts), found
 
     def check(self, group: int, layer: Layer) -> memoryview:
         """Return the payload of a frame of a group; raise a `FormatError` or `ForeignError` as `put` does."""
@@ -302,15 +336,11 @@ class Assembler:
     def _place(self, group: int) -> torch.Tensor:
         """Return a view of a group's place in the cache."""
         unit = self._catalog.unit(group)
-        begin = 0 if self._catalog.spec.parts[unit.part].only.kind == "state" else unit.first - self._begins[unit.part]
+        begin = 0 if self._is_state(unit.part) else unit.first - self._begins[unit.part]
         return self._outs[unit.part][:, :, :, begin : begin + unit.tokens]
 
-    @property
-    def _only(self) -> torch.Tensor:
-        """The tensor of a cache of which every token is needed."""
-        if not self._catalog.every_token:
-            raise UsageError(f"a play of {self._catalog.spec.model} has {self._catalog.spec.summary}: it is whole")
-        return self._outs[0]
+    def _is_state(self, part: int) -> bool:
+        return self._catalog.spec.classes[part].kind == "state"
 
     @contextmanager
     def _scratch(self, group: int) -> Iterator[torch.Tensor]:

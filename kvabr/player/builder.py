@@ -83,7 +83,8 @@ def new_session(
         estimator: fresh, see `new_estimator`.
         goal: what the play is for.
         cost: what the engine's prefill costs, counted from the first token of the prompt; None for no engine.
-        mode: what the engine can recompute. A prefix play is always ``suffix``; upgrades have no engine.
+        mode: what the engine can recompute. A prefix play is always ``suffix``, and so is one of several layer classes
+            or of windows, whose groups cannot be computed one by one; upgrades have no engine.
         config: limits and timeouts that hold for every policy.
         patience_s: seconds from `Session.start` after which an incomplete play is given up; None: as ``config`` says.
         cached_groups: tells which groups of a track need not cross the network, as they are published.
@@ -96,11 +97,8 @@ def new_session(
         UsageError: arguments that make no sense, or a policy that does not fit the goal.
     """
     config, catalog = config or PlayerConfig(), ladder.catalog
-    if cost is not None and not catalog.every_token:
-        raise UsageError(
-            f"{catalog.spec.model} has layers of kind {', '.join(catalog.spec.names)}, whose groups cannot be computed "
-            "one by one; play it without recompute (replay: --no-recompute)"
-        )
+    if not catalog.every_token:
+        mode = "suffix"
     if patience_s is not None:
         config = replace(config, give_up_after=max(1.0, patience_s / deadline_s))
     player = load_policy(policy)()

@@ -33,7 +33,9 @@ class ComputeQueue:
     def backlog_s(self, now: float) -> float:
         """Return the seconds until the engine has computed what it computes now and all of `chosen`."""
         running = max(0.0, self._free_s - now) if self.computing is not None else 0.0
-        here = self._here()
+        here, tail = self._here(), self._chosen_tail()
+        if tail is not None and not self._view.catalog.every_token:
+            return running + (0.0 if here else self._seconds(tail, self._view.groups))
         return running + sum(self._seconds(group, group + 1) for group in self.chosen if group not in here)
 
     def _here(self) -> range:
@@ -47,7 +49,12 @@ class ComputeQueue:
         """Return whether an absent group is left to the engine and hidden from the policy."""
         if group in self.planned or group in self.chosen or group in self._here():
             return True
-        return self._mode == "suffix" and bool(self.chosen) and group >= min(self.chosen)
+        tail = self._chosen_tail()
+        return tail is not None and group >= tail
+
+    def _chosen_tail(self) -> int | None:
+        """Return the first group of the tail that is left to the engine for good; None if there is none."""
+        return self._view.catalog.cut(min(self.chosen)) if self._mode == "suffix" and self.chosen else None
 
     def replan(self, absent: Collection[int], *, dead: bool = False) -> tuple[bool, Plan | None]:
         """Re-plan what the network will not bring. Return whether `planned` changed, and the plan, if there is one."""
@@ -69,7 +76,7 @@ class ComputeQueue:
             return False
         first = min(absent)
         if self._mode == "suffix":
-            seconds = self._seconds(first, self._view.groups)
+            seconds = self._seconds(self._view.catalog.cut(first), self._view.groups)
         else:
             seconds = sum(self._seconds(group, group + 1) for group in absent)
         return now - self._view.deadline_s >= seconds
@@ -85,6 +92,8 @@ class ComputeQueue:
             return None
         wanted = (*self.chosen, *(group for group in self.planned if group in absent))
         first = min(wanted, default=len(records))
+        if self._mode == "suffix" and first < len(records):
+            first = self._view.catalog.cut(first)
         if first >= len(records) or any(record.ready_s is None for record in records[:first]):
             return None
         if self._mode == "hole":
@@ -103,9 +112,7 @@ class ComputeQueue:
         return now - self.started_s
 
     def _seconds(self, first: int, last: int) -> float:
-        catalog = self._view.catalog
-        begin = first * catalog.spec.group_tokens
-        end = min(last * catalog.spec.group_tokens, catalog.tokens)
+        begin, end = map(self._view.catalog.tokens_before, (first, last))
         return self._cost.seconds(begin, end - begin)
 
     def _run_end(self, first: int, now: float, absent: Collection[int]) -> int:
@@ -120,7 +127,7 @@ class ComputeQueue:
     def _last_call(self, first: int, now: float) -> bool:
         """Return whether a tail must be started now; until then the network may still shorten it."""
         deadline_s, seconds = self._view.deadline_s, self._seconds(first, self._view.groups)
-        if now + seconds > _LATE * deadline_s and first not in self.chosen:
+        if now + seconds > _LATE * deadline_s and first != self._chosen_tail():
             # Once started it cannot be shortened. If the link has carried anything, waiting is the better bet.
             view = self._view
             alive = view.rate > 0 or view.settled or any(one.received for one in view.in_flight.values())

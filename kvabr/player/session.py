@@ -158,6 +158,7 @@ class Session(PlayState):
             return
         self.record.recompute_s += lane.finish(now)
         self.record.steps.append(("compute", first, last))
+        self.record.tokens_recomputed += self._catalog.tokens_before(last) - self._catalog.tokens_before(first)
         for group in range(first, last):
             record = self.record.groups[group]
             if record.ready_s is None:
@@ -166,7 +167,6 @@ class Session(PlayState):
             self.record.groups[group] = GroupRecord(
                 group, RECOMPUTED, requested_s=lane.started_s, ready_s=now, source="recomputed"
             )
-            self.record.tokens_recomputed += self._catalog.group_tokens(group)
             for transfer in tuple(self._groups[group].arrived):
                 self._drop(transfer)
             self._count_decoding(group)

@@ -116,9 +116,10 @@ class Clairvoyant:
             decode_scale: factor for the catalog's decode times.
             decoders: groups that are decoded at once.
         """
-        self._catalog, self._cost, self._mode = catalog, cost, mode
+        self._catalog, self._cost = catalog, cost
+        self._mode: EngineMode = mode if catalog.every_token else "suffix"
         self.decoders = decoders
-        self._compute_s = None if cost is None else _compute_times(catalog, cost)
+        self._compute_s = None if cost is None or self._mode == "suffix" else _compute_times(catalog, cost)
         self.frontier = frontier = Frontier(catalog, decode_scale)
         tails_s = frontier.decodes.min(axis=0)
         self.tail_s = float(tails_s.min())
@@ -221,7 +222,10 @@ class Clairvoyant:
             begins_s = link.when(float(frontier.least_bytes.min()))
             work_s = np.cumsum(frontier.decodes.min(axis=1)) / self.decoders
             for cut in range(1, groups):
-                takes_s = cost.seconds(cut * size, tokens - cut * size)
+                if catalog.cut(cut) != cut:
+                    continue
+                begin = catalog.tokens_before(cut)
+                takes_s = cost.seconds(begin, tokens - begin)
                 base_s = link.when(float(frontier.least_bytes[:cut].sum())) + self.tail_s
                 base_s = max(base_s, begins_s + float(work_s[cut - 1]))
                 # While the engine computes, the groups before the cut may still be upgraded.

@@ -126,7 +126,8 @@ class Foresight:
         yield _Division(self, range(view.groups))
         if cost is None:
             return
-        size, tokens = view.catalog.spec.group_tokens, view.catalog.tokens
+        size, catalog = view.catalog.spec.group_tokens, view.catalog
+        tokens = catalog.tokens
         for count in sorted({*np.linspace(1, view.groups, min(view.groups, _DIVISIONS)).astype(int).tolist()}):
             if not view.front_first:
                 whole_s = cost.seconds(0, min(count * size, tokens))
@@ -135,9 +136,9 @@ class Foresight:
                 engine_s = alone_s if alone_s <= view.deadline_s else whole_s
                 yield _Division(self, range(count, view.groups), range(count), engine_s, "beside")
                 continue
-            cut = view.groups - count
+            cut = catalog.cut(view.groups - count)
             for kind in ("behind the base", "behind all") if cut else ("beside",):
-                engine_s = cost.seconds(cut * size, tokens - cut * size)
+                engine_s = cost.seconds(catalog.tokens_before(cut), tokens - catalog.tokens_before(cut))
                 yield _Division(self, range(cut), range(cut, view.groups), engine_s, kind)
 
     def tables(self, groups: range) -> tuple[Array, Array, Array]:

@@ -80,8 +80,7 @@ class Machine:
 
     def _start_compute(self, action: Recompute, now: float) -> None:
         assert self._cost is not None  # noqa: S101  # a session without a cost model asks for no recompute
-        first = action.first * self._catalog.spec.group_tokens
-        last = min(action.last * self._catalog.spec.group_tokens, self._catalog.tokens)
+        first, last = map(self._catalog.tokens_before, (action.first, action.last))
         self._compute = (now + self._cost.seconds(first, last - first), action.first, action.last)
 
     def next_s(self) -> float:

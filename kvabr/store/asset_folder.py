@@ -35,7 +35,8 @@ from kvabr.store.asset import (
 )
 from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, FileVersion, PartialFolder, open_regular, sweep
 from kvabr.store.quota import FolderQuota
-from kvabr.types.catalog import MAX_CATALOG_BYTES, SCHEMA, Catalog
+from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
+from kvabr.types.catalog_json import SCHEMA
 from kvabr.types.errors import AssetError, FormatError, UsageError
 from kvabr.types.naming import check_track_name
 

@@ -12,31 +12,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvabr.types.catalog_json import MAX_GROUPS, MAX_TRACKS, SCHEMA, check_schema, read_fields
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import AssetError, FormatError, UsageError, did_you_mean
 from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, check_track_name
-from kvabr.types.units import Span, Unit, hit, needed, prefix_units, units_of
+from kvabr.types.units import Span, Unit, cuts, hit, prefix_units, units_of
 
-SCHEMA = "kvabr.catalog/1"
 MAX_CATALOG_BYTES = 32 << 20
 """Bound on every catalog: 11 tracks of a million tokens in groups of 128 take 11 MB."""
-_MAX_GROUPS = 1 << 20
-_MAX_TRACKS = 64
-_MAX_MIXES = 256
 _HEAD_BYTES = 256 << 10
 """Bytes of a catalog that its number of groups says nothing about: spec, words, measurements."""
 _ENTRY_BYTES = 128
 """Bytes of a catalog for one group of one track, at most: size, loss and digest, each on a line; and for its chunk."""
-_LEAST_GROUP_BYTES = 64
-"""Bytes of a catalog for one group, at least: a SHA-256 in hex."""
 _LEAST_GROUPS = 1024
 """Groups for which a catalog always has room, as the longest cached prefix of a short prompt may be that of a long
 asset."""
@@ -116,13 +112,15 @@ class Catalog:
     """What the asset was made from, in words."""
     offset: int = 0
     """Published groups before this catalog's first: its group ``g`` is published as ``offset + g``. Not in the JSON."""
-    only_needed: bool = False
-    """Whether units are left out that a prompt does not need which goes on behind `tokens`. Not in the JSON."""
+    chosen: tuple[Unit, ...] | None = None
+    """The units that it has, if some of its tokens' are left out because a play does not need them. Not in the JSON."""
+    whole: Catalog | None = field(default=None, compare=False, repr=False)
+    """The catalog that its units were chosen from. Not in the JSON."""
 
     def __post_init__(self) -> None:
         chunks = self.spec.groups(self.tokens) if self.tokens > 0 else 0
-        if not 0 < chunks <= _MAX_GROUPS:
-            raise FormatError(f"catalog: {self.tokens} tokens make {chunks} groups; 1 to {_MAX_GROUPS} are allowed")
+        if not 0 < chunks <= MAX_GROUPS:
+            raise FormatError(f"catalog: {self.tokens} tokens make {chunks} groups; 1 to {MAX_GROUPS} are allowed")
         if self.spec.part_of is not None:
             raise FormatError("catalog: its spec is that of one layer class alone")
         if not 0 <= self.profile_bytes <= MAX_PROFILE_BYTES:
@@ -131,8 +129,8 @@ class Catalog:
             raise FormatError("catalog: a mix has a loss that is not a number")
         if len(self.chunks) != chunks:
             raise FormatError(f"catalog: {chunks} groups but {len(self.chunks)} prompt digests")
-        if not 0 < len(self.tracks) <= _MAX_TRACKS:
-            raise FormatError(f"catalog: {len(self.tracks)} tracks; 1 to {_MAX_TRACKS} are allowed")
+        if not 0 < len(self.tracks) <= MAX_TRACKS:
+            raise FormatError(f"catalog: {len(self.tracks)} tracks; 1 to {MAX_TRACKS} are allowed")
         seen: set[str] = set()
         for track in self.tracks:
             _check_track(track, self.groups, seen)
@@ -153,8 +151,7 @@ class Catalog:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """The units that the groups are, unless every group of tokens is one; see `unit`."""
-        units = units_of(self.spec, self.tokens)
-        return tuple(units[index] for index in needed(self.spec, units, self.tokens)) if self.only_needed else units
+        return units_of(self.spec, self.tokens) if self.chosen is None else self.chosen
 
     def unit(self, group: int) -> Unit:
         """Return what a group is: which one of which class. Its ``chunk`` is an index of `chunks`."""
@@ -162,6 +159,12 @@ class Catalog:
             return self.units[group]
         first, last = self.spec.group_range(group, self.tokens)
         return Unit(0, self.offset + group, group, self.first_token + first, last - first)
+
+    def title(self, group: int) -> str:
+        """Return what to call a group in messages: ``group 3``, or ``window512 #3`` of several layer classes."""
+        unit = self.unit(group)
+        name = self.spec.names[unit.part]
+        return f"group {unit.group}" if len(self.spec.classes) == 1 else f"{name} #{unit.group}"
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -171,7 +174,7 @@ class Catalog:
         found = []
         for part in range(len(self.spec.parts)):
             own = [unit for unit in self.units if unit.part == part]
-            first = min((unit.first for unit in own), default=self.tokens)
+            first = min((unit.first for unit in own), default=self.first_token + self.tokens)
             found.append(Span(first, sum(unit.tokens for unit in own)))
         return tuple(found)
 
@@ -251,35 +254,79 @@ class Catalog:
         elements = unit.tokens * self.spec.parts[unit.part].elements_per_token
         return elements / (largest.rows * largest.elements_per_token)
 
-    def prefix(self, groups: int) -> Catalog:
+    def tokens_before(self, group: int) -> int:
+        """Return the tokens of this catalog before those of a group; of the group behind the last, all of them.
+
+        An engine that computes groups ``first`` to ``last`` - 1 computes what lies between these two.
+        """
+        if self.every_token:
+            return min(group * self.spec.group_tokens, self.tokens)
+        if group >= self.groups:
+            return self.tokens
+        return self.units[group].chunk * self.spec.group_tokens if group else 0
+
+    @cached_property
+    def _cuts(self) -> tuple[int, ...]:
+        return tuple(cuts(self.spec, self.units, self.offset, self.first_token + self.tokens))
+
+    def cut(self, group: int) -> int:
+        """Return the last group, ``group`` or one before it, from which on an engine can compute all that follows.
+
+        For that it needs what a prompt needs which goes on there, and everything of it must be in this catalog. An
+        engine can always compute from the first group on.
+        """
+        return group if self.every_token else self._cuts[bisect_right(self._cuts, group) - 1]
+
+    def playable(self, groups: int) -> tuple[int, str | None]:
+        """Return the longest prefix that can be played, of at most so many groups of tokens; see `units.hit`."""
+        asset = self.whole or self
+        found, limit = hit(self.spec, self.offset + min(groups, len(self.chunks)), asset.first_token + asset.tokens)
+        return max(0, found - self.offset), limit
+
+    def prefix(self, groups: int, end: int | None = None) -> Catalog:
         """Return what this asset offers to a prompt that begins with its first ``groups`` groups of tokens (1 to all).
 
         It keeps the namespace under which the groups are published, and drops measurements of the whole cache. It has
-        only the units that such a prompt needs (`kvabr.types.units.needed`); `kvabr.types.units.hit` says which
-        prefixes can be played.
+        only the units that such a prompt needs (`kvabr.types.units.needed`); `playable` says which prefixes there are.
+
+        Args:
+            groups: groups of tokens.
+            end: token of the last group behind which the prompt goes on already, for an engine that takes whole blocks
+                only; None: all of them come before.
+
+        Raises:
+            UsageError: there is no such prefix.
         """
+        size = self.spec.group_tokens
         if not 1 <= groups <= len(self.chunks):
             raise UsageError(f"cannot take a prefix of {groups} groups: the asset has {len(self.chunks)}")
-        if groups == len(self.chunks) and (self.every_token or self.only_needed):
+        tokens = min(groups * size, self.tokens)
+        if end is not None and not tokens - size < end <= tokens:
+            raise UsageError(f"a prefix of {groups} groups does not end at token {end}")
+        if groups == len(self.chunks) and (self.every_token or (self.chosen is not None and end is None)):
             return self
         if self.every_token:
-            return self._slice(0, groups, groups * self.spec.group_tokens)
-        if self.only_needed:
-            raise UsageError("cannot take a prefix of what is needed of a longer one")
-        playable, limit = hit(self.spec, groups, self.tokens)
-        if playable < groups:
-            raise UsageError(f"cannot take a prefix of {groups} groups: there is no snapshot of {limit} at its end")
-        return self._needed(groups)
-
-    def _needed(self, groups: int) -> Catalog:
-        tokens = min(groups * self.spec.group_tokens, self.tokens)
-        pairs = prefix_units(self.spec, self.units, self.tokens, tokens)
+            return self._slice(0, groups, groups * size)
+        if self.whole is not None:
+            skipped = self.first_token
+            shorter = self.whole.prefix(self.offset + groups, None if end is None else skipped + end)
+            return shorter.suffix(self.offset)
+        playable, limit = self.playable(groups)
+        inside = end is not None and end < tokens and any(each.kind == "state" for each in self.spec.classes)
+        if playable < groups or inside:
+            raise UsageError(
+                f"cannot take a prefix of {groups} groups: there is no snapshot of {limit or 'its states'} at its end"
+            )
+        pairs = prefix_units(self.spec, self.units, self.tokens, tokens, end or tokens)
         picked, alike = zip(*pairs, strict=True)
         tracks = tuple(
             replace(_picked(track, picked, alike), measured=track.measured if tokens == self.tokens else None)
             for track in self.tracks
         )
-        return replace(self, tokens=tokens, chunks=self.chunks[:groups], tracks=tracks, mixes=(), only_needed=True)
+        units = tuple(self.units[index] for index in picked)
+        return replace(
+            self, tokens=tokens, chunks=self.chunks[:groups], tracks=tracks, mixes=(), chosen=units, whole=self
+        )
 
     @cached_property
     def to_play(self) -> Catalog:
@@ -287,17 +334,34 @@ class Catalog:
         return self.prefix(len(self.chunks))
 
     def suffix(self, groups: int) -> Catalog:
-        """Return the catalog of what lies behind the first ``groups`` groups, not all, numbered from 0 again.
+        """Return what is left to play for an engine that has what a prompt needs behind the first ``groups`` groups.
 
-        Its `offset` says where its first group is published. It omits measurements of the whole cache.
+        Groups are numbered from 0 again; `offset` says how many groups of tokens were skipped, not all. It omits
+        measurements of the whole cache.
         """
         if not 0 <= groups < len(self.chunks):
             raise UsageError(f"skipping {groups} of {len(self.chunks)} groups leaves nothing to play")
         if not groups:
             return self
-        if not self.every_token:
-            raise UsageError(f"{self.spec.model}: a play of its layer classes ({', '.join(self.spec.names)}) is whole")
-        return self._slice(groups, self.groups, self.tokens - groups * self.spec.group_tokens)
+        tokens = self.tokens - groups * self.spec.group_tokens
+        if self.every_token:
+            return self._slice(groups, self.groups, tokens)
+        play = self.to_play
+        left = [index for index, unit in enumerate(play.units) if unit.chunk >= groups]
+        return replace(
+            play,
+            tokens=tokens,
+            chunks=self.chunks[groups:],
+            tracks=tuple(_picked(track, left, left) for track in play.tracks),
+            offset=self.offset + groups,
+            chosen=tuple(play.units[index]._replace(chunk=play.units[index].chunk - groups) for index in left),
+        )
+
+    def with_tracks(self, names: Container[str]) -> Catalog:
+        """Return this catalog with only some of its tracks."""
+        tracks = tuple(track for track in self.tracks if track.name in names)
+        whole = None if self.whole is None else self.whole.with_tracks(names)
+        return self if len(tracks) == len(self.tracks) else replace(self, tracks=tracks, whole=whole)
 
     @property
     def first_token(self) -> int:
@@ -341,7 +405,7 @@ class Catalog:
             raise FormatError(f"catalog: {len(text)} bytes, more than the {MAX_CATALOG_BYTES} allowed")
         try:
             pieces = JsonPieces(text.encode() if isinstance(text, str) else text, "catalog")
-            value = _read_fields(pieces)
+            value = read_fields(pieces)
             pieces.finish()
             return cls._from_fields(value)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -349,7 +413,7 @@ class Catalog:
 
     @classmethod
     def _from_fields(cls, value: dict[str, Any]) -> Catalog:
-        _check_schema(value.get("schema"))
+        check_schema(value.get("schema"))
         prefill, profile = value["prefill"], value["profile"]
         return cls(
             namespace=TrackNamespace(str(value["namespace"]["model"]), str(value["namespace"]["prompt"])),
@@ -361,8 +425,8 @@ class Catalog:
             profile_bytes=int(value["profile_bytes"]),
             prefill=None if prefill is None else PrefillCost.from_json(prefill),
             loss_method=str(value["loss_method"]),
-            mixes=value["mixes"],
-            tracks=value["tracks"],
+            mixes=tuple(Mix(*each) for each in value["mixes"]),
+            tracks=tuple(map(_track_from_json, value["tracks"])),
         )
 
     @classmethod
@@ -424,74 +488,10 @@ def _track_to_json(track: Track) -> dict[str, Any]:
     }
 
 
+def _track_from_json(value: dict[str, Any]) -> Track:
+    return Track(**value | {"measured": None if value["measured"] is None else Quality(*value["measured"])})
+
+
 def catalog_limit(groups: int) -> int:
     """Return the bytes that a catalog may have which is asked for with a prompt of ``groups`` groups."""
-    return min(MAX_CATALOG_BYTES, _HEAD_BYTES + max(groups, _LEAST_GROUPS) * (_MAX_TRACKS + 1) * _ENTRY_BYTES)
-
-
-def _check_schema(schema: object) -> None:
-    if schema != SCHEMA:
-        newer = str(schema).startswith("kvabr.catalog/")
-        hint = "it was written by another version: upgrade kvabr" if newer else "is this a catalog?"
-        raise FormatError(f"catalog: schema is {str(schema)[:80]!r}, this version reads {SCHEMA!r}; {hint}")
-
-
-def _read_fields(pieces: JsonPieces) -> dict[str, Any]:
-    """Return the fields of a catalog's JSON; those with long lists are complete, the others plain JSON."""
-    most = min(_MAX_GROUPS, len(pieces) // _LEAST_GROUP_BYTES)
-    value: dict[str, Any] = {}
-    for name in pieces.members():
-        if name == "chunks":
-            value[name] = tuple(pieces.scalars({str}, most))
-        elif name == "tracks":
-            value[name] = tuple(_read_track(pieces, most) for _ in pieces.elements(_MAX_TRACKS))
-        elif name == "mixes":
-            value[name] = tuple(_read_mix(pieces, most) for _ in pieces.elements(_MAX_MIXES))
-        elif name in _PLAIN:
-            value[name] = pieces.value()
-            if name == "schema":
-                _check_schema(value[name])  # before what another version may have added
-        else:
-            pieces.skip()
-    return value
-
-
-def _read_track(pieces: JsonPieces, groups: int) -> Track:
-    value: dict[str, Any] = {}
-    for name in pieces.members():
-        if name in _LISTS:
-            value[name] = tuple(pieces.scalars(_LISTS[name], groups))
-        elif name in {"name", "refines", "decode_s", "measured"}:
-            value[name] = pieces.value()
-        else:
-            pieces.skip()
-    quality = value["measured"]
-    return Track(
-        name=value["name"],
-        refines=value["refines"],
-        decode_s=float(value["decode_s"]),
-        measured=None if quality is None else Quality(*(float(quality[key]) for key in ("kl", "dnll", "top1"))),
-        bytes=value["bytes"],
-        loss=value["loss"],
-        digests=value["digests"],
-    )
-
-
-def _read_mix(pieces: JsonPieces, groups: int) -> Mix:
-    value: dict[str, Any] = {}
-    for name in pieces.members():
-        if name == "tracks":
-            value[name] = tuple(pieces.scalars({str}, groups))
-        elif name in {"predicted", "measured"}:
-            value[name] = float(pieces.value())
-        else:
-            pieces.skip()
-    return Mix(value["tracks"], value["predicted"], value["measured"])
-
-
-_PLAIN = frozenset(
-    ("schema", "namespace", "spec", "tokens", "source", "profile", "profile_bytes", "prefill", "loss_method")
-)
-"""Fields of a catalog that are small."""
-_LISTS: dict[str, set[type]] = {"bytes": {int}, "loss": {int, float}, "digests": {str}}
-"""Fields of a track with a value for each group, and the types of their values."""
+    return min(MAX_CATALOG_BYTES, _HEAD_BYTES + max(groups, _LEAST_GROUPS) * (MAX_TRACKS + 1) * _ENTRY_BYTES)

@@ -57,19 +57,30 @@ def _total(catalog: Catalog, tracks: Sequence[str], behind: Mapping[int, Sequenc
             total += catalog.track(name).loss[group]
         else:
             before = behind.get(group, tracks[:group])
-            total += INHERITED * sum(
-                _handed_on(catalog, other, before, group, len(tracks)) for other in sorted(set(before))
-            )
+            far = _as_far(catalog, group)
+            total += INHERITED * sum(_handed_on(catalog, other, before, group, far) for other in sorted(set(before)))
     return total
 
 
-def _handed_on(catalog: Catalog, name: str, before: Sequence[str], group: int, groups: int) -> float:
+def _as_far(catalog: Catalog, group: int) -> Sequence[int | None]:
+    """Return, for each group before ``group``, the one that is as far from the end of the prompt as it is from that.
+
+    None: there is none, as the group is of a window and too far away to be seen.
+    """
+    if catalog.every_token:
+        return range(catalog.groups - group, catalog.groups)
+    units = catalog.units
+    places = {(unit.part, unit.chunk): index for index, unit in enumerate(units)}
+    shift = len(catalog.chunks) - units[group].chunk
+    return [places.get((unit.part, unit.chunk + shift)) for unit in units[:group]]
+
+
+def _handed_on(catalog: Catalog, name: str, before: Sequence[str], group: int, as_far: Sequence[int | None]) -> float:
     """Return the loss that a recomputed group would inherit in full from the groups before it on track ``name``."""
     if name == RECOMPUTED:
         return 0.0
     losses = catalog.track(name).loss
-    # These groups are as far from the end of the prompt as the first groups are from this one.
-    nearness = losses[groups - group :]
+    nearness = [0.0 if far is None else losses[far] for far in as_far]
     everything = sum(nearness)
     if not everything:
         return 0.0

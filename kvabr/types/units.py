@@ -63,13 +63,15 @@ def _of_part(spec: KVSpec, part: int, tokens: int) -> Iterator[Unit]:
     return (unit_of(spec, part, group, tokens) for group in range(-(-tokens // apart)))
 
 
-def needed(spec: KVSpec, units: Sequence[Unit], tokens: int) -> list[int]:
+def needed(spec: KVSpec, units: Sequence[Unit], tokens: int, end: int | None = None) -> list[int]:
     """Return the indices of the units that a prompt needs that goes on behind its first ``tokens`` tokens.
+
+    With ``end``, a token of the last group, also those that a prompt needs which goes on behind that.
 
     It needs every group of full attention and of latents; of a window and of the last chunk the groups that can still
     be seen; and of a state the snapshot at its end.
     """
-    first = [part.only.first_needed(tokens) for part in spec.parts]
+    first = [part.only.first_needed(end or tokens) for part in spec.parts]
     state = [part.only.kind == "state" for part in spec.parts]
     return [
         index
@@ -78,15 +80,16 @@ def needed(spec: KVSpec, units: Sequence[Unit], tokens: int) -> list[int]:
     ]
 
 
-def prefix_units(spec: KVSpec, units: Sequence[Unit], tokens: int, prefix: int) -> list[tuple[int, int]]:
+def prefix_units(spec: KVSpec, units: Sequence[Unit], tokens: int, prefix: int, end: int) -> list[tuple[int, int]]:
     """Return the units that a prompt needs which goes on behind the first ``prefix`` of a cache's ``tokens`` tokens.
 
     Each is given as its index in ``units``, all of the cache's, and the index of the one that loses as much. What a
-    group of a window loses depends on its distance from the end, and was measured at the cache's own end.
+    group of a window loses depends on its distance from the end, and was measured at the cache's own end. For ``end``
+    see `needed`.
     """
     places = {(unit.part, unit.group): index for index, unit in enumerate(units)}
     shorter = units_of(spec, prefix)
-    picked = [places[shorter[index].part, shorter[index].group] for index in needed(spec, shorter, prefix)]
+    picked = [places[shorter[index].part, shorter[index].group] for index in needed(spec, shorter, prefix, end)]
     alike = dict(zip(picked, picked, strict=True))
     ends = needed(spec, units, tokens)
     for part, one in enumerate(spec.parts):
@@ -95,6 +98,38 @@ def prefix_units(spec: KVSpec, units: Sequence[Unit], tokens: int, prefix: int) 
             own = [index for index in picked if units[index].part == part]
             alike |= {index: last[max(0, len(last) - 1 - behind)] for behind, index in enumerate(reversed(own))}
     return [(index, alike[index]) for index in picked]
+
+
+def groups_needed(spec: KVSpec, part: int, end: int, first: int, total: int) -> range | None:
+    """Return the groups of a class that a prompt needs which goes on behind its first ``end`` tokens.
+
+    Those of the first ``first`` tokens, whole groups, are left out. The cache has ``total`` tokens. None: there is no
+    snapshot at ``end``.
+    """
+    only, size = spec.classes[part], spec.group_tokens
+    if only.kind != "state":
+        return range(max(first, only.first_needed(end)) // size, -(-end // size))
+    apart = only.interval or total
+    snapshot = -(-end // apart)
+    return None if min(snapshot * apart, total) != end else range(snapshot - 1, snapshot)
+
+
+def cuts(spec: KVSpec, units: Sequence[Unit], offset: int, total: int) -> Iterator[int]:
+    """Yield the indices at which an engine can begin to compute all that follows if every unit before is in place.
+
+    They are the first one, and each with which a group of tokens begins and before which nothing is missing that a
+    prompt needs which goes on there. ``units`` has every group of full attention and of latents. ``offset``: groups of
+    tokens that the engine has; `Unit.chunk` counts from there.
+    """
+    size, there = spec.group_tokens, {(unit.part, unit.group) for unit in units}
+    partial = [part for part, only in enumerate(spec.classes) if only.kind not in ("full", "latent")]
+    yield 0
+    for index in range(1, len(units)):
+        end = (offset + units[index].chunk) * size
+        if units[index].chunk > units[index - 1].chunk:
+            wanted = ((part, groups_needed(spec, part, end, offset * size, total)) for part in partial)
+            if all(groups is not None and all((part, group) in there for group in groups) for part, groups in wanted):
+                yield index
 
 
 def hit(spec: KVSpec, groups: int, tokens: int) -> tuple[int, str | None]:

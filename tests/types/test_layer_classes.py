@@ -235,7 +235,29 @@ def test_a_prefix_has_its_own_windows_and_snapshots():
     assert losses[2, 1] == ends[2, 2]
     with pytest.raises(UsageError, match="no snapshot of state"):
         whole.prefix(3)
-    with pytest.raises(UsageError, match="is whole"):
-        part.suffix(1)
-    with pytest.raises(UsageError, match="what is needed of a longer one"):
-        part.prefix(2)
+    with pytest.raises(UsageError, match="does not end at token 48"):
+        whole.prefix(4, end=48)
+    with pytest.raises(UsageError, match="no snapshot of its states"):
+        whole.prefix(4, end=60)
+    assert whole.playable(3) == (2, "state")
+
+
+def test_a_prefix_can_be_shortened_and_what_an_engine_has_is_left_out():
+    whole = catalog()
+    assert whole.to_play.prefix(2) == whole.prefix(2)
+    assert whole.to_play.prefix(2).prefix(2) == whole.prefix(2)
+    rest = whole.suffix(3)
+    assert (rest.offset, rest.first_token, rest.tokens, len(rest.chunks)) == (3, 48, 22, 2)
+    assert [(unit.part, unit.group, unit.chunk) for unit in rest.units] == [
+        (0, 3, 0), (1, 3, 0), (0, 4, 1), (1, 4, 1), (2, 2, 1), (3, 2, 1),
+    ]  # fmt: skip
+    assert rest.chunks == whole.chunks[3:]
+    assert rest.suffix(1) == whole.suffix(4)
+    assert rest.prefix(1) == whole.prefix(4).suffix(3)
+    assert rest.playable(2) == (2, None)
+    assert rest.playable(1) == (1, None)
+    assert whole.suffix(1).playable(2) == (1, "state")
+    names = [rest.title(group) for group in range(rest.groups)]
+    assert names[1] == "window40 #3"
+    fewer = rest.with_tracks({"Int8"})
+    assert [track.name for track in fewer.prefix(1).tracks] == ["Int8"]

@@ -1,0 +1,69 @@
+"""The longest prefix of a prompt for which everything is in place, whatever layer classes its cache has.
+
+Of full attention and latents it takes every group of tokens, of a window those that can still be seen at the end of the
+prefix, of a state the snapshot there. So a play of windows may have the end of a prompt complete, and nothing before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from kvabr.types.catalog import Catalog
+from kvabr.types.units import Span, groups_needed
+
+
+class PlacedPrefix(NamedTuple):
+    """What can be used of an incomplete cache."""
+
+    tokens: int
+    """Tokens of the prefix, counted from the catalog's first."""
+    groups: tuple[int, ...]
+    """The groups that hold it, ascending: no others are needed."""
+    spans: tuple[Span, ...]
+    """Its tokens in the tensor of each layer class. Nothing is used of a group before or behind them."""
+
+
+def longest_prefix(catalog: Catalog, placed: Sequence[object], block: int = 1) -> PlacedPrefix:
+    """Return the longest prefix that is in place and ends with a group of tokens, and what of the cache it consists of.
+
+    Args:
+        catalog: what is played.
+        placed: per group, something true if it is in place.
+        block: the prefix must end at a multiple of so many tokens of the prompt; then it may end inside of a group.
+    """
+    first, size = catalog.first_token, catalog.spec.group_tokens
+    if catalog.every_token:
+        solid = sum(1 for _ in takewhile(bool, placed))
+        end = (first + min(solid * size, catalog.tokens)) // block * block
+        tokens = max(0, end - first)
+        return PlacedPrefix(tokens, tuple(range(catalog.spec.groups(tokens))), (Span(first, tokens),))
+    there = {(unit.part, unit.group): index for index, unit in enumerate(catalog.units) if placed[index]}
+    for count in range(_solid(catalog, there), 0, -1):
+        end = (first + min(count * size, catalog.tokens)) // block * block
+        if end > first + (count - 1) * size and (found := _at(catalog, there, end)) is not None:
+            return found
+    return PlacedPrefix(0, (), tuple(Span(first, 0) for _ in catalog.spec.parts))
+
+
+def _solid(catalog: Catalog, there: dict[tuple[int, int], int]) -> int:
+    """Return the leading groups of tokens that are in place in every class that needs them all."""
+    most = len(catalog.chunks)
+    for part, only in enumerate(catalog.spec.classes):
+        if only.kind in ("full", "latent"):
+            most = next((count for count in range(most) if (part, catalog.offset + count) not in there), most)
+    return most
+
+
+def _at(catalog: Catalog, there: dict[tuple[int, int], int], end: int) -> PlacedPrefix | None:
+    """Return the prefix that ends at token ``end`` of the prompt; None if something is missing."""
+    spec, first, found, spans = catalog.spec, catalog.first_token, [], []
+    for part, one in enumerate(spec.parts):
+        groups = groups_needed(spec, part, end, first, first + catalog.tokens)
+        if groups is None or any((part, group) not in there for group in groups):
+            return None
+        found += [there[part, group] for group in groups]
+        begin = groups.start * spec.group_tokens
+        spans.append(Span(end, one.rows) if one.only.kind == "state" else Span(begin, end - begin))
+    return PlacedPrefix(end - first, tuple(sorted(found)), tuple(spans))

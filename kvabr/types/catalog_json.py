@@ -1,0 +1,80 @@
+"""Reads the JSON of a catalog from an untrusted source: bounded lists of plain values, which `Catalog` checks.
+
+A catalog may have megabytes of lists. They are read in pieces, so that other threads can run meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvabr.types.errors import FormatError
+from kvabr.types.json_pieces import JsonPieces
+
+SCHEMA = "kvabr.catalog/1"
+MAX_GROUPS = 1 << 20
+MAX_TRACKS = 64
+_MAX_MIXES = 256
+_LEAST_GROUP_BYTES = 64
+"""Bytes of a catalog for one group, at least: a SHA-256 in hex."""
+_PLAIN = frozenset(
+    ("schema", "namespace", "spec", "tokens", "source", "profile", "profile_bytes", "prefill", "loss_method")
+)
+"""Fields of a catalog that are small."""
+_LISTS: dict[str, set[type]] = {"bytes": {int}, "loss": {int, float}, "digests": {str}}
+"""Fields of a track with a value for each group, and the types of their values."""
+
+
+def check_schema(schema: object) -> None:
+    """Raise a `FormatError` if a catalog was written by another version, or is none."""
+    if schema != SCHEMA:
+        newer = str(schema).startswith("kvabr.catalog/")
+        hint = "it was written by another version: upgrade kvabr" if newer else "is this a catalog?"
+        raise FormatError(f"catalog: schema is {str(schema)[:80]!r}, this version reads {SCHEMA!r}; {hint}")
+
+
+def read_fields(pieces: JsonPieces) -> dict[str, Any]:
+    """Return the fields of a catalog's JSON; those with long lists are complete, the others plain JSON."""
+    most = min(MAX_GROUPS, len(pieces) // _LEAST_GROUP_BYTES)
+    value: dict[str, Any] = {}
+    for name in pieces.members():
+        if name == "chunks":
+            value[name] = tuple(pieces.scalars({str}, most))
+        elif name == "tracks":
+            value[name] = tuple(_read_track(pieces, most) for _ in pieces.elements(MAX_TRACKS))
+        elif name == "mixes":
+            value[name] = tuple(_read_mix(pieces, most) for _ in pieces.elements(_MAX_MIXES))
+        elif name in _PLAIN:
+            value[name] = pieces.value()
+            if name == "schema":
+                check_schema(value[name])  # before what another version may have added
+        else:
+            pieces.skip()
+    return value
+
+
+def _read_track(pieces: JsonPieces, groups: int) -> dict[str, Any]:
+    """Return the fields of `Track`; `Track.measured` as a tuple."""
+    value: dict[str, Any] = {}
+    for name in pieces.members():
+        if name in _LISTS:
+            value[name] = tuple(pieces.scalars(_LISTS[name], groups))
+        elif name in {"name", "refines", "decode_s", "measured"}:
+            value[name] = pieces.value()
+        else:
+            pieces.skip()
+    quality = value["measured"]
+    value["measured"] = None if quality is None else tuple(float(quality[key]) for key in ("kl", "dnll", "top1"))
+    value["decode_s"] = float(value["decode_s"])
+    return value
+
+
+def _read_mix(pieces: JsonPieces, groups: int) -> tuple[tuple[str, ...], float, float]:
+    value: dict[str, Any] = {}
+    for name in pieces.members():
+        if name == "tracks":
+            value[name] = tuple(pieces.scalars({str}, groups))
+        elif name in {"predicted", "measured"}:
+            value[name] = float(pieces.value())
+        else:
+            pieces.skip()
+    return value["tracks"], value["predicted"], value["measured"]

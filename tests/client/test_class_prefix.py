@@ -1,0 +1,156 @@
+"""Prefix plays of several layer classes: everything that the prefix needs of each class is in place, or nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.lookup import Found
+from kvabr.client.options import PlayOptions
+from kvabr.client.result import IncompleteError
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import FormatError, UsageError
+from tests.client.classes import INDEXED, SLIDING, WINDOWS, Computer, link, numbers, published
+from tests.client.virtual import virtual
+from tests.memory_transport import Fault
+
+TOKENS = list(range(150))
+SPECS = {"sliding": SLIDING, "indexed": INDEXED, "windows": WINDOWS}
+SLOW = PrefillCost.from_rate(1.0)
+"""An engine that is of no help."""
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def spec(request):
+    return SPECS[request.param]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory, spec):
+    return published(tmp_path_factory.mktemp("classes"), spec, TOKENS)
+
+
+async def prefix(library, spec, *, faults=None, rate=1e6, cut=None, deadline=2.0, cost=SLOW, **more):
+    options = PlayOptions(policy="fixed:FP16", patience=1.0)
+    async with link(library, rate, faults=faults) as peer, AsyncClient(peer, model=spec, options=options) as client:
+        found = await client.find(TOKENS, within_s=60)
+        if cut is not None:
+            found = Found(found.catalog.prefix(spec.groups(cut), end=cut), found.sha256)
+        return await client.play_prefix(found, deadline=deadline, cost=cost, **more)
+
+
+def check(played, spec):
+    """Check that a prefix has what it needs, and what was published."""
+    end, exact = played.first + played.tokens, numbers(spec, TOKENS)
+    for kv, span, whole, only in zip(played.parts, played.spans, exact, spec.classes, strict=True):
+        assert kv.shape[3] == span.tokens
+        if not played.tokens:
+            assert not span.tokens
+            continue
+        assert played.first <= span.first <= max(played.first, only.first_needed(end))
+        assert span.first + span.tokens == end
+        assert torch.equal(kv.float(), whole[:, :, :, span.first : end])
+    assert len(played.units) == len(played.coverage)
+
+
+@pytest.mark.parametrize("skip", [0, 1, 5, 8, 9])
+@virtual
+async def test_all_of_it(library, spec, skip):
+    asked = []
+    played = await prefix(library, spec, faults=lambda ask: asked.append((ask.track, ask.group)), skip=skip)
+    check(played, spec)
+    assert (played.first, played.tokens, played.wanted, played.cut) == (16 * skip, 150 - 16 * skip, 150 - 16 * skip, None)
+    groups = [ask for ask in asked if ask[0].startswith("FP16")]
+    assert len(set(groups)) == len(groups) == len(played.units)
+    assert min(group for _, group in groups) >= skip
+    assert played.loss == pytest.approx(1e-6 * len(groups))
+
+
+@pytest.mark.parametrize(("end", "block"), [(150, 10), (140, 20), (144, 48), (130, 26), (128, 128)])
+@virtual
+async def test_a_prefix_of_whole_blocks(library, spec, end, block):
+    played = await prefix(library, spec, cut=end, block=block)
+    check(played, spec)
+    assert played.first + played.tokens == max(end, played.wanted // block * block)
+
+
+@virtual
+async def test_behind_what_the_engine_has_only_the_last_group_of_a_window_is_fetched(library, spec):
+    played = await prefix(library, spec, skip=9)
+    assert [unit.group for unit in played.units] == [9] * len(spec.classes)
+
+
+@pytest.mark.parametrize("lost", [0, 3, 8, 9])
+@virtual
+async def test_without_a_group_a_shorter_prefix_is_played_if_there_is_one(library, spec, lost):
+    def faults(ask):
+        return Fault(corrupt_at=100) if ask.group == lost and ask.track.startswith("FP16") else None
+
+    played = await prefix(library, spec, faults=faults)
+    check(played, spec)
+    assert (played.cut is None) == (played.tokens == 150)
+    if spec is INDEXED:
+        assert played.tokens == 16 * lost
+    elif spec is SLIDING:
+        assert played.tokens in ({0, 144} if lost == 9 else {0})
+    if played.cut is not None:
+        assert ("#" in played.cut) == (len(spec.classes) > 1)
+
+
+@virtual
+async def test_a_link_that_is_too_slow_ends_at_the_deadline(library, spec):
+    total = library.assets[0].catalog.to_play.track("FP16").total_bytes
+    played = await prefix(library, spec, rate=total / 4)
+    check(played, spec)
+    assert played.tokens < 150
+    assert played.seconds <= 2.1
+    if spec is INDEXED:
+        assert played.tokens >= 16
+
+
+@virtual
+async def test_an_incomplete_play_hands_over_what_is_complete(library, spec):
+    def faults(ask):
+        return Fault(refuse=0x10) if ask.group == 9 else None
+
+    options = PlayOptions(policy="fixed:FP16")
+    async with link(library, faults=faults) as peer, AsyncClient(peer, model=spec, options=options) as client:
+        with pytest.raises(IncompleteError) as caught:
+            await client.play(TOKENS, deadline=2.0)
+    found = caught.value.prefix
+    if found is None:
+        assert spec is not INDEXED
+        return
+    assert found.tokens == 144
+    for kv, span, whole in zip(found.parts, found.spans, numbers(spec, TOKENS), strict=True):
+        assert torch.equal(kv.float(), whole[:, :, :, span.first : 144])
+    assert found.loss == pytest.approx(1e-6 * len(found.coverage))
+
+
+@virtual
+async def test_nonsense_is_refused(library, spec):
+    with pytest.raises(UsageError, match="blocks of 0 tokens"):
+        await prefix(library, spec, block=0)
+    with pytest.raises(UsageError, match="leaves nothing to play"):
+        await prefix(library, spec, skip=10)
+    played = await prefix(library, spec)
+    if len(spec.classes) > 1:
+        with pytest.raises(FormatError, match="layer classes"):
+            _ = played.kv
+
+
+@pytest.mark.parametrize("lost", [0, 9])
+@virtual
+async def test_an_engine_computes_what_cannot_be_fetched(library, spec, lost):
+    engine = Computer(spec)
+    options = PlayOptions(policy="fixed:FP16", prefill_cost=PrefillCost.from_rate(1000.0))
+    faults = lambda ask: Fault(refuse=0x10) if ask.group == lost else None  # noqa: E731
+    async with link(library, faults=faults) as peer:
+        async with AsyncClient(peer, model=spec, engine=engine, options=options) as client:
+            played = await client.play(TOKENS, deadline=2.0)
+    assert played.tokens == 150
+    assert len(engine.calls) <= 1
+    for kv, span, whole in zip(played.parts, played.spans, numbers(spec, TOKENS), strict=True):
+        assert torch.equal(kv.float(), whole[:, :, :, span.first :][:, :, :, : span.tokens])
+    assert played.record.tokens_recomputed == sum(count for _, count in engine.calls)
