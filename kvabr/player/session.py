@@ -374,7 +374,9 @@ class Session(PlayState):
             same = layers[:unavailable] if usable == layers[0] else (usable,)
             self._request(group, same, decision, now, upgrade=False)
         elif self._compute is None:
-            self._give_up(now, f"group {group} failed on every track, and there is no engine to compute it")
+            self._give_up(
+                now, f"{self._catalog.title(group)} failed on every track, and there is no engine to compute it"
+            )
         else:
             self._leave_to_engine(group, now)
 

@@ -116,10 +116,11 @@ def run_line(
 
 
 def _track_tokens(catalog: Catalog, record: PlayRecord) -> dict[str, int]:
+    """Return the tokens on each track; of several layer classes, each counts by its size, see `Catalog.share`."""
     tokens: dict[str, int] = {}
     for group in record.groups:
         track = group.track or "none"
-        tokens[track] = tokens.get(track, 0) + catalog.group_tokens(group.group)
+        tokens[track] = tokens.get(track, 0) + round(catalog.share(group.group) * catalog.spec.group_tokens)
     return tokens
 
 

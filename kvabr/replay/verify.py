@@ -15,13 +15,14 @@ from kvabr.player.assembler import Assembler, Placement
 from kvabr.publish.model import ScoringEngine
 from kvabr.publish.quality import Reference
 from kvabr.store.asset import Asset
+from kvabr.types.engine import prefill_classes
 from kvabr.types.errors import FormatError, ModelError
 from kvabr.types.loss import played_loss
 
 
 @dataclass(frozen=True, slots=True)
 class FetchStep:
-    """The asset's frame of ``group`` on ``track`` arrived and was decoded."""
+    """The asset's frame of ``group`` (of `Catalog.to_play`) on ``track`` arrived and was decoded."""
 
     group: int
     track: str
@@ -107,7 +108,9 @@ class Verifier:
         self._profile = load_profile(asset)
         prompt = asset.prompt()
         self._tokens = prompt.tokens
-        self._reference = Reference(engine, engine.prefill(prompt.tokens), prompt.continuation)
+        exact = prefill_classes(engine, prompt.tokens)
+        self._dtype = exact[0].dtype if len({part.dtype for part in exact}) == 1 else None
+        self._reference = Reference(engine, exact, prompt.continuation)
 
     def play(self, steps: Sequence[Step]) -> Verification:
         """Carry out the steps of one play, and score the continuation behind the resulting cache.
@@ -116,21 +119,22 @@ class Verifier:
             HoleError: the steps leave a hole, or compute behind one.
             AssetError, FormatError: a group of the asset is missing or damaged.
         """
-        catalog = self._asset.catalog
-        assembler = Assembler(catalog, self._profile, dtype=self._engine.prefill(self._tokens[:1]).dtype)
+        catalog = self._asset.catalog.to_play
+        assembler = Assembler(catalog, self._profile, dtype=self._dtype)
         done: list[tuple[str, int, int | str]] = []
         for step in steps:
             if isinstance(step, FetchStep):
-                verdict = assembler.put(step.group, step.track, self._asset.frame_of(step.group, step.track))
+                name, number = catalog.address(step.group, step.track)
+                verdict = assembler.put(step.group, step.track, self._asset.frame(number, name))
                 if verdict is not Placement.STALE:
                     done.append(("fetch", step.group, step.track))
             else:
-                begin = catalog.spec.group_range(step.first, catalog.tokens)[0]
-                end = catalog.spec.group_range(step.last - 1, catalog.tokens)[1]
-                kv = self._engine.prefill(self._tokens[begin:end], assembler.before(step.first))
-                assembler.put_computed(step.first, step.last, kv)
+                begin, end = map(catalog.tokens_before, (step.first, step.last))
+                before = assembler.before_classes(step.first) if step.first else None
+                parts = prefill_classes(self._engine, self._tokens[begin:end], before)
+                assembler.put_computed(step.first, step.last, *parts)
                 done.append(("compute", step.first, step.last))
-        quality = self._reference.measure(assembler.take())
+        quality = self._reference.measure(assembler.before_classes(catalog.groups))
         return Verification(quality.kl, quality.dnll, quality.top1, played_loss(catalog, done))
 
 

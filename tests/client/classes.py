@@ -10,6 +10,7 @@ import torch
 from kvabr.publish.encoder import FrameEncoder
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
+from kvabr.store.asset import Prompt
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import chain
@@ -40,6 +41,7 @@ INDEXED = KVSpec(
 WINDOWS = KVSpec("test/windows", "tokenizer", (LayerClass("window", (0, 1), 2, 8, 8, "float16", window=40),), 16)
 """One class, of which not all groups are needed."""
 TRACKS = ("FP16", "BF16", "Int8")
+CONTINUATION = (3, 1, 4, 1, 5)
 
 
 def numbers(spec: KVSpec, tokens: list[int]) -> tuple[torch.Tensor, ...]:
@@ -62,6 +64,7 @@ def published(root, spec: KVSpec, tokens: list[int]) -> PublishedAssets:
         seconds = {track: frames.decode_seconds(track) for track in TRACKS}
         expected = {"FP16": 1e-6, "BF16": 2e-6, "Int8": 0.001}
         losses = {track: [loss] * len(frames.units) for track, loss in expected.items()}
+        writer.prompt(Prompt(tuple(tokens), CONTINUATION))
         writer.commit(frames.catalog(losses, seconds, loss_method="made up", source="test"))
     return PublishedAssets(root)
 
@@ -95,3 +98,17 @@ class Computer:
                 assert kv.shape == whole.shape
                 assert (kv[:, :, :, seen:].float() - whole[:, :, :, seen:]).abs().max() <= 1.5
         return numbers(self.spec, list(tokens))
+
+    def score(self, kv, tokens):
+        """As `ScoringEngine`."""
+        return self.score_classes(None if kv is None else (kv,), tokens)
+
+    def score_classes(self, kv, tokens):
+        """As `ScoringClassEngine`: what comes next depends on every number that can be seen, and on nothing else."""
+        state = torch.zeros(16, dtype=torch.float64)
+        for part, only in zip(kv, self.spec.classes, strict=True):
+            seen = part[:, :, :, only.first_needed(part.shape[3]) :].double().flatten()
+            state += torch.stack(
+                [(seen * torch.cos(seen.new_tensor(range(len(seen))) * word)).mean() for word in range(16)]
+            )
+        return torch.log_softmax(torch.stack([state / 10 + token / 10 * torch.arange(16) for token in tokens]), dim=-1)

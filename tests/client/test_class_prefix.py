@@ -60,7 +60,12 @@ async def test_all_of_it(library, spec, skip):
     asked = []
     played = await prefix(library, spec, faults=lambda ask: asked.append((ask.track, ask.group)), skip=skip)
     check(played, spec)
-    assert (played.first, played.tokens, played.wanted, played.cut) == (16 * skip, 150 - 16 * skip, 150 - 16 * skip, None)
+    assert (played.first, played.tokens, played.wanted, played.cut) == (
+        16 * skip,
+        150 - 16 * skip,
+        150 - 16 * skip,
+        None,
+    )
     groups = [ask for ask in asked if ask[0].startswith("FP16")]
     assert len(set(groups)) == len(groups) == len(played.units)
     assert min(group for _, group in groups) >= skip
@@ -145,10 +150,15 @@ async def test_nonsense_is_refused(library, spec):
 async def test_an_engine_computes_what_cannot_be_fetched(library, spec, lost):
     engine = Computer(spec)
     options = PlayOptions(policy="fixed:FP16", prefill_cost=PrefillCost.from_rate(1000.0))
-    faults = lambda ask: Fault(refuse=0x10) if ask.group == lost else None  # noqa: E731
-    async with link(library, faults=faults) as peer:
-        async with AsyncClient(peer, model=spec, engine=engine, options=options) as client:
-            played = await client.play(TOKENS, deadline=2.0)
+
+    def faults(ask):
+        return Fault(refuse=0x10) if ask.group == lost else None
+
+    async with (
+        link(library, faults=faults) as peer,
+        AsyncClient(peer, model=spec, engine=engine, options=options) as client,
+    ):
+        played = await client.play(TOKENS, deadline=2.0)
     assert played.tokens == 150
     assert len(engine.calls) <= 1
     for kv, span, whole in zip(played.parts, played.spans, numbers(spec, TOKENS), strict=True):

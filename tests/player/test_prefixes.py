@@ -13,7 +13,7 @@ from kvabr.types.units import units_of
 
 
 def seen(only, end):
-    """Return the tokens of a class that a prompt needs which goes on behind token ``end``, one more than a query sees."""
+    """Return the tokens of a class that a prompt needs which goes on behind ``end`` tokens: one more than it sees."""
     if only.kind == "window":
         return range(max(0, end - only.window), end)
     if only.kind == "chunked":

@@ -12,19 +12,15 @@ Run = Mapping[str, Any]
 """One line of a replay report."""
 
 
-def comparison(live: Sequence[Run], simulated: Sequence[Run], tokens: int, group_tokens: int) -> dict[str, Any]:
+def comparison(live: Sequence[Run], simulated: Sequence[Run], sizes: Sequence[float]) -> dict[str, Any]:
     """Return the ``live_comparison`` of a report: totals of all, network-limited, by family and by policy.
 
     Args:
         live: runs, with their groups.
         simulated: the same plays in the simulator, in the same order.
-        tokens: tokens of the asset.
-        group_tokens: tokens of a full group.
+        sizes: how much of the cache each group is, in any unit.
     """
-    plays = [
-        _play(index, one, other, tokens, group_tokens)
-        for index, (one, other) in enumerate(zip(live, simulated, strict=True))
-    ]
+    plays = [_play(index, one, other, sizes) for index, (one, other) in enumerate(zip(live, simulated, strict=True))]
     return {
         "all": _totals(plays),
         "network": _totals([play for play in plays if play["limit"] == "network"]),
@@ -34,12 +30,12 @@ def comparison(live: Sequence[Run], simulated: Sequence[Run], tokens: int, group
     }
 
 
-def _play(index: int, live: Run, simulated: Run, tokens: int, group_tokens: int) -> dict[str, Any]:
+def _play(index: int, live: Run, simulated: Run, sizes: Sequence[float]) -> dict[str, Any]:
     took, expected = live["ttft_s"], simulated["ttft_s"]
-    same = 0
-    for group, (one, other) in enumerate(zip(live["groups"], simulated["groups"], strict=True)):
+    same = 0.0
+    for size, one, other in zip(sizes, live["groups"], simulated["groups"], strict=True):
         if one["track"] is not None and one["track"] == other["track"]:
-            same += min(group_tokens, tokens - group * group_tokens)
+            same += size
     return {
         "run": index,
         "trace": live["trace"],
@@ -49,7 +45,7 @@ def _play(index: int, live: Run, simulated: Run, tokens: int, group_tokens: int)
         "ttft_live_s": took,
         "ttft_simulated_s": expected,
         "ttft_error": None if took is None or expected is None else float(f"{expected / took - 1:.6g}"),
-        "track_agreement": same / tokens,
+        "track_agreement": same / sum(sizes),
         "met_live": live["met"],
         "met_simulated": simulated["met"],
         "regret_live": live["regret"],

@@ -174,7 +174,8 @@ class LiveExperiment:
         for group in itertools.islice(itertools.cycle(range(catalog.groups)), _WARM_REQUESTS):
             if left > 0:
                 size = track.bytes[group]
-                fetches.append(read_all(connection.fetch(catalog.namespace, track.name, group, limit=size)))
+                name, number = catalog.address(group, track.name)
+                fetches.append(read_all(connection.fetch(catalog.namespace, name, number, limit=size)))
                 left -= size
         await asyncio.gather(*fetches)
 
@@ -228,8 +229,20 @@ class StandInEngine:
         return self._mode
 
     def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
+        """Do as `prefill_classes`, for one layer class."""
+        _ = self._spec.only
+        return self.prefill_classes(tokens, None if before is None else (before,))[0]
+
+    def prefill_classes(
+        self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None = None
+    ) -> tuple[torch.Tensor, ...]:
         """Wait as long as a prefill takes, and return zeros."""
         import torch  # noqa: PLC0415  # the one who calls this has loaded it
 
-        time.sleep(self._cost.seconds(0 if before is None else before.shape[3], len(tokens)))
-        return torch.zeros(self._spec.shape(len(tokens)), dtype=self._spec.torch_dtype)
+        kinds = (only.kind for only in self._spec.classes)
+        held = zip(before or (), kinds, strict=False)
+        time.sleep(
+            self._cost.seconds(max((kv.shape[3] for kv, kind in held if kind != "state"), default=0), len(tokens))
+        )
+        parts = self._spec.parts
+        return tuple(torch.zeros(part.computed_shape(len(tokens)), dtype=part.torch_dtype) for part in parts)

@@ -72,8 +72,8 @@ async def replay_live(
                 report.steps.append(played.record.steps)
                 if on_progress is not None:
                     on_progress(1)
-    catalog = matrix.catalog
-    compared = comparison(runs, simulated, catalog.tokens, catalog.spec.group_tokens)
+    catalog = experiment.catalog
+    compared = comparison(runs, simulated, [catalog.share(group) for group in range(catalog.groups)])
     if not matrix.detail:
         for run in runs:
             del run["groups"]
@@ -89,20 +89,21 @@ def decode_speed(asset: Asset) -> float:
     Raises:
         AssetError, FormatError: a group of the asset is missing or damaged.
     """
-    catalog: Catalog = asset.catalog
-    profile = load_profile(asset)
+    catalog: Catalog = asset.catalog.to_play
+    profile, largest = load_profile(asset), max(range(catalog.groups), key=catalog.share)
     promised = took = 0.0
     for track in catalog.tracks:
         if track.refines is not None:
             continue
-        frame = asset.frame_of(0, track.name)
+        name, number = catalog.address(largest, track.name)
+        frame = asset.frame(number, name)
         times = []
         for _ in range(_DECODES):
             assembler = Assembler(catalog, profile)
             with CORES.all_taken():
                 began = time.perf_counter()
-                assembler.put(0, track.name, frame)
+                assembler.put(largest, track.name, frame)
                 times.append(time.perf_counter() - began)
         took += statistics.median(times)
-        promised += track.decode_s * catalog.share(0)
+        promised += track.decode_s * catalog.share(largest)
     return took / promised if promised > 0 else 1.0

@@ -36,7 +36,7 @@ def compared():
         run(3.0, ["X", "X", "X"], policy="q"),
         run(5.0, ["X", "X", "X"], family="b", policy="q", met=False),
     ]
-    return comparison(live, simulated, tokens=40, group_tokens=16)
+    return comparison(live, simulated, [16, 16, 8])
 
 
 def test_errors_are_relative_to_live_and_a_play_without_a_ttft_has_none():
@@ -73,7 +73,7 @@ def test_the_table_has_all_families_and_policies_and_owns_up_to_a_busy_machine()
 
 
 def test_nothing_compared_is_a_dash_not_an_error():
-    found = comparison([run(None, [None])], [run(1.0, ["X"])], tokens=16, group_tokens=16)
+    found = comparison([run(None, [None])], [run(1.0, ["X"])], [16])
     assert found["all"]["ttft_error_median"] is None
     with Console(width=80).capture():
         Console().print(live_table({"live_comparison": found}))
