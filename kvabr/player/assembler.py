@@ -23,6 +23,7 @@ from kvabr.codec.profile import Profile
 from kvabr.player.prefixes import PlacedPrefix, longest_prefix
 from kvabr.types.catalog import RECOMPUTED, Catalog, Track
 from kvabr.types.errors import FormatError, HoleError, UsageError
+from kvabr.types.units import computed_shape
 
 
 class Layer(NamedTuple):
@@ -164,7 +165,7 @@ class Assembler:
         """
         catalog = self._catalog
         begin, end = catalog.tokens_before(first), catalog.tokens_before(last)
-        shapes = [part.computed_shape(end - begin) for part in catalog.spec.parts]
+        shapes = [computed_shape(part, end - begin) for part in catalog.spec.parts]
         if (given := [tuple(kv.shape) for kv in parts]) != shapes:
             raise UsageError(f"recomputed groups {first} to {last - 1}: {given} is not {shapes}")
         if not all(bool(torch.isfinite(kv).all()) for kv in parts):
@@ -208,7 +209,7 @@ class Assembler:
             return (self._outs[0][:, :, :, :end],)
         parts = []
         for part, (spec, out) in enumerate(zip(catalog.spec.parts, self._outs, strict=True)):
-            whole = out.new_zeros(spec.computed_shape(end))
+            whole = out.new_zeros(computed_shape(spec, end))
             if self._is_state(part):
                 whole.copy_(out)
             elif (begin := self._begins[part]) < end:

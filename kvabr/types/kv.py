@@ -346,10 +346,6 @@ class KVSpec:
         """Return the shape of a cache of ``tokens`` tokens (rows of a state): [layer, K/V, head, token, dim]."""
         return self.only.shape(tokens)
 
-    def computed_shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        """Return the shape of what an engine computes for ``tokens`` tokens: of a state, one snapshot."""
-        return self.shape(self.rows if self.only.kind == "state" else tokens)
-
     @property
     def torch_dtype(self) -> torch.dtype:
         """Element type of the only class as a torch dtype."""

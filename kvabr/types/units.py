@@ -63,6 +63,11 @@ def _of_part(spec: KVSpec, part: int, tokens: int) -> Iterator[Unit]:
     return (unit_of(spec, part, group, tokens) for group in range(-(-tokens // apart)))
 
 
+def computed_shape(part: KVSpec, tokens: int) -> tuple[int, int, int, int, int]:
+    """Return the shape of what an engine computes of one class for ``tokens`` tokens: of a state, one snapshot."""
+    return part.shape(part.rows if part.only.kind == "state" else tokens)
+
+
 def needed(spec: KVSpec, units: Sequence[Unit], tokens: int, end: int | None = None) -> list[int]:
     """Return the indices of the units that a prompt needs that goes on behind its first ``tokens`` tokens.
 

@@ -34,6 +34,7 @@ from kvabr.types.engine import EngineMode
 from kvabr.types.errors import TransportError
 from kvabr.types.events import PlayEvent
 from kvabr.types.kv import KVSpec
+from kvabr.types.units import computed_shape
 
 if TYPE_CHECKING:
     import torch
@@ -245,4 +246,4 @@ class StandInEngine:
             self._cost.seconds(max((kv.shape[3] for kv, kind in held if kind != "state"), default=0), len(tokens))
         )
         parts = self._spec.parts
-        return tuple(torch.zeros(part.computed_shape(len(tokens)), dtype=part.torch_dtype) for part in parts)
+        return tuple(torch.zeros(computed_shape(part, len(tokens)), dtype=part.torch_dtype) for part in parts)
