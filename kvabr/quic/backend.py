@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -40,8 +40,8 @@ SOCKET_BUFFER = 4 << 20
 """Socket buffer to request from the kernel for each direction, bytes; it may grant less."""
 IDLE_S = 30.0
 STILL_S = 1.0
-"""Seconds for which nothing is sent, although there is something to send and room for it, before a connection whose
-library has lost track of a stream is given up."""
+"""Seconds for which nothing is sent, although something has not been delivered and there is room for it, before a
+connection is given up: its library has lost track of a stream."""
 RETRY_LIFETIME_S = 30.0
 """Lifetime of a Retry token; clients return theirs at once."""
 _DATAGRAM = 1500
@@ -182,22 +182,26 @@ class QuicLibrary:
         if self.name == "qh3":
             quic.datagrams_to_send = partial(_packets_there_is_room_for, quic)
 
-    def stuck(self, quic: Any) -> bool:
-        """Return whether a connection can never send again, or not all of it, by a fault of the library."""
+    def stuck(self, quic: Any, underway: Collection[int]) -> bool:
+        """Return whether a connection can never send again, or not all of it, by a fault of the library.
+
+        ``underway``: streams that the library has been given completely, and that the peer has not acknowledged.
+        """
         if getattr(quic, "kvabr_stuck", False):
             return True
-        if not getattr(quic, "kvabr_doubtful", False):
+        core = quic._core if self.name == "qh3" else None  # noqa: SLF001  # as above
+        if core is None or not (underway or getattr(quic, "kvabr_doubtful", False)):
             return False
-        unsent, now_s = quic.get_send_buffer_size(), time.monotonic()
-        room = quic._core.congestion_window - quic._core.bytes_in_flight  # noqa: SLF001  # as above
-        still = getattr(quic, "kvabr_still", None)
-        if not unsent or room < _DATAGRAM:
-            quic.kvabr_still = None
-        elif still is None or still[0] != unsent:
-            quic.kvabr_still = unsent, now_s
-        else:
-            return bool(now_s - still[1] >= STILL_S)
-        return False
+        unsent, flying, still = quic.get_send_buffer_size(), core.bytes_in_flight, None
+        if unsent and getattr(quic, "kvabr_doubtful", False) and core.congestion_window - flying >= _DATAGRAM:
+            still = unsent, 0  # there is room, and a deaf peer is no loss
+        elif underway and not unsent and not flying:
+            still = 0, min(underway)  # what was lost is not sent again
+        before, now_s = getattr(quic, "kvabr_still", None), time.monotonic()
+        if still is None or before is None or before[0] != still:
+            quic.kvabr_still = None if still is None else (still, now_s)
+            return False
+        return bool(now_s - before[1] >= STILL_S)
 
     def suspect(self, quic: Any) -> bool:
         """Return whether `stuck` should be asked again after `STILL_S`."""

@@ -41,6 +41,8 @@ class Endpoint(ABC):
         """The library's protocol object, once it exists."""
         self._given_up = False
         self._looking_again: asyncio.TimerHandle | None = None
+        self.underway: set[int] = set()
+        """Streams that QUIC has been given completely, and that the peer has not acknowledged completely."""
         self.session: MoqtSession | None = None
         """Once the handshake is done."""
         self._kinds = library.events
@@ -83,7 +85,7 @@ class Endpoint(ABC):
         if self._given_up:
             return
         loop = asyncio.get_running_loop()
-        if self.lib.stuck(self.quic):
+        if self.lib.stuck(self.quic, self.underway):
             self._given_up = True
             loop.call_soon(self.safely, self._give_up)
         elif self._looking_again is None and self.lib.suspect(self.quic):

@@ -7,7 +7,8 @@ have ended.
 A killed peer does not say so. When nothing arrives of what was requested, the peer is probed with a PING; if that is
 not answered either, it is dialled in parallel to the old connection. During an outage of the path that dial fails too,
 and the old connection continues afterwards. Only a peer that answers the dial but not the old connection has forgotten
-it.
+it. One that answers probes and brings nothing for seconds may have forgotten the requests, or its QUIC library has; a
+new connection replaces the old one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _LOOK_S, _LONGEST_LOOK_S = 0.1, 1.0
 a busy peer is not probed all the time."""
 _SIGN_S, _SIGN_RTT = 0.25, 4.0
 """Seconds, and round trips, that the answer to a probe may take; the probe may be lost and sent again."""
+_FORGOTTEN_S = 3.0
+"""Seconds after which a peer that answers probes, but no request, is dialled anew; doubled each time. It may also be
+slow: a store may be, or a relay that waits for its origin."""
 _ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
 """Seconds, and round trips, that the first of a series of dials may take; doubled each time. QUIC backs off while it
 retries, so a fresh dial reaches a peer that comes back sooner."""
@@ -160,7 +164,12 @@ class RedialledConnection(Connection):
         self._asked = asyncio.Event()
         """Set when something is requested, which is reason to look sooner."""
         self._doubted: Connection | None = None
-        """The connection whose peer did not answer the last probe."""
+        """The connection whose peer did not answer the last probe, or that brings nothing."""
+        self._quiet_s = 0.0
+        """Seconds for which requests have waited since anything came, while the peer answered probes."""
+        self._forgotten_s = _FORGOTTEN_S
+        self._barren = False
+        """Whether the peer answers the last probes, but no request."""
         self.trouble = first.trouble
         self.dials = 0
         """How often it has reconnected."""
@@ -257,6 +266,7 @@ class RedialledConnection(Connection):
         try:
             while self._using:
                 connection, before = self._current, self._current.stats().bytes_received
+                since_s = asyncio.get_running_loop().time()
                 self._asked.clear()
                 with contextlib.suppress(TimeoutError):
                     if self._look_s > _LOOK_S:
@@ -264,18 +274,33 @@ class RedialledConnection(Connection):
                         continue
                     await asyncio.sleep(self._look_s)
                 if connection is not self._current or connection.stats().bytes_received != before:
-                    self._doubted = self.trouble = None
+                    self._heard()
                     self._look_s = _LOOK_S
                 elif self._usable() and connection in self._using.values():
                     if await self._lives(connection):
-                        self._doubted = self.trouble = None
                         self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
+                        if not self._is_barren(connection, since_s):
+                            self._doubted = self.trouble = None
+                        elif connection is self._current and self._usable():
+                            self._doubted, self._barren = connection, True
+                            self.trouble = "the peer answers probes, but no request"
+                            self._redial()
                     elif connection is self._current and self._usable():
                         self._doubted = connection
                         self.trouble = self.trouble or "the peer has fallen silent"
                         self._redial()
         finally:
             self._watching = None
+
+    def _heard(self) -> None:
+        self._doubted = self.trouble = None
+        self._quiet_s, self._forgotten_s, self._barren = 0.0, _FORGOTTEN_S, False
+
+    def _is_barren(self, connection: Connection, since_s: float) -> bool:
+        """Return whether requests on a connection have waited in vain for long, now also since a time."""
+        if any(used is connection and not one.request.standing for one, used in self._using.items()):
+            self._quiet_s += asyncio.get_running_loop().time() - since_s
+        return self._quiet_s >= self._forgotten_s
 
     @staticmethod
     async def _lives(connection: Connection) -> bool:
@@ -333,7 +358,7 @@ class RedialledConnection(Connection):
         if self._usable():
             alive = True
             try:
-                alive = old is not self._doubted or await self._lives(old)
+                alive = old is not self._doubted or (not self._barren and await self._lives(old))
             finally:
                 if alive:  # or this was cancelled
                     with contextlib.suppress(TransportError):
@@ -359,6 +384,9 @@ class RedialledConnection(Connection):
         if old.closed or old is self._doubted or old not in self._using.values():
             self._retire(old)
         self._doubted = self.trouble = None
+        if self._barren:
+            self._quiet_s, self._barren = 0.0, False
+            self._forgotten_s *= 2
         self._tell(None)
 
     def _retire(self, connection: Connection) -> None:

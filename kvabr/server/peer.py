@@ -53,8 +53,6 @@ class Peer(Endpoint):
             self._send, self._unsent, lambda: self.lib.window(self.quic), self.may_send, self._allowance
         )
         self._feeding = False
-        self._underway: set[int] = set()
-        """Streams that QUIC has been given completely, and that the peer has not acknowledged completely."""
         self._requests_left = RateLimiter(server.limits.requests_per_s)
         self._updates_left = RateLimiter(server.limits.requests_per_s)
         self._looking: dict[int, asyncio.Task[None]] = {}
@@ -74,7 +72,7 @@ class Peer(Endpoint):
     def busy(self) -> bool:
         """Whether a request is being answered, or its answer is not acknowledged yet."""
         looking = self._looking.keys() - {self._standing}
-        return len(self._queue) > 0 or bool(self._underway or looking or self._expected)
+        return len(self._queue) > 0 or bool(self.underway or looking or self._expected)
 
     @property
     def _responder(self) -> Responder:
@@ -128,7 +126,7 @@ class Peer(Endpoint):
         for job in self._queue:
             self._queue.remove(job.request_id)
             self._done(job, complete=False)
-        self._underway.clear()
+        self.underway.clear()
         if self._room is not None:
             self._server.budgets.left(self._room)
             self._room = None
@@ -137,7 +135,7 @@ class Peer(Endpoint):
 
     def feed(self) -> None:
         """See `Endpoint.feed`."""
-        if self._underway:
+        if self.underway:
             self._forget_delivered()
         if self._feeding or not len(self._queue):
             if self._room is not None and self._room.in_flight:
@@ -151,7 +149,7 @@ class Peer(Endpoint):
                 return
             for job in done:
                 session.responder.fetch_sent(job.request_id)
-                self._underway.add(job.stream)
+                self.underway.add(job.stream)
                 self._done(job, complete=True)
             for job, error in broken:
                 self.log.warning("group cannot be sent", error=str(error))
@@ -459,7 +457,7 @@ class Peer(Endpoint):
         return True
 
     def _unsent(self) -> int:
-        return self.lib.unsent(self.quic, chain(self._queue.streams, self._underway))
+        return self.lib.unsent(self.quic, chain(self._queue.streams, self.underway))
 
     def _allowance(self, unsent: int) -> int:
         """Return how many bytes QUIC may be given by the budgets, and note what it has."""
@@ -487,7 +485,7 @@ class Peer(Endpoint):
 
     def _forget_delivered(self) -> None:
         quic, library = self.quic, self.lib
-        self._underway = {stream for stream in self._underway if not library.delivered(quic, stream)}
+        self.underway = {stream for stream in self.underway if not library.delivered(quic, stream)}
         self._note_idle()
 
 

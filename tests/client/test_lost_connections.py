@@ -6,14 +6,15 @@ import asyncio
 
 import pytest
 
+from kvabr.quic.interface import GroupRequest, read_all
 from kvabr.quic.reconnect import RedialledConnection
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ConnectionLostError, PlayError, TransportError
-from kvabr.types.naming import TrackNamespace
+from kvabr.types.naming import CHANGES_TRACK, MODELS_NAMESPACE, TrackNamespace
 from tests.client.playing import play
 from tests.client.test_play import close
 from tests.client.virtual import virtual
-from tests.memory_transport import MemoryConnection
+from tests.memory_transport import Fault, MemoryConnection
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(70).tokens
@@ -161,3 +162,54 @@ async def test_dialling_that_fails_for_long_tells_who_waits():
         with pytest.raises(ConnectionLostError, match="dialling again failed: nobody answers"):
             await download.read()
         download.cancel()
+
+
+SILENT = Fault(stall_after=0)
+
+
+@virtual
+async def test_a_peer_that_answers_probes_but_no_request_is_dialled_anew(origin, short):
+    peer = Peer(origin, faults=lambda _: SILENT if len(peer.made) == 1 else None)
+    async with await peer.connection() as link:
+        loop, spaces = asyncio.get_running_loop(), short.namespace
+        for error in (TimeoutError, ConnectionLostError):  # each waits for less than the peer is given
+            asked = link.fetch(spaces, "FP16", 0, limit=1 << 20)
+            with pytest.raises(error):
+                await asyncio.wait_for(read_all(asked), 1.9)
+        assert len(peer.made) == 2
+        begun_s = loop.time()
+        assert await read_all(link.fetch(spaces, "FP16", 0, limit=1 << 20))
+        assert loop.time() - begun_s < 0.1
+        assert link.dials == 1
+
+
+@virtual
+async def test_what_was_asked_of_a_forgetful_peer_fails_so_that_it_is_asked_again(origin, short):
+    peer = Peer(origin, faults=lambda _: SILENT if len(peer.made) == 1 else None)
+    async with await peer.connection() as link:
+        with pytest.raises(ConnectionLostError, match="the peer fell silent; it answers a new connection"):
+            await read_all(link.fetch(short.namespace, "FP16", 0, limit=1 << 20))
+
+
+@virtual
+async def test_a_peer_that_is_slow_is_dialled_ever_more_rarely(origin, short):
+    peer = Peer(origin, faults=lambda _: Fault(first_byte_s=10.0))
+    async with await peer.connection() as link:
+        failed = 0
+        while True:
+            try:
+                assert await read_all(link.fetch(short.namespace, "FP16", 0, limit=1 << 20))
+                break
+            except ConnectionLostError:
+                failed += 1
+        assert failed == 2  # after 3 and 6 seconds; 12 are enough
+
+
+@virtual
+async def test_a_request_that_may_wait_for_ever_is_no_reason_to_dial(origin, short):
+    peer = Peer(origin, faults=lambda _: SILENT)
+    async with await peer.connection() as link:
+        asked = link.request(GroupRequest(MODELS_NAMESPACE, f"{CHANGES_TRACK}1", 0, 1 << 20), 0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asked.read(), 60.0)
+        assert len(peer.made) == 1

@@ -68,7 +68,7 @@ def nothing_kept(peer):
     """Whether a connection that goes on has nothing of its requests left."""
     session = peer.session
     kept = (peer._queue, session.responder._requests, session.responder._by_stream, session.responder._by_data)
-    return not any(map(len, (*kept, peer._underway, session._early)))
+    return not any(map(len, (*kept, peer.underway, session._early)))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -396,7 +396,7 @@ class StuckCore:
 
 
 class ForgetfulCore(StuckCore):
-    """qh3's core after it has lost track of streams, which it does not say."""
+    """qh3's core after it has lost track of streams that were not sent yet."""
 
     _told = False
 
@@ -405,6 +405,18 @@ class ForgetfulCore(StuckCore):
             return
         self._told = True
         raise ValueError("reserved stream is missing")
+
+
+class LossyCore(StuckCore):
+    """qh3's core after it has lost track of streams whose packets were lost."""
+
+    bytes_in_flight = 0
+
+    def get_send_buffer_size(self, stream):
+        return 0
+
+    def poll_transmit(self, now):
+        return
 
 
 @pytest.mark.parametrize("core", [StuckCore, ForgetfulCore])
@@ -426,6 +438,17 @@ async def test_a_connection_on_which_qh3_cannot_send_any_more_ends(asset, tls, e
             fetching.cancel()
             await asyncio.wait({fetching})
     assert not errors
+
+
+async def test_what_qh3_does_not_send_again_after_a_loss_ends_the_connection(asset, tls):
+    async with joined(asset, tls, "qh3", "qh3") as (server, connection):
+        (peer,) = server.peers
+        peer.quic._core = LossyCore(peer.quic._core)
+        fetching = asyncio.create_task(read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=FRAME + 8)))
+        while server.peers:  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.01)
+        fetching.cancel()
+        await asyncio.wait({fetching})
 
 
 async def test_a_connection_goes_on_when_qh3_loses_a_packet_but_no_stream(asset, tls):
