@@ -201,4 +201,10 @@ def _title(spec: KVSpec) -> str:
 
 def _differences(one: KVSpec, other: KVSpec) -> str:
     ours, theirs = one.to_json(), other.to_json()
-    return " and ".join(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
+    found = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    if one.names == other.names and found == ["classes"]:
+        found = []
+        for name, mine, yours in zip(one.names, ours["classes"], theirs["classes"], strict=True):
+            unlike = [field for field in {**mine, **yours} if mine.get(field) != yours.get(field)]
+            found += [f"{field} of the class {name}" for field in unlike]
+    return " and ".join(found)

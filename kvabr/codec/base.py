@@ -48,6 +48,9 @@ class Codec(ABC):
     refines: str | None = None
     """The track that must be decoded below this one; None if it stands alone."""
     needs_profile: ClassVar[bool] = False
+    takes_codes: ClassVar[bool] = False
+    """Whether `encode` and `decode` take tensors in float8, an engine's own codes; all others are given the numbers
+    that these stand for (`kvabr.codec.quantised`)."""
 
     def layout(self, spec: KVSpec, tokens: int) -> PayloadLayout | None:
         """Return where each token lies in a payload of ``tokens`` tokens; None if it cannot be cut by tokens.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from kvabr.types.kv import KVSpec
+from kvabr.types.kv import ITEM_BYTES, KVSpec
 
 BLOCK = 32
 """Elements that share a scale in FP4: tokens of one channel of the keys, channels of one token of the values."""
@@ -70,6 +70,11 @@ class Builtin(NamedTuple):
 def cast_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
     """FP16 and BF16: no head, one token per unit."""
     return _layout(tokens, 0, 1, lambda count: 2 * count * spec.elements_per_token)
+
+
+def raw_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
+    """Raw: no head, one token per unit, elements of the class's own type."""
+    return _layout(tokens, 0, 1, lambda count: ITEM_BYTES[spec.dtype] * count * spec.elements_per_token)
 
 
 def fp8_layout(spec: KVSpec, tokens: int) -> PayloadLayout:
@@ -129,5 +134,7 @@ BUILTIN = {
     "AC-L1": Builtin("kvabr.codec.ac:AcL1"),
     "AC-L2": Builtin("kvabr.codec.ac:AcL2"),
     "AC-L3": Builtin("kvabr.codec.ac:AcL3"),
+    "Raw": Builtin("kvabr.codec.raw:Raw", raw_layout),
 }
-"""Built-in codecs by track name: the draft's levels in its order, then the layers, base first."""
+"""Built-in codecs by track name: the draft's levels in its order, then the layers, base first, and what else there
+is."""

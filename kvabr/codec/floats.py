@@ -38,14 +38,22 @@ class Cast(Separable):
 
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
         """Cast back."""
-        if placing.places(out):
-            # A unit is one token.
-            if not placing.cast(units, self.dtype, out[:, :, :, :, 0]):
-                raise not_finite(self.name)
-            return
-        layers, both, heads, tokens, _, dim = out.shape
-        values = finite(units.view(self.dtype), self.name).reshape(tokens, layers, both, heads, dim)
-        place(out[:, :, :, :, 0], values.permute(1, 2, 3, 0, 4))
+        place_numbers(units, self.dtype, out, self.name)
+
+
+def place_numbers(units: torch.Tensor, dtype: torch.dtype, out: torch.Tensor, what: str) -> None:
+    """Place units of one token, [unit, byte], each of whose numbers is a float of 16 or 32 bits; check them all.
+
+    ``out`` is [layer, K/V, head, unit, 1, dim], and ``what`` names the level in errors.
+    """
+    flat = out[:, :, :, :, 0]
+    if dtype.itemsize == 2 and placing.places(flat):
+        if not placing.cast(units, dtype, flat):
+            raise not_finite(what)
+        return
+    layers, both, heads, tokens, dim = flat.shape
+    values = finite(units.view(dtype), what).reshape(tokens, layers, both, heads, dim)
+    place(flat, values.permute(1, 2, 3, 0, 4))
 
 
 class Fp16(Cast):

@@ -8,6 +8,7 @@ import torch
 
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.container import FrameHeader, HasDigest, pack, unpack
+from kvabr.codec.quantised import check_type, clean_codes, codes_of, is_quantised, numbers_of
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 from kvabr.types.units import Unit
@@ -18,6 +19,8 @@ def clean(kv: torch.Tensor) -> tuple[torch.Tensor, int]:
 
     The tensor, of any shape and float dtype, is returned itself if nothing is replaced.
     """
+    if is_quantised(kv.dtype):
+        return clean_codes(kv)
     # The largest magnitude is finite only if all elements are, and is found ten times faster than isfinite.
     if not kv.numel() or bool(kv.abs().amax() <= FP16_MAX):
         return kv, 0
@@ -45,7 +48,8 @@ def encode_group(
     """Compress and frame one group; raise a `FormatError` if its shape differs from the context's.
 
     Args:
-        kv: [layer, K/V, head, token, dim], any float dtype; invalid elements are replaced as by `clean`.
+        kv: [layer, K/V, head, token, dim], any float dtype, float8 if the class is kept in it; invalid elements are
+            replaced as by `clean`.
         track: name of the codec.
         context: which group it is.
         chunk: its chained prompt digest.
@@ -53,7 +57,10 @@ def encode_group(
         below: payloads of the tracks that this one refines, base first.
     """
     _check_shape(kv, context, f"group {group}: cannot encode")
-    payload = codec(track).encode(clean(kv)[0], context, below)
+    kv, made = clean(kv)[0], codec(track)
+    if is_quantised(kv.dtype) and not made.takes_codes:
+        kv = numbers_of(kv, context.spec)
+    payload = made.encode(kv, context, below)
     return pack(payload, frame_header(track, context, chunk, group))
 
 
@@ -89,13 +96,20 @@ def decode_payload(
 ) -> None:
     """Decompress the payload of a frame that has been checked; arguments and errors as for `decode_group`."""
     _check_shape(out, context, f"group {group}: cannot decode into")
-    codec(track).decode(payload, context, out, below)
+    made = codec(track)
+    if is_quantised(out.dtype) and not made.takes_codes:
+        numbers = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        made.decode(payload, context, numbers, below)
+        out.copy_(codes_of(numbers, context.spec))
+        return
+    made.decode(payload, context, out, below)
 
 
 def _check_shape(kv: torch.Tensor, context: GroupContext, what: str) -> None:
     wanted = context.spec.shape(context.tokens)
     if tuple(kv.shape) != wanted or not kv.is_floating_point():
         raise FormatError(f"{what} {kv.dtype} of {tuple(kv.shape)}; floats of {wanted} are needed")
+    check_type(kv, context.spec, what)
 
 
 def frame_header(track: str, context: GroupContext, chunk: str, group: int) -> FrameHeader:

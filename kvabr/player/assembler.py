@@ -20,6 +20,7 @@ from kvabr.codec.base import GroupContext, payload_layout
 from kvabr.codec.container import HasDigest, unpack
 from kvabr.codec.group import decode_payload, frame_header, payload_of
 from kvabr.codec.profile import Profile
+from kvabr.codec.quantised import all_finite, convert, is_quantised
 from kvabr.player.prefixes import PlacedPrefix, longest_prefix
 from kvabr.types.catalog import RECOMPUTED, Catalog, Track
 from kvabr.types.errors import FormatError, HoleError, UsageError
@@ -67,12 +68,13 @@ class Assembler:
                 catalog's first.
             profile: the model's side information, for tracks that need it.
             out: [layer, K/V, head, token, dim], any float dtype and strides, on the CPU; None: a new tensor.
-            dtype: element type of the new tensor; by default that of the asset.
+            dtype: element type of the new tensor; by default that of the asset. A tensor in float8 holds the codes of
+                the publisher's engine, any other the numbers that they stand for (`kvabr.codec.quantised`).
 
         Raises:
             ForeignError: the profile is of another model.
-            UsageError: ``out`` has another shape, or is not a float tensor; or there are several layer classes, whose
-                tensors are always new.
+            UsageError: ``out`` has another shape, or is not a float tensor, or is of a quantised type that is not the
+                asset's; or there are several layer classes, whose tensors are always new.
         """
         if profile is not None:
             profile.check(catalog.spec)
@@ -89,6 +91,9 @@ class Assembler:
             raise UsageError(f"the tensor to assemble in is {tuple(out.shape)} {out.dtype}, not floats of {shapes[0]}")
         else:
             self._outs = (out,)
+        for made, part in zip(self._outs, catalog.spec.parts, strict=True):
+            if is_quantised(made.dtype) and made.dtype != part.torch_dtype:
+                raise UsageError(f"a cache in {made.dtype} has scales of its own, and the asset's is in {part.dtype}")
         self._begins = tuple(span.first for span in spans)
         """Per class, the first token of its tensor."""
         self._tracks: list[str | None] = [None] * catalog.groups
@@ -168,7 +173,7 @@ class Assembler:
         shapes = [computed_shape(part, end - begin) for part in catalog.spec.parts]
         if (given := [tuple(kv.shape) for kv in parts]) != shapes:
             raise UsageError(f"recomputed groups {first} to {last - 1}: {given} is not {shapes}")
-        if not all(bool(torch.isfinite(kv).all()) for kv in parts):
+        if not all(map(all_finite, parts)):
             raise UsageError(f"recomputed groups {first} to {last - 1}: the engine returned NaN or infinity")
         with self._lock:
             self._lock.wait_for(lambda: self._direct.isdisjoint(range(first, last)))
@@ -178,7 +183,8 @@ class Assembler:
             for group in range(first, last):
                 unit = catalog.unit(group)
                 where = 0 if self._is_state(unit.part) else unit.first - catalog.first_token - begin
-                self._place(group).copy_(parts[unit.part][:, :, :, where : where + unit.tokens])
+                computed = parts[unit.part][:, :, :, where : where + unit.tokens]
+                convert(computed, self._place(group), catalog.spec.parts[unit.part])
                 self._tracks[group] = RECOMPUTED
                 self._forget(group)
         return verdict

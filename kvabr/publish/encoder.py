@@ -37,6 +37,12 @@ STAGES = ("prefill", "encode", "time", "measure", "mix")
 ON_REQUEST = ("FP4",)
 """Tracks that are made only if they are named: Int4 is as small and loses half as much."""
 
+RAW = "Raw"
+"""The track that keeps what the engine has; made by default where no other does, see `needs_raw`."""
+
+NO_SMALLER = ("FP16", "BF16", "FP8", "Int8")
+"""Tracks with no fewer bits than a quantised cache has; of those they are made only if they are named."""
+
 _TIMED_GROUPS = 5
 """Groups whose decoding is timed; the median counts."""
 
@@ -81,7 +87,8 @@ def ordered_tracks(wanted: Sequence[str] | None, spec: KVSpec | None = None) -> 
     """
     if wanted is None:
         ac = spec is None or has_ac(spec)
-        wanted = [name for name in names() if name not in ON_REQUEST and (ac or not codec(name).needs_profile)]
+        left_out = (*ON_REQUEST, *pointless(spec))
+        wanted = [name for name in names() if name not in left_out and (ac or not codec(name).needs_profile)]
     if len(set(wanted)) != len(wanted) or not wanted:
         raise UsageError("name at least one track, and each only once")
     out: list[str] = []
@@ -391,6 +398,18 @@ def publish(
         catalog, sample_mixes(catalog), reference, prompt.tokens, frames.decode, progress=partial(progress, "mix")
     )
     return replace(catalog, mixes=tuple(Mix(mix.tracks, six(mix.predicted), six(mix.measured)) for mix in mixes))
+
+
+def needs_raw(spec: KVSpec) -> bool:
+    """Return whether only `RAW` keeps a cache as it is."""
+    return any(each.scales is not None for each in spec.classes)
+
+
+def pointless(spec: KVSpec | None) -> tuple[str, ...]:
+    """Return the tracks that add nothing to others for these layer classes; None: for those of 16 bits."""
+    if spec is None or not needs_raw(spec):
+        return (RAW,)
+    return NO_SMALLER if any(each.scales is not None for each in spec.classes) else ()
 
 
 def needs_profile(tracks: Sequence[str]) -> bool:

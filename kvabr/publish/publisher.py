@@ -19,16 +19,18 @@ import torch
 from kvabr.codec.ac import check_class
 from kvabr.codec.base import codec
 from kvabr.codec.profile import Profile
-from kvabr.publish.encoder import FrameEncoder, ordered_tracks, six
+from kvabr.publish.encoder import RAW, FrameEncoder, needs_raw, ordered_tracks, pointless, six
 from kvabr.store.locations import Location, open_store
 from kvabr.store.quota import NOT_MEASURED
-from kvabr.types.catalog import Catalog
+from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LAYERS, chain
 
 PLAIN_TRACKS = ("FP16", "Int8", "Int4")
 """Default tracks; the AC layers are added if there is a profile."""
+CASTS = ("FP16", "BF16")
+"""Tracks that take as long to decode as Raw."""
 
 PublishVerdict = Literal["full", "known", "published", "failed"]
 """The queue was full; the cache was published before; it is published now; or it could not be written."""
@@ -75,21 +77,23 @@ class Publisher:
             location: store that assets go to, a folder or a URL; each asset is named by its prompt digest.
             spec: of the caches.
             prior: catalog that losses and decode times are taken from, best of the same model.
-            tracks: names, all in the prior; None: FP16, Int8, Int4, and with a profile the AC layers.
+            tracks: names, all in the prior but for Raw, which loses nothing; None: FP16, Int8, Int4, with a profile the
+                AC layers; and for a cache that the engine has quantised, Raw in the place of what has no fewer bits.
             profile: codec profile of the model, for tracks that need it; `ForeignError` if it is of another.
             queue: caches that may wait or be worked on; each is held in memory.
             max_bytes: bound on what engines publish there, see `kvabr.store.quota`; None: no bound.
             source: what the caches are, in words, for the catalogs.
         """
         if tracks is None:
-            tracks = (*PLAIN_TRACKS, *(LAYERS if profile is not None else ()))
+            plain = (*((RAW,) if needs_raw(spec) else ()), *PLAIN_TRACKS, *(LAYERS if profile is not None else ()))
+            tracks = [track for track in plain if track not in pointless(spec)]
         self._tracks = ordered_tracks(tracks)
         for track in self._tracks:
             if codec(track).needs_profile:
                 check_class(spec, track)
             if codec(track).needs_profile and profile is None:
                 raise UsageError(f"track {track} needs a codec profile of {spec.model}: `kvabr calibrate` makes one")
-            if track not in prior.by_name:
+            if track not in prior.by_name and track != RAW:
                 raise UsageError(f"what track {track} loses is not known: the prior catalog does not have it")
         if profile is not None:
             profile.check(spec)
@@ -176,18 +180,25 @@ class Publisher:
         larger = (own.elements_per_token * own.rows) / (others.elements_per_token * others.rows)
         losses: dict[str, tuple[float, ...]] = {}
         for track in self._tracks:
-            losses[track] = frames.spread(expected_losses(prior.track(track).loss, len(frames.chunks)))
+            losses[track] = frames.spread(expected_losses(self._of_prior(track).loss, len(frames.chunks)))
             if (base := codec(track).refines) is not None:
                 # By themselves, a layer's losses may seem to make a group worse, and would then never be used.
                 pairs = zip(losses[track], losses[base], strict=True)
                 losses[track] = tuple(min(loss, _MAX_LAYER_LOSS * below) for loss, below in pairs)
         return frames.catalog(
             losses,
-            {track: prior.track(track).decode_s * larger for track in self._tracks},
+            {track: self._of_prior(track).decode_s * larger for track in self._tracks},
             loss_method=f"{NOT_MEASURED}: those of {prior.tokens} tokens under {prior.spec.model}, from the end",
             source=self._source,
             prefill=prior.prefill if prior.spec.model == spec.model else None,
         )
+
+    def _of_prior(self, name: str) -> Track:
+        """Return the prior's track of a name; of Raw one without a loss, which takes as long as casting."""
+        if name in self._prior.by_name:
+            return self._prior.track(name)
+        cast = next((self._prior.track(each) for each in CASTS if each in self._prior.by_name), self._prior.tracks[0])
+        return replace(cast, loss=(0.0,) * len(cast.loss))
 
 
 @dataclass(frozen=True, slots=True)

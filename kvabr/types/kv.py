@@ -11,234 +11,51 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvabr.types.errors import FormatError
 from kvabr.types.json_pieces import JsonPieces
+from kvabr.types.layer_class import (
+    DTYPES,
+    ITEM_BYTES,
+    MAX_DIM,
+    MAX_GROUP_TOKENS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    QUANTISED,
+    LayerClass,
+    RopeSpec,
+    check_whole,
+)
 
 if TYPE_CHECKING:
     import torch
 
+__all__ = [
+    "DTYPES",
+    "FP16_MAX",
+    "GROUP_TOKENS",
+    "ITEM_BYTES",
+    "MAX_GROUP_TOKENS",
+    "MAX_MODELS_BYTES",
+    "QUANTISED",
+    "KVSpec",
+    "LayerClass",
+    "RopeSpec",
+    "specs_from_json",
+]
+
 GROUP_TOKENS = 128
 """Tokens in a group (draft-shi-moq-kvcache-00, section 3)."""
-MAX_GROUP_TOKENS = 65536
 FP16_MAX = 65504.0
 """FP16's largest number."""
-DTYPES = ("float16", "bfloat16", "float32")
-"""Element types that a cache may have."""
 MAX_MODELS_BYTES = 1 << 20
 """Bound on a list of models."""
 _MAX_MODELS = 4096
-_MAX_LAYERS, _MAX_HEADS, _MAX_DIM = 1024, 1024, 4096
 _MAX_CLASSES = 16
-_ROLE = re.compile(r"[a-z]{0,16}")
-_STEEPEST = 1024.0
-"""Maximum of radians per token and of the factor of a rotation, whose minimum is the inverse. Real models are near
-1."""
-_HIGHEST = 1e30
-"""Maximum base of the frequencies."""
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """The rotary position embedding (RoPE) of the keys, which the AC codec undoes and reapplies.
-
-    Pair i of a head turns by ``theta ** (-2 i / rotary_dim)`` radians per token, or by ``frequencies[i]`` if given:
-    scaled embeddings (linear, Llama 3, YaRN) have explicit frequencies. Embeddings that depend on the length of the
-    prompt cannot be described.
-    """
-
-    theta: float
-    """Base of the frequencies; with explicit frequencies, the base before scaling."""
-    rotary_dim: int
-    """Number of consecutive dimensions of a head that rotate; the rest pass through (partial RoPE)."""
-    layout: Literal["half", "interleaved"] = "half"
-    """Which dimensions form a pair: ``half`` pairs d with d + rotary_dim/2 (Llama), ``interleaved`` pairs 2i with 2i+1,
-    both counted from `first`."""
-    frequencies: tuple[float, ...] | None = None
-    """Radians per token of each of the rotary_dim/2 pairs; None for the powers of theta."""
-    factor: float = 1.0
-    """Multiplier of cosines and sines (YaRN's attention factor): rotating scales a pair's length by it."""
-    first: int = 0
-    """First dimension that rotates, along the last axis of a class's tensor: latent attention (MLA) rotates the last
-    dimensions of a key."""
-
-    def check(self, head_dim: int) -> None:
-        """Raise a `FormatError` unless the embedding is valid for heads of ``head_dim``."""
-        rotary, frequencies = self.rotary_dim, self.frequencies
-        if type(rotary) is not int or not 0 < rotary <= head_dim or rotary % 2:
-            raise FormatError(f"KV spec: rotary_dim is {rotary!r}, must be even and at most {head_dim}")
-        # The lower bound keeps the powers no steeper than explicit frequencies may be, so no angle is ever infinite.
-        if not _is_number(self.theta) or not 1 / _STEEPEST <= self.theta <= _HIGHEST:
-            raise FormatError(f"KV spec: rope theta must be a number from 1/{_STEEPEST:g} to {_HIGHEST:g}")
-        if self.layout not in ("half", "interleaved"):
-            raise FormatError(f"KV spec: rope layout is {self.layout!r}, must be half or interleaved")
-        if frequencies is not None:
-            if not isinstance(frequencies, tuple) or len(frequencies) != rotary // 2:
-                raise FormatError(f"KV spec: rope needs {rotary // 2} frequencies, one for each pair of dimensions")
-            if not all(_is_number(each) and 0 < each <= _STEEPEST for each in frequencies):
-                raise FormatError(f"KV spec: a rope frequency is not a number above 0, and at most {_STEEPEST:g}")
-        if type(self.first) is not int or not 0 <= self.first <= head_dim - rotary:
-            raise FormatError(f"KV spec: rope begins at {self.first!r}, must be from 0 to {head_dim - rotary}")
-        if not _is_number(self.factor) or not 1 / _STEEPEST <= self.factor <= _STEEPEST:
-            raise FormatError(f"KV spec: rope factor must be a number from 1/{_STEEPEST:g} to {_STEEPEST:g}")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values. Defaults are omitted, so digests of plain embeddings never change."""
-        value: dict[str, Any] = {"theta": self.theta, "rotary_dim": self.rotary_dim, "layout": self.layout}
-        if self.frequencies is not None:
-            value["frequencies"] = [float(each) for each in self.frequencies]
-        if self.factor != 1:
-            value["factor"] = float(self.factor)
-        if self.first:
-            value["first"] = self.first
-        return value
-
-    @classmethod
-    def from_json(cls, value: Any) -> RopeSpec:
-        """Parse the output of `to_json`; `KVSpec` checks the values and handles errors."""
-        fields = dict(value)
-        if isinstance(fields.get("frequencies"), list):
-            fields["frequencies"] = tuple(fields["frequencies"])
-        return cls(**fields)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-KINDS = ("full", "window", "chunked", "latent", "state")
-"""Kinds of layer classes, see `LayerClass.kind`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerClass:
-    """Layers of one model that keep their cache alike."""
-
-    kind: str
-    """What a layer keeps, and for how long a token counts.
-
-    ``full``: keys and values of every token. ``window``: of the last `window` tokens, which a query sees. ``chunked``:
-    of the tokens in the query's own chunk of `window` tokens. ``latent``: one vector per token, from which keys and
-    values are made (MLA). ``state``: a matrix per head that stands for all tokens, of which there are snapshots.
-    """
-    layers: tuple[int, ...]
-    """Numbers of the layers in the model, ascending."""
-    heads: int
-    k_dim: int
-    """Dimensions of a key, or of a latent; rows of a state."""
-    v_dim: int
-    """Dimensions of a value: 0 if there is only one vector per token (K = V, or a latent). Columns of a state."""
-    dtype: str
-    """Element type of the publisher's cache, one of `DTYPES`."""
-    rope: RopeSpec | None = None
-    """How the keys are rotated; None if they are not, or not alike in all layers."""
-    window: int | None = None
-    """Tokens of a window, the query's own included; or of a chunk."""
-    interval: int | None = None
-    """Tokens between two snapshots of a state, a multiple of the group's; None: only one, of the whole prompt."""
-    role: str = ""
-    """What the class holds of its layers if it is not their main cache, for example ``indexer``: lowercase letters. A
-    layer may be in several classes if these differ in this."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise FormatError(
-                f"KV spec: this version does not know layer classes of kind {self.kind!r}, only {', '.join(KINDS)}; "
-                "upgrade kvabr"
-            )
-        state, layers = self.kind == "state", self.layers
-        if not isinstance(layers, tuple) or not all(type(each) is int and 0 <= each < _MAX_LAYERS for each in layers):
-            raise FormatError(f"KV spec: layers of a class must be numbers from 0 to {_MAX_LAYERS - 1}")
-        if not layers or any(one >= other for one, other in pairwise(layers)):
-            raise FormatError("KV spec: a class must list its layers in ascending order, at least one")
-        _check_whole("heads", self.heads, 1, _MAX_HEADS)
-        _check_whole("k_dim", self.k_dim, 1, MAX_GROUP_TOKENS if state else _MAX_DIM)
-        _check_whole("v_dim", self.v_dim, int(state), 0 if self.kind == "latent" else _MAX_DIM)
-        if self.dtype not in DTYPES:
-            raise FormatError(f"KV spec: dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
-        if self.rope is not None:
-            if state:
-                raise FormatError("KV spec: a state is not rotated")
-            self.rope.check(self.k_dim if self.halves == 2 else sum(self.split))
-        if not isinstance(self.role, str) or not _ROLE.fullmatch(self.role):
-            raise FormatError(f"KV spec: a class's role must have at most 16 lowercase letters, not {self.role!r}")
-        self._check_reach()
-
-    def _check_reach(self) -> None:
-        for name, kinds in (("window", ("window", "chunked")), ("interval", ("state",))):
-            value = getattr(self, name)
-            if self.kind not in kinds and value is not None:
-                raise FormatError(f"KV spec: a class of kind {self.kind} has no {name}")
-            if value is not None or (name == "window" and self.kind in kinds):
-                _check_whole(name, value, 1, 1 << 31)
-
-    @property
-    def title(self) -> str:
-        """Kind, window and role: the name of the class, unless another is alike."""
-        return f"{self.kind}{self.window or ''}" + (f"-{self.role}" if self.role else "")
-
-    @property
-    def split(self) -> tuple[int, int]:
-        """Channels of a head that are scaled like keys, then those that are scaled like values.
-
-        They lie one behind the other in the last axis of the tensor, or, if they are as many, in two places of the
-        second one. A state is all keys: its rows take the place of tokens.
-        """
-        return (self.v_dim, 0) if self.kind == "state" else (self.k_dim, self.v_dim)
-
-    @property
-    def halves(self) -> int:
-        """Length of the tensor's second axis: 2 if keys and values are alike in shape."""
-        keys, values = self.split
-        return 2 if keys == values else 1
-
-    def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        """Return the shape of the tensor for ``tokens`` tokens, or rows of a state."""
-        return (len(self.layers), self.halves, self.heads, tokens, sum(self.split) // self.halves)
-
-    def first_needed(self, tokens: int) -> int:
-        """Return the first token whose cache a prompt that goes on behind ``tokens`` tokens needs.
-
-        One token more is kept than a query behind them sees, so that the last of them can be computed again: engines
-        want at least one token to begin with.
-        """
-        if self.kind == "window":
-            return max(0, tokens - (self.window or 0))
-        if self.kind == "chunked":
-            return max(0, tokens - 1) // (self.window or 1) * (self.window or 1)
-        return 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values. Defaults are omitted."""
-        value: dict[str, Any] = {"kind": self.kind, "layers": list(self.layers), "heads": self.heads}
-        value |= {"k_dim": self.k_dim, "v_dim": self.v_dim, "dtype": self.dtype}
-        if self.rope is not None:
-            value["rope"] = self.rope.to_json()
-        value |= {name: getattr(self, name) for name in ("window", "interval", "role") if getattr(self, name)}
-        return value
-
-    @classmethod
-    def from_json(cls, value: Any) -> LayerClass:
-        """Parse the output of `to_json`; `KVSpec` handles errors."""
-        fields = dict(value)
-        if fields.get("kind") not in KINDS:
-            cls(str(fields.get("kind"))[:80], (), 0, 0, 0, "")  # it says so, whatever else the class has
-        rope = fields.pop("rope", None)
-        layers = fields.pop("layers")
-        if not isinstance(layers, list):
-            raise FormatError("KV spec: the layers of a class must be a list")
-        return cls(layers=tuple(layers), rope=None if rope is None else RopeSpec.from_json(rope), **fields)
-
-
-def _check_whole(name: str, value: object, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
-        raise FormatError(f"KV spec: {name} is {value!r}, must be a whole number from {least} to {most}")
 
 
 @dataclass(frozen=True)
@@ -256,7 +73,7 @@ class KVSpec:
     """If this is one class of several (`parts`): digest of the whole spec in hex, and the name of the class."""
 
     def __post_init__(self) -> None:
-        _check_whole("group_tokens", self.group_tokens, 1, MAX_GROUP_TOKENS)
+        check_whole("group_tokens", self.group_tokens, 1, MAX_GROUP_TOKENS)
         if not isinstance(self.model, str) or not isinstance(self.tokenizer, str):
             raise FormatError("KV spec: the names of the model and of the tokenizer must be text")
         if not self.model or len(self.model) > 256 or len(self.tokenizer) > 256:
@@ -294,9 +111,9 @@ class KVSpec:
         group_tokens: int = GROUP_TOKENS,
     ) -> KVSpec:
         """Return the spec of a model with full attention in every layer, and keys and values of ``head_dim``."""
-        _check_whole("layers", layers, 1, _MAX_LAYERS)
-        _check_whole("kv_heads", kv_heads, 1, _MAX_HEADS)
-        _check_whole("head_dim", head_dim, 1, _MAX_DIM)
+        check_whole("layers", layers, 1, MAX_LAYERS)
+        check_whole("kv_heads", kv_heads, 1, MAX_HEADS)
+        check_whole("head_dim", head_dim, 1, MAX_DIM)
         only = LayerClass("full", tuple(range(layers)), kv_heads, head_dim, head_dim, dtype, rope)
         return cls(model, tokenizer, (only,), group_tokens)
 
@@ -351,7 +168,8 @@ class KVSpec:
         """Element type of the only class as a torch dtype."""
         import torch  # noqa: PLC0415  # replay needs shapes only and must not pay for loading torch
 
-        return {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}[self.dtype]
+        made: torch.dtype = getattr(torch, self.dtype)
+        return made
 
     @cached_property
     def summary(self) -> str:
@@ -431,8 +249,8 @@ class KVSpec:
         """Return plain JSON values; `from_json` reads them back."""
         value: dict[str, Any] = {"model": self.model, "tokenizer": self.tokenizer}
         only = self.classes[0]
-        plain = LayerClass("full", tuple(range(len(only.layers))), only.heads, only.k_dim, only.k_dim, only.dtype)
-        if self.part_of is None and tuple(replace(each, rope=None) for each in self.classes) == (plain,):
+        alike = (only.kind, only.v_dim, only.role, only.scales) == ("full", only.k_dim, "", None)
+        if self.part_of is None and len(self.classes) == 1 and alike and only.layers == (*range(len(only.layers)),):
             value |= {"layers": len(only.layers), "kv_heads": only.heads, "head_dim": only.k_dim, "dtype": only.dtype}
             value["rope"] = None if only.rope is None else only.rope.to_json()
         else:
@@ -465,11 +283,20 @@ class KVSpec:
         return mine == theirs
 
     def with_dtypes(self, other: KVSpec) -> KVSpec:
-        """Return this spec with the element types of another that has as many classes; itself otherwise."""
+        """Return this spec with the element types of another that has as many classes; itself otherwise.
+
+        Quantised classes of this spec keep theirs: an engine with such a cache takes no numbers but its own.
+        """
         if len(other.classes) != len(self.classes):
             return self
         pairs = zip(self.classes, other.classes, strict=True)
-        return replace(self, classes=tuple(replace(mine, dtype=theirs.dtype) for mine, theirs in pairs))
+        return replace(
+            self,
+            classes=tuple(
+                mine if mine.scales is not None else replace(mine, dtype=theirs.dtype, scales=theirs.scales)
+                for mine, theirs in pairs
+            ),
+        )
 
     def digest(self) -> bytes:
         """Return 16 bytes that identify this spec. Every frame carries them, so models never mix."""

@@ -11,8 +11,8 @@ from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import KVSpec, LayerClass
 
-LEVELS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4")
-TOLERANCE = {"FP16": 2e-3, "BF16": 2e-2, "FP8": 0.3, "Int8": 0.03, "FP4": 0.9, "Int4": 0.5}
+LEVELS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "Raw")
+TOLERANCE = {"Raw": 2e-2, "FP16": 2e-3, "BF16": 2e-2, "FP8": 0.3, "Int8": 0.03, "FP4": 0.9, "Int4": 0.5}
 """Largest error of standard normal numbers."""
 CHUNK = "ab" * 32
 

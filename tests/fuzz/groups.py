@@ -21,7 +21,7 @@ from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES, CoderModel
 from kvabr.codec.profile import Depth, Profile
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import KVSpec
+from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import LAYERS
 from tests.codec.native.models import case, spread_out
 from tests.fuzz.target import SEPARATOR, Target, family, refused
@@ -31,6 +31,9 @@ _SPECS = (
     _SPEC, KVSpec.uniform("test/model", "tokenizer", 1, 3, 5, "bfloat16", None, 16),
     KVSpec.uniform("test/model", "tokenizer", 1, 1, 33, "float32", None, 40),
     KVSpec.uniform("m", "t", 1, 4, 64, "float16", None, 128),
+    KVSpec("m", "t", (LayerClass("latent", (0, 1), 1, 40, 0, "bfloat16"),), 128),
+    KVSpec("m", "t", (LayerClass("full", (0,), 3, 24, 7, "float8_e4m3fn", scales=(0.5, 3.0)),), 128),
+    KVSpec("m", "t", (LayerClass("latent", (0,), 1, 19, 0, "float8_e5m2", scales=(2.0**32,)),), 128),
 )  # fmt: skip
 _TOKENS = (1, 2, 7, 16, 31, 32, 33, 64)
 _SEPARABLE = tuple(name for name, known in BUILTIN.items() if known.layout is not None)

@@ -17,6 +17,7 @@ FULL = LayerClass("full", (0, 3), 2, 8, 8, "bfloat16", RopeSpec(10000.0, 8))
 WINDOW = LayerClass("window", (1, 2), 2, 8, 8, "bfloat16", window=40)
 STATE = LayerClass("state", (4,), 2, 6, 5, "float32", interval=32)
 CONVOLUTION = LayerClass("state", (4,), 1, 10, 3, "float16", interval=32, role="convolution")
+QUANTISED = LayerClass("full", (0, 1), 2, 8, 8, "float8_e4m3fn", scales=(0.1, 0.25, 3.0, 1e-3))
 SPEC = KVSpec("test/hybrid", "tokenizer", (FULL, WINDOW, STATE, CONVOLUTION), 16)
 
 
@@ -46,6 +47,28 @@ def test_what_rotates_may_lie_behind_the_keys():
     assert KVSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
     with pytest.raises(FormatError, match="rope begins at 17, must be from 0 to 16"):
         replace(latent, rope=RopeSpec(1e4, 8, first=17))
+
+
+@pytest.mark.parametrize("scales", [(0.1,), (0.1, 0.25, 3.0, 1e-3), tuple(range(1, 9))])
+def test_the_scales_of_a_quantised_cache_are_part_of_what_it_is(scales):
+    spec = KVSpec("m", "t", (replace(QUANTISED, scales=scales),))
+    read = KVSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    assert (read, read.digest()) == (spec, spec.digest())
+    others = [replace(QUANTISED, scales=(*scales[:-1], 7.5)), replace(QUANTISED, scales=scales, dtype="float8_e5m2")]
+    assert len({spec.digest(), *(KVSpec("m", "t", (other,)).digest() for other in others)}) == 3
+    broken = spec.to_json()
+    broken["classes"][0]["scales"] = "1.0"
+    with pytest.raises(FormatError, match="so must its scales"):
+        KVSpec.from_json(broken)
+
+
+def test_a_quantised_cache_is_taken_by_engines_that_have_the_same_or_none():
+    quantised = KVSpec("m", "t", (QUANTISED,))
+    plain = KVSpec("m", "t", (replace(QUANTISED, dtype="bfloat16", scales=None),))
+    other = KVSpec("m", "t", (replace(QUANTISED, scales=(1.0,)),))
+    assert plain.with_dtypes(quantised).digest() == quantised.digest()
+    for asset in (plain, other):
+        assert quantised.with_dtypes(asset).digest() == quantised.digest() != asset.digest()
 
 
 def test_classes_that_are_alike_have_names_of_their_own():
@@ -96,6 +119,22 @@ def test_classes_that_overlap_or_leave_out_layers_are_refused(classes, words):
         (STATE, {"v_dim": 0}, "v_dim is 0"),
         (STATE, {"rope": RopeSpec(1e4, 4)}, "not rotated"),
         (STATE, {"interval": 0}, "interval is 0"),
+        (FULL, {"scales": (1.0,)}, "a cache in bfloat16 has no scales"),
+        (FULL, {"dtype": "float8_e4m3fn"}, "means nothing without the scales"),
+        (
+            QUANTISED,
+            {"scales": ()},
+            r"needs 1 scale, 4 \(one per layer, .*\), or 8 \(one per head\)",
+        ),
+        (QUANTISED, {"scales": (1.0,) * 2}, "needs 1 scale, 4"),
+        (QUANTISED, {"scales": [1.0]}, "needs 1 scale, 4"),
+        (QUANTISED, {"scales": (1.0,) * 3, "v_dim": 0}, "needs 1 scale, 2 "),
+        (QUANTISED, {"scales": (0.0,)}, "a scale is not a number from"),
+        (QUANTISED, {"scales": (-1.0,)}, "a scale is not a number from"),
+        (QUANTISED, {"scales": (1e12,)}, "a scale is not a number from"),
+        (QUANTISED, {"scales": (float("nan"),)}, "a scale is not a number from"),
+        (QUANTISED, {"scales": (True,)}, "a scale is not a number from"),
+        (QUANTISED, {"scales": ("1",)}, "a scale is not a number from"),
     ],
 )
 def test_impossible_classes_are_refused_by_name(base, change, words):

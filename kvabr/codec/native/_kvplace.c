@@ -71,7 +71,7 @@ static PyObject *dequantise(PyObject *self, PyObject *args) {
         !parse_cache(cache, &c))
         return NULL;
     u.tokens = (size_t)tokens, u.keys = (size_t)keys, u.blocks = (size_t)blocks;
-    int valid = u.form <= FP4 && tokens > 0 && keys > 0 && blocks >= 0 && c.tokens % u.tokens == 0 &&
+    int valid = u.form <= FP4 && tokens > 0 && keys >= 0 && blocks >= 0 && c.tokens % u.tokens == 0 &&
                 (c.halves == 2 ? u.keys == c.dim : u.keys <= c.dim);
     if (valid && u.form == FP4)
         valid = !blocks && !head_size;

@@ -19,7 +19,7 @@ from kvabr.lab.bench.summary import RateCurve, at_group_size, curve, exact_recal
 SCHEMA = "kvabr.bench.rd/1"
 AC = "AC"
 """Name of the curve of the tracks that need a profile."""
-_PLAIN = {"floats": ("FP", "BF"), "integers": ("Int",)}
+_PLAIN = {"floats": ("FP", "BF", "Raw"), "integers": ("Int",)}
 """Families of the other tracks, by the beginnings of their names."""
 TARGET = "CacheGen"
 """The scheme that kvabr is compared with: LMCache's only setting."""

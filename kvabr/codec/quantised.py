@@ -1,0 +1,88 @@
+"""Caches that the engine itself keeps in 8-bit floats: what their numbers mean, and how other numbers become theirs.
+
+A tensor in float8 holds the engine's own codes. The numbers are the codes times the class's scales
+(`kvabr.types.kv.LayerClass.scales`). The level Raw carries the codes; all other levels carry the numbers.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from kvabr.types.errors import FormatError
+from kvabr.types.kv import QUANTISED, KVSpec, LayerClass
+
+_TYPES = tuple(getattr(torch, name) for name in QUANTISED)
+_SPECIAL = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
+"""The first code, without its sign, that is not finite."""
+
+
+def is_quantised(dtype: torch.dtype) -> bool:
+    """Return whether numbers of this type need scales."""
+    return dtype in _TYPES
+
+
+def check_type(kv: torch.Tensor, spec: KVSpec, what: str) -> None:
+    """Raise a `FormatError` if a tensor holds codes of another type than those of the spec's only class."""
+    if kv.dtype in _TYPES and kv.dtype != spec.torch_dtype:
+        raise FormatError(f"{what} {kv.dtype}: the class {spec.only.title} of {spec.model} is kept in {spec.dtype}")
+
+
+def special(codes: torch.Tensor) -> torch.Tensor:
+    """Return where a tensor in float8 is NaN or infinite."""
+    return (codes.view(torch.uint8) & 0x7F) >= _SPECIAL[codes.dtype]
+
+
+def all_finite(kv: torch.Tensor) -> bool:
+    """Return whether a tensor of any float dtype has neither NaN nor infinity."""
+    return not bool((special(kv) if is_quantised(kv.dtype) else ~torch.isfinite(kv)).any())
+
+
+def clean_codes(codes: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Replace NaN by zero and infinity by the largest number; return how many codes were replaced, too."""
+    count = int(special(codes).sum())
+    if not count:
+        return codes, 0
+    top = torch.finfo(codes.dtype).max
+    return torch.nan_to_num(codes.float(), nan=0.0, posinf=top, neginf=-top).to(codes.dtype), count
+
+
+def scales_of(spec: KVSpec) -> torch.Tensor:
+    """Return the scales of the spec's only class, float32 [layer, K/V, head, 1, dim]; not to be modified."""
+    return _scales(spec.only)
+
+
+@lru_cache(maxsize=64)
+def _scales(only: LayerClass) -> torch.Tensor:
+    if only.scales is None:
+        raise FormatError(f"a cache in {only.dtype} has no scales")
+    layers, vectors = len(only.layers), only.vectors
+    axes = {1: (1, 1, 1), layers * vectors: (layers, vectors, 1)}.get(len(only.scales), (layers, vectors, only.heads))
+    each = torch.tensor(only.scales, dtype=torch.float32).reshape(axes).expand(layers, vectors, only.heads)
+    dims = [dim for dim in only.split if dim]
+    if only.halves == 2:
+        return each[..., None, None].expand(-1, -1, -1, 1, dims[0]).contiguous()
+    wide = [each[:, number, :, None].expand(-1, -1, dim) for number, dim in enumerate(dims)]
+    return torch.cat(wide, dim=2)[:, None, :, None]
+
+
+def numbers_of(kv: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+    """Return the numbers, float32, that a tensor [layer, K/V, head, token, dim] of codes stands for."""
+    return kv.float().mul_(scales_of(spec).to(kv.device))
+
+
+def codes_of(kv: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+    """Return the codes nearest to the numbers of a tensor [layer, K/V, head, token, dim] of any other float dtype."""
+    own = spec.torch_dtype
+    top = torch.finfo(own).max
+    return (kv.float() / scales_of(spec).to(kv.device)).clamp_(-top, top).to(own)
+
+
+def convert(kv: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:
+    """Copy a tensor [layer, K/V, head, token, dim] into another, each of codes or of numbers."""
+    if is_quantised(out.dtype) and not is_quantised(kv.dtype):
+        kv = codes_of(kv, spec)
+    elif is_quantised(kv.dtype) and not is_quantised(out.dtype):
+        kv = numbers_of(kv, spec)
+    out.copy_(kv)

@@ -1,0 +1,57 @@
+"""Raw: the elements as the publisher's engine keeps them, in the element type of their layer class, to the bit.
+
+There is no head:
+
+    unit: one token, or one row of a state, [layer, K/V, head, dim]
+
+FP16 and BF16 are that already for classes of 16 bits. States are float32 in most models, and some engines keep their
+whole cache in FP8 (`kvabr.codec.quantised`): into a tensor of that type its codes are copied, into others its numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvabr.codec.floats import place_numbers
+from kvabr.codec.native import placing
+from kvabr.codec.payload import Separable, not_finite, place
+from kvabr.codec.quantised import codes_of, is_quantised, scales_of, special
+from kvabr.types.kv import KVSpec
+
+
+class Raw(Separable):
+    """Elements in their own type; they saturate where a cache of another type is encoded."""
+
+    name = "Raw"
+    takes_codes = True
+
+    def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
+        """Take the elements, token by token."""
+        own = spec.torch_dtype
+        if run.dtype != own and is_quantised(own):
+            run = codes_of(run, spec)
+        elif run.dtype != own:
+            top = torch.finfo(own).max
+            run = run.float().clamp(-top, top).to(own)
+        return run.permute(3, 0, 1, 2, 4)
+
+    def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
+        """Place them, or the numbers that they stand for."""
+        own = spec.torch_dtype
+        if not is_quantised(own):
+            place_numbers(units, own, out, self.name)
+            return
+        flat = out[:, :, :, :, 0]  # a unit is one token
+        if own == torch.float8_e4m3fn and placing.places(flat):
+            if not placing.cast_scaled(units, scales_of(spec), flat):
+                raise not_finite(self.name)
+            return
+        codes = units.view(own)
+        if bool(special(codes).any()):
+            raise not_finite(self.name)
+        layers, both, heads, tokens, dim = flat.shape
+        codes = codes.reshape(tokens, layers, both, heads, dim).permute(1, 2, 3, 0, 4)
+        if out.dtype == own:
+            flat.copy_(codes)
+        else:
+            place(flat, codes.float().mul_(scales_of(spec).to(out.device)))
