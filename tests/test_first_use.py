@@ -76,7 +76,7 @@ def test_doctor_asks_an_origin(capsys, root, tmp_path):
         main(["doctor", origin.url, "--fingerprint", origin.fingerprint])
         out = " ".join(capsys.readouterr().out.split())
         assert "connected in" in out
-        assert "moqt-18" in out
+        assert "moqt-22" in out
         assert "certificate ok has the given fingerprint" in out
         main(["doctor", origin.url, "--insecure"])
         assert "was not verified add: --ca F.pem or --fingerprint HEX" in " ".join(capsys.readouterr().out.split())

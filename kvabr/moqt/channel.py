@@ -27,8 +27,6 @@ class RequestState:
     stream: int | None = None
     """Bidirectional stream of the request; None where requests share the control stream."""
     answered: bool = False
-    data_stream: int | None = None
-    """Unidirectional stream that carries the objects of a FETCH."""
     updates: int = 0
     """Unanswered REQUEST_UPDATEs."""
     going_away: bool = False

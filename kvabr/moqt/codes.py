@@ -30,6 +30,8 @@ class SessionCode(IntEnum):
     EXPIRED_AUTH_TOKEN = 0x18
     INVALID_AUTHORITY = 0x19
     MALFORMED_AUTHORITY = 0x1A
+    TOO_MANY_REQUEST_UPDATES = 0x1B
+    """Draft 20."""
 
 
 class RequestCode(IntEnum):
@@ -53,6 +55,9 @@ class RequestCode(IntEnum):
     INVALID_JOINING_REQUEST_ID = 0x32
     UNSUPPORTED_EXTENSION = 0x33
     REDIRECT = 0x34
+    CONFLICTING_FILTERS = 0x35
+    """Draft 20, as the next one."""
+    INVALID_FILTER = 0x36
 
 
 class ResetCode(IntEnum):
@@ -74,11 +79,21 @@ class ResetCode(IntEnum):
 class PublishDoneCode(IntEnum):
     """Reasons to end a subscription, in PUBLISH_DONE (draft 18, section 15.10.3)."""
 
+    INTERNAL_ERROR = 0x0
+    UNAUTHORIZED = 0x1
     TRACK_ENDED = 0x2
+    SUBSCRIPTION_ENDED = 0x3
+    """The end of the filter; not in draft 20, which has `TRACK_ENDED` for it."""
+    GOING_AWAY = 0x4
+    TOO_FAR_BEHIND = 0x5
+    EXPIRED = 0x6
+    UPDATE_FAILED = 0x8
+    EXCESSIVE_LOAD = 0x9
+    MALFORMED_TRACK = 0x12
 
 
 class Param(IntEnum):
-    """Message parameters (draft 18, section 15.7)."""
+    """Message parameters (draft 18, section 15.7); drafts before 20 do not have all of them."""
 
     OBJECT_DELIVERY_TIMEOUT = 0x02
     """Draft 16: DELIVERY_TIMEOUT."""
@@ -90,10 +105,25 @@ class Param(IntEnum):
     FILL_TIMEOUT = 0x0A
     FORWARD = 0x10
     SUBSCRIBER_PRIORITY = 0x20
-    SUBSCRIPTION_FILTER = 0x21
+    LOCATION_FILTER = 0x21
+    """Drafts 16 and 18: SUBSCRIPTION_FILTER."""
     GROUP_ORDER = 0x22
+    FILL_PARAMETERS = 0x23
+    SUBGROUP_FILTER = 0x25
+    OBJECTID_FILTER = 0x26
+    PRIORITY_FILTER = 0x27
+    OBJECT_PROPERTY_FILTER = 0x28
+    TRACK_PROPERTY_FILTER = 0x29
     NEW_GROUP_REQUEST = 0x32
     TRACK_NAMESPACE_PREFIX = 0x34
+    INCLUDE_PROPERTIES = 0x35
+
+
+RANGE_FILTERS = frozenset({
+    Param.SUBGROUP_FILTER, Param.OBJECTID_FILTER, Param.PRIORITY_FILTER, Param.OBJECT_PROPERTY_FILTER,
+    Param.TRACK_PROPERTY_FILTER,
+})  # fmt: skip
+"""Parameters that filter objects by other things than their location (draft 20, section 5.1.4)."""
 
 
 class SetupOption(IntEnum):
@@ -105,7 +135,10 @@ class SetupOption(IntEnum):
     AUTHORIZATION_TOKEN = 0x03
     MAX_AUTH_TOKEN_CACHE_SIZE = 0x04
     AUTHORITY = 0x05
+    MAX_FILTER_RANGES = 0x06
+    """Draft 20, as MAX_REQUEST_UPDATES. This end sends none, so that peers may not use range filters."""
     MOQT_IMPLEMENTATION = 0x07
+    MAX_REQUEST_UPDATES = 0x08
 
 
 class Property(IntEnum):

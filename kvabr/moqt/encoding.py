@@ -1,4 +1,4 @@
-"""The wire format of control messages in drafts 18 and 16 (draft 18, section 10).
+"""The wire format of control messages (draft 18, section 10).
 
 A message is a type, a 16-bit length, and fields. The fields on the wire are those of the dataclass, in the same order;
 `_CODECS` says how each one is encoded, and `_field_names` which ones a draft leaves out.
@@ -7,12 +7,14 @@ A message is a type, a 16-bit length, and fields. The fields on the wire are tho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import Param, RequestCode, SessionFault
+from kvabr.moqt.filters import EVERYTHING
 from kvabr.moqt.parameters import (
+    Parameters,
     SetupOptions,
     present,
     read_parameters,
@@ -38,13 +40,17 @@ from kvabr.moqt.wire import (
 
 MAX_MESSAGE_BYTES = 0xFFFF
 
+_TYPES_18: dict[int, type[m.Message]] = {
+    0x2F00: m.Setup, 0x10: m.Goaway, 0x3: m.Subscribe, 0x4: m.SubscribeOk, 0x1D: m.Publish, 0x1E: m.RequestOk,
+    0xB: m.PublishDone, 0x16: m.Fetch, 0x18: m.FetchOk, 0xD: m.TrackStatus, 0x6: m.PublishNamespace,
+    0x50: m.SubscribeNamespace, 0x51: m.SubscribeTracks, 0x8: m.Namespace, 0x2: m.RequestUpdate, 0x7: m.RequestOk,
+    0x5: m.RequestErrorMessage,
+}  # fmt: skip
+_TYPES_20 = {kind: cls for kind, cls in _TYPES_18.items() if kind != 0x1E} | {0x22: m.PublishStateNotify}
 _TYPES: dict[int, dict[int, type[m.Message]]] = {
-    18: {
-        0x2F00: m.Setup, 0x10: m.Goaway, 0x3: m.Subscribe, 0x4: m.SubscribeOk, 0x1D: m.Publish, 0x1E: m.RequestOk,
-        0xB: m.PublishDone, 0x16: m.Fetch, 0x18: m.FetchOk, 0xD: m.TrackStatus, 0x6: m.PublishNamespace,
-        0x50: m.SubscribeNamespace, 0x51: m.SubscribeTracks, 0x8: m.Namespace, 0x2: m.RequestUpdate, 0x7: m.RequestOk,
-        0x5: m.RequestErrorMessage,
-    },
+    22: _TYPES_20,
+    20: _TYPES_20,
+    18: _TYPES_18,
     16: {
         0x20: m.Setup, 0x21: m.Setup, 0x10: m.Goaway, 0x15: m.MaxRequestId, 0x1A: m.RequestsBlocked, 0x7: m.RequestOk,
         0x5: m.RequestErrorMessage, 0x3: m.Subscribe, 0x4: m.SubscribeOk, 0x2: m.RequestUpdate, 0xA: m.Unsubscribe,
@@ -53,7 +59,8 @@ _TYPES: dict[int, dict[int, type[m.Message]]] = {
     },
 }  # fmt: skip
 """Messages by draft and type, without the answers to requests that this end never makes: they are as invalid as unknown
-types. Draft 18 gives REQUEST_OK a second type, 0x1E, as the answer to PUBLISH; it is read, but never sent."""
+types. Draft 18 gives REQUEST_OK a second type, 0x1E, as the answer to PUBLISH; it is read, but never sent. Joining
+FETCHes, which draft 20 no longer has, share a type with the others."""
 _TYPE_OF = {draft: {cls: kind for kind, cls in types.items()} for draft, types in _TYPES.items()}
 
 CLIENT_SETUP_16, SERVER_SETUP_16 = 0x20, 0x21
@@ -63,6 +70,8 @@ ANSWERS = (m.RequestOk, m.RequestErrorMessage, m.SubscribeOk, m.PublishDone, m.F
 
 def encode(message: m.Message, draft: Draft, *, client: bool = True) -> bytes:
     """Encode a message with its type and length, or raise ValueError if the draft does not allow it."""
+    if isinstance(message, m.JoiningFetch) and draft.fetch_by_filter:
+        raise ValueError(f"draft {draft.number} has no JoiningFetch")
     cls = m.Fetch if isinstance(message, m.JoiningFetch) else type(message)
     kind = _TYPE_OF[draft.number].get(cls)
     if kind is None:
@@ -93,12 +102,8 @@ def decode(kind: int, payload: bytes, draft: Draft, *, control: bool = True) -> 
     reader = Reader(payload, draft.varint)
     values: dict[str, Any] = {"request_id": None} if cls in (*ANSWERS, m.Goaway) else {}
     names = _field_names(cls, draft, control=control)
-    if cls is m.Fetch:
-        values["request_id"], fetch_type = reader.varint(), reader.varint()
-        if fetch_type not in (1, 2, 3):
-            raise SessionFault(f"unknown FETCH type {fetch_type}")
-        if fetch_type > 1:
-            cls, values["relative"] = m.JoiningFetch, fetch_type == 2
+    if cls is m.Fetch and not draft.fetch_by_filter:
+        cls, values = _fetch_type(reader)
         names = _field_names(cls, draft)[1:]
     for name in names:
         if name == "parameters":
@@ -108,18 +113,52 @@ def decode(kind: int, payload: bytes, draft: Draft, *, control: bool = True) -> 
     if cls is m.RequestErrorMessage and draft.streams and values["code"] == RequestCode.REDIRECT:
         to = reader.text(MAX_URI_BYTES, "URI"), reader.namespace(), reader.text(MAX_NAME_BYTES, "track name")
         values["redirect"] = m.Redirect(*to)
+    if draft.fetch_by_filter:
+        values |= _ends_of(cls, values)
     message = cls(**values)
     if (size := _name_bytes(message)) > MAX_NAME_BYTES:
         raise SessionFault(f"full track name of {size} bytes; the limit is {MAX_NAME_BYTES}")
-    if isinstance(message, m.Fetch) and ends_before(message.end, message.start):
+    if isinstance(message, m.Fetch) and not draft.fetch_by_filter and ends_before(message.end, message.start):
         raise SessionFault(f"FETCH ends at {tuple(message.end)}, before its start {tuple(message.start)}")
     reader.end()
     return message
 
 
+def _fetch_type(reader: Reader) -> tuple[type[m.Message], dict[str, Any]]:
+    """Read the first fields of a FETCH before draft 20; return its class, and their values."""
+    values: dict[str, Any] = {"request_id": reader.varint()}
+    fetch_type = reader.varint()
+    if fetch_type not in (1, 2, 3):
+        raise SessionFault(f"unknown FETCH type {fetch_type}")
+    if fetch_type == 1:
+        return m.Fetch, values
+    return m.JoiningFetch, values | {"relative": fetch_type == 2}
+
+
+def _ends_of(cls: type[m.Message], values: dict[str, Any]) -> dict[str, Any]:
+    """Draft 20: return the fields of a FETCH or FETCH_OK that differ from those on the wire.
+
+    The range of a FETCH is a filter, which stays a parameter if it has no absolute start.
+    """
+    if cls is m.FetchOk:
+        return {"end": m.end_after(values["end"])}
+    if cls is not m.Fetch:
+        return {}
+    parameters: Parameters = values["parameters"]
+    found = parameters.filter or EVERYTHING
+    if found.start is None:
+        return {"start": Location(0, 0), "end": m.OPEN_END}
+    start, end = m.fetched_range(found)
+    return {"start": start, "end": end, "parameters": replace(parameters, filter=None)}
+
+
 def allowed_parameters(cls: type[m.Message], draft: Draft) -> frozenset[Param]:
     """Return the parameters that a message may carry."""
-    return cls.allowed - {Param.FORWARD} if cls is m.SubscribeNamespace and draft.streams else cls.allowed
+    if cls is m.SubscribeNamespace and draft.streams:
+        return cls.allowed - {Param.FORWARD}
+    if cls is m.SubscribeTracks and draft.number >= 20:
+        return m.Subscribe.allowed | m.Subscribe.changed_20 | {Param.TRACK_PROPERTY_FILTER}
+    return cls.allowed ^ cls.changed_20 if draft.number >= 20 else cls.allowed
 
 
 def ends_before(end: Location, start: Location) -> bool:
@@ -133,10 +172,15 @@ def ends_before(end: Location, start: Location) -> bool:
 def _payload(message: m.Message, draft: Draft) -> bytes:
     _check_sendable(message, draft)
     control = not isinstance(message, m.Goaway) or message.request_id is not None
+    if isinstance(message, m.Fetch) and draft.fetch_by_filter and message.parameters.filter is None:
+        parameters = replace(message.parameters, filter=m.fetch_filter(message.start, message.end))
+        message = replace(message, parameters=parameters)
+    elif isinstance(message, m.FetchOk) and draft.fetch_by_filter:
+        message = replace(message, end=m.last_before(message.end))
     names = _field_names(type(message), draft, control=control)
     parts = [_CODECS[name][1](getattr(message, name), draft) for name in names]
     varint = draft.varint
-    if isinstance(message, m.Fetch | m.JoiningFetch):
+    if isinstance(message, m.Fetch | m.JoiningFetch) and not draft.fetch_by_filter:
         parts.insert(1, varint.encode(1 if isinstance(message, m.Fetch) else 2 if message.relative else 3))
     elif isinstance(message, m.RequestErrorMessage) and draft.streams and message.code == RequestCode.REDIRECT:
         to = message.redirect
@@ -229,11 +273,14 @@ _CODECS: dict[str, _Codec] = {
 def _field_names(cls: type[m.Message], draft: Draft, *, control: bool = True) -> list[str]:
     """Return the fields of a message that a draft has, in wire order."""
     absent = {
-        "request_id": (draft.streams and cls in ANSWERS) or (cls is m.Goaway and not (draft.streams and control)),
+        "request_id": (draft.streams and cls in ANSWERS)
+        or (cls is m.Goaway and not (draft.goaway_names_request and control)),
         "existing": draft.streams,
         "subscribe_options": draft.streams,
         "timeout_ms": not draft.streams,
         "properties": cls is m.RequestOk and not draft.streams,
+        "start": draft.fetch_by_filter,
+        "end": cls is m.Fetch and draft.fetch_by_filter,
     }
     return [each.name for each in fields(cls) if each.name in _CODECS and not absent.get(each.name)]
 

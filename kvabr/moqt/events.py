@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvabr.moqt.messages import FetchOk, Request, RequestErrorMessage
+from kvabr.moqt.messages import FetchOk, PublishDone, Request, RequestErrorMessage, SubscribeOk
 from kvabr.moqt.objects import Item
 from kvabr.moqt.parameters import Parameters, SetupOptions
 
@@ -45,15 +45,15 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The peer accepts a FETCH."""
+    """The peer accepts a request of this end."""
 
     request_id: int
-    message: FetchOk
+    message: FetchOk | SubscribeOk
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The peer refuses or aborts a FETCH."""
+    """The peer refuses or aborts a request of this end."""
 
     request_id: int
     message: RequestErrorMessage
@@ -61,19 +61,50 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Objects, or parts of them, arrived for a FETCH; payload belongs to the last header before it."""
+    """Objects, or parts of them, arrived for a request of this end; payload belongs to the last header before it."""
 
     request_id: int
     items: list[Item]
+    stream: int | None = None
+    """The stream that carries them, of a subscription, which has several; None for a FETCH."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The stream of objects for a FETCH has ended or was reset."""
+    """A stream of objects has ended or was reset: the only one of a FETCH, or one of a subscription."""
 
     request_id: int
     reset: int | None = None
-    """Code of the reset; None if all objects have arrived."""
+    """Code of the reset; None if all its objects have arrived."""
+    stream: int | None = None
+    """See `Received.stream`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubscriptionEnding:
+    """The peer begins no more streams for a subscription; some may still be on their way.
+
+    `SubscriptionDone` follows, unless the peer has counted its streams wrongly or reset one before its header: cancel
+    the subscription when it takes too long.
+    """
+
+    request_id: int
+    message: PublishDone
+
+
+@dataclass(frozen=True, slots=True)
+class SubscriptionDone:
+    """All streams of a subscription have arrived; nothing follows."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The peer no longer wants one of the streams that `Responder.push` opened; it is reset."""
+
+    request_id: int
+    stream: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +123,21 @@ class Closed:
     reason: str
 
 
-Event = Ready | Requested | Updated | Cancelled | Answered | Refused | Received | Ended | GoingAway | Closed
+Event = (
+    Ready
+    | Requested
+    | Updated
+    | Cancelled
+    | Stopped
+    | Answered
+    | Refused
+    | Received
+    | Ended
+    | SubscriptionEnding
+    | SubscriptionDone
+    | GoingAway
+    | Closed
+)
 
 
 @dataclass(frozen=True, slots=True)

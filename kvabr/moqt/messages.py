@@ -8,15 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kvabr.moqt.codes import Param
+from kvabr.moqt.codes import RANGE_FILTERS, Param
+from kvabr.moqt.filters import Filter
 from kvabr.moqt.parameters import Parameters, SetupOptions
-from kvabr.moqt.wire import KeyValue, Location
+from kvabr.moqt.wire import MAX_INTEGER, KeyValue, Location
 
 _TOKEN = frozenset({Param.AUTHORIZATION_TOKEN})
 _OF_SUBSCRIPTIONS = frozenset({
     Param.OBJECT_DELIVERY_TIMEOUT, Param.SUBGROUP_DELIVERY_TIMEOUT, Param.SUBSCRIBER_PRIORITY,
-    Param.SUBSCRIPTION_FILTER, Param.FORWARD, Param.NEW_GROUP_REQUEST,
+    Param.LOCATION_FILTER, Param.FORWARD, Param.NEW_GROUP_REQUEST,
 })  # fmt: skip
+_OF_OBJECTS_20 = RANGE_FILTERS - {Param.TRACK_PROPERTY_FILTER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,9 @@ class Message:
     """One control message."""
 
     allowed: ClassVar[frozenset[Param]] = frozenset()
-    """Parameters that the message may carry (draft 18, section 10.2)."""
+    """Parameters that the message may carry (draft 18, section 10.2), if its draft has them."""
+    changed_20: ClassVar[frozenset[Param]] = frozenset()
+    """Those that it may carry either since draft 20 or before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class Goaway(Message):
     timeout_ms: int = 0
     """Draft 18."""
     request_id: int | None = None
-    """Draft 18, on the control stream: the first request of the receiver that was not processed."""
+    """Draft 18, not draft 20, on the control stream: the first request of the receiver that was not processed."""
 
 
 class MaxRequestId(_Numbered):
@@ -79,6 +83,7 @@ class RequestOk(Message):
     properties: tuple[KeyValue, ...] = ()
     """Draft 18, in answer to TRACK_STATUS."""
     allowed = _OF_SUBSCRIPTIONS | {Param.GROUP_ORDER, Param.EXPIRES, Param.LARGEST_OBJECT}
+    changed_20 = _OF_SUBSCRIPTIONS | {Param.GROUP_ORDER}
     """In any answer; the session checks further, because it knows the request."""
 
 
@@ -108,6 +113,7 @@ class Subscribe(_OfTrack):
 
     parameters: Parameters = field(default_factory=Parameters)
     allowed = _OF_SUBSCRIPTIONS | _TOKEN | {Param.RENDEZVOUS_TIMEOUT, Param.GROUP_ORDER}
+    changed_20 = _OF_OBJECTS_20 | {Param.FILL_PARAMETERS, Param.INCLUDE_PROPERTIES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,7 @@ class TrackStatus(_OfTrack):
 
     parameters: Parameters = field(default_factory=Parameters)
     allowed = _TOKEN
+    changed_20 = frozenset({Param.INCLUDE_PROPERTIES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +143,7 @@ class RequestUpdate(_Numbered):
     """Draft 16: the request to change; draft 18 identifies it by the stream."""
     parameters: Parameters = field(default_factory=Parameters)
     allowed = _OF_SUBSCRIPTIONS | _TOKEN | {Param.TRACK_NAMESPACE_PREFIX}
+    changed_20 = RANGE_FILTERS | {Param.FILL_PARAMETERS}
 
 
 class Unsubscribe(_Numbered):
@@ -150,6 +158,7 @@ class Publish(_OfTrack):
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
     allowed = _TOKEN | {Param.EXPIRES, Param.LARGEST_OBJECT, Param.FORWARD}
+    changed_20 = (_OF_SUBSCRIPTIONS | {Param.GROUP_ORDER}) - {Param.NEW_GROUP_REQUEST, Param.FORWARD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +167,19 @@ class PublishDone(_Answer):
 
     code: int
     streams: int
+    """Number of streams that the subscription had; `UNCOUNTED` or more if its publisher has not counted them."""
     reason: str
+
+
+UNCOUNTED = (1 << 62) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PublishStateNotify(Message):
+    """PUBLISH_STATE_NOTIFY (20): something about a subscription has changed at its publisher."""
+
+    parameters: Parameters = field(default_factory=Parameters)
+    allowed = frozenset({Param.LARGEST_OBJECT, Param.FORWARD, Param.LOCATION_FILTER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +188,52 @@ class Fetch(_OfTrack):
 
     start: Location
     end: Location
-    """End Location: the last location plus one; object 0 stands for the whole group."""
+    """End Location: the last location plus one; object 0 stands for the whole group. Draft 20 sends the last location
+    itself; `OPEN_END` stands for the largest object there."""
     parameters: Parameters = field(default_factory=Parameters)
+    """A filter is kept here if it depends on the largest object; `start` and `end` then mean nothing."""
     allowed = _TOKEN | {Param.FILL_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.GROUP_ORDER}
+    changed_20 = _OF_OBJECTS_20 | {Param.LOCATION_FILTER, Param.INCLUDE_PROPERTIES}
+
+    def within(self, largest: Location) -> tuple[Location, Location]:
+        """Return the start and the End Location, given the largest object of the track."""
+        if self.parameters.filter is None:
+            return self.start, self.end
+        return self.parameters.filter.within(largest)[0], OPEN_END
+
+
+OPEN_END = Location(MAX_INTEGER, 0)
+
+
+def fetched_range(found: Filter) -> tuple[Location, Location]:
+    """Return the start and the End Location of a FETCH whose filter has an absolute start."""
+    start = found.start or Location(0, 0)
+    if found.end_group is None:
+        return start, OPEN_END
+    last = MAX_INTEGER if found.end_object is None else found.end_object
+    return start, end_after(Location(found.end_group, last))
+
+
+def end_after(last: Location) -> Location:
+    """Return the End Location after the last location; the largest object ID stands for the whole group."""
+    return Location(last.group, 0 if last.object == MAX_INTEGER else last.object + 1)
+
+
+def last_before(end: Location) -> Location:
+    """Return the last location before an End Location."""
+    return Location(end.group, end.object - 1 if end.object else MAX_INTEGER)
+
+
+def fetch_filter(start: Location, end: Location) -> Filter:
+    """Return the filter for a start and an End Location."""
+    if end.group == MAX_INTEGER:
+        return Filter(start)
+    return Filter(start, None, end.group, end.object - 1 if end.object else None)
 
 
 @dataclass(frozen=True, slots=True)
 class JoiningFetch(_Numbered):
-    """Joining FETCH: the objects before those of a subscription."""
+    """Joining FETCH (before draft 20): the objects before those of a subscription."""
 
     joining_request_id: int
     joining_start: int
@@ -189,6 +248,7 @@ class FetchOk(_Answer):
 
     end_of_track: bool
     end: Location
+    """As in `Fetch`: draft 20 sends the last location itself."""
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
 

@@ -1,12 +1,13 @@
-"""The objects of a FETCH on its data stream (draft 18, section 11.4).
+"""Objects on data streams: those of a FETCH, and those of a subgroup of a subscription (draft 18, section 11.4).
 
-The parser passes payload through without a copy and holds at most one object header, whose size is bounded. This end
-makes no subscriptions, so the streams of subgroups are recognised only to be refused.
+The parser passes payload through without a copy and holds at most one object header, whose size is bounded. Datagrams
+are not supported: groups of a cache do not fit into one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from kvabr.moqt.codes import SessionFault
 from kvabr.moqt.properties import MalformedTrack, check_object
@@ -31,8 +32,17 @@ _MAX_HEADER = MAX_PROPERTIES_BYTES + 64
 DEFAULT_PRIORITY = 128
 FREE_OBJECTS = 1024
 LEAST_MEAN_BYTES = 64
-"""Beyond `FREE_OBJECTS` of one FETCH, objects must have that many bytes of payload each, on average; a limit of this
-implementation. A peer could send empty ones without end, which no limit on bytes would notice."""
+"""Beyond `FREE_OBJECTS` of one request, objects must have that many bytes of payload each, on average; a limit of this
+implementation. A peer could send empty ones without end, which no limit on bytes would notice. A stream without any
+object counts as an empty one."""
+
+
+class Status(IntEnum):
+    """Object status (draft 18, section 11.2.1.1)."""
+
+    NORMAL = 0x0
+    END_OF_GROUP = 0x3
+    END_OF_TRACK = 0x4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,26 @@ class ObjectHeader:
     priority: int
     size: int
     properties: tuple[KeyValue, ...] = ()
+    status: Status = Status.NORMAL
+    """FETCHes have only normal objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubgroupHeader:
+    """The header of a subgroup's stream, shared by its objects."""
+
+    track_alias: int
+    group: int
+    subgroup: int | None
+    """None if it is the ID of the first object on the stream."""
+    priority: int | None
+    """None for the priority of the track."""
+    properties: bool
+    """Whether objects may have properties."""
+    end_of_group: bool
+    """Whether the end of the stream is that of the group."""
+    first_object: bool = False
+    """Draft 18 and later: the stream starts with the first object of the subgroup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +91,49 @@ Item = ObjectHeader | RangeEnd | memoryview
 """One element of a stream; a view is a piece of payload of the preceding object."""
 
 
-class ObjectParser:
-    """Parse the objects of one FETCH, after the header of its stream."""
+class ObjectBudget:
+    """How many more objects a request may bring; see `LEAST_MEAN_BYTES`."""
 
-    def __init__(self, draft: Draft, *, descending: bool = False) -> None:
-        """Start without objects; `descending` says that the FETCH requested its groups in descending order."""
-        self._draft, self._descending = draft, descending
+    def __init__(self) -> None:
+        self._left = FREE_OBJECTS * LEAST_MEAN_BYTES
+        """Bytes of payload that have come, less those that there should be for as many objects."""
+
+    def earn(self, size: int) -> None:
+        """Note bytes of payload."""
+        self._left += size
+
+    def spend(self) -> None:
+        """Note an object, or raise MalformedTrack if there are too many for their bytes."""
+        self._left -= LEAST_MEAN_BYTES
+        if self._left < 0:
+            mean = f"less than {LEAST_MEAN_BYTES} bytes on average"
+            raise MalformedTrack(f"more than {FREE_OBJECTS} objects of {mean}")
+
+
+class ObjectParser:
+    """Parse the objects of one stream, after its header."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        subgroup: SubgroupHeader | None = None,
+        *,
+        descending: bool = False,
+        budget: ObjectBudget | None = None,
+        priority: int = DEFAULT_PRIORITY,
+    ) -> None:
+        """Start without objects.
+
+        Args:
+            draft: The draft.
+            subgroup: The header of a subgroup's stream; None for a FETCH.
+            descending: Whether the FETCH requested its groups in descending order.
+            budget: Shared by the streams of one request.
+            priority: That of the track, for subgroups that have none.
+        """
+        self._draft, self._of, self._descending = draft, subgroup, descending
+        self._budget = budget or ObjectBudget()
+        self._track_priority = priority
         self._buffer = bytearray()
         self._left = 0
         self._last: Location | None = None
@@ -75,8 +142,11 @@ class ObjectParser:
         """Location of the preceding object."""
         self._prior_subgroup: int | None = None
         self._prior_priority: int | None = None
-        self._allowed = FREE_OBJECTS * LEAST_MEAN_BYTES
-        """Bytes of payload that have come, less those that there should be for as many objects."""
+
+    @property
+    def buffered(self) -> int:
+        """Bytes held of an incomplete header."""
+        return len(self._buffer)
 
     def feed(self, data: bytes | memoryview) -> list[Item]:
         """Parse bytes of the stream.
@@ -94,7 +164,7 @@ class ObjectParser:
             if self._left:
                 piece = view[at : at + self._left]
                 self._left -= len(piece)
-                self._allowed += len(piece)
+                self._budget.earn(len(piece))
                 at += len(piece)
                 items.append(piece)
                 continue
@@ -103,17 +173,14 @@ class ObjectParser:
                 buffer += view[at : at + _MAX_HEADER]
             header = Reader(buffer if kept else view, self._draft.varint, at=0 if kept else at, partial=True)
             try:
-                item = self._read_object(header)
+                item = self._read_object(header) if self._of is None else self._read_of(self._of, header)
             except Incomplete:
                 if not kept:
                     buffer += view[at:]
                 if len(buffer) > _MAX_HEADER:
                     raise SessionFault(f"object header of more than {_MAX_HEADER} bytes") from None
                 break
-            self._allowed -= LEAST_MEAN_BYTES
-            if self._allowed < 0:
-                mean = f"less than {LEAST_MEAN_BYTES} bytes on average"
-                raise MalformedTrack(f"more than {FREE_OBJECTS} objects of {mean}")
+            self._budget.spend()
             at = at + header.at - kept if kept else header.at
             buffer.clear()
             items.append(item)
@@ -122,15 +189,33 @@ class ObjectParser:
         return items
 
     def finish(self) -> None:
-        """Raise SessionFault if the stream ends inside an object."""
+        """Raise SessionFault if the stream ends inside an object; MalformedTrack if too many streams had none."""
         if self._left or self._buffer:
             raise SessionFault("data stream ends inside an object")
+        if self._last is None:
+            self._budget.spend()
+
+    def _read_of(self, common: SubgroupHeader, header: Reader) -> ObjectHeader:
+        """Read the header of an object of a subgroup (draft 18, section 11.4.2)."""
+        step = header.varint()
+        number = step if self._last is None else self._last.object + step + 1
+        if number > MAX_INTEGER:
+            raise SessionFault("object ID exceeds 64 bits")
+        properties = self._properties(header) if common.properties else ()
+        size = header.varint()
+        status = _status(header.varint(), properties) if size == 0 else Status.NORMAL
+        check_object(properties, common.group, number, self._draft)
+        if self._last is None:  # as below, only when the header is complete
+            self._prior_subgroup = number if common.subgroup is None else common.subgroup
+        self._last = Location(common.group, number)
+        priority = self._track_priority if common.priority is None else common.priority
+        return ObjectHeader(common.group, self._prior_subgroup, number, priority, size, properties, status)
 
     def _read_object(self, header: Reader) -> Item:
         flags = header.varint()
-        if flags in (0x8C, 0x10C):
+        if flags in (0x8C, 0x10C) or (flags == 0x20C and self._draft.fetch_by_filter):
             self._last = self._location(header.varint(), header.varint())
-            return RangeEnd(self._last, unknown=flags == 0x10C)
+            return RangeEnd(self._last, unknown=flags != 0x8C)
         if flags >= 0x80:
             raise SessionFault(f"object with invalid serialization flags 0x{flags:x}")
         if self._last is None and not (flags & 0x04 and flags & 0x08):
@@ -196,24 +281,42 @@ class ObjectParser:
         return found
 
 
+def _status(value: int, properties: tuple[KeyValue, ...]) -> Status:
+    """Return the status of an object without payload (draft 18, section 11.2.1)."""
+    if value not in tuple(Status):
+        raise SessionFault(f"invalid object status {value}")
+    if value and properties:
+        raise SessionFault("object with a status other than NORMAL has properties")
+    return Status(value)
+
+
 def is_subgroup(kind: int, draft: Draft) -> bool:
     """Return whether a stream type is that of a subgroup."""
     bits = 0x6F if draft.number >= 17 else 0x2F
     return kind & ~bits == 0x10 and kind & 0x06 != 0x06
 
 
-def read_stream_header(data: bytes, draft: Draft) -> tuple[int, int | None, int] | None:
+def read_stream_header(data: bytes, draft: Draft) -> tuple[int, SubgroupHeader | int | None, int] | None:
     """Parse the header of a unidirectional stream.
 
     Returns:
-        The stream type, the request ID if it is FETCH_HEADER, and the header's length; None while it is incomplete.
+        The stream type; the header of a subgroup, the request ID of a FETCH, or None for other types; and the header's
+        length. None while it is incomplete.
     """
     header = Reader(data, draft.varint, partial=True)
     try:
         kind = header.varint()
-        return kind, header.varint() if kind == FETCH_HEADER else None, header.at
+        if kind == FETCH_HEADER:
+            return kind, header.varint(), header.at
+        if not is_subgroup(kind, draft):
+            return kind, None, header.at
+        alias, group, mode = header.varint(), header.varint(), kind >> 1 & 0x03
+        subgroup = 0 if mode == 0 else None if mode == 1 else header.varint()
+        priority = None if kind & 0x20 else header.u8()
     except Incomplete:
         return None
+    flags = bool(kind & 0x01), bool(kind & 0x08), bool(kind & 0x40)
+    return kind, SubgroupHeader(alias, group, subgroup, priority, *flags), header.at
 
 
 class FetchWriter:
@@ -249,7 +352,45 @@ class FetchWriter:
         return b"".join((varint.encode(flags), *parts, varint.encode(size)))
 
     def _group_field(self, group: int) -> int:
-        """Return the group field: the group ID, or in draft 18 the distance to the preceding group minus one."""
+        """Return the group field: the group ID, or since draft 18 the distance to the preceding group minus one."""
         if self._last is None or self._draft.number < 17:
             return group
         return (self._last.group - group if self._descending else group - self._last.group) - 1
+
+
+class SubgroupWriter:
+    """Encode the header of a subgroup's stream, and those of its objects."""
+
+    def __init__(self, draft: Draft, header: SubgroupHeader) -> None:
+        self._draft, self._header = draft, header
+        self._last: int | None = None
+
+    def begin(self) -> bytes:
+        """Encode the header of the stream."""
+        varint, header = self._draft.varint, self._header
+        kind = 0x10 | header.properties | header.end_of_group << 3 | (header.priority is None) << 5
+        if header.first_object and self._draft.number >= 17:
+            kind |= 0x40
+        out = varint.encode(header.track_alias) + varint.encode(header.group)
+        if header.subgroup is None:
+            kind |= 0x02
+        elif header.subgroup:
+            kind |= 0x04
+            out += varint.encode(header.subgroup)
+        if header.priority is not None:
+            out += bytes([header.priority])
+        return varint.encode(kind) + out
+
+    def header(
+        self, number: int, size: int, properties: tuple[KeyValue, ...] = (), status: Status = Status.NORMAL
+    ) -> bytes:
+        """Encode the header of an object, whose ID must increase; `size` bytes of payload must follow."""
+        varint, last = self._draft.varint, self._last
+        out = varint.encode(number if last is None else number - last - 1)
+        self._last = number
+        if self._header.properties:
+            out += write_text(varint, write_pairs(varint, properties))
+        elif properties:
+            raise ValueError("the header of this subgroup says that its objects have no properties")
+        out += varint.encode(size)
+        return out if size else out + varint.encode(status)

@@ -1,15 +1,17 @@
-"""Message parameters, setup options, authorization tokens and subscription filters.
+"""Message parameters, setup options and authorization tokens.
 
-Draft 18 gives each message parameter its own encoding (section 10.2); draft 16 encodes them as key-value pairs.
+Since draft 18 each message parameter has its own encoding (section 10.2); draft 16 encodes them as key-value pairs.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from kvabr.moqt.codes import Param, SessionCode, SessionFault, SetupOption
+from kvabr.moqt.codes import RANGE_FILTERS, Param, SessionCode, SessionFault, SetupOption
+from kvabr.moqt.filters import Filter, read_filter, write_filter
 from kvabr.moqt.wire import (
     MAX_VALUE_BYTES,
     Draft,
@@ -82,25 +84,6 @@ def token_values(tokens: tuple[Token, ...], *, setup: bool = False) -> tuple[byt
     return tuple(token.value for token in tokens)
 
 
-NEXT_GROUP, LARGEST_OBJECT, ABSOLUTE_START, ABSOLUTE_RANGE = 1, 2, 3, 4
-"""Filter types (draft 18, section 5.1.2)."""
-
-
-def _check_filter(data: bytes, draft: Draft) -> None:
-    """Raise SessionFault unless the bytes are a Subscription Filter structure; nothing depends on its content."""
-    reader = Reader(data, draft.varint)
-    kind = reader.varint()
-    if kind not in (NEXT_GROUP, LARGEST_OBJECT, ABSOLUTE_START, ABSOLUTE_RANGE):
-        raise SessionFault(f"unknown subscription filter type {kind}")
-    if kind in (ABSOLUTE_START, ABSOLUTE_RANGE):
-        start = reader.location()
-        if kind == ABSOLUTE_RANGE:
-            end = reader.varint() + (start.group if draft.number >= 18 else 0)
-            if not start.group <= end < 1 << 64:
-                raise SessionFault(f"subscription filter from group {start.group} to {end}")
-    reader.end()
-
-
 @dataclass(frozen=True, slots=True)
 class Parameters:
     """The parameters of one message; None for absent ones."""
@@ -116,16 +99,23 @@ class Parameters:
     forward: int | None = None
     priority: int | None = None
     """0 (most urgent) to 255."""
-    filter: bytes | None = None
-    """A Subscription Filter structure."""
+    filter: Filter | None = None
+    """Drafts 16 and 18: SUBSCRIPTION_FILTER."""
     group_order: int | None = None
     """1 ascending, 2 descending."""
+    fill: Parameters | None = None
+    """Draft 20: asks for the objects before those of a subscription as well, on a stream like that of a FETCH."""
+    range_filters: tuple[tuple[Param, bytes], ...] = ()
+    """Draft 20. This end allows none (option MAX_FILTER_RANGES) and refuses requests with them."""
     new_group: int | None = None
     namespace_prefix: tuple[bytes, ...] | None = None
+    include_properties: int | None = None
+    """Draft 20: 0 asks for an answer without properties of the track; this end sends none anyway."""
 
 
 _NONE = Parameters()
-_Encoding = Literal["varint", "u8", "location", "filter", "token", "namespace"]
+T = TypeVar("T")
+_Encoding = Literal["varint", "u8", "location", "filter", "token", "namespace", "fill", "range"]
 _KINDS: dict[Param, tuple[str, _Encoding, int]] = {
     Param.OBJECT_DELIVERY_TIMEOUT: ("object_delivery_timeout", "varint", 16),
     Param.AUTHORIZATION_TOKEN: ("tokens", "token", 16),
@@ -136,13 +126,30 @@ _KINDS: dict[Param, tuple[str, _Encoding, int]] = {
     Param.FILL_TIMEOUT: ("fill_timeout", "varint", 18),
     Param.FORWARD: ("forward", "u8", 16),
     Param.SUBSCRIBER_PRIORITY: ("priority", "u8", 16),
-    Param.SUBSCRIPTION_FILTER: ("filter", "filter", 16),
+    Param.LOCATION_FILTER: ("filter", "filter", 16),
     Param.GROUP_ORDER: ("group_order", "u8", 16),
+    Param.FILL_PARAMETERS: ("fill", "fill", 20),
+    Param.SUBGROUP_FILTER: ("range_filters", "range", 20),
+    Param.OBJECTID_FILTER: ("range_filters", "range", 20),
+    Param.PRIORITY_FILTER: ("range_filters", "range", 20),
+    Param.OBJECT_PROPERTY_FILTER: ("range_filters", "range", 20),
+    Param.TRACK_PROPERTY_FILTER: ("range_filters", "range", 20),
     Param.NEW_GROUP_REQUEST: ("new_group", "varint", 16),
     Param.TRACK_NAMESPACE_PREFIX: ("namespace_prefix", "namespace", 18),
+    Param.INCLUDE_PROPERTIES: ("include_properties", "u8", 20),
 }
-"""By parameter: the field in `Parameters`, the encoding in draft 18, and the first draft that has it."""
-_RANGES = {Param.FORWARD: (0, 1), Param.GROUP_ORDER: (1, 2), Param.SUBSCRIBER_PRIORITY: (0, 255)}
+"""By parameter: the field in `Parameters`, the encoding since draft 18, and the first draft that has it."""
+IN_FILL = frozenset({
+    Param.FILL_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.LOCATION_FILTER, Param.GROUP_ORDER,
+    *(RANGE_FILTERS - {Param.TRACK_PROPERTY_FILTER}),
+})  # fmt: skip
+"""Parameters inside FILL_PARAMETERS."""
+_RANGES = {
+    Param.FORWARD: (0, 1),
+    Param.GROUP_ORDER: (1, 2),
+    Param.SUBSCRIBER_PRIORITY: (0, 255),
+    Param.INCLUDE_PROPERTIES: (0, 1),
+}
 
 
 def _in_range(param: Param, value: Any, draft: Draft) -> bool:
@@ -154,11 +161,14 @@ def _in_range(param: Param, value: Any, draft: Draft) -> bool:
 
 def present(parameters: Parameters | None) -> frozenset[Param]:
     """Return the parameters that are set."""
-    return frozenset(
+    if parameters is None:
+        return frozenset()
+    one = {
         param
-        for param, (name, _, _) in _KINDS.items()
-        if parameters and getattr(parameters, name) != getattr(_NONE, name)
-    )
+        for param, (name, kind, _) in _KINDS.items()
+        if kind != "range" and getattr(parameters, name) != getattr(_NONE, name)
+    }
+    return frozenset(one | {param for param, _ in parameters.range_filters})
 
 
 def known_parameters(draft: Draft) -> frozenset[Param]:
@@ -177,11 +187,18 @@ def write_parameters(parameters: Parameters, draft: Draft) -> bytes:
             raise ValueError(f"draft {draft.number} has no parameter {param.name}")
         if not _in_range(param, value, draft):
             raise ValueError(f"{param.name} cannot be {value}")
-        for one in value if kind == "token" else (value,):
+        for one in _instances(param, kind, value):
             out += varint.encode(param - before) + _write_value(one, kind, draft)
             before = param
             count += 1
     return varint.encode(count) + out
+
+
+def _instances(param: Param, kind: _Encoding, value: Any) -> tuple[Any, ...]:
+    """Return the values of a parameter, of which most can have only one."""
+    if kind == "range":
+        return tuple(each for which, each in value if which == param)
+    return value if kind == "token" else (value,)
 
 
 def _write_value(value: Any, kind: _Encoding, draft: Draft) -> bytes:
@@ -190,12 +207,17 @@ def _write_value(value: Any, kind: _Encoding, draft: Draft) -> bytes:
         case "token":
             return write_text(varint, value.encode(varint))
         case "filter":
+            return write_filter(value, draft)
+        case "fill":
+            return write_text(varint, write_parameters(value, draft))
+        case "range":
             return write_text(varint, value)
         case "location":
             location = write_location(varint, value)
             return location if draft.number >= 18 else write_text(varint, location)
         case "namespace":
-            return write_namespace(varint, value)
+            prefix = write_namespace(varint, value)
+            return write_text(varint, prefix) if draft.number == 20 else prefix
         case "u8" if draft.number >= 18:
             return bytes([value])
     return varint.encode(value)
@@ -223,6 +245,8 @@ def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> 
             raise SessionFault(f"parameter {param.name} has the invalid value {value}")
         if kind == "token":
             found[name] = _with_token(found.get(name, ()), value)
+        elif kind == "range":
+            found[name] = (*found.get(name, ()), (param, value))
         elif name in found:
             raise SessionFault(f"repeated parameter {param.name}")
         else:
@@ -241,24 +265,33 @@ def _read_value(reader: Reader, kind: _Encoding, draft: Draft) -> Any:
         case "token":
             return Token.decode(reader.text(MAX_VALUE_BYTES, "parameter"), draft.varint)
         case "filter":
-            value = reader.text(MAX_VALUE_BYTES, "parameter")
-            _check_filter(value, draft)
-            return value
-        case "location" if draft.number < 18:
-            inner = Reader(reader.text(MAX_VALUE_BYTES, "parameter"), draft.varint)
-            try:
-                location = inner.location()
-                inner.end()
-            except SessionFault as fault:
-                raise malformed(f"malformed location: {fault}") from fault
-            return location
+            return read_filter(reader, draft)
+        case "fill":
+            return _whole(reader, draft, lambda inner: read_parameters(inner, draft, IN_FILL))
+        case "range":
+            return reader.text(MAX_VALUE_BYTES, "parameter")
         case "location":
-            return reader.location()
+            return reader.location() if draft.number >= 18 else _location_16(reader, draft)
         case "namespace":
-            return reader.namespace()
+            return _whole(reader, draft, Reader.namespace) if draft.number == 20 else reader.namespace()
         case "u8" if draft.number >= 18:
             return reader.u8()
     return reader.varint()
+
+
+def _location_16(reader: Reader, draft: Draft) -> Location:
+    try:
+        return _whole(reader, draft, Reader.location)
+    except SessionFault as fault:
+        raise malformed(f"malformed location: {fault}") from fault
+
+
+def _whole(reader: Reader, draft: Draft, read: Callable[[Reader], T]) -> T:
+    """Read a length, and what must fill as many bytes."""
+    inner = Reader(reader.text(MAX_VALUE_BYTES, "parameter"), draft.varint)
+    value = read(inner)
+    inner.end()
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +308,8 @@ class SetupOptions:
     implementation: bytes | None = None
     max_request_id: int = 0
     """Draft 16 only."""
+    max_request_updates: int = 0
+    """Draft 20: unanswered REQUEST_UPDATEs that each request may have; 0 for any number."""
 
 
 _SETUP = {
@@ -284,8 +319,15 @@ _SETUP = {
     SetupOption.MAX_AUTH_TOKEN_CACHE_SIZE: "max_auth_token_cache_size",
     SetupOption.AUTHORITY: "authority",
     SetupOption.MOQT_IMPLEMENTATION: "implementation",
+    SetupOption.MAX_REQUEST_UPDATES: "max_request_updates",
 }
 """The field by option; others are ignored."""
+
+
+def _has_option(option: SetupOption, draft: Draft) -> bool:
+    if option == SetupOption.MAX_REQUEST_ID:
+        return draft.number < 17
+    return option != SetupOption.MAX_REQUEST_UPDATES or draft.number >= 19
 
 
 def setup_pairs(options: SetupOptions, draft: Draft) -> list[KeyValue]:
@@ -293,7 +335,7 @@ def setup_pairs(options: SetupOptions, draft: Draft) -> list[KeyValue]:
     pairs: list[KeyValue] = [(SetupOption.AUTHORIZATION_TOKEN, token.encode(draft.varint)) for token in options.tokens]
     for kind, name in _SETUP.items():
         value: Any = getattr(options, name)
-        if name != "tokens" and value not in (None, 0) and (kind != SetupOption.MAX_REQUEST_ID or draft.number < 17):
+        if name != "tokens" and value not in (None, 0) and _has_option(kind, draft):
             pairs.append((kind, value))
     return pairs
 
@@ -303,7 +345,7 @@ def setup_options(pairs: tuple[KeyValue, ...], draft: Draft) -> SetupOptions:
     found: dict[str, Any] = {}
     for kind, value in pairs:
         name = _SETUP.get(kind)  # type: ignore[call-overload]  # an IntEnum equals its number
-        if name is None or (kind == SetupOption.MAX_REQUEST_ID and draft.number >= 17):
+        if name is None or not _has_option(SetupOption(kind), draft):
             continue
         if name == "tokens":
             assert isinstance(value, bytes)  # noqa: S101  # odd types have bytes

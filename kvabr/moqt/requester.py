@@ -1,32 +1,81 @@
-"""The FETCHes that this end makes, their answers, and their objects."""
+"""The requests that this end makes, FETCH and SUBSCRIBE: their answers, and their objects."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.channel import Channel, RequestState
-from kvabr.moqt.codes import Param, RequestCode, ResetCode, SessionFault
+from kvabr.moqt.codes import Param, Property, RequestCode, ResetCode, SessionCode, SessionFault
 from kvabr.moqt.encoding import MessageParser, decode, ends_before
-from kvabr.moqt.events import Answered, Ended, Received, Refused, Reset, Stop, Write
-from kvabr.moqt.objects import ObjectParser
+from kvabr.moqt.events import (
+    Answered,
+    Ended,
+    Received,
+    Refused,
+    Reset,
+    Stop,
+    SubscriptionDone,
+    SubscriptionEnding,
+    Write,
+)
+from kvabr.moqt.objects import DEFAULT_PRIORITY, Item, ObjectBudget, ObjectParser, SubgroupHeader
 from kvabr.moqt.parameters import Parameters, present
-from kvabr.moqt.properties import MalformedTrack, unusable
+from kvabr.moqt.properties import MalformedTrack, unfold, unusable
 
 _IN_UPDATE_OK = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT})
 """Parameters of a REQUEST_OK that answers a REQUEST_UPDATE (draft 18, sections 10.2.10 and 10.2.11)."""
+MAX_EARLY_OBJECTS_BYTES = 1 << 20
+"""Bytes held of streams of subscriptions whose SUBSCRIBE_OK has not arrived yet; streams beyond that are stopped."""
+MAX_PARTIAL_BYTES = 1 << 20
+"""Bytes of incomplete object headers on all streams together."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _FetchState(RequestState):
-    message: m.Fetch = field(kw_only=False)
+class _OwnRequest(RequestState):
+    message: m.Fetch | m.Subscribe = field(kw_only=False)
     parser: MessageParser
     """Parser of the answers on the request's own stream."""
-    objects: ObjectParser
+    budget: ObjectBudget = field(default_factory=ObjectBudget)
+    streams: set[int] = field(default_factory=set)
+    """Open streams of objects."""
+    begun: int = 0
+    """Number of streams of objects so far."""
     data_ended: bool = False
+    """FETCH: its stream of objects has ended."""
+    alias: int | None = None
+    """SUBSCRIBE: the track alias."""
+    priority: int = DEFAULT_PRIORITY
+    """SUBSCRIBE: that of subgroups which have none of their own."""
+    done: m.PublishDone | None = None
     cancelled: bool = False
     """Draft 16: the request was cancelled before it was sent."""
+    postponed: Parameters | None = None
+    """An update that waits until the peer has answered enough of them."""
+
+    @property
+    def subscribes(self) -> bool:
+        """Whether this is a SUBSCRIBE."""
+        return isinstance(self.message, m.Subscribe)
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """A stream of objects of a request."""
+
+    request: _OwnRequest
+    objects: ObjectParser
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A stream of a track alias that no SUBSCRIBE_OK has named yet."""
+
+    header: SubgroupHeader
+    data: bytearray
+    ended: bool
 
 
 class Requester:
@@ -34,22 +83,34 @@ class Requester:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._requests: dict[int, _FetchState] = {}
-        self._by_stream: dict[int, _FetchState] = {}
-        self._by_data: dict[int, _FetchState | None] = {}
-        """By unidirectional stream that has not ended; None if its content is ignored."""
-        self._waiting: deque[_FetchState] = deque()
+        self._requests: dict[int, _OwnRequest] = {}
+        self._by_stream: dict[int, _OwnRequest] = {}
+        self._by_data: dict[int, _Incoming | _Held | None] = {}
+        """By unidirectional stream that has not ended, or is held; None if its content is ignored."""
+        self._by_alias: dict[int, _OwnRequest] = {}
+        self._waiting: deque[_OwnRequest] = deque()
+        self._held_bytes = 0
         self._limit = 0
         """Draft 16: request IDs must be below this."""
+        self.most_updates = 0
+        """Draft 20: unanswered updates that a request may have; 0 for any number."""
         self.peer_draining = False
 
     # ------------------------------------------------------------------ called by the owner
 
-    def request(self, message: m.Fetch) -> None:
+    def subscribed(self, namespace: tuple[bytes, ...], track: bytes) -> bool:
+        """Return whether a subscription to a track is open."""
+        return any(
+            each.subscribes
+            and not each.cancelled
+            and (each.message.namespace, each.message.track) == (namespace, track)
+            for each in self._requests.values()
+        )
+
+    def request(self, message: m.Fetch | m.Subscribe) -> None:
         """Make a request; in draft 16 it may wait until the peer grants more IDs."""
         draft, number = self._channel.draft, message.request_id
-        objects = ObjectParser(draft, descending=message.parameters.group_order == 2)
-        request = self._requests[number] = _FetchState(number, message, parser=MessageParser(draft), objects=objects)
+        request = self._requests[number] = _OwnRequest(number, message, parser=MessageParser(draft))
         if draft.streams or (number < self._limit and not self._waiting):
             self._send(request)
         else:
@@ -68,14 +129,18 @@ class Requester:
         self.grant(limit)
 
     def update(self, request_id: int, parameters: Parameters) -> bool:
-        """Send a REQUEST_UPDATE if the request is still open, and return whether one was sent.
+        """Send a REQUEST_UPDATE if the request is still open, and return whether one is sent, now or later.
 
-        Draft 16 allows a peer to close the session over an update to a request that it has just completed. The
-        requester cannot rule that out, so it sends no updates in that draft.
+        It waits while the peer has as many unanswered ones as it allows; only the last one that waits is sent. Draft 16
+        allows a peer to close the session over an update to a request that it has just completed. The requester cannot
+        rule that out, so it sends no updates in that draft.
         """
         request = self._requests.get(request_id)
         if request is None or request.stream is None or self.peer_draining:
             return False
+        if self.most_updates and request.updates >= self.most_updates:
+            request.postponed = parameters
+            return True
         request.updates += 1
         self._channel.write(request.stream, m.RequestUpdate(self._channel.take_id(), None, parameters))
         return True
@@ -91,12 +156,14 @@ class Requester:
         self._forget(request, code)
         if request.stream is not None:
             self._channel.commands += [Reset(request.stream, code), Stop(request.stream, code)]
-        else:
+        elif not request.subscribes:
             self._channel.control(m.FetchCancel(request_id))
+        elif request.done is None:
+            self._channel.control(m.Unsubscribe(request_id))
 
     # ------------------------------------------------------------------ answers from the peer
 
-    def by_id(self, number: int) -> _FetchState | None:
+    def by_id(self, number: int) -> _OwnRequest | None:
         """Return a request, or None if it is over."""
         if not self._channel.made(number):
             raise SessionFault(f"answer to request {number}, which was never made")
@@ -116,37 +183,65 @@ class Requester:
                 raise SessionFault("the answers to a request end inside a message")
             self.stream_gone(stream, None)
 
-    def answer(self, request: _FetchState, message: m.Message) -> None:
+    def answer(self, request: _OwnRequest, message: m.Message) -> None:
         """Handle an answer to a request."""
         channel = self._channel
         if isinstance(message, m.RequestErrorMessage) and message.redirect is not None:
             channel.check_uri(message.redirect.uri, message)
-        if isinstance(message, m.RequestOk) and request.updates:  # even before the FETCH itself is answered
+        if isinstance(message, m.RequestOk) and request.updates:  # even before the request itself is answered
             self._updated(request, message)
         elif isinstance(message, m.RequestErrorMessage) and request.updates and request.answered:
-            request.updates -= 1
-        elif isinstance(message, m.RequestErrorMessage):
+            self._update_answered(request)
+        elif isinstance(message, m.RequestErrorMessage) and request.done is None:
             channel.events.append(Refused(request.number, message))
             self._drop(request)
         elif isinstance(message, m.Goaway) and channel.draft.streams:
             # The peer asks to make this request elsewhere; it continues until it is reset.
             channel.check_goaway(message, repeated=request.going_away)
             request.going_away = True
-        elif isinstance(message, m.FetchOk) and not request.answered:
-            if ends_before(message.end, request.message.start):
-                raise SessionFault(f"FETCH_OK ends at {tuple(message.end)}, before the start of its FETCH")
-            request.answered = True
-            if (refusal := unusable(message.properties, channel.draft)) is not None:
-                self._abandon(request, *refusal)
-            else:
-                channel.events.append(Answered(request.number, message))
-                self._finish(request)
+        elif isinstance(request.message, m.Fetch):
+            self._answer_fetch(request, request.message, message)
         else:
-            raise SessionFault(f"{type(message).__name__} does not answer a FETCH")
+            self._answer_subscribe(request, message)
 
-    def _updated(self, request: _FetchState, message: m.RequestOk) -> None:
+    def _answer_fetch(self, request: _OwnRequest, asked: m.Fetch, message: m.Message) -> None:
+        if not isinstance(message, m.FetchOk) or request.answered:
+            raise SessionFault(f"{type(message).__name__} does not answer a FETCH")
+        if asked.parameters.filter is None and ends_before(message.end, asked.start):
+            raise SessionFault(f"FETCH_OK ends at {tuple(message.end)}, before the start of its FETCH")
+        if self._accepted(request, message):
+            self._finish(request)
+
+    def _answer_subscribe(self, request: _OwnRequest, message: m.Message) -> None:
+        if isinstance(message, m.SubscribeOk) and not request.answered:
+            alias = message.track_alias
+            if alias in self._by_alias:
+                code = SessionCode.DUPLICATE_TRACK_ALIAS
+                raise SessionFault(f"track alias {alias} is already in use", code)
+            if self._accepted(request, message):
+                request.alias, request.priority = alias, _priority(message, self._channel)
+                self._by_alias[alias] = request
+                self._release(request)
+            self._drop_held()
+        elif isinstance(message, m.PublishDone) and request.answered and request.done is None:
+            request.done = message
+            self._channel.events.append(SubscriptionEnding(request.number, message))
+            self._finish(request)
+        elif not isinstance(message, m.PublishStateNotify) or not request.answered:  # this one only informs
+            raise SessionFault(f"{type(message).__name__} does not answer a SUBSCRIBE")
+
+    def _accepted(self, request: _OwnRequest, message: m.FetchOk | m.SubscribeOk) -> bool:
+        """Report the answer to a request; return False if its track cannot be used."""
+        request.answered = True
+        if (refusal := unusable(message.properties, self._channel.draft)) is not None:
+            self._abandon(request, *refusal)
+            return False
+        self._channel.events.append(Answered(request.number, message))
+        return True
+
+    def _updated(self, request: _OwnRequest, message: m.RequestOk) -> None:
         """Handle a REQUEST_OK for a REQUEST_UPDATE; draft 16 ignores parameters that are out of place."""
-        request.updates -= 1
+        self._update_answered(request)
         if not self._channel.draft.streams:
             return
         if message.properties:
@@ -155,12 +250,18 @@ class Requester:
             names = ", ".join(sorted(param.name for param in extra))
             raise SessionFault(f"REQUEST_OK for a REQUEST_UPDATE carries the parameters {names}")
 
+    def _update_answered(self, request: _OwnRequest) -> None:
+        request.updates -= 1
+        postponed, request.postponed = request.postponed, None
+        if postponed is not None:
+            self.update(request.number, postponed)
+
     def stream_gone(self, stream: int, code: int | None) -> None:
         """Handle the end (`code` is None) or the reset of a request's stream."""
         request = self._by_stream.get(stream)
-        if request is None:
+        if request is None or request.done is not None:
             return
-        if code is None and request.answered and not request.data_ended:
+        if code is None and request.answered and not request.subscribes and not request.data_ended:
             return  # normal: the objects are still on their way
         if not request.data_ended:
             # Stream and request errors have different code spaces; keep the codes that both share.
@@ -177,18 +278,31 @@ class Requester:
         """Ignore the content of a unidirectional stream."""
         self._by_data[stream] = None
 
-    def begin_objects(self, stream: int, number: int | None, data: memoryview, *, fin: bool) -> None:
-        """Take in the first objects on a stream, of FETCH `number`, or of a subscription (None)."""
-        request = None if number is None else self.by_id(number)
-        if request is None:
-            if not fin:  # the request was cancelled; the draft allows dropping the stream
-                self.ignore(stream)
-                self._channel.commands.append(Stop(stream, ResetCode.CANCELLED))
-            return
-        if request.data_stream is not None:
-            raise SessionFault(f"second stream of objects for request {number}")
-        request.data_stream = stream
-        self._by_data[stream] = request
+    def begin_objects(self, stream: int, of: SubgroupHeader | int, data: memoryview, *, fin: bool) -> None:
+        """Take in the first objects on a stream, of a subgroup or of the FETCH with that ID."""
+        header = None if isinstance(of, int) else of
+        request = self.by_id(of) if isinstance(of, int) else self._by_alias.get(of.track_alias)
+        if request is None and header is not None and self._early:
+            self._hold(stream, _Held(header, bytearray(), ended=False), data, fin=fin)
+        elif request is None:
+            self._reject(stream, fin=fin)  # the request was cancelled; the draft allows dropping the stream
+        elif header is None and request.subscribes:
+            raise SessionFault(f"stream of objects for request {request.number}, which is not a FETCH")
+        elif header is None and request.begun:
+            raise SessionFault(f"second stream of objects for request {request.number}")
+        else:
+            self._begin(stream, request, header, data, fin=fin)
+
+    def _begin(
+        self, stream: int, request: _OwnRequest, header: SubgroupHeader | None, data: memoryview, *, fin: bool
+    ) -> None:
+        descending = header is None and request.message.parameters.group_order == 2
+        objects = ObjectParser(
+            self._channel.draft, header, descending=descending, budget=request.budget, priority=request.priority
+        )
+        request.begun += 1
+        request.streams.add(stream)
+        self._by_data[stream] = _Incoming(request, objects)
         self.receive_objects(stream, data, fin=fin)
 
     def receives(self, stream: int) -> bool:
@@ -197,34 +311,103 @@ class Requester:
 
     def receive_objects(self, stream: int, data: bytes | memoryview, *, fin: bool) -> None:
         """Take in more objects of a stream."""
-        request = self._by_data.pop(stream) if fin else self._by_data[stream]
-        if request is None:
+        found = self._by_data[stream]
+        if isinstance(found, _Held):
+            self._hold(stream, found, data, fin=fin)
             return
+        if fin:
+            del self._by_data[stream]
+        if found is None:
+            return
+        request, objects = found.request, found.objects
+        if fin:
+            request.streams.discard(stream)
         try:
-            items = request.objects.feed(data)
+            items = objects.feed(data)
+            if fin:
+                objects.finish()
         except MalformedTrack as error:
             self._abandon(request, RequestCode.MALFORMED_TRACK, f"malformed track: {error}")
             return
         if items:
-            events = self._channel.events
-            last = events[-1] if events else None
-            if isinstance(last, Received) and last.request_id == request.number:
-                last.items.extend(items)
-            else:
-                events.append(Received(request.number, items))
+            self._received(request, stream, items)
         if fin:
-            request.objects.finish()
-            self._data_ended(request, None)
+            self._data_ended(request, stream, None)
+        elif objects.buffered and self.partial_bytes > MAX_PARTIAL_BYTES:
+            what = f"more than {MAX_PARTIAL_BYTES} bytes of incomplete headers of objects"
+            raise SessionFault(what, SessionCode.INTERNAL_ERROR)
+
+    def _received(self, request: _OwnRequest, stream: int, items: list[Item]) -> None:
+        events, named = self._channel.events, stream if request.subscribes else None
+        last = events[-1] if events else None
+        if isinstance(last, Received) and (last.request_id, last.stream) == (request.number, named):
+            last.items.extend(items)
+        else:
+            events.append(Received(request.number, items, named))
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes held of incomplete headers of objects."""
+        return sum(each.objects.buffered for each in self._by_data.values() if isinstance(each, _Incoming))
 
     def data_reset(self, stream: int, code: int) -> None:
         """Handle the reset of a stream of objects."""
-        request = self._by_data.pop(stream, None)
-        if request is not None:
-            self._data_ended(request, code)
+        found = self._by_data.pop(stream, None)
+        if isinstance(found, _Held):
+            self._held_bytes -= len(found.data) + 64
+        elif found is not None:
+            found.request.streams.discard(stream)
+            self._data_ended(found.request, stream, code)
+
+    # ------------------------------------------------------------------ streams that overtake their SUBSCRIBE_OK
+
+    @property
+    def _early(self) -> bool:
+        """Whether the answer to a SUBSCRIBE may still name a track alias."""
+        return any(each.subscribes and not each.answered for each in self._requests.values())
+
+    def _hold(self, stream: int, held: _Held, data: bytes | memoryview, *, fin: bool) -> None:
+        self._held_bytes += len(data) + (64 if stream not in self._by_data else 0)
+        held.data += data
+        held.ended = fin
+        self._by_data[stream] = held
+        if self._held_bytes > MAX_EARLY_OBJECTS_BYTES:
+            self._unhold(stream, held)
+            self._reject(stream, fin=fin)
+
+    def _release(self, request: _OwnRequest) -> None:
+        """Pass on the streams that were held for a subscription."""
+        for stream, held in list(self._held):
+            if held.header.track_alias == request.alias and self._by_data.get(stream) is held:
+                self._unhold(stream, held)
+                self._begin(stream, request, held.header, memoryview(bytes(held.data)), fin=held.ended)
+                if request.number not in self._requests:
+                    return
+
+    def _drop_held(self) -> None:
+        """Drop the streams that are held, if no answer can name their track alias any more."""
+        if self._held_bytes and not self._early:
+            for stream, held in list(self._held):
+                self._unhold(stream, held)
+                self._reject(stream, fin=held.ended)
+
+    @property
+    def _held(self) -> Iterator[tuple[int, _Held]]:
+        return ((stream, each) for stream, each in self._by_data.items() if isinstance(each, _Held))
+
+    def _unhold(self, stream: int, held: _Held) -> None:
+        del self._by_data[stream]
+        self._held_bytes -= len(held.data) + 64
+
+    def _reject(self, stream: int, *, fin: bool) -> None:
+        """Ignore a stream, and stop it if it goes on."""
+        if not fin:
+            self.ignore(stream)
+            self._channel.commands.append(Stop(stream, ResetCode.CANCELLED))
 
     # ------------------------------------------------------------------ internals
 
-    def _send(self, request: _FetchState) -> None:
+    def _send(self, request: _OwnRequest) -> None:
         channel = self._channel
         if channel.draft.streams:
             request.stream = channel.open_bidi()
@@ -233,34 +416,52 @@ class Requester:
         if request.cancelled:
             self.cancel(request.number)
 
-    def _data_ended(self, request: _FetchState, code: int | None) -> None:
-        request.data_ended = True
-        self._channel.events.append(Ended(request.number, code))
+    def _data_ended(self, request: _OwnRequest, stream: int, code: int | None) -> None:
+        request.data_ended = not request.subscribes
+        self._channel.events.append(Ended(request.number, code, stream if request.subscribes else None))
         self._finish(request)
 
-    def _refused(self, request: _FetchState, code: int, reason: str) -> None:
+    def _refused(self, request: _OwnRequest, code: int, reason: str) -> None:
         self._channel.events.append(Refused(request.number, m.RequestErrorMessage(request.number, code, 0, reason)))
 
-    def _abandon(self, request: _FetchState, code: int, reason: str) -> None:
+    def _abandon(self, request: _OwnRequest, code: int, reason: str) -> None:
         """Cancel a request whose track cannot be used, such as a malformed one (draft 18, section 2.4.2)."""
         self.cancel(request.number)
         self._refused(request, code, reason)
 
-    def _finish(self, request: _FetchState) -> None:
-        """Drop a FETCH once its answer and all its objects have arrived, in either order."""
+    def _finish(self, request: _OwnRequest) -> None:
+        """Drop a request once its answers and all its objects have arrived, in any order."""
+        done = request.done
         if request.answered and request.data_ended:
             self._drop(request)
+        elif done is not None and not request.streams and request.begun >= done.streams:
+            self._channel.events.append(SubscriptionDone(request.number))
+            self._drop(request)
 
-    def _drop(self, request: _FetchState) -> None:
+    def _drop(self, request: _OwnRequest) -> None:
         self._forget(request, ResetCode.CANCELLED)
         if request.stream is not None:
             self._channel.commands.append(Write(request.stream, b"", fin=True))
 
-    def _forget(self, request: _FetchState, code: int) -> None:
+    def _forget(self, request: _OwnRequest, code: int) -> None:
         """Remove a request, and stop its objects."""
         self._requests.pop(request.number, None)
         if request.stream is not None:
             self._by_stream.pop(request.stream, None)
-        if request.data_stream in self._by_data:
-            self._by_data[request.data_stream] = None
-            self._channel.commands.append(Stop(request.data_stream, code))
+        if request.alias is not None and self._by_alias.get(request.alias) is request:
+            del self._by_alias[request.alias]
+        for stream in sorted(request.streams):
+            self._by_data[stream] = None
+            self._channel.commands.append(Stop(stream, code))
+        request.streams.clear()
+        self._drop_held()
+
+
+def _priority(message: m.SubscribeOk, channel: Channel) -> int:
+    """Return the priority of a track's subgroups that have none of their own."""
+    try:
+        every = dict(unfold(message.properties, channel.draft))
+    except MalformedTrack:  # refused by `unusable`
+        return DEFAULT_PRIORITY
+    value = every.get(Property.DEFAULT_PUBLISHER_PRIORITY, DEFAULT_PRIORITY)
+    return value if isinstance(value, int) else DEFAULT_PRIORITY

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.channel import Channel, PeerIds, RequestState
 from kvabr.moqt.codes import Param, RequestCode, ResetCode, SessionFault
-from kvabr.moqt.events import Cancelled, Requested, Reset, Stop, Updated, Write
-from kvabr.moqt.objects import FETCH_HEADER
+from kvabr.moqt.encoding import ends_before
+from kvabr.moqt.events import Cancelled, Requested, Reset, Stop, Stopped, Updated, Write
+from kvabr.moqt.objects import FETCH_HEADER, SubgroupHeader, SubgroupWriter
 from kvabr.moqt.parameters import Parameters, present, token_values
 from kvabr.moqt.properties import unusable
 from kvabr.moqt.wire import Location
 
 REQUEST_WINDOW = 256
 """Draft 16: open requests that a peer may have."""
-_OF_SUBSCRIPTIONS = m.RequestUpdate.allowed - {Param.TRACK_NAMESPACE_PREFIX}
+_OF_UPDATES = m.RequestUpdate.allowed | m.RequestUpdate.changed_20
+_OF_SUBSCRIPTIONS = _OF_UPDATES - {Param.TRACK_NAMESPACE_PREFIX, Param.TRACK_PROPERTY_FILTER}
 _OF_FETCHES = frozenset({Param.AUTHORIZATION_TOKEN, Param.SUBSCRIBER_PRIORITY})
 _OF_PREFIXES = frozenset({Param.AUTHORIZATION_TOKEN, Param.TRACK_NAMESPACE_PREFIX})
+_OF_TRACKS = _OF_PREFIXES | {Param.FORWARD, Param.TRACK_PROPERTY_FILTER}
+"""FORWARD and the filter since draft 20; before, neither was for namespaces."""
 _CHANGEABLE: dict[type[m.Message], frozenset[Param]] = {
     m.Subscribe: _OF_SUBSCRIPTIONS, m.Publish: _OF_SUBSCRIPTIONS, m.Fetch: _OF_FETCHES, m.JoiningFetch: _OF_FETCHES,
     m.PublishNamespace: frozenset({Param.AUTHORIZATION_TOKEN}), m.SubscribeNamespace: _OF_PREFIXES,
-    m.SubscribeTracks: _OF_PREFIXES,
 }  # fmt: skip
 """Parameters of a REQUEST_UPDATE by the request that it changes (draft 18, section 10.2); TRACK_STATUS has none."""
 _RESERVED = (b".", b".session")
 """Reserved first fields of namespaces; requests for them are refused (draft 18, sections 3.2.1 and 3.2.2)."""
+
+
+@dataclass(slots=True, eq=False)
+class _PeerRequest(RequestState):
+    streams: set[int] = field(default_factory=set)
+    """Unidirectional streams that carry its objects."""
+    pushed: int = 0
+    """Number of streams that a subscription has had."""
 
 
 class Responder:
@@ -34,9 +45,9 @@ class Responder:
     def __init__(self, channel: Channel, granted: int) -> None:
         self._channel = channel
         self.ids = PeerIds(channel, granted)
-        self._requests: dict[int, RequestState] = {}
-        self._by_stream: dict[int, RequestState] = {}
-        self._by_data: dict[int, RequestState] = {}
+        self._requests: dict[int, _PeerRequest] = {}
+        self._by_stream: dict[int, _PeerRequest] = {}
+        self._by_data: dict[int, _PeerRequest] = {}
         self.draining = False
         self.lenient = False
         """Whether to keep sending objects when the peer resets or stops the stream of an answered FETCH. moq-rs 0.5
@@ -72,7 +83,7 @@ class Responder:
         tokens = token_values(message.parameters.tokens)
         if tokens:  # they may be long, and are not kept while the request waits
             message = replace(message, parameters=replace(message.parameters, tokens=()))
-        request = RequestState(message.request_id, message, stream)
+        request = _PeerRequest(message.request_id, message, stream)
         self._requests[request.number] = request
         if stream is not None:
             self._by_stream[stream] = request
@@ -80,22 +91,30 @@ class Responder:
             self.refuse(request.number, RequestCode.GOING_AWAY, "this server is going away; reconnect")
         elif self._channel.draft.number >= 17 and _first_field(message) in _RESERVED:
             self.refuse(request.number, RequestCode.DOES_NOT_EXIST, "the namespace is reserved")
+        elif message.parameters.range_filters or (message.parameters.fill or message.parameters).range_filters:
+            self.refuse(request.number, RequestCode.INVALID_FILTER, "range filters are not supported")
+        elif isinstance(message, m.Fetch) and ends_before(message.end, message.start):  # faulty before draft 20
+            self.refuse(request.number, RequestCode.INVALID_RANGE, "the range ends before it starts")
         elif isinstance(message, m.Publish) and (why := unusable(message.properties, self._channel.draft)) is not None:
             self.refuse(request.number, *why)
         else:
             self._channel.events.append(Requested(request.number, message, tokens))
 
-    def _update(self, request: RequestState, message: m.RequestUpdate) -> None:
+    def _update(self, request: _PeerRequest, message: m.RequestUpdate) -> None:
         """Apply a REQUEST_UPDATE."""
         parameters = message.parameters
         kind = type(request.message)
         allowed = _CHANGEABLE.get(kind)
+        if kind is m.SubscribeTracks:
+            allowed = _OF_PREFIXES if self._channel.draft.number < 20 else _OF_TRACKS
         if allowed is None or not present(parameters) <= allowed:
             raise SessionFault(f"REQUEST_UPDATE with parameters that a {kind.__name__} cannot have")
         token_values(parameters.tokens)  # they need not be valid, but well-formed
-        if parameters.namespace_prefix is not None:
-            # Refusing the new prefix must end the request (draft 18, section 10.9.1).
+        if parameters.namespace_prefix is not None or (parameters.fill or parameters).range_filters:
+            # Refusing the change must end the request (draft 18, section 10.9.1).
             code, reason = RequestCode.NOT_SUPPORTED, "a prefix cannot be changed; make a new request"
+            if parameters.namespace_prefix is None:
+                code, reason = RequestCode.INVALID_FILTER, "range filters are not supported"
             self._channel.write(request.stream, m.RequestErrorMessage(message.request_id, code, 0, reason))
             self._cancelled(request, ResetCode.CANCELLED, reset=None)
             return
@@ -133,18 +152,23 @@ class Responder:
     def stream_gone(self, stream: int, code: int) -> None:
         """Handle a reset or STOP_SENDING on a stream of a request."""
         request = self._by_stream.get(stream)
-        if request is not None and self.lenient and request.data_stream is not None:
+        if request is not None and self.lenient and isinstance(request.message, m.Fetch) and request.streams:
             return
-        request = request or self._by_data.get(stream)
-        if request is not None:
+        data = self._by_data.get(stream)
+        if request is None and data is not None and isinstance(data.message, m.Subscribe):
+            self.pushed(data.number, stream)
+            self._channel.commands.append(Reset(stream, ResetCode.CANCELLED))
+            self._channel.events.append(Stopped(data.number, stream))
+        elif (request := request or data) is not None:
             self._cancelled(request, code)
 
     def stream_ended(self, stream: int) -> None:
         """Handle the end of the peer's side of a request's stream.
 
-        It cancels SUBSCRIBE_NAMESPACE and SUBSCRIBE_TRACKS (draft 18, section 6.1) and means nothing to other requests.
+        It cancels SUBSCRIBE_NAMESPACE and SUBSCRIBE_TRACKS before draft 20 (draft 18, section 6.1). It means nothing to
+        other requests.
         """
-        request = self._by_stream.get(stream)
+        request = self._by_stream.get(stream) if self._channel.draft.fin_cancels else None
         if request is not None and isinstance(request.message, m.SubscribeNamespace | m.SubscribeTracks):
             self._cancelled(request, ResetCode.CANCELLED, reset=None)
 
@@ -162,9 +186,7 @@ class Responder:
         """
         channel, request = self._channel, self._requests[request_id]
         self._agree(request, m.FetchOk(request_id, end_of_track, end))
-        stream = channel.open_uni()
-        request.data_stream = stream
-        self._by_data[stream] = request
+        stream = self._open(request)
         varint = channel.draft.varint
         channel.commands.append(Write(stream, varint.encode(FETCH_HEADER) + varint.encode(request_id)))
         return stream
@@ -182,13 +204,31 @@ class Responder:
             self._finish(request, reset=code)
 
     def accept_subscribe(self, request_id: int, alias: int, largest: Location | None) -> None:
-        """Accept a SUBSCRIBE."""
+        """Accept a SUBSCRIBE, or raise KeyError if it is over, as the methods below."""
         self._agree(self._requests[request_id], m.SubscribeOk(request_id, alias, Parameters(largest=largest)))
 
-    def publish_done(self, request_id: int, code: int, streams: int, reason: str) -> None:
-        """End a subscription."""
+    def push(self, request_id: int, header: SubgroupHeader) -> int:
+        """Open a stream for a subgroup of a subscription.
+
+        Returns:
+            The stream on which the owner must write the objects, after the header; see `pushed`.
+        """
         request = self._requests[request_id]
-        self._channel.write(request.stream, m.PublishDone(request_id, code, streams, reason))
+        stream = self._open(request)
+        request.pushed += 1
+        self._channel.commands.append(Write(stream, SubgroupWriter(self._channel.draft, header).begin()))
+        return stream
+
+    def pushed(self, request_id: int, stream: int) -> None:
+        """Forget a stream of a subscription after the owner has ended or reset it."""
+        if (request := self._requests.get(request_id)) is not None and stream in request.streams:
+            request.streams.remove(stream)
+            del self._by_data[stream]
+
+    def publish_done(self, request_id: int, code: int, reason: str) -> None:
+        """End a subscription whose streams have ended; those that have not are reset."""
+        request = self._requests[request_id]
+        self._channel.write(request.stream, m.PublishDone(request_id, code, request.pushed, reason))
         self._finish(request)
 
     def accept(self, request_id: int, parameters: Parameters | None = None) -> None:
@@ -214,26 +254,33 @@ class Responder:
 
     # ------------------------------------------------------------------ internals
 
-    def _agree(self, request: RequestState, message: m.Message) -> None:
+    def _open(self, request: _PeerRequest) -> int:
+        stream = self._channel.open_uni()
+        request.streams.add(stream)
+        self._by_data[stream] = request
+        return stream
+
+    def _agree(self, request: _PeerRequest, message: m.Message) -> None:
         self._channel.write(request.stream, message)
         request.answered = True
         for _ in range(request.updates):
             self._channel.write(request.stream, m.RequestOk())
         request.updates = 0
 
-    def _cancelled(self, request: RequestState, code: int, *, reset: int | None = ResetCode.CANCELLED) -> None:
+    def _cancelled(self, request: _PeerRequest, code: int, *, reset: int | None = ResetCode.CANCELLED) -> None:
         if not self._channel.retract(request.number):
             self._channel.events.append(Cancelled(request.number, code))
         self._finish(request, reset=reset)
 
-    def _finish(self, request: RequestState, *, reset: int | None = None) -> None:
+    def _finish(self, request: _PeerRequest, *, reset: int | None = None) -> None:
         if self._requests.pop(request.number, None) is None:
             return
-        stream, data_stream = request.stream, request.data_stream
-        if data_stream is not None:
+        stream, subscribed = request.stream, isinstance(request.message, m.Subscribe)
+        for data_stream in sorted(request.streams):
             del self._by_data[data_stream]
-            if reset is not None:
-                self._channel.commands.append(Reset(data_stream, reset))
+            if reset is not None or subscribed:
+                code = ResetCode.CANCELLED if reset is None else reset
+                self._channel.commands.append(Reset(data_stream, code))
         if stream is not None:
             self._by_stream.pop(stream, None)
             if reset is None:

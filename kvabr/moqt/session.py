@@ -1,16 +1,16 @@
-"""The state machine of one MoQT session, as client or server, publisher or subscriber, in drafts 18 and 16.
+"""The state machine of one MoQT session, as client or server, publisher or subscriber, in all supported drafts.
 
 Theory of operation. The owner passes in bytes, resets and STOP_SENDINGs from QUIC streams; the session returns events
 for the owner and commands for streams. It allocates stream IDs as QUIC does, so nothing else may open streams on the
 connection.
 
-1. Draft 18: each end opens a unidirectional control stream with its SETUP. Every request has its own bidirectional
+1. Since draft 18 each end opens a unidirectional control stream with its SETUP. Every request has its own bidirectional
    stream, on which it is answered, changed and, by a reset, cancelled. Draft 16: one bidirectional stream carries the
    SETUPs, all requests and all answers; only SUBSCRIBE_NAMESPACE has its own stream.
 2. Data that arrives before the peer's SETUP is held, within bounds, because tokens in the SETUP decide what a request
    may do.
-3. The objects of a FETCH arrive on one unidirectional stream. The owner writes its own objects itself, after the stream
-   header that `Responder.accept_fetch` writes.
+3. The objects of a FETCH arrive on one unidirectional stream, those of a subscription on one for each subgroup. The
+   owner writes its own objects itself, after the stream header that `Responder.accept_fetch` or `push` writes.
 4. If the peer breaks a rule, the session ends with a `Close` command with the draft's code, and a `Closed` event.
 """
 
@@ -23,7 +23,7 @@ from kvabr.moqt.channel import Channel
 from kvabr.moqt.codes import ResetCode, SessionCode, SessionFault
 from kvabr.moqt.encoding import ANSWERS, CLIENT_SETUP_16, SERVER_SETUP_16, MessageParser, decode
 from kvabr.moqt.events import Close, Closed, Command, Event, GoingAway, Ready, Reset
-from kvabr.moqt.objects import FETCH_HEADER, PADDING_STREAM, SETUP_STREAM, is_subgroup, read_stream_header
+from kvabr.moqt.objects import PADDING_STREAM, SETUP_STREAM, read_stream_header
 from kvabr.moqt.parameters import Parameters, SetupOptions, check_target, token_values
 from kvabr.moqt.requester import Requester
 from kvabr.moqt.responder import REQUEST_WINDOW, Responder
@@ -84,11 +84,23 @@ class MoqtSession:
         self.requester.request(m.Fetch(number, namespace, track, start, end, parameters))
         return number
 
+    def subscribe(self, namespace: tuple[bytes, ...], track: bytes, parameters: Parameters) -> int:
+        """Ask for objects as they appear, by default those after the largest one; return the request ID.
+
+        Raises:
+            ValueError: A subscription to the track is open.
+        """
+        if self.requester.subscribed(namespace, track):
+            raise ValueError("a subscription to that track is open")
+        number = self._channel.take_id()
+        self.requester.request(m.Subscribe(number, namespace, track, parameters))
+        return number
+
     def goaway(self, timeout_ms: int = 0) -> None:
         """Announce the end of the session; later requests of the peer are refused."""
         if self._channel.control_stream is not None and not self.responder.draining and self.closed is None:
             self.responder.draining = True
-            number = self.responder.ids.next if self.draft.streams else None
+            number = self.responder.ids.next if self.draft.goaway_names_request else None
             self._channel.control(m.Goaway(b"", timeout_ms, number))
 
     def close(self, code: int = SessionCode.NO_ERROR, reason: str = "") -> None:
@@ -189,7 +201,7 @@ class MoqtSession:
                 raise SessionFault("stream without a valid header")
             self._headers[stream] = data
             return
-        kind, number, size = header
+        kind, of, size = header
         if kind == SETUP_STREAM and self.draft.streams:
             if self._control_in is not None:
                 raise SessionFault("second control stream")
@@ -198,10 +210,10 @@ class MoqtSession:
         elif kind == PADDING_STREAM and self.draft.streams:
             if not fin:
                 self.requester.ignore(stream)
-        elif kind != FETCH_HEADER and not is_subgroup(kind, self.draft):
+        elif of is None:
             raise SessionFault(f"unknown stream type 0x{kind:x}")
         elif self._ready:
-            self.requester.begin_objects(stream, number, memoryview(data)[size:], fin=fin)
+            self.requester.begin_objects(stream, of, memoryview(data)[size:], fin=fin)
         else:
             self._keep_early(stream, data, fin=fin)
 
@@ -281,6 +293,7 @@ class MoqtSession:
         if not self.draft.streams and not self.client:
             self._channel.control(m.Setup(self._options))
         self._channel.events.append(Ready(options, tokens))
+        self.requester.most_updates = options.max_request_updates
         self.requester.grant(options.max_request_id)
         early, self._early = self._early, {}
         for stream, (data, fin) in early.items():
@@ -290,7 +303,7 @@ class MoqtSession:
                 self._messages[stream] = None
 
     def _receive_control_message(self, message: m.Message) -> None:
-        """Handle a message on the control stream: only GOAWAY in draft 18, almost any in draft 16."""
+        """Handle a message on the control stream: only GOAWAY since draft 18, almost any in draft 16."""
         if isinstance(message, m.Goaway):
             self._receive_goaway(message)
         elif self.draft.streams:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvabr.moqt.codes import SessionCode, SessionFault
 
@@ -78,12 +78,20 @@ NARROW = Varint(wide=False)
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """One draft of moq-transport."""
+    """One draft of moq-transport: what is different in it. `docs/reference/wire-format.md` has the table."""
 
     number: int
     varint: Varint
     streams: bool
     """Whether every request has its own bidirectional stream (draft 17 and later), or all share one."""
+    filters: Literal["kind", "count", "form"] = "kind"
+    """How a location filter begins: with one of four kinds, by the number of its fields, or with one of six forms."""
+    fetch_by_filter: bool = False
+    """Whether FETCH names its range by a location filter, whose end is inclusive as that of FETCH_OK (draft 20)."""
+    goaway_names_request: bool = False
+    """Whether GOAWAY says which request was the first not to be processed (drafts 17 and 18)."""
+    fin_cancels: bool = True
+    """Whether the end of its stream cancels a SUBSCRIBE_NAMESPACE or SUBSCRIBE_TRACKS (before draft 20)."""
 
     @property
     def alpn(self) -> str:
@@ -91,9 +99,11 @@ class Draft:
         return f"moqt-{self.number}"
 
 
-DRAFT_18 = Draft(18, WIDE, streams=True)
+DRAFT_22 = Draft(22, WIDE, streams=True, filters="form", fetch_by_filter=True, fin_cancels=False)
+DRAFT_20 = Draft(20, WIDE, streams=True, filters="count", fetch_by_filter=True, fin_cancels=False)
+DRAFT_18 = Draft(18, WIDE, streams=True, goaway_names_request=True)
 DRAFT_16 = Draft(16, NARROW, streams=False)
-DRAFTS = (DRAFT_18, DRAFT_16)
+DRAFTS = (DRAFT_22, DRAFT_20, DRAFT_18, DRAFT_16)
 """The supported drafts, in order of preference."""
 
 

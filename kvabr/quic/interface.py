@@ -117,7 +117,7 @@ class Connection(ABC):
     backend: str
     """``memory``, ``aioquic`` or ``qh3``."""
     protocol: str
-    """Negotiated protocol: ``moqt-18``, ``moqt-16``, or another name of the transport."""
+    """Negotiated protocol: ``moqt-18``, another draft, or another name of the transport."""
     peer: str | None = None
     """Host and port of the peer, the same for every connection to it; None if unknown."""
     closed: bool = False

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvabr.moqt import wire
 from kvabr.types.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ Names = Literal["draft", "split"]
 
 MAX_TOKEN_BYTES = 4096
 
-DRAFTS = ("moqt-18", "moqt-16")
+DRAFTS = tuple(draft.alpn for draft in wire.DRAFTS)
 """ALPN identifiers of the moq-transport drafts to offer, preferred first."""
 
 

@@ -47,7 +47,7 @@ class Subscriptions:
         self._aliases += 1
         responder.accept_subscribe(number, self._aliases, None if silent else largest)
         if not silent:
-            responder.publish_done(number, PublishDoneCode.TRACK_ENDED, 0, "everything is published; fetch it")
+            responder.publish_done(number, PublishDoneCode.TRACK_ENDED, "everything is published; fetch it")
 
     def to_namespace(self, responder: Responder, number: int, message: SubscribeNamespace) -> None:
         """Answer with the root of kvabr's names only; the namespaces below it are told to nobody."""

@@ -17,7 +17,7 @@ from kvabr.moqt.codes import RequestCode, SessionCode
 from kvabr.moqt.events import Ready, Refused
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import DRAFTS, Location
+from kvabr.moqt.wire import DRAFT_16, DRAFTS, Location
 from kvabr.quic.interface import read_all
 from kvabr.server import limits
 from kvabr.server import send_queue as sending
@@ -295,7 +295,8 @@ def raw_fetch(draft, number, namespace, track):
     """A FETCH as our own encoder would never write it."""
     encode = draft.varint.encode
     name = encode(len(namespace)) + b"".join(encode(len(field)) + field for field in namespace)
-    body = encode(number) + encode(1) + name + encode(len(track)) + track + bytes(4) + bytes(1)
+    kind, rest = (b"", bytes(1)) if draft.fetch_by_filter else (encode(1), bytes(5))
+    body = encode(number) + kind + name + encode(len(track)) + track + rest
     return encode(0x16) + len(body).to_bytes(2, "big") + body
 
 
@@ -303,7 +304,7 @@ async def test_answers_that_nobody_reads(root, tls, fingerprint, catalog, monkey
     """Draft 16 has one stream for all of them. (What qh3 has sent once it no longer counts.)"""
     monkeypatch.setattr(Peer, "most_unread", 1000)
     async with serving(root, tls, fingerprint) as served:
-        async with rude_client(served.address, draft=DRAFTS[1]) as end:
+        async with rude_client(served.address, draft=DRAFT_16) as end:
             await until(lambda: any(isinstance(event, Ready) for event in end.events))
             (peer,) = served.server.peers
             asyncio.get_running_loop().remove_reader(end.driver._transport.get_extra_info("socket").fileno())

@@ -5,10 +5,13 @@ from __future__ import annotations
 from functools import cache
 
 from kvabr.moqt import messages as m
+from kvabr.moqt.codes import Param
 from kvabr.moqt.encoding import encode
+from kvabr.moqt.filters import Filter
+from kvabr.moqt.objects import SubgroupHeader, SubgroupWriter
 from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.wire import Draft, Location
-from tests.moqt.writers import RangeWriter, write_filter
+from tests.moqt.writers import RangeWriter
 
 SPACE, TRACK = (b"root", b"model"), b"FP16"
 SOME = Parameters(tokens=(Token(b"secret"), Token(b"x", 1, 5, 2), Token(b"", 2, 5)))
@@ -20,13 +23,13 @@ def sample_messages(draft: Draft) -> list[m.Message]:
     answered = None if new else 0
     space, start, end = (b"a", b"bc"), Location(3, 0), Location(5, 7)
     rich = Parameters(
-        object_delivery_timeout=100, tokens=SOME.tokens, forward=1, priority=9, filter=write_filter(draft, 4, start, 9),
+        object_delivery_timeout=100, tokens=SOME.tokens, forward=1, priority=9, filter=Filter(start, None, 9),
         group_order=2, new_group=5, rendezvous_timeout=7 if new else None, subgroup_delivery_timeout=8 if new else None,
     )  # fmt: skip
     properties = ((4, 9), (11, b"\x3c\x01"), (34, 1), (0x4001, b"x"))
     out: list[m.Message] = [
         m.Setup(SetupOptions(b"/p", b"h:1", (Token(b"t"),), 100, b"me", 0 if new else 300)),
-        m.Goaway(b"", 9 if new else 0, 1 if new else None),
+        m.Goaway(b"", 9 if new else 0, 1 if draft.goaway_names_request else None),
         m.RequestOk(answered, Parameters(expires=5, largest=start), properties if new else ()),
         m.RequestErrorMessage(answered, 0x10, 5, "none"),
         m.Subscribe(0, space, b"t", rich),
@@ -36,12 +39,24 @@ def sample_messages(draft: Draft) -> list[m.Message]:
         m.Publish(0, space, b"t", 7, Parameters(forward=0), properties),
         m.PublishDone(answered, 2, 3, "over"),
         m.Fetch(0, space, b"t", start, end, Parameters(priority=1, group_order=1)),
-        m.JoiningFetch(2, 0, 3, True),
         m.FetchOk(answered, True, end, Parameters(), properties),
         m.PublishNamespace(0, space, SOME),
         m.Namespace((b"x",)),
         m.SubscribeNamespace(0, (), 1, SOME),
     ]
+    if draft.fetch_by_filter:
+        fill = Parameters(fill_timeout=5, priority=1, filter=Filter(groups_back=2), group_order=2)
+        ranges = ((Param.OBJECTID_FILTER, b"\0\1\2"), (Param.OBJECT_PROPERTY_FILTER, b"\0\4\1"))
+        out += [
+            m.PublishStateNotify(Parameters(largest=start, forward=1, filter=Filter(end, None, 9, 8))),
+            m.Subscribe(0, space, b"u", Parameters(fill=fill, include_properties=0)),
+            m.Subscribe(0, space, b"v", Parameters(fill=Parameters(), filter=Filter())),
+            m.Fetch(0, space, b"t", Location(0, 0), m.OPEN_END, Parameters(filter=Filter(groups_back=3))),
+            m.Fetch(0, space, b"t", start, m.OPEN_END, Parameters(range_filters=ranges)),
+            m.RequestUpdate(2, None, Parameters(fill=Parameters(), filter=Filter(start))),
+        ]
+    else:
+        out.append(m.JoiningFetch(2, 0, 3, True))
     if new:
         to = m.Redirect(b"moqt://h/", space, b"t")
         redirected = m.RequestErrorMessage(None, 0x34, 1, "there", to)
@@ -70,11 +85,32 @@ def fetch_streams(draft: Draft) -> tuple[bytes, ...]:
     return tuple(out)
 
 
+SUBGROUPS = (
+    SubgroupHeader(7, 5, 0, 9, properties=True, end_of_group=False),
+    SubgroupHeader(7, 6, None, None, properties=False, end_of_group=True, first_object=True),
+    SubgroupHeader(700, 5, 6, 9, properties=False, end_of_group=False),
+)
+"""The first two of a track alias that sample sessions know."""
+
+
+@cache
+def subgroup_streams(draft: Draft) -> tuple[bytes, ...]:
+    """Objects of subgroups, with their stream's header."""
+    out = []
+    for header in SUBGROUPS:
+        writer = SubgroupWriter(draft, header)
+        properties = ((4, 9), (0x81, b"value")) if header.properties else ()
+        data = writer.begin() + writer.header(3, 5, properties) + b"hello" + writer.header(9, 0)
+        out.append(data + writer.header(10, 200) + bytes(200))
+    return tuple(out)
+
+
 @cache
 def data_streams(draft: Draft) -> tuple[bytes, ...]:
-    """Unidirectional streams with their headers: of request 0, and of subgroups, which nobody has asked for."""
+    """Unidirectional streams with their headers: of request 0, and of subgroups."""
     fetched = [b"\x05\x00" + each for each in fetch_streams(draft)]
     return (
         *fetched,
         *(bytes.fromhex(each) for each in ("11 07 05 09 03 00 05 68656c6c6f", "3a 07 05", "14 02 00 00 00")),
+        *subgroup_streams(draft),
     )

@@ -1,7 +1,7 @@
 """Whole sessions of MoQT: bytes, resets and STOP_SENDINGs of a peer, in any order, on any stream.
 
 An input is a list of steps with `SEPARATOR` between them. Its first part says how the session begins (bit 0: without
-the peer's SETUP; bit 1: without a request of this end). Each other part is a step:
+the peer's SETUP; bit 1: without a FETCH of this end; bit 2: with a SUBSCRIBE). Each other part is a step:
 
     what 1 | stream 1 | cut 1 | data
 
@@ -18,9 +18,12 @@ from kvabr.moqt import messages as m
 from kvabr.moqt import session as session_module
 from kvabr.moqt.encoding import encode
 from kvabr.moqt.events import Requested, Write
+from kvabr.moqt.filters import Filter
+from kvabr.moqt.objects import SubgroupHeader, SubgroupWriter
 from kvabr.moqt.parameters import Parameters, SetupOptions
+from kvabr.moqt.requester import MAX_EARLY_OBJECTS_BYTES, MAX_PARTIAL_BYTES
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import DRAFT_16, DRAFT_18, Draft, Location
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFT_20, DRAFT_22, Draft, Location
 from tests.fuzz.samples import SPACE, TRACK, data_streams, sample_messages
 from tests.fuzz.target import SEPARATOR, Target, chunks, family
 
@@ -29,6 +32,7 @@ _RECEIVE, _FIN, _RESET, _STOP = 0, 5, 6, 7
 _REFUSES, _SENT = 1, 2
 """What the owner does, bits: refuses requests; says that objects were sent."""
 _MOST_STEPS = 60
+_MOST_HELD = session_module._MAX_PARTIAL_BYTES + MAX_EARLY_OBJECTS_BYTES + MAX_PARTIAL_BYTES + (1 << 18) + 8 * (1 << 17)
 _SCRIPTS = 30
 
 
@@ -38,7 +42,7 @@ def held(session: MoqtSession) -> int:
     asked = sum(parser.buffered for parser in session._messages.values() if parser is not None)
     headers = sum(map(len, session._headers.values()))
     requests = session.requester._requests.values()
-    objects = headers + sum(len(each.objects._buffer) for each in requests)
+    objects = headers + session.requester.partial_bytes + session.requester._held_bytes
     answers = sum(each.parser.buffered for each in requests)
     return early + asked + objects + answers + session._control_parser.buffered
 
@@ -60,6 +64,8 @@ def _begun(draft: Draft, how: int, *, client: bool) -> MoqtSession:
         at = Location(3, 0)
         session.fetch(SPACE, TRACK, at, at, Parameters(priority=1))
         session.requester.update(0, Parameters(priority=2))
+    if how & 4:
+        session.subscribe(SPACE, TRACK, Parameters(filter=Filter()))
     return session
 
 
@@ -77,7 +83,7 @@ def _step(session: MoqtSession, streams: list[int], step: bytes) -> None:
         if kind == _FIN and stream != streams[0]:
             session.receive(stream, b"", fin=True)
     _own(session, what >> 3)
-    assert held(session) <= session_module._MAX_PARTIAL_BYTES + (1 << 18) + 8 * (1 << 17), held(session)
+    assert held(session) <= _MOST_HELD, held(session)
 
 
 def _own(session: MoqtSession, how: int) -> None:
@@ -95,6 +101,13 @@ def _own(session: MoqtSession, how: int) -> None:
                 session.responder.fetch_sent(number)
         elif isinstance(message, m.Subscribe):
             session.responder.accept_subscribe(number, number, None)
+            header = SubgroupHeader(number, 3, 0, None, properties=False, end_of_group=True)
+            pushed = session.responder.push(number, header)
+            data = SubgroupWriter(session.draft, header).header(0, 2) + b"ab"
+            session._channel.commands.append(Write(pushed, data, fin=True))
+            if how & _SENT:
+                session.responder.pushed(number, pushed)
+                session.responder.publish_done(number, 2, "over")
         elif isinstance(message, m.TrackStatus | m.SubscribeNamespace):
             session.responder.accept(number)
     session.take_commands()
@@ -103,7 +116,7 @@ def _own(session: MoqtSession, how: int) -> None:
 def _script(draft: Draft, seed: int, *, client: bool) -> bytes:
     """Return what a peer says that knows what it should say, most of the time."""
     dice, streams = random.Random(seed), _streams(draft, client=client)
-    how = dice.choice((0, 0, 0, 0, 1, 2))
+    how = dice.choice((0, 0, 0, 0, 1, 2, 4, 4, 6))
     session = _begun(draft, how, client=client)
     parts, fresh = [bytes([how])], 1 if client else 0
     samples = [message for message in sample_messages(draft) if not isinstance(message, m.Setup)]
@@ -162,4 +175,6 @@ SESSIONS = family(
     _session(DRAFT_16, client=False),
     _session(DRAFT_18, client=True),
     _session(DRAFT_16, client=True),
+    _session(DRAFT_20, client=False),
+    _session(DRAFT_22, client=True),
 )

@@ -4,14 +4,39 @@ from __future__ import annotations
 
 from kvabr.moqt.codes import Param, SessionFault
 from kvabr.moqt.encoding import MAX_MESSAGE_BYTES, MessageParser, decode, encode
-from kvabr.moqt.objects import MAX_PROPERTIES_BYTES, ObjectParser, read_stream_header
-from kvabr.moqt.parameters import Parameters, SetupOptions, Token, check_target, read_parameters, setup_options
+from kvabr.moqt.filters import Filter, read_filter, write_filter
+from kvabr.moqt.objects import (
+    MAX_PROPERTIES_BYTES,
+    ObjectParser,
+    SubgroupHeader,
+    SubgroupWriter,
+    read_stream_header,
+)
+from kvabr.moqt.parameters import (
+    Parameters,
+    SetupOptions,
+    Token,
+    check_target,
+    read_parameters,
+    setup_options,
+    write_parameters,
+)
 from kvabr.moqt.parameters import setup_pairs as pairs_of
 from kvabr.moqt.properties import MalformedTrack, unusable
-from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Draft, Location, Reader, read_pairs, write_pairs, write_text
-from tests.fuzz.samples import SOME, control, data_streams, fetch_streams
+from kvabr.moqt.wire import (
+    DRAFT_16,
+    DRAFT_18,
+    DRAFT_20,
+    DRAFT_22,
+    DRAFTS,
+    Draft,
+    Location,
+    Reader,
+    read_pairs,
+    write_pairs,
+)
+from tests.fuzz.samples import SOME, control, data_streams, fetch_streams, subgroup_streams
 from tests.fuzz.target import Target, chunks, family, refused
-from tests.moqt.writers import write_filter
 
 
 def _messages(draft: Draft) -> Target:
@@ -41,7 +66,11 @@ def _messages(draft: Draft) -> Target:
 
 def _header(draft: Draft) -> Target:
     def take(data: bytes) -> bool:
-        return refused(lambda: read_stream_header(data, draft), SessionFault) is not None
+        found = refused(lambda: read_stream_header(data, draft), SessionFault)
+        if found is not None and isinstance(found[1], SubgroupHeader):
+            again = SubgroupWriter(draft, found[1]).begin()
+            assert read_stream_header(again, draft) == (again[0], found[1], len(again))
+        return found is not None
 
     return Target(take, lambda: data_streams(draft))
 
@@ -59,11 +88,15 @@ def _token(data: bytes) -> bool:
 def _parameters(data: bytes) -> bool:
     good = False
     for draft in DRAFTS:
-        parameter = b"\x01\x21" + write_text(draft.varint, data)
-        every = frozenset(Param)
-        found = refused(lambda: read_parameters(Reader(parameter, draft.varint), draft, every), SessionFault)  # noqa: B023
-        assert found is None or found == Parameters(filter=data)
-        good |= found is not None
+        every, reader = frozenset(Param), Reader(data, draft.varint)
+        found = refused(lambda: read_filter(reader, draft), SessionFault)  # noqa: B023
+        if found is not None:
+            good = True
+            again = write_parameters(Parameters(filter=found), draft)
+            assert read_parameters(Reader(again, draft.varint), draft, every) == Parameters(filter=found)
+            for largest in (None, Location(300, 1)):
+                start, end = found.within(largest)
+                assert end is None or end.group >= start.group
         refused(lambda: read_parameters(Reader(data, draft.varint), draft, every), SessionFault)  # noqa: B023
     return good
 
@@ -89,11 +122,14 @@ def _valid_setups() -> list[bytes]:
     return [write_pairs(draft.varint, pairs_of(options, draft)) for draft in DRAFTS]
 
 
-def _objects(draft: Draft) -> Target:
-    """Return the target of the objects of a FETCH. The first byte says how they are cut, and their order."""
+def _objects(draft: Draft, *, subgroups: bool = False) -> Target:
+    """Return the target of the objects of a FETCH, or of a subgroup behind the header of its stream.
 
-    def feed(pieces: list[bytes], *, descending: bool) -> list[object]:
-        parser = ObjectParser(draft, descending=descending)
+    The first byte says how they are cut, and their order.
+    """
+
+    def feed(pieces: list[bytes], of: SubgroupHeader | None, *, descending: bool) -> list[object]:
+        parser = ObjectParser(draft, of, descending=descending)
         out: list[object] = []
         try:
             for piece in pieces:
@@ -112,9 +148,14 @@ def _objects(draft: Draft) -> Target:
 
     def take(data: bytes) -> bool:
         how, data = data[0] if data else 0, data[1:]
-        descending = bool(how & 1)
-        cut = feed(chunks(data, how >> 1), descending=descending)
-        whole = feed([data], descending=descending)
+        descending, of = bool(how & 1), None
+        if subgroups:
+            found = refused(lambda: read_stream_header(data, draft), SessionFault)
+            if found is None or not isinstance(found[1], SubgroupHeader):
+                return False
+            of, data = found[1], data[found[2] :]
+        cut = feed(chunks(data, how >> 1), of, descending=descending)
+        whole = feed([data], of, descending=descending)
         # An error hides what came in the same piece: whatever did come out must be the same.
         bare = [item for item in whole if not isinstance(item, type)]
         assert [item for item in cut if not isinstance(item, type)][: len(bare)] == bare or isinstance(whole[-1], type)
@@ -122,14 +163,25 @@ def _objects(draft: Draft) -> Target:
         assert good == (not cut or not isinstance(cut[-1], type))
         return good
 
-    return Target(take, lambda: [b"\x02" + each for each in fetch_streams(draft)])
+    valid = subgroup_streams if subgroups else fetch_streams
+    return Target(take, lambda: [b"\x02" + each for each in valid(draft)])
 
 
 MESSAGES = family(
     _messages(DRAFT_18),
     _messages(DRAFT_16),
     Target(_token, lambda: [token.encode(DRAFT_18.varint) for token in SOME.tokens]),
-    Target(_parameters, lambda: [write_filter(draft, 4, Location(300, 1), 900) for draft in DRAFTS]),
+    Target(_parameters, lambda: [write_filter(Filter(Location(300, 1), None, 900), draft) for draft in DRAFTS]),
     Target(_setup, _valid_setups),
+    _messages(DRAFT_20),
+    _messages(DRAFT_22),
 )
-OBJECTS = family(_objects(DRAFT_18), _objects(DRAFT_16), _header(DRAFT_18), _header(DRAFT_16))
+OBJECTS = family(
+    _objects(DRAFT_18),
+    _objects(DRAFT_16),
+    _header(DRAFT_18),
+    _header(DRAFT_16),
+    _objects(DRAFT_20),
+    _objects(DRAFT_18, subgroups=True),
+    _objects(DRAFT_16, subgroups=True),
+)

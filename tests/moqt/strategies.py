@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from kvabr.moqt import messages as m
-from kvabr.moqt.codes import Param, RequestCode
+from kvabr.moqt.codes import RANGE_FILTERS, Param, RequestCode
 from kvabr.moqt.encoding import allowed_parameters
+from kvabr.moqt.filters import EVERYTHING, NEXT_GROUP, Filter
 from kvabr.moqt.parameters import (
-    ABSOLUTE_RANGE,
-    ABSOLUTE_START,
     DELETE,
-    LARGEST_OBJECT,
-    NEXT_GROUP,
+    IN_FILL,
     REGISTER,
     USE_ALIAS,
     USE_VALUE,
@@ -22,7 +22,6 @@ from kvabr.moqt.parameters import (
     known_parameters,
 )
 from kvabr.moqt.wire import Draft, Location
-from tests.moqt.writers import write_filter
 
 fields = st.binary(min_size=1, max_size=12)
 namespaces = st.lists(fields, max_size=5).map(tuple)
@@ -48,15 +47,21 @@ def tokens(draft: Draft) -> st.SearchStrategy[Token]:
     )
 
 
-def filters(draft: Draft) -> st.SearchStrategy[bytes]:
-    ranges = st.tuples(locations(draft), integers(draft)).map(
-        lambda both: write_filter(draft, ABSOLUTE_RANGE, both[0], min(draft.varint.largest, both[0].group + both[1]))
+def filters(draft: Draft) -> st.SearchStrategy[Filter]:
+    relative = integers(draft).map(lambda back: Filter(groups_back=back))
+    to_group = st.tuples(locations(draft), integers(draft)).map(
+        lambda both: Filter(both[0], None, min(draft.varint.largest, both[0].group + both[1]))
     )
-    return st.one_of(
-        st.sampled_from([NEXT_GROUP, LARGEST_OBJECT]).map(lambda kind: write_filter(draft, kind)),
-        locations(draft).map(lambda start: write_filter(draft, ABSOLUTE_START, start)),
-        ranges,
-    )
+    to_object = st.tuples(to_group, integers(draft)).map(lambda both: replace(both[0], end_object=both[1]))
+    more = (relative, to_object) if draft.fetch_by_filter else ()
+    return st.one_of(st.sampled_from([NEXT_GROUP, Filter(), EVERYTHING]), locations(draft).map(Filter), to_group, *more)
+
+
+def range_filters(which: frozenset[Param]) -> st.SearchStrategy[tuple[tuple[Param, bytes], ...]]:
+    if not which:
+        return st.just(())
+    one = st.tuples(st.sampled_from(sorted(which)), st.binary(max_size=8))
+    return st.lists(one, max_size=3).map(lambda found: tuple(sorted(found, key=lambda each: each[0])))
 
 
 def properties(draft: Draft) -> st.SearchStrategy[tuple[tuple[int, int | bytes], ...]]:
@@ -79,14 +84,19 @@ def parameters(draft: Draft, allowed: frozenset[Param]) -> st.SearchStrategy[Par
         Param.FILL_TIMEOUT: ("fill_timeout", number),
         Param.FORWARD: ("forward", st.integers(0, 1)),
         Param.SUBSCRIBER_PRIORITY: ("priority", st.integers(0, 255)),
-        Param.SUBSCRIPTION_FILTER: ("filter", filters(draft)),
+        Param.LOCATION_FILTER: ("filter", filters(draft)),
         Param.GROUP_ORDER: ("group_order", st.integers(1, 2)),
         Param.NEW_GROUP_REQUEST: ("new_group", number),
         Param.TRACK_NAMESPACE_PREFIX: ("namespace_prefix", namespaces),
+        Param.INCLUDE_PROPERTIES: ("include_properties", st.integers(0, 1)),
+        **dict.fromkeys(RANGE_FILTERS, ("range_filters", range_filters(allowed & RANGE_FILTERS))),
     }
-    assert set(how) == set(Param)
+    if Param.FILL_PARAMETERS in allowed:
+        how[Param.FILL_PARAMETERS] = ("fill", parameters(draft, IN_FILL))
+    assert set(how) | {Param.FILL_PARAMETERS} == set(Param)
+    several = ("tokens", "range_filters")
     usable = [how[param] for param in Param if param in allowed & known_parameters(draft)]
-    return st.builds(Parameters, **{name: value if name == "tokens" else st.none() | value for name, value in usable})
+    return st.builds(Parameters, **{name: value if name in several else st.none() | value for name, value in usable})
 
 
 def setups(draft: Draft) -> st.SearchStrategy[SetupOptions]:
@@ -115,7 +125,12 @@ def message(draft: Draft) -> st.SearchStrategy[m.Message]:
         return parameters(draft, allowed_parameters(cls, draft))
 
     def fetch(number: int, space: tuple[bytes, ...], track: bytes, both: tuple[Location, ...], more: Parameters):
-        return m.Fetch(number, space, track, both[0], both[1], more)
+        start, end = both
+        if draft.fetch_by_filter:  # in the form that decoding yields
+            found = more.filter or m.fetch_filter(start, end)
+            start, end = (Location(0, 0), m.OPEN_END) if found.start is None else m.fetched_range(found)
+            more = replace(more, filter=found if found.start is None else None)
+        return m.Fetch(number, space, track, start, end, more)
 
     props = properties(draft)
     common = [
@@ -131,7 +146,6 @@ def message(draft: Draft) -> st.SearchStrategy[m.Message]:
         st.builds(m.Publish, number, spaces, tracks, number, given(m.Publish), props),
         st.builds(m.PublishDone, answered, number, number, reasons),
         st.builds(fetch, number, spaces, tracks, ranges(draft), given(m.Fetch)),
-        st.builds(m.JoiningFetch, number, number, number, st.booleans(), given(m.JoiningFetch)),
         st.builds(m.FetchOk, answered, st.booleans(), locations(draft), st.just(Parameters()), props),
         st.builds(m.PublishNamespace, number, spaces, given(m.PublishNamespace)),
         st.builds(m.Namespace, namespaces),
@@ -140,17 +154,23 @@ def message(draft: Draft) -> st.SearchStrategy[m.Message]:
             given(m.SubscribeNamespace),
         ),
     ]  # fmt: skip
-    if draft.number == 18:
+    if draft.streams:
         to = st.builds(m.Redirect, st.binary(max_size=40), namespaces, tracks)
         return st.one_of(
             *common,
-            st.builds(m.Goaway, st.binary(max_size=40), number, number),
+            st.builds(m.Goaway, st.binary(max_size=40), number, number if draft.goaway_names_request else st.none()),
+            *(
+                [st.builds(m.PublishStateNotify, given(m.PublishStateNotify))]
+                if draft.fetch_by_filter
+                else [st.builds(m.JoiningFetch, number, number, number, st.booleans(), given(m.JoiningFetch))]
+            ),
             st.builds(m.RequestErrorMessage, answered, st.just(0x34), number, reasons, to),
             st.builds(m.SubscribeTracks, number, namespaces, given(m.SubscribeTracks)),
         )
     return st.one_of(
         *common,
         st.builds(m.Goaway, st.binary(max_size=40)),
+        st.builds(m.JoiningFetch, number, number, number, st.booleans(), given(m.JoiningFetch)),
         st.builds(m.RequestErrorMessage, answered, st.just(0x34), number, reasons),
         *(
             st.builds(cls, number)

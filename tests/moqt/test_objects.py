@@ -60,7 +60,7 @@ def test_types_of_streams_of_draft_16():
 
 
 def test_headers_of_streams():
-    assert read_stream_header(bytes.fromhex("14 07 05"), DRAFT_18) == (0x14, None, 1)
+    assert read_stream_header(bytes.fromhex("14 07 05"), DRAFT_18) is None
     assert read_stream_header(bytes.fromhex("05 80c8 00"), DRAFT_18) == (0x05, 200, 3)
     assert read_stream_header(bytes.fromhex("05 40c8 00"), DRAFT_16) == (0x05, 200, 3)
     assert read_stream_header(bytes.fromhex("05 80"), DRAFT_18) is None
@@ -160,12 +160,14 @@ def test_every_combination_of_flags(draft, flags):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_other_flags(draft):
-    """Section 11.4.4: whatever is not below 128, 0x8C or 0x10C."""
+    """Section 11.4.4: whatever is not below 128, 0x8C or 0x10C; since draft 20 also 0x20C."""
     first = "1c 05 00 80 00"
     for flags in [*range(0x80, 0x300), 0x10000, draft.varint.largest]:
         data = first + draft.varint.encode(flags).hex() + "07 03"
-        if flags in (0x8C, 0x10C):
-            assert isinstance(parse(data, draft)[1], RangeEnd)
+        if flags in (0x8C, 0x10C) or (flags == 0x20C and draft.fetch_by_filter):
+            end = parse(data, draft)[1]
+            assert isinstance(end, RangeEnd)
+            assert end.unknown == (flags != 0x8C)
         else:
             assert fault(data, draft) == SessionCode.PROTOCOL_VIOLATION
 

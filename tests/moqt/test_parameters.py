@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 
 from kvabr.moqt.codes import Param, SessionCode, SessionFault
+from kvabr.moqt.filters import EVERYTHING, NEXT_GROUP, Filter
 from kvabr.moqt.parameters import (
+    IN_FILL,
     MAX_TOKENS,
     Parameters,
     SetupOptions,
@@ -15,7 +17,18 @@ from kvabr.moqt.parameters import (
     setup_pairs,
     write_parameters,
 )
-from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location, Reader, read_pairs, write_pairs
+from kvabr.moqt.wire import (
+    DRAFT_16,
+    DRAFT_18,
+    DRAFT_20,
+    DRAFT_22,
+    DRAFTS,
+    MAX_INTEGER,
+    Location,
+    Reader,
+    read_pairs,
+    write_pairs,
+)
 from tests.moqt import strategies
 from tests.moqt.tables import table
 
@@ -52,11 +65,11 @@ def fault(data: str | bytes, draft=DRAFT_18, allowed=EVERY) -> SessionCode:
         ("01 10 00", Parameters(forward=0)),
         ("01 20 c8", Parameters(priority=200)),
         ("01 20 ff", Parameters(priority=255)),
-        ("01 21 01 01", Parameters(filter=bytes.fromhex("01"))),
-        ("01 21 01 02", Parameters(filter=bytes.fromhex("02"))),
-        ("01 21 03 03 0805", Parameters(filter=bytes.fromhex("03 0805"))),
-        ("01 21 04 04 0805 02", Parameters(filter=bytes.fromhex("04 0805 02"))),
-        ("01 21 04 04 0805 00", Parameters(filter=bytes.fromhex("04 0805 00"))),
+        ("01 21 01 01", Parameters(filter=NEXT_GROUP)),
+        ("01 21 01 02", Parameters(filter=Filter())),
+        ("01 21 03 03 0805", Parameters(filter=Filter(Location(8, 5)))),
+        ("01 21 04 04 0805 02", Parameters(filter=Filter(Location(8, 5), None, 10))),
+        ("01 21 04 04 0805 00", Parameters(filter=Filter(Location(8, 5), None, 8))),
         ("01 22 01", Parameters(group_order=1)),
         ("01 22 02", Parameters(group_order=2)),
         ("01 32 8080", Parameters(new_group=128)),
@@ -66,7 +79,7 @@ def fault(data: str | bytes, draft=DRAFT_18, allowed=EVERY) -> SessionCode:
             "0d 0205 01 020300 0104 0206 0208 01 0901 010a 0601 1020 01 0101 0102 1032 02 00",
             Parameters(
                 object_delivery_timeout=5, tokens=(Token(b""),), rendezvous_timeout=4, subgroup_delivery_timeout=6,
-                expires=8, largest=Location(9, 1), fill_timeout=10, forward=1, priority=0x20, filter=b"\x01",
+                expires=8, largest=Location(9, 1), fill_timeout=10, forward=1, priority=0x20, filter=NEXT_GROUP,
                 group_order=2, new_group=0x32, namespace_prefix=(),
             ),
         ),
@@ -92,9 +105,9 @@ def test_draft_18(data, parameters):
         ("01 09 03 05 40c8", Parameters(largest=Location(5, 200))),
         ("01 10 01", Parameters(forward=1)),
         ("01 20 40c8", Parameters(priority=200)),
-        ("01 21 01 01", Parameters(filter=bytes.fromhex("01"))),
-        ("01 21 03 03 0805", Parameters(filter=bytes.fromhex("03 0805"))),
-        ("01 21 04 04 0805 0a", Parameters(filter=bytes.fromhex("04 0805 0a"))),
+        ("01 21 01 01", Parameters(filter=NEXT_GROUP)),
+        ("01 21 03 03 0805", Parameters(filter=Filter(Location(8, 5)))),
+        ("01 21 04 04 0805 0a", Parameters(filter=Filter(Location(8, 5), None, 10))),
         ("01 22 02", Parameters(group_order=2)),
         ("01 32 4080", Parameters(new_group=128)),
         (
@@ -118,6 +131,69 @@ def test_come_back(draft):
         assert read(write_parameters(parameters, draft), draft) == parameters
 
     check()
+
+
+AT = Location(8, 5)
+FILTERS = [  # a filter in drafts 20 and 22, behind its type
+    (EVERYTHING, "00", "00"),
+    (NEXT_GROUP, "0100", "0100"),
+    (Filter(groups_back=2), "0102", "0102"),
+    (Filter(), "020000", "05"),
+    (Filter(AT), "020805", "020805"),
+    (Filter(AT, None, 10), "03080502", "03080502"),
+    (Filter(AT, None, 8, 9), "0408050009", "0408050009"),
+    (Filter(Location(0, 0), None, 0), "03000000", "03000000"),
+]
+
+
+@table(("value", "counted", "formed"), FILTERS)
+def test_filters_since_draft_20(value, counted, formed):
+    for draft, data in ((DRAFT_20, counted), (DRAFT_22, formed)):
+        assert read("01 21" + data, draft) == Parameters(filter=value)
+        assert write_parameters(Parameters(filter=value), draft) == bytes.fromhex("01 21" + data)
+
+
+@table(
+    ("value", "largest", "first", "last"),
+    [
+        (Filter(), (4, 2), (4, 3), None), (Filter(), None, (0, 0), None), (NEXT_GROUP, (4, 2), (5, 0), None),
+        (Filter(groups_back=1), (4, 2), (4, 0), None), (Filter(groups_back=9), (4, 2), (0, 0), None),
+        (Filter(AT), (4, 2), AT, None), (Filter(AT, None, 9), None, AT, (9, MAX_INTEGER)),
+        (Filter(AT, None, 9, 3), (4, 2), AT, (9, 3)),
+    ],
+)  # fmt: skip
+def test_what_filters_mean(value, largest, first, last):
+    assert value.within(None if largest is None else Location(*largest)) == (first, last)
+
+
+@table(
+    ("draft", "data"),
+    [
+        (DRAFT_20, "0508050009 00"),  # five fields
+        (DRAFT_20, "0108 05"),  # a field less than its length
+        (DRAFT_20, "0d 05 00 ffffffffffffffffff 00"),  # beyond the last group
+        (DRAFT_22, "06"),  # an unknown form
+        (DRAFT_22, "03 05 00 ffffffffffffffffff"),
+        (DRAFT_22, "0408"),
+    ],
+)
+def test_filters_that_are_none(draft, data):
+    assert fault("01 21" + data, draft) == SessionCode.PROTOCOL_VIOLATION
+
+
+@table("value", [Filter(groups_back=1), Filter(AT, None, 9, 3)])
+@table("draft", [DRAFT_18, DRAFT_16])
+def test_filters_that_only_draft_20_has(draft, value):
+    with pytest.raises(ValueError, match="has no filter"):
+        write_parameters(Parameters(filter=value), draft)
+
+
+def test_parameters_that_fill():
+    """Only some, and not those that fill again."""
+    assert {0x0A, 0x20, 0x21, 0x22, 0x25, 0x26, 0x27, 0x28} == IN_FILL
+    assert read("01 23 01 00", DRAFT_20) == Parameters(fill=Parameters())
+    for data in ("01 23 04 01 23 01 00", "01 23 03 01 0405", "01 23 02 0000", "01 23 00", "01 35 02"):
+        assert fault(data, DRAFT_20) == SessionCode.PROTOCOL_VIOLATION
 
 
 # ------------------------------------------------------------------ what closes the session

@@ -5,8 +5,8 @@ import pytest
 from kvabr.moqt.codes import RequestCode, SessionCode
 from kvabr.moqt.events import Answered, Ended, Refused, Stop
 from kvabr.moqt.parameters import Parameters
-from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Draft, Location
-from tests.moqt.raw import START, VIOLATION, Raw, frame
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFT_20, DRAFT_22, DRAFTS, Draft, Location
+from tests.moqt.raw import START, VIOLATION, Raw, frame, goaway_of
 from tests.moqt.tables import table
 
 both = pytest.mark.parametrize("draft", DRAFTS)
@@ -20,8 +20,9 @@ def answered(kind: str, draft: Draft, body: str, number: str = "00") -> bytes:
 ANSWERS = {"07": "00", "04": "07 00", "18": "00 00 00 00", "0b": "02 00 00"}
 ASK = {
     "16": lambda session: session.fetch((b"a",), b"t", START, START, Parameters()),
+    "03": lambda session: session.subscribe((b"a",), b"t", Parameters()),
 }
-FITS = {("16", "18")}
+FITS = {("16", "18"), ("03", "04")}
 
 
 @both
@@ -35,7 +36,7 @@ def test_answers_that_are_none(draft, asked, answer):
 
 
 @both
-@table(("asked", "answer"), [("16", "18")])
+@table(("asked", "answer"), [("16", "18"), ("03", "04")])
 def test_a_second_answer(draft, asked, answer):
     """Draft 18, sections 5.1, 5.2 and 6.2: exactly one."""
     raw = Raw(draft, client=True)
@@ -61,7 +62,7 @@ def test_publish_ok_for_what_is_no_publish():
     assert raw.code == VIOLATION
 
 
-@both
+@pytest.mark.parametrize("draft", [DRAFT_18, DRAFT_16])
 @table(
     ("start", "end", "fine"),
     [((5, 3), "05 04", True), ((5, 3), "05 00", True), ((5, 3), "05 03", True), ((5, 3), "06 00", True),
@@ -69,6 +70,20 @@ def test_publish_ok_for_what_is_no_publish():
 )  # fmt: skip
 def test_the_end_of_a_fetch(draft, start, end, fine):
     """Draft 18, section 10.13: not before its start; object 0 is the whole group."""
+    raw = Raw(draft, client=True)
+    raw.session.fetch((b"a",), b"t", Location(*start), Location(9, 0), Parameters())
+    raw.ask(0, answered("18", draft, f"00 {end} 00"))
+    assert raw.code == (None if fine else VIOLATION)
+
+
+@pytest.mark.parametrize("draft", [DRAFT_22, DRAFT_20])
+@table(
+    ("start", "end", "fine"),
+    [((5, 3), "05 03", True), ((5, 3), "06 00", True), ((5, 0), "05 00", True), ((5, 3), "05 ffffffffffffffffff", True),
+     ((5, 3), "04 09", False), ((5, 3), "05 01", False)],
+)  # fmt: skip
+def test_the_end_of_a_fetch_of_draft_20(draft, start, end, fine):
+    """It is the last location itself."""
     raw = Raw(draft, client=True)
     raw.session.fetch((b"a",), b"t", Location(*start), Location(9, 0), Parameters())
     raw.ask(0, answered("18", draft, f"00 {end} 00"))
@@ -122,17 +137,19 @@ def test_redirects():
 
 
 @table("property_", ["c0409d 01 05", "c04000 05", "c07fff 00", "0b 04 c04000 05"])
-def test_mandatory_track_properties(property_):
+@table("asked", ["16", "03"])
+def test_mandatory_track_properties(asked, property_):
     """Draft 18, section 2.5.1: the request is cancelled, the session goes on."""
     raw = Raw(DRAFT_18, client=True)
-    number = raw.fetch()
-    raw.receive(0, frame("18", "00 00 00 00", property_))
+    number = ASK[asked](raw.session)
+    raw.receive(0, frame("18" if asked == "16" else "04", "00 00 00 00" if asked == "16" else "07 00", property_))
     (refused,) = raw.told(Refused)
     assert (refused.request_id, refused.message.code) == (number, RequestCode.UNSUPPORTED_EXTENSION)
     assert raw.told(Answered) == []
     assert Stop(0, 1) in raw.commands
     assert raw.code is None
     assert raw.session.requester._requests == {}
+    assert raw.session.requester._by_alias == {}
 
 
 def test_properties_beyond_the_mandatory_are_ignored():
@@ -180,23 +197,21 @@ def test_unknown_error_codes(draft):
 @both
 def test_a_second_goaway(draft):
     """Draft 18, section 10.4."""
-    goaway = frame("10", "00 00 00" if draft.streams else "00")
     raw = Raw(draft, client=False)
-    raw.receive(2 if draft.streams else 0, frame("10", "00 00 01" if draft.streams else "00"))
+    raw.receive(2 if draft.streams else 0, goaway_of(draft))
     assert raw.code is None
-    raw.receive(2 if draft.streams else 0, goaway.replace(b"\x00\x00\x00\x00", b"\x00\x00\x00\x01"))
+    raw.receive(2 if draft.streams else 0, goaway_of(draft))
     assert raw.code == VIOLATION
 
 
 @both
 def test_a_goaway_that_names_a_server(draft):
     """Draft 18, section 10.4: clients cannot."""
-    body = "01 6d" + ("00 01" if draft.streams else "")
     raw = Raw(draft, client=False)
-    raw.receive(2 if draft.streams else 0, frame("10", body))
+    raw.receive(2 if draft.streams else 0, goaway_of(draft, "6d"))
     assert raw.code == VIOLATION
     raw = Raw(draft, client=True)
-    raw.receive(3 if draft.streams else 0, frame("10", "01 6d" + ("00 00" if draft.streams else "")))
+    raw.receive(3 if draft.streams else 0, goaway_of(draft, "6d", "00"))
     assert raw.code is None
 
 

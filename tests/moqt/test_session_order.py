@@ -79,7 +79,7 @@ class Whims:
             self.aliases += 1
             responder.accept_subscribe(number, self.aliases, None)
             if self.dice.random() < 0.7:
-                responder.publish_done(number, 0x2, 0, "")
+                responder.publish_done(number, 0x2, "")
         elif isinstance(message, SubscribeNamespace):
             responder.accept(number)
             responder.tell_namespace(number, (b"a",))

@@ -81,14 +81,14 @@ def test_an_unknown_message(draft):
 def test_request_ids(draft):
     """Draft 18, section 10.1: the sender's parity, none twice."""
     raw = Raw(draft, client=False)
-    raw.ask(0, fetch_of("01"))
+    raw.ask(0, fetch_of("01", draft))
     assert raw.code == SessionCode.INVALID_REQUEST_ID
     raw = Raw(draft, client=False)
-    raw.ask(0, fetch_of("00"))
-    raw.ask(4, fetch_of("00"))
+    raw.ask(0, fetch_of("00", draft))
+    raw.ask(4, fetch_of("00", draft))
     assert raw.code == SessionCode.INVALID_REQUEST_ID
     raw = Raw(draft, client=True)
-    raw.ask(1, fetch_of("02"))
+    raw.ask(1, fetch_of("02", draft))
     assert raw.code == SessionCode.INVALID_REQUEST_ID
 
 

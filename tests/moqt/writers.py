@@ -1,9 +1,9 @@
-"""Encoders for what kvabr only receives: ends of ranges, and subscription filters."""
+"""Encoders for what kvabr only receives: ends of ranges."""
 
 from __future__ import annotations
 
 from kvabr.moqt.objects import DEFAULT_PRIORITY, FetchWriter
-from kvabr.moqt.wire import Draft, KeyValue, Location, write_location
+from kvabr.moqt.wire import KeyValue, Location
 
 
 class RangeWriter(FetchWriter):
@@ -26,14 +26,3 @@ class RangeWriter(FetchWriter):
         field = self._group_field(location.group)
         self._last = location
         return varint.encode(0x10C if unknown else 0x8C) + varint.encode(field) + varint.encode(location.object)
-
-
-def write_filter(draft: Draft, kind: int, start: Location | None = None, end_group: int | None = None) -> bytes:
-    """Encode a Subscription Filter structure."""
-    varint = draft.varint
-    out = varint.encode(kind)
-    if start is not None:
-        out += write_location(varint, start)
-        if end_group is not None:
-            out += varint.encode(end_group - start.group if draft.number >= 18 else end_group)
-    return out

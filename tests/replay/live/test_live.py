@@ -81,7 +81,7 @@ async def test_a_play_on_a_steady_link_takes_what_the_simulator_says(play, asset
     assert run["live"] is True
     assert run["lookup_s"] == 0
     assert seen["backend"] == "aioquic"
-    assert seen["protocol"] == "moqt-18"
+    assert seen["protocol"] == "moqt-22"
     assert seen["rtt_s"] >= 0.02
     assert seen["wire_bytes"] >= run["bytes_fetched"]
     assert seen["lost"] == seen["lost_up"] == 0
