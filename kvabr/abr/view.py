@@ -117,6 +117,10 @@ class View:
     """Groups that have arrived or are in place, with nothing in flight for them; these can be upgraded."""
     unavailable: AbstractSet[tuple[int, str]] = frozenset()
     """Groups and tracks on which they have failed too often, for example because every copy was damaged."""
+    edge: int = field(init=False)
+    """Groups that exist, the first ones: all of them, unless the cache is still being prefilled."""
+    ends_s: float = 0.0
+    """When the last group should exist, seconds since the play began; 0.0 if all did from the start."""
     track_of: list[str | None] = field(init=False)
     """Track of each group that is in place or arriving; ``recomputed`` if the engine computes it; None if missing."""
     missing_groups: dict[int, None] = field(init=False)
@@ -125,11 +129,12 @@ class View:
     def __post_init__(self) -> None:
         self.catalog = self.ladder.catalog
         self.track_of = [None] * self.groups
+        self.edge = self.groups
         self.missing_groups = dict.fromkeys(range(self.groups))
 
     @property
     def missing(self) -> KeysView[int]:
-        """Groups that are neither in place, nor in flight, nor left to the engine; ascending."""
+        """Groups that exist and are neither in place, nor in flight, nor left to the engine; ascending."""
         return self.missing_groups.keys()
 
     @property
@@ -143,9 +148,15 @@ class View:
         return max(0.0, self.deadline_s - self.now)
 
     @property
+    def coming(self) -> bool:
+        """Whether groups are still to be published; their base is then pushed."""
+        return self.edge < self.groups
+
+    @property
     def arrived(self) -> bool:
         """Whether every group has arrived on some track, or is left to the engine."""
-        return not self.missing_groups and all(transfer.upgrade for transfer in self.in_flight.values())
+        flying = self.in_flight.values()
+        return not self.missing_groups and not self.coming and all(transfer.upgrade for transfer in flying)
 
     def first_missing(self) -> int | None:
         """Return the earliest missing group, or None if there is none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec
 
 from kvabr.abr.estimator import Estimator
@@ -13,6 +13,7 @@ from kvabr.player.abandon import StallDetector
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.group_progress import GroupProgress
+from kvabr.player.live_edge import LiveEdge
 from kvabr.player.policy_guard import PolicyGuard
 from kvabr.player.priorities import RequestPriorities
 from kvabr.player.retry_tracker import RetryTracker
@@ -128,6 +129,7 @@ class PlayState:
         config: PlayerConfig | None = None,
         oracle: Future | None = None,
         decode_rates: DecodeRates | None = None,
+        expected_s: Sequence[float] | None = None,
         log: Log | None = None,
     ) -> None:
         """Begin with every group absent; arguments and errors are those of `kvabr.player.builder.new_session`."""
@@ -152,6 +154,9 @@ class PlayState:
         )
         self._decode_rates = decode_rates
         self._catalog = ladder.catalog
+        self._live = None if expected_s is None else LiveEdge(expected_s)
+        self._pushed: set[int] = set()
+        """Requests for what the publisher sends unasked."""
         self._tick_s = self._next_tick_s = min(deadline_s / config.ticks, MAX_TICK_S)
         self._events = EventLog(log, self.view)
         self._guard = PolicyGuard(policy, self.view)
@@ -163,6 +168,8 @@ class PlayState:
         self._stalls = None if share is None else StallDetector(share * deadline_s)
         groups = self._catalog.groups
         self.record = PlayRecord([GroupRecord(group) for group in range(groups)])
+        if self._live is not None:
+            self.view.edge, self.view.missing_groups = 0, {}
         self._absent: dict[int, None] = dict.fromkeys(range(groups))
         """Groups that have not arrived and are not being computed, ascending; includes those in flight."""
         self._in_place = 0
@@ -341,7 +348,9 @@ class PlayState:
         flying = {transfer.group for transfer in self.view.in_flight.values()}
         lane = self._compute
         self.view.missing_groups = {
-            group: None for group in self._absent if group not in flying and (lane is None or not lane.takes(group))
+            group: None
+            for group in self._absent
+            if group < self.view.edge and group not in flying and (lane is None or not lane.takes(group))
         }
 
     def _cancel(self, transfer: Transfer, reason: str, now: float, *, failed: bool = False) -> None:

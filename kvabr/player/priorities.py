@@ -3,8 +3,8 @@
 What is required comes first, in the order in which the policy requested the groups: those on the cheapest track, then
 those on others, unless the first groups are needed first. Upgrades follow, most loss saved per byte first. Their
 priorities are on one scale for all plays, so that plays that share a connection can be served in this order, too: the
-same bytes then save the most in all of them together. An upgrade never goes before an older one of its play that is
-under way: of two halves, neither is worth anything.
+same bytes then save the most in all of them together. An upgrade does not go before an older one of its play that is
+under way, as of two halves neither is worth anything, unless it saves many times as much per byte.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ LEAST_URGENT = 128
 """Priorities from here on are those of upgrades, which are served after everything that is required."""
 _OCTAVE = 3.0
 """Priorities per factor of two in loss saved per byte."""
+_OVERTAKES = 24
+"""Priorities between two upgrades from which on the later one overtakes the older one."""
 _MOST_WORTH = 2.0**-12
 """Loss saved per byte that has the most urgent priority, nats per generated token; the least urgent is 1e-17."""
 
@@ -60,6 +62,8 @@ class RequestPriorities:
             in_flight: numbers of the requests in flight.
         """
         before, least = self._last
-        priority = max(upgrade_priority(saved, nbytes), least if before in in_flight else 0)
+        priority = upgrade_priority(saved, nbytes)
+        if before in in_flight and priority > least - _OVERTAKES:
+            priority = max(priority, least)
         self._last = (request, priority)
         return priority

@@ -63,13 +63,26 @@ class Session(PlayState):
         self._guard.start()
         self._advance(now)
 
+    def published(self, edge: int, now: float) -> None:
+        """Take that the first ``edge`` groups of a live asset exist; their base, which is pushed, is on its way."""
+        live, view = self._live, self.view
+        if self.over or live is None or edge <= live.edge:
+            return
+        new = range(live.edge, min(edge, view.groups))
+        live.reach(new.stop, now)
+        view.edge = new.stop
+        for group in new:
+            decision = Decision.fetch(group, view.ladder.cheapest, "the publisher pushes the base of what it publishes")
+            self._request(group, (view.ladder.cheapest,), decision, now, upgrade=False, pushed=True)
+        self._advance(now)
+
     def first_byte(self, request: int, now: float, limit: Limit = "network") -> None:
         """Take the first byte of a request; ``limit`` says what limited it."""
         transfer = self.view.in_flight.get(request)
         if transfer is not None and transfer.first_byte_s is None:
             transfer.first_byte_s = now
             if limit != "kept":
-                self._sampler.first_byte(now - transfer.requested_s, now)
+                self._sampler.first_byte(None if request in self._pushed else now - transfer.requested_s, now)
             self._events.emit(FirstByteReceived, now, request)
 
     def progress(self, request: int, received: int, now: float, limit: Limit = "network") -> None:
@@ -292,7 +305,7 @@ class Session(PlayState):
         """End the play if nothing is left to ask for, to wait for, or to hope for."""
         if self.over:
             return
-        if self._content and not self._anything_pending():
+        if self._content and not self._anything_pending() and not self.view.coming:
             if complete:
                 self._deliver(now)
                 return
@@ -310,6 +323,8 @@ class Session(PlayState):
         view.now = now
         view.rate, view.lower_bound, view.ttfb_s = self._sampler.estimates()
         view.growing = self._sampler.growing
+        if self._live is not None:
+            view.ends_s = self._live.ends_s(now)
         if self._compute is not None:
             view.engine_backlog_s = self._compute.backlog_s(now)
 
@@ -380,8 +395,17 @@ class Session(PlayState):
         else:
             self._leave_to_engine(group, now)
 
-    def _request(self, group: int, layers: Sequence[str], decision: Decision, now: float, *, upgrade: bool) -> None:
-        """Request one or more layers of a group, lowest first."""
+    def _request(
+        self,
+        group: int,
+        layers: Sequence[str],
+        decision: Decision,
+        now: float,
+        *,
+        upgrade: bool,
+        pushed: bool = False,
+    ) -> None:
+        """Request one or more layers of a group, lowest first; ``pushed``: the publisher sends it unasked."""
         view = self.view
         if upgrade:
             saved = view.loss(group, view.track_of[group] or layers[0]) - view.loss(group, layers[-1])
@@ -401,7 +425,9 @@ class Session(PlayState):
             view.in_flight[request] = transfer
             self._groups[group].flying.append(transfer)
             view.outstanding_bytes += size
-            self._actions.append(FetchGroup(request, group, track, size, priority))
+            if pushed:
+                self._pushed.add(request)
+            self._actions.append(FetchGroup(request, group, track, size, priority, pushed))
             kind = "upgrade" if transfer.upgrade else "fetch"
             self._events.decision(decision, now, request=request, kind=kind, track=track)
             self._events.emit(RequestSent, now, request, group, track, size)

@@ -126,6 +126,8 @@ class FetchGroup:
     """Size according to the catalog. Do not read more than that."""
     priority: int
     """MoQT subscriber priority, 0 (most urgent) to 255: of the requests in flight, serve the lowest first."""
+    pushed: bool = False
+    """Whether the publisher sends it unasked, as the group was published during the play (`Session.published`)."""
 
 
 @dataclass(slots=True)

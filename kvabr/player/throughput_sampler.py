@@ -99,10 +99,11 @@ class ThroughputSampler:
         cls = type(self._estimator)
         return PolicyError(f"estimator {getattr(cls, 'name', cls.__name__)} {what} ({where(cls, error)})")
 
-    def first_byte(self, waited_s: float, now: float) -> None:
-        """Note that a request got its first byte after ``waited_s`` seconds."""
-        with self._asking():
-            self._estimator.first_byte(waited_s)
+    def first_byte(self, waited_s: float | None, now: float) -> None:
+        """Note that a request got its first byte after ``waited_s`` seconds; None: it came unasked."""
+        if waited_s is not None:
+            with self._asking():
+                self._estimator.first_byte(waited_s)
         if self._since is None:
             self._since = now
             self._bytes = 0
@@ -195,10 +196,10 @@ class ChunkedThroughputSampler(ThroughputSampler):
         self._waited_s = 0.0
         """Seconds that the first chunk was waited for; 0.0 once a sample has followed it."""
 
-    def first_byte(self, waited_s: float, now: float) -> None:
+    def first_byte(self, waited_s: float | None, now: float) -> None:
         """See `ThroughputSampler.first_byte`."""
         if self._since is None:
-            self._arrived_s, self._first_chunk, self._waited_s = now, 0, waited_s
+            self._arrived_s, self._first_chunk, self._waited_s = now, 0, waited_s or 0.0
         super().first_byte(waited_s, now)
 
     def received(self, nbytes: int, now: float, limit: Limit = "network") -> None:

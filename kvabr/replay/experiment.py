@@ -26,7 +26,9 @@ from kvabr.replay.link import (
     Capacity,
     running_sums,
 )
+from kvabr.replay.live_bound import LiveClairvoyant
 from kvabr.replay.outcome import NO_CACHE_LOSS, PlayOutcome, rounded, run_line, shift, valued
+from kvabr.replay.producer import Producer
 from kvabr.replay.simulator import LinkUse, Machine, Simulator
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
@@ -73,6 +75,8 @@ class ReplayOptions:
     config: PlayerConfig = field(default_factory=PlayerConfig)
     sharing: Sharing | None = None
     """How the link is shared with other plays, packet by packet; None: a play has it to itself, without a queue."""
+    producer: Producer | None = None
+    """Who prefills the cache while it is played; None: all of it is published."""
 
     def __post_init__(self) -> None:
         if not 0 < self.deadline_s < math.inf:
@@ -84,6 +88,8 @@ class ReplayOptions:
         if not 0 <= self.decode_scale < math.inf:
             raise UsageError(f"decode-scale is {self.decode_scale}; it must be a finite number, zero or more")
         check_decoders(self.decoders)
+        if self.producer is not None and (self.cost is not None or self.sharing is not None or self.cold):
+            raise UsageError("a cache that is still being prefilled is replayed warm, alone, and without an engine")
 
 
 class Experiment:
@@ -93,12 +99,18 @@ class Experiment:
         self.catalog, self.options = catalog.to_play, options
         self.ladder = Ladder(self.catalog)
         self.clairvoyant = self.new_clairvoyant(options.cost)
+        self._live = None if options.producer is None else LiveClairvoyant(self.catalog, options.decode_scale)
         self._catalog_bytes = len(catalog.dumps())
         self._last: tuple[Trace, Trace, Trace, list[float]] | None = None
 
     def prepare(self, trace: Trace, start_s: float) -> tuple[Capacity, float, Bound]:
         """Return the link of one play, its round trip, and the clairvoyant bound."""
         capacity, rtt_s = self.link(trace, start_s)
+        if self._live is not None and self.options.producer is not None:
+            published_s = self.options.producer.published_s(self.catalog)
+            price, deadline_s = self.options.config.time_price, self.options.deadline_s
+            bound = self._live.best(capacity, published_s, deadline_s, time_price=price, delay_s=rtt_s / 2)
+            return capacity, rtt_s, bound
         lookup_s = self.lookup_s(trace, start_s, rtt_s)
         return capacity, rtt_s, self.bound(self.clairvoyant, capacity, rtt_s, lookup_s=lookup_s)
 
@@ -216,6 +228,7 @@ class Experiment:
             cost=options.cost,
             decode_scale=options.decode_scale,
             decoders=options.decoders,
+            published_s=() if options.producer is None else options.producer.published_s(self.catalog),
         )
         simulator.run()
         return simulator.use
@@ -359,6 +372,7 @@ class Experiment:
             patience_s=options.config.give_up_after * options.deadline_s - lookup_s,
             oracle=oracle,
             decode_rates=DecodeRates(self.catalog),
+            expected_s=None if options.producer is None else options.producer.expected_s(self.catalog),
             log=None if lines is None else lines.append,
         )
 

@@ -113,6 +113,7 @@ class Simulator:
         cost: PrefillCost | None = None,
         decode_scale: float = 1.0,
         decoders: int = 1,
+        published_s: Sequence[float] = (),
     ) -> None:
         """Prepare a play; nothing happens before `run`.
 
@@ -125,7 +126,11 @@ class Simulator:
             cost: what the engine's prefill costs; None for no engine.
             decode_scale: factor for the catalog's decode times.
             decoders: threads that decode, each a group at a time.
+            published_s: when each group of a live asset is published, ascending, seconds; empty: all are.
         """
+        self._published_s = [time_s + rtt_s / 2 for time_s in published_s]
+        """When the player hears of each group, and its base begins to arrive."""
+        self._heard = 0
         self._session, self._capacity, self._rtt_s = session, capacity, rtt_s
         self._first_byte_s = rtt_s + first_byte_s
         self._flows: dict[int, _Flow] = {}
@@ -165,7 +170,11 @@ class Simulator:
             if isinstance(action, FetchGroup):
                 flow = _Flow(action.request, action.bytes, action.priority, now + self._first_byte_s)
                 self._flows[action.request] = flow
-                self._coming.append(flow)
+                if action.pushed:
+                    flow.opens_s = now
+                    heappush(self._open, (flow.priority, flow.request, flow))
+                else:
+                    self._coming.append(flow)
             elif isinstance(action, Decode | Recompute):
                 self._machine.begin(action, now)
             elif isinstance(action, Cancel) and (cut := self._flows.pop(action.request, None)) is not None:
@@ -198,7 +207,7 @@ class Simulator:
         """Return the time of the next event."""
         then = self._session.next_timer()
         assert then is not None  # noqa: S101  # the play is not over
-        then = min(then, self._machine.next_s())
+        then = min(then, self._machine.next_s(), *self._published_s[self._heard : self._heard + 1])
         if served is not None:
             # Aim a quarter of a byte short, so that a rounding error cannot put the end behind an outage.
             least = served.size - served.received
@@ -231,6 +240,9 @@ class Simulator:
         due = timer is not None and timer <= now + EPSILON
         self._tell_transfers(now, served, due=due)
         self._machine.tell(now)
+        while self._heard < len(self._published_s) and self._published_s[self._heard] <= now + EPSILON:
+            self._heard += 1
+            session.published(self._heard, now)
         if due:
             session.timer(now)
 

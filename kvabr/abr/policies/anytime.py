@@ -11,6 +11,8 @@ must still arrive. What remains to decide is how much to keep in flight.
   it arrives by the deadline at the lower bound of the rate. With nothing in flight, more than the expected rate may be
   assumed, because an idle link wastes no bytes. One that saves very much is requested in any case.
 - An engine with spare time computes what costs it less than it costs the network, see `kvabr.abr.compute_planner`.
+- While a cache is being prefilled, the publisher pushes the base of each group that it publishes, and what is idle
+  until the last group exists goes to enhancements of those before it.
 - A track that replaces another pays for the group a second time. It is chosen where no layer is left to add, as long as
   all such tracks together save a noticeable amount; or instead of a layer, where it pays even at half the rate.
 """
@@ -150,6 +152,8 @@ class Anytime(Policy):
                 return decision
             reserved = len(planner.reserved)
         missing, saver = len(view.missing_groups) > reserved, self._saver
+        if view.coming and not missing:
+            return self._upgrade(view)  # what comes before the last group exists costs no time
         if not missing and (sooner := self._hasten(view)) is not None:
             return sooner
         if saver is not None and (sooner := saver.request(view) if missing else saver.upgrade(view)) is not None:
@@ -255,6 +259,7 @@ class Anytime(Policy):
         if (
             offer is not None
             and self._saver is not None
+            and not view.coming
             and not self._saver.pays(view, offer.track, offer.group, -offer.rank)
         ):
             heappush(self._offers, offer)
@@ -273,16 +278,31 @@ class Anytime(Policy):
         """Return a track that replaces the group instead, if the link should carry enough for it in the end."""
         if offer.replaces or self._gains[offer.group] < _SKIPPED * self._waste:
             return offer
-        price = view.ladder.price(self._to_spend(view, _RICH * min(view.lower_bound, self._mean)))
-        group, lost = offer.group, self._tracks[offer.below].loss[offer.group]
+        rate = _RICH * min(view.lower_bound, self._mean)
+        group, lost, most = offer.group, self._tracks[offer.below].loss[offer.group], float("inf")
+        if view.ends_s > 0:
+            # What was spent before the last groups existed could not have been spent on them.
+            most = rate * self._left_s(view) - view.outstanding_bytes
+            price = self._price_left(view, most - offer.track.bytes[group])
+        else:
+            price = view.ladder.price(self._to_spend(view, rate))
         least, best = self._layered(group, offer.track, price), offer.track
         for track in self._alone:
             total = price * track.bytes[group] + track.loss[group]
-            if total < least and (group, track.name) not in view.unavailable:
+            if total < least and track.bytes[group] <= most and (group, track.name) not in view.unavailable:
                 least, best = total, track
         if best is offer.track:
             return offer
         return offer._replace(track=best, saving=lost - best.loss[group], replaces=True)
+
+    def _price_left(self, view: View, spare: float) -> float:
+        """Return the loss per byte that is left to save once ``spare`` bytes are spent on the upgrades on offer."""
+        for offer in sorted(self._offers):
+            if offer.group in view.settled and view.track_of[offer.group] == offer.below:
+                spare -= offer.track.bytes[offer.group]
+                if spare < 0:
+                    return -offer.rank
+        return 0.0
 
     def _layered(self, group: int, layer: Track, price: float) -> float:
         """Return the least cost of a group with one or more further layers; bytes already in place are free."""
@@ -292,7 +312,7 @@ class Anytime(Policy):
 
     def _in_time(self, view: View, rate: float, *, staking: bool) -> _Offer | None:
         """Pop the best offer that arrives in time at ``rate``, or is worth trying anyway (``staking``: only those)."""
-        offers, settled, track_of, left_s = self._offers, view.settled, view.track_of, view.time_left
+        offers, settled, track_of, left_s = self._offers, view.settled, view.track_of, self._left_s(view)
         if not offers or (staking and offers[0].saving < self._stake):
             return None
         begins_s = max(view.ttfb_s, view.outstanding_bytes / rate) if rate > 0 else float("inf")
@@ -321,6 +341,11 @@ class Anytime(Policy):
         for offer in too_late:
             heappush(offers, offer)
         return found
+
+    @staticmethod
+    def _left_s(view: View) -> float:
+        """Return the seconds in which an upgrade must arrive: to the deadline, or until the last group is published."""
+        return min(view.time_left, view.ends_s - view.now) if view.coming else view.time_left
 
     def _listen(self, view: View) -> None:
         """Queue offers for the groups that have settled since the last call."""

@@ -1,0 +1,50 @@
+"""The live edge: how much of a cache exists that is still being prefilled while it is played."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from kvabr.types.errors import UsageError
+
+_MOST_PACE = 4.0
+"""Most that the pace of the groups so far may differ from what was expected, as a factor, to be believed of the rest."""
+
+
+class LiveEdge:
+    """Learns a producer's pace from when its groups appear."""
+
+    def __init__(self, expected_s: Sequence[float]) -> None:
+        """Begin with no group published.
+
+        ``expected_s``: when each group should be published, ascending, seconds since the play began.
+        """
+        finite = all(math.isfinite(time_s) for time_s in expected_s)
+        if not expected_s or not finite or any(later < sooner for sooner, later in pairwise(expected_s)):
+            raise UsageError("the times at which groups are expected must be finite, and ascend; there must be some")
+        self._expected_s = expected_s
+        self.edge = 0
+        """Groups that are published: the first ones."""
+        self._first_s = self._last_s = 0.0
+        self._firsts = 0
+        """Groups that were published when the first were seen: they may have been there for long."""
+
+    def reach(self, edge: int, now: float) -> None:
+        """Note that the first ``edge`` groups are published now; those before `edge` were published earlier."""
+        if not self.edge:
+            self._first_s, self._firsts = now, edge
+        self.edge, self._last_s = edge, now
+
+    def ends_s(self, now: float) -> float:
+        """Return when the last group should be published, or was, seconds since the play began."""
+        expected = self._expected_s
+        if self.edge == len(expected):
+            return self._last_s
+        if not self.edge:
+            return expected[-1] + max(0.0, now - expected[0])
+        pace, since_s = 1.0, expected[self.edge - 1]
+        if (planned_s := since_s - expected[self._firsts - 1]) > 0:
+            pace = min(max((self._last_s - self._first_s) / planned_s, 1.0 / _MOST_PACE), _MOST_PACE)
+        late_s = max(0.0, now - self._last_s - pace * (expected[self.edge] - since_s))
+        return self._last_s + pace * (expected[-1] - since_s) + late_s

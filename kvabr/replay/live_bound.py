@@ -1,0 +1,115 @@
+"""The clairvoyant bound of a play of a cache that is still being prefilled.
+
+Nothing of group k can leave before the time P(k) at which it is published. For an end T, this is a staircase of
+capacities: for every k, the bytes of the groups from k on fit into what the link carries from P(k) to T. Sets of groups
+that all end with the last one are nested, so the linear relaxation is solved by a greedy walk: take the steps of all
+hulls, most loss saved per byte first, each as far as all capacities that it counts in allow.
+
+The end is free. Over an interval of ends the objective is at least the loss at its end plus the price of time at its
+start; the interval where this is least is halved until it is close to the best end found. Decoding counts only for
+what comes last, so the bound is not tight where decoders are slow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+
+from kvabr.abr.ladder import every_option, rank
+from kvabr.replay.clairvoyant import INFEASIBLE, Bound
+from kvabr.replay.frontier import Array
+from kvabr.replay.link import Capacity
+from kvabr.types.catalog import Catalog
+from kvabr.types.cost import MISS_PENALTY
+
+_GAP, _NEAR = 1e-7, 1e-3
+"""Absolute (nats per token) and relative distance between bound and reached objective at which the search ends."""
+_MOST_ENDS = 400
+"""Most ends that are tried; what was reached by then still holds as a bound."""
+_SMALL = 1e-6
+"""Bytes that rounding may hide."""
+
+
+class LiveClairvoyant:
+    """What a player could do that knew the link and the producer's times."""
+
+    def __init__(self, catalog: Catalog, decode_scale: float = 1.0) -> None:
+        """Prepare the steps of all hulls; ``decode_scale``: factor for the catalog's decode times."""
+        options = every_option(catalog)
+        self._least: Array = np.array([hull[0].bytes for hull in options], float)
+        self._worst = sum(hull[0].loss for hull in options)
+        self._steps = [(step.group, float(step.bytes), step.saving) for step in rank(options)]
+        fastest = min(track.decode_s for track in catalog.tracks if track.refines is None)
+        self._tail_s = fastest * decode_scale * catalog.share(catalog.groups - 1)
+
+    def best(
+        self,
+        capacity: Capacity,
+        published_s: Sequence[float],
+        deadline_s: float,
+        *,
+        time_price: float,
+        delay_s: float = 0.0,
+    ) -> Bound:
+        """Return the bound of one play.
+
+        Args:
+            capacity: the link; its time begins with the play.
+            published_s: when each group is published, ascending, seconds.
+            deadline_s: the deadline, seconds.
+            time_price: price of a second before the first token, nats per token.
+            delay_s: seconds that everything takes from the publisher to the player, besides its turn on the link.
+        """
+        begins = [time_s + delay_s for time_s in published_s]
+        first_s = begins[-1]
+        if first_s >= deadline_s or (least_loss := self.loss_at(capacity, begins, deadline_s)) == math.inf:
+            return INFEASIBLE
+        best, end_s, loss = math.inf, deadline_s, least_loss
+
+        def reached(at_s: float) -> float:
+            nonlocal best, end_s, loss
+            found = self.loss_at(capacity, begins, at_s)
+            if found + time_price * at_s < best:
+                best, end_s, loss = found + time_price * at_s, at_s, found
+            return found
+
+        intervals = [(reached(deadline_s) + time_price * first_s, first_s, deadline_s, least_loss)]
+        for _ in range(_MOST_ENDS):
+            floor, start_s, stop_s, at_stop = intervals[0]
+            if floor >= best - max(_GAP, _NEAR * best):
+                break
+            heappop(intervals)
+            middle_s = (start_s + stop_s) / 2
+            at_middle = reached(middle_s)
+            if at_middle < math.inf:
+                heappush(intervals, (at_middle + time_price * start_s, start_s, middle_s, at_middle))
+            heappush(intervals, (at_stop + time_price * middle_s, middle_s, stop_s, at_stop))
+        objective = min(best, intervals[0][0])
+        # What is late costs at least this, whatever it loses.
+        objective = min(objective, MISS_PENALTY + time_price * deadline_s)
+        return Bound(
+            feasible=True, least_loss=least_loss, objective=objective, loss=loss, end_s=end_s, engine_s=0.0
+        )
+
+    def loss_at(self, capacity: Capacity, begins_s: Sequence[float], end_s: float) -> float:
+        """Return the least loss of any cache that is complete at an end; infinite if none is.
+
+        ``begins_s``: when bytes of each group can begin to arrive, ascending, seconds.
+        """
+        last_s = end_s - self._tail_s
+        if last_s < begins_s[-1]:
+            return math.inf
+        room: Array = np.array([capacity.between(begin_s, last_s) for begin_s in begins_s])
+        room -= np.cumsum(self._least[::-1])[::-1]  # of this group and all behind it
+        if room.min() < -_SMALL:
+            return math.inf
+        loss = self._worst
+        for group, nbytes, saving in self._steps:
+            fits = min(nbytes, float(room[: group + 1].min()))
+            if fits > 0:
+                room[: group + 1] -= fits
+                loss -= saving * (fits / nbytes)
+        return loss
