@@ -26,6 +26,7 @@ from kvabr.types.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvabr.replay.producer import Producer
     from kvabr.replay.run import Matrix, Report
     from kvabr.replay.sharing import Sharing
     from kvabr.store.asset import Asset
@@ -79,6 +80,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_old_name(link, "--scale-to-mean", link.add_argument("--load", type=float, metavar="X", help=load))
     link.add_argument("--rtt", type=float, metavar="MS", help="round trip in ms (default: the trace's, else 40)")
     link.add_argument("--no-slow-start", action="store_true", help="the connection is warm: slow start is over")
+    link.add_argument(
+        "--producer",
+        type=float,
+        metavar="S",
+        help="the cache is prefilled while it is played, which takes S seconds: groups exist one after the other "
+        "(default: all exist)",
+    )
     link.add_argument("--cold", action="store_true", help="the deadline includes handshake and catalog")
     link.add_argument(
         "--queue",
@@ -219,7 +227,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
 
     # The speed that an asset's publisher measured is a fair guess at the user's own engine; that of the shipped catalog
     # is not. Live plays have no engine unless the user asks for one, because its stand-in would only take time.
-    cost = catalog.prefill if args.asset is not None and not args.live else None
+    cost = catalog.prefill if args.asset is not None and not args.live and args.producer is None else None
     if args.no_recompute:
         cost = None
     elif args.prefill_rate is not None:
@@ -237,6 +245,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         estimator=args.estimator,
         config=PlayerConfig(gpu_price=args.gpu_price, time_price=args.time_price, give_up_after=args.patience),
         sharing=_sharing(args),
+        producer=_producer(args),
     )
     traces = tuple(trace for path in find(args.traces or [traces_folder()]) for trace in read(path))
     wants_timelines = any((args.html, args.svg, args.log, args.perfetto))
@@ -250,6 +259,14 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         timelines=args.timelines if wants_timelines else 0,
         detail=wants_timelines or args.json is not None or args.verify,
     )
+
+
+def _producer(args: argparse.Namespace) -> Producer | None:
+    if args.producer is None:
+        return None
+    from kvabr.replay.producer import Producer
+
+    return Producer(args.producer)
 
 
 def _sharing(args: argparse.Namespace) -> Sharing | None:
@@ -300,6 +317,8 @@ def _check_live(args: argparse.Namespace) -> None:
     for name in ("rivals", "one_connection", "codel"):
         if args.live and getattr(args, name):
             raise UsageError(f"--{name.replace('_', '-')} is for simulations: a live play has the link to itself")
+    if args.live and args.producer is not None:
+        raise UsageError("--producer is for simulations: a live replay plays what is published")
     if args.live and args.decode_scale != 1.0:
         raise UsageError("--decode-scale is for simulations: with --live the groups are really decoded")
     if args.live and args.decoders != 1:

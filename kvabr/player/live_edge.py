@@ -9,7 +9,7 @@ from itertools import pairwise
 from kvabr.types.errors import UsageError
 
 _MOST_PACE = 4.0
-"""Most that the pace of the groups so far may differ from what was expected, as a factor, to be believed of the rest."""
+"""The pace of the groups so far may differ from what was expected by this factor, to be believed of the rest."""
 
 
 class LiveEdge:

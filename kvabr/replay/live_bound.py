@@ -90,9 +90,7 @@ class LiveClairvoyant:
         objective = min(best, intervals[0][0])
         # What is late costs at least this, whatever it loses.
         objective = min(objective, MISS_PENALTY + time_price * deadline_s)
-        return Bound(
-            feasible=True, least_loss=least_loss, objective=objective, loss=loss, end_s=end_s, engine_s=0.0
-        )
+        return Bound(feasible=True, least_loss=least_loss, objective=objective, loss=loss, end_s=end_s, engine_s=0.0)
 
     def loss_at(self, capacity: Capacity, begins_s: Sequence[float], end_s: float) -> float:
         """Return the least loss of any cache that is complete at an end; infinite if none is.

@@ -1,4 +1,4 @@
-"""A producer in a replay: it prefills a cache while the cache is played, and publishes each group once it is computed."""
+"""A producer in a replay: it prefills a cache while that is played, and publishes each group once it is computed."""
 
 from __future__ import annotations
 

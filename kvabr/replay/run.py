@@ -139,6 +139,7 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
             "cold": options.cold,
             "patience": options.config.give_up_after,
             "sharing": None if options.sharing is None else asdict(options.sharing),
+            "producer": None if options.producer is None else asdict(options.producer),
             "estimator": options.estimator,
             "starts": matrix.starts,
             "seed": matrix.seed,

@@ -42,12 +42,13 @@ def test_the_cheapest_track_of_every_group_goes_before_others():
     assert max(dear) < LEAST_URGENT
 
 
-def test_no_upgrade_overtakes_an_older_one_under_way():
+def test_an_upgrade_overtakes_an_older_one_under_way_only_if_it_saves_far_more():
     given_ = RequestPriorities(4)
     first = given_.upgrade(0, 1e-6, 1000, set())
-    assert given_.upgrade(1, 1e-2, 1000, {0}) == first
-    assert given_.upgrade(2, 1e-2, 1000, {0, 1}) == first
-    assert given_.upgrade(3, 1e-2, 1000, set()) == upgrade_priority(1e-2, 1000) < first
+    assert given_.upgrade(1, 1e-4, 1000, {0}) == first
+    assert given_.upgrade(2, 1e-4, 1000, {0, 1}) == first
+    assert given_.upgrade(3, 1e-3, 1000, {0, 1, 2}) == upgrade_priority(1e-3, 1000) < first
+    assert given_.upgrade(4, 1e-5, 1000, set()) == upgrade_priority(1e-5, 1000) < first
 
 
 class Mixed(Policy):

@@ -1,0 +1,161 @@
+"""Plays of a cache that is still being prefilled: what exists may be requested, and none ends before it is whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvabr.abr import Ladder
+from kvabr.abr.estimators import DualEwma
+from kvabr.abr.plugins import load_policy
+from kvabr.player.builder import new_session
+from kvabr.player.live_edge import LiveEdge
+from kvabr.player.session import Session
+from kvabr.player.session_types import Deliver, FetchGroup, GiveUp, PrefixGoal
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from tests.catalogs import catalog
+from tests.player.sessions import bring, decode_all, of
+
+EXPECTED = (1.0, 2.0, 3.0, 4.0)
+
+
+def session(policy="anytime", deadline=6.0, **options):
+    ladder = Ladder(catalog(4, layered=True))
+    return Session(ladder, deadline, load_policy(policy)(), DualEwma(), expected_s=EXPECTED, **options)
+
+
+def test_nothing_is_requested_that_is_not_published():
+    play = session()
+    play.start()
+    assert of(play.actions(), FetchGroup) == []
+    assert not play.view.missing
+    assert play.view.coming
+    play.published(2, 1.5)
+    pushed = of(play.actions(), FetchGroup)
+    assert [(one.group, one.track, one.pushed) for one in pushed] == [(0, "base", True), (1, "base", True)]
+    assert play.view.edge == 2
+
+
+def test_what_is_idle_goes_to_upgrades_of_what_exists_and_the_play_ends_after_the_last_group():
+    play = session()
+    play.start()
+    play.actions()
+    asked, now = [], 0.0
+    for group in range(4):
+        now = EXPECTED[group]
+        play.published(group + 1, now)
+        pending = of(play.actions(), FetchGroup)
+        while pending:
+            asked += [(one.group, one.track) for one in pending]
+            more = []
+            for one in pending:
+                now += 0.05
+                more += of(bring(play, one, now), FetchGroup)
+            pending = more
+            assert not play.over or group == 3
+    for group in range(3):  # it is upgraded before the next one exists
+        (begun,) = [index for index, one in enumerate(asked) if one == (group, "base")]
+        assert asked[begun + 1][0] == group
+        assert (group + 1, "base") not in asked[: begun + 2]
+    while not play.over:
+        play.timer(play.next_timer())
+        for one in of(play.actions(), FetchGroup):
+            bring(play, one, now := max(now, play.view.now) + 0.05)
+    assert play.record.met
+    assert not play.record.missing
+
+
+def test_a_producer_that_stops_leaves_an_incomplete_play_that_ends():
+    play = session()
+    play.start()
+    play.published(3, 1.0)
+    for one in of(play.actions(), FetchGroup):
+        bring(play, one, 1.2)
+    ended = []
+    while not ended:
+        play.timer(now := play.next_timer())
+        ended = of(decode_all(play, play.actions(), now), GiveUp | Deliver)
+    assert isinstance(ended[0], GiveUp)
+    assert play.record.missing == (3,)
+
+
+def test_what_the_publisher_pushed_in_vain_is_fetched():
+    play = session()
+    play.start()
+    play.published(1, 1.0)
+    (pushed,) = of(play.actions(), FetchGroup)
+    play.failed(pushed.request, "reset", 1.1)
+    again = of(play.actions(), FetchGroup)
+    assert [(one.group, one.pushed) for one in again] == [(0, False)]
+
+
+def test_what_comes_unasked_says_nothing_about_round_trips():
+    play = session()
+    play.start()
+    play.published(1, 1.0)
+    (pushed,) = of(play.actions(), FetchGroup)
+    play.first_byte(pushed.request, 1.0)
+    play.done(pushed.request, 1.2)
+    assert play.view.ttfb_s == 0.0
+    assert play.view.rate > 0
+
+
+def test_publishing_again_or_less_or_more_than_there_is_does_nothing():
+    play = session()
+    play.start()
+    play.published(2, 1.0)
+    before = len(of(play.actions(), FetchGroup))
+    play.published(2, 1.1)
+    play.published(1, 1.2)
+    assert before == 2
+    assert not [one for one in of(play.actions(), FetchGroup) if one.pushed]
+    play.published(9, 1.3)
+    assert play.view.edge == 4
+
+
+def test_an_ordinary_play_has_no_edge():
+    play = Session(Ladder(catalog(4)), 1.0, load_policy("anytime")(), DualEwma())
+    play.start()
+    assert not play.view.coming
+    play.published(1, 0.5)
+    assert play.view.edge == 4
+
+
+@pytest.mark.parametrize(
+    ("reached", "now", "ends"),
+    [
+        ([], 0.0, 4.0),
+        ([], 1.5, 4.5),  # late from the start
+        ([(1, 1.0)], 1.0, 4.0),
+        ([(1, 1.0)], 2.5, 4.5),  # the second is late by half a second
+        ([(1, 1.0), (2, 3.0)], 3.0, 7.0),  # half as fast
+        ([(1, 1.0), (2, 1.5)], 1.5, 2.5),  # twice as fast
+        ([(3, 0.5)], 0.5, 1.5),  # they were there before
+        ([(1, 1.0), (2, 21.0)], 21.0, 29.0),  # not believed
+        ([(4, 3.0)], 9.0, 3.0),
+    ],
+)
+def test_the_end_is_expected_from_the_pace_so_far(reached, now, ends):
+    edge = LiveEdge(EXPECTED)
+    for groups, at_s in reached:
+        edge.reach(groups, at_s)
+    assert edge.ends_s(now) == pytest.approx(ends)
+
+
+@pytest.mark.parametrize("expected", [(), (2.0, 1.0), (1.0, math.inf), (math.nan,)])
+def test_times_that_are_none_are_refused(expected):
+    with pytest.raises(UsageError, match="must be finite, and ascend"):
+        LiveEdge(expected)
+
+
+def test_such_a_play_has_no_engine_and_is_for_the_whole_cache():
+    ladder = Ladder(catalog(4))
+    cost = PrefillCost(0.0, 0.001)
+    with pytest.raises(UsageError, match="whole cache, without an engine"):
+        new_session(ladder, 1.0, "anytime", DualEwma(), cost=cost, expected_s=EXPECTED)
+    with pytest.raises(UsageError, match="whole cache, without an engine"):
+        new_session(ladder, 1.0, "anytime", DualEwma(), goal=PrefixGoal(), expected_s=EXPECTED)
+    with pytest.raises(UsageError, match="2 times for 4 groups"):
+        new_session(ladder, 1.0, "anytime", DualEwma(), expected_s=(1.0, 2.0))
