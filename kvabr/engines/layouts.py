@@ -1,7 +1,7 @@
 """Layouts of engines' KV caches, and conversion to and from kvabr's. Pure functions over tensors.
 
-kvabr's layout is ``[layer, K/V, head, token, dim]``. A paged engine keeps one tensor per layer, cut into blocks of some
-tokens. Only the engine knows which tokens a block holds, so here a block is a number.
+kvabr's layout is ``[layer, K/V, head, token, dim]`` per layer class (`kvabr.types.kv`). A paged engine keeps one tensor
+per layer, cut into blocks of some tokens. Only the engine knows which tokens a block holds; here it is a number.
 """
 
 from __future__ import annotations
@@ -18,38 +18,42 @@ _FP16_MAX = 65504.0
 
 
 class BlockLayout(Enum):
-    """Where keys and values are in one layer's paged cache, [block, head, token, 2 x dim]."""
+    """Where keys and values are in one layer's paged cache, [block, head, token, dim of key and value]."""
 
     PLAIN = "plain"
-    """The first ``dim`` numbers of each token are its key, the others its value (vLLM on GPUs; any strides)."""
+    """The first numbers of each token are its key, the others its value (vLLM on GPUs; any strides)."""
     TRANSPOSED = "transposed"
     """Each head of a block is contiguous: keys as [dim, token], then values as [token, dim] (vLLM on CPUs, where the
     kernels read keys that way)."""
 
 
-def keys_and_values(cache: torch.Tensor, layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of a layer's paged cache, [block, head, token, 2 x dim].
+def keys_and_values(
+    cache: torch.Tensor, layout: BlockLayout, k_dim: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of a layer's paged cache, [block, head, token, dim of key and value].
 
-    Both are views, [block, head, token, dim].
+    Both are views, [block, head, token, dim]. Keys have ``k_dim`` dimensions; None: as many as values.
 
     Raises:
-        FormatError: the cache has another shape, or is transposed and not contiguous.
+        FormatError: the cache has another shape, or is transposed and not contiguous, or transposed with keys and
+            values of unlike dimensions.
     """
-    if cache.dim() != 4 or cache.shape[-1] % 2:
+    if cache.dim() != 4 or (k_dim is None and cache.shape[-1] % 2):
         raise FormatError(f"a paged cache is [block, head, token, 2 x dim], this one is {tuple(cache.shape)}")
     blocks, heads, tokens, both = cache.shape
-    dim = both // 2
+    dim = both // 2 if k_dim is None else k_dim
     if layout is BlockLayout.PLAIN:
         return cache[..., :dim], cache[..., dim:]
+    if 2 * dim != both:
+        raise FormatError(f"a transposed cache has keys and values alike, not {dim} and {both - dim} dimensions")
     if cache.stride()[1:] != (tokens * both, both, 1):
         raise FormatError(
             f"a transposed cache must be contiguous within a block, this one has strides {cache.stride()}"
         )
     step = cache.stride(0)
-    keys = cache.as_strided((blocks, heads, tokens, dim), (step, tokens * both, 1, tokens))
-    values = cache.as_strided(
-        (blocks, heads, tokens, dim), (step, tokens * both, dim, 1), cache.storage_offset() + tokens * dim
-    )
+    first = cache.storage_offset()
+    keys = cache.as_strided((blocks, heads, tokens, dim), (step, tokens * both, 1, tokens), first)
+    values = cache.as_strided((blocks, heads, tokens, dim), (step, tokens * both, dim, 1), first + tokens * dim)
     return keys, values
 
 
@@ -58,16 +62,19 @@ class PagedBlocks:
     """Some blocks of a paged cache: plays write them, publications read them."""
 
     layers: Sequence[torch.Tensor]
-    """One tensor per layer, [block, head, token, 2 x dim]."""
+    """One tensor per layer, [block, head, token, dim of key and value]."""
     blocks: Sequence[int]
     """Numbers of the blocks, in the order of their tokens."""
     layout: BlockLayout
+    split: tuple[int, int] | None = None
+    """Dimensions of keys and of values; None: half each. See `kvabr.types.kv.LayerClass.split`."""
 
-    def write(self, kv: torch.Tensor) -> None:
+    def write(self, kv: torch.Tensor | Sequence[torch.Tensor]) -> None:
         """Copy KV into the blocks.
 
         Args:
-            kv: [layer, K/V, head, token, dim], all tokens of the blocks, any float dtype, any device.
+            kv: [layer, K/V, head, token, dim], or a tensor of each layer, with all tokens of the blocks, any float
+                dtype, any device. Of unlike keys and values, or of one vector per token, the second axis has length 1.
 
         Raises:
             FormatError: it has another shape.
@@ -76,7 +83,7 @@ class PagedBlocks:
         for own, part in self._pairs(kv):
             own.index_copy_(0, numbers, cast(part.to(own.device), own.dtype).transpose(0, 1))
 
-    def read(self, out: torch.Tensor) -> None:
+    def read(self, out: torch.Tensor | Sequence[torch.Tensor]) -> None:
         """Copy the KV of the blocks into ``out``, of the shape that `write` takes; `FormatError` if it is another."""
         numbers = self._numbers()
         for own, part in self._pairs(out):
@@ -85,13 +92,22 @@ class PagedBlocks:
     def _numbers(self) -> torch.Tensor:
         return torch.tensor(list(self.blocks), dtype=torch.int64, device=self.layers[0].device)
 
-    def _pairs(self, kv: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, kv: torch.Tensor | Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the keys, then the values, of each layer's whole cache, with its part of ``kv``, [head, block, ...]."""
         count, (_, heads, size, both) = len(self.blocks), self.layers[0].shape
-        _check(kv, (len(self.layers), 2, heads, count * size, both // 2), f"{count} blocks")
-        parts = kv.unflatten(3, (count, size))  # type: ignore[no-untyped-call]
-        for cache, halves in zip(self.layers, parts, strict=True):
-            yield from zip(keys_and_values(cache, self.layout), halves, strict=True)
+        k_dim, v_dim = self.split or (both // 2, both // 2)
+        alike = k_dim == v_dim
+        one = (2, heads, count * size, k_dim) if alike else (1, heads, count * size, k_dim + v_dim)
+        if len(kv) != len(self.layers):
+            raise FormatError(f"{len(kv)} layers were given, the cache has {len(self.layers)}")
+        for cache, own in zip(self.layers, kv, strict=True):
+            _check(own, one, f"{count} blocks")
+            parts = own.unflatten(2, (count, size))
+            halves = (parts[0], parts[1]) if alike else (parts[0][..., :k_dim], parts[0][..., k_dim:])
+            places = keys_and_values(cache, self.layout, None if self.split is None else k_dim)
+            yield places[0], halves[0]
+            if v_dim:
+                yield places[1], halves[1]
 
 
 @dataclass(frozen=True, slots=True)

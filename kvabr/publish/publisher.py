@@ -238,11 +238,17 @@ def expected_losses(losses: Sequence[float], groups: int) -> tuple[float, ...]:
     return tuple(six((1 - _EVEN_SHARE) * each + _EVEN_SHARE * total / groups) for each in made)
 
 
-def with_heads(spec: KVSpec, heads: range) -> KVSpec:
-    """Return the spec of the cache of some heads, under a name of its own; the spec itself if these are all."""
-    if len(heads) == spec.kv_heads:
+def with_heads(spec: KVSpec, heads: range | Sequence[range]) -> KVSpec:
+    """Return the spec of the cache of some heads, under a name of its own; the spec itself if these are all.
+
+    Of several layer classes, ``heads`` is a range for each.
+    """
+    parts = (heads,) * len(spec.classes) if isinstance(heads, range) else tuple(heads)
+    if all(len(part) == one.heads for part, one in zip(parts, spec.classes, strict=True)):
         return spec
-    return replace(spec.changed(heads=len(heads)), model=f"{spec.model}+heads{heads.start}-{heads.stop - 1}")
+    told = ",".join(dict.fromkeys(f"{part.start}-{part.stop - 1}" for part in parts))
+    classes = tuple(replace(one, heads=len(part)) for part, one in zip(parts, spec.classes, strict=True))
+    return replace(spec, classes=classes, model=f"{spec.model}+heads{told}")
 
 
 def _be_nice() -> None:

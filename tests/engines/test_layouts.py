@@ -75,6 +75,22 @@ def test_the_transposed_layout_is_that_of_the_processor_kernels():
     assert torch.equal(row[SIZE * DIM :], kv[1, 1].flatten())
 
 
+@pytest.mark.parametrize("split", [(6, 2), (8, 0)])
+def test_keys_and_values_of_unlike_dims(split):
+    """The second axis has length 1: keys and values lie side by side, or there is one vector per token."""
+    cache = torch.full((BLOCKS, HEADS, SIZE, sum(split)), float("nan"))
+    kv = torch.rand(2, 1, HEADS, 2 * SIZE, sum(split))
+    PagedBlocks([cache, cache.clone()], [4, 1], BlockLayout.PLAIN, split).write(kv)
+    assert torch.equal(cache[1], kv[0, 0, :, SIZE:])
+    out = torch.empty_like(kv[:1])
+    PagedBlocks([cache], [4, 1], BlockLayout.PLAIN, split).read(out)
+    assert torch.equal(out, kv[:1])
+    with pytest.raises(FormatError, match="keys and values alike"):
+        PagedBlocks([cache], [0], BlockLayout.TRANSPOSED, split).write(kv[:1, :, :, :SIZE])
+    with pytest.raises(FormatError, match="2 layers were given"):
+        PagedBlocks([cache], [4, 1], BlockLayout.PLAIN, split).write(kv)
+
+
 def test_shapes_that_do_not_fit():
     cache = paged()
     with pytest.raises(FormatError, match="2 blocks"):

@@ -14,7 +14,8 @@ origin. The worker's half (`worker`) plays caches, and publishes what the engine
 
 A request waits while its cache is played into host memory. Then vLLM is promised the tokens that are in place
 (`promises`), allocates blocks for them, and the worker copies them there within the same step. vLLM computes what is
-behind them, so the player protects the first groups.
+behind them, so the player protects the first groups. Layers may have several block tables (`caches`, `blocks`), and
+what windows drop is kept until it is published (`windows`).
 
 Only `connector` imports vLLM.
 """
@@ -35,7 +36,7 @@ ADAPTER = Adapter(
     module="kvabr.engines.vllm",
     tested=("0.32", "0.33"),
     mode="suffix",
-    layout="paged blocks; keys transposed on CPUs",
+    layout="paged blocks, several tables; keys transposed on CPUs",
     rate="measured while it serves",
     plays="async",
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,10 +17,11 @@ from kvabr.engines.layouts import check_block_size, head_shard
 from kvabr.engines.settings import Count, EngineSettings, EstimatorName, FilePath, Seconds, Text
 from kvabr.engines.transformers import model_loader
 from kvabr.engines.transformers.spec import spec_of
+from kvabr.engines.vllm.caches import EngineCaches, UnknownCacheError, engine_caches
 from kvabr.publish.publisher import with_heads
 from kvabr.store.files import read_salt
-from kvabr.types.errors import KvabrError, UsageError
-from kvabr.types.kv import KVSpec, RopeSpec
+from kvabr.types.errors import FormatError, KvabrError, UsageError
+from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 
 Mode = Literal["play-first", "promise-first"]
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "half", "float", "float32")
@@ -61,6 +62,8 @@ class VllmSettings(EngineSettings):
     prior: FilePath | None = None
     """Catalog of the same model with measured losses, for those of what is published. None: the one that kvabr
     ships."""
+    window_mib: Annotated[int, Field(ge=0)] = 1024
+    """Memory in each worker that publishes, for what layers with windows drop before a request ends, MiB."""
     queue: Count = 4
     """Caches that may wait to be published; more are dropped and counted."""
 
@@ -95,12 +98,19 @@ class ServedModel:
     """Spec of the whole model's cache, whatever part this rank holds."""
     dtype: torch.dtype
     """Element type of the engine's own cache."""
-    block: int
-    """Tokens in one of its blocks."""
-    heads: range
-    """KV heads that this rank holds."""
+    caches: EngineCaches
+    """Where the engine keeps the layer classes."""
+    heads: tuple[range, ...]
+    """Per layer class, the KV heads that this rank holds."""
     ranks: int = 1
     """Workers of the engine; each has a part of the heads."""
+    waits: bool = False
+    """Whether vLLM has to wait for copies into blocks: it can be told of requests that failed only, not of blocks."""
+
+    @property
+    def block(self) -> int:
+        """Tokens in a block; the engine takes whole blocks."""
+        return self.caches.block
 
     @property
     def shard(self) -> KVSpec:
@@ -108,8 +118,19 @@ class ServedModel:
         return with_heads(self.spec, self.heads)
 
 
-def served_model(config: Any, settings: VllmSettings) -> ServedModel:
-    """Return the model of a ``vllm.config.VllmConfig``; a `UsageError` says what to change to exchange caches."""
+def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may_fail: bool = True) -> ServedModel:
+    """Return the model of an engine.
+
+    Args:
+        config: a ``vllm.config.VllmConfig``.
+        caches: vLLM's configuration of its KV cache, a ``vllm.v1.kv_cache_interface.KVCacheConfig``.
+        settings: of the connector.
+        blocks_may_fail: whether this vLLM can be told of single blocks that were not loaded.
+
+    Raises:
+        UsageError: vLLM was started in a way in which it cannot exchange caches; it says what to change.
+        UnknownCacheError: it keeps this model's cache in a way that kvabr does not know.
+    """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     if cache.cache_dtype not in _PLAIN_CACHES:
         raise UsageError(
@@ -117,31 +138,54 @@ def served_model(config: Any, settings: VllmSettings) -> ServedModel:
             "engines; start it with --kv-cache-dtype auto"
         )
     if parallel.pipeline_parallel_size > 1:
-        raise UsageError("kvabr's connector does not support pipeline parallelism; use tensor parallelism")
+        raise UsageError(
+            f"with pipeline parallelism ({parallel.pipeline_parallel_size} stages) a worker has some layers only, and "
+            "kvabr exchanges caches of whole models: use tensor parallelism"
+        )
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise UsageError(f"kvabr's connector does not support {name} above 1")
-    if getattr(model, "use_mla", False):
-        raise UsageError("multi-head latent attention (MLA) keeps a compressed cache, not keys and values")
-    block = int(cache.block_size)
     dtype = model.dtype if cache.cache_dtype == "auto" else getattr(torch, cache.cache_dtype)
-    heads = int(model.get_total_num_kv_heads())
     ranks = int(parallel.tensor_parallel_size)
     rank = int(getattr(parallel, "rank", 0)) % ranks
     name, tokenizer = _names(model, settings)
     config_dtype = str(getattr(model.hf_config, "dtype", "")).removeprefix("torch.")
-    whole = KVSpec.uniform(
-        model=name,
-        tokenizer=tokenizer,
+    kept = engine_caches(
+        caches,
         layers=int(model.get_total_num_hidden_layers()),
-        kv_heads=heads,
-        head_dim=int(model.get_head_size()),
         dtype=settings.asset_dtype or model_loader.asset_dtype(config_dtype),
-        rope=rope_of_config(model.hf_text_config),
+        held=dtype,
+        heads_of=lambda heads: _all_heads(model, heads, ranks),
     )
-    spec = settings.grouped(whole)
-    check_block_size(block, spec.group_tokens)
-    return ServedModel(spec, dtype, block, head_shard(heads, rank, ranks), ranks)
+    ropes = ropes_of_config(model.hf_text_config, kept.classes)
+    classes = tuple(replace(one, rope=rope) for one, rope in zip(kept.classes, ropes, strict=True))
+    try:
+        spec = settings.grouped(KVSpec(name, tokenizer, classes))
+    except FormatError as error:
+        raise UnknownCacheError(f"vLLM's cache of {model.model}: {error}") from error
+    for pages in kept.pages:
+        check_block_size(pages.block, spec.group_tokens)
+        if pages.passing and spec.group_tokens % pages.block:
+            raise UsageError(
+                f"vLLM's blocks of {pages.block} tokens in layers with windows are larger than kvabr's groups of "
+                f'{spec.group_tokens}: set --block-size {spec.group_tokens} or less, or "group_tokens"'
+            )
+    heads = tuple(head_shard(one.heads, rank, ranks) if one.heads > 1 else range(1) for one in classes)
+    waits = len(caches.kv_cache_groups) > 1 or bool(kept.passing) or not blocks_may_fail
+    return ServedModel(spec, dtype, kept, heads, ranks, waits)
+
+
+def _all_heads(model: Any, heads: int, ranks: int) -> int:
+    """Return the KV heads of a layer in the whole model, given those of one of ``ranks`` tensor-parallel ranks."""
+    if ranks == 1:
+        return heads
+    total = int(model.get_total_num_kv_heads())
+    if heads != max(1, total // ranks):
+        raise UnknownCacheError(
+            f"vLLM has {heads} KV heads of a layer in each of {ranks} ranks, and the model {total}: kvabr cannot tell "
+            "which, as its layers differ in this"
+        )
+    return total
 
 
 def _names(model: Any, settings: VllmSettings) -> tuple[str, str]:
@@ -157,21 +201,34 @@ def _names(model: Any, settings: VllmSettings) -> tuple[str, str]:
     return settings.model or model_loader.folder_name(path), settings.tokenizer or model_loader.folder_tokenizer(path)
 
 
-def rope_of_config(config: Any) -> RopeSpec | None:
-    """Return the rotary embedding of a transformers configuration, probed on a model of one small layer.
+def ropes_of_config(config: Any, classes: Sequence[LayerClass]) -> list[RopeSpec | None]:
+    """Return the rotary embedding of each layer class of a transformers configuration.
 
-    None if a spec cannot express it, or the model cannot be built; caches that were published with an embedding are
-    then rejected as foreign.
+    They are probed on a model with one small layer of each class. None if a spec cannot express one, or the model
+    cannot be built; caches that were published with an embedding are then rejected as foreign.
     """
+    unknown: list[RopeSpec | None] = [None] * len(classes)
+    firsts = sorted({one.layers[0] for one in classes if not one.role})
     tiny = copy.deepcopy(config)
-    small = {"num_hidden_layers": 1, "vocab_size": 128, "intermediate_size": 32, "tie_word_embeddings": True}
+    small = {"num_hidden_layers": len(firsts), "vocab_size": 128, "intermediate_size": 32, "tie_word_embeddings": True}
     try:
         for name, value in {**small, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}.items():
             setattr(tiny, name, value)
         if getattr(tiny, "layer_types", None):
-            tiny.layer_types = list(tiny.layer_types)[:1]
+            tiny.layer_types = [list(config.layer_types)[first] for first in firsts]
         with torch.random.fork_rng(devices=[]):
             model = require("transformers").AutoModelForCausalLM.from_config(tiny, dtype=torch.float32)
-        return spec_of(model.eval(), name="probe", tokenizer="", dtype="float16").rope
+        probed = spec_of(model.eval(), name="probe", tokenizer="", dtype="float16").classes
     except (KvabrError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError):
-        return None
+        return unknown
+    ropes = {one.layers[0]: one for one in probed if not one.role}
+    alike = [ropes.get(firsts.index(one.layers[0])) if not one.role else None for one in classes]
+    return [
+        found.rope if found is not None and _same(found, one) else None
+        for found, one in zip(alike, classes, strict=True)
+    ]
+
+
+def _same(found: LayerClass, wanted: LayerClass) -> bool:
+    """Return whether two classes are alike but for their layers and embedding."""
+    return replace(found, layers=wanted.layers, dtype=wanted.dtype, rope=None) == replace(wanted, rope=None)

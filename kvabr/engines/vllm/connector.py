@@ -6,8 +6,9 @@ It implements vLLM's ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_con
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import logging
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -26,7 +29,9 @@ from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout, keys_and_values
 from kvabr.engines.transformers.publish import find_profile
 from kvabr.engines.vllm import ADAPTER, stats
+from kvabr.engines.vllm.caches import UnknownCacheError
 from kvabr.engines.vllm.config import ServedModel, VllmSettings, read_settings, served_model
+from kvabr.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvabr.engines.vllm.plays import Step, leave_client, take_client
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
@@ -35,7 +40,9 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, UsageError
 
 _PerEngine = dict[int, list[object]]
-_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_log = logging.getLogger("vllm.kvabr")
+_BLOCKS_MAY_FAIL = hasattr(KVConnectorBase_V1, "get_block_ids_with_load_errors")
+"""Whether this vLLM can be told of single blocks that were not loaded."""
 
 
 class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -58,17 +65,23 @@ class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return KvabrPlaced(self.placed + other.placed)
 
 
-class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Loads and publishes KV caches through kvabr; see `kvabr.engines.vllm`."""
+class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Loads and publishes KV caches through kvabr; see `kvabr.engines.vllm`.
+
+    It supports vLLM's hybrid memory allocator (HMA): models with several KV cache groups.
+    """
 
     _cache_hit_source = CacheHitSource.P2P
-    _scheduler: SchedulerHalf
+    _scheduler: SchedulerHalf | IdleScheduler
     """Only in the scheduler."""
-    _worker: WorkerHalf
+    _worker: WorkerHalf | IdleWorker
     """Only in a worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Start the half in the scheduler, or that in a worker; `UsageError` if the configuration cannot work."""
+        """Start the half in the scheduler, or that in a worker; `UsageError` if the configuration cannot work.
+
+        With a model whose cache kvabr does not know the connector does nothing, and vLLM computes everything.
+        """
         super().__init__(vllm_config, role, kv_cache_config)
         ADAPTER.check(vllm.__version__)
         transfer = self._kv_transfer_config
@@ -81,16 +94,16 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 'kv_load_failure_policy to "recompute" '
                 f'(it is "{transfer.kv_load_failure_policy}", which fails such requests)'
             )
-        if kv_cache_config is not None and len(kv_cache_config.kv_cache_groups) != 1:
-            raise UsageError(
-                f"the model has {len(kv_cache_config.kv_cache_groups)} kinds of KV cache; kvabr needs full attention "
-                "in every layer"
-            )
-        model = served_model(vllm_config, settings)
+        self._client, self._settings = None, settings
+        try:
+            model = served_model(vllm_config, kv_cache_config, settings, blocks_may_fail=_BLOCKS_MAY_FAIL)
+        except UnknownCacheError as error:
+            _log.warning("kvabr: caches of this model are neither played nor published: %s", error)
+            self._scheduler, self._worker = IdleScheduler(), IdleWorker()
+            return
         # Before the client is taken: an error here must not leave one behind.
         publisher = _publisher(settings, model) if produces and role == KVConnectorRole.WORKER else None
         self._client = take_client(settings) if consumes else None
-        self._settings = settings
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(settings, model, self._client, produces=produces)
         else:
@@ -103,8 +116,7 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Hand the engine's cache to the worker's half."""
-        layers = layers_of(kv_caches)
-        self._worker.register(layers, layout_of(self._vllm_config, layers))
+        self._worker.register(kv_caches, partial(layout_of, self._vllm_config))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step and its plays here: vLLM may call `start_load_kv` only after the forward pass."""
@@ -126,10 +138,10 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """End the computation of a step."""
         self._worker.computed()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose publications, and those whose loads, have ended."""
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose publications, and those whose loads, have ended, and which of these failed."""
         sent, received = self._worker.collect(finished_req_ids)
-        return sent or None, received or None
+        return KVConnectorTransferResults(sent, received, self._worker.failed_requests())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that were not loaded."""
@@ -150,11 +162,11 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Begin a load into allocated blocks, or copy what was played."""
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the requests to the workers."""
-        return KvabrMetadata(self._scheduler.step(scheduler_output.total_num_scheduled_tokens))
+        return KvabrMetadata(self._scheduler.step(scheduler_output.num_scheduled_tokens, self._tables))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Note the loads and plays that have ended."""
@@ -164,9 +176,21 @@ class KvabrConnector(KVConnectorBase_V1):  # type: ignore[misc]
             for play, end in meta.placed:
                 self._scheduler.placed(play, end)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Publish what a request has computed."""
         return self._scheduler.finished(request, block_ids), None
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Publish what a request has computed, of a model with one KV cache group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def _tables(self, request: str) -> Sequence[Sequence[int]]:
+        """Return a request's block tables, one per KV cache group."""
+        assert self._kv_cache_manager is not None  # noqa: S101  # vLLM binds it to the scheduler's connector
+        tables: Sequence[Sequence[int]] = self._kv_cache_manager.get_block_ids(request)
+        return tables
 
     def shutdown(self) -> None:
         """End all plays, and publish what waits."""
@@ -269,20 +293,11 @@ def _publisher(settings: VllmSettings, model: ServedModel) -> Publisher:
     )
 
 
-def layers_of(caches: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return cache tensors by layer; their names must tell it, as ``model.layers.7.self_attn.attn`` does."""
-    out: dict[int, torch.Tensor] = {}
-    for name, cache in caches.items():
-        numbers = _LAYER.findall(name)
-        if len(numbers) != 1 or int(numbers[0]) in out:
-            raise UsageError(f"the name of vLLM's cache {name!r} does not tell its layer: this model is not supported")
-        out[int(numbers[0])] = cache
-    return out
+def layout_of(config: Any, cache: torch.Tensor) -> BlockLayout:
+    """Return the layout of a layer's blocks; on a CPU by letting the attention kernel store a few known numbers.
 
-
-def layout_of(config: Any, layers: Mapping[int, torch.Tensor]) -> BlockLayout:
-    """Return the layout of the blocks; on a CPU by letting the attention kernel store a few known numbers."""
-    cache = layers[min(layers)]
+    Raises `UsageError` if the kernel stores them in an order that kvabr does not know.
+    """
     if cache.device.type != "cpu":
         return BlockLayout.PLAIN
     from vllm import _custom_ops as ops  # noqa: PLC0415  # for CPUs only

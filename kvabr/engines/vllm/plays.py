@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client
@@ -32,8 +32,9 @@ class LoadRequest:
     """First token that is wanted; the engine has whole blocks before it."""
     last: int
     """Token after the last that is wanted: the end of a block."""
-    blocks: tuple[int, ...] | None
-    """The engine's blocks for these tokens. None: keep the cache in host memory for a `CopyRequest`."""
+    blocks: tuple[tuple[int, ...], ...] | None
+    """Per block table of the engine, the blocks for these tokens. None: keep the cache in host memory for a
+    `CopyRequest`."""
     behind: int
     """Tokens of the prompt from ``last`` on, which the engine computes."""
     deadline_s: float
@@ -49,10 +50,25 @@ class CopyRequest:
     """Copy a cache that was played into host memory into blocks, before this step computes."""
 
     play: int
+    request: str
     first: int
     """First token that is wanted: the beginning of a block, not before the play's own first."""
-    blocks: tuple[int, ...]
-    """The engine's blocks from that token on; all their tokens are in place in every worker."""
+    last: int
+    """Token after the last that is wanted; all before it are in place in every worker."""
+    blocks: tuple[tuple[int, ...], ...]
+    """Per block table of the engine, the blocks for these tokens."""
+    waits: bool = False
+    """Whether vLLM waits for the copy, and computes the request in a later step."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRequest:
+    """Keep what layers with windows have of some groups that this step completes: vLLM will drop it."""
+
+    chunks: tuple[str, ...]
+    """Chained digests of the groups."""
+    blocks: tuple[tuple[int, ...], ...]
+    """Per block table of the engine, the blocks of these groups; empty where no layer has a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +78,11 @@ class PublishRequest:
     request: str
     tokens: tuple[int, ...]
     """Ids, whole groups."""
-    blocks: tuple[int, ...]
-    """The engine's blocks for these tokens."""
+    blocks: tuple[tuple[int, ...], ...]
+    """Per block table of the engine, the blocks for these tokens."""
     salt: bytes
+    chunks: tuple[str, ...] = ()
+    """Chained digests of the groups, as `KeepRequest` named them."""
 
 
 @dataclass(slots=True)
@@ -75,6 +93,7 @@ class Step:
     """Plays into host memory that are not wanted any more."""
     loads: list[LoadRequest] = field(default_factory=list)
     copies: list[CopyRequest] = field(default_factory=list)
+    kept: list[KeepRequest] = field(default_factory=list)
     publications: list[PublishRequest] = field(default_factory=list)
     scheduled: int = 0
     """Tokens that the step computes."""
@@ -95,6 +114,13 @@ async def find_cache(
             if found is not None:
                 return found
     return None
+
+
+def cut(found: Found, last: int) -> Found:
+    """Return what a prompt needs of a cache that goes on behind token ``last`` - 1, which lies in it."""
+    catalog = found.catalog
+    groups = catalog.spec.groups(last)
+    return replace(found, catalog=catalog.prefix(groups) if catalog.every_token else catalog.prefix(groups, end=last))
 
 
 _clients: dict[VllmSettings, tuple[Client, int]] = {}

@@ -17,7 +17,7 @@ Pure: no vLLM, no clock, no threads. Time comes in as ``now``, seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -60,9 +60,9 @@ class Promises:
         *,
         ranks: int,
         block: int,
-        group_tokens: int,
         max_bytes: int,
         max_plays: int,
+        alike: bool = False,
         numbers: Iterator[int] | None = None,
     ) -> None:
         """Start without plays.
@@ -70,12 +70,13 @@ class Promises:
         Args:
             ranks: workers that report the end of each play.
             block: tokens in a block of the engine.
-            group_tokens: tokens in a group; a play begins and ends with a whole one.
             max_bytes: host memory of all plays.
             max_plays: plays under way at once.
+            alike: whether a play is of use only if all workers have the same in place: with windows, a worker that
+                has more lacks what a shorter prefix needs.
             numbers: of the plays to come; None: from 1.
         """
-        self._ranks, self._block, self._group = ranks, block, group_tokens
+        self._ranks, self._block, self._alike = ranks, block, alike
         self._max_bytes, self._max_plays = max_bytes, max_plays
         self._numbers = numbers or count(1)
         self._held: dict[str, _Held] = {}
@@ -91,14 +92,16 @@ class Promises:
         """Host memory of all plays that were begun and neither used nor dropped."""
         return sum(held.bytes for held in self._held.values())
 
-    def ask(self, request: str, computed: int, last: int, *, token_bytes: int, due_s: float, now: float) -> int | None:
+    def ask(
+        self, request: str, computed: int, last: int, *, room: Callable[[int], int], due_s: float, now: float
+    ) -> int | None:
         """Return how many tokens behind the first ``computed`` are promised; None: ask again.
 
         Args:
             request: its id. It may be asked about again and again, with other numbers.
             computed: tokens that vLLM has itself, whole blocks.
             last: token after the last that the origin has.
-            token_bytes: host memory of one token's cache.
+            room: returns the host memory of a play, given its first token; a number of bytes.
             due_s: deadline of the play; nothing begins after it.
             now: the time.
         """
@@ -107,17 +110,19 @@ class Promises:
             self._queue.pop(request, None)
             return 0
         if held is None:
-            return self._begin(request, computed, last, token_bytes, due_s, now)
+            return self._begin(request, computed, last, room, due_s, now)
         first = held.begun.first
         if len(held.ends) < self._ranks:
             if now < held.begun.due_s + _HUNG_S:
                 return None
             held.ends = [first] * self._ranks
         end = min(*held.ends, last)
+        if self._alike and len(set(held.ends)) > 1:
+            end = first
         if computed < first:  # vLLM has evicted tokens that the play left out
             if end > first:
                 self.drop(request)
-                return self._begin(request, computed, last, token_bytes, due_s, now)
+                return self._begin(request, computed, last, room, due_s, now)
             end = computed
         held.promised = max(computed, whole_blocks(end, self._block))
         return held.promised - computed
@@ -158,15 +163,15 @@ class Promises:
         self._begun, self._dropped, self._unplayed = [], [], 0
         return news
 
-    def _begin(self, request: str, computed: int, last: int, token_bytes: int, due_s: float, now: float) -> int | None:
+    def _begin(
+        self, request: str, computed: int, last: int, room: Callable[[int], int], due_s: float, now: float
+    ) -> int | None:
         if now >= due_s:
             self._unplayed += request in self._queue
             self._queue.pop(request, None)
             return 0
-        tokens = -(-last // self._group) * self._group - computed // self._group * self._group
-        size = tokens * token_bytes
         self._queue.setdefault(request)
-        if request != next(iter(self._queue)) or not self._room(size):
+        if request != next(iter(self._queue)) or not self._room(size := room(computed)):
             return None
         del self._queue[request]
         begun = Begun(next(self._numbers), request, computed, last, due_s)

@@ -4,6 +4,9 @@ It never waits. A lookup runs on the client's event loop, and until it ends or i
 answer to vLLM is "ask again". It remains so while the workers play the cache into host memory, see `Promises`. In the
 mode "promise-first" the answer is a hit at once, and the play comes after it.
 
+What was played is copied into blocks before the same step computes. Where vLLM could not be told that a block was not
+filled, as it has several block tables, it waits for the copy, and computes the request in the next step.
+
 A request gets a hit only once: if a promised load fails, vLLM asks again, and the same answer would make it loop
 forever.
 """
@@ -12,9 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -23,10 +27,12 @@ from kvabr.client.lookup import Found
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
-from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, PublishRequest, Step, find_cache
+from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, PublishRequest, Step, cut, find_cache
 from kvabr.engines.vllm.promises import Promises
 from kvabr.engines.vllm.stats import ConnectorCounts
+from kvabr.engines.vllm.windows import Completed, Tables
 from kvabr.types.errors import FormatError, TransportError
+from kvabr.types.naming import chain
 
 _log = logging.getLogger("vllm.kvabr")
 
@@ -51,6 +57,9 @@ class _Lookup:
     handle: Handle[Found | None] | None = None
     """None if there is no lookup, or if its answer was taken."""
     found: Found | None = None
+    """What is wanted of the cache that was found."""
+    bytes: dict[int, int] = field(default_factory=dict)
+    """Host memory of a play, by the groups that it leaves out."""
     last: int = 0
     """Token after the last that can be loaded; 0: none, or the load has begun, after which there is no hit."""
     due_s: float = 0.0
@@ -80,11 +89,12 @@ class SchedulerHalf:
             self._promises = Promises(
                 ranks=model.ranks,
                 block=model.block,
-                group_tokens=model.spec.group_tokens,
                 max_bytes=settings.host_mib << 20,
                 max_plays=settings.plays,
+                alike=bool(model.caches.passing),
                 numbers=self._numbers,
             )
+        self._completed = Completed(model.caches, model.spec.group_tokens, self._chain_of)
         self.counts = ConnectorCounts()
         self._pause_s, self._again_s = 0.0, 0.0
         self._trouble = TroubleLog(_log)
@@ -93,6 +103,8 @@ class SchedulerHalf:
         """Begin the lookup of a new request, while it waits to be scheduled."""
         if self._client is not None and request.request_id not in self._lookups:
             self._lookups[request.request_id] = self._ask(request)
+        if self._produces:
+            self._completed.arrived(request)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens behind the first ``computed`` can be loaded, and whether vLLM must wait for them.
@@ -109,11 +121,12 @@ class SchedulerHalf:
             return 0, False
         if self._promises is None:
             return max(0, lookup.last - computed), lookup.last > computed
-        return self._promised(self._promises, request.request_id, lookup, lookup.found, computed), False
+        promised = self._promised(self._promises, request.request_id, lookup, lookup.found, computed)
+        return promised, bool(promised) and self._model.waits
 
-    def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
-        """Begin a load, or copy what was played: vLLM has allocated blocks for the matched tokens."""
-        name, size = request.request_id, self._model.block
+    def allocated(self, request: Any, blocks: Sequence[Sequence[int]], external: int) -> None:
+        """Begin a load, or copy what was played: vLLM has allocated blocks, per block table, for the matched tokens."""
+        name, caches, waits = request.request_id, self._model.caches, self._model.waits
         lookup = self._lookups.get(name)
         if lookup is None:
             return
@@ -121,20 +134,24 @@ class SchedulerHalf:
             used = self._promises.use(name, external)
             if used is not None:
                 play, first = used
-                taken = tuple(blocks[first // size : (first + external) // size])
-                self._pending.copies.append(CopyRequest(play, first, taken))
+                last = first + external
+                taken = caches.runs(blocks, first, last)
+                self._pending.copies.append(CopyRequest(play, name, first, last, taken, waits))
+                if waits:
+                    self._loading.add(name)
         elif lookup.found is not None and external > 0:
             first, last = lookup.last - external, lookup.last
             self._loading.add(name)
-            taken = tuple(blocks[first // size : last // size])
+            taken = caches.runs(blocks, first, last)
             left_s = max(lookup.due_s - time.monotonic(), _MIN_PLAY_SHARE * lookup.deadline_s)
             self._pending.loads.append(self._load(next(self._numbers), name, lookup, first, last, taken, left_s))
         lookup.over()
 
-    def step(self, scheduled: int) -> Step:
-        """Return the requests to the workers with the next step, which computes ``scheduled`` tokens."""
+    def step(self, scheduled: Mapping[str, int], tables: Tables) -> Step:
+        """Return the requests to the workers with the next step, which computes ``scheduled`` tokens of requests."""
         step, self._pending = self._pending, Step()
-        step.scheduled = scheduled
+        step.scheduled = sum(scheduled.values())
+        step.kept = self._completed.step(scheduled, tables)
         step.asking = any(lookup.handle is not None for lookup in self._lookups.values())
         if self._promises is not None:
             now = time.monotonic()
@@ -155,9 +172,12 @@ class SchedulerHalf:
         """Note loads that have ended."""
         self._loading -= requests
 
-    def finished(self, request: Any, blocks: Sequence[int]) -> bool:
-        """End a request; return whether its blocks must be kept because they are being published."""
-        name = request.request_id
+    def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
+        """End a request, given its blocks per block table; return whether these must be kept to be published."""
+        name, size = request.request_id, self._model.spec.group_tokens
+        chunks = self._completed.over(name)
+        if not chunks and self._produces and self._model.caches.passing:
+            chunks = self._chain_of(request)  # vLLM had all of it
         lookup = self._lookups.pop(name, None)
         if lookup is not None and lookup.handle is not None:
             lookup.handle.cancel()
@@ -167,7 +187,7 @@ class SchedulerHalf:
         if name in self._loading or not self._produces or _params(request).get("publish", True) is False:
             return False
         tokens = min(int(request.num_computed_tokens), int(request.num_prompt_tokens))
-        tokens = whole_blocks(tokens, max(self._model.block, self._model.spec.group_tokens))
+        tokens = whole_blocks(tokens, math.lcm(self._model.block, size))
         if not tokens or _unfit(request) is not None:
             self.counts.add("publish_skipped_short" if not tokens else "publish_skipped_unfit")
             return False
@@ -175,17 +195,23 @@ class SchedulerHalf:
             PublishRequest(
                 request=name,
                 tokens=tuple(request.prompt_token_ids[:tokens]),
-                blocks=tuple(blocks[: tokens // self._model.block]),
+                blocks=self._model.caches.runs(blocks, 0, tokens),
                 salt=self._salt_of(request),
+                chunks=tuple(chunks[: tokens // size]),
             )
         )
         return True
 
     def _promised(self, promises: Promises, request: str, lookup: _Lookup, found: Found, computed: int) -> int | None:
         """Return how many tokens are promised of a request whose lookup is over; None: ask again."""
-        now = time.monotonic()
-        token_bytes = found.catalog.spec.elements_per_token * self._model.dtype.itemsize
-        return promises.ask(request, computed, lookup.last, token_bytes=token_bytes, due_s=lookup.due_s, now=now)
+
+        def room(first: int) -> int:
+            skip = first // found.catalog.spec.group_tokens
+            if skip not in lookup.bytes:
+                lookup.bytes[skip] = found.catalog.suffix(skip).fp16_bytes // 2 * self._model.dtype.itemsize
+            return lookup.bytes[skip]
+
+        return promises.ask(request, computed, lookup.last, room=room, due_s=lookup.due_s, now=time.monotonic())
 
     def _load(
         self,
@@ -194,22 +220,21 @@ class SchedulerHalf:
         lookup: _Lookup,
         first: int,
         last: int,
-        blocks: tuple[int, ...] | None,
+        blocks: tuple[tuple[int, ...], ...] | None,
         left_s: float,
     ) -> LoadRequest:
         found = lookup.found
         assert found is not None  # noqa: S101  # nothing is loaded that was not found
-        catalog = found.catalog.prefix(found.catalog.spec.groups(last))
         return LoadRequest(
             play=play,
             request=request,
-            found=Found(catalog, found.sha256),
+            found=found,
             first=first,
             last=last,
             blocks=blocks,
             behind=len(lookup.tokens) - last,
             deadline_s=left_s,
-            tokens=() if self._model.shard is self._model.spec else lookup.tokens[: catalog.tokens],
+            tokens=() if self._model.shard is self._model.spec else lookup.tokens[: found.catalog.tokens],
             salt=lookup.salt,
         )
 
@@ -257,9 +282,9 @@ class SchedulerHalf:
             self._pause_s = self._again_s = 0.0
             self.counts.add("lookups_miss" if found is None else "lookups_hit")
             if found is not None:
-                lookup.found = found
                 # vLLM must compute at least one token.
                 lookup.last = whole_blocks(min(found.catalog.tokens, len(lookup.tokens) - 1), self._model.block)
+                lookup.found = cut(found, lookup.last) if lookup.last else None
                 least_s = time.monotonic() + _MIN_PLAY_SHARE * lookup.deadline_s
                 lookup.due_s = max(lookup.began_s + lookup.deadline_s, least_s)
         return True
@@ -272,6 +297,20 @@ class SchedulerHalf:
         self._again_s = time.monotonic() + self._pause_s
         _log.warning(
             "kvabr: no answer from the origin (%s); requests are computed, next lookup in %.1f s", why, self._pause_s
+        )
+
+    def _chain_of(self, request: Any) -> Sequence[str]:
+        """Return the digests of all groups of a request's prompt, none if it is not going to be published."""
+        spec = self._model.spec
+        tokens = whole_blocks(int(request.num_prompt_tokens), spec.group_tokens)
+        if not tokens or _params(request).get("publish", True) is False or _unfit(request) is not None:
+            return ()
+        return chain(
+            request.prompt_token_ids[:tokens],
+            model=spec.model,
+            tokenizer=spec.tokenizer,
+            group_tokens=spec.group_tokens,
+            salt=self._salt_of(request),
         )
 
     def _salt_of(self, request: Any) -> bytes:

@@ -34,6 +34,7 @@ HELP = {
     "published_bytes": "Bytes of published caches, all tracks together",
     "publish_skipped_short": "Requests that computed less than one group",
     "publish_skipped_unfit": "Requests whose caches depend on more than their tokens",
+    "publish_skipped_window": "Requests not published because vLLM had dropped what their windows held before",
     "publish_dropped_full": "Caches not published because too many waited",
     "publish_dropped_known": "Caches not published because they exist already",
     "publish_dropped_lossy": "Caches not published because they were computed behind a lossy cache",

@@ -2,7 +2,7 @@
 
 Plays run on the client's event loop. A play into host memory is reported when it ends, and the scheduler then promises
 vLLM what all workers have in place. vLLM allocates blocks for it, and the engine's thread copies it there before the
-same step computes.
+same step computes, or in a step of its own.
 
 A play into blocks ("promise-first"), and a publication, are copied in a thread of their own. That is safe: vLLM keeps
 the blocks of a request, aborted or not, until it is told that the load or the publication has ended.
@@ -27,10 +27,12 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client, Handle
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix
-from kvabr.engines.layouts import BlockLayout, PagedBlocks, whole_blocks
+from kvabr.engines.layouts import whole_blocks
+from kvabr.engines.vllm.blocks import EngineBlocks, LayoutOf
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
-from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, PublishRequest, Step, find_cache
+from kvabr.engines.vllm.plays import CopyRequest, KeepRequest, LoadRequest, PublishRequest, Step, cut, find_cache
 from kvabr.engines.vllm.stats import ConnectorCounts
+from kvabr.engines.vllm.windows import KeptWindows
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, PlayError, UsageError
@@ -70,8 +72,7 @@ class WorkerHalf:
         """Start; nothing is played or published before `register`, and nothing without a client or a publisher."""
         self._settings, self._model, self._client, self._publisher = settings, model, client, publisher
         self.counts = ConnectorCounts()
-        self._layers: list[torch.Tensor] = []
-        self._layout = BlockLayout.PLAIN
+        self._blocks: EngineBlocks | None = None
         self._copier = ThreadPoolExecutor(1, "kvabr-copy")
         self._stream: Any = None
         """CUDA stream of the copies; None on a CPU."""
@@ -81,10 +82,16 @@ class WorkerHalf:
         self._received: set[str] = set()
         self._sent: set[str] = set()
         self._failed: set[int] = set()
+        self._unfilled: set[str] = set()
+        """Requests whose loads failed, where vLLM cannot be told of single blocks."""
         self._plays: dict[int, _Playing] = {}
         self._placed: list[tuple[int, int]] = []
         """Plays into host memory that have ended, and the token after the last in place."""
         self._copies: list[CopyRequest] = []
+        self._keeping: list[KeepRequest] = []
+        self._kept = KeptWindows(settings.window_mib << 20)
+        self._passing = tuple(dict.fromkeys(pages.part for pages in model.caches.passing))
+        """Layer classes whose tokens pass out of sight."""
         self._began_s: float | None = None
         self._scheduled, self._nap_s = 0, _NAP_S
         self._rate = 0.0
@@ -92,33 +99,22 @@ class WorkerHalf:
         """Digests of lossy groups that may be in vLLM's prefix cache: what is computed behind them is not exact."""
         self._most_lossy = 4096
 
-    def register(self, layers: Mapping[int, torch.Tensor], layout: BlockLayout) -> None:
-        """Set the engine's cache, by layer [block, head, token, 2 x dim]; `UsageError` if the model's is another."""
-        spec, model = self._model.spec, self._model
-        if sorted(layers) != list(range(spec.layers)):
-            raise UsageError(f"vLLM has caches of {len(layers)} layers, its model {spec.layers}: not full attention?")
-        wanted = (len(model.heads), model.block, 2 * spec.head_dim)
-        for layer, cache in layers.items():
-            if tuple(cache.shape[1:]) != wanted or cache.dtype != model.dtype:
-                raise UsageError(
-                    f"vLLM's cache of layer {layer} is {tuple(cache.shape)} {cache.dtype}, not [block, head, token, "
-                    f"2 x dim] of {wanted} and {model.dtype}: this version lays it out as kvabr does not know"
-                )
-        self._layers = [layers[layer] for layer in range(spec.layers)]
-        self._layout = layout
-        self._most_lossy = max(self._most_lossy, 4 * self._layers[0].shape[0] * model.block // spec.group_tokens)
-        if self._layers[0].device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._layers[0].device)  # type: ignore[no-untyped-call]
+    def register(self, caches: Mapping[str, torch.Tensor], layout_of: LayoutOf) -> None:
+        """Set the engine's cache; errors as `EngineBlocks`."""
+        self._blocks = EngineBlocks(self._model, caches, layout_of)
+        self._most_lossy = max(self._most_lossy, 4 * self._blocks.tokens // self._model.spec.group_tokens)
+        if self._blocks.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._blocks.device)  # type: ignore[no-untyped-call]
 
     def begin(self, step: Step) -> None:
         """Begin a step."""
         self._began_s, self._scheduled = time.perf_counter(), step.scheduled
         self._nap_s = _SHORT_NAP_S if step.asking else _NAP_S
         if self._stream is not None and (step.loads or step.publications):
-            self._fence = torch.cuda.current_stream(self._layers[0].device).record_event()
+            self._fence = torch.cuda.current_stream(self._engine.device).record_event()
         for number in step.dropped:
             self._drop(number)
-        self._copies = step.copies
+        self._copies, self._keeping = step.copies, step.kept
         with self._news:
             playing = len(step.loads) + sum(not play.handle.done() for play in self._plays.values())
         for load in step.loads:
@@ -133,7 +129,10 @@ class WorkerHalf:
             self._began_s = None  # this step's time is not that of a prefill
 
     def computed(self) -> None:
-        """End the computation of a step."""
+        """End the computation of a step; keep what vLLM will drop."""
+        for keep in self._keeping:
+            self._keep(keep)
+        self._keeping = []
         if self._began_s is not None and self._scheduled >= _MIN_TIMED_TOKENS and self._stream is None:
             rate = self._scheduled / max(1e-6, time.perf_counter() - self._began_s)
             self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
@@ -167,6 +166,12 @@ class WorkerHalf:
             failed, self._failed = self._failed, set()
         return failed
 
+    def failed_requests(self) -> set[str]:
+        """Return, once, the collected requests that are to be computed in whole."""
+        with self._news:
+            unfilled, self._unfilled = self._unfilled, set()
+        return unfilled
+
     def close(self) -> None:
         """Cancel all plays, and publish what waits."""
         with self._news:
@@ -176,7 +181,13 @@ class WorkerHalf:
         self._copier.shutdown(wait=True)
         if self._publisher is not None:
             self._publisher.close()
-        self._layers = []
+        self._blocks = None
+
+    @property
+    def _engine(self) -> EngineBlocks:
+        if self._blocks is None:
+            raise PlayError("vLLM has not said where its cache is")
+        return self._blocks
 
     def _play(self, load: LoadRequest, playing: int) -> None:
         """Begin one of ``playing`` plays, which share the engine."""
@@ -195,15 +206,16 @@ class WorkerHalf:
         async with asyncio.timeout(_HUNG_S + _HUNG_DEADLINES * load.deadline_s):
             if found.catalog.spec.model not in {self._model.spec.model, own.model}:
                 shard = await find_cache(client, load.tokens, [own], load.salt, load.deadline_s / 2)
-                if shard is None or shard.catalog.groups <= skip:
+                if shard is None or len(shard.catalog.chunks) <= skip:
                     raise PlayError(f"another rank's heads are published, those of {own.model} are not")
-                found = shard
+                found = cut(shard, load.last) if shard.catalog.tokens > load.last else shard
             return await client.play_prefix(
                 found,
                 deadline=max(1e-3, due_s - time.monotonic()),
                 cost=self._cost(load, playing),
                 skip=skip,
                 behind=load.behind,
+                block=self._model.block,
                 options=PlayOptions(
                     policy=settings.policy,
                     time_price=settings.time_price,
@@ -290,48 +302,59 @@ class WorkerHalf:
         try:
             if playing is None or playing.prefix is None:
                 raise PlayError(f"play {copy.play} is not in host memory")  # noqa: TRY301  # told with all others
-            self._write(playing.load, playing.prefix, copy.first, copy.blocks)
+            self._write(playing.load, playing.prefix, copy.first, copy.last, copy.blocks)
         except Exception as error:  # noqa: BLE001  # never a hole: vLLM computes these blocks, or fails the request
             self._failure(error)
             with self._news:
-                self._failed.update(copy.blocks)
+                if copy.waits:
+                    self._unfilled.add(copy.request)
+                else:
+                    self._failed.update(*copy.blocks)
         else:
-            self.counts.add("tokens_loaded", len(copy.blocks) * self._model.block)
+            self.counts.add("tokens_loaded", copy.last - copy.first)
+        if copy.waits:
+            with self._news:
+                self._received.add(copy.request)
 
     # ----------------------------------------------------------- into blocks
 
-    def _place(self, load: LoadRequest, play: Handle[PlayedPrefix], blocks: tuple[int, ...]) -> None:
+    def _place(self, load: LoadRequest, play: Handle[PlayedPrefix], blocks: tuple[tuple[int, ...], ...]) -> None:
         """Copy the KV of a play into the engine's blocks; called on the copying thread."""
         prefix, end = self._brought(load, play)
-        count = (end - load.first) // self._model.block
-        if prefix is not None:
+        if end < load.last and self._model.waits:
+            end = load.first  # vLLM is going to compute the whole request
+        runs = self._model.caches.blocks
+        if prefix is not None and end > load.first:
+            parts = tuple(run[: (end - load.first) // size] for run, size in zip(blocks, runs, strict=True))
             try:
-                if count:
-                    with self._apart():
-                        self._write(load, prefix, load.first, blocks[:count])
+                with self._apart():
+                    self._write(load, prefix, load.first, end, parts)
             except Exception as error:  # noqa: BLE001  # the request must go on
                 self._failure(error)
-                count, end = 0, load.first
+                end = load.first
         self.counts.add("tokens_loaded", end - load.first)
         self._missed(load, end)
         with self._news:
             self._plays.pop(load.play, None)
-            self._failed.update(blocks[count:])
+            if self._model.waits:
+                if end < load.last:
+                    self._unfilled.add(load.request)
+            else:
+                for run, size in zip(blocks, runs, strict=True):
+                    self._failed.update(run[(end - load.first) // size :])
             self._received.add(load.request)
             self._news.notify_all()
 
-    def _write(self, load: LoadRequest, prefix: PlayedPrefix, first: int, blocks: tuple[int, ...]) -> None:
-        """Copy the KV from token ``first`` on into blocks."""
+    def _write(
+        self, load: LoadRequest, prefix: PlayedPrefix, first: int, last: int, blocks: tuple[tuple[int, ...], ...]
+    ) -> None:
+        """Copy the KV of tokens ``first`` to ``last`` - 1 into blocks."""
         began_s = time.thread_time()
-        begin = first - prefix.first
-        kv = prefix.kv[:, :, :, begin : begin + len(blocks) * self._model.block]
-        if kv.shape[2] != len(self._model.heads):
-            kv = kv[:, :, self._model.heads.start : self._model.heads.stop]
-        PagedBlocks(self._layers, blocks, self._layout).write(kv)
-        group = prefix.first // load.found.catalog.spec.group_tokens
-        chunks = self._chunks(load)[group:]
-        for chunk, track in zip(chunks, prefix.coverage, strict=False):
+        self._engine.write(prefix.parts, prefix.spans, first, last, blocks)
+        chunks, size = self._chunks(load), load.found.catalog.spec.group_tokens
+        for unit, track in zip(prefix.units, prefix.coverage, strict=True):
             if track not in _EXACT:
+                chunk = chunks[unit.first // size]
                 self._lossy[chunk] = None
                 self._lossy.move_to_end(chunk)
         while len(self._lossy) > self._most_lossy:
@@ -349,33 +372,64 @@ class WorkerHalf:
 
     # ----------------------------------------------------------- publishing
 
+    def _keep(self, keep: KeepRequest) -> None:
+        """Keep groups that are complete; called on the engine's thread, behind the step that completed them."""
+        began_s, size = time.thread_time(), self._model.spec.group_tokens
+        parts = self._model.shard.parts
+        try:
+            for number, chunk in enumerate(keep.chunks):
+                if not self._kept.lacks([chunk]):
+                    continue
+                kv = {part: torch.empty(parts[part].shape(size), dtype=self._model.dtype) for part in self._passing}
+                each = (size // block for block in self._model.caches.blocks)
+                runs = [
+                    run[number * count : (number + 1) * count] for run, count in zip(keep.blocks, each, strict=True)
+                ]
+                self._engine.read(runs, [kv.get(part) for part in range(len(parts))])
+                self._kept.keep(chunk, [kv[part] for part in self._passing])
+        except Exception as error:  # noqa: BLE001  # the request must go on; it is not published
+            _log.warning("kvabr: what a window leaves behind could not be kept (%s)", error, exc_info=True)
+        self.counts.add("copy_seconds", time.thread_time() - began_s)
+
     def _publish(self, publication: PublishRequest) -> None:
         """Begin to publish, or give the blocks back at once."""
         assert self._publisher is not None  # noqa: S101  # as in `_play`
-        why = "failed"
+        why = "dropped_failed"
         try:
             slot = self._publisher.reserve(publication.tokens, publication.salt)
         except UsageError as error:
             _log.warning("kvabr: not published: %s", error)
         else:
             if not isinstance(slot, Slot):
-                why = slot
+                why = f"dropped_{slot}"
             elif not self._lossy.keys().isdisjoint(slot.chunks):
-                why = "lossy"
+                why = "dropped_lossy"
                 slot.leave()
             else:
-                self._copier.submit(self._take, publication, slot)
-                return
-        self.counts.add(f"publish_dropped_{why}")
+                kept = self._kept.take(publication.chunks) if self._passing else ()
+                if kept is not None and len(kept) == len(self._passing):
+                    self._copier.submit(self._take, publication, slot, kept)
+                    return
+                why = "skipped_window"
+                slot.leave()
+        self.counts.add(f"publish_{why}")
         self._gone(publication)
 
-    def _take(self, publication: PublishRequest, slot: Slot) -> None:
-        """Copy a cache out of the engine's blocks and give them back; called on the copying thread."""
+    def _take(self, publication: PublishRequest, slot: Slot, kept: tuple[tuple[torch.Tensor, ...], ...]) -> None:
+        """Copy a cache out of the engine's blocks and give them back; called on the copying thread.
+
+        ``kept`` has the groups of the classes with windows.
+        """
         began_s = time.thread_time()
         try:
-            kv = torch.empty(self._model.shard.shape(slot.tokens), dtype=self._model.dtype)
+            windows = {part: torch.cat(groups, dim=3) for part, groups in zip(self._passing, kept, strict=True)}
+            rest: list[torch.Tensor | None] = [
+                None if number in windows else torch.empty(part.shape(slot.tokens), dtype=self._model.dtype)
+                for number, part in enumerate(self._model.shard.parts)
+            ]
             with self._apart():
-                PagedBlocks(self._layers, publication.blocks, self._layout).read(kv)
+                self._engine.read(publication.blocks, rest)
+            kv = tuple(windows[number] if one is None else one for number, one in enumerate(rest))
         except Exception as error:  # noqa: BLE001  # as in `_place`
             slot.leave()
             self._published(PublishOutcome("failed", why=str(error)))

@@ -9,6 +9,8 @@ import torch
 
 from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout, PagedBlocks
+from kvabr.engines.vllm.blocks import EngineBlocks
+from kvabr.engines.vllm.caches import EngineCaches, Pages
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.plays import leave_client, take_client
 from kvabr.engines.vllm.scheduler import SchedulerHalf
@@ -38,25 +40,40 @@ def request(name="r", tokens=TOKENS, **more):
     )
 
 
+def plain(spec):
+    """One table of blocks for all layers."""
+    layers = spec.only.layers
+    return EngineCaches(spec.classes, (Pages(0, 0, BLOCK, tuple(map(str, layers)), layers),))
+
+
 class Bench:
     """Both halves, as vLLM would call them, one step after the other."""
 
-    def __init__(self, served, publish=None, *, heads=None, **options):
+    def __init__(self, served, publish=None, *, heads=None, spec=SPEC, caches=None, waits=False, **options):
         self.options = VllmSettings(
             url=served.url,
             fingerprint=served.fingerprint,
             quic="aioquic",
             **({"policy": "fixed:FP16", "deadline_s": LIMIT_S} | options),
         )
-        heads = heads or range(SPEC.kv_heads)
-        self.model = ServedModel(SPEC, torch.float32, BLOCK, heads)
+        caches = caches or plain(spec)
+        each = tuple(heads or range(one.heads) for one in spec.classes)
+        self.model = ServedModel(spec, torch.float32, caches, each, waits=waits)
         self.client = take_client(self.options)
         self.client.connect()
-        made = None if publish is None else Publisher(publish, self.model.shard, prior=default_catalog())
+        made = None
+        if publish is not None:
+            made = Publisher(publish, self.model.shard, prior=default_catalog(), tracks=["FP16"])
         self.scheduler = SchedulerHalf(self.options, self.model, self.client, produces=made is not None)
         self.worker = WorkerHalf(self.options, self.model, self.client, made)
-        self.caches = [torch.full((40, len(heads), BLOCK, 2 * SPEC.head_dim), float("nan")) for _ in range(SPEC.layers)]
-        self.worker.register(dict(enumerate(self.caches)), BlockLayout.TRANSPOSED)
+        self.named = {}
+        for pages in caches.pages:
+            one, own = spec.classes[pages.part], each[pages.part]
+            shape = (40, len(own), pages.block, sum(one.split))
+            self.named |= {name: torch.full(shape, float("nan")) for name in pages.names}
+        self.caches = list(self.named.values())
+        self.worker.register(self.named, lambda _: BlockLayout.TRANSPOSED)
+        self.running, self.tables = {}, {}
 
     @property
     def promises_first(self):
@@ -72,7 +89,7 @@ class Bench:
 
     def step(self, gone=()):
         """A step without computation: (published or given up, loaded, failed blocks)."""
-        self.worker.begin(self.scheduler.step(0))
+        self.worker.begin(self.scheduler.step(self.running, self.tables.get))
         self.worker.copy()
         self.worker.computed()
         sent, received = self.worker.collect(gone)
@@ -92,7 +109,7 @@ class Bench:
         """Tokens that were promised, the blocks that were not filled, and whether vLLM had to wait."""
         count, waits = self.matched(asked, computed)
         assert waits == self.promises_first
-        self.scheduler.allocated(asked, list(blocks), count)
+        self.scheduler.allocated(asked, [list(blocks)], count)
         if not self.promises_first:
             ended = self.step()
             assert ended == (set(), set(), set())  # in one step, and nothing fails
@@ -110,6 +127,14 @@ class Bench:
     def close(self):
         self.worker.close()
         leave_client(self.options)
+
+
+def read(bench, runs):
+    """What is in blocks, a tensor per layer class."""
+    sizes = {pages.part: len(runs[pages.group]) * pages.block for pages in bench.model.caches.pages}
+    out = [torch.empty(part.shape(sizes[number])) for number, part in enumerate(bench.model.shard.parts)]
+    EngineBlocks(bench.model, bench.named, lambda _: BlockLayout.TRANSPOSED).read(runs, out)
+    return out
 
 
 def exact(first, last):

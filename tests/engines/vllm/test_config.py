@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
 
 from kvabr.engines.transformers.model_loader import folder_name, folder_tokenizer
-from kvabr.engines.vllm.config import VllmSettings, rope_of_config, served_model
+from kvabr.engines.vllm.caches import UnknownCacheError
+from kvabr.engines.vllm.config import VllmSettings, ropes_of_config, served_model
 from kvabr.types.errors import UsageError
 from tests.engines.smollm2_folder import smollm2_folder
 from tests.engines.vllm.engine import ENVIRONMENT, transfer
@@ -42,28 +45,41 @@ def config(model):
     return make
 
 
-def connect(made):
+def caches(made, *, layers=30, **fields):
+    """What vLLM would say of the model's cache."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    plain = {"block_size": made.cache_config.block_size, "num_kv_heads": 3, "head_size": 64, "dtype": torch.float32}
+    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(layers)]
+    return KVCacheConfig(8, [], [KVCacheGroupSpec(names, FullAttentionSpec(**plain | fields))])
+
+
+def connect(made, role="SCHEDULER", **fields):
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-    connector = KVConnectorFactory.create_connector(made, KVConnectorRole.SCHEDULER, None)
+    connector = KVConnectorFactory.create_connector(made, KVConnectorRole[role], caches(made, **fields))
     connector.shutdown()
     return connector
 
 
 def test_what_vllm_says_of_its_model_is_what_kvabr_publishes(config, model):
-    served = served_model(config(), VllmSettings(**URL))
+    made = config()
+    served = served_model(made, caches(made), VllmSettings(**URL))
     spec = served.spec
     assert (spec.layers, spec.kv_heads, spec.head_dim) == (30, 3, 64)
     assert (spec.model, spec.tokenizer) == (folder_name(model), folder_tokenizer(model))
     assert (spec.rope.theta, spec.rope.layout, spec.rope.frequencies) == (100000.0, "half", None)
-    assert served.heads == range(3)
+    assert served.heads == (range(3),)
     assert served.block == 128
+    assert not served.waits
+    assert served_model(made, caches(made), VllmSettings(**URL), blocks_may_fail=False).waits
 
 
 def test_scaled_rope_is_told_from_plain_rope(config):
     made = config(hf_overrides={"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100000.0}})
-    rope = rope_of_config(made.model_config.hf_text_config)
+    served = served_model(config(), caches(made), VllmSettings(**URL))
+    (rope,) = ropes_of_config(made.model_config.hf_text_config, served.spec.classes)
     assert rope.frequencies is not None
     assert rope.frequencies[0] == pytest.approx(0.5)
 
@@ -85,6 +101,7 @@ def test_a_connector_that_is_set_up_well(config, mode, policy):
         (URL, "kv_both", "recompute", {}, 'needs "publish"'),
         (URL, "kv_consumer", "recompute", {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype auto"),
         (URL, "kv_consumer", "recompute", {"block_size": 96}, "multiple of the other"),
+        (URL, "kv_consumer", "recompute", {"pipeline_parallel_size": 2}, "a worker has some layers only"),
     ],
 )
 def test_one_that_is_not(config, extra, role, policy, options, what):
@@ -98,6 +115,45 @@ def test_a_model_without_a_folder_must_be_named(config):
     made = config()
     made.model_config.model = "somebody/some-model"
     with pytest.raises(UsageError, match='"tokenizer"'):
-        served_model(made, VllmSettings(**URL))
-    served = served_model(made, VllmSettings(**URL, model="some-model@abc", tokenizer="t"))
+        served_model(made, caches(made), VllmSettings(**URL))
+    served = served_model(made, caches(made), VllmSettings(**URL, model="some-model@abc", tokenizer="t"))
     assert served.spec.model == "some-model@abc"
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"layers": 29}, "for 29 of the model's 30 layers"),
+        ({"sliding_window": 512}, "without --disable-hybrid-kv-cache-manager"),
+        ({"dtype": torch.uint8}, "in uint8 instead of float32"),
+    ],
+)
+def test_a_cache_that_kvabr_does_not_know_is_left_to_vllm(config, fields, what):
+    made = config()
+    with pytest.raises(UnknownCacheError, match=what):
+        served_model(made, caches(made, **fields), VllmSettings(**URL))
+    scheduler, worker = connect(made, **fields), connect(made, "WORKER", **fields)
+    request = SimpleNamespace(request_id="r")
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=list), 0)
+    output = SimpleNamespace(num_scheduled_tokens={"r": 5})
+    worker.register_kv_caches({})
+    worker.bind_connector_metadata(scheduler.build_connector_meta(output))
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    results = worker.get_transfer_results({"r"})
+    assert (results.finished_sending, results.finished_recving, results.failed_recving) == (set(), set(), set())
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert worker.build_connector_worker_meta() is None
+    scheduler.update_connector_output(SimpleNamespace(finished_recving=None, kv_connector_worker_meta=None))
+    assert scheduler.request_finished_all_groups(request, ([],)) == (False, None)
+    assert worker.get_kv_connector_stats() is None
+
+
+def test_it_supports_several_kv_cache_groups():
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+
+    from kvabr.engines.vllm import KvabrConnector
+
+    assert supports_hma(KvabrConnector)

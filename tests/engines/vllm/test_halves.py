@@ -70,15 +70,15 @@ def test_ranks_fetch_their_own_heads_where_they_are_published_so(tmp_path, mode)
         asked, numbers = request("both"), list(range(20))
         if mode == "promise-first":
             count, _ = first.matched(asked)
-            first.scheduler.allocated(asked, numbers, count)
-            second.worker.begin(first.scheduler.step(0))
+            first.scheduler.allocated(asked, [numbers], count)
+            second.worker.begin(first.scheduler.step({}, None))
             assert second.steps() == (set(), {"both"}, set())
         else:
             first.scheduler._promises._ranks = 2
             end_s = time.monotonic() + LIMIT_S
             placed = []
             while (count := first.scheduler.matched(asked, 0)[0]) is None:
-                step = first.scheduler.step(0)
+                step = first.scheduler.step({}, None)
                 for bench in (first, second):
                     bench.worker.begin(step)
                     bench.worker.collect(())
@@ -87,8 +87,8 @@ def test_ranks_fetch_their_own_heads_where_they_are_published_so(tmp_path, mode)
                     for play, end in placed:
                         first.scheduler.placed(play, end)
                 assert time.monotonic() < end_s
-            first.scheduler.allocated(asked, numbers, count)
-            step = first.scheduler.step(0)
+            first.scheduler.allocated(asked, [numbers], count)
+            step = first.scheduler.step({}, None)
             for bench in (first, second):
                 bench.worker.begin(step)
                 bench.worker.copy()
@@ -196,9 +196,9 @@ def test_an_aborted_load_ends_its_play(served):
     try:
         asked = request()
         count, _ = bench.matched(asked)
-        bench.scheduler.allocated(asked, list(range(20)), count)
-        bench.worker.begin(bench.scheduler.step(0))
-        assert not bench.scheduler.finished(asked, [])
+        bench.scheduler.allocated(asked, [list(range(20))], count)
+        bench.worker.begin(bench.scheduler.step({}, None))
+        assert not bench.scheduler.finished(asked, [[]])
         received = set()
         end_s = time.monotonic() + LIMIT_S
         gone = {"r"}
@@ -220,14 +220,14 @@ def test_what_was_computed_is_published_and_played(served, assets):
     try:
         PagedBlocks(bench.caches, numbers[:8], BlockLayout.TRANSPOSED).write(kv[:, :, :, :64])
         asked = request("p", tokens)
-        assert bench.scheduler.finished(asked, numbers)
+        assert bench.scheduler.finished(asked, [numbers])
         sent, _, _ = bench.steps()
         assert sent == {"p"}
         name = chain(tokens[:64], model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16)[-1]
         bench.worker._publisher._thread.submit(lambda: None).result(LIMIT_S)
         assert (assets / name / "catalog.json").exists()
         assert bench.worker.counts.take()["published"] == 1
-        assert bench.scheduler.finished(asked, numbers)
+        assert bench.scheduler.finished(asked, [numbers])
         bench.steps()
         assert bench.worker.counts.take() == {"publish_dropped_known": 1}
     finally:
@@ -239,7 +239,7 @@ def test_what_was_computed_behind_a_lossy_cache_is_not_published(served, tmp_pat
     bench = Bench(served, tmp_path / "out", heads=heads, policy="fixed:Int4", mode=mode)
     try:
         bench.load(request())
-        assert bench.scheduler.finished(request(), list(range(20)))
+        assert bench.scheduler.finished(request(), [list(range(20))])
         bench.steps()
         counted = bench.worker.counts.take()
         assert counted["publish_dropped_lossy"] == 1
@@ -254,10 +254,10 @@ def test_a_step_travels_between_processes(bench):
     assert bench.scheduler._lookups["r"].handle.result(LIMIT_S) is not None
     count, _ = bench.scheduler.matched(asked, 0)
     if bench.promises_first:
-        bench.scheduler.allocated(asked, list(range(20)), count)
-    step = bench.scheduler.step(7)
+        bench.scheduler.allocated(asked, [list(range(20))], count)
+    step = bench.scheduler.step({}, None)
     assert step.loads
-    step.copies.append(CopyRequest(1, 0, (1, 2)))
+    step.copies.append(CopyRequest(1, "r", 0, 16, ((1, 2),)))
     assert pickle.loads(pickle.dumps(step)) == step  # noqa: S301  # vLLM's own way between its processes
 
 
@@ -275,7 +275,7 @@ def test_what_cannot_begin_is_computed(bench):
     bench.worker._settings = bench.options.model_copy(update={"prefill_rate": "fast"})  # not a number
     count, _ = bench.matched(asked)
     if bench.promises_first:
-        bench.scheduler.allocated(asked, list(range(20)), count)
+        bench.scheduler.allocated(asked, [list(range(20))], count)
         assert bench.steps() == (set(), {"r"}, set(range(8)))
     else:
         assert count == 0

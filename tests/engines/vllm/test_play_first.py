@@ -23,9 +23,9 @@ def test_an_aborted_request_that_waits_ends_its_play(served):
         asked = request()
         while not bench.worker._plays:
             assert bench.scheduler.matched(asked, 0) == (None, False)
-            bench.worker.begin(bench.scheduler.step(0))
+            bench.worker.begin(bench.scheduler.step({}, None))
         (playing,) = bench.worker._plays.values()
-        assert not bench.scheduler.finished(asked, [])
+        assert not bench.scheduler.finished(asked, [[]])
         assert bench.scheduler._promises.held_bytes == 0
         bench.step()
         assert bench.worker._plays == {}
@@ -44,7 +44,7 @@ def test_a_cache_in_place_whose_request_is_aborted_is_dropped(served):
         asked = request()
         assert bench.matched(asked) == (64, False)
         assert bench.matched(asked) == (64, False)  # vLLM had no blocks for it
-        assert not bench.scheduler.finished(asked, [])
+        assert not bench.scheduler.finished(asked, [[]])
         bench.step()
         assert bench.worker._plays == {}
         assert bench.worker.counts.take()["plays_unused"] == 1
@@ -60,7 +60,7 @@ def test_what_vllm_has_changes_while_it_plays(served):
         assert bench.matched(asked, 40) == (24, False)  # more
         assert bench.matched(asked, 8) == (56, False)  # less: played again
         assert bench.worker.counts.take()["plays_unused"] == 1
-        bench.scheduler.allocated(asked, numbers, 56)
+        bench.scheduler.allocated(asked, [numbers], 56)
         bench.step()
         assert near(bench.blocks(numbers[1:8]), exact(8, 64))
         assert bool(bench.caches[0][numbers[:1]].isnan().all())
@@ -82,9 +82,9 @@ def test_host_memory_is_free_at_once_when_it_is_not_wanted(served, ends):
         kv = weakref.ref(playing.prefix.kv)
         del playing
         if ends == "used":
-            bench.scheduler.allocated(asked, list(range(20)), count)
+            bench.scheduler.allocated(asked, [list(range(20))], count)
         else:
-            bench.scheduler.finished(asked, [])
+            bench.scheduler.finished(asked, [[]])
         bench.step()
         assert kv() is None
     finally:
@@ -110,7 +110,7 @@ def test_requests_without_room_in_host_memory_wait_or_are_computed(served):
         bench.step()
         assert bench.scheduler.counts.take()["lookups_unplayed"] == 1
         assert bench.scheduler.matched(c, 0) == (None, False)
-        bench.scheduler.allocated(request("a"), list(range(20)), 64)
+        bench.scheduler.allocated(request("a"), [list(range(20))], 64)
         assert bench.matched(c) == (64, False)
     finally:
         bench.close()
@@ -121,8 +121,8 @@ def test_a_copy_that_fails_is_not_used(served):
     try:
         asked = request()
         count, _ = bench.matched(asked)
-        bench.scheduler.allocated(asked, list(range(20)), count)
-        bench.worker._layers = []
+        bench.scheduler.allocated(asked, [list(range(20))], count)
+        bench.worker._blocks = None
         assert bench.step() == (set(), set(), set(range(8)))
         assert bench.worker.counts.take()["plays_failed"] == 1
     finally:

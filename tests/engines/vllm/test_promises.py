@@ -12,11 +12,14 @@ BLOCK, GROUP = 8, 16
 class Table:
     """Promises of requests that all want 64 tokens by 10 s, one byte each."""
 
-    def __init__(self, *, ranks=1, max_bytes=1000, max_plays=99):
-        self.promises = Promises(ranks=ranks, block=BLOCK, group_tokens=GROUP, max_bytes=max_bytes, max_plays=max_plays)
+    def __init__(self, *, ranks=1, max_bytes=1000, max_plays=99, alike=False):
+        self.promises = Promises(ranks=ranks, block=BLOCK, max_bytes=max_bytes, max_plays=max_plays, alike=alike)
 
-    def ask(self, request="a", computed=0, last=64, *, due_s=10.0, now=0.0, token_bytes=1):
-        return self.promises.ask(request, computed, last, token_bytes=token_bytes, due_s=due_s, now=now)
+    def ask(self, request="a", computed=0, last=64, *, due_s=10.0, now=0.0):
+        def room(first):
+            return -(-last // GROUP) * GROUP - first // GROUP * GROUP
+
+        return self.promises.ask(request, computed, last, room=room, due_s=due_s, now=now)
 
     def begun(self):
         return [(play.request, play.first, play.last) for play in self.promises.take()[0]]
@@ -65,6 +68,15 @@ def test_the_worker_with_the_least_counts():
         assert table.ask() is None
     table.promises.report(play, 48)
     assert table.ask() == 32
+
+
+def test_workers_that_differ_have_nothing_of_use_where_windows_depend_on_the_end():
+    for ends, told in [((64, 48), 0), ((48, 48), 48)]:
+        table = Table(ranks=2, alike=True)
+        play = table.play()
+        for end in ends:
+            table.promises.report(play, end)
+        assert table.ask() == told
 
 
 def test_vllm_has_more_by_now():

@@ -1,0 +1,226 @@
+"""What vLLM keeps of a model: its KV-cache configuration as layer classes, and which block table each layer uses.
+
+vLLM says of every layer what it keeps (a ``KVCacheSpec``), and puts layers that can share a table of blocks into *KV
+cache groups*. A group holds layers of one kind, but one kind may have several groups: of Gemma 3's 15 layers with
+windows, each three have a table. Blocks that have left a window are taken from a request, and stand in its table as
+block 0.
+
+Reads vLLM's objects by the names of their types and fields, and imports nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.kv import LayerClass
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_KINDS = {
+    "FullAttentionSpec": "full",
+    "SlidingWindowSpec": "window",
+    "ChunkedLocalAttentionSpec": "chunked",
+    "MLAAttentionSpec": "latent",
+}
+"""Kinds of layer classes by the type of vLLM's spec. A subclass may keep something else, and is none of these."""
+_ABSENT_BLOCK = 0
+"""vLLM's null block, which no request owns."""
+
+
+class UnknownCacheError(UsageError):
+    """vLLM keeps the model's cache in a way that kvabr cannot exchange with other engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Layers of one class that share a table of blocks."""
+
+    group: int
+    """Index of the table: of vLLM's KV-cache group."""
+    part: int
+    """Index of the layer class."""
+    block: int
+    """Tokens in a block."""
+    names: tuple[str, ...]
+    """vLLM's names of the layers."""
+    rows: tuple[int, ...]
+    """Their places among the layers of the class."""
+    passing: bool = False
+    """Whether tokens pass out of sight (windows and chunks), and their blocks are taken from a request."""
+
+    def absent(self, blocks: Sequence[int]) -> int:
+        """Return how many blocks at the beginning of a run of a table are not the request's any more."""
+        if not self.passing:
+            return 0
+        return next((place for place, block in enumerate(blocks) if block != _ABSENT_BLOCK), len(blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCaches:
+    """The layer classes of a model, and where vLLM keeps them."""
+
+    classes: tuple[LayerClass, ...]
+    """As `kvabr.engines.transformers.spec_of` orders them, of the whole model, without rotary embeddings."""
+    pages: tuple[Pages, ...]
+
+    @property
+    def block(self) -> int:
+        """Tokens in a block; the least common multiple where tables differ."""
+        return math.lcm(*(each.block for each in self.pages))
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Tokens in a block of each of vLLM's block tables."""
+        sizes = {each.group: each.block for each in self.pages}
+        return tuple(sizes[group] for group in range(len(sizes)))
+
+    def runs(self, tables: Sequence[Sequence[int]], first: int, last: int) -> tuple[tuple[int, ...], ...]:
+        """Return the blocks of tokens ``first`` to ``last`` - 1 in each of a request's tables."""
+        pairs = zip(tables, self.blocks, strict=True)
+        return tuple(tuple(table[first // size : last // size]) for table, size in pairs)
+
+    @property
+    def passing(self) -> tuple[Pages, ...]:
+        """The pages whose blocks are taken from a request when they are out of sight."""
+        return tuple(each for each in self.pages if each.passing)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Layer:
+    number: int
+    role: str
+    kind: str
+    window: int
+    heads: int
+    k_dim: int
+    v_dim: int
+    group: int
+    block: int
+    name: str
+
+    @property
+    def title(self) -> tuple[object, ...]:
+        """What layers of one class have in common."""
+        return self.role, self.kind, self.window, self.heads, self.k_dim, self.v_dim
+
+
+def engine_caches(
+    config: Any, *, layers: int, dtype: str, held: torch.dtype, heads_of: Callable[[int], int] = lambda heads: heads
+) -> EngineCaches:
+    """Return the layer classes and pages of a ``vllm.v1.kv_cache_interface.KVCacheConfig``.
+
+    Args:
+        config: vLLM's configuration of its KV cache.
+        layers: number of layers of the model.
+        dtype: element type that the classes are published in.
+        held: element type of the engine's cache.
+        heads_of: returns the KV heads of the whole model, given those of this rank.
+
+    Raises:
+        UnknownCacheError: vLLM keeps a layer in a way that kvabr does not know, or keeps other layers than the model's.
+    """
+    found = sorted(_layers(config, held, heads_of))
+    seen = [(layer.number, layer.role) for layer in found]
+    main = [number for number, role in seen if not role]
+    if len(set(seen)) < len(seen) or main != list(range(layers)):
+        raise UnknownCacheError(
+            f"vLLM keeps {len(found)} caches, for {len(set(main))} of the model's {layers} layers: kvabr needs one of "
+            "each layer, and no draft model"
+        )
+    titles = list(dict.fromkeys(layer.title for layer in found))
+    classes = []
+    rows: dict[str, int] = {}
+    for title in titles:
+        own = [layer for layer in found if layer.title == title]
+        rows |= {layer.name: place for place, layer in enumerate(own)}
+        classes.append(_class_of(own, dtype))
+    shelves: dict[tuple[int, int, int], list[_Layer]] = {}
+    for layer in found:
+        shelves.setdefault((layer.group, titles.index(layer.title), layer.block), []).append(layer)
+    pages = tuple(
+        Pages(
+            group,
+            part,
+            block,
+            tuple(layer.name for layer in own),
+            tuple(rows[layer.name] for layer in own),
+            passing=classes[part].window is not None,
+        )
+        for (group, part, block), own in sorted(shelves.items())
+    )
+    return EngineCaches(tuple(classes), pages)
+
+
+def _class_of(own: Sequence[_Layer], dtype: str) -> LayerClass:
+    one, numbers = own[0], tuple(layer.number for layer in own)
+    try:
+        return LayerClass(
+            one.kind, numbers, one.heads, one.k_dim, one.v_dim, dtype, window=one.window or None, role=one.role
+        )
+    except FormatError as error:
+        raise UnknownCacheError(f"vLLM's cache of {one.name}: {error}") from error
+
+
+def _layers(config: Any, held: torch.dtype, heads_of: Callable[[int], int]) -> Iterator[_Layer]:
+    for number, group in enumerate(config.kv_cache_groups):
+        if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
+            raise UnknownCacheError(f"vLLM keeps {', '.join(group.layer_names)} where no connector may read it")
+        each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        for name in group.layer_names:
+            spec = group.kv_cache_spec if each is None else each[name]
+            yield _layer(name, number, spec, held, heads_of)
+
+
+def _layer(name: str, group: int, spec: Any, held: torch.dtype, heads_of: Callable[[int], int]) -> _Layer:
+    title = type(spec).__name__
+    kind = _KINDS.get(title)
+    if kind is None:
+        raise UnknownCacheError(
+            f"vLLM keeps {name} as {title}; kvabr exchanges {', '.join(_KINDS)}, and no states of recurrent layers"
+        )
+    if kind == "full" and (getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)):
+        raise UnknownCacheError(
+            f"vLLM keeps every token of {name}, though its attention sees a part of them only: start it with the "
+            "hybrid KV cache manager (without --disable-hybrid-kv-cache-manager; with chunked attention also with "
+            "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1)"
+        )
+    if (why := _unlike(spec, held)) is not None:
+        raise UnknownCacheError(f"vLLM keeps {name} {why}, which kvabr does not know")
+    numbers = _LAYER.findall(name)
+    if len(numbers) != 1:
+        raise UnknownCacheError(f"the name of vLLM's cache {name!r} does not tell its layer: unknown model")
+    role = str(getattr(getattr(spec, "cache_role", None), "value", ""))
+    window = spec.sliding_window if kind == "window" else spec.attention_chunk_size if kind == "chunked" else 0
+    return _Layer(
+        number=int(numbers[0]),
+        role="indexer" if role == "indexer" else "",
+        kind=kind,
+        window=int(window),
+        heads=1 if kind == "latent" else heads_of(int(spec.num_kv_heads)),
+        k_dim=int(spec.head_size),
+        v_dim=int(spec.head_size_v),
+        group=group,
+        block=int(spec.block_size),
+        name=name,
+    )
+
+
+def _unlike(spec: Any, held: torch.dtype) -> str | None:
+    """Return how a layer's cache differs from plain keys and values of every token, in words; None if it does not."""
+    if spec.dtype != held or int(getattr(spec, "kv_quant_mode", 0)):
+        return f"in {str(spec.dtype).removeprefix('torch.')} instead of {str(held).removeprefix('torch.')}"
+    if getattr(spec, "state_content_bytes", None) is not None or getattr(spec, "num_head_slots", None) is not None:
+        return "packed"
+    if getattr(spec, "tokens_per_state", 1) != 1:
+        return "with several tokens in one"
+    if getattr(spec, "non_causal", False):
+        return "with attention to tokens that come later"
+    if getattr(spec, "extra_retained_tokens", 0):
+        return "with tokens beyond its window"
+    return None

@@ -1,0 +1,81 @@
+"""The halves of a connector that does nothing: of an engine whose model has a cache that kvabr does not know.
+
+vLLM computes everything, as it would without a connector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvabr.engines.vllm.plays import Step
+from kvabr.engines.vllm.stats import ConnectorCounts
+
+
+class IdleScheduler:
+    """Has nothing to load, and publishes nothing; see `kvabr.engines.vllm.scheduler.SchedulerHalf`."""
+
+    def __init__(self) -> None:
+        self.counts = ConnectorCounts()
+
+    def arrived(self, request: Any) -> None:
+        """Ignore a request."""
+
+    def matched(self, _request: Any, _computed: int) -> tuple[int | None, bool]:
+        """Return that nothing can be loaded."""
+        return 0, False
+
+    def allocated(self, request: Any, blocks: object, external: int) -> None:
+        """Ignore blocks."""
+
+    def step(self, _scheduled: Mapping[str, int], _tables: object) -> Step:
+        """Return a step without requests."""
+        return Step()
+
+    def placed(self, play: int, end: int) -> None:
+        """Ignore a play; there are none."""
+
+    def received(self, requests: set[str]) -> None:
+        """Ignore loads; there are none."""
+
+    def finished(self, _request: Any, _blocks: object) -> bool:
+        """Return that the blocks of a request are not needed."""
+        return False
+
+
+class IdleWorker:
+    """Neither plays nor publishes; see `kvabr.engines.vllm.worker.WorkerHalf`."""
+
+    def __init__(self) -> None:
+        self.counts = ConnectorCounts()
+
+    def register(self, caches: object, layout_of: object) -> None:
+        """Ignore the engine's cache."""
+
+    def begin(self, step: Step) -> None:
+        """Ignore a step."""
+
+    def copy(self) -> None:
+        """Copy nothing."""
+
+    def computed(self) -> None:
+        """Ignore the end of a step."""
+
+    def collect(self, _finished: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Return that nothing has ended."""
+        return set(), set()
+
+    def placed(self) -> list[tuple[int, int]]:
+        """Return that no play has ended."""
+        return []
+
+    def failed_blocks(self) -> set[int]:
+        """Return that no block failed."""
+        return set()
+
+    def failed_requests(self) -> set[str]:
+        """Return that no request failed."""
+        return set()
+
+    def close(self) -> None:
+        """Do nothing."""

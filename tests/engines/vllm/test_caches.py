@@ -1,0 +1,105 @@
+"""What vLLM says of its cache, as layer classes and block tables; and what of it is refused. Needs no vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvabr.engines.vllm.caches import UnknownCacheError, engine_caches
+from kvabr.types.kv import LayerClass
+
+
+def spec(title, **fields):
+    """An object with the type's name and the fields of one of vLLM's specs."""
+    plain = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "head_size_v": 8, "dtype": torch.bfloat16}
+    return type(title, (SimpleNamespace,), {})(**plain | fields)
+
+
+def group(layers, kept, **fields):
+    return SimpleNamespace(layer_names=[f"model.layers.{layer}.attn" for layer in layers], kv_cache_spec=kept, **fields)
+
+
+FULL = spec("FullAttentionSpec")
+WINDOW = spec("SlidingWindowSpec", sliding_window=64)
+
+
+def caches(*groups, layers, **more):
+    config = SimpleNamespace(kv_cache_groups=list(groups))
+    return engine_caches(config, layers=layers, dtype="bfloat16", held=torch.bfloat16, **more)
+
+
+def test_one_kind_with_several_tables():
+    found = caches(group([0, 3], WINDOW), group([1, 4], WINDOW), group([2, 5], FULL), layers=6)
+    assert found.classes == (
+        LayerClass("window", (0, 1, 3, 4), 2, 8, 8, "bfloat16", window=64),
+        LayerClass("full", (2, 5), 2, 8, 8, "bfloat16"),
+    )
+    told = [(pages.group, pages.part, pages.rows, pages.passing) for pages in found.pages]
+    assert told == [(0, 0, (0, 2), True), (1, 0, (1, 3), True), (2, 1, (0, 1), False)]
+    assert found.pages[1].names == ("model.layers.1.attn", "model.layers.4.attn")
+    assert found.passing == found.pages[:2]
+    assert (found.block, found.blocks) == (16, (16, 16, 16))
+
+
+def test_one_table_with_layers_of_unlike_shape():
+    kept = SimpleNamespace(
+        kv_cache_specs={"model.layers.0.attn": FULL, "model.layers.1.attn": spec("FullAttentionSpec", head_size_v=4)}
+    )
+    found = caches(group([0, 1], kept), layers=2)
+    assert [(one.k_dim, one.v_dim, one.layers) for one in found.classes] == [(8, 8, (0,)), (8, 4, (1,))]
+    assert [(pages.group, pages.part, pages.rows) for pages in found.pages] == [(0, 0, (0,)), (0, 1, (0,))]
+
+
+def test_latents_and_chunks_and_other_block_sizes():
+    found = caches(
+        group([0], spec("MLAAttentionSpec", num_kv_heads=1, head_size=24, head_size_v=0, block_size=32)),
+        group([1], spec("ChunkedLocalAttentionSpec", attention_chunk_size=128)),
+        layers=2,
+        heads_of=lambda heads: 4 * heads,
+    )
+    assert found.classes == (
+        LayerClass("latent", (0,), 1, 24, 0, "bfloat16"),
+        LayerClass("chunked", (1,), 8, 8, 8, "bfloat16", window=128),
+    )
+    assert (found.block, found.blocks) == (32, (32, 16))
+    assert found.runs([[1, 2, 3], [4, 5, 6, 7, 8, 9]], 32, 96) == ((2, 3), (6, 7, 8, 9))
+
+
+def test_blocks_that_were_taken_away_stand_at_the_beginning():
+    found = caches(group([0], WINDOW), group([1], FULL), layers=2)
+    window, full = found.pages
+    assert [window.absent(blocks) for blocks in ([], [3, 4], [0, 0, 7], [0, 0])] == [0, 0, 2, 2]
+    assert full.absent([0, 1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("kept", "what"),
+    [
+        (spec("MambaSpec"), "as MambaSpec; kvabr exchanges FullAttentionSpec, .* no states"),
+        (spec("RSWASpec"), "as RSWASpec"),
+        (spec("FullAttentionSpec", sliding_window=64), "without --disable-hybrid-kv-cache-manager"),
+        (spec("FullAttentionSpec", attention_chunk_size=64), "ALLOW_CHUNKED_LOCAL_ATTN"),
+        (spec("FullAttentionSpec", dtype=torch.uint8), "in uint8 instead of bfloat16"),
+        (spec("FullAttentionSpec", kv_quant_mode=1), "in bfloat16 instead of"),
+        (spec("MLAAttentionSpec", state_content_bytes=584), "packed"),
+        (spec("MLAAttentionSpec", tokens_per_state=4), "several tokens in one"),
+        (spec("FullAttentionSpec", non_causal=True), "tokens that come later"),
+        (spec("SlidingWindowSpec", sliding_window=64, extra_retained_tokens=3), "beyond its window"),
+        (spec("FullAttentionSpec", head_size=1 << 20), "k_dim is 1048576"),
+    ],
+)
+def test_caches_that_kvabr_does_not_know(kept, what):
+    with pytest.raises(UnknownCacheError, match=what):
+        caches(group([0], kept), layers=1)
+
+
+def test_other_layers_than_the_models():
+    for groups in ([group([0], FULL)], [group([0, 1, 2], FULL)], [group([0, 1], FULL), group([1], WINDOW)]):
+        with pytest.raises(UnknownCacheError, match="of the model's 2 layers"):
+            caches(*groups, layers=2)
+    with pytest.raises(UnknownCacheError, match="does not tell its layer"):
+        caches(SimpleNamespace(layer_names=["attn"], kv_cache_spec=FULL), layers=1)
+    with pytest.raises(UnknownCacheError, match="no connector may read"):
+        caches(group([0], FULL, enable_kv_transfer=False), layers=1)

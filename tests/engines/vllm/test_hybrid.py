@@ -1,0 +1,229 @@
+"""Models with windows in the real vLLM, whose hybrid memory allocator gives their layers several block tables.
+
+A small random model always runs. With KVABR_GEMMA, a folder that tools/gemma-model made, so does Gemma 3 270M.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
+
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import PlayError
+from tests.engines.vllm.engine import TEXT, RealEngine
+from tests.engines.vllm.origin import ServedFolder
+from tests.tinymodels import save_tokenizer
+
+pytestmark = pytest.mark.model
+
+GEMMA = os.environ.get("KVABR_GEMMA")
+
+
+def tiny_gemma(folder):
+    """Gemma 3 with 8 layers of random weights, six of them with a window of 100 tokens; its tokens are bytes."""
+    import torch
+    import transformers
+
+    config = transformers.Gemma3TextConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, query_pre_attn_scalar=32, max_position_embeddings=1024, sliding_window=100,
+        layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 2, initializer_range=0.3,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForCausalLM(config)
+    model.model.embed_tokens.weight.data *= 0.1  # so that the text depends on more than the last token
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+class World:
+    """An engine, an origin, one published prompt, and what vLLM says when it computes everything."""
+
+    def __init__(self, folder, model, *, block, length, shared, most):
+        from tokenizers import Tokenizer
+
+        self.assets = folder / "assets"
+        self.assets.mkdir()
+        self.origin = ServedFolder(self.assets, folder)
+        extra = {
+            "url": f"moqt://127.0.0.1:{self.origin.port}/",
+            "fingerprint": self.origin.fingerprint,
+            "publish": str(self.assets),
+            "deadline_s": 60.0,
+            "tracks": ["FP16", "Int8"],
+            "policy": "fixed:FP16",
+            "quic": "qh3",
+            "prefill_rate": 100.0,
+            "store_mib": 0,
+        }
+        options = {
+            "max_model_len": most,
+            "block_size": block,
+            "skip_tokenizer_init": True,
+            "max_num_batched_tokens": 256,
+        }
+        self.engine = RealEngine(model, extra, **options)
+        ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(TEXT).ids
+        self.prompt, self.shared = ids[:length], shared
+        self.other = [*ids[:shared], *ids[length : length + 200]]
+        self.cold = self.computed(self.prompt, publish=True)
+        self.other_cold = self.computed(self.other)
+        self.model = self.engine.half._model
+        end_s = time.monotonic() + 300
+        while self.origin.log().count("asset added") < 1:
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        (self.asset,) = (path.parent for path in self.assets.glob("*/catalog.json"))
+        self.last = (length - 1) // self.model.block * self.model.block
+        self.last = min(self.last, Catalog.read(self.asset / "catalog.json").tokens)
+
+    def computed(self, prompt, *, publish=False):
+        """What vLLM says without any cache."""
+        self.engine.forget()
+        (text,) = self.engine.generate([prompt], 16, kv_transfer_params={"play": False, "publish": publish})
+        self.engine.forget()
+        return text
+
+    def played(self, prompt=None, *, forget=True, **params):
+        if forget:
+            self.engine.forget()
+        self.engine.counted()
+        given = {"publish": False} | params
+        (text,) = self.engine.generate([self.prompt if prompt is None else prompt], 16, kv_transfer_params=given)
+        self.engine.settle()
+        return text, self.engine.counted()
+
+    def close(self):
+        self.origin.close()
+
+
+@pytest.fixture(
+    scope="module", params=["tiny", pytest.param("gemma", marks=pytest.mark.skipif(not GEMMA, reason="KVABR_GEMMA"))]
+)
+def world(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "tiny":
+        world = World(folder, tiny_gemma(folder / "model"), block=32, length=500, shared=300, most=768)
+    else:
+        world = World(folder, Path(GEMMA), block=128, length=1200, shared=800, most=2048)
+    yield world
+    world.close()
+
+
+@pytest.fixture(params=["play-first", "promise-first"], autouse=True)
+def mode(request, world):
+    world.engine.use(request.param)
+    yield request.param
+    world.engine.settle()
+    assert world.engine.worker._plays == {}
+    assert world.engine.half._promises is None or world.engine.half._promises.held_bytes == 0
+
+
+def test_windows_have_tables_of_their_own(world):
+    caches = world.model.caches
+    assert [one.kind for one in caches.classes] == ["window", "full"]
+    assert len(caches.passing) > 1
+    assert world.model.waits
+    groups = world.engine.scheduler.kv_cache_config.kv_cache_groups
+    assert {type(each.kv_cache_spec).__name__ for each in groups} == {"SlidingWindowSpec", "FullAttentionSpec"}
+
+
+def test_what_was_published_is_played(world):
+    text, counted = world.played()
+    assert text == world.cold
+    assert counted["lookups_hit"] == counted["plays"] == 1
+    assert counted["tokens_loaded"] == world.last
+    assert "tokens_missed" not in counted
+    window, full = world.model.spec.parts
+    seen = 2 * (full.elements_per_token * world.last + window.elements_per_token * (window.only.window + 256))
+    assert counted["bytes_fetched"] < 1.1 * seen + 20_000  # not the groups that no window sees
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_the_text_depends_on_every_class(world, part, monkeypatch):
+    """What is checked here by texts would be noticed: without one class's cache the text is another."""
+    engine = world.engine.worker._engine
+    write = type(engine).write
+
+    def zeroed(self, parts, *rest):
+        write(self, [kv * (number != part) for number, kv in enumerate(parts)], *rest)
+
+    monkeypatch.setattr(type(engine), "write", zeroed)
+    text, counted = world.played()
+    assert counted["tokens_loaded"] == world.last
+    assert text != world.cold
+
+
+def test_int8_says_the_same(world, monkeypatch):
+    if len(world.prompt) < 1000:
+        pytest.skip("random weights have no text that small changes leave alone")
+    settings = world.engine.worker._settings
+    monkeypatch.setattr(world.engine.worker, "_settings", settings.model_copy(update={"policy": "fixed:Int8"}))
+    text, counted = world.played()
+    assert counted["tokens_loaded"] == world.last
+    assert text == world.cold
+
+
+def test_a_prompt_that_goes_on_elsewhere(world):
+    text, counted = world.played(world.other)
+    assert text == world.other_cold
+    assert counted["tokens_loaded"] == world.shared // 128 * 128
+
+
+def test_behind_what_vllm_has_itself(world):
+    world.engine.forget()
+    world.engine.generate([world.prompt[:300]], 1, kv_transfer_params={"play": False, "publish": False})
+    text, counted = world.played(forget=False)
+    assert text == world.cold
+    assert counted["tokens_loaded"] == world.last - 300 // world.model.block * world.model.block
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("harm", ["corrupt", "missing"])
+def test_whatever_is_lost_the_text_stays(world, part, harm):
+    name = world.model.spec.names[part]
+    group = world.last // 128 - 1
+    frame = world.asset / "groups" / f"FP16.{name}" / f"{group:05d}.kvg"
+    data = frame.read_bytes()
+    broken = bytearray(data)
+    broken[len(data) // 2] ^= 1
+    frame.unlink() if harm == "missing" else frame.write_bytes(broken)
+    try:
+        text, counted = world.played(deadline_s=30.0)
+    finally:
+        frame.write_bytes(data)
+    assert text == world.cold
+    assert counted.get("tokens_loaded", 0) < world.last
+    assert counted["plays_cut"] == counted["lookups_hit"] == 1
+
+
+def test_a_copy_that_fails_is_computed(world, monkeypatch):
+    engine = world.engine.worker._engine
+
+    def failing(*_):
+        raise PlayError("a test")
+
+    monkeypatch.setattr(type(engine), "write", failing)
+    text, counted = world.played()
+    assert text == world.cold
+    assert counted["plays_failed"] == 1
+    assert not counted.get("tokens_loaded")
+
+
+def test_what_was_computed_behind_an_exact_cache_is_published(world):
+    """Its windows were kept when the beginning was computed here."""
+    world.engine.worker._lossy.clear()  # vLLM's own cache is empty: nothing of another test is in it
+    before = set(world.assets.iterdir())
+    longer = [*world.prompt, 7 if world.engine.half._promises else 11, *world.other[-150:]]
+    cold = world.computed(longer)
+    text, counted = world.played(longer, publish=True)
+    assert text == cold
+    assert counted["tokens_loaded"] > 0
+    assert len(set(world.assets.iterdir()) - before) == 1
