@@ -247,8 +247,9 @@ class Driver:
         for request in requests:
             self._frames.pop(request, None)
         if self._hook is not None and write is not None:
+            unit = self._catalog.unit(action.group)
             try:
-                await self._hook.write(*self._catalog.spec.group_range(action.group, self._catalog.tokens), write)
+                await self._hook.write(unit.first, unit.first + unit.tokens, write)
             except Exception as error:  # noqa: BLE001  # an engine's, whatever it is: it wants no more upgrades
                 self.engine_error = error
                 self._tell(partial(self.session.stop, reason=said(error)))

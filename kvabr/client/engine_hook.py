@@ -2,7 +2,8 @@
 
 It takes the first token, the token after the last, and a function. It calls the function while nothing reads these
 tokens, and returns True; or it returns False, and is asked again a little later. An engine that keeps a copy of the
-cache copies these tokens again after the call. `StepGate` is such a hook for engines that read the tensor itself.
+cache copies these tokens again after the call, those of every layer class that still has them. `StepGate` is such a
+hook for engines that read the tensors themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MAX_PAUSE_S = 0.2
 
 
 class StepGate:
-    """A hook for an engine that reads the played tensor itself: nothing is written while it takes a step.
+    """A hook for an engine that reads the played tensors themselves: nothing is written while it takes a step.
 
     The engine does ``with gate.step(): ...`` around whatever reads the cache.
     """

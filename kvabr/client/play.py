@@ -146,10 +146,6 @@ class Play:
             except (TransportError, FormatError, TimeoutError) as error:
                 self.options.note(ProfileFailed(self.clock.now(), str(error) or "it did not come in time"))
         catalog = playable(catalog, profile=profile is not None or not needed)
-        if not catalog.every_token and self.options.after is not None:
-            raise UsageError(
-                f"{catalog.spec.model} has {', '.join(catalog.spec.names)} layers: there are no upgrades yet"
-            )
         for name, digests in catalog.known_digests():
             self.connection.identify(catalog.namespace, name, digests)
         end_s = None if self.engine is not None else max(0.0, self._patience_s() - self.clock.now())
@@ -366,6 +362,10 @@ class Play:
     def _upgrade(self, ladder: Ladder, played: Driver, after_s: float) -> Upgrades:
         """Begin the upgrades of a cache that was handed over."""
         options, connection, view = self.options, self.connection, played.session.view
+        # An engine that has begun has moved on from a state, which is of no more use to it.
+        kinds = view.catalog.spec.classes
+        final = [kinds[view.catalog.unit(group).part].kind == "state" for group in range(view.groups)]
+        tracks = zip(played.assembler.coverage, final, strict=True)
         rate = view.rate or played.session.record.bytes_fetched / max(view.now, 1e-3)
         own = new_estimator(options.policy, options.estimator)
         own.prime(Prior(rate, view.ttfb_s))
@@ -375,7 +375,7 @@ class Play:
             self.clock.deadline_s,
             options.policy,
             shared.enter_context(link_of(connection.shared).joined(own)),
-            goal=UpgradeGoal(tuple(track or "" for track in played.assembler.coverage), after_s, rate),
+            goal=UpgradeGoal(tuple(RECOMPUTED if stays else track or "" for track, stays in tracks), after_s, rate),
             config=replace(LIVE, decoders=decoder_threads()),
             cached_groups=connection.cached_groups,
             decode_rates=self.speeds.rates(ladder.catalog, self._device),

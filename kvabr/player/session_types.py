@@ -29,7 +29,8 @@ class UpgradeGoal:
     """Better tracks for a complete cache that is already in use."""
 
     tracks: tuple[str, ...]
-    """Per group, the track in place, or ``recomputed``: such a group is exact enough and stays."""
+    """Per group, the track in place, or ``recomputed``: such a group is exact enough and stays. So does a snapshot of a
+    state, whatever track it is on: give ``recomputed`` for it."""
     until_s: float = math.inf
     """Seconds after which no more upgrades are wanted; infinite: until there is nothing to upgrade."""
     rate: float = 0.0

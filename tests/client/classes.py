@@ -40,17 +40,34 @@ INDEXED = KVSpec(
 """Several classes, all of whose groups are needed."""
 WINDOWS = KVSpec("test/windows", "tokenizer", (LayerClass("window", (0, 1), 2, 8, 8, "float16", window=40),), 16)
 """One class, of which not all groups are needed."""
+HYBRID = KVSpec(
+    "test/hybrid",
+    "tokenizer",
+    (
+        LayerClass("full", (0,), 2, 8, 8, "float16"),
+        LayerClass("window", (1, 2), 2, 8, 4, "float16", window=40),
+        LayerClass("state", (3,), 2, 6, 5, "float16"),
+    ),
+    16,
+)
+"""With a state, of which there is a snapshot at the end alone."""
 TRACKS = ("FP16", "BF16", "Int8")
 CONTINUATION = (3, 1, 4, 1, 5)
 
 
 def numbers(spec: KVSpec, tokens: list[int]) -> tuple[torch.Tensor, ...]:
-    """Return a made-up cache of some tokens: a tensor per class. What it holds depends on each token alone."""
+    """Return a made-up cache of some tokens: a tensor per class. What it holds depends on each token alone.
+
+    What a state holds depends on their number.
+    """
     parts = []
     for number, part in enumerate(spec.parts):
         layers, halves, heads, _, dim = part.shape(1)
         places = torch.arange(math.prod((layers, halves, heads, dim))).view(layers, halves, heads, 1, dim)
-        ids = torch.tensor(tokens).view(1, 1, 1, -1, 1)
+        ids = torch.tensor(tokens)
+        if part.only.kind == "state":
+            ids = torch.arange(part.rows) + len(tokens)
+        ids = ids.view(1, 1, 1, -1, 1)
         parts.append(((places * 31 + ids * 7919 + number * 13) % 255 - 127).float())
     return tuple(parts)
 

@@ -15,6 +15,7 @@ from kvabr.client.blocking import Client
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import NothingCached, Played
 from kvabr.client.upgrades import Upgrades
+from kvabr.codec.payload import keys_and_values
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers import ADAPTER
 from kvabr.engines.transformers.cache import dynamic_cache, windowed_cache
@@ -171,7 +172,7 @@ class Steps:
         self._model, self._cache = engine.model, ready.cache
         if not isinstance(ready.played, Played):
             raise UsageError("nothing was played, so there is nothing to upgrade")
-        self._kv, self._tokens = ready.played.kv, ready.tokens
+        self._played, self._tokens = ready.played, ready.tokens
         self._lock = threading.Lock()
         self._hooks: list[Any] = []
         self.rewritten = 0
@@ -202,9 +203,25 @@ class Steps:
             if not self._hooks:
                 return False
             write()
-            last = min(last, self._tokens)
-            for layer, state in enumerate(self._cache.layers):
-                for kept, played in zip((state.keys, state.values), self._kv[layer], strict=True):
-                    kept[0, :, first:last] = played[:, first:last].to(device=kept.device, dtype=kept.dtype)
+            self._copy(first, min(last, self._tokens))
             self.rewritten += 1
         return True
+
+    def _copy(self, first: int, last: int) -> None:
+        """Copy tokens of the played cache into the model's, those that its layers still have."""
+        spec = self._played.spec
+        for kv, span, part in zip(self._played.parts, self._played.spans, spec.parts, strict=True):
+            only = part.only
+            if only.kind == "state" or only.role:
+                continue
+            keys, values = keys_and_values(kv, part)
+            for place, layer in enumerate(only.layers):
+                state = self._cache.layers[layer]
+                # A layer with a window has dropped what left it, and knows how many tokens it has seen.
+                held = state.keys.shape[2]
+                gone = getattr(state, "cumulative_length", held) - held
+                begin = max(first, span.first, gone)
+                pairs = ((state.keys, keys[place]), (state.values, (values if only.v_dim else keys)[place]))
+                for kept, played in pairs if begin < last else ():
+                    shown = played[:, begin - span.first : last - span.first]
+                    kept[0, :, begin - gone : last - gone] = shown.to(device=kept.device, dtype=kept.dtype)
