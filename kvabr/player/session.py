@@ -24,7 +24,7 @@ layers that have arrived are decoded together (`PlayState._next_to_decode`). The
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from kvabr.abr.policy import Decision
@@ -63,17 +63,25 @@ class Session(PlayState):
         self._guard.start()
         self._advance(now)
 
-    def published(self, edge: int, now: float) -> None:
-        """Take that the first ``edge`` groups of a live asset exist; their base, which is pushed, is on its way."""
+    def published(self, edge: int, now: float, left_out: Iterable[tuple[int, str]] = ()) -> None:
+        """Take that the first ``edge`` groups of a live asset exist; their base, which is pushed, is on its way.
+
+        ``left_out``: groups and tracks that the producer had no time for.
+        """
         live, view = self._live, self.view
         if self.over or live is None or edge <= live.edge:
             return
         new = range(live.edge, min(edge, view.groups))
         live.reach(new.stop, now)
         view.edge = new.stop
+        self._retries.unavailable.update(left_out)
+        base = view.ladder.cheapest
         for group in new:
-            decision = Decision.fetch(group, view.ladder.cheapest, "the publisher pushes the base of what it publishes")
-            self._request(group, (view.ladder.cheapest,), decision, now, upgrade=False, pushed=True)
+            if (group, base) not in view.unavailable:
+                decision = Decision.fetch(group, base, "the publisher pushes the base of what it publishes")
+                self._pushed.add(self._requests)
+                self._request(group, (base,), decision, now, upgrade=False)
+        self._sync_missing()
         self._advance(now)
 
     def first_byte(self, request: int, now: float, limit: Limit = "network") -> None:
@@ -395,17 +403,8 @@ class Session(PlayState):
         else:
             self._leave_to_engine(group, now)
 
-    def _request(
-        self,
-        group: int,
-        layers: Sequence[str],
-        decision: Decision,
-        now: float,
-        *,
-        upgrade: bool,
-        pushed: bool = False,
-    ) -> None:
-        """Request one or more layers of a group, lowest first; ``pushed``: the publisher sends it unasked."""
+    def _request(self, group: int, layers: Sequence[str], decision: Decision, now: float, *, upgrade: bool) -> None:
+        """Request one or more layers of a group, lowest first."""
         view = self.view
         if upgrade:
             saved = view.loss(group, view.track_of[group] or layers[0]) - view.loss(group, layers[-1])
@@ -425,9 +424,7 @@ class Session(PlayState):
             view.in_flight[request] = transfer
             self._groups[group].flying.append(transfer)
             view.outstanding_bytes += size
-            if pushed:
-                self._pushed.add(request)
-            self._actions.append(FetchGroup(request, group, track, size, priority, pushed))
+            self._actions.append(FetchGroup(request, group, track, size, priority, request in self._pushed))
             kind = "upgrade" if transfer.upgrade else "fetch"
             self._events.decision(decision, now, request=request, kind=kind, track=track)
             self._events.emit(RequestSent, now, request, group, track, size)

@@ -91,6 +91,14 @@ def test_what_the_publisher_pushed_in_vain_is_fetched():
     assert [(one.group, one.pushed) for one in again] == [(0, False)]
 
 
+def test_a_base_that_the_producer_left_out_is_fetched_on_another_track():
+    play = session()
+    play.start()
+    play.published(2, 1.0, left_out=[(1, "base"), (1, "layer-1"), (0, "Int8")])
+    asked = of(play.actions(), FetchGroup)
+    assert [(one.group, one.track, one.pushed) for one in asked] == [(0, "base", True), (1, "AC-5x", False)]
+
+
 def test_what_comes_unasked_says_nothing_about_round_trips():
     play = session()
     play.start()

@@ -1,0 +1,209 @@
+"""Caches that are published while they are being prefilled: what is known at the start, and the news of each group.
+
+A *live catalog* is a catalog whose sizes and losses are expected, not measured, and whose digests are not known yet,
+with the times at which groups should appear. *Edge messages* follow, one per group of tokens, in order: they say how
+large the frames are that ended with it, and their SHA-256. The last one says that the cache is complete, or why its
+producer stopped. All of them carry the live catalog's key, so that the news of two productions never mix.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, cast
+
+from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, Track
+from kvabr.types.errors import FormatError
+from kvabr.types.json_pieces import JsonPieces
+
+LIVE_SCHEMA = "kvabr.live/1"
+MAX_EDGE_BYTES = 256 << 10
+"""Most bytes of one edge message: there are at most a thousand tracks."""
+MAX_LIVE_BYTES = MAX_CATALOG_BYTES
+"""Most bytes of a live catalog."""
+UNKNOWN = "0" * 64
+"""Stands for a digest that is not known yet."""
+_MAX_FRAME = 1 << 40
+_KEY = re.compile(r"[0-9a-f]{16}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveCatalog:
+    """What is known of a cache when its prefill begins."""
+
+    catalog: Catalog
+    """Its sizes and losses are expected ones; its digests are `UNKNOWN`."""
+    seconds: tuple[float, ...]
+    """For each group of tokens, when it should be published, seconds since the producer began; ascending."""
+    key: str
+    """16 hex digits, another for each production."""
+
+    def __post_init__(self) -> None:
+        if not _KEY.fullmatch(self.key):
+            raise FormatError(f"live catalog: the key is {self.key[:80]!r}, not 16 hex digits")
+        if len(self.seconds) != len(self.catalog.chunks):
+            raise FormatError(f"live catalog: {len(self.seconds)} times for {len(self.catalog.chunks)} groups")
+        if not all(0 <= time_s < math.inf for time_s in self.seconds[:1] + self.seconds[-1:]) or any(
+            not later >= sooner for sooner, later in pairwise(self.seconds)
+        ):
+            raise FormatError("live catalog: the times of the groups must be finite, and ascend from zero")
+
+    def dumps(self) -> str:
+        """Return it as text: a line of JSON, and the catalog's JSON."""
+        head = {"schema": LIVE_SCHEMA, "key": self.key, "seconds": [round(time_s, 6) for time_s in self.seconds]}
+        return f"{json.dumps(head, separators=(',', ':'))}\n{self.catalog.dumps()}"
+
+    @classmethod
+    def loads(cls, text: bytes) -> LiveCatalog:
+        """Parse the output of `dumps` from an untrusted source; raise a `FormatError` if anything is wrong."""
+        if len(text) > MAX_LIVE_BYTES:
+            raise FormatError(f"live catalog: {len(text)} bytes, more than the {MAX_LIVE_BYTES} allowed")
+        head, newline, rest = text.partition(b"\n")
+        if not newline:
+            raise FormatError("live catalog: it has no second line")
+        catalog = Catalog.loads(rest)
+        value: dict[str, Any] = {}
+        try:
+            pieces = JsonPieces(head, "live catalog")
+            for name in pieces.members():
+                if name == "seconds":
+                    value[name] = tuple(map(float, pieces.scalars({int, float}, len(catalog.chunks))))
+                elif name in {"schema", "key"}:
+                    value[name] = pieces.value()
+                    if name == "schema" and value[name] != LIVE_SCHEMA:
+                        raise FormatError(f"live catalog: schema is {str(value[name])[:80]!r}, not {LIVE_SCHEMA!r}")
+                else:
+                    pieces.skip()
+            pieces.finish()
+            _ = value["schema"]
+            return cls(catalog, value["seconds"], str(value["key"]))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise FormatError(f"live catalog: a field is missing or has the wrong type ({error!r})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedFrames:
+    """News: one more group of tokens is published."""
+
+    key: str
+    group: int
+    """The group of tokens."""
+    ready_s: float
+    """When it was published, seconds since the producer began."""
+    frames: Mapping[str, tuple[int, str]]
+    """Size and SHA-256 (hex) of its frames, by the name of the published track. Some tracks may be missing: then the
+    producer had no time to encode them."""
+
+    def dumps(self) -> bytes:
+        """Return it as one line of JSON."""
+        value = {"key": self.key, "group": self.group, "ready_s": round(self.ready_s, 6)}
+        frames = {name: list(frame) for name, frame in self.frames.items()}
+        return json.dumps({**value, "frames": frames}, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class LiveEnd:
+    """News: nothing follows."""
+
+    key: str
+    reason: str = ""
+    """Why the producer stopped; empty if the cache is complete."""
+
+    def dumps(self) -> bytes:
+        """Return it as one line of JSON."""
+        return json.dumps({"key": self.key, "end": self.reason[:500]}, separators=(",", ":")).encode()
+
+
+EdgeMessage = PublishedFrames | LiveEnd
+
+
+def parse_edge(data: bytes) -> EdgeMessage:
+    """Parse an edge message from an untrusted source; raise a `FormatError` if anything is wrong."""
+    if len(data) > MAX_EDGE_BYTES:
+        raise FormatError(f"edge message: {len(data)} bytes, more than the {MAX_EDGE_BYTES} allowed")
+    try:
+        value = json.loads(data)
+        key = value["key"]
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise FormatError("edge message: it has no key of 16 hex digits")
+        if "end" in value:
+            if not isinstance(value["end"], str):
+                raise FormatError("edge message: the reason of an end must be text")
+            return LiveEnd(key, value["end"][:500])
+        group, ready_s = value["group"], float(value["ready_s"])
+        if type(group) is not int or group < 0 or not 0 <= ready_s < math.inf:
+            raise FormatError("edge message: the group must be a whole number, its time a finite one, from zero")
+        frames = {str(name): _frame(frame) for name, frame in value["frames"].items()}
+        return PublishedFrames(key, group, ready_s, frames)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise FormatError(f"edge message: a field is missing or has the wrong type ({error!r})") from error
+
+
+def _frame(value: Any) -> tuple[int, str]:
+    size, sha256 = value
+    if type(size) is not int or not 0 < size <= _MAX_FRAME:
+        raise FormatError(f"edge message: a frame of {str(size)[:40]} bytes")
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        raise FormatError("edge message: a frame needs a SHA-256 of 64 hex digits")
+    return size, sha256
+
+
+class GrowingCatalog:
+    """The catalog of one play of a live asset; its sizes and digests become known group by group."""
+
+    def __init__(self, live: LiveCatalog, groups: int) -> None:
+        """Begin with no group published. The play is of the first ``groups`` groups of tokens; see `Catalog.prefix`."""
+        self._key = live.key
+        wanted = live.catalog.prefix(groups)
+        self._sizes = {track.name: list(track.bytes) for track in wanted.tracks}
+        self._digests = {track.name: list(track.digests) for track in wanted.tracks}
+        # Only this class changes them, and only of groups that nobody may request yet.
+        tracks = tuple(self._growing(track) for track in wanted.tracks)
+        self.catalog = replace(wanted, tracks=tracks)
+        """Sizes and digests of groups from `edge` on are expected, and unknown."""
+        self.edge = 0
+        """Groups (units) that are published: the first ones."""
+        self.chunks = 0
+        """Groups of tokens that are published."""
+        self.left_out: set[tuple[int, str]] = set()
+        """Groups (units) and tracks that the producer had no time for."""
+
+    def _growing(self, track: Track) -> Track:
+        sizes, digests = self._sizes[track.name], self._digests[track.name]
+        return replace(track, bytes=cast("tuple[int, ...]", sizes), digests=cast("tuple[str, ...]", digests))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that the play needs is published."""
+        return self.chunks == len(self.catalog.chunks)
+
+    def publish(self, news: PublishedFrames) -> None:
+        """Take the news of the next group of tokens; those behind the play are ignored.
+
+        Raises:
+            FormatError: it is of another production, or of another group than the next one; a track is unknown, or the
+                cheapest one is missing.
+        """
+        if news.key != self._key:
+            raise FormatError("edge message: of another production of this cache")
+        if self.complete:
+            return
+        if news.group != self.chunks:
+            raise FormatError(f"edge message: group {news.group} came, {self.chunks} is next")
+        catalog, edge = self.catalog, self.edge
+        while edge < catalog.groups and catalog.unit(edge).chunk == news.group:
+            for track in catalog.tracks:
+                frame = news.frames.get(catalog.address(edge, track.name)[0])
+                if frame is None:
+                    self.left_out.add((edge, track.name))
+                else:
+                    self._sizes[track.name][edge], self._digests[track.name][edge] = frame
+            if all((edge, track.name) in self.left_out for track in catalog.tracks if track.refines is None):
+                raise FormatError(f"edge message: group {news.group} has no track that stands alone")
+            edge += 1
+        self.edge, self.chunks = edge, news.group + 1

@@ -1,0 +1,152 @@
+"""Live catalogs and the news of each group: round trips, bounds, and what does not belong together."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from kvabr.types.errors import FormatError
+from kvabr.types.live import (
+    MAX_EDGE_BYTES,
+    UNKNOWN,
+    GrowingCatalog,
+    LiveCatalog,
+    LiveEnd,
+    PublishedFrames,
+    parse_edge,
+)
+from tests.catalogs import catalog
+from tests.types.test_layer_classes import catalog as hybrid
+
+KEY = "0123456789abcdef"
+
+
+def live(groups=4):
+    offer = catalog(groups, layered=True)
+    tracks = tuple(replace(track, digests=(UNKNOWN,) * groups) for track in offer.tracks)
+    return LiveCatalog(replace(offer, tracks=tracks), tuple(0.5 * (group + 1) for group in range(groups)), KEY)
+
+
+def news(group, names, key=KEY, size=1000):
+    frames = dict.fromkeys(names, (size + group, f"{group:064x}"))
+    return PublishedFrames(key, group, 0.25 * group, frames)
+
+
+NAMES = tuple(live().catalog.by_name)
+
+
+def test_a_live_catalog_survives_its_text():
+    made = live()
+    assert LiveCatalog.loads(made.dumps().encode()) == made
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda text: text.replace("kvabr.live/1", "kvabr.live/9"), "schema"),
+        (lambda text: text.replace(KEY, "xyz"), "16 hex digits"),
+        (lambda text: text.replace("[0.5,1.0,1.5,2.0]", "[0.5,1.0,1.5]"), "3 times for 4"),
+        (lambda text: text.replace("[0.5,1.0,1.5,2.0]", "[0.5,1.0,1.5,1.0]"), "ascend"),
+        (lambda text: text.replace("[0.5,1.0,1.5,2.0]", "[-1,1.0,1.5,2.0]"), "ascend from zero"),
+        (lambda text: text.replace("[0.5,1.0,1.5,2.0]", "[0.5,1.0,1.5,1e999]"), "live catalog"),
+        (lambda text: text.replace("[0.5,1.0,1.5,2.0]", json.dumps([1.0] * 9)), "more than 4"),
+        (lambda text: text.replace("[0.5,1.0,1.5,2.0]", "5"), "no list"),
+        (lambda text: text.partition("\n")[2], "not JSON"),
+        (lambda text: text.partition("\n")[0], "no second line"),
+        (lambda text: text.replace('"key"', '"kez"'), "missing"),
+        (lambda _: "[" * 100_000 + "\n{}", "catalog"),
+    ],
+)
+def test_a_live_catalog_that_is_wrong_is_refused(change, says):
+    with pytest.raises(FormatError, match=says):
+        LiveCatalog.loads(change(live().dumps()).encode())
+
+
+def test_news_survive_their_text():
+    for message in (news(3, NAMES), LiveEnd(KEY), LiveEnd(KEY, "the engine was killed")):
+        assert parse_edge(message.dumps()) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"[]", b"{}", b"null", b'"x"', b"\xff", b"[" * 10_000, b'{"key":1}', b'{"key":"0123456789abcdef"}',
+        b'{"key":"0123456789abcdef","end":1}', b'{"key":"0123456789abcdeg","end":""}',
+        b'{"key":"0123456789abcdef","group":-1,"ready_s":0,"frames":{}}',
+        b'{"key":"0123456789abcdef","group":true,"ready_s":0,"frames":{}}',
+        b'{"key":"0123456789abcdef","group":1,"ready_s":1e999,"frames":{}}',
+        b'{"key":"0123456789abcdef","group":1,"ready_s":0,"frames":[]}',
+        b'{"key":"0123456789abcdef","group":1,"ready_s":0,"frames":{"a":[0,"' + b"0" * 64 + b'"]}}',
+        b'{"key":"0123456789abcdef","group":1,"ready_s":0,"frames":{"a":[5,"00"]}}',
+        b'{"key":"0123456789abcdef","group":1,"ready_s":0,"frames":{"a":[5]}}',
+        b'{"key":"0123456789abcdef","end":"' + b"x" * MAX_EDGE_BYTES + b'"}',
+    ],
+)  # fmt: skip
+def test_news_that_are_wrong_are_refused(data):
+    with pytest.raises(FormatError, match="edge message"):
+        parse_edge(data)
+
+
+def test_sizes_and_digests_become_known_group_by_group():
+    growing = GrowingCatalog(live(), 4)
+    offer = growing.catalog
+    assert (growing.edge, growing.chunks, growing.complete) == (0, 0, False)
+    growing.publish(news(0, NAMES))
+    growing.publish(news(1, NAMES))
+    assert growing.edge == 2
+    assert offer.track("base").bytes[:2] == [1000, 1001]
+    assert offer.track("base").digests[1] == f"{1:064x}"
+    assert offer.track("base").digests[2] == UNKNOWN
+    assert offer.by_name["layer-1"].bytes[0] == 1000  # also where it was looked up before
+    for group in (2, 3):
+        growing.publish(news(group, NAMES))
+    assert growing.complete
+
+
+def test_a_shorter_play_ends_with_its_own_last_group():
+    growing = GrowingCatalog(live(), 2)
+    for group in range(4):
+        growing.publish(news(group, NAMES))
+    assert growing.complete
+    assert (growing.edge, growing.catalog.groups) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (news(1, NAMES), "0 is next"),
+        (news(0, NAMES, key="f" * 16), "another production"),
+        (news(0, ["layer-1", "layer-2"]), "no track that stands alone"),
+        (news(0, ["unheard-of"]), "no track that stands alone"),
+    ],
+)
+def test_news_that_do_not_fit_are_refused(message, says):
+    growing = GrowingCatalog(live(), 4)
+    with pytest.raises(FormatError, match=says):
+        growing.publish(message)
+    assert growing.edge == 0
+
+
+def test_what_was_not_encoded_is_left_out():
+    growing = GrowingCatalog(live(), 4)
+    growing.publish(news(0, ["base", "layer-1", "FP16"]))
+    assert (0, "layer-2") in growing.left_out
+    assert (0, "base") not in growing.left_out
+
+
+def test_groups_of_several_classes_appear_together():
+    offer = hybrid()
+    made = LiveCatalog(offer, tuple(map(float, range(len(offer.chunks)))), KEY)
+    growing = GrowingCatalog(made, len(offer.chunks))
+    wanted = growing.catalog
+    assert not wanted.every_token
+    for chunk in range(len(offer.chunks)):
+        units = [unit for unit in offer.units if unit.chunk == chunk]
+        names = [offer.spec.parts[unit.part].track_name(track) for unit in units for track in offer.by_name]
+        growing.publish(news(chunk, names, size=5000))
+        assert all(wanted.unit(group).chunk <= chunk for group in range(growing.edge))
+    assert growing.complete
+    assert growing.edge == wanted.groups < offer.groups
+    assert min(min(track.bytes) for track in wanted.tracks) >= 5000
