@@ -94,16 +94,7 @@ class FolderAsset(Asset):
 
     def open_frame(self, group: int, track: str) -> FrameReader:
         """See `Asset.open_frame`."""
-        path = frame_path(self.path, group, track)
-        try:
-            frame = _open_frame(path)
-        except OSError as error:
-            raise AssetError(f"{path}: cannot be read ({error})") from error
-        size = self.catalog.published_track(track).bytes[group]
-        if frame.size != size:
-            frame.close()
-            raise AssetError(f"{path}: has {frame.size} bytes, its catalog says {size}; {_AGAIN}")
-        return frame
+        return open_frame_in(self.path, group, track, self.catalog.published_track(track).bytes[group])
 
     def _read_part(self, part: str, max_bytes: int) -> bytes:
         return _read(self.path / part, max_bytes, follow_links=self._follow_links)
@@ -214,15 +205,26 @@ class FrameFile(FrameReader):
         self._file.close()
 
 
-def _open_frame(path: Path) -> FrameReader:
-    """Open a file that lies where it seems to, or read it if it is small: neither it nor its folder is a link."""
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def open_frame_in(root: Path, group: int, track: str, size: int, *, dir_fd: int | None = None) -> FrameReader:
+    """Open a frame of ``size`` bytes, or read it if it is small: neither it nor its folder is a link.
+
+    ``dir_fd`` is an open asset's folder, which may have another name than ``root`` by now. Raises `AssetError`.
+    """
+    path, folder = frame_path(root, group, track), None
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     try:
+        folder = os.open(path.parent if dir_fd is None else path.parent.relative_to(root), flags, dir_fd=dir_fd)
         file = open_regular(path.name, sole=True, dir_fd=folder)
+    except OSError as error:
+        raise AssetError(f"{path}: cannot be read ({error})") from error
     finally:
-        os.close(folder)
-    frame = FrameFile(path, file)
-    if frame.size > LOADED_BYTES:
+        if folder is not None:
+            os.close(folder)
+    frame: FrameReader = FrameFile(path, file)
+    if frame.size != size:
+        frame.close()
+        raise AssetError(f"{path}: has {frame.size} bytes, its catalog says {size}; {_AGAIN}")
+    if size > LOADED_BYTES:
         return frame
     with file:
         return LoadedFrame(memoryview(file.read(LOADED_BYTES + 1)))
@@ -265,6 +267,9 @@ def frame_path(root: Path, group: int, track: str) -> Path:
 
 class FolderAssetWriter:
     """An `AssetWriter` that makes a folder."""
+
+    syncs = True
+    """Whether each file reaches the disk when it is written; otherwise all of them do at the end."""
 
     def __init__(self, path: Path, *, force: bool = False) -> None:
         """Check that the folder ``path`` may be made or replaced; see `AssetStore.writer`."""
@@ -314,6 +319,10 @@ class FolderAssetWriter:
         self._write(Path(CATALOG), catalog.dumps().encode())
         partial = self._open_partial()
         try:
+            if not self.syncs:
+                for path in partial.rglob("*"):
+                    if path.is_file():
+                        _sync(path)
             for folder in [partial, *sorted((partial / GROUPS).glob("*")), partial / GROUPS]:
                 _sync(folder)
             if self._path.exists():
@@ -333,7 +342,8 @@ class FolderAssetWriter:
             with open(partial / name, "xb", opener=lambda path, flags: os.open(path, flags, mode)) as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                if self.syncs:
+                    os.fsync(file.fileno())
         except OSError as error:
             raise self._failure(name, error) from error
 
@@ -385,8 +395,8 @@ def _exchange(new: Path, old: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
