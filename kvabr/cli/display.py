@@ -216,7 +216,8 @@ def quality_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
 def group_tables(catalog: Catalog) -> tuple[Table, Table]:
     """Return the size and the expected loss of every group on every track."""
     names = ("group", "tokens", *(track.name for track in catalog.tracks))
-    heads = [(str(group), str(catalog.group_tokens(group))) for group in range(catalog.groups)]
+    titles = catalog.titles or tuple(map(str, range(catalog.groups)))
+    heads = [(title, str(catalog.group_tokens(group))) for group, title in enumerate(titles)]
     sizes = [(*head, *(human(track.bytes[i]) for track in catalog.tracks)) for i, head in enumerate(heads)]
     losses = [(*head, *(f"{1000 * track.loss[i]:.3f}" for track in catalog.tracks)) for i, head in enumerate(heads)]
     return (

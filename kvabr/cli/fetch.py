@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -302,6 +303,8 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
         f"expected loss {played.loss:.2g} nats per token",
         f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",
     ]
+    if played.limited_by is not None:
+        lines.append(f"more of the prompt is cached, but not of its class {played.limited_by}")
     for who, text in (("cpu", "this machine's processor"), ("publisher", "the publisher")):
         if held := record.bytes_held_up.get(who):
             lines.append(f"{text} was the limit for {held:,} bytes, not the network")
@@ -330,6 +333,11 @@ def _result(
     if played is None or isinstance(played, NothingCached):
         return result | {"tokens": 0, "groups": []}
     record, catalog = played.record, played.catalog
+    titles = () if catalog is None or len(played.coverage) < len(record.groups) else catalog.titles
+    if len(played.spec.classes) == 1:
+        groups = [asdict(one) | {"track": track} for one, track in zip(record.groups, played.coverage, strict=False)]
+    else:
+        groups = [asdict(one) | {"unit": title} for one, title in zip_longest(record.groups, titles)]
     return result | {
         "asset": None if catalog is None else f"{catalog.namespace.model}/{catalog.namespace.prompt}",
         "catalog_sha256": played.catalog_sha256,
@@ -337,14 +345,13 @@ def _result(
         "met": played.met,
         "loss": played.loss,
         "tokens": played.tokens,
+        "limited_by": played.limited_by,
         "tokens_recomputed": record.tokens_recomputed,
         "recompute_s": record.recompute_s,
         "bytes_fetched": record.bytes_fetched,
         "bytes_wasted": record.bytes_wasted,
         "bytes_held_up": record.bytes_held_up,
-        "groups": [
-            asdict(group) | {"track": track} for group, track in zip(record.groups, played.coverage, strict=False)
-        ],
+        "groups": groups,
     }
 
 

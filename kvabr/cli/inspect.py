@@ -73,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
         "tracks": track_rows(catalog),
         "mixes": mix_rows(catalog),
     }
+    if not catalog.every_token:
+        result |= {"classes": list(catalog.spec.names), "units": list(catalog.titles)}
+        result |= {"needed_groups": catalog.to_play.groups, "needed_fp16_bytes": catalog.to_play.fp16_bytes}
     if args.groups:
         for row, track in zip(result["tracks"], catalog.tracks, strict=True):
             row["group_bytes"], row["group_loss"] = list(track.bytes), list(track.loss)
@@ -119,11 +122,14 @@ def _head(catalog: Catalog) -> None:
     from kvabr.cli.display import plain
 
     spec = catalog.spec
+    play, several = catalog.to_play, "" if catalog.every_token else f"; {catalog.groups} of its layer classes"
     lines = [
         f"{spec.model}: {spec.summary}",
-        f"{catalog.tokens:,} tokens in {catalog.groups} groups of {spec.group_tokens}",
+        f"{catalog.tokens:,} tokens in {len(catalog.chunks)} groups of {spec.group_tokens}{several}",
         f"{catalog.fp16_bytes:,} bytes as FP16; profile {catalog.profile_bytes:,} bytes",
     ]
+    if not catalog.every_token:
+        lines.append(f"a play of all tokens needs {play.groups} of these, {play.fp16_bytes:,} bytes as FP16")
     if catalog.source:
         lines.append(f"made from: {catalog.source}")
     lines.append(f"prompt digest: {catalog.namespace.prompt}")

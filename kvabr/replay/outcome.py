@@ -74,7 +74,7 @@ def run_line(
     ghost_bytes: float,
 ) -> dict[str, Any]:
     """Return the line of a finished play in the replay report; the arguments are those of `Experiment.outcome`."""
-    ttft = record.delivered_s
+    ttft, titles = record.delivered_s, catalog.titles
     loss, value = valued(catalog, config, deadline_s, record)
     return {
         "trace": trace.name,
@@ -110,6 +110,7 @@ def run_line(
                 "ready_s": rounded(group.ready_s),
                 "source": group.source,
             }
+            | ({"unit": titles[group.group]} if titles else {})
             for group in record.groups
         ],
     }

@@ -163,8 +163,12 @@ class Catalog:
     def title(self, group: int) -> str:
         """Return what to call a group in messages: ``group 3``, or ``window512 #3`` of several layer classes."""
         unit = self.unit(group)
-        name = self.spec.names[unit.part]
-        return f"group {unit.group}" if len(self.spec.classes) == 1 else f"{name} #{unit.group}"
+        return f"{self.spec.names[unit.part]} #{unit.group}" if len(self.spec.classes) > 1 else f"group {unit.group}"
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """The `title` of every group if there are several layer classes; empty if a number says it all."""
+        return tuple(map(self.title, range(self.groups))) if len(self.spec.classes) > 1 else ()
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -314,9 +318,8 @@ class Catalog:
         playable, limit = self.playable(groups)
         inside = end is not None and end < tokens and any(each.kind == "state" for each in self.spec.classes)
         if playable < groups or inside:
-            raise UsageError(
-                f"cannot take a prefix of {groups} groups: there is no snapshot of {limit or 'its states'} at its end"
-            )
+            what = f"no snapshot of {limit or 'its states'}"
+            raise UsageError(f"cannot take a prefix of {groups} groups: there is {what} at its end")
         pairs = prefix_units(self.spec, self.units, self.tokens, tokens, end or tokens)
         picked, alike = zip(*pairs, strict=True)
         tracks = tuple(

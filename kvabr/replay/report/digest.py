@@ -83,6 +83,7 @@ def digest(result: Result, timelines: list[Timeline], tracks: list[str]) -> dict
         "track_loss": [significant(known.get(name, (None, None))[1], 3) for name in tracks],
         "worth": _worth(start, tracks),
         "fields": FIELDS,
+        "units": next((units for run in runs if (units := _units(run))), []),
         "facts": {
             "runs": len(runs),
             "plays": len({play_key(run) for run in runs}),
@@ -232,6 +233,12 @@ def _groups(run: Run, places: dict[str, int]) -> list[list[Any]]:
         track = -1 if source == RECOMPUTED else places.get(str(group.get("track")))
         rows.append([track, group.get("bytes") or 0, *times, source])
     return rows
+
+
+def _units(run: Run) -> list[str]:
+    """Return what the groups of a model with several layer classes are called; empty if they have numbers only."""
+    groups = sorted(run.get("groups") or (), key=lambda item: int(item["group"]))
+    return [str(group["unit"]) for group in groups if group.get("unit")]
 
 
 def _decisions(log: list[PlayEvent], places: dict[str, int]) -> tuple[list[list[Any]], int]:

@@ -26,6 +26,8 @@ const el = (tag, attributes, ...children) => fill(document.createElement(tag), a
 const svg = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 const byId = (id) => document.getElementById(id);
 const known = (value) => value !== null && value !== undefined;
+/** What to call a group: its number, or class and number where the model has several layer classes. */
+const groupName = (group) => DATA.units[group] || `group ${group}`;
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 
 /** How an SVG element says what it is: a title child, which browsers show and screen readers read. */

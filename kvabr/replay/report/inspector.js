@@ -67,7 +67,7 @@ function requestCard(play) {
   const moving = at("end") - (at("first_byte") ?? at("end"));
   const ended = { done: "complete", cancelled: "cancelled", failed: "failed", open: "never finished" }[at("outcome")];
   return el("div", { class: "card" },
-    el("h4", {}, trackLabel(at("track")), el("small", {}, ` group ${at("group")}, request ${at("id")}`)),
+    el("h4", {}, trackLabel(at("track")), el("small", {}, ` ${groupName(at("group"))}, request ${at("id")}`)),
     pairs([
       ["size", bytes(at("bytes"))],
       ["sent", seconds(at("sent"))],
@@ -133,7 +133,7 @@ function decisionCard(row) {
   const at = (name) => row[COL.decisions[name]];
   return el("div", { class: "card" },
     el("h4", {}, el("span", { class: `kind ${at("kind")}` }, at("kind")),
-      known(at("group")) && ` group ${at("group")} `, known(at("track")) && trackLabel(at("track")),
+      known(at("group")) && ` ${groupName(at("group"))} `, known(at("track")) && trackLabel(at("track")),
       el("small", {}, ` at ${seconds(at("t"))}`)),
     el("p", { class: "reason" }, at("reason") || "no reason given"),
     pairs([
@@ -150,7 +150,7 @@ function groupCard(play) {
   if (!row) return null;
   const at = (name) => row[COL.groups[name]];
   return el("div", { class: "card" },
-    el("h4", {}, `group ${state.group} `, known(at("track")) ? trackLabel(at("track")) : "not in place"),
+    el("h4", {}, `${groupName(state.group)} `, known(at("track")) ? trackLabel(at("track")) : "not in place"),
     pairs([
       ["came", SOURCE_WORDS[at("source")] || at("source")],
       ["bytes", at("bytes") ? bytes(at("bytes")) : null],

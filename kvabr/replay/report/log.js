@@ -14,7 +14,7 @@ function matches(row) {
   if (!logFilter.words) return true;
   const track = row[COL.decisions.track];
   const group = row[COL.decisions.group];
-  const text = `${row[COL.decisions.kind]} ${known(group) ? `group ${group}` : ""} ${known(track) ? trackName(track) : ""} ${row[COL.decisions.reason]}`;
+  const text = `${row[COL.decisions.kind]} ${known(group) ? groupName(group) : ""} ${known(track) ? trackName(track) : ""} ${row[COL.decisions.reason]}`;
   return logFilter.words.split(/\s+/).every((word) => text.toLowerCase().includes(word));
 }
 
@@ -48,7 +48,7 @@ function logRow(row, i) {
   },
     el("td", { class: "number" }, t.toFixed(3)),
     el("td", {}, el("span", { class: `kind ${at("kind")}` }, at("kind"))),
-    el("td", { class: "number" }, known(at("group")) ? String(at("group")) : ""),
+    el("td", { class: "number" }, known(at("group")) ? DATA.units[at("group")] || String(at("group")) : ""),
     el("td", {}, known(at("track")) ? trackLabel(at("track")) : ""),
     el("td", { class: "why" }, at("reason")),
     el("td", {}, better && trackLabel(better.track)),

@@ -1,0 +1,67 @@
+"""What is shown of plays of several layer classes: groups have the names of their classes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvabr.cli.main import main
+from kvabr.replay.experiment import Experiment, ReplayOptions
+from kvabr.replay.report.digest import digest
+from kvabr.replay.run import Matrix, replay
+from kvabr.replay.trace import Trace
+from kvabr.types.cost import PrefillCost
+from tests.client.classes import INDEXED, SLIDING, published
+
+TOKENS = list(range(150))
+
+
+def steady(rate):
+    return Trace("test/steady", "test", (0.0,), (rate,), 60.0)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return published(tmp_path_factory.mktemp("asset"), SLIDING, TOKENS)
+
+
+@pytest.fixture
+def catalog(library):
+    return library.assets[0].catalog
+
+
+def test_the_report_names_units(catalog):
+    matrix = Matrix(catalog, (steady(2e4),), ("anytime", "fixed:FP16"), ReplayOptions(2.0), timelines=1)
+    report = replay(matrix, jobs=1)
+    names = [group["unit"] for group in report.result["runs"][0]["groups"]]
+    play = catalog.to_play
+    assert names == list(play.titles)
+    assert "window40 #9" in names
+    data = digest(report.result, report.timelines, [track.name for track in play.tracks])
+    assert data["units"] == names
+
+
+@pytest.mark.parametrize("spec", [SLIDING, INDEXED], ids=lambda spec: spec.model)
+@pytest.mark.parametrize("policy", ["anytime", "cheapfirst", "cachegen", "fixed:Int8", "oracle"])
+def test_simulated_plays_with_an_engine_never_beat_the_bound(tmp_path, spec, policy):
+    catalog = published(tmp_path, spec, TOKENS).assets[0].catalog
+    whole = catalog.to_play.track("FP16").total_bytes
+    for share in (0.1, 0.5, 2.0):
+        options = ReplayOptions(2.0, cost=PrefillCost.from_rate(100.0))
+        run = Experiment(catalog, options).play(steady(share * whole / 2.0), 0.0, policy).run
+        assert run["gave_up"] is None
+        assert run["regret"] is None or run["regret"] > -1e-9
+
+
+def test_inspect_shows_classes_and_what_a_play_needs(library, tmp_path, capsys):
+    asset = library.assets[0]
+    out = tmp_path / "facts.json"
+    assert main(["inspect", str(asset.location), "--groups", "--json", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "150 tokens in 10 groups of 16; 40 of its layer classes" in told
+    assert "a play of all tokens needs" in told
+    assert "chunked64 #9" in told
+    facts = json.loads(out.read_text())
+    assert facts["classes"] == list(SLIDING.names)
+    assert facts["needed_groups"] == asset.catalog.to_play.groups
