@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 
@@ -15,16 +14,18 @@ from kvabr.moqt.messages import Fetch, JoiningFetch, Subscribe, SubscribeNamespa
 from kvabr.moqt.parameters import SetupOptions
 from kvabr.moqt.responder import Responder
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import Draft, Location
+from kvabr.moqt.wire import Draft
 from kvabr.quic.backend import QuicLibrary
 from kvabr.quic.endpoint import Endpoint
 from kvabr.server.access import Access, Denial
 from kvabr.server.budgets import Host, Room
+from kvabr.server.fetch_range import FetchRange, InvalidRangeError, last_object
 from kvabr.server.grants import Grant, token_in_path
 from kvabr.server.limits import BUSY_MS, MISSING, RateLimiter, refusal
 from kvabr.server.publication import Publication
-from kvabr.server.send_queue import Expected, GroupRange, Piece, Sending, SendQueue, last_object
+from kvabr.server.send_queue import Piece, Sending, SendQueue
 from kvabr.server.subscriptions import Subscriptions
+from kvabr.server.waiting_requests import Expected, WaitingRequests
 from kvabr.types.errors import AssetError, FormatError, TransportError
 from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
 
@@ -55,12 +56,7 @@ class Peer(Endpoint):
         self._feeding = False
         self._requests_left = RateLimiter(server.limits.requests_per_s)
         self._updates_left = RateLimiter(server.limits.requests_per_s)
-        self._looking: dict[int, asyncio.Task[None]] = {}
-        """Requests that wait for files, or for a relay's origin."""
-        self._standing: int | None = None
-        """Request for what is taken back, which is answered when something is; the connection is idle all the same."""
-        self._expected: dict[int, Expected] = {}
-        """Requests for groups of which nothing has arrived yet, so that the origin's refusal can be passed on."""
+        self._waiting = WaitingRequests(server, self._found_soon)
         self._waking = False
         self._subscriptions = Subscriptions(self._refuse)
         self._over = False
@@ -71,8 +67,7 @@ class Peer(Endpoint):
     @property
     def busy(self) -> bool:
         """Whether a request is being answered, or its answer is not acknowledged yet."""
-        looking = self._looking.keys() - {self._standing}
-        return len(self._queue) > 0 or bool(self.underway or looking or self._expected)
+        return len(self._queue) > 0 or bool(self.underway) or self._waiting.busy
 
     @property
     def _responder(self) -> Responder:
@@ -106,7 +101,7 @@ class Peer(Endpoint):
                 self._updated(event)
             case Cancelled():
                 self._subscriptions.cancel(event.request_id)
-                self._stop_looking(event.request_id)
+                self._waiting.stop(event.request_id)
                 self._done(self._queue.remove(event.request_id), complete=False)
             case Ready():
                 self._peer_is_ready(event)
@@ -121,8 +116,7 @@ class Peer(Endpoint):
         self._over = True
         self._handshake.cancel()
         self._server.metrics.connections.dec()
-        for number in [*self._looking, *self._expected]:
-            self._stop_looking(number)
+        self._waiting.stop_all()
         for job in self._queue:
             self._queue.remove(job.request_id)
             self._done(job, complete=False)
@@ -174,9 +168,8 @@ class Peer(Endpoint):
         """Send GOAWAY."""
         if self.session is not None and not self._over:
             self.session.goaway(int(grace_s * 1000))
-            if self._standing is not None:
-                standing = self._standing
-                self._stop_looking(standing)
+            if (standing := self._waiting.standing) is not None:
+                self._waiting.stop(standing)
                 self._refuse(standing, RequestCode.GOING_AWAY, "the server is going away")
             self.settle_and_send()
 
@@ -199,11 +192,11 @@ class Peer(Endpoint):
                 self.log.info("request ended", token=job.grant.id, track=job.track, why=denial.reason)
                 session.responder.break_off(job.request_id, denial.reset)
                 self._done(self._queue.remove(job.request_id), complete=False)
-        for number, expected in list(self._expected.items()):
+        for number, expected in self._waiting.expected.items():
             denial = access.lost_request(expected.grant, expected.publication, now_s)
             if denial is not None:
                 metrics.token_lost(expected.grant.id, denial.result)
-                self._stop_looking(number)
+                self._waiting.stop(number)
                 self._refuse(number, denial.request, denial.reason)
         self.settle_and_send()
 
@@ -268,7 +261,7 @@ class Peer(Endpoint):
         limits = self._server.limits
         if not self._requests_left.take():
             return f"more than {limits.requests_per_s:g} requests a second"
-        mine = len(self._queue) + len(self._looking) + len(self._expected)
+        mine = len(self._queue) + len(self._waiting)
         if mine >= limits.requests_per_connection:
             return f"more than {limits.requests_per_connection} requests at a time"
         if self._server.requests >= limits.requests and mine >= self._server.equal_part:
@@ -282,8 +275,7 @@ class Peer(Endpoint):
                 self.session.close(SessionCode.INTERNAL_ERROR, why)
         elif event.parameters.priority is not None:
             self._queue.prioritise(event.request_id, event.parameters.priority)
-            if (expected := self._expected.get(event.request_id)) is not None:
-                expected.group.prioritise(event.parameters.priority)
+            self._waiting.prioritise(event.request_id, event.parameters.priority)
 
     def _find(self, number: int, message: _OfTrack, grant: Grant) -> None:
         try:
@@ -296,53 +288,29 @@ class Peer(Endpoint):
         try:
             found = source.find(grant, namespace, track, at_once=True)
         except BlockingIOError:
-            if track.startswith(CHANGES_TRACK):
-                if self._standing is not None:
-                    self._refuse(number, RequestCode.EXCESSIVE_LOAD, "one such request at a time", retry_ms=BUSY_MS)
-                    return
-                self._standing = number
-            else:
-                self._server.requests += 1
-            self._looking[number] = asyncio.get_running_loop().create_task(
-                self._look(number, message, grant, partial(source.find_soon, grant, namespace, track))
+            standing = track.startswith(CHANGES_TRACK)
+            if standing and self._waiting.standing is not None:
+                self._refuse(number, RequestCode.EXCESSIVE_LOAD, "one such request at a time", retry_ms=BUSY_MS)
+                return
+            self._waiting.look(
+                number,
+                partial(source.find_soon, grant, namespace, track),
+                partial(self._answer, number, message, grant),
+                partial(self._refuse_for, number),
+                standing=standing,
             )
         except TransportError as error:
             self._refuse_for(number, error)
         else:
             self._answer(number, message, grant, found)
 
-    async def _look(
-        self, number: int, message: _OfTrack, grant: Grant, find: Callable[[], Awaitable[Publication | None]]
-    ) -> None:
-        """Answer a request once its track is found; if it is cancelled before this begins, nothing is looked for."""
-        answer: Callable[[], None]
-        try:
-            answer = partial(self._answer, number, message, grant, await find())
-        except TransportError as error:
-            answer = partial(self._refuse_for, number, error)
-        except Exception as error:  # noqa: BLE001  # a bug; see `safely`
-            answer = partial(_raise, error)
-        self._forget_looking(number)
+    def _found_soon(self, answer: Callable[[], None]) -> None:
+        """Answer a request whose track had to be looked for."""
         if self._over:
             return
         self.safely(answer)
         self.settle_and_send()
         self._note_idle()
-
-    def _forget_looking(self, number: int) -> asyncio.Task[None] | None:
-        looking = self._looking.pop(number, None)
-        if number == self._standing:
-            self._standing = None
-        elif looking is not None:
-            self._server.requests -= 1
-        return looking
-
-    def _stop_looking(self, number: int) -> None:
-        if (looking := self._forget_looking(number)) is not None:
-            looking.cancel()
-        if (expected := self._expected.pop(number, None)) is not None:
-            self._server.requests -= 1
-            expected.close()
 
     def _answer(self, number: int, message: _OfTrack, grant: Grant, found: Publication | None) -> None:
         if found is None:
@@ -355,23 +323,19 @@ class Peer(Endpoint):
             self._subscribe(number, message, found)
 
     def _fetch(self, number: int, message: Fetch, grant: Grant, publication: Publication) -> None:
-        start, end = message.start, message.end
-        if start.group >= publication.groups:
-            self._refuse(number, RequestCode.INVALID_RANGE, f"the track has {publication.groups} groups")
-            return
-        last = min(end.group, publication.groups - 1)
         priority = 128 if message.parameters.priority is None else message.parameters.priority
-        descending = message.parameters.group_order == 2
-        first = last if descending else start.group
         try:
             room = self._room
-            final = last_object(publication.objects(last), dense=self._dense)
-            if start.group == last and start.object > final:
-                self._refuse(number, RequestCode.INVALID_RANGE, f"the last object of group {last} is {final}")
-                return
+            wanted = FetchRange.of(
+                message, publication.groups, lambda group: last_object(publication.objects(group), dense=self._dense)
+            )
             opened = None  # what waits for room is opened when its turn comes
+            first = wanted.groups[0].group
             if room is not None and room.fits(publication.loads(first)):
                 opened = publication.open(first, priority, partial(self.safely, self._more, number))
+        except InvalidRangeError as error:
+            self._refuse(number, RequestCode.INVALID_RANGE, str(error))
+            return
         except (AssetError, IndexError) as error:
             self.log.warning("group cannot be read", error=str(error))
             self._refuse(number, RequestCode.INTERNAL_ERROR, "the publisher cannot read that group")
@@ -379,23 +343,14 @@ class Peer(Endpoint):
         arriving = opened if opened is not None and opened.available < opened.size else None
         if opened is not None and arriving is None:
             opened.close()  # until its turn comes: what waits holds no files
-        whole = last < end.group or end.object == 0
-        stop = final + 1 if whole else min(end.object, final + 1)
-        ranges = [GroupRange(group, 0, None) for group in range(start.group, last + 1)]
-        ranges[0] = replace(ranges[0], first_object=start.object)
-        if end.group == last and end.object:
-            ranges[-1] = replace(ranges[-1], end_object=end.object)
-        if descending:
-            ranges.reverse()
-        ended = last == publication.groups - 1 and stop == final + 1
 
         def accept() -> None:
             assert self.session is not None  # noqa: S101  # the request came from it
-            stream = self.session.responder.accept_fetch(number, Location(last, stop), end_of_track=ended)
+            stream = self.session.responder.accept_fetch(number, wanted.end, end_of_track=wanted.end_of_track)
             self._queue.add(
                 Sending(
-                    number, stream, publication, ranges, self.session.draft, grant=grant,
-                    track=message.track.decode(), priority=priority, dense=self._dense, descending=descending,
+                    number, stream, publication, wanted.groups, self.session.draft, grant=grant,
+                    track=message.track.decode(), priority=priority, dense=self._dense, descending=wanted.descending,
                     first=arriving, on_more=self._wake, room=room,
                 )
             )  # fmt: skip
@@ -405,22 +360,14 @@ class Peer(Endpoint):
         if arriving is None:
             accept()
         else:
-            self._server.requests += 1
-            self._expected[number] = Expected(arriving, accept, room, grant, publication)
+            self._waiting.expect(number, Expected(arriving, accept, room, grant, publication))
             self._arrived(number)
 
     def _arrived(self, number: int) -> None:
         """Accept or refuse a request that waits for the first bytes of its group, if they have arrived."""
-        if number not in self._expected:
-            return
-        expected = self._expected[number]
         try:
-            if expected.group.available:
-                del self._expected[number]
-                self._server.requests -= 1
-                expected.accept()
+            self._waiting.arrived(number)
         except TransportError as error:
-            self._stop_looking(number)
             self._refuse_for(number, error)
 
     def _more(self, number: int) -> None:
@@ -487,7 +434,3 @@ class Peer(Endpoint):
         quic, library = self.quic, self.lib
         self.underway = {stream for stream in self.underway if not library.delivered(quic, stream)}
         self._note_idle()
-
-
-def _raise(error: Exception) -> None:
-    raise error

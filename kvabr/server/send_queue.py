@@ -7,13 +7,13 @@ little at a time, always of the most urgent answer that has something to send: t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.objects import FetchWriter
 from kvabr.moqt.wire import Draft, KeyValue
 from kvabr.server.budgets import Room
+from kvabr.server.fetch_range import GroupRange
 from kvabr.server.grants import EVERYTHING, Grant
 from kvabr.server.publication import ArrivingGroup, Publication
 from kvabr.types.errors import TransportError
@@ -25,59 +25,6 @@ it can send before it asks again; more would let less urgent data in first on a 
 _PIECE = 64 << 10
 
 Piece = bytes | memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRange:
-    """One group of a FETCH, and which of its objects."""
-
-    group: int
-    first_object: int
-    end_object: int | None
-    """The object after the last one; None for all."""
-
-
-class Expected:
-    """A FETCH that is answered once the first bytes of its group have arrived; a `Holder` of room for the group."""
-
-    dear = True
-
-    def __init__(
-        self,
-        group: ArrivingGroup,
-        accept: Callable[[], None],
-        room: Room | None,
-        grant: Grant,
-        publication: Publication,
-    ) -> None:
-        """Wait for ``group`` of a publication, requested under a grant; ``accept`` answers."""
-        self.group, self._accept, self._room = group, accept, room
-        self.grant, self.publication = grant, publication
-        self.on_more: Callable[[], None] = lambda: None
-        if room is not None:
-            room.take(self, group.files, group.memory)
-
-    def accept(self) -> None:
-        """Answer the request, which takes over the group."""
-        self._leave()
-        self._accept()
-
-    def close(self) -> None:
-        """Give up."""
-        self._leave()
-        self.group.close()
-
-    def may_park(self) -> bool:
-        """See `Holder.may_park`."""
-        return False
-
-    def park(self) -> None:
-        """See `Holder.park`."""
-        raise NotImplementedError  # it may not be parked
-
-    def _leave(self) -> None:
-        if self._room is not None:
-            self._room.leave(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +46,7 @@ class Sending:
     request_id: int
     stream: int
     publication: Publication
-    ranges: list[GroupRange]
+    ranges: Sequence[GroupRange]
     """Which objects, in order."""
     draft: Draft
     track: str = field(kw_only=True)
@@ -224,11 +171,6 @@ class Sending:
                 yield self._writer.header(part.group, number, span.end - span.begin, properties if index == 0 else ())
                 yield _Payload(part.group, span.begin, span.end)
             self.close()
-
-
-def last_object(objects: tuple[ObjectSpan, ...], *, dense: bool) -> int:
-    """Return the ID of a group's last object."""
-    return len(objects) - 1 if dense else objects[-1].object_id
 
 
 class SendQueue:

@@ -9,8 +9,8 @@ from kvabr.moqt.messages import Subscribe, SubscribeNamespace, TrackStatus
 from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.responder import Responder
 from kvabr.moqt.wire import Location
+from kvabr.server.fetch_range import last_object
 from kvabr.server.publication import Publication
-from kvabr.server.send_queue import last_object
 from kvabr.types.naming import ROOT
 
 _ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)

@@ -405,10 +405,10 @@ async def test_files_are_read_beside_the_event_loop(root, tls, fingerprint, cata
             (peer,) = served.server.peers
             waiting = asyncio.create_task(read_all(connection.fetch(catalog.namespace, CATALOG_TRACK, limit=1 << 20)))
             given_up = connection.fetch(catalog.namespace, CATALOG_TRACK, limit=1 << 20)
-            await until(lambda: len(peer._looking) == 2)
+            await until(lambda: peer._waiting.lookups == 2)
             assert await read_all(connection.fetch(catalog.namespace, "Int4", limit=1 << 20))
             given_up.cancel()
-            await until(lambda: len(peer._looking) == 1)
+            await until(lambda: peer._waiting.lookups == 1)
             assert not waiting.done()
             go_on.set()
             assert await waiting == (root / "one" / "catalog.json").read_bytes()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -46,24 +44,11 @@ _HEAD = struct.Struct("<II")
 _STATES_BYTES = 256
 
 
-@contextmanager
-def _path(name: str) -> Iterator[None]:
-    before = os.environ.get(coder.VARIABLE)
-    os.environ[coder.VARIABLE] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[coder.VARIABLE]
-        else:
-            os.environ[coder.VARIABLE] = before
-
-
 def _alike(paths: Sequence[str], decode: Callable[[], torch.Tensor]) -> bool:
     """Decode on every path: all must refuse the payload, or all give the same, which is finite."""
     outcomes = []
     for path in paths:
-        with _path(path):
+        with coder.taking(path):
             outcomes.append(refused(decode, FormatError))
     first = outcomes[0]
     for path, other in zip(paths, outcomes, strict=True):
@@ -157,9 +142,8 @@ def _profile(seed: int) -> tuple[Profile, tuple[bytes, ...], int]:
     steps = [_STEP / 3**depth for depth in range(len(_CHAIN))]
     depths = {name: Depth(step, 0.0, model) for name, step, model in zip(_CHAIN, steps, it.models, strict=True)}
     spec = it.transform.structure.spec
-    with _path("reference"):
-        below = (None, *it.indices[:-1])
-        coded = [coder.encode_indices(*each) for each in zip(it.models, it.indices, below, strict=True)]
+    with coder.taking("reference"):
+        coded = it.encode()
     return Profile(spec, 1, it.transform, depths), tuple(coded), it.indices[0].shape[1]
 
 

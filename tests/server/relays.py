@@ -73,6 +73,21 @@ async def chain_of(root, tls, *, quic="aioquic", token=None, grants=None, **more
         yield server, await relay_before(stack, server, tls, quic=quic, token=token, **more)
 
 
+@contextlib.asynccontextmanager
+async def restartable(root, tls, *, grants=None, token=None):
+    """An origin, a relay in front of it, a player's connection to the relay, and what starts the origin anew."""
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(origin(root, tls, grants=grants))
+        port = server.address[1]
+        relay = await relay_before(stack, server, tls, token=token)
+        connection = await stack.enter_async_context(await dialled(relay))
+
+        async def again(grants=None):
+            return await stack.enter_async_context(origin(root, tls, grants=grants, port=port))
+
+        yield server, relay, connection, again
+
+
 def options(server, **more):
     return DialOptions("localhost", **{"port": server.address[1], "fingerprint": server.fingerprint} | more)
 

@@ -9,10 +9,12 @@ import pytest
 from kvabr.moqt.wire import DRAFT_18
 from kvabr.server import limits
 from kvabr.server.budgets import IDLE_READ_S, LEAST_IN_FLIGHT_BYTES, Budgets, site_of
+from kvabr.server.fetch_range import GroupRange
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.limits import ServerLimits
 from kvabr.server.publication import LevelPublication, Publication, PublishedGroup
-from kvabr.server.send_queue import Expected, GroupRange, Sending, SendQueue
+from kvabr.server.send_queue import Sending, SendQueue
+from kvabr.server.waiting_requests import Expected
 from kvabr.types.errors import UsageError
 from tests.assets import make_asset, open_files
 from tests.server.test_send_queue import Growing, Quic, Track, objects

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 
 import pytest
@@ -34,8 +33,8 @@ from tests.server.relays import (
     in_memory,
     origin,
     play,
-    relay_before,
     relaying,
+    restartable,
     says_unauthorized,
     sent,
     unreachable,
@@ -85,18 +84,14 @@ async def test_an_origin_that_stays_away_is_told(asset, tls, monkeypatch):
 
 
 async def test_it_survives_the_origin(asset, tls):
-    async with contextlib.AsyncExitStack() as stack:
-        server = await stack.enter_async_context(origin(asset.path, tls))
-        port = server.address[1]
-        relay = await relay_before(stack, server, tls)
-        connection = await stack.enter_async_context(await dialled(relay))
+    async with restartable(asset.path, tls) as (server, relay, connection, again):
         namespace = asset.catalog.namespace
         assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
         await server.close()
         assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
         waiting = asyncio.create_task(get(connection, namespace, "FP16", 1))
         await until(lambda: len(relay.source.groups) == 1)
-        second = await stack.enter_async_context(origin(asset.path, tls, port=port))
+        second = await again()
         assert await waiting == asset.frame(1, "FP16")
         assert sent(second)["FP16"] == 1
 
@@ -169,16 +164,13 @@ async def test_a_replaced_asset_drops_the_old_groups(asset, tmp_path, tls, stale
 
 
 async def test_a_revoked_token_drops_everything_and_is_passed_on(asset, tls, stale):
-    async with contextlib.AsyncExitStack() as stack:
-        grants = Grants([grant("the relay's own token")])
-        server = await stack.enter_async_context(origin(asset.path, tls, grants=grants))
-        port = server.address[1]
-        relay = await relay_before(stack, server, tls, token="the relay's own token")  # noqa: S106
-        connection = await stack.enter_async_context(await dialled(relay))
+    mine = "the relay's own token"
+    starting = restartable(asset.path, tls, grants=Grants([grant(mine)]), token=mine)
+    async with starting as (server, relay, connection, again):
         await play(connection, asset)
         await server.close()
         await play(connection, asset)  # the origin is merely away
-        await stack.enter_async_context(origin(asset.path, tls, grants=Grants([grant("another token")]), port=port))
+        await again(Grants([grant("another token")]))
         errors = []
 
         async def refused():

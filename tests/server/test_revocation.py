@@ -17,6 +17,7 @@ from kvabr.server import send_queue
 from kvabr.server import server as server_module
 from kvabr.server.changes import Changes, changes_track
 from kvabr.server.grants import Grants
+from kvabr.server.relay_catalogs import Catalogs
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import CATALOG_TRACK, MODELS_NAMESPACE
 from tests.assets import make_asset
@@ -24,7 +25,9 @@ from tests.memory_transport import Fault
 from tests.server.relays import (
     BIG,
     LIBRARIES,
+    LOG,
     LONG_S,
+    chain_of,
     dialled,
     get,
     grant,
@@ -33,6 +36,7 @@ from tests.server.relays import (
     play,
     relay_before,
     relaying,
+    restartable,
     sent,
     until,
     url_of,
@@ -58,13 +62,13 @@ def log_of(server, token=""):
 @contextlib.asynccontextmanager
 async def two_relays(root, tls, *, quic="aioquic", token=None, grants=None):
     """An origin, a relay, and a relay behind it; both relays listen."""
-    async with contextlib.AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(origin(root, tls, quic=quic, grants=grants))]
-        for name in (token, None):
-            servers.append(await relay_before(stack, servers[-1], tls, quic=quic, token=name))
-        first, one, _ = servers
+    async with (
+        chain_of(root, tls, quic=quic, token=token, grants=grants) as (first, one),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        two = await relay_before(stack, one, tls, quic=quic)
         await until(lambda: len(log_of(first, token or "")) == 1 and len(one.source._changes) == 1)
-        yield servers
+        yield first, one, two
 
 
 async def gone(download):
@@ -284,17 +288,13 @@ async def test_a_removed_asset_leaves_idle_relays_and_breaks_off_there(asset, tm
 
 async def test_what_went_while_the_origin_was_away_is_asked_for_again(asset, tmp_path, tls, fresh):
     """A new origin does not know what the one before it told, so nothing is repeated unasked."""
-    async with contextlib.AsyncExitStack() as stack:
-        server = await stack.enter_async_context(origin(tmp_path, tls))
-        relay = await relay_before(stack, server, tls)
-        connection = await stack.enter_async_context(await dialled(relay))
+    async with restartable(tmp_path, tls) as (server, relay, connection, again):
         await until(lambda: len(log_of(server)) == 1)
         await play(connection, asset)
-        port = server.address[1]
         await server.close()
         await play(connection, asset)
         asset.path.rename(tmp_path / ".gone")
-        second = await stack.enter_async_context(origin(tmp_path, tls, port=port))
+        second = await again()
         await until(lambda: len(log_of(second)) == 1)
         with pytest.raises(NotFoundError):
             await get(connection, asset.catalog.namespace, CATALOG_TRACK)
@@ -302,7 +302,8 @@ async def test_what_went_while_the_origin_was_away_is_asked_for_again(asset, tmp
 
 
 async def test_an_answer_that_was_asked_for_before_a_removal_is_doubted(asset, fresh):
-    async with in_memory(asset) as upstream, relaying_catalogs(upstream) as catalogs:
+    async with in_memory(asset) as upstream:
+        catalogs = Catalogs(upstream, LOG)
         asking = catalogs._ask((asset.catalog.namespace, CATALOG_TRACK))
         await asyncio.sleep(0)  # until it has begun
         catalogs.withdraw([])
@@ -314,16 +315,7 @@ async def test_an_answer_that_was_asked_for_before_a_removal_is_doubted(asset, f
             await asking
         assert error.value.code == RequestCode.UNAUTHORIZED
         assert catalogs.bytes == 0
-
-
-@contextlib.asynccontextmanager
-async def relaying_catalogs(upstream):
-    from kvabr.server.relay_catalogs import Catalogs
-    from tests.server.relays import LOG
-
-    catalogs = Catalogs(upstream, LOG)
-    yield catalogs
-    catalogs.close()
+        catalogs.close()
 
 
 async def test_a_relay_with_a_new_token_keeps_what_it_has(asset, tmp_path, tls, fresh):

@@ -7,8 +7,9 @@ import pytest
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.objects import ObjectHeader, ObjectParser
 from kvabr.moqt.wire import DRAFT_16, DRAFT_18
+from kvabr.server.fetch_range import GroupRange
 from kvabr.server.publication import ArrivingGroup, Publication, PublishedGroup
-from kvabr.server.send_queue import MOST_AHEAD_BYTES, GroupRange, Sending, SendQueue
+from kvabr.server.send_queue import MOST_AHEAD_BYTES, Sending, SendQueue
 from kvabr.types.errors import AssetError, TransportError
 
 

@@ -71,6 +71,20 @@ def active_path() -> str:
     return wanted
 
 
+@contextmanager
+def taking(path: str) -> Iterator[None]:
+    """Make calls take a path, in the whole process, as KVABR_CODER does; empty: the fastest one."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = path
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
 def encode_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None = None) -> bytes:
     """Code the indices of one group; see `reference.encode_indices`."""
     path = active_path()

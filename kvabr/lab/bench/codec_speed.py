@@ -241,20 +241,6 @@ def _status(name: str) -> int:
     return 0
 
 
-@contextmanager
-def coder_path(path: str) -> Iterator[None]:
-    """Make the coder take a path."""
-    before = os.environ.get(coder.VARIABLE)
-    os.environ[coder.VARIABLE] = path
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[coder.VARIABLE]
-        else:
-            os.environ[coder.VARIABLE] = before
-
-
 def paths(wanted: Sequence[str] | None) -> list[str]:
     """Return the named paths, or all of this machine except the reference, which only serves checks."""
     native = [path for path in coder.available_paths() if path != "reference"]
@@ -326,7 +312,7 @@ def measure(
         if native and subject.profile is None:
             continue
         for path in paths(wanted) if native else paths(wanted)[:1]:
-            with coder_path(path):
+            with coder.taking(path):
                 job = Job.make(subject.group, subject.spec, subject.profile, track)
                 yield {"subject": subject.name, **asdict(time_track(job, seconds=seconds))}
             progress()
@@ -370,7 +356,7 @@ def coder_alone(wanted: Sequence[str] | None, seconds: float = 0.5) -> list[Row]
     sample = raw.synthetic(raw.SMOLLM2, RAW_BITS, dense=True)
     rows = []
     for path in paths(wanted):
-        with coder_path(path):
+        with coder.taking(path):
             speed = raw.measure(sample, seconds=seconds)
         ideal = 8 * len(sample.payloads[0]) / sample.ideal_bits[0]
         rows.append(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import CoderModel, DecodeJob, Index, frequencies
 from kvabr.codec.transform import Matrices, Stack, Structure, Transform
 from kvabr.types.kv import KVSpec, RopeSpec
@@ -117,6 +118,11 @@ class Case:
     def shape(self, tokens: int | None = None) -> tuple[int, ...]:
         """Shape of a cache; by default with one token for each index."""
         return self.transform.structure.spec.shape(tokens or self.indices[0].shape[1])
+
+    def encode(self, encode: Callable[..., bytes] = coder.encode_indices) -> list[bytes]:
+        """Return the payload of every depth; ``encode`` is a function like `coder.encode_indices`."""
+        below = (None, *self.indices[:-1])
+        return [encode(*each) for each in zip(self.models, self.indices, below, strict=True)]
 
     def job(self, payloads: Sequence[bytes], step: float, first: int, out: torch.Tensor) -> DecodeJob:
         """Decode these payloads into a tensor."""

@@ -38,14 +38,9 @@ def same(a: list[np.ndarray] | None, b: list[np.ndarray] | None) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def coded(it: Case) -> list[bytes]:
-    below = (None, *it.indices[:-1])
-    return [coder.encode_indices(*each) for each in zip(it.models, it.indices, below, strict=True)]
-
-
 def test_every_truncation_is_refused(path: str) -> None:
     it = case(7, small=True, depths=1)
-    (payload,) = coded(it)
+    (payload,) = it.encode()
     cuts = range(0, len(payload), 97 if path == "reference" else 1)
     for cut in cuts:
         assert outcome(it, [payload[:cut]]) is None
@@ -55,7 +50,7 @@ def test_every_truncation_is_refused(path: str) -> None:
 
 def test_counts_that_lie_are_refused(path: str) -> None:
     it = case(7, small=True, depths=1)
-    (payload,) = coded(it)
+    (payload,) = it.encode()
     words, escapes = HEAD.unpack_from(payload)
     lies = [
         (words + 1, escapes), (words + 1, escapes - 1), (words - 1, escapes + 1), (0, words + escapes),
@@ -67,7 +62,7 @@ def test_counts_that_lie_are_refused(path: str) -> None:
 
 def test_an_escape_that_no_encoder_writes_is_refused(path: str) -> None:
     cases = (case(seed, small=True, depths=1) for seed in range(100))
-    it, payload = next((it, payload) for it in cases for payload in coded(it) if HEAD.unpack_from(payload)[1])
+    it, payload = next((it, payload) for it in cases for payload in it.encode() if HEAD.unpack_from(payload)[1])
     assert outcome(it, [payload]) is not None
     assert outcome(it, [payload[:-2] + b"\x00\x80"]) is None
 
@@ -77,7 +72,7 @@ def test_an_escape_that_no_encoder_writes_is_refused(path: str) -> None:
 def test_mutations_come_out_the_same_by_every_path(seed: int, use) -> None:
     """Most are rejected; the others (a changed escape) decode equally on every path."""
     it = case(100 + seed, small=True)
-    good = coded(it)
+    good = it.encode()
     dice = random.Random(seed)
     accepted = 0
     for round_ in range(60):
@@ -136,7 +131,7 @@ def test_noise_costs_no_more_than_a_group(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_chains_and_tensors_that_do_not_fit_are_refused(path: str) -> None:
     it, other = case(7, small=True, depths=2), case(8, small=True, depths=1)
-    payloads = coded(it)
+    payloads = it.encode()
     tokens = it.indices[0].shape[1]
     out = torch.empty(it.shape())
     bad = [

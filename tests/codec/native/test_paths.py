@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import torch
@@ -23,19 +20,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STEP, FIRST = 0.37, 4093
 
 
-@contextmanager
-def taking(path: str):
-    before = os.environ.get(coder.VARIABLE)
-    os.environ[coder.VARIABLE] = path
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[coder.VARIABLE]
-        else:
-            os.environ[coder.VARIABLE] = before
-
-
 @pytest.mark.skipif(not NATIVE, reason="the extension is not built")
 @examples(25)
 @given(seed=st.integers(0, 1 << 32), kind=st.integers(0, 4), dtype=st.sampled_from(DTYPES))
@@ -44,12 +28,12 @@ def test_native_paths_match_the_reference(seed: int, kind: int, dtype: torch.dty
     tokens = it.indices[0].shape[1]
     shape = it.shape()
     below = (None, *it.indices[:-1])
-    with taking("reference"):
-        payloads = [coder.encode_indices(*each) for each in zip(it.models, it.indices, below, strict=True)]
+    with coder.taking("reference"):
+        payloads = it.encode()
         wanted = spread_out(shape, dtype, 0)
         coder.synthesise(it.transform, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, wanted)
     for path in NATIVE:
-        with taking(path):
+        with coder.taking(path):
             for model, index, under, payload in zip(it.models, it.indices, below, payloads, strict=True):
                 assert coder.encode_indices(model, index, under) == payload
                 assert np.array_equal(coder.decode_indices(model, payload, tokens, under), index)
@@ -84,7 +68,7 @@ def test_coefficients_become_the_indices_that_the_quantiser_says(
     ]
     base, enhancement = coder_model(dice, 60, refines=False), coder_model(dice, 60, refines=True)
     for path in coder.available_paths():
-        with taking(path):
+        with coder.taking(path):
             for at, quantiser in enumerate((lower, own)):
                 coded = coder.encode_rows(base, rows, quantiser, None, keep)
                 assert coded == coder.encode_indices(base, indices[at])
@@ -102,7 +86,7 @@ def test_coefficients_become_the_indices_that_the_quantiser_says(
 def test_the_reference_reads_what_it_writes(seed: int, kind: int) -> None:
     it = case(seed, small=True)
     below = (None, *it.indices[:-1])
-    payloads = [reference.encode_indices(*each) for each in zip(it.models, it.indices, below, strict=True)]
+    payloads = it.encode(reference.encode_indices)
     for model, index, under, payload in zip(it.models, it.indices, below, payloads, strict=True):
         assert np.array_equal(reference.decode_indices(model, payload, index.shape[1], under), index)
     out = spread_out(it.shape(), torch.bfloat16, kind)
@@ -177,8 +161,7 @@ def test_other_dtypes_and_many_threads(path: str) -> None:
     cases = [case(seed, small=True, depths=2) for seed in range(4 if path == "reference" else 24)]
     jobs, wanted = [], []
     for it in cases:
-        below = (None, it.indices[0])
-        payloads = [coder.encode_indices(*each) for each in zip(it.models, it.indices, below, strict=True)]
+        payloads = it.encode()
         jobs.append(it.job(payloads, STEP, FIRST, torch.empty(it.shape(), dtype=torch.float64)))
         wanted.append(torch.empty(it.shape()))
         coder.decode(it.job(payloads, STEP, FIRST, wanted[-1]))

@@ -14,7 +14,7 @@ from kvabr.codec.native import coder, placing
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec, LayerClass
 from tests.codec.native.models import spread_out
-from tests.codec.native.test_paths import DTYPES, taking
+from tests.codec.native.test_paths import DTYPES
 from tests.examples import examples
 from tests.kvdata import spec
 
@@ -45,7 +45,7 @@ def of_class(kind: str, heads: int, keys: int, values: int) -> KVSpec:
 
 
 def decoded(path: str, track: str, payload: bytes, context: GroupContext, out: torch.Tensor) -> torch.Tensor:
-    with taking(path):
+    with coder.taking(path):
         codec(track).decode(memoryview(payload), context, out)
     return out
 

@@ -60,7 +60,7 @@ def test_memory_that_a_call_takes_is_seen():
 
 def test_a_path_is_taken_and_given_back(monkeypatch):
     monkeypatch.delenv(coder.VARIABLE, raising=False)
-    with codec_speed.coder_path("reference"):
+    with coder.taking("reference"):
         assert coder.active_path() == "reference"
     assert coder.VARIABLE not in os.environ
     assert codec_speed.paths(["portable"]) == ["portable"]

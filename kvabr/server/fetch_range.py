@@ -1,0 +1,78 @@
+"""Which objects of a track a FETCH gets, from its start and end locations. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvabr.codec.container import ObjectSpan
+from kvabr.moqt.messages import Fetch
+from kvabr.moqt.wire import Location
+from kvabr.types.errors import KvabrError
+
+_DESCENDING = 2
+"""GROUP_ORDER: the newest group first."""
+
+
+class InvalidRangeError(KvabrError):
+    """A FETCH begins behind the end of the track."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRange:
+    """One group of a FETCH, and which of its objects."""
+
+    group: int
+    first_object: int
+    end_object: int | None
+    """The object after the last one; None for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRange:
+    """What a FETCH gets."""
+
+    groups: tuple[GroupRange, ...]
+    """In the order in which they are sent; at least one."""
+    descending: bool
+    """Whether that is from the last to the first."""
+    end: Location
+    """End Location of FETCH_OK: the last location plus one."""
+    end_of_track: bool
+    """Whether nothing of the track follows."""
+
+    @classmethod
+    def of(cls, message: Fetch, groups: int, last_object_of: Callable[[int], int]) -> FetchRange:
+        """Cut what a FETCH requests to what is published.
+
+        Args:
+            message: The request. Its end is not before its start, which the parser has checked.
+            groups: Number of groups of the track.
+            last_object_of: Returns the ID of a group's last object; it is called for the last group of the range.
+
+        Raises:
+            InvalidRangeError: The range begins behind the end of the track.
+        """
+        start, end = message.start, message.end
+        if start.group >= groups:
+            raise InvalidRangeError(f"the track has {groups} groups")
+        last = min(end.group, groups - 1)
+        final = last_object_of(last)
+        if start.group == last and start.object > final:
+            raise InvalidRangeError(f"the last object of group {last} is {final}")
+        whole = last < end.group or end.object == 0
+        stop = final + 1 if whole else min(end.object, final + 1)
+        ranges = [GroupRange(group, 0, None) for group in range(start.group, last + 1)]
+        ranges[0] = replace(ranges[0], first_object=start.object)
+        if not whole:
+            ranges[-1] = replace(ranges[-1], end_object=end.object)
+        descending = message.parameters.group_order == _DESCENDING
+        if descending:
+            ranges.reverse()
+        ended = last == groups - 1 and stop == final + 1
+        return cls(tuple(ranges), descending, Location(last, stop), ended)
+
+
+def last_object(objects: tuple[ObjectSpan, ...], *, dense: bool) -> int:
+    """Return the ID of a group's last object; ``dense``: objects are numbered 0, 1, 2."""
+    return len(objects) - 1 if dense else objects[-1].object_id
