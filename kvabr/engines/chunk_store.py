@@ -1,8 +1,10 @@
 """Caches that an engine names by keys of its own instead of tokens: published, found and played by key.
 
 The keys of LMCache's chunks and SGLang's pages are hashes of all tokens up to their end, so the digests of their groups
-are derived from the key. A key does not tell the position of the cache in its prompt. That excludes the AC tracks,
-which undo the rotary embedding by position; the tracks that quantise need no position.
+are derived from the key. The same key is always at the same position in a prompt, but does not tell it. The AC tracks
+undo the rotary embedding by position, so they are published only if the adapter knows the position of a cache; it is in
+the catalog, and a player needs to know nothing. An adapter that knows where the cache must be that it asks for says
+so, and a cache of another place is refused. The tracks that only quantise need no position.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from itertools import repeat
 from typing import Annotated, Self
 
 import torch
@@ -21,13 +25,16 @@ from pydantic import Field
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
-from kvabr.data import default_catalog
+from kvabr.codec.base import codec
+from kvabr.codec.profile import Profile
+from kvabr.data import default_catalog, default_profile_bytes
 from kvabr.engines.settings import EngineSettings, Seconds, TroubleLog, open_client
-from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
+from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile
 from kvabr.store.lru import ByteLru
-from kvabr.types.errors import BusyError, FormatError, KvabrError, NotFoundError, UsageError
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import BusyError, ForeignError, FormatError, KvabrError, NotFoundError, UsageError
 from kvabr.types.kv import DTYPES, KVSpec
-from kvabr.types.naming import TrackNamespace
+from kvabr.types.naming import LAYERS, TrackNamespace
 
 LOG = logging.getLogger("kvabr.engines.chunk_store")
 
@@ -65,6 +72,42 @@ def spec_of(model: str, engine: str, layers: int, heads: int, dim: int, dtype: t
     return KVSpec.uniform(name[-256:], engine, layers, heads, dim, kind)
 
 
+def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
+    """Return the codec profile of the settings for an engine's caches, whose rotary embedding it tells.
+
+    An engine's own names of a model and its tokenizer differ from those of a profile, so the user answers for its being
+    of this model. Without one in the settings this is the profile that kvabr ships, if the names are equal.
+
+    Raises:
+        AssetError, FormatError: the file cannot be read, or is no profile.
+        ForeignError: it is for caches of another shape, such as those of all heads where this rank has some.
+    """
+    chosen = settings.profile is not None
+    profile = read_profile(settings.profile) if settings.profile is not None else _shipped()
+    theirs = profile.spec
+    if not chosen and theirs.model != spec.model:
+        return None
+    # The spec of a profile names no dtype that matters: it codes numbers.
+    mine = replace(spec, classes=tuple(replace(one, rope=theirs.rope) for one in spec.classes))
+    if theirs.changed(dtype=mine.dtype).classes != mine.classes:
+        if not chosen:
+            return None
+        raise ForeignError(f"{settings.profile}: calibrated for {theirs.summary}, the cache has {spec.summary}")
+    structure = replace(profile.transform.structure, spec=mine)
+    return replace(profile, spec=mine, transform=replace(profile.transform, structure=structure))
+
+
+def _shipped() -> Profile:
+    return Profile.from_bytes(default_profile_bytes())
+
+
+def _alike(one: KVSpec, other: KVSpec) -> bool:
+    """Return whether two specs are of the same caches; who has no profile does not know their rotary embedding."""
+    ropes = {each.rope for spec in (one, other) for each in spec.classes} - {None}
+    bare = [replace(spec, classes=tuple(replace(each, rope=None) for each in spec.classes)) for spec in (one, other)]
+    return len(ropes) <= 1 and bare[0].digest() == bare[1].digest()
+
+
 def _memory_of(found: Found) -> int:
     """Estimate the memory of a catalog: a group of a track has a digest of 64 characters and two numbers."""
     return 1024 + 256 * found.catalog.groups * (1 + len(found.catalog.tracks))
@@ -91,7 +134,14 @@ class ChunkStore:
     """Looks up, plays and publishes caches by key. Its coroutines are for one event loop."""
 
     def __init__(
-        self, spec: KVSpec, settings: KeyedSettings, source: str, *, max_tokens: int, min_tokens: int = 1
+        self,
+        spec: KVSpec,
+        settings: KeyedSettings,
+        source: str,
+        *,
+        max_tokens: int,
+        min_tokens: int = 1,
+        unplaced: str = "",
     ) -> None:
         """Open the store that the settings name for publishing, if any; nothing is dialled.
 
@@ -101,40 +151,64 @@ class ChunkStore:
             source: what the caches are, in words, for the catalogs.
             max_tokens: maximum length of a cache; a longer one is not the engine's.
             min_tokens: minimum length of a cache; an engine that copies a fixed number of tokens must not get fewer.
+            unplaced: why the position of a cache may not be known, in words, for the log.
 
         Raises:
             UsageError: the store cannot be opened, a track is unknown, or a setting of the connection is wrong.
+            AssetError, FormatError: the codec profile or the prior catalog cannot be used.
         """
-        self.spec, self._settings = settings.grouped(spec), settings
+        self.spec, self._settings, self._unplaced = settings.grouped(spec), settings, unplaced
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
         self.trouble = TroubleLog(LOG)
         self._found: ByteLru[str, Found] = ByteLru(_MAX_FOUND_BYTES, _memory_of)
         self.publisher: Publisher | None = None
         if settings.publish is not None:
+            profile = profile_for(self.spec, settings)
+            if profile is not None:
+                self.spec = profile.spec
             exact = "BF16" if spec.dtype == "bfloat16" else "FP16"
+            layers = () if profile is None else tuple(track for track in LAYERS if track in profile.depths)
+            tracks = settings.tracks or (exact, "Int8", "Int4", *layers)
+            self._placed = [track for track in tracks if codec(track).needs_profile]
+            self._only_placed = len(self._placed) == len(tracks)
             self.publisher = Publisher(
                 settings.publish,
                 self.spec,
-                prior=default_catalog(),
-                tracks=settings.tracks or (exact, "Int8", "Int4"),
+                prior=default_catalog() if settings.prior is None else Catalog.read(settings.prior),
+                tracks=tracks,
+                profile=profile,
                 queue=settings.queue,
                 max_bytes=settings.publish_bytes,
                 source=source,
             )
         self.client = open_client(AsyncClient, settings)
 
-    async def leading(self, keys: Sequence[str]) -> int:
-        """Return how many caches, from the first on, can be fetched; takes one round trip."""
-        found = await asyncio.gather(*map(self.find, keys))
+    async def leading(self, keys: Sequence[str], positions: Sequence[range | None] | None = None) -> int:
+        """Return how many caches, from the first on, can be fetched; takes one round trip. See `find`."""
+        found = await asyncio.gather(*map(self.find, keys, positions or repeat(None)))
         return next((place for place, one in enumerate(found) if one is None), len(found))
 
-    async def find(self, key: str) -> Found | None:
-        """Return the catalog of a cache; None if it is missing or describes another kind of cache."""
+    async def find(self, key: str, positions: range | None = None) -> Found | None:
+        """Return the catalog of a cache; None if it is missing or describes another kind of cache.
+
+        ``positions``, if known, are those in the prompt at which the cache may begin. One that was published at another
+        is not returned.
+        """
+        found = self._found.get(key) or await self._ask(key)
+        if found is None:
+            return None
+        # Without a profile nothing in the asset depends on its position, which the publisher may not have known.
+        at = None if found.catalog.profile is None else found.catalog.position
+        if positions is None or at is None or at in positions:
+            return found
+        wanted = positions[0] if len(positions) == 1 else f"one of {positions[0]}, {positions[0] + positions.step}, ..."
+        self.trouble.tell("the origin has a cache of another place", f"token {at} of a prompt, wanted is {wanted}")
+        return None
+
+    async def _ask(self, key: str) -> Found | None:
         settings, spec = self._settings, self.spec
         if settings.url is None:
             return None
-        if (known := self._found.get(key)) is not None:
-            return known
         try:
             found = await self.client.find_asset(namespace(spec, key), within_s=settings.lookup_s)
         except NotFoundError:
@@ -143,7 +217,7 @@ class ChunkStore:
             self.trouble.tell("the origin cannot be asked", error)
             return None
         catalog = found.catalog
-        if catalog.spec.digest() != spec.digest():
+        if not _alike(catalog.spec, spec):
             why = f"{catalog.spec}; this engine's {spec}"
         elif not self._min_tokens <= catalog.tokens <= self._max_tokens:
             why = f"{catalog.tokens} tokens, where one has {self._min_tokens} to {self._max_tokens}"
@@ -153,11 +227,14 @@ class ChunkStore:
         self.trouble.tell("the origin's caches are of another kind", why)
         return None
 
-    async def play(self, key: str) -> torch.Tensor | None:
-        """Return a cache, [layer, K/V, head, token, dim]; None if it is missing or does not come in time."""
+    async def play(self, key: str, positions: range | None = None) -> torch.Tensor | None:
+        """Return a cache, [layer, K/V, head, token, dim]; None if it is missing or does not come in time.
+
+        ``positions`` as for `find`.
+        """
         loop, settings = asyncio.get_running_loop(), self._settings
         due_s = loop.time() + settings.deadline_s
-        found = await self.find(key)
+        found = await self.find(key, positions)
         if found is None:
             return None
         try:
@@ -184,17 +261,23 @@ class ChunkStore:
         except (KvabrError, TimeoutError):
             return False
 
-    def put(self, key: str, kv: torch.Tensor) -> Future[bool]:
+    def put(self, key: str, kv: torch.Tensor, position: int | None = None) -> Future[bool]:
         """Publish a cache in the background, from any thread; return whether it is published, now or before.
 
-        ``kv``, [layer, K/V, head, token, dim], must not change before the future is done.
+        ``kv``, [layer, K/V, head, token, dim], must not change before the future is done. ``position`` is that of its
+        first token in the prompt; None: not known, so there are no AC tracks.
         """
         done: Future[bool] = Future()
         if self.publisher is None:
             done.set_result(False)
             return done
+        if position is None and self._placed:
+            self.trouble.tell(f"caches are published without {', '.join(self._placed)}", self._unplaced)
+            if self._only_placed:
+                done.set_result(False)
+                return done
         tokens = kv.shape[3]
-        slot = self.publisher.reserve_named(key_digests(self.spec, key, tokens), tokens)
+        slot = self.publisher.reserve_named(key_digests(self.spec, key, tokens), tokens, position)
         if isinstance(slot, Slot):
 
             def over(outcome: PublishOutcome) -> None:

@@ -102,6 +102,11 @@ class EngineSettings(BaseModel):
     """Name of the model in the track namespace. None: derived from the engine's model."""
     group_tokens: Annotated[int | None, Field(ge=1, le=MAX_GROUP_TOKENS)] = None
     """Tokens per group of what is published and asked for; both sides need the same. None: kvabr's default."""
+    profile: FilePath | None = None
+    """Codec profile of the model, for publishing the AC tracks. None: the one that kvabr ships, if it fits."""
+    prior: FilePath | None = None
+    """Catalog of the same model with measured losses, for those of what is published. None: the one that kvabr
+    ships."""
     tracks: Names | None = None
     """Tracks to publish. None: the adapter's default."""
     token: Annotated[Text | None, Field(repr=False)] = None

@@ -202,10 +202,11 @@ class Assembler:
 
         Raises:
             HoleError: not all of it is in place.
-            UsageError: the catalog is a suffix, so the first tokens are elsewhere; or an engine cannot begin there.
+            UsageError: the catalog is a suffix or a piece of a prompt, so the first tokens are elsewhere; or an engine
+                cannot begin there.
         """
         catalog = self._catalog
-        if catalog.offset:
+        if catalog.first_token:
             raise UsageError(f"the KV of the first {catalog.first_token} tokens is not in this cache")
         if group < catalog.groups and catalog.cut(group) != group:
             raise UsageError(f"an engine cannot compute from group {group} on: it needs what the play does not have")

@@ -113,6 +113,8 @@ class FrameEncoder:
         tracks: Sequence[str],
         profile: Profile | None,
         store: FrameStore,
+        *,
+        position: int = 0,
     ) -> None:
         """Prepare to encode.
 
@@ -123,6 +125,7 @@ class FrameEncoder:
             tracks: names of the tracks, see `ordered_tracks`.
             profile: side information; it is kept only if a track needs it.
             store: keeps the frames.
+            position: tokens of the prompt that come before the cache.
 
         Raises `FormatError` for states with snapshots within the prompt.
         """
@@ -131,7 +134,7 @@ class FrameEncoder:
             raise FormatError(f"{spec.model}: states are encoded as one snapshot, that at the prompt's end")
         self.units = units_of(spec, tokens)
         self._profile = profile if needs_profile(tracks) else None
-        self._store = store
+        self._store, self._position = store, position
         self.bytes: dict[str, list[int]] = {track: [] for track in tracks}
         """Size of every frame, by track and group."""
         self.digests: dict[str, list[str]] = {track: [] for track in tracks}
@@ -224,6 +227,7 @@ class FrameEncoder:
             namespace=TrackNamespace(self.spec.model, self.chunks[-1]),
             spec=self.spec,
             tokens=self.tokens,
+            position=self._position,
             chunks=self.chunks,
             tracks=tuple(
                 Track(
@@ -252,7 +256,8 @@ class FrameEncoder:
 
     def _context(self, group: int) -> GroupContext:
         unit = self.units[group]
-        return GroupContext(self.spec.parts[unit.part], unit.first, unit.tokens, self._profile)
+        part, first = self.spec.parts[unit.part], self._position + unit.first
+        return GroupContext(part, first, unit.tokens, self._profile)
 
 
 def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int) -> Prompt:

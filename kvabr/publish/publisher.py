@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -22,8 +23,8 @@ from kvabr.codec.profile import Profile
 from kvabr.publish.encoder import RAW, FrameEncoder, needs_raw, ordered_tracks, pointless, six
 from kvabr.store.locations import Location, open_store
 from kvabr.store.quota import NOT_MEASURED
-from kvabr.types.catalog import Catalog, Track
-from kvabr.types.errors import KvabrError, UsageError
+from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog, Track
+from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LAYERS, chain
 
@@ -117,8 +118,12 @@ class Publisher:
         chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
         return self.reserve_named(chunks, len(tokens))
 
-    def reserve_named(self, chunks: Sequence[str], tokens: int) -> Slot | PublishVerdict:
-        """As `reserve`, for other digests of groups, 64 hex digits each; the last one names the asset."""
+    def reserve_named(self, chunks: Sequence[str], tokens: int, position: int | None = 0) -> Slot | PublishVerdict:
+        """As `reserve`, for other digests of groups, 64 hex digits each; the last one names the asset.
+
+        ``position`` is that of the first token in the prompt. If it is None, it is not known, and the tracks are left
+        out that need a profile: they undo the rotary embedding.
+        """
         name = chunks[-1]
         with self._lock:
             # Published assets are looked up each time: one that was removed since may be published again.
@@ -134,7 +139,7 @@ class Publisher:
             if self._closed or not self._free.acquire(blocking=False):
                 return "full"
             self._known.add(name)
-        return Slot(self, tuple(chunks), tokens)
+        return Slot(self, tuple(chunks), tokens, position)
 
     def close(self) -> None:
         """Publish what waits, and end."""
@@ -167,7 +172,10 @@ class Publisher:
     def _publish(self, slot: Slot, kv: Sequence[torch.Tensor]) -> int:
         chunks = slot.chunks
         with self._store.writer(chunks[-1]) as writer:
-            frames = FrameEncoder(self._spec, chunks, slot.tokens, self._tracks, self._profile, writer)
+            tracks, position = self._tracks, slot.position or 0
+            if slot.position is None:
+                tracks = tuple(track for track in tracks if not codec(track).needs_profile)
+            frames = FrameEncoder(self._spec, chunks, slot.tokens, tracks, self._profile, writer, position=position)
             frames.encode(kv)
             writer.commit(self._catalog(frames))
         if self._quota is not None:
@@ -179,7 +187,7 @@ class Publisher:
         own, others = spec.largest, prior.spec.largest
         larger = (own.elements_per_token * own.rows) / (others.elements_per_token * others.rows)
         losses: dict[str, tuple[float, ...]] = {}
-        for track in self._tracks:
+        for track in frames.tracks:
             losses[track] = frames.spread(expected_losses(self._of_prior(track).loss, len(frames.chunks)))
             if (base := codec(track).refines) is not None:
                 # By themselves, a layer's losses may seem to make a group worse, and would then never be used.
@@ -187,7 +195,7 @@ class Publisher:
                 losses[track] = tuple(min(loss, _MAX_LAYER_LOSS * below) for loss, below in pairs)
         return frames.catalog(
             losses,
-            {track: self._of_prior(track).decode_s * larger for track in self._tracks},
+            {track: self._of_prior(track).decode_s * larger for track in frames.tracks},
             loss_method=f"{NOT_MEASURED}: those of {prior.tokens} tokens under {prior.spec.model}, from the end",
             source=self._source,
             prefill=prior.prefill if prior.spec.model == spec.model else None,
@@ -208,6 +216,8 @@ class Slot:
     publisher: Publisher
     chunks: tuple[str, ...]
     tokens: int
+    position: int | None = 0
+    """See `Publisher.reserve_named`."""
 
     def fill(self, kv: torch.Tensor | tuple[torch.Tensor, ...], done: Callable[[PublishOutcome], object]) -> None:
         """Publish a cache, [layer, K/V, head, token, dim] of any float dtype, which must not change any more.
@@ -236,6 +246,17 @@ def expected_losses(losses: Sequence[float], groups: int) -> tuple[float, ...]:
         elif ends > 0:
             made = [total / ends * each for each in (losses[0], *losses[-last:])]
     return tuple(six((1 - _EVEN_SHARE) * each + _EVEN_SHARE * total / groups) for each in made)
+
+
+def read_profile(path: Path) -> Profile:
+    """Return the codec profile in a file; raise `AssetError` if it cannot be read, `FormatError` if it is none."""
+    try:
+        with path.open("rb") as file:
+            return Profile.from_bytes(file.read(MAX_PROFILE_BYTES + 1))
+    except OSError as error:
+        raise AssetError(f"{path}: cannot be read ({error.strerror}); `kvabr calibrate` makes a profile") from error
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
 
 
 def with_heads(spec: KVSpec, heads: range | Sequence[range]) -> KVSpec:

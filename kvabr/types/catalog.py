@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvabr.types.catalog_json import MAX_GROUPS, MAX_TRACKS, SCHEMA, check_schema, read_fields
+from kvabr.types.catalog_json import MAX_GROUPS, MAX_TRACKS, SCHEMA, all_within, check_schema, read_fields
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import AssetError, FormatError, UsageError, did_you_mean
 from kvabr.types.json_pieces import JsonPieces
@@ -36,11 +36,10 @@ _ENTRY_BYTES = 128
 _LEAST_GROUPS = 1024
 """Groups for which a catalog always has room, as the longest cached prefix of a short prompt may be that of a long
 asset."""
-_AT_A_TIME = 8192
-"""Values that are checked at a time, so that other threads can run in between."""
 MAX_PROFILE_BYTES = 1 << 29
 """Bytes of a codec profile, wherever it comes from."""
 _MAX_LOSS = 1e6
+_MAX_POSITION = 1 << 32
 RECOMPUTED = "recomputed"
 """Stands in a list of tracks for a group that the engine computed from the groups before it."""
 
@@ -110,6 +109,8 @@ class Catalog:
     mixes: tuple[Mix, ...] = ()
     source: str = ""
     """What the asset was made from, in words."""
+    position: int = 0
+    """Tokens of the prompt that come before this asset's first; more than 0 if it is a piece that goes by a key."""
     offset: int = 0
     """Published groups before this catalog's first: its group ``g`` is published as ``offset + g``. Not in the JSON."""
     chosen: tuple[Unit, ...] | None = None
@@ -123,6 +124,8 @@ class Catalog:
             raise FormatError(f"catalog: {self.tokens} tokens make {chunks} groups; 1 to {MAX_GROUPS} are allowed")
         if self.spec.part_of is not None:
             raise FormatError("catalog: its spec is that of one layer class alone")
+        if not 0 <= self.position <= (_MAX_POSITION if self.every_token else 0):
+            raise FormatError(f"catalog: {self.spec.model}: an asset cannot begin at token {self.position} of a prompt")
         if not 0 <= self.profile_bytes <= MAX_PROFILE_BYTES:
             raise FormatError(f"catalog: a profile of {self.profile_bytes} bytes, not 0 to {MAX_PROFILE_BYTES}")
         if any(not (math.isfinite(mix.predicted) and math.isfinite(mix.measured)) for mix in self.mixes):
@@ -368,8 +371,8 @@ class Catalog:
 
     @property
     def first_token(self) -> int:
-        """Tokens of the published asset that come before this catalog's first token."""
-        return self.offset * self.spec.group_tokens
+        """Tokens of the prompt that come before this catalog's first token."""
+        return self.position + self.offset * self.spec.group_tokens
 
     def _slice(self, first: int, last: int, tokens: int) -> Catalog:
         tracks = tuple(_picked(track, range(first, last), range(first, last)) for track in self.tracks)
@@ -384,6 +387,7 @@ class Catalog:
             "namespace": {"model": self.namespace.model, "prompt": self.namespace.prompt},
             "spec": self.spec.to_json(),
             "tokens": self.tokens,
+            **({"position": self.position} if self.position else {}),
             "source": self.source,
             "chunks": list(self.chunks),
             "profile": self.profile,
@@ -422,6 +426,7 @@ class Catalog:
             namespace=TrackNamespace(str(value["namespace"]["model"]), str(value["namespace"]["prompt"])),
             spec=KVSpec.from_json(value["spec"]),
             tokens=int(value["tokens"]),
+            position=int(value.get("position", 0)),
             source=str(value["source"]),
             chunks=value["chunks"],
             profile=None if profile is None else str(profile),
@@ -458,24 +463,15 @@ def _check_track(track: Track, groups: int, before: set[str]) -> None:
         raise FormatError(f"catalog: track {name} refines {track.refines!r}, which is not listed before it")
     if not len(track.bytes) == len(track.loss) == len(track.digests) == groups:
         raise FormatError(f"catalog: track {name} must list bytes, loss and digest of each of {groups} groups")
-    if not _all_within(track.bytes, 1, 1 << 40):
+    if not all_within(track.bytes, 1, 1 << 40):
         raise FormatError(f"catalog: track {name} has a group whose size is not positive")
-    if not _all_within(track.loss, 0, _MAX_LOSS):
+    if not all_within(track.loss, 0, _MAX_LOSS):
         raise FormatError(f"catalog: track {name} has a group whose loss is negative or not a number")
     if not (math.isfinite(track.decode_s) and track.decode_s >= 0):
         raise FormatError(f"catalog: track {name} has a decode time that is negative or not a number")
     quality = track.measured
     if quality is not None and not all(map(math.isfinite, (quality.kl, quality.dnll, quality.top1))):
         raise FormatError(f"catalog: track {name} has a measured quality that is not a number")
-
-
-def _all_within(values: Sequence[float], least: float, most: float) -> bool:
-    """Return whether all values are numbers within bounds."""
-    for first in range(0, len(values), _AT_A_TIME):
-        part = values[first : first + _AT_A_TIME]
-        if not (least <= min(part) and max(part) <= most and math.isfinite(sum(part))):  # a sum with a NaN is one
-            return False
-    return True
 
 
 def _track_to_json(track: Track) -> dict[str, Any]:

@@ -5,6 +5,8 @@ A catalog may have megabytes of lists. They are read in pieces, so that other th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from kvabr.types.errors import FormatError
@@ -17,11 +19,33 @@ _MAX_MIXES = 256
 _LEAST_GROUP_BYTES = 64
 """Bytes of a catalog for one group, at least: a SHA-256 in hex."""
 _PLAIN = frozenset(
-    ("schema", "namespace", "spec", "tokens", "source", "profile", "profile_bytes", "prefill", "loss_method")
+    [
+        "schema",
+        "namespace",
+        "spec",
+        "tokens",
+        "position",
+        "source",
+        "profile",
+        "profile_bytes",
+        "prefill",
+        "loss_method",
+    ]
 )
 """Fields of a catalog that are small."""
+_AT_A_TIME = 8192
+"""Values that are checked at a time, so that other threads can run in between."""
 _LISTS: dict[str, set[type]] = {"bytes": {int}, "loss": {int, float}, "digests": {str}}
 """Fields of a track with a value for each group, and the types of their values."""
+
+
+def all_within(values: Sequence[float], least: float, most: float) -> bool:
+    """Return whether all values are numbers within bounds."""
+    for first in range(0, len(values), _AT_A_TIME):
+        part = values[first : first + _AT_A_TIME]
+        if not (least <= min(part) and max(part) <= most and math.isfinite(sum(part))):  # a sum with a NaN is one
+            return False
+    return True
 
 
 def check_schema(schema: object) -> None:

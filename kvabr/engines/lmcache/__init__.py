@@ -14,7 +14,8 @@ deadline allows when it is fetched. In LMCache's configuration::
       remote_storage_plugin.kvabr.deadline_s: 1.0
 
 `kvabr.engines.chunk_store.KeyedSettings` has all keys. ``publish`` is a folder that `kvabr serve` serves; an instance
-that only fetches needs none, and one that only stores needs no ``url``. Only `connector` imports LMCache.
+that only fetches needs none, and one that only stores needs no ``url``. With a codec profile of the model (``profile``)
+the AC tracks are published too. Only `connector` imports LMCache.
 """
 
 from kvabr.engines.adapters import Adapter

@@ -1,11 +1,14 @@
-"""Settings, spec and layout of LMCache's chunks. Pure functions; LMCache is not needed."""
+"""Settings, spec, layout and positions of LMCache's chunks. LMCache is not needed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 
 from kvabr.engines import chunk_store as keyed
 from kvabr.engines.chunk_store import KeyedSettings
@@ -14,6 +17,8 @@ from kvabr.types.kv import KVSpec
 
 _OWN_KEYS = ("module_path", "class_name")
 """Keys that LMCache reads itself."""
+_MAX_PLACES = 1 << 16
+_UNSURE = -1
 
 
 def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr") -> KeyedSettings:
@@ -43,3 +48,55 @@ def as_kv(chunk: torch.Tensor, spec: KVSpec) -> torch.Tensor:
         wanted = f"[2, {spec.layers}, tokens, {spec.kv_heads * spec.head_dim}]"
         raise FormatError(f"a chunk has the shape {tuple(chunk.shape)}, not {wanted}")
     return chunk.view(2, layers, tokens, spec.kv_heads, spec.head_dim).permute(1, 0, 3, 2, 4)
+
+
+class Places:
+    """Positions of chunks in their prompts, by the hashes that are their keys. For several threads.
+
+    LMCache gives its storages hashes alone. Its token database makes them from the tokens of a whole prompt, and yields
+    each with the chunk's first token: see `watch`.
+    """
+
+    def __init__(self) -> None:
+        self._first: LRUCache[int, int] = LRUCache(_MAX_PLACES)
+        self._lock = threading.Lock()
+
+    def note(self, chunk_hash: int, first: int) -> None:
+        """Note where a chunk begins. A hash that is seen at two places has none."""
+        with self._lock:
+            known = self._first.get(chunk_hash, first)
+            self._first[chunk_hash] = first if known == first else _UNSURE
+
+    def at(self, chunk_hash: int) -> int | None:
+        """Return the position of a chunk's first token; None if it is not known."""
+        with self._lock:
+            first: int = self._first.get(chunk_hash, _UNSURE)
+        return None if first == _UNSURE else first
+
+    def watch(self, database: type[Any]) -> None:
+        """Note all chunks that objects of a class like LMCache's `ChunkedTokenDatabase` cut from now on.
+
+        Its method ``process_tokens(tokens, ...)`` yields (first token, end, key or hash). Chunks that it is given as
+        hashes are not noted: they need not be those of a whole prompt.
+        """
+        made: Callable[..., Iterable[Any]] = database.process_tokens
+        if getattr(made, "kvabr_places", None) is self:
+            return
+
+        @functools.wraps(made)
+        def process_tokens(database: object, tokens: object = None, *args: object, **kwargs: object) -> Iterable[Any]:
+            chunks = made(database, tokens, *args, **kwargs)
+            return chunks if tokens is None else self._noting(chunks)
+
+        process_tokens.kvabr_places = self  # type: ignore[attr-defined]
+        database.process_tokens = process_tokens
+
+    def _noting(self, chunks: Iterable[Any]) -> Iterator[Any]:
+        for chunk in chunks:
+            first, _, key = chunk
+            self.note(getattr(key, "chunk_hash", key), first)
+            yield chunk
+
+
+PLACES = Places()
+"""Of all engines in this process."""

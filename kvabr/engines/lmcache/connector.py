@@ -19,11 +19,12 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorContext, extract_plugin_type
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+from lmcache.v1.token_database import ChunkedTokenDatabase
 
 from kvabr.engines.chunk_store import ChunkStore, KeyedSettings
 from kvabr.engines.layouts import KVView
 from kvabr.engines.lmcache import ADAPTER
-from kvabr.engines.lmcache.chunks import as_kv, read_settings, spec_of
+from kvabr.engines.lmcache.chunks import PLACES, as_kv, read_settings, spec_of
 from kvabr.types.errors import KvabrError
 
 _WAIT_S = 30.0
@@ -81,6 +82,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         super().__init__(config, metadata)
         if len(self.meta_shapes) != 1 or config.use_layerwise:
             raise IrrecoverableException("kvabr: one kind of layer, and chunks of all layers (use_layerwise: false)")
+        PLACES.watch(ChunkedTokenDatabase)
         self._settings, self._loop, self._memory = settings, loop, memory
         chunk_tokens = self.meta_shapes[0][2]
         self._store = ChunkStore(
@@ -90,13 +92,14 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             max_tokens=chunk_tokens,
             # A key does not tell the length of its chunk, but LMCache copies as many tokens as a full chunk has.
             min_tokens=1 if config.save_unfull_chunk else chunk_tokens,
+            unplaced="the position of a chunk is not known: LMCache did not cut it from a prompt's tokens here",
         )
         self.metrics = self._store.client.metrics
         self._put: dict[str, None] = {}
 
     async def exists(self, key: CacheEngineKey) -> bool:
         """Return whether a chunk can be fetched."""
-        return await self._store.find(self._name(key)) is not None
+        return await self._store.find(self._name(key), _positions(key)) is not None
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         """As `exists`, for threads other than the event loop's."""
@@ -108,7 +111,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     def batched_contains(self, keys: list[CacheEngineKey]) -> int:
         """Return how many chunks, from the first on, can be fetched; for threads other than the event loop's."""
-        leading = self._store.leading([self._name(key) for key in keys])
+        leading = self._store.leading([self._name(key) for key in keys], [*map(_positions, keys)])
         asked = asyncio.run_coroutine_threadsafe(leading, self._loop)
         try:
             return asked.result(self._settings.lookup_s + _WAIT_S)
@@ -118,7 +121,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
         """Play one chunk; None if it is missing or does not come in time."""
-        kv = await self._store.play(self._name(key))
+        kv = await self._store.play(self._name(key), _positions(key))
         if kv is None:
             return None
         shape = list(self.meta_shapes[0])
@@ -168,7 +171,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         kv = as_kv(chunk, self._store.spec)
         # The chunk must keep its memory until it is encoded, even if LMCache cancels this call.
         memory_obj.ref_count_up()
-        over = self._store.put(self._name(key), kv)
+        over = self._store.put(self._name(key), kv, PLACES.at(key.chunk_hash))
         over.add_done_callback(lambda _: memory_obj.ref_count_down())
         if await asyncio.shield(asyncio.wrap_future(over)):
             self._put[key.to_string()] = None
@@ -200,3 +203,9 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         """Return a chunk's key as text, with the model's name from the settings."""
         rest = key.to_string().removeprefix(key.model_name)
         return f"{self._settings.model or key.model_name}{rest}"
+
+
+def _positions(key: CacheEngineKey) -> range | None:
+    """Return the only position in a prompt that a chunk can have; None if it is not known."""
+    first = PLACES.at(key.chunk_hash)
+    return None if first is None else range(first, first + 1)

@@ -20,6 +20,8 @@ from kvabr.engines.sglang import ADAPTER
 from kvabr.engines.sglang.pages import page_view, read_settings
 from kvabr.types.errors import FormatError, UsageError
 
+_MAX_POSITION = 1 << 32
+
 
 class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there when types are checked
     """Plays and publishes pages of HiCache."""
@@ -42,7 +44,15 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         page_view(pool.kv_buffer, pool.layout, 0, pool.page_size)
         spec = spec_of(name, "sglang", pool.layer_num, pool.head_num, pool.head_dim, pool.dtype)
         size = pool.page_size
-        store = ChunkStore(spec, self._settings, "a page of SGLang's HiCache", max_tokens=size, min_tokens=size)
+        store = ChunkStore(
+            spec,
+            self._settings,
+            "a page of SGLang's HiCache",
+            max_tokens=size,
+            min_tokens=size,
+            unplaced="the position of a page is not known: set interface_v1 and hicache_storage_pass_prefix_keys in "
+            "hicache-storage-backend-extra-config",
+        )
         self.metrics = store.client.metrics
         self._started = store, LoopThread()
 
@@ -52,16 +62,14 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return how many pages, from the first on, can be fetched."""
-        del extra_info
         store, loop = self._ready()
-        return loop.call(store.leading([self._name(key) for key in keys]))
+        return loop.call(store.leading([self._name(key) for key in keys], self._positions(keys, extra_info)))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Play pages into the host pool, at the indices of all their tokens; return for each whether it came."""
-        del extra_info
-        return self._play(keys, self._places(keys, host_indices))
+        return self._play(keys, self._places(keys, host_indices), self._positions(keys, extra_info))
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
@@ -76,15 +84,14 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         """As `get`, for many pages."""
         del target_sizes
         flats = target_locations or [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
-        came = self._play(keys, [self._flat_view(flat) for flat in flats])
+        came = self._play(keys, [self._flat_view(flat) for flat in flats], [None] * len(keys))
         return [flat if one else None for flat, one in zip(flats, came, strict=True)]
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Publish pages of the host pool and wait until they are encoded; return for each whether it is published."""
-        del extra_info
-        return self._publish(keys, self._places(keys, host_indices))
+        return self._publish(keys, self._places(keys, host_indices), extra_info)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Publish one page, flat as in the host pool."""
@@ -133,12 +140,25 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         shape[2 if pool.layout == "layer_first" else 1] = pool.page_size if by_token else 1
         return page_view(flat.view(shape), pool.layout, 0, pool.page_size)
 
-    def _play(self, keys: Sequence[str], places: Sequence[torch.Tensor]) -> list[bool]:
+    def _positions(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> list[range | None]:
+        """Return the positions in a prompt that pages which are asked for can have.
+
+        When SGLang asks, the keys before leave out those of the node of its tree that the prompt matches, so that a page
+        may be behind what they say, but not before.
+        """
+        size, before = self.mem_pool_host.page_size, _pages_before(extra_info)
+        if before is None:
+            return [None] * len(keys)
+        return [range((before + page) * size, _MAX_POSITION, size) for page in range(len(keys))]
+
+    def _play(
+        self, keys: Sequence[str], places: Sequence[torch.Tensor], positions: Sequence[range | None]
+    ) -> list[bool]:
         """Play pages into their places; return for each whether it came."""
         store, loop = self._ready()
 
         async def play() -> list[torch.Tensor | None]:
-            return await asyncio.gather(*(store.play(self._name(key)) for key in keys))
+            return await asyncio.gather(*map(store.play, map(self._name, keys), positions))
 
         got = loop.call(play())
         for kv, place in zip(got, places, strict=True):
@@ -146,14 +166,22 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
                 KVView(place).write(kv)
         return [kv is not None for kv in got]
 
-    def _publish(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> list[bool]:
+    def _publish(
+        self, keys: Sequence[str], pages: Sequence[torch.Tensor], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
         """Publish pages; return for each whether it is published once they need not keep their memory any more."""
         (store, _), at_once = self._ready(), self._settings.queue
+        before, size = _pages_before(extra_info), self.mem_pool_host.page_size
         results: list[bool] = []
         for first in range(0, len(keys), at_once):  # SGLang writes more pages at once than may wait
-            last = first + at_once
-            over = [
-                store.put(self._name(key), page) for key, page in zip(keys[first:last], pages[first:last], strict=True)
-            ]
+            over = []
+            for page in range(first, min(first + at_once, len(keys))):
+                position = None if before is None else (before + page) * size
+                over.append(store.put(self._name(keys[page]), pages[page], position))
             results += [one.result() for one in over]
         return results
+
+
+def _pages_before(extra_info: HiCacheStorageExtraInfo | None) -> int | None:
+    """Return the number of pages from the prompt's start to a call's first one; None if SGLang does not say."""
+    return None if extra_info is None or extra_info.prefix_keys is None else len(extra_info.prefix_keys)

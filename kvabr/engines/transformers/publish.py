@@ -13,9 +13,9 @@ from kvabr.data import default_catalog, default_profile_bytes
 from kvabr.engines.transformers.cache import cache_kv
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.engines.transformers.ready_cache import prompt_ids
-from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
-from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
-from kvabr.types.errors import AssetError, ForeignError, FormatError, UsageError
+from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.kv import KVSpec
 
 
@@ -124,12 +124,9 @@ def find_profile(spec: KVSpec, path: Path | None = None) -> Profile | None:
         except ForeignError:
             return None
         return profile
+    profile = read_profile(path)
     try:
-        with path.open("rb") as file:
-            profile = Profile.from_bytes(file.read(MAX_PROFILE_BYTES + 1))
         profile.check(spec)
-    except OSError as error:
-        raise AssetError(f"{path}: cannot be read ({error.strerror}); `kvabr calibrate` makes a profile") from error
-    except FormatError as error:
-        raise type(error)(f"{path}: {error}") from error
+    except ForeignError as error:
+        raise ForeignError(f"{path}: {error}") from error
     return profile

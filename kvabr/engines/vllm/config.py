@@ -57,11 +57,6 @@ class VllmSettings(EngineSettings):
     """Memory for encoded groups that later requests may want, MiB."""
     plays: Count = 64
     """Caches that may be fetched at once."""
-    profile: FilePath | None = None
-    """Codec profile of the model, for publishing the AC tracks. None: the one that kvabr ships, if it fits."""
-    prior: FilePath | None = None
-    """Catalog of the same model with measured losses, for those of what is published. None: the one that kvabr
-    ships."""
     window_mib: Annotated[int, Field(ge=0)] = 1024
     """Memory in each worker that publishes, for what layers with windows drop before a request ends, MiB."""
     queue: Count = 4
