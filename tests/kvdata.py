@@ -51,3 +51,9 @@ def related(shape: KVSpec, tokens: int, seed: int = 0, first: int = 0) -> torch.
 @cache_result
 def profile(shape: KVSpec) -> Profile:
     return fit(shape, lambda: (cache(shape, 400, seed) for seed in (101, 102, 103)))
+
+
+def is_base_of(decoded: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Return whether a part of a `cache` was decoded from AC-L0 with its `profile`, rather than from a finer track."""
+    error = (decoded.float() - exact.float()).square().mean() / exact.float().var()
+    return 0.03 < float(error) < 0.3

@@ -37,6 +37,7 @@ from kvabr.quic.connect import connect, parse_namespace
 from kvabr.quic.interface import Connection
 from kvabr.store.files import sweep
 from kvabr.store.group_store import FolderGroupStore, MemoryGroupStore, TieredGroupStore
+from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
 from kvabr.types.errors import FormatError, PlayError, TransportError, UsageError
@@ -376,6 +377,17 @@ class AsyncClient:
         name = parse_namespace(asset) if isinstance(asset, str) else asset
         async with self._asked_within(within_s, peer) as connection:
             return await fetch_catalog(connection, name)
+
+    async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeerLike = None) -> None:
+        """Fetch the codec profile of an asset, unless it is here. A play does so only if that pays for this one play.
+
+        Raises:
+            TransportError: it cannot be fetched, or not in time.
+            FormatError: it is not what the catalog names, or of another model.
+        """
+        if not self._profiles.has(catalog):
+            async with self._asked_within(within_s, peer) as connection:
+                await self._profiles.fetch(connection, catalog)
 
     async def models(self, *, within_s: float = _FIND_S, peer: PeerLike = None) -> Sequence[KVSpec]:
         """Return the specs of the models of which we may read an asset.

@@ -92,6 +92,11 @@ class ProfileCache:
             pass  # a cache that cannot be written must not fail the play
 
 
+def keep(profile: Profile) -> None:
+    """Keep a profile in memory that need not be fetched, for all clients of this process."""
+    _profiles[profile.digest] = profile
+
+
 def _name(catalog: Catalog) -> TrackNamespace:
     """Return where the profile is published, which checks its digest before it names a file."""
     if catalog.profile is None or not 0 < catalog.profile_bytes <= MAX_PROFILE_BYTES:

@@ -25,6 +25,7 @@ from pydantic import Field
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
+from kvabr.client.profiles import keep
 from kvabr.codec.base import codec
 from kvabr.codec.profile import Profile
 from kvabr.data import default_catalog, default_profile_bytes
@@ -32,7 +33,15 @@ from kvabr.engines.settings import EngineSettings, Seconds, TroubleLog, open_cli
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile
 from kvabr.store.lru import ByteLru
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import BusyError, ForeignError, FormatError, KvabrError, NotFoundError, UsageError
+from kvabr.types.errors import (
+    BusyError,
+    ForeignError,
+    FormatError,
+    KvabrError,
+    NotFoundError,
+    TransportError,
+    UsageError,
+)
 from kvabr.types.kv import DTYPES, KVSpec
 from kvabr.types.naming import LAYERS, TrackNamespace
 
@@ -40,6 +49,9 @@ LOG = logging.getLogger("kvabr.engines.chunk_store")
 
 _MAX_FOUND_BYTES = 64 << 20
 """Memory for catalogs that were looked up: engines look up a cache before they fetch it."""
+_MAX_PROFILES = 8
+_PROFILE_S = 300.0
+"""Seconds that a codec profile, which has some megabytes, may take in the background."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._/-]")
 
 
@@ -161,9 +173,13 @@ class ChunkStore:
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
         self.trouble = TroubleLog(LOG)
         self._found: ByteLru[str, Found] = ByteLru(_MAX_FOUND_BYTES, _memory_of)
+        self._profiles: dict[str, asyncio.Task[None]] = {}
+        """What fetches them, or has, by their digests."""
         self.publisher: Publisher | None = None
+        profile = profile_for(self.spec, settings)
+        if profile is not None:
+            keep(profile)
         if settings.publish is not None:
-            profile = profile_for(self.spec, settings)
             if profile is not None:
                 self.spec = profile.spec
             exact = "BF16" if spec.dtype == "bfloat16" else "FP16"
@@ -223,9 +239,24 @@ class ChunkStore:
             why = f"{catalog.tokens} tokens, where one has {self._min_tokens} to {self._max_tokens}"
         else:
             self._found.add(key, found)
+            self._want_profile(catalog)
             return found
         self.trouble.tell("the origin's caches are of another kind", why)
         return None
+
+    def _want_profile(self, catalog: Catalog) -> None:
+        """Fetch the codec profile of caches once: it is larger than each, so no play would."""
+        name = catalog.profile
+        if name is not None and name not in self._profiles and len(self._profiles) < _MAX_PROFILES:
+            self._profiles[name] = asyncio.get_running_loop().create_task(self._fetch_profile(name, catalog))
+
+    async def _fetch_profile(self, name: str, catalog: Catalog) -> None:
+        try:
+            await self.client.fetch_profile(catalog, within_s=_PROFILE_S)
+        except KvabrError as error:
+            if isinstance(error, TransportError):
+                del self._profiles[name]  # the next lookup tries again
+            self.trouble.tell("the codec profile did not come", error)
 
     async def play(self, key: str, positions: range | None = None) -> torch.Tensor | None:
         """Return a cache, [layer, K/V, head, token, dim]; None if it is missing or does not come in time.
@@ -294,6 +325,8 @@ class ChunkStore:
 
     async def close(self) -> None:
         """End all plays, and publish what waits."""
+        for fetching in self._profiles.values():
+            fetching.cancel()
         await self.client.close()
         if self.publisher is not None:
             await asyncio.to_thread(self.publisher.close)

@@ -1,12 +1,20 @@
-"""Caches that go by a key: what is published comes back, and what is of another length does not."""
+"""Caches that go by a key: what is published comes back, and what is of another length or place does not."""
 
 from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
+from kvabr.client import profiles
 from kvabr.client.blocking import LoopThread
-from kvabr.engines.chunk_store import ChunkStore, KeyedSettings, spec_of
+from kvabr.engines.chunk_store import ChunkStore, KeyedSettings, profile_for, spec_of
+from kvabr.types.errors import AssetError, ForeignError, FormatError
+from kvabr.types.naming import LAYERS as AC_TRACKS
+from tests import kvdata
 from tests.engines.served import Origin
 
 LAYERS, HEADS, DIM = 2, 2, 16
@@ -49,3 +57,166 @@ def test_what_is_shorter_or_longer_than_its_key_stands_for_is_not_there(origin):
         assert loop.call(played(1, 256)) == {128: 128, 200: 200, 256: 256}
     finally:
         loop.close()
+
+
+SHAPE = kvdata.spec(LAYERS, HEADS, DIM)
+KV = kvdata.cache(SHAPE, 1024).half()
+"""Cache of a prompt; caches that go by a key are pieces of it."""
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """File with a codec profile, whose model has other names than the engine gives."""
+    path = tmp_path / "profile.safetensors"
+    path.write_bytes(kvdata.profile(SHAPE).to_bytes())
+    return path
+
+
+@pytest.fixture
+def loop():
+    made = LoopThread()
+    yield made
+    made.close()
+
+
+def store(loop, *, spec=SPEC, **settings):
+    async def open_store():
+        return ChunkStore(spec, KeyedSettings(**settings), "a test", max_tokens=256, unplaced="nobody knows")
+
+    return loop.call(open_store())
+
+
+async def has_profile(store, key):
+    """Look up a cache, and wait for what that begins."""
+    assert await store.find(key) is not None
+    await asyncio.gather(*store._profiles.values())
+
+
+def piece(first):
+    return KV[:, :, :, first : first + 256]
+
+
+def test_what_has_a_position_has_layers_and_is_refused_elsewhere(origin, profile, loop, caplog):
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    one = store(loop, publish=origin.root, profile=profile)
+    assert one.put("later", piece(512), 512).result(300.0)
+    assert one.put("first", piece(0), 0).result(300.0)
+    loop.call(one.close())
+    origin.look(2)
+    catalogs = {asset.catalog.position: asset.catalog for asset in origin.holdings.assets}
+    assert sorted(catalogs) == [0, 512]
+    assert all(
+        [track.name for track in each.tracks] == ["FP16", "Int8", "Int4", *AC_TRACKS] for each in catalogs.values()
+    )
+    # Who reads needs no profile, and need not know the position.
+    profiles._profiles.clear()  # those of this process
+    other = store(loop, policy="fixed:AC-L0", **reach)
+    loop.call(has_profile(other, "later"))
+    for key, first in (("later", 512), ("first", 0)):
+        for positions in (None, range(first, first + 1), range(0, 1 << 32, 256)):
+            kv = loop.call(other.play(key, positions))
+            assert kvdata.is_base_of(kv, piece(first))
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
+        for elsewhere in (range(256, 257), range(768, 1 << 32, 256), range(500, 501)):
+            assert loop.call(other.find("later", elsewhere)) is None
+            assert loop.call(other.play("later", elsewhere)) is None
+        assert loop.call(other.leading(["first", "later"], [range(1), range(256, 257)])) == 1
+    assert loop.call(other.leading(["first", "later"], [range(1), range(512, 513)])) == 2
+    assert [record.message for record in caplog.records] == [
+        "kvabr: the origin has a cache of another place: token 512 of a prompt, wanted is 256"
+    ]
+    loop.call(other.close())
+
+
+def test_without_a_position_there_are_plain_tracks_and_the_log_says_why_once(origin, profile, loop, caplog):
+    one = store(loop, publish=origin.root, profile=profile)
+    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
+        for key, first in (("a", 256), ("b", 512)):
+            assert one.put(key, piece(first)).result(300.0)
+    loop.call(one.close())
+    assert [record.message for record in caplog.records] == [
+        "kvabr: caches are published without AC-L0, AC-L1, AC-L2, AC-L3: nobody knows"
+    ]
+    origin.look(2)
+    for asset in origin.holdings.assets:
+        assert [track.name for track in asset.catalog.tracks] == ["FP16", "Int8", "Int4"]
+    # The position of what needs none is nobody's concern.
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    other = store(loop, policy="fixed:FP16", **reach)
+    assert torch.equal(loop.call(other.play("b", range(512, 513))), piece(512))
+    loop.call(other.close())
+
+
+def test_where_only_layers_are_wanted_nothing_is_published_without_a_position(tmp_path, profile, loop):
+    one = store(loop, publish=tmp_path / "assets", profile=profile, tracks=("AC-L0", "AC-L1"))
+    assert not one.put("a", piece(256)).result(300.0)
+    assert one.put("a", piece(256), 256).result(300.0)
+    loop.call(one.close())
+
+
+def test_caches_of_another_rotary_embedding_are_of_another_kind(origin, tmp_path, profile, loop):
+    shape = SHAPE.changed(rope=replace(SHAPE.rope, theta=500.0))
+    foreign = tmp_path / "foreign.safetensors"
+    foreign.write_bytes(kvdata.profile(shape).to_bytes())
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    one = store(loop, publish=origin.root, profile=profile)
+    assert one.put("a", piece(0), 0).result(300.0)
+    origin.look(1)
+    other = store(loop, publish=tmp_path / "own", profile=foreign, **reach)
+    assert loop.call(other.find("a")) is None
+    for each in (one, other):
+        loop.call(each.close())
+
+
+def test_profiles_fit_by_their_shape(tmp_path, profile):
+    settings = KeyedSettings(publish=tmp_path, profile=profile)
+    bfloat = spec_of("m", "engine", LAYERS, HEADS, DIM, torch.bfloat16)
+    made = profile_for(bfloat, settings)
+    assert made.spec == bfloat.changed(rope=SHAPE.rope)
+    made.check(made.spec)
+    assert made.digest != kvdata.profile(SHAPE).digest
+    with pytest.raises(ForeignError, match="calibrated for"):
+        profile_for(spec_of("m", "engine", LAYERS, HEADS // 2, DIM, torch.float16), settings)
+    with pytest.raises(AssetError, match="kvabr calibrate"):
+        profile_for(SPEC, KeyedSettings(publish=tmp_path, profile=tmp_path / "none"))
+    (tmp_path / "text").write_text("this is no profile")
+    with pytest.raises(FormatError, match="text: profile"):
+        profile_for(SPEC, KeyedSettings(publish=tmp_path, profile=tmp_path / "text"))
+
+
+def test_the_profile_that_kvabr_ships_is_for_the_model_of_its_name(tmp_path):
+    settings, name = KeyedSettings(publish=tmp_path), "SmolLM2-135M-Instruct-Q4_1"
+    assert profile_for(spec_of(name, "engine", 30, 3, 64, torch.float16), settings).spec.rope.theta == 100000.0
+    assert profile_for(spec_of(name, "engine", 30, 1, 64, torch.float16), settings) is None
+    assert profile_for(spec_of("another", "engine", 30, 3, 64, torch.float16), settings) is None
+
+
+def test_an_instance_that_has_the_profile_does_not_fetch_it(origin, profile, loop):
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    one = store(loop, publish=origin.root, profile=profile)
+    assert one.put("a", piece(256), 256).result(300.0)
+    loop.call(one.close())
+    origin.look(1)
+    other = store(loop, policy="fixed:AC-L0", profile=profile, **reach)
+    assert kvdata.is_base_of(loop.call(other.play("a")), piece(256))
+    (catalog,) = [asset.catalog for asset in origin.holdings.assets]
+    assert other.client.metrics.value("kvabr_client_downloaded_bytes_total") < catalog.profile_bytes
+    loop.call(other.close())
+
+
+def test_a_profile_that_does_not_come_leaves_the_plain_tracks(origin, profile, loop, caplog):
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    one = store(loop, publish=origin.root, profile=profile)
+    assert one.put("a", piece(256), 256).result(300.0)
+    loop.call(one.close())
+    (path,) = origin.root.rglob("profile.safetensors")
+    origin.look(1)
+    path.unlink()
+    profiles._profiles.clear()
+    other = store(loop, policy="fixed:FP16", **reach)
+    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
+        loop.call(has_profile(other, "a"))
+    assert torch.equal(loop.call(other.play("a")), piece(256))
+    assert "the codec profile did not come" in caplog.text
+    loop.call(other.close())

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
+from kvabr.codec.group import payload_of
 from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, expected_losses, with_heads
 from kvabr.replay.verify import load_profile
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAsset
-from kvabr.types.errors import UsageError
+from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.naming import LAYERS, chain
 from tests import kvdata
 from tests.toymodel import SPEC
@@ -66,6 +68,42 @@ def test_with_a_profile_the_layers_come_along(tmp_path):
     (asset,) = PublishedAssets(tmp_path).assets
     assert "AC-L3" in asset.catalog.by_name
     assert load_profile(asset) is not None
+
+
+def test_a_piece_of_a_prompt_has_the_layers_of_its_place(tmp_path):
+    """A group is coded as in the whole prompt, and a player decodes it by the position in the catalog."""
+    side = kvdata.profile(SPEC)
+    publish(publisher(tmp_path / "whole", profile=side))
+    whole = PublishedAssets(tmp_path / "whole").assets[0]
+    assert whole.catalog.position == 0
+    made, outcomes = publisher(tmp_path / "piece", profile=side), []
+    made.reserve_named(["ab" * 32, "cd" * 32], 32, 16).fill(KV[:, :, :, 16:], outcomes.append)
+    made.close()
+    (piece,) = PublishedAssets(tmp_path / "piece").assets
+    assert piece.catalog.position == 16
+    assert [track.name for track in piece.catalog.tracks] == ["FP16", "Int8", "Int4", *LAYERS]
+    caches = []
+    for asset, groups in ((whole, 3), (piece, 2)):
+        assembler = Assembler(asset.catalog, side, dtype=torch.float32)
+        for group in range(groups):
+            for track in LAYERS:
+                assembler.put(group, track, asset.frame(group, track))
+        caches.append(assembler.take())
+    for group in range(2):
+        for track in LAYERS:
+            assert payload_of(piece.frame(group, track)) == payload_of(whole.frame(group + 1, track))
+    assert torch.equal(caches[1], caches[0][:, :, :, 16:])
+    with pytest.raises(ForeignError, match="first token"):
+        Assembler(replace(piece.catalog, position=0), side).put(0, "AC-L0", piece.frame(0, "AC-L0"))
+
+
+def test_without_a_position_there_are_no_layers(tmp_path):
+    made, outcomes = publisher(tmp_path, profile=kvdata.profile(SPEC)), []
+    made.reserve_named(["ab" * 32], 16, None).fill(KV[:, :, :, 16:32], outcomes.append)
+    made.close()
+    (asset,) = PublishedAssets(tmp_path).assets
+    assert [track.name for track in asset.catalog.tracks] == ["FP16", "Int8", "Int4"]
+    assert (asset.catalog.profile, asset.catalog.position) == (None, 0)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 16])

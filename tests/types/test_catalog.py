@@ -22,6 +22,17 @@ def test_round_trip():
         assert Catalog.loads(value.dumps()) == value
 
 
+def test_an_asset_may_be_a_piece_of_a_prompt():
+    piece = replace(catalog(5), position=1000)
+    assert Catalog.loads(piece.dumps()) == piece
+    assert json.loads(piece.dumps())["position"] == 1000
+    assert "position" not in json.loads(catalog(5).dumps())
+    assert piece.first_token == piece.unit(0).first == piece.spans[0].first == 1000
+    behind = piece.suffix(2).prefix(2)
+    assert behind.first_token == behind.unit(0).first == 1000 + 2 * SPEC.group_tokens
+    assert behind.address(0, "FP16") == ("FP16", 2)
+
+
 def test_newer_version_says_so():
     value = json.loads(catalog(2).dumps()) | {"schema": "kvabr.catalog/2"}
     with pytest.raises(FormatError, match="upgrade"):
@@ -34,6 +45,9 @@ def test_newer_version_says_so():
         {"tokens": 0},
         {"tokens": 10**12},
         {"tokens": "many"},
+        {"position": -1},
+        {"position": 1 << 33},
+        {"position": None},
         {"chunks": []},
         {"tracks": []},
         {"spec": {}},

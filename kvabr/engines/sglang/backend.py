@@ -143,8 +143,8 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def _positions(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> list[range | None]:
         """Return the positions in a prompt that pages which are asked for can have.
 
-        When SGLang asks, the keys before leave out those of the node of its tree that the prompt matches, so that a page
-        may be behind what they say, but not before.
+        When SGLang asks, the keys before lack those of the last node of its tree that the prompt matches. So a page may
+        be behind what they say, but not before.
         """
         size, before = self.mem_pool_host.page_size, _pages_before(extra_info)
         if before is None:

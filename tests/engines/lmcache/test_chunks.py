@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvabr.engines.chunk_store import KeyedSettings, key_digests, namespace
-from kvabr.engines.lmcache.chunks import as_kv, read_settings, spec_of
+from kvabr.engines.lmcache.chunks import Places, as_kv, read_settings, spec_of
 from kvabr.types.errors import FormatError, UsageError
 
 SHAPE = (3, 2, 256, 2, 16)
@@ -55,3 +55,42 @@ def test_settings(tmp_path):
     assert str(second.publish) == "b"
     with pytest.raises(UsageError, match=r"extra_config, remote_storage_plugin\.kvabr\.\*: there is no key 'deadline'"):
         read_settings({f"{P}url": "moqt://origin.example/", f"{P}deadline": 1})
+
+
+class Database:
+    """Cuts prompts as LMCache's token database does, two tokens each: numbers stand in for hashes and keys."""
+
+    def process_tokens(self, tokens=None, hashes=None, offsets=None, mask=None):
+        """Yields (first token, end, hash)."""
+        if tokens is None:
+            yield from ((2 * place, 2 * place + 2, one) for place, one in enumerate(hashes))
+            return
+        for first in range(mask or 0, len(tokens), 2):
+            yield first, first + 2, hash(tuple(tokens[: first + 2]))
+
+
+def test_the_database_that_cuts_a_prompt_tells_where_its_chunks_begin():
+    class Watched(Database):
+        pass
+
+    places = Places()
+    places.watch(Watched)
+    places.watch(Watched)  # no more than once
+    assert Watched.process_tokens.__wrapped__ is Database.process_tokens
+    chunks = list(Watched().process_tokens([1, 2, 3, 4, 5, 6], None, None, 2))
+    assert chunks == list(Database().process_tokens([1, 2, 3, 4, 5, 6], None, None, 2))
+    assert [places.at(key) for _, _, key in chunks] == [2, 4]
+    assert places.at(hash((1, 2))) is None  # was left out
+    # Hashes need not be those of a whole prompt.
+    assert list(Watched().process_tokens(hashes=[77], offsets=[2])) == [(0, 2, 77)]
+    assert places.at(77) is None
+
+
+def test_a_hash_at_two_places_has_none():
+    places = Places()
+    for first in (512, 512):
+        places.note(5, first)
+    assert places.at(5) == 512
+    for first in (256, 512):
+        places.note(5, first)
+    assert places.at(5) is None

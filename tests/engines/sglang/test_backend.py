@@ -6,6 +6,7 @@ needs of one is its buffer, its layout and its sizes, and the flat pages that `H
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import pytest
@@ -13,11 +14,12 @@ import pytest
 pytest.importorskip("sglang", reason="SGLang is not installed: tools/engine-sglang makes its environment")
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from kvabr.engines.sglang import ADAPTER
 from kvabr.engines.sglang.pages import LAYOUTS, page_view
+from tests import kvdata
 from tests.engines.served import Origin
 from tests.engines.sglang.test_pages import SHAPES
 
@@ -140,6 +142,65 @@ def test_pages_come_back_to_the_byte(origin, backend, layout):
     assert one.set(f"{layout}-flat", flat)
     origin.look(before + 4)
     assert torch.equal(other._flat_view(other.get(f"{layout}-flat")), content(1))
+
+
+SHAPE = kvdata.spec(LAYERS, HEADS, DIM)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "profile.safetensors"
+    path.write_bytes(kvdata.profile(SHAPE).to_bytes())
+    return str(path)
+
+
+def test_pages_have_the_ac_tracks_of_their_place(origin, backend, profile, caplog):
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    kv, before, pool = kvdata.cache(SHAPE, 5 * PAGE).half(), set(origin.holdings.assets), Pool("page_first")
+    keys = [f"page {number} of a prompt" for number in range(5)]
+    for number in range(5):
+        pool.page(number).copy_(kv[:, :, :, number * PAGE : (number + 1) * PAGE])
+    one = backend(pool, publish=str(origin.root), profile=profile, queue=2, **reach)
+    # SGLang writes a node of its tree at a time, behind those above it.
+    assert all(one.batch_set_v1(keys[:2], indices(0, 1), HiCacheStorageExtraInfo(prefix_keys=[])))
+    assert all(one.batch_set_v1(keys[2:], indices(2, 3, 4), HiCacheStorageExtraInfo(prefix_keys=keys[:2])))
+    origin.look(len(before) + 5)
+    catalogs = [asset.catalog for asset in origin.holdings.assets if asset not in before]
+    assert sorted(each.position for each in catalogs) == [0, 128, 256, 384, 512]
+    assert all("AC-L3" in each.by_name for each in catalogs)
+    into = Pool("page_head")
+    other = backend(into, policy="fixed:AC-L0", **reach)
+    # When it reads, it leaves out the keys of the node that the prompt matches, here of two pages, or says nothing.
+    for prefix in (keys[:3], keys[:1], [], None):
+        into.kv_buffer.zero_()
+        info = HiCacheStorageExtraInfo(prefix_keys=prefix)
+        assert other.batch_exists(keys[3:], info) == 2
+        assert other.batch_get_v1(keys[3:], indices(6, 1), info) == [True, True]
+        for number, place in ((3, 6), (4, 1)):
+            assert kvdata.is_base_of(into.page(place), kv[:, :, :, number * PAGE : (number + 1) * PAGE])
+    into.kv_buffer.zero_()
+    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
+        behind = HiCacheStorageExtraInfo(prefix_keys=keys[:4])
+        assert other.batch_exists(keys[3:], behind) == 0
+        assert other.batch_get_v1(keys[3:], indices(6, 1), behind) == [False, False]
+    assert not into.kv_buffer.any()
+    assert "token 384 of a prompt, wanted is one of 512, 640" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["no prefix keys", "no interface_v1"])
+def test_pages_whose_place_sglang_does_not_tell_have_plain_tracks(origin, backend, profile, caplog, how):
+    before, pool = set(origin.holdings.assets), Pool("layer_first")
+    one = backend(pool, publish=str(origin.root), profile=profile)
+    keys = [f"{how}: {number}" for number in range(2)]
+    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
+        if how == "no prefix keys":
+            assert all(one.batch_set_v1(keys, indices(0, 1), HiCacheStorageExtraInfo()))
+        else:
+            assert one.batch_set(keys, [pool.get_dummy_flat_data_page() for _ in keys])
+    origin.look(len(before) + 2)
+    for asset in set(origin.holdings.assets) - before:
+        assert [track.name for track in asset.catalog.tracks] == ["FP16", "Int8", "Int4"]
+    assert caplog.text.count("hicache_storage_pass_prefix_keys") == 1
 
 
 def test_ranks_and_kinds_of_caches_do_not_mix(origin, backend):
