@@ -18,20 +18,9 @@ MAX_TRACKS = 64
 _MAX_MIXES = 256
 _LEAST_GROUP_BYTES = 64
 """Bytes of a catalog for one group, at least: a SHA-256 in hex."""
-_PLAIN = frozenset(
-    [
-        "schema",
-        "namespace",
-        "spec",
-        "tokens",
-        "position",
-        "source",
-        "profile",
-        "profile_bytes",
-        "prefill",
-        "loss_method",
-    ]
-)
+_WORDS = "schema", "namespace", "spec", "source", "profile", "loss_method"
+_NUMBERS = "tokens", "position", "profile_bytes", "prefill"
+_PLAIN = frozenset((*_WORDS, *_NUMBERS))
 """Fields of a catalog that are small."""
 _AT_A_TIME = 8192
 """Values that are checked at a time, so that other threads can run in between."""

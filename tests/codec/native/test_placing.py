@@ -130,7 +130,7 @@ def test_every_code_of_e4m3_means_what_torch_says(path):
     shape = of_class("latent", 1, len(codes), 0)
     out = torch.empty(shape.shape(1))
     scale = torch.linspace(0.5, 2, len(codes)).half()
-    with taking(path):
+    with coder.taking(path):
         assert placing.cast_scaled(codes[None], scale, out[:1])
     wanted = codes.view(torch.float8_e4m3fn).float() * scale.float()
     assert torch.equal(out[0].flatten().view(torch.int32), wanted.view(torch.int32))
