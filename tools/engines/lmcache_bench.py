@@ -1,13 +1,15 @@
 """LMCache over a shaped link: kvabr's plug-in against LMCache's own server with its fixed CacheGen level.
 
     tools/engine-lmcache bench [--mbps 20,50,100] [--rtt 20] [--deadline 3] [--tokens 2048] [--quic qh3] [--json F]
+        [--storages CacheGen,naive,kvabr,kvabr+AC] [--policies anytime,fixed:Int8,fixed:AC-5x]
 
 The cache of a real text under SmolLM2 is stored through LMCache's engine, once to each storage, and retrieved through
 it over a link of the same rate and round trip: kvabr over UDP (its own shaper), LMCache's server over TCP (a proxy that
 passes bytes on at the rate, after the delay; it loses none, so TCP is at its best). Seconds are from `retrieve` until
 the chunks are in the engine's cache, decoding on this machine's CPU included; "link s" is what the bytes alone take at
-that rate, which is what a storage whose decoder costs nothing would need. KL is that of the next 64 tokens against the
-exact cache, nats per token. In each row everything is of the same run.
+that rate, which is what a storage whose decoder costs nothing would need. ``kvabr+AC`` has the model's codec profile,
+and so the AC tracks of chunks whose position is known; each policy is a row of its own. KL is that of the next 64
+tokens against the exact cache, nats per token. In each row everything is of the same run.
 """
 
 from __future__ import annotations
@@ -34,16 +36,20 @@ from lmcache.v1.config import LMCacheEngineConfig  # noqa: E402
 from lmcache.v1.gpu_connector import GPUConnectorInterface  # noqa: E402
 from lmcache.v1.metadata import LMCacheMetadata  # noqa: E402
 
+import kvabr.data  # noqa: E402
 from kvabr.engines.transformers.model_loader import load_model  # noqa: E402
 from kvabr.publish.texts import measuring_texts  # noqa: E402
 from kvabr.replay.live.lane import Conditions  # noqa: E402
 from kvabr.replay.live.origin import LiveOrigin  # noqa: E402
 from kvabr.replay.live.shaper import Shaper  # noqa: E402
 from kvabr.replay.synth import synthesise  # noqa: E402
+from kvabr.types.naming import LAYERS  # noqa: E402
 from tests.engines.smollm2_folder import smollm2_folder  # noqa: E402
 
 CHUNK, CONTINUATION = 256, 64
 PREFIX = "remote_storage_plugin.kvabr."
+PLAIN = ("FP16", "Int8", "Int4")
+PROFILE_FILE = Path(kvabr.data.__file__).with_name(kvabr.data.PROFILE)
 _PIECE = 16 << 10
 
 
@@ -240,15 +246,16 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=3.0, help="seconds")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--quic", default="qh3", choices=("aioquic", "qh3"))
-    parser.add_argument("--storages", default="CacheGen,naive,kvabr")
+    parser.add_argument("--storages", default="CacheGen,naive,kvabr,kvabr+AC")
+    parser.add_argument(
+        "--policies", default="anytime", help="of kvabr; those of tracks that are not there are left out"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as scratch, lmcache_server() as port:
         bench = Bench(Path(os.environ.get("KVABR_SMOLLM2") or Path(scratch) / "model"), args.tokens)
-        assets = Path(scratch) / "assets"
-        assets.mkdir()
         print(f"{args.tokens} tokens, {bench.cache.nbytes / 1e6:.1f} MB at FP16, prefill {bench.prefill_s:.2f} s here")
         spent, wanted = {}, args.storages.split(",")
         rates = [float(rate) for rate in args.mbps.split(",")]
@@ -260,19 +267,31 @@ def main() -> None:
                 spent[name] = bench.store(engine)
                 bench.retrieve(engine)  # numba compiles CacheGen's kernels at their first use
             rows += [over_tcp(bench, name, serde, port, rate, args) for rate in rates]
-        if "kvabr" in wanted:
-            with bench.engine("naive", kvabr_options(publish=str(assets))) as engine:
-                spent["kvabr"] = bench.store(engine)
+        for name, tracks in (("kvabr", PLAIN), ("kvabr+AC", (*PLAIN, "AC-5x", *LAYERS))):
+            if name not in wanted:
+                continue
+            options = {"profile": str(PROFILE_FILE)} if name == "kvabr+AC" else {}
+            assets = Path(scratch) / name
+            assets.mkdir()
+            with bench.engine("naive", kvabr_options(publish=str(assets), tracks=tracks, **options)) as engine:
+                spent[name] = bench.store(engine)
+            playable = [
+                each for each in args.policies.split(",") if each.removeprefix("fixed:") in ("anytime", *tracks)
+            ]
             with LiveOrigin(assets, args.quic) as origin:
-                rows += [over_udp(bench, origin, rate, args) for rate in rates]
+                rows += [
+                    over_udp(bench, origin, rate, args, name, options | {"policy": policy})
+                    for rate in rates
+                    for policy in playable
+                ]
     for name, seconds in spent.items():
         print(f"{name}: {seconds:.2f} CPU seconds to store")
     head = ("Mbit/s", "storage", "seconds", "MB", "link s", "tokens", "KL mnats", "exact")
-    print("{:>7} {:10} {:>8} {:>7} {:>7} {:>7} {:>9} {:>6}".format(*head))
+    print("{:>7} {:22} {:>8} {:>7} {:>7} {:>7} {:>9} {:>6}".format(*head))
     for row in sorted(rows, key=lambda row: (row["mbps"], row["storage"])):
         kl = "-" if row["kl"] is None else f"{row['kl'] * 1e3:.3f}"
         print(
-            f"{row['mbps']:7g} {row['storage']:10} {row['seconds']:8.2f} {row['bytes'] / 1e6:7.1f}"
+            f"{row['mbps']:7g} {row['storage']:22} {row['seconds']:8.2f} {row['bytes'] / 1e6:7.1f}"
             f" {row['bytes'] * 8e-6 / row['mbps']:7.2f} {row['tokens']:7d} {kl:>9} {row['exact']!s:>6}"
         )
     if args.json is not None:
@@ -291,7 +310,7 @@ def over_tcp(bench: Bench, name: str, serde: str, port: int, mbps: float, args: 
     return row
 
 
-def over_udp(bench: Bench, origin: LiveOrigin, mbps: float, args: argparse.Namespace) -> dict:
+def over_udp(bench: Bench, origin: LiveOrigin, mbps: float, args: argparse.Namespace, name: str, options: dict) -> dict:
     """An origin of kvabr behind a link."""
     conditions = Conditions(rtt_s=args.rtt / 1e3)
     trace = synthesise("constant", mean_mbps=mbps, duration_s=3600.0, step_s=60.0)
@@ -300,10 +319,10 @@ def over_udp(bench: Bench, origin: LiveOrigin, mbps: float, args: argparse.Names
         link.begin(trace, 0.0, conditions)
         extra = kvabr_options(
             url=f"moqt://127.0.0.1:{link.address[1]}/", fingerprint=origin.fingerprint, quic=args.quic,
-            deadline_s=args.deadline, lookup_s=5.0, patience=20.0,
+            deadline_s=args.deadline, lookup_s=5.0, patience=20.0, **options,
         )  # fmt: skip
         with bench.engine("naive", extra) as engine:
-            row = {"mbps": mbps, "storage": "kvabr", **bench.retrieve(engine)}
+            row = {"mbps": mbps, "storage": f"{name} {options['policy']}", **bench.retrieve(engine)}
             row["bytes"] = int(metrics_of(engine).value("kvabr_client_downloaded_bytes_total"))
     print(row, flush=True)
     return row
