@@ -10,11 +10,11 @@ import torch
 from kvabr.codec.base import GroupContext
 from kvabr.codec.container import header_bytes
 from kvabr.codec.group import clean, decode_group, decode_payload, encode_group, payload_of
+from kvabr.codec.native import coder
 from kvabr.codec.quantised import codes_of, convert, numbers_of, scales_of
 from kvabr.publish.encoder import ordered_tracks
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec, LayerClass
-from tests.codec.native.test_paths import taking
 
 CHUNK = "ab" * 32
 ALIKE = LayerClass("full", (0, 1), 2, 16, 16, "float8_e4m3fn", scales=(0.25,))
@@ -71,7 +71,7 @@ def test_codes_come_back_to_the_bit_and_are_never_wider(name):
 def test_into_another_type_come_the_numbers(name, dtype, path):
     spec = spec_of(name)
     kv, out = codes(spec), torch.empty(spec.shape(40), dtype=dtype)
-    with taking(path):
+    with coder.taking(path):
         round_trip(kv, "Raw", spec, out)
     wanted = kv.float() * scales_of(spec)
     if dtype == torch.float16:
