@@ -33,6 +33,7 @@ from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, n
 from kvabr.client.shared_bandwidth import estimating, link_of
 from kvabr.client.upgrades import Upgrades
 from kvabr.codec.profile import Profile
+from kvabr.codec.quantised import all_finite, as_type, check_wanted, convert
 from kvabr.codec.threads import decoder_threads
 from kvabr.player.assembler import Assembler
 from kvabr.player.builder import new_estimator, new_session, opening
@@ -413,16 +414,20 @@ class Play:
         """Check what an engine computed, and return it in the tensor or element type that the caller wants."""
         options, tokens = self.options, len(self.tokens)
         for kv, part in zip(parts, spec.parts, strict=True):
-            if tuple(kv.shape) != part.shape(tokens) or not bool(torch.isfinite(kv).all()):
+            if tuple(kv.shape) != part.shape(tokens) or not all_finite(kv):
                 raise ModelError(f"the engine returned {tuple(kv.shape)}, or NaN, where {part.shape(tokens)} was due")
         if options.out is None:
-            pairs = zip(parts, spec.parts, strict=True)
-            return tuple(kv.to(options.dtype or part.torch_dtype) for kv, part in pairs)
+            wanted = [options.dtype or part.torch_dtype for part in spec.parts]
+            for dtype, part in zip(wanted, spec.parts, strict=True):
+                check_wanted(dtype, part)
+            return tuple(as_type(*each) for each in zip(parts, wanted, spec.parts, strict=True))
         place = options.out[:, :, :, :tokens]
         if tuple(place.shape) != spec.shape(tokens):
             have, needed = tuple(options.out.shape), spec.shape(tokens)
             raise UsageError(f"the tensor to assemble in is {have}, too small for {needed}")
-        return (place.copy_(parts[0]),)
+        check_wanted(place.dtype, spec)
+        convert(parts[0], place, spec)
+        return (place,)
 
 
 def _tracks(driver: Driver, found: PlacedPrefix) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from kvabr.types.errors import FormatError
+from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import QUANTISED, KVSpec, LayerClass
 
 _TYPES = tuple(getattr(torch, name) for name in QUANTISED)
@@ -27,6 +27,12 @@ def check_type(kv: torch.Tensor, spec: KVSpec, what: str) -> None:
     """Raise a `FormatError` if a tensor holds codes of another type than those of the spec's only class."""
     if kv.dtype in _TYPES and kv.dtype != spec.torch_dtype:
         raise FormatError(f"{what} {kv.dtype}: the class {spec.only.title} of {spec.model} is kept in {spec.dtype}")
+
+
+def check_wanted(dtype: torch.dtype, spec: KVSpec) -> None:
+    """Raise a `UsageError` if a cache is wanted in a quantised type that is not that of the spec's only class."""
+    if dtype in _TYPES and dtype != spec.torch_dtype:
+        raise UsageError(f"a cache in {dtype} has scales of its own, and the asset's is in {spec.dtype}")
 
 
 def special(codes: torch.Tensor) -> torch.Tensor:
@@ -79,10 +85,17 @@ def codes_of(kv: torch.Tensor, spec: KVSpec) -> torch.Tensor:
     return (kv.float() / scales_of(spec).to(kv.device)).clamp_(-top, top).to(own)
 
 
+def as_type(kv: torch.Tensor, dtype: torch.dtype, spec: KVSpec) -> torch.Tensor:
+    """Return a tensor [layer, K/V, head, token, dim] of codes or of numbers in another type; see `check_wanted`."""
+    return _translated(kv, dtype, spec).to(dtype)
+
+
 def convert(kv: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:
     """Copy a tensor [layer, K/V, head, token, dim] into another, each of codes or of numbers."""
-    if is_quantised(out.dtype) and not is_quantised(kv.dtype):
-        kv = codes_of(kv, spec)
-    elif is_quantised(kv.dtype) and not is_quantised(out.dtype):
-        kv = numbers_of(kv, spec)
-    out.copy_(kv)
+    out.copy_(_translated(kv, out.dtype, spec))
+
+
+def _translated(kv: torch.Tensor, dtype: torch.dtype, spec: KVSpec) -> torch.Tensor:
+    if is_quantised(dtype) == is_quantised(kv.dtype):
+        return kv
+    return codes_of(kv, spec) if is_quantised(dtype) else numbers_of(kv, spec)

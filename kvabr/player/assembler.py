@@ -20,7 +20,7 @@ from kvabr.codec.base import GroupContext, payload_layout
 from kvabr.codec.container import HasDigest, unpack
 from kvabr.codec.group import decode_payload, frame_header, payload_of
 from kvabr.codec.profile import Profile
-from kvabr.codec.quantised import all_finite, convert, is_quantised
+from kvabr.codec.quantised import all_finite, check_wanted, convert
 from kvabr.player.prefixes import PlacedPrefix, longest_prefix
 from kvabr.types.catalog import RECOMPUTED, Catalog, Track
 from kvabr.types.errors import FormatError, HoleError, UsageError
@@ -92,8 +92,7 @@ class Assembler:
         else:
             self._outs = (out,)
         for made, part in zip(self._outs, catalog.spec.parts, strict=True):
-            if is_quantised(made.dtype) and made.dtype != part.torch_dtype:
-                raise UsageError(f"a cache in {made.dtype} has scales of its own, and the asset's is in {part.dtype}")
+            check_wanted(made.dtype, part)
         self._begins = tuple(span.first for span in spans)
         """Per class, the first token of its tensor."""
         self._tracks: list[str | None] = [None] * catalog.groups

@@ -268,7 +268,7 @@ def with_heads(spec: KVSpec, heads: range | Sequence[range]) -> KVSpec:
     if all(len(part) == one.heads for part, one in zip(parts, spec.classes, strict=True)):
         return spec
     told = ",".join(dict.fromkeys(f"{part.start}-{part.stop - 1}" for part in parts))
-    classes = tuple(replace(one, heads=len(part)) for part, one in zip(parts, spec.classes, strict=True))
+    classes = tuple(one.of_heads(part) for part, one in zip(parts, spec.classes, strict=True))
     return replace(spec, classes=classes, model=f"{spec.model}+heads{told}")
 
 

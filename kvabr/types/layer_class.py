@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -214,6 +214,15 @@ class LayerClass:
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
         """Return the shape of the tensor for ``tokens`` tokens, or rows of a state."""
         return (len(self.layers), self.halves, self.heads, tokens, sum(self.split) // self.halves)
+
+    def of_heads(self, heads: range) -> LayerClass:
+        """Return the class of some heads of this one, with their scales."""
+        each = len(self.layers) * self.vectors
+        scales = self.scales
+        if scales is not None and len(scales) == each * self.heads:
+            rows = (scales[first : first + self.heads] for first in range(0, len(scales), self.heads))
+            scales = tuple(scale for row in rows for scale in row[heads.start : heads.stop])
+        return replace(self, heads=len(heads), scales=scales)
 
     def first_needed(self, tokens: int) -> int:
         """Return the first token whose cache a prompt that goes on behind ``tokens`` tokens needs.

@@ -13,16 +13,19 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import save
 from kvabr.codec.base import GroupContext
 from kvabr.codec.group import decode_group, encode_group
+from kvabr.codec.quantised import codes_of
 from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
 from kvabr.publish.publisher import Publisher, Slot
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAsset
+from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ForeignError, PlayError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass
+from tests.client.classes import Computer, numbers
 from tests.client.virtual import virtual
-from tests.memory_transport import MemoryConnection, MemoryLink
+from tests.memory_transport import Fault, MemoryConnection, MemoryLink
 
 LATENT = LayerClass("latent", (0, 1, 2), 1, 576, 0, "bfloat16")
 """512 dims of the compressed keys and values, 64 that are rotated; one head."""
@@ -151,3 +154,39 @@ def test_the_assembler_takes_its_own_codes_or_numbers_and_no_others(tmp_path):
     assembler.put_computed(2, 3, numbers)
     assert same(assembler.take(), exact)
     assert same(out, exact)
+
+
+@pytest.mark.parametrize("name", ["mla fp8", "sparse fp8"])
+@virtual
+async def test_a_prefix_of_a_quantised_cache_is_handed_over_in_whole_blocks(tmp_path, name):
+    """As for vLLM, which computes the rest: the last group does not come."""
+    spec = SPECS[name]
+    library = published(tmp_path, spec)
+
+    def faults(ask):
+        return Fault(refuse=0x10) if ask.group == 2 else None
+
+    link = MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(1e7, 0.02), faults=faults)
+    async with link as connection, AsyncClient(connection, options=PlayOptions(policy="fixed:Raw")) as client:
+        found = await client.find(TOKENS, model=spec, any_dtype=True)
+        played = await client.play_prefix(found, deadline=2.0, cost=PrefillCost.from_rate(1.0), block=16)
+    assert (played.first, played.tokens, set(played.coverage)) == (0, 64, {"Raw"})
+    for kv, exact in zip(played.parts, cache_of(spec), strict=True):
+        assert same(kv.contiguous(), exact[:, :, :, :64].contiguous())
+
+
+@pytest.mark.parametrize("out", [False, True])
+@virtual
+async def test_what_the_engine_computes_itself_becomes_its_codes(tmp_path, out):
+    """Nothing of this prompt is published, and the engine gives numbers."""
+    tokens = list(range(100, 150))
+    into = torch.zeros(GQA_FP8.shape(60), dtype=torch.float8_e5m2) if out else None
+    wanted = codes_of(numbers(GQA_FP8, tokens)[0], GQA_FP8)
+    link = MemoryConnection(partial(published(tmp_path, GQA_FP8).find, EVERYTHING), MemoryLink(1e7, 0.02))
+    how = PlayOptions(prefill_cost=PrefillCost.from_rate(1e4), out=into)
+    async with link as connection, AsyncClient(connection, options=how, engine=Computer(GQA_FP8)) as client:
+        played = await client.play(tokens, deadline=2.0)
+        with pytest.raises(UsageError, match="has scales of its own"):
+            await client.play(tokens, deadline=2.0, options=replace(how, out=None, dtype=torch.float8_e4m3fn))
+    assert same(played.kv.contiguous(), wanted)
+    assert into is None or same(into[:, :, :, :50].contiguous(), wanted)

@@ -62,6 +62,14 @@ def test_the_scales_of_a_quantised_cache_are_part_of_what_it_is(scales):
         KVSpec.from_json(broken)
 
 
+def test_some_heads_have_their_own_scales():
+    each = replace(QUANTISED, scales=tuple(range(1, 9)))
+    assert each.of_heads(range(1, 2)).scales == (2, 4, 6, 8)
+    assert (each.of_heads(range(1, 2)).heads, each.of_heads(range(2))) == (1, each)
+    assert QUANTISED.of_heads(range(1)).scales == QUANTISED.scales
+    assert FULL.of_heads(range(1)).scales is None
+
+
 def test_a_quantised_cache_is_taken_by_engines_that_have_the_same_or_none():
     quantised = KVSpec("m", "t", (QUANTISED,))
     plain = KVSpec("m", "t", (replace(QUANTISED, dtype="bfloat16", scales=None),))

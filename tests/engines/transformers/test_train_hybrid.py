@@ -1,0 +1,38 @@
+"""`tools/train-hybrid` trains, stops, goes on where it stopped, and writes a model that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[3] / "tools" / "train-hybrid"
+
+
+def train(work, steps):
+    options = ["--steps", str(steps), "--batch", "1", "--length", "64", "--threads", "1"]
+    command = [sys.executable, str(TOOL), str(work), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - our own tool
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_training_goes_on_where_it_stopped(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    assert "step 0 of 1" in train(tmp_path, 1)
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert "step 1 of 2" in train(tmp_path, 2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "training.json").read_text())["steps"] == 2
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    assert sum(path.stat().st_size for path in (tmp_path / "model").iterdir()) <= 8_000_000
+    assert not torch.equal(first.lm_head.weight, model.lm_head.weight)
+    assert set(model.config.layer_types) == {"linear_attention", "full_attention"}
