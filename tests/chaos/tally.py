@@ -112,6 +112,7 @@ class Tally:
             "failures": self.failures, "by_fault": self.by_fault, "errors": self.errors,
             "seen": self.seen, "recovered_s": self.recovered_s, "latest": self.latest,
             "partial": self.partial, "growing": self.growing(),
+            "memory": {name: [[one.rss for one in life] for life in lives] for name, lives in self.lives.items()},
         }  # fmt: skip
 
     def table(self) -> str:
