@@ -18,15 +18,18 @@ _EPILOG = """\
 examples:
   kvabr calibrate --model smollm2 --out smollm2.profile.safetensors
   kvabr calibrate --model ./my-llama --text manual.txt code.py letters.txt --out my-llama.safetensors
+  kvabr calibrate --model ./my-gemma --target-kl 0.002 --out my-gemma.safetensors
 
 The AC tracks code a cache against statistics of the model: channel means, the transform that decorrelates channels and
 layers, quantiser steps, probability tables. They are calibrated once per model, on texts as diverse as its prompts, and
 every player fetches them once. More layers per stack and more components per layer make smaller caches and a larger
-profile; --step-scale makes all tracks smaller and coarser, or larger and finer.
+profile; --step-scale makes all tracks smaller and coarser, or larger and finer. The same steps cost some models more
+than others: --target-kl measures, and chooses steps for each layer class; all AC tracks move with AC-5x.
 
 The model runs forwards over every context, and backwards through the last quarter of it, to find the channels in which
 errors matter. That takes minutes for a small model, and space for all caches twice in the temporary folder (TMPDIR).
-A profile fits only the model that it was made from.
+A profile fits only the model that it was made from. It covers all of its layer classes (windows, chunks, latents);
+there is no AC for recurrent states.
 """
 
 
@@ -72,6 +75,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step-scale", type=float, default=1.0, metavar="X", help="scale every quantiser step (default: 1)"
     )
+    parser.add_argument(
+        "--target-kl",
+        type=float,
+        metavar="X",
+        help="choose the steps of every layer class so that AC-5x loses at most X nats per token, measured on a sixth "
+        "of the contexts (default: the same steps for every model)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -81,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
     from kvabr.cli.display import StageBar
     from kvabr.codec.ac import check_class
-    from kvabr.publish.calibrate import CONTEXTS, STAGES, calibrate
+    from kvabr.publish.calibrate import CONTEXTS, SEARCH, calibrate, stages
     from kvabr.publish.texts import calibration_texts
     from kvabr.store.files import read_text, write_file
 
@@ -93,26 +103,34 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     start = time.perf_counter()
     loaded = load(args.model, console)
-    check_class(loaded.engine.spec, "AC")
-    with StageBar({stage: f"{stage} (contexts)" for stage in STAGES}, console) as bar:
+    spec = loaded.engine.spec
+    check_class(spec, "AC")
+    told: list[str] = []
+    titles = {stage: f"{stage} (contexts)" for stage in stages(spec)}
+    with StageBar({**titles, SEARCH: f"{SEARCH} (measurements)"}, console) as bar:
         profile = calibrate(
             loaded,
             texts,
             contexts=CONTEXTS if args.contexts is None else args.contexts,
             tokens=args.context_tokens,
             config=config,
+            target_kl=args.target_kl,
             progress=bar,
+            tell=told.append,
         )
     data = profile.to_bytes()
     write_file(args.out, data)
     seconds = time.perf_counter() - start
     print(f"profile of {profile.spec.model}: {args.out}, {len(data):,} bytes ({seconds:.0f} s)")
     print(f"SHA-256 {profile.digest}")
-    if profile.spec.rope is None:
-        print(
-            "no invertible rotary embedding was found (one that depends on the prompt's length is not): keys are coded "
-            "as they are"
-        )
+    for line in told:
+        print(line)
+    for name, only in zip(spec.names, spec.classes, strict=True):
+        if only.rope is None:
+            print(
+                "no invertible rotary embedding was found (one that depends on the prompt's length is not): keys "
+                f"{'' if len(spec.classes) == 1 else f'of {name} '}are coded as they are"
+            )
     return 0
 
 
@@ -121,6 +139,10 @@ def _config(args: argparse.Namespace) -> FitConfig:
 
     if not 0.01 <= args.step_scale <= 100:
         raise UsageError("--step-scale must be from 0.01 to 100")
+    if args.target_kl is not None and not 1e-6 <= args.target_kl <= 1:
+        raise UsageError("--target-kl must be from 0.000001 to 1 nats per token")
+    if args.target_kl is not None and args.step_scale != 1:
+        raise UsageError("--target-kl chooses the steps itself: leave out --step-scale")
     if args.stack_layers is not None and args.stack_layers < 1:
         raise UsageError("--stack-layers must be positive")
     if min(args.kept or (0,)) < 0:

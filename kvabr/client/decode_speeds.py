@@ -138,7 +138,8 @@ def _timed_decode(
         raise FormatError(f"{track.name} takes seconds without the native coder")
     most = _SMALL if separable else _LARGE
     tokens = min(spec.rows, max(16, most // spec.elements_per_token))
-    behind_sinks = spec.group_tokens * (1 + (0 if profile is None else profile.sinks) // spec.group_tokens)
+    sinks = 0 if profile is None else profile.of(spec).sinks
+    behind_sinks = spec.group_tokens * (1 + sinks // spec.group_tokens)
     sample = samples.setdefault(tokens, SampleFrames(GroupContext(spec, behind_sinks, tokens, profile)))
     below: list[memoryview] = []
     lower = track

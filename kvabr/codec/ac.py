@@ -37,7 +37,7 @@ from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
 from kvabr.codec.payload import PayloadReader, finite, raw
-from kvabr.codec.profile import Profile
+from kvabr.codec.profile import ClassProfile
 from kvabr.codec.quantiser import RATIO, SINGLE, quantise
 from kvabr.codec.quantiser import below as track_below
 from kvabr.types.errors import FormatError
@@ -146,7 +146,7 @@ class _Work:
     """Intermediate results that the depths of one group share while they are encoded."""
 
     group: torch.Tensor
-    profile: Profile
+    profile: ClassProfile
     coefficients: Coefficients
     made: dict[str, _Made] = field(default_factory=dict)
 
@@ -158,7 +158,7 @@ class _Work:
         return index
 
 
-def _work(group: torch.Tensor, context: GroupContext, profile: Profile) -> _Work:
+def _work(group: torch.Tensor, context: GroupContext, profile: ClassProfile) -> _Work:
     known = None if context.memo is None else context.memo.get(_MEMO)
     if isinstance(known, _Work) and known.group is group and known.profile is profile:
         return known
@@ -177,7 +177,7 @@ def _chain(track: str) -> list[str]:
 
 
 def _split_chain(
-    profile: Profile, context: GroupContext, tracks: Sequence[str], payloads: Sequence[memoryview | bytes]
+    profile: ClassProfile, context: GroupContext, tracks: Sequence[str], payloads: Sequence[memoryview | bytes]
 ) -> list[Parts]:
     """Parse the payloads of a chain."""
     if len(payloads) != len(tracks):
@@ -190,29 +190,27 @@ def _split_chain(
 
 
 def has_ac(spec: KVSpec) -> bool:
-    """Return whether the layers can be coded: one class of full attention, keys and values alike."""
-    only = spec.classes[0]
-    plain = only.kind == "full" and only.halves == 2 and not (only.rope and only.rope.first)
-    return plain and len(spec.classes) == 1 and spec.part_of is None
+    """Return whether all layer classes can be coded: there are no AC tracks of states."""
+    return all(each.kind != "state" for each in spec.classes)
 
 
 def check_class(spec: KVSpec, track: str) -> None:
     """Raise a `FormatError` that names the tracks that work, unless `has_ac`."""
     if not has_ac(spec):
         raise FormatError(
-            f"{track}: there is no AC yet for {spec.model} ({spec.summary}); FP16, BF16, FP8, Int8, FP4 and Int4 work"
+            f"{track}: there is no AC for the states of {spec.model} ({spec.summary}); FP16, BF16, FP8, Int8, FP4 and "
+            "Int4 work"
         )
 
 
-def _profile(context: GroupContext, track: str) -> Profile:
+def _profile(context: GroupContext, track: str) -> ClassProfile:
     check_class(context.spec, track)
     if context.profile is None:
         raise FormatError(f"{track} needs the model's profile; this asset came without one")
-    context.profile.check(context.spec)
-    return context.profile
+    return context.profile.of(context.spec)
 
 
-def _sinks(profile: Profile, context: GroupContext) -> int:
+def _sinks(profile: ClassProfile, context: GroupContext) -> int:
     return min(context.tokens, max(0, profile.sinks - context.first_token))
 
 
@@ -271,13 +269,13 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
     far = torch.from_numpy(np.concatenate([np.zeros(sinks, dtype=bool), offsets >= _FAR]))
     if listed and (bool((np.diff(tokens) <= 0).any()) or int(tokens[-1]) >= context.tokens):
         raise FormatError(f"{what}: the listed tokens are not in ascending order; the payload is corrupt")
-    spec, count = context.spec, int(far.sum())
-    near = (len(tokens) - count, spec.layers, 2)
-    each = (spec.kv_heads, spec.head_dim)
+    layers, halves, heads, _, dim = context.spec.shape(1)
+    count, each = int(far.sum()), (heads, dim)
+    near = (len(tokens) - count, layers, halves)
     scale = finite(reader.tensor(torch.float16, near), what).float()
     codes = reader.tensor(torch.int8, (*near, *each)).float()
-    whole = finite(reader.tensor(torch.float16, (count, spec.layers, 2, *each)), what).float()
-    values = torch.empty((len(tokens), spec.layers, 2, *each))
+    whole = finite(reader.tensor(torch.float16, (count, layers, halves, *each)), what).float()
+    values = torch.empty((len(tokens), layers, halves, *each))
     values[~far] = (codes * scale[..., None, None]).clamp(-FP16_MAX, FP16_MAX)
     values[far] = whole
     return Parts(tokens, listed, values, reader.rest())

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES, check_cache
-from kvabr.codec.rope import backwards, rope_shape, rotate
+from kvabr.codec.rope import backwards, rope_first, rope_shape, rotate
 from kvabr.codec.transform import FARTHEST, NO_MATRIX, ONE, Matrices, Stack, Structure, Transform
 from kvabr.types.errors import FormatError
 
@@ -96,7 +96,7 @@ class Analysis:
         if native_available():
             return self._analyse_natively(group.detach().cpu(), first_token)
         bare = _empty(*group.shape[:3], *group.shape[:2:-1]).transpose(3, 4)
-        bare[:, 1] = group[:, 1]
+        bare[:, 1:] = group[:, 1:]
         bare[:, 0] = rotate(group[:, 0].float().cpu(), self.structure.spec.rope, first_token, undo=True)
         return self.coefficients(self.centred(bare))
 
@@ -115,7 +115,7 @@ class Analysis:
 
     def key_power(self, channels: torch.Tensor) -> torch.Tensor:
         """Return the squared distance of each token's keys from their mean, [layer, token] float32."""
-        keys = channels.reshape(self.structure.spec.layers, 2, -1, channels.shape[2])[:, 0]
+        keys = channels.reshape(self.structure.spec.layers, self.structure.halves, -1, channels.shape[2])[:, 0]
         return keys.square().sum(dim=1)
 
     def outlying(self, power: torch.Tensor) -> torch.Tensor:
@@ -163,9 +163,10 @@ class Analysis:
         for stack, matrix in zip(structure.stacks, transform.stack, strict=True):
             which = slice(stack.first, stack.last), stack.kind
             blocks = structure.blocks_of(stack)
+            first = rope_first(None if stack.kind else spec.rope)
             handle = _kvanalysis.analysis(
                 (stack.kind, stack.first, len(stack.layers)),
-                (spec.kv_heads, spec.head_dim, structure.block_heads),
+                (spec.kv_heads, structure.dim, structure.block_heads, *([first] if first else [])),
                 stack.kept,
                 *rope_shape(None if stack.kind else spec.rope),
                 np.ascontiguousarray(transform.mean[which], dtype=np.float32),

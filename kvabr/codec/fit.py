@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvabr.codec.analysis import Analysis
 from kvabr.codec.native.coder_model import TILE
-from kvabr.codec.profile import MAX_SINKS, MAX_STEP, Depth, Profile
+from kvabr.codec.profile import MAX_SINKS, MAX_STEP, ClassProfile, Depth
 from kvabr.codec.quantiser import SymbolCounts, coder_model, nested, quantise
 from kvabr.codec.rope import rotate
 from kvabr.codec.transform import LARGEST, NO_MATRIX, RUN, Structure, Transform, layered, plain, rounded
@@ -98,19 +98,31 @@ def fit(
     progress: Progress = lambda _stage, _done: None,
     *,
     gradients: Caches | None = None,
-) -> Profile:
-    """Fit a profile.
+) -> ClassProfile:
+    """Fit the profile of one layer class.
 
     Args:
-        spec: the model's spec.
+        spec: the model's spec, or that of one of its classes.
         caches: called once per pass.
         config: options of the profile.
         progress: called after every cache of every pass.
         gradients: for each cache, the gradient of what the model says next with respect to its first tokens, as
-            `kvabr.engines.transformers.TransformersEngine.gradient` computes it: [layer, K/V, head, token, dim], fewer
-            tokens than the cache. None: all channels of a layer's keys, or values, count alike.
+            `kvabr.engines.transformers.TransformersEngine.gradient_classes` computes it: [layer, K/V, head, token,
+            dim], fewer tokens than the cache. None: all channels of a layer's keys, or values, count alike.
     """
     config = config or FitConfig()
+    return fit_tables(fit_transform(spec, caches, config, progress, gradients=gradients), caches, config, progress)
+
+
+def fit_transform(
+    spec: KVSpec,
+    caches: Caches,
+    config: FitConfig,
+    progress: Progress = lambda _stage, _done: None,
+    *,
+    gradients: Caches | None = None,
+) -> Transform:
+    """Fit the part of a profile that no quantiser's step changes; the arguments are those of `fit`."""
     structure = layered(spec, config.stack_layers, config.kept, config.block_heads) if config.transform else plain(spec)
     source = _Source(spec, caches, config.sinks, progress)
     # Until stacks are fitted, all components are rows.
@@ -119,7 +131,16 @@ def fit(
     transform = _channels(transform, source, config, gradients)
     if bare != structure:
         transform = _stacks(transform, structure, source)
-    return Profile(spec, config.sinks, transform, _depths(Analysis(transform), source, config))
+    return transform
+
+
+def fit_tables(
+    transform: Transform, caches: Caches, config: FitConfig, progress: Progress = lambda _stage, _done: None
+) -> ClassProfile:
+    """Fit the tables of every depth to a transform; the arguments are those of `fit`."""
+    spec = transform.structure.spec
+    source = _Source(spec, caches, config.sinks, progress)
+    return ClassProfile(spec, config.sinks, transform, _depths(Analysis(transform), source, config))
 
 
 @dataclass(frozen=True)
@@ -155,7 +176,7 @@ class _Source:
         slope, rope = self.bare(gradient), self.spec.rope
         if rope is not None:
             # Undoing the rotation divides by the factor; the gradient grows by the same factor, hence the square.
-            slope[:, 0, ..., : rope.rotary_dim] *= rope.factor**2
+            slope[:, 0, ..., rope.first : rope.first + rope.rotary_dim] *= rope.factor**2
         return slope
 
 
@@ -172,12 +193,13 @@ def _sensible(bare: torch.Tensor) -> torch.Tensor:
 def _means(structure: Structure, source: _Source) -> Transform:
     """Return a transform with the means only."""
     spec = structure.spec
-    total = torch.zeros((spec.layers, 2, spec.kv_heads, spec.head_dim), dtype=torch.float64)
+    layers, halves, heads, _, dim = spec.shape(1)
+    total = torch.zeros((layers, halves, heads, dim), dtype=torch.float64)
     count = 0
     for bare in source("means"):
         total += bare.sum(dim=3, dtype=torch.float64)
         count += bare.shape[3]
-    ones, quiet = np.ones((spec.layers, 2), np.float32), np.ones(spec.layers, np.float32)
+    ones, quiet = np.ones((layers, halves), np.float32), np.ones(layers, np.float32)
     none = (NO_MATRIX,) * len(structure.stacks)
     return Transform(structure, (total / count).half().numpy(), ones, None, none, quiet, float("inf"))
 
@@ -222,14 +244,27 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
     off = total / count
     mean = (torch.from_numpy(transform.mean.astype(np.float64)) + off.reshape(transform.mean.shape)).half().numpy()
     if not config.transform:
-        power = (scatter / count - off.square()).clamp(min=0).view(spec.layers, 2, -1).mean(dim=2)
+        power = (scatter / count - off.square()).clamp(min=0).view(spec.layers, structure.halves, -1).mean(dim=2)
         return replace(transform, mean=mean, norm=power.sqrt().clamp(min=_LEAST).float().numpy())
     common = scatter / count - off[:, :, None] * off[:, None, :]
-    shapes = _shapes(_steady(common), minded if slopes is not None else None, config)
-    top = shapes.abs().amax(dim=(1, 2)).view(spec.layers, 2, -1).amax(dim=2)
+    shapes = _shapes(_steady(common), minded if slopes is not None else _by_side(common, structure), config)
+    top = shapes.abs().amax(dim=(1, 2)).view(spec.layers, structure.halves, -1).amax(dim=2)
     norm = (top / LARGEST).clamp(min=_LEAST).float()
     whole = norm.repeat_interleave(structure.per_layer, dim=1).reshape(blocks, 1, 1)
     return replace(transform, mean=mean, norm=norm.numpy(), block=rounded(shapes / whole))
+
+
+def _by_side(common: torch.Tensor, structure: Structure) -> torch.Tensor | None:
+    """Return what stands for the model's sensitivity if it is not known: None, or that it minds relative errors.
+
+    Where a block holds keys and values side by side, these may differ much in size.
+    """
+    keys, values = structure.spec.only.split
+    if structure.halves == 2 or not values:
+        return None
+    power = common.diagonal(dim1=1, dim2=2).reshape(len(common), structure.block_heads, keys + values)
+    sides = (side.mean(dim=(1, 2), keepdim=True).expand_as(side) for side in power.split_with_sizes([keys, values], 2))
+    return torch.diag_embed(1 / torch.cat(tuple(sides), dim=2).clamp(min=_LEAST**2).reshape(len(common), -1))
 
 
 def _shapes(common: torch.Tensor, minded: torch.Tensor | None, config: FitConfig) -> torch.Tensor:

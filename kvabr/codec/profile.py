@@ -14,13 +14,18 @@ The file, format 2, is safetensors: arrays and one string, nothing executable.
     TRACK.class [row] uint8; TRACK.radius, TRACK.delta [class] uint8
     TRACK.freqs [class, context, symbol] int16
     TRACK.flags [flag context, row] int16; or [flag context, class] if all rows of a class are equal
+
+The axis K/V has length 1 where keys and values are unlike in shape, as in the cache's tensor. The file of a model with
+several layer classes, format kvabr.profile.classes/1, has all this for each: the metadata has format, spec and classes
+{name: {sinks, outlier, structure, depths}}, and the name of every array begins with the class's and a slash.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,6 +46,7 @@ from kvabr.types.kv import FP16_MAX, KVSpec
 _MAX_HEADER_BYTES = 256 << 10
 MAX_SINKS = 64
 FORMAT = "kvabr.profile/2"
+FORMAT_OF_CLASSES = "kvabr.profile.classes/1"
 _OLD = "kvabr.profile/1"
 MAX_STEP = 1024.0
 _NOT_A_FILE = SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError
@@ -54,9 +60,75 @@ class Depth(Quantiser):
     coder: CoderModel
 
 
+class Profile(ABC):
+    """Side information for the AC tracks of one model: of its only layer class, or of each of several."""
+
+    spec: KVSpec
+    """Of the model, or of one of its classes (`KVSpec.parts`)."""
+
+    @abstractmethod
+    def of(self, spec: KVSpec) -> ClassProfile:
+        """Return the profile of one layer class; a `ForeignError` if it is not one of this model."""
+
+    @property
+    @abstractmethod
+    def tracks(self) -> tuple[str, ...]:
+        """The tracks that all classes have."""
+
+    @abstractmethod
+    def _packed(self) -> tuple[dict[str, Any], _Arrays]:
+        """Return the facts and the arrays of the file."""
+
+    def check(self, spec: KVSpec) -> None:
+        """Raise a `ForeignError` unless the profile fits a cache of this spec. The group size does not matter."""
+        if spec is not self.spec and not spec.same_cache(self.spec):
+            raise ForeignError(
+                f"this profile was calibrated for {_title(self.spec)}, the cache is of {_title(spec)}; "
+                "use that model's profile, or make one with `kvabr calibrate`"
+            )
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the file, hex: the profile's name."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @cached_property
+    def _file(self) -> bytes:
+        facts, arrays = self._packed()
+        # One string only: safetensors writes several in random order, and the digest is the profile's name.
+        return bytes(save(arrays, metadata={"kvabr": json.dumps(facts, sort_keys=True)}))
+
+    def to_bytes(self) -> bytes:
+        """Return the profile as a file, see `kvabr.codec.profile`; equal profiles give equal bytes."""
+        return self._file
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Profile:
+        """Parse a profile from an untrusted source; raise a `FormatError` if it is none, or of another version."""
+        if len(data) > MAX_PROFILE_BYTES:
+            raise FormatError(f"profile: {len(data)} bytes, more than the {MAX_PROFILE_BYTES} allowed")
+        try:
+            facts = _facts(data)
+            arrays = load(data)
+            spec = KVSpec.from_json(facts["spec"])
+            profile: Profile
+            if facts["format"] == FORMAT:
+                profile = _unpacked(spec, facts, arrays)
+            else:
+                profile = ModelProfile(spec, _unpacked_parts(spec, facts["classes"], arrays))
+        except FormatError:
+            raise
+        except _NOT_A_FILE as error:
+            raise FormatError(f"profile: not a profile file ({error!r})") from error
+        if arrays:
+            raise FormatError(f"profile: unknown arrays {', '.join(sorted(arrays)[:4])}")
+        profile.__dict__["_file"] = bytes(data)
+        return profile
+
+
 @dataclass(frozen=True, eq=False)
-class Profile:
-    """Side information for the AC tracks of one model."""
+class ClassProfile(Profile):
+    """The profile of one layer class."""
 
     spec: KVSpec
     sinks: int
@@ -76,13 +148,15 @@ class Profile:
                 raise FormatError(f"profile: a dead zone of {depth.dead!r}")
             self.transform.scale(depth.step)
 
-    def check(self, spec: KVSpec) -> None:
-        """Raise a `ForeignError` unless the profile fits a cache of this spec. The group size does not matter."""
-        if spec is not self.spec and not spec.same_cache(self.spec):
-            raise ForeignError(
-                f"this profile was calibrated for {_title(self.spec)}, the cache is of {_title(spec)}; "
-                "use that model's profile, or make one with `kvabr calibrate`"
-            )
+    def of(self, spec: KVSpec) -> ClassProfile:
+        """See `Profile.of`."""
+        self.check(spec)
+        return self
+
+    @property
+    def tracks(self) -> tuple[str, ...]:
+        """See `Profile.tracks`."""
+        return tuple(self.depths)
 
     def depth(self, track: str) -> Depth:
         """Return the profile's part for a track; raise a `FormatError` if it has none."""
@@ -96,13 +170,12 @@ class Profile:
         """The encoder's use of the transform."""
         return Analysis(self.transform)
 
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the file, hex: the profile's name."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
+    def _packed(self) -> tuple[dict[str, Any], _Arrays]:
+        facts, arrays = self.packed()
+        return {**facts, "format": FORMAT, "spec": self.spec.to_json()}, arrays
 
-    @cached_property
-    def _file(self) -> bytes:
+    def packed(self) -> tuple[dict[str, Any], _Arrays]:
+        """Return what a file says of this class: facts as plain JSON values, and arrays by name."""
         transform = self.transform
         arrays: _Arrays = {"mean": transform.mean, "norm": transform.norm, "spread": transform.spread}
         matrices = {f"stack.{index}": each for index, each in enumerate(transform.stack) if each.gain.size}
@@ -119,66 +192,100 @@ class Profile:
                 "flags": _flags_by_class(coder).astype(np.int16, order="C"),
             }
             arrays |= {f"{track}.{name}": part for name, part in parts.items()}
-        # One string only: safetensors writes several in random order, and the digest is the profile's name.
         facts = {
-            "format": FORMAT,
-            "spec": self.spec.to_json(),
             "sinks": self.sinks,
             "outlier": min(transform.threshold, FP16_MAX),
             "structure": transform.structure.to_json(),
             "depths": {track: {"step": depth.step, "dead": depth.dead} for track, depth in self.depths.items()},
         }
-        return bytes(save(arrays, metadata={"kvabr": json.dumps(facts, sort_keys=True)}))
+        return facts, arrays
 
-    def to_bytes(self) -> bytes:
-        """Return the profile as a file, see `kvabr.codec.profile`; equal profiles give equal bytes."""
-        return self._file
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Profile:
-        """Parse a profile from an untrusted source; raise a `FormatError` if it is none, or of another version."""
-        if len(data) > MAX_PROFILE_BYTES:
-            raise FormatError(f"profile: {len(data)} bytes, more than the {MAX_PROFILE_BYTES} allowed")
-        try:
-            facts = _facts(data)
-            arrays = load(data)
-            spec = KVSpec.from_json(facts["spec"])
-            structure = Structure.from_json(spec, facts["structure"])
-            transform = Transform(
-                structure,
-                arrays.pop("mean"),
-                arrays.pop("norm"),
-                _matrices(arrays, "block") if "block" in arrays else None,
-                tuple(
-                    _matrices(arrays, f"stack.{index}") if stack.kept else NO_MATRIX
-                    for index, stack in enumerate(structure.stacks)
-                ),
-                arrays.pop("spread"),
-                _number(facts["outlier"], FP16_MAX),
-            )
-            depths = {
-                str(track): Depth(_number(listed["step"], MAX_STEP), float(listed["dead"]), _coder(arrays, track))
-                for track, listed in facts["depths"].items()
-            }
-            profile = cls(spec, facts["sinks"], transform, depths)
-        except FormatError:
-            raise
-        except _NOT_A_FILE as error:
-            raise FormatError(f"profile: not a profile file ({error!r})") from error
-        if arrays:
-            raise FormatError(f"profile: unknown arrays {', '.join(sorted(arrays)[:4])}")
-        profile.__dict__["_file"] = bytes(data)
-        return profile
+@dataclass(frozen=True, eq=False)
+class ModelProfile(Profile):
+    """The profiles of all layer classes of a model that has several."""
+
+    spec: KVSpec
+    classes: tuple[ClassProfile, ...]
+    """As `KVSpec.parts`."""
+
+    def __post_init__(self) -> None:
+        if len(self.classes) != len(self.spec.parts) or len(self.classes) < 2:
+            raise FormatError(f"profile: {len(self.classes)} classes of {_title(self.spec)}")
+        for profile, part in zip(self.classes, self.spec.parts, strict=True):
+            profile.check(part)
+
+    def of(self, spec: KVSpec) -> ClassProfile:
+        """See `Profile.of`."""
+        for profile in self.classes:
+            if spec is profile.spec or spec.same_cache(profile.spec):
+                return profile
+        raise ForeignError(f"this profile was calibrated for {_title(self.spec)}, which has no {_title(spec)}")
+
+    @property
+    def tracks(self) -> tuple[str, ...]:
+        """See `Profile.tracks`."""
+        first, *others = (profile.depths for profile in self.classes)
+        return tuple(track for track in first if all(track in other for other in others))
+
+    def _packed(self) -> tuple[dict[str, Any], _Arrays]:
+        arrays: _Arrays = {}
+        classes = {}
+        for name, profile in zip(self.spec.names, self.classes, strict=True):
+            classes[name], own = profile.packed()
+            arrays |= {f"{name}/{key}": array for key, array in own.items()}
+        return {"format": FORMAT_OF_CLASSES, "spec": self.spec.to_json(), "classes": classes}, arrays
+
+
+def joined(spec: KVSpec, classes: Sequence[ClassProfile]) -> Profile:
+    """Return the profile of a model from those of its classes, in the order of `KVSpec.parts`."""
+    return classes[0] if len(spec.classes) == 1 else ModelProfile(spec, tuple(classes))
+
+
+def _unpacked_parts(spec: KVSpec, listed: Mapping[str, Any], arrays: _Arrays) -> tuple[ClassProfile, ...]:
+    """Remove the arrays of all classes from ``arrays``, and return what they and the facts mean."""
+    if set(listed) != set(spec.names):
+        raise FormatError(f"profile: classes {', '.join(sorted(map(str, listed))[:16])} of {_title(spec)}")
+    profiles = []
+    for name, part in zip(spec.names, spec.parts, strict=True):
+        own = {key: arrays.pop(key) for key in list(arrays) if key.startswith(f"{name}/")}
+        own = {key.removeprefix(f"{name}/"): array for key, array in own.items()}
+        profiles.append(_unpacked(part, listed[name], own))
+        arrays |= {f"{name}/{key}": array for key, array in own.items()}  # unknown ones
+    return tuple(profiles)
+
+
+def _unpacked(spec: KVSpec, facts: Mapping[str, Any], arrays: _Arrays) -> ClassProfile:
+    """Remove the arrays of a class from ``arrays``, and return what they and the facts mean."""
+    structure = Structure.from_json(spec, facts["structure"])
+    transform = Transform(
+        structure,
+        arrays.pop("mean"),
+        arrays.pop("norm"),
+        _matrices(arrays, "block") if "block" in arrays else None,
+        tuple(
+            _matrices(arrays, f"stack.{index}") if stack.kept else NO_MATRIX
+            for index, stack in enumerate(structure.stacks)
+        ),
+        arrays.pop("spread"),
+        _number(facts["outlier"], FP16_MAX),
+    )
+    depths = {
+        str(track): Depth(_number(listed["step"], MAX_STEP), float(listed["dead"]), _coder(arrays, track))
+        for track, listed in facts["depths"].items()
+    }
+    return ClassProfile(spec, facts["sinks"], transform, depths)
 
 
 def _title(spec: KVSpec) -> str:
     if len(spec.classes) > 1:
         return f"{spec.model} ({spec.summary})"
+    of = "" if spec.part_of is None else f"the class {spec.part_of[1]} of "
     rope, turned = spec.rope, "no rotary embedding"
     if rope is not None:
         scaled = "" if rope.frequencies is None else f", scaled down to {min(rope.frequencies):g} a token"
         turned = f"a rotary embedding of base {rope.theta:g}{scaled}"
-    return f"{spec.model} ({spec.summary}, {turned})"
+    return f"{of}{spec.model} ({spec.summary}, {turned})"
 
 
 def _matrices(arrays: _Arrays, name: str) -> Matrices:
@@ -233,6 +340,7 @@ def _facts(data: bytes) -> dict[str, Any]:
         raise FormatError("profile: a safetensors file, but not a profile")
     if facts["format"] == _OLD:
         raise FormatError("profile: made by an older kvabr; make it again with `kvabr calibrate`")
-    if facts["format"] != FORMAT:
-        raise FormatError(f"profile: format {facts['format']!r}, this kvabr reads {FORMAT!r}; upgrade kvabr")
+    if facts["format"] not in (FORMAT, FORMAT_OF_CLASSES):
+        known = f"{FORMAT!r} and {FORMAT_OF_CLASSES!r}"
+        raise FormatError(f"profile: format {facts['format']!r}, this kvabr reads {known}; upgrade kvabr")
     return facts

@@ -48,7 +48,7 @@ class SampleFrames:
             return encode_group(torch.linspace(-4.0, 4.0, shape[-1]).expand(shape), track, context, CHUNK, 0)
         if context.profile is None:
             raise FormatError(f"{track} needs the model's profile")
-        model, lower = context.profile.depth(track).coder, track_below(track)
+        model, lower = context.profile.of(context.spec).depth(track).coder, track_below(track)
         below = None if lower is None else self._of(lower).indices(context.tokens)
         coded = coder.encode_indices(model, self._of(track).indices(context.tokens), below)
         header = frame_header(track, context, CHUNK, 0)
@@ -59,7 +59,8 @@ class SampleFrames:
             assert self.context.profile is not None  # noqa: S101  # `frame` checked it
             lower = track_below(track)
             below = None if lower is None else self._of(lower)
-            self._drawn[track] = _draw(self.context.profile.depth(track).coder, min(_DRAWN, self.context.tokens), below)
+            model = self.context.profile.of(self.context.spec).depth(track).coder
+            self._drawn[track] = _draw(model, min(_DRAWN, self.context.tokens), below)
         return self._drawn[track]
 
 

@@ -1,6 +1,7 @@
 """The decorrelating transform of the AC tracks: how it arranges the channels of a cache, and its matrices.
 
-    block: heads of one layer's keys or values; a transform turns its channels into components, the largest first
+    block: heads of one layer's keys or values (of both side by side, if these are unlike in shape); a transform turns
+           its channels into components, the largest first
     stack: blocks of several layers; a second transform turns the first components of all of them into coefficients
     row:   one coefficient of every token of a group
 
@@ -79,7 +80,7 @@ class Stack:
     """The keys, or the values, of a run of layers."""
 
     kind: int
-    """0: keys, 1: values."""
+    """0: keys, 1: values. If these are unlike in shape, all channels of a head are of kind 0."""
     first: int
     last: int
     """The layer after the last."""
@@ -97,6 +98,7 @@ class Structure:
     """Blocks and stacks of one model's cache. Every layer's keys and values are in exactly one stack."""
 
     spec: KVSpec
+    """Of one layer class."""
     block_heads: int
     """Heads in a block; divides the heads of a layer."""
     stacks: tuple[Stack, ...]
@@ -109,7 +111,7 @@ class Structure:
         need(self.rows <= MAX_ROWS, f"{self.rows} coefficients per token, at most {MAX_ROWS} are allowed")
         seen: set[tuple[int, int]] = set()
         for stack in self.stacks:
-            whole = type(stack.first) is int and type(stack.last) is int and stack.kind in (0, 1)
+            whole = type(stack.first) is int and type(stack.last) is int and stack.kind in range(self.halves)
             good = whole and 0 <= stack.first < stack.last <= spec.layers
             need(good, f"a stack of layers {stack.first!r} to {stack.last!r} of {spec.layers}, kind {stack.kind!r}")
             good = type(stack.kept) is int and 0 <= stack.kept <= self.width and stack.kept % 2 == 0
@@ -118,12 +120,22 @@ class Structure:
             parts = {(layer, stack.kind) for layer in stack.layers}
             need(not seen & parts, "a layer's keys or values are in two stacks")
             seen |= parts
-        need(len(seen) == 2 * spec.layers, "a layer's keys or values are in no stack")
+        need(len(seen) == self.halves * spec.layers, "a layer's keys or values are in no stack")
+
+    @cached_property
+    def halves(self) -> int:
+        """Kinds of stacks: 2, keys and values, or 1 if these are unlike in shape or there is only one vector."""
+        return self.spec.only.halves
+
+    @cached_property
+    def dim(self) -> int:
+        """Channels of a head."""
+        return self.spec.shape(1)[4]
 
     @cached_property
     def width(self) -> int:
         """Channels of a block."""
-        return self.block_heads * self.spec.head_dim
+        return self.block_heads * self.dim
 
     @cached_property
     def per_layer(self) -> int:
@@ -133,7 +145,7 @@ class Structure:
     @cached_property
     def blocks(self) -> int:
         """Number of blocks: [layer, K/V, block of heads], row-major."""
-        return self.spec.layers * 2 * self.per_layer
+        return self.spec.layers * self.halves * self.per_layer
 
     @property
     def rows(self) -> int:
@@ -143,7 +155,9 @@ class Structure:
     def blocks_of(self, stack: Stack) -> list[int]:
         """Return the blocks of a stack, in order."""
         return [
-            (layer * 2 + stack.kind) * self.per_layer + part for layer in stack.layers for part in range(self.per_layer)
+            (layer * self.halves + stack.kind) * self.per_layer + part
+            for layer in stack.layers
+            for part in range(self.per_layer)
         ]
 
     def width_of(self, stack: Stack) -> int:
@@ -188,27 +202,30 @@ def layered(spec: KVSpec, layers: int, kept: tuple[int, int], block_heads: int |
     Args:
         spec: the cache's spec.
         layers: maximum number of layers in a stack.
-        kept: maximum number of components of each block of keys, and of values, that its stack transforms.
+        kept: maximum number of components of each block of keys, and of values, that its stack transforms; of both
+            together where they are unlike in shape.
         block_heads: heads in a block, a divisor of a layer's; None for as many as have `_USUAL_WIDTH` channels.
     """
+    _, halves, all_heads, _, dim = spec.shape(1)
     heads = block_heads or max(
         heads
-        for heads in range(1, spec.kv_heads + 1)
-        if spec.kv_heads % heads == 0 and (heads == 1 or heads * spec.head_dim <= _USUAL_WIDTH)
+        for heads in range(1, all_heads + 1)
+        if all_heads % heads == 0 and (heads == 1 or heads * dim <= _USUAL_WIDTH)
     )
+    kinds = kept if halves == 2 else (sum(kept),)
     count = -(-spec.layers // max(1, layers))
     stacks = []
     for first, last in pairwise(spec.layers * index // count for index in range(count + 1)):
-        blocks = (last - first) * (spec.kv_heads // heads)
-        for kind in (0, 1):
-            most = min(kept[kind], heads * spec.head_dim, MAX_STACK // blocks) if blocks > 1 else 0
+        blocks = (last - first) * (all_heads // heads)
+        for kind, wanted in enumerate(kinds):
+            most = min(wanted, heads * dim, MAX_STACK // blocks) if blocks > 1 else 0
             stacks.append(Stack(kind, first, last, most - most % 4))
     return Structure(spec, heads, tuple(stacks))
 
 
 def plain(spec: KVSpec) -> Structure:
     """Return a structure without transforms: every head is its own block."""
-    return Structure(spec, 1, (Stack(0, 0, spec.layers, 0), Stack(1, 0, spec.layers, 0)))
+    return Structure(spec, 1, tuple(Stack(kind, 0, spec.layers, 0) for kind in range(spec.only.halves)))
 
 
 class Matrices(NamedTuple):

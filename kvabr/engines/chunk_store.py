@@ -27,7 +27,7 @@ from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
 from kvabr.client.profiles import keep
 from kvabr.codec.base import codec
-from kvabr.codec.profile import Profile
+from kvabr.codec.profile import ClassProfile, Profile
 from kvabr.data import default_catalog, default_profile_bytes
 from kvabr.engines.settings import EngineSettings, Seconds, TroubleLog, open_client
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile
@@ -101,7 +101,7 @@ def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
         return None
     # The spec of a profile names no dtype that matters: it codes numbers.
     mine = replace(spec, classes=tuple(replace(one, rope=theirs.rope) for one in spec.classes))
-    if theirs.changed(dtype=mine.dtype).classes != mine.classes:
+    if not isinstance(profile, ClassProfile) or theirs.changed(dtype=mine.dtype).classes != mine.classes:
         if not chosen:
             return None
         raise ForeignError(f"{settings.profile}: calibrated for {theirs.summary}, the cache has {spec.summary}")
@@ -183,7 +183,7 @@ class ChunkStore:
             if profile is not None:
                 self.spec = profile.spec
             exact = "BF16" if spec.dtype == "bfloat16" else "FP16"
-            layers = () if profile is None else tuple(track for track in LAYERS if track in profile.depths)
+            layers = () if profile is None else tuple(track for track in LAYERS if track in profile.tracks)
             tracks = settings.tracks or (exact, "Int8", "Int4", *layers)
             self._placed = [track for track in tracks if codec(track).needs_profile]
             self._only_placed = len(self._placed) == len(tracks)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import IO
 
 import torch
 
-from kvabr.codec.fit import PASSES, FitConfig, fit
+from kvabr.codec.ac import check_class
+from kvabr.codec.fit import PASSES, FitConfig, fit_tables, fit_transform
 from kvabr.codec.group import clean
 from kvabr.codec.payload import raw
-from kvabr.codec.profile import Profile
-from kvabr.publish.model import TextModel
+from kvabr.codec.profile import Profile, joined
+from kvabr.publish.model import CalibrationEngine, TextModel
+from kvabr.publish.quality import Reference
+from kvabr.publish.target import Chosen, Sample, StepSearch
+from kvabr.types.engine import prefill_classes
 from kvabr.types.errors import AssetError, UsageError
 from kvabr.types.kv import KVSpec
 
@@ -27,7 +33,13 @@ _SCORED_SHARE = 4
 """The last quarter of a context is scored, to see which errors in the cache of the rest matter."""
 
 STAGES = ("prefill", *PASSES)
-"""Stages of `calibrate`, in order; each has one step per context."""
+"""Stages of `calibrate` for a model with one layer class, in order; each has one step per context."""
+
+SEARCH = "steps"
+"""Stage in which steps are searched for; each of its steps measures a loss."""
+
+_HELD_OUT = 6
+"""With a target, one in so many contexts is kept from the fit, to measure on."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, its steps done, and its steps in all."""
@@ -58,6 +70,17 @@ def cut_contexts(texts: Mapping[str, Sequence[int]], contexts: int, tokens: int)
     return out
 
 
+def stages(spec: KVSpec, *, search: bool = False) -> tuple[str, ...]:
+    """Return the stages of `calibrate` for a model, in order: the passes over the caches of each layer class."""
+    names = spec.names if len(spec.classes) > 1 else ("",)
+    *first, last = ([_stage(name, stage) for name in names for stage in half] for half in (PASSES[:-1], PASSES[-1:]))
+    return ("prefill", *(stage for half in first for stage in half), *([SEARCH] if search else ()), *last)
+
+
+def _stage(name: str, stage: str) -> str:
+    return f"{name}: {stage}" if name else stage
+
+
 def calibrate(
     model: TextModel,
     texts: Mapping[str, str],
@@ -65,9 +88,11 @@ def calibrate(
     contexts: int = CONTEXTS,
     tokens: int | None = None,
     config: FitConfig | None = None,
+    target_kl: float | None = None,
     progress: Progress = lambda _stage, _done, _all: None,
+    tell: Callable[[str], None] = lambda _line: None,
 ) -> Profile:
-    """Return a profile of a model, made from texts.
+    """Return a profile of a model, made from texts: of every layer class, if it has several.
 
     Args:
         model: the model with its tokenizer.
@@ -76,40 +101,96 @@ def calibrate(
         tokens: tokens of each; None: `CONTEXT_TOKENS`, or as many as the model sees. Caches and gradients are kept in
             temporary files, 16 bits per element; memory holds one at a time.
         config: settings of the fit.
-        progress: called after every context in each of `STAGES`.
+        target_kl: the loss that AC-5x may have, nats per token, measured on a sixth of the contexts, which the fit does
+            not see. All steps of a layer class are scaled alike, so the layers move with it. None: `config`'s steps.
+        progress: called after every step of each of `stages`.
+        tell: called, in words, with what the search has found.
 
     Raises:
-        UsageError: there is no text, or contexts are longer than the model sees.
+        UsageError: there is no text, contexts are longer than the model sees, or the target cannot be met.
+        FormatError: there are no AC tracks of a layer class.
         AssetError: the disk has no room for the caches.
     """
+    engine, config = model.engine, config or FitConfig()
+    check_class(engine.spec, "AC")
     if tokens is None:
-        tokens = min(CONTEXT_TOKENS, model.engine.context)
-    if contexts < 1 or not 16 <= tokens <= model.engine.context:
-        raise UsageError(f"a calibration takes at least 1 context of 16 to {model.engine.context} tokens")
+        tokens = min(CONTEXT_TOKENS, engine.context)
+    if contexts < 1 or not 16 <= tokens <= engine.context:
+        raise UsageError(f"a calibration takes at least 1 context of 16 to {engine.context} tokens")
     cuts = cut_contexts({name: model.encode(text) for name, text in texts.items()}, contexts, tokens)
-    engine = model.engine
+    held: set[int] = set() if target_kl is None else set(range(0, len(cuts), _HELD_OUT))
+    if len(held) == len(cuts) and target_kl is not None:
+        raise UsageError("--target-kl keeps a context from the fit to measure on: give at least 2, --contexts 2")
     try:
-        with tempfile.TemporaryFile(prefix="kvabr-calibrate-") as one, tempfile.TemporaryFile() as other:
-            caches, gradients = _Spool(one, engine.spec), _Spool(other, engine.spec, torch.bfloat16)
-            for done, (_, ids) in enumerate(cuts):
-                cache = engine.prefill(ids)
-                caches.add(cache)
-                scored = len(ids) // _SCORED_SHARE
-                # A cache of 16 bits may hold infinities, behind which all probabilities are NaN.
-                kept = clean(cache[:, :, :, :-scored])[0]
-                gradients.add(engine.gradient(kept, ids[-scored:], seed=done))
-                progress("prefill", done + 1, len(cuts))
-            return fit(
-                engine.spec,
-                caches.read,
-                config,
-                lambda stage, done: progress(stage, done, len(cuts)),
-                gradients=gradients.read,
+        with ExitStack() as files:
+            classes = []
+            for part in engine.spec.parts:
+                opened = (files.enter_context(tempfile.TemporaryFile(prefix="kvabr-calibrate-")) for _ in range(2))
+                classes.append(_Class(part, next(opened), next(opened)))
+            samples = _prefill(engine, [ids for _, ids in cuts], held, classes, partial(progress, "prefill"))
+            count = len(cuts) - len(held)
+            configs = [config] * len(classes)
+
+            def told(each: _Class) -> Callable[[str, int], None]:
+                return lambda stage, done: progress(_stage(each.name, stage), done, count)
+
+            transforms = [
+                fit_transform(each.spec, each.caches.read, config, told(each), gradients=each.gradients.read)
+                for each in classes
+            ]
+            if target_kl is not None:
+                chosen = StepSearch(engine.spec, transforms, config, samples, partial(progress, SEARCH)).choose(
+                    target_kl
+                )
+                configs = [config.scaled(factor) for factor in chosen.factors]
+                tell(_found(engine.spec, chosen, len(samples)))
+            triples = zip(classes, transforms, configs, strict=True)
+            return joined(
+                engine.spec, [fit_tables(made, each.caches.read, own, told(each)) for each, made, own in triples]
             )
     except OSError as error:
         raise AssetError(
             f"{tempfile.gettempdir()}: no room for the caches of {len(cuts)} contexts ({error})"
         ) from error
+
+
+def _prefill(
+    engine: CalibrationEngine,
+    cuts: Sequence[Sequence[int]],
+    held: Collection[int],
+    classes: Sequence[_Class],
+    progress: Callable[[int, int], None],
+) -> list[Sample]:
+    """Compute all caches; keep those that are held out, and store the others with their gradients."""
+    samples = []
+    for number, ids in enumerate(cuts):
+        cache = prefill_classes(engine, ids)
+        scored = len(ids) // _SCORED_SHARE
+        # A cache of 16 bits may hold infinities, behind which all probabilities are NaN.
+        kept = tuple(clean(part[:, :, :, :-scored])[0] for part in cache)
+        if number in held:
+            samples.append(Sample(kept, Reference(engine, kept, ids[-scored:])))
+        else:
+            gradients = engine.gradient_classes(kept, ids[-scored:], seed=number)
+            for each, part, slope in zip(classes, cache, gradients, strict=True):
+                each.caches.add(part)
+                each.gradients.add(slope)
+        progress(number + 1, len(cuts))
+    return samples
+
+
+def _found(spec: KVSpec, chosen: Chosen, samples: int) -> str:
+    pairs = zip(spec.names, chosen.factors, strict=True)
+    factors = ", ".join(f"{factor:.3g}" + (f" ({name})" if len(spec.classes) > 1 else "") for name, factor in pairs)
+    return f"steps times {factors}: AC-5x loses {chosen.kl:.3g} nats per token on {samples} contexts"
+
+
+class _Class:
+    """A layer class: its spec, and its caches and gradients in temporary files."""
+
+    def __init__(self, spec: KVSpec, caches: IO[bytes], gradients: IO[bytes]) -> None:
+        self.spec, self.name = spec, "" if spec.part_of is None else spec.part_of[1]
+        self.caches, self.gradients = _Spool(caches, spec), _Spool(gradients, spec, torch.bfloat16)
 
 
 class _Spool:

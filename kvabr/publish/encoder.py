@@ -15,7 +15,7 @@ from kvabr.codec.ac import check_class, has_ac
 from kvabr.codec.base import GroupContext, codec, names
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import clean, cut, decode_group, encode_group, payload_of
-from kvabr.codec.profile import Profile
+from kvabr.codec.profile import Profile, joined
 from kvabr.codec.threads import CORES
 from kvabr.publish.model import ScoringEngine, TextModel
 from kvabr.publish.quality import MAX_PASSES, Reference, measure_mixes, measure_quality, sample_mixes
@@ -314,11 +314,11 @@ def compute_cache(
     return cache
 
 
-def own_profile(spec: KVSpec, exact: torch.Tensor) -> Profile:
-    """Return a profile for one cache, [layer, K/V, head, token, dim], alone: no transform and few tables, so small."""
-    tokens = int(exact.shape[3])
-    plain = FitConfig(transform=False, classes=_OWN_CLASSES, sinks=min(FitConfig.sinks, tokens - 1))
-    return fit(spec, lambda: [exact], plain)
+def own_profile(spec: KVSpec, exact: Sequence[torch.Tensor]) -> Profile:
+    """Return a profile for one cache alone, a tensor per layer class: no transform and few tables, so small."""
+    plain = FitConfig(transform=False, classes=_OWN_CLASSES, sinks=min(FitConfig.sinks, int(exact[0].shape[3]) - 1))
+    pairs = zip(spec.parts, exact, strict=True)
+    return joined(spec, [fit(part, partial(list, (cache,)), plain) for part, cache in pairs])
 
 
 def publish(
@@ -364,7 +364,7 @@ def publish(
             profile.check(spec)
     exact = compute_cache(engine, prompt.tokens, partial(progress, "prefill"))
     if needing and profile is None:
-        profile = own_profile(spec, exact[0])
+        profile = own_profile(spec, exact)
         tell(
             f"no profile of {spec.model}: the AC tracks have tables of this asset alone and take two to three "
             "times the bytes; `kvabr calibrate` makes a profile"

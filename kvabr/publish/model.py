@@ -48,18 +48,20 @@ class CalibrationEngine(ScoringEngine, Protocol):
     def context(self) -> int:
         """Tokens that the model can see."""
 
-    def gradient(self, kv: torch.Tensor, tokens: Sequence[int], seed: int = 0) -> torch.Tensor:
+    def gradient_classes(
+        self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
+    ) -> tuple[torch.Tensor, ...]:
         """Return how the log-probability of sampled next tokens changes with a cache.
 
         The expectation of its square is the Fisher information: how fast the KL divergence grows with an error.
 
         Args:
-            kv: [layer, K/V, head, token, dim]; read, never written.
+            kv: a tensor per layer class, [layer, K/V, head, token, dim] of all tokens; read, never written.
             tokens: ids of the continuation; a next token is sampled behind each.
             seed: of the sampling.
 
         Returns:
-            Of the shape of ``kv``, float32: the gradient of the summed log-probability of the sampled tokens.
+            Of the shapes of ``kv``, float32: the gradient of the summed log-probability of the sampled tokens.
         """
 
 

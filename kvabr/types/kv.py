@@ -279,7 +279,10 @@ class KVSpec:
 
     def same_cache(self, other: KVSpec) -> bool:
         """Return whether both describe the same cache, however many tokens its groups have."""
-        mine, theirs = ((one.model, one.tokenizer, one.classes, one.part_of) for one in (self, other))
+        # The digest of the whole that a part has covers the group size, too.
+        mine, theirs = (
+            (one.model, one.tokenizer, one.classes, one.part_of and one.part_of[1]) for one in (self, other)
+        )
         return mine == theirs
 
     def with_dtypes(self, other: KVSpec) -> KVSpec:

@@ -104,7 +104,7 @@ class Library:
 
 def build(folder: Path, *, prompts: int = len(KINDS), versions: int = 2) -> Library:
     """Publish everything into a folder, and compute the truth."""
-    profile = own_profile(SPEC, _cache(0, 0, KINDS[0][0]))
+    profile = own_profile(SPEC, (_cache(0, 0, KINDS[0][0]),))
     file = folder / "profile.safetensors"
     file.write_bytes(profile.to_bytes())
     made = []

@@ -17,7 +17,7 @@ from kvabr.codec.builtin import BUILTIN
 from kvabr.codec.container import FrameHeader, object_spans, pack, unpack
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES, CoderModel
-from kvabr.codec.profile import Depth, Profile
+from kvabr.codec.profile import ClassProfile, Depth, Profile
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import LAYERS
@@ -136,7 +136,7 @@ def _valid_separable() -> list[bytes]:
 
 
 @cache
-def _profile(seed: int) -> tuple[Profile, tuple[bytes, ...], int]:
+def _profile(seed: int) -> tuple[ClassProfile, tuple[bytes, ...], int]:
     """Return a profile of odd tables and matrices, the same on every machine, payloads for it, and their tokens."""
     it = case(seed, small=True, depths=len(_CHAIN))
     steps = [_STEP / 3**depth for depth in range(len(_CHAIN))]
@@ -144,7 +144,7 @@ def _profile(seed: int) -> tuple[Profile, tuple[bytes, ...], int]:
     spec = it.transform.structure.spec
     with coder.taking("reference"):
         coded = it.encode()
-    return Profile(spec, 1, it.transform, depths), tuple(coded), it.indices[0].shape[1]
+    return ClassProfile(spec, 1, it.transform, depths), tuple(coded), it.indices[0].shape[1]
 
 
 def _layers(data: bytes) -> bool:
@@ -215,7 +215,7 @@ def _profile_file(data: bytes) -> bool:
     return True
 
 
-def _decodes_noise(profile: Profile, model: CoderModel, step: float) -> None:
+def _decodes_noise(profile: ClassProfile, model: CoderModel, step: float) -> None:
     tokens, dice = 9, np.random.default_rng(0)
     payload = _HEAD.pack(900, 40) + dice.bytes(_STATES_BYTES + 1880)
     z = dice.integers(-3000, 3000, (model.rows, tokens)).astype(np.int16)

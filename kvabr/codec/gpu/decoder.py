@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvabr.codec.gpu import kernels
 from kvabr.codec.native.coder_model import DTYPES, LANES, TILE, CoderModel, DecodeJob, derived
 from kvabr.codec.native.reference import HEAD, head, lookup
-from kvabr.codec.rope import rope_shape, rope_tables
+from kvabr.codec.rope import rope_first, rope_shape, rope_tables
 from kvabr.codec.transform import NO_MATRIX, Transform
 from kvabr.types.errors import FormatError
 
@@ -66,7 +66,7 @@ def _at_once(batch: Sequence[DecodeJob]) -> int:
     job = batch[0]
     stride, structure = _stride(job), job.transform.structure
     # int16 indices and stack outputs, lists of rows, flags, rotary tables.
-    each = structure.rows * (4 * stride + 4 + stride // TILE) + 8 * stride * structure.spec.head_dim
+    each = structure.rows * (4 * stride + 4 + stride // TILE) + 8 * stride * structure.dim
     room = SCRATCH_BYTES
     if job.out.device.type == "cuda":
         room = min(room, torch.cuda.mem_get_info(job.out.device)[0] // 4)
@@ -217,8 +217,8 @@ def _synthesise(
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )
-    pair_tiles = -(-spec.head_dim // (2 * _PAIRS))
-    jobs = spec.layers * 2 * spec.kv_heads * pair_tiles * (batch.stride // _TOKENS)
+    pair_tiles = -(-structure.dim // (2 * _PAIRS))
+    jobs = spec.layers * structure.halves * spec.kv_heads * pair_tiles * (batch.stride // _TOKENS)
     kernels.finish[(jobs, batch.groups)](
         index,
         delta,
@@ -237,9 +237,11 @@ def _synthesise(
         tables.outputs,
         batch.stride,
         spec.kv_heads,
-        spec.head_dim,
+        structure.dim,
         structure.block_heads,
         rotary // 2,
+        rope_first(spec.rope),
+        HALVES=structure.halves,
         KIND=DTYPES[outs[0].dtype],
         BLOCKS=transform.block is not None,
         INTERLEAVED=bool(interleaved),
@@ -304,7 +306,7 @@ class _TransformTables(NamedTuple):
 def _transform_tables(transform: Transform, device: torch.device) -> _TransformTables:
     def make() -> _TransformTables:
         structure = transform.structure
-        places = np.zeros((structure.spec.layers, 2, 3), dtype=np.int32)
+        places = np.zeros((structure.spec.layers, structure.halves, 3), dtype=np.int32)
         stacks, outputs = [], 0
         for number, (stack, matrix) in enumerate(zip(structure.stacks, transform.stack, strict=True)):
             trailing = structure.trailing_rows(number).start

@@ -289,6 +289,8 @@ def finish(
     dim,
     block_heads,
     turned,  # pairs that the rotary embedding turns
+    begin,  # first dimension that it turns
+    HALVES: tl.constexpr,
     KIND: tl.constexpr,
     BLOCKS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -313,7 +315,7 @@ def finish(
     job = job // pair_tiles
     head = job % heads
     layer_kv = job // heads
-    kv = layer_kv % 2
+    kv = layer_kv % HALVES
     turned = tl.where(kv == 1, 0, turned)
     block = head // block_heads
     width = block_heads * dim
@@ -328,6 +330,8 @@ def finish(
         two = tl.where(rest < 0, pair + turned, 2 * turned + rest + halves)
     has_one = rest < halves
     has_two = has_one & (two < dim)
+    one = tl.where(has_one, (one + begin) % dim, one)
+    two = tl.where(has_two, (two + begin) % dim, two)
 
     index += group * rows * stride
     y += group * y_rows * stride
@@ -385,7 +389,7 @@ def finish(
         turned_z = z * c + x * s
         x = tl.where(turns[:, None], turned_x, x)
         z = tl.where(turns[:, None], turned_z, z)
-    layer = layer_kv // 2
+    layer = layer_kv // HALVES
     out = tl.load(outs + group)
     base = layer.to(tl.int64) * stride_layer + kv.to(tl.int64) * stride_kv + head.to(tl.int64) * stride_head
     base = base + token.to(tl.int64)[None, :] * stride_token

@@ -68,7 +68,8 @@ static float *kept(const Py_buffer *b) {
     return to ? memcpy(to, b->buf, (size_t)b->len) : NULL;
 }
 
-/* analysis((kind, first, layers), (kv_heads, head_dim, block_heads), kept, rotary, interleaved, mean, scale, block, stack) */
+/* analysis((kind, first, layers), (kv_heads, head_dim, block_heads, first dimension that rotates = 0), kept, rotary,
+ * interleaved, mean, scale, block, stack) */
 static PyObject *analysis(PyObject *self, PyObject *args) {
     (void)self;
     Py_buffer b[4] = {{0}};
@@ -76,14 +77,18 @@ static PyObject *analysis(PyObject *self, PyObject *args) {
     Analysis *a = calloc(1, sizeof *a);
     if (!a)
         return PyErr_NoMemory();
-    if (!PyArg_ParseTuple(args, "(III)(III)IIIy*y*y*y*", &a->kind, &a->first, &a->layers, &a->kv_heads, &a->head_dim,
-                          &a->block_heads, &a->kept, &a->rotary, &a->interleaved, b, b + 1, b + 2, b + 3)) {
+    PyObject *heads;
+    if (!PyArg_ParseTuple(args, "(III)O!IIIy*y*y*y*", &a->kind, &a->first, &a->layers, &PyTuple_Type, &heads, &a->kept, &a->rotary,
+                          &a->interleaved, b, b + 1, b + 2, b + 3) ||
+        !PyArg_ParseTuple(heads, "III|I", &a->kv_heads, &a->head_dim, &a->block_heads, &a->turned)) {
+        release(b, 4);
         free(a);
         return NULL;
     }
     int good = a->kind < 2 && a->layers && a->layers <= 4096 && a->first <= 4096 && a->kv_heads && a->kv_heads <= 4096 &&
                a->head_dim && a->head_dim <= 4096 && a->block_heads && a->kv_heads % a->block_heads == 0 &&
-               a->block_heads * a->head_dim <= (1u << 14) && a->rotary <= a->head_dim && a->rotary % 2 == 0;
+               a->block_heads * a->head_dim <= (1u << 14) && a->turned <= a->head_dim &&
+               a->rotary <= a->head_dim - a->turned && a->rotary % 2 == 0;
     if (good) {
         a->width = a->block_heads * a->head_dim, a->blocks = a->kv_heads / a->block_heads;
         good = a->kept <= a->width && (uint64_t)a->layers * a->blocks * a->kept <= (1u << 14);

@@ -124,7 +124,7 @@ static int read_stack(PyObject *tuple, Transform *t, StackTransform *s, uint32_t
     if (!PyArg_ParseTuple(tuple, "IIy*y*y*", &s->kv, &s->kept, b, b + 1, b + 2))
         return -1;
     size_t count = (size_t)b[0].len / 4, size = count * t->blocks * s->kept;
-    int good = s->kv < 2 && s->kept <= t->width && s->kept % 2 == 0 && count && count <= t->layers && holds(b, count, 4);
+    int good = s->kv < t->halves && s->kept <= t->width && s->kept % 2 == 0 && count && count <= t->layers && holds(b, count, 4);
     good = good && size <= (1u << 14) && holds(b + 1, size * size, 1) && holds(b + 2, size, 1);
     for (size_t i = 0; good && i < count; i++)
         good = ((const uint32_t *)b[0].buf)[i] < t->layers;
@@ -152,7 +152,7 @@ static int read_stack(PyObject *tuple, Transform *t, StackTransform *s, uint32_t
 }
 
 static int read_blocks(Transform *t, const Py_buffer *mantissa, const Py_buffer *gain) {
-    size_t count = (size_t)t->layers * 2 * t->blocks, area = (size_t)t->width * t->width;
+    size_t count = (size_t)t->layers * t->halves * t->blocks, area = (size_t)t->width * t->width;
     if (!mantissa->len)
         return 0;
     if (!holds(mantissa, count * area, 1) || !holds(gain, count * t->width, 1))
@@ -167,7 +167,8 @@ static int read_blocks(Transform *t, const Py_buffer *mantissa, const Py_buffer 
     return 0;
 }
 
-/* transform(path, (layers, kv_heads, head_dim, block_heads), rotary, interleaved, block i8, gain u8, mean f32, stacks) */
+/* transform(path, (layers, kv_heads, head_dim, block_heads, halves = 2, first dimension that rotates = 0), rotary,
+ * interleaved, block i8, gain u8, mean f32, stacks) */
 static PyObject *transform(PyObject *self, PyObject *args) {
     (void)self;
     Py_buffer b[3] = {{0}};
@@ -176,27 +177,32 @@ static PyObject *transform(PyObject *self, PyObject *args) {
     Transform *t = calloc(1, sizeof *t);
     if (!t)
         return PyErr_NoMemory();
-    if (!PyArg_ParseTuple(args, "s(IIII)IIy*y*y*O!", &name, &t->layers, &t->kv_heads, &t->head_dim, &t->block_heads, &t->rotary,
-                          &t->interleaved, b, b + 1, b + 2, &PyTuple_Type, &stacks)) {
+    PyObject *shape;
+    t->halves = 2;
+    if (!PyArg_ParseTuple(args, "sO!IIy*y*y*O!", &name, &PyTuple_Type, &shape, &t->rotary, &t->interleaved, b, b + 1, b + 2,
+                          &PyTuple_Type, &stacks) ||
+        !PyArg_ParseTuple(shape, "IIII|II", &t->layers, &t->kv_heads, &t->head_dim, &t->block_heads, &t->halves, &t->turned)) {
+        release(b, 3);
         free(t);
         return NULL;
     }
     const Path *path = path_named(name);
-    uint64_t layer = 2ull * t->kv_heads * t->head_dim;
-    int good = path && t->layers && t->layers <= 4096 && t->kv_heads && t->kv_heads <= 4096 && t->head_dim &&
-               t->head_dim <= 4096 && t->block_heads && t->kv_heads % t->block_heads == 0 && t->rotary <= t->head_dim &&
+    uint64_t layer = (uint64_t)t->halves * t->kv_heads * t->head_dim;
+    int good = path && (t->halves == 1 || t->halves == 2) && t->turned <= t->head_dim && t->rotary <= t->head_dim - t->turned &&
+               t->layers && t->layers <= 4096 && t->kv_heads && t->kv_heads <= 4096 && t->head_dim &&
+               t->head_dim <= 4096 && t->block_heads && t->kv_heads % t->block_heads == 0 &&
                t->rotary % 2 == 0 && t->layers * layer <= (1u << 22) && t->block_heads * t->head_dim <= (1u << 14);
     if (good) {
         t->paired = path->paired;
         t->rows = (uint32_t)(t->layers * layer), t->blocks = t->kv_heads / t->block_heads;
         t->width = t->block_heads * t->head_dim, t->padded_width = (t->width + OUTPUTS - 1) / OUTPUTS * OUTPUTS;
         t->stacks = (uint32_t)PyTuple_Size(stacks);
-        good = holds(b + 2, t->rows, sizeof(float)) && t->stacks <= 2 * t->layers;
+        good = holds(b + 2, t->rows, sizeof(float)) && t->stacks <= t->halves * t->layers;
     }
     if (!good && !PyErr_Occurred())
         size_error();
     good = good && read_blocks(t, b, b + 1) == 0;
-    size_t count = (size_t)t->layers * 2 * t->blocks;
+    size_t count = (size_t)t->layers * t->halves * t->blocks;
     if (good) {
         t->mean = aligned_zeros(count * t->padded_width, sizeof *t->mean);
         t->stack = aligned_zeros(t->stacks, sizeof *t->stack);
@@ -327,7 +333,7 @@ static int fits(const Target *target, const Transform *t) {
     uint32_t tokens = target->group.tokens;
     size_t angles = (size_t)tokens * (t->rotary / 2);
     return tokens && tokens < (1u << 24) && target->out.dtype >= FLOAT32 && target->out.dtype <= BFLOAT16 &&
-           holds(target->buffer, (size_t)t->layers * 2, 4) && holds(target->buffer + 1, angles, 4) &&
+           holds(target->buffer, (size_t)t->layers * t->halves, 4) && holds(target->buffer + 1, angles, 4) &&
            holds(target->buffer + 2, angles, 4);
 }
 

@@ -231,7 +231,7 @@ static void block_channels(const Analysis *a, const Group *g, uint32_t layer, ui
                 size_t angle = (size_t)(first + token + t) * (a->rotary / 2);
                 numbers(g->data, g->dtype, at, g->stride[4], a->head_dim, to);
                 if (a->rotary)
-                    unturned(to, g->cos + angle, g->sin + angle, a->rotary / 2, (int)a->interleaved);
+                    unturned(to + a->turned, g->cos + angle, g->sin + angle, a->rotary / 2, (int)a->interleaved);
             }
             head_channels(room->heads, mean + (size_t)h * a->head_dim, a->scale[layer], a->head_dim, lanes(here, 0), panel,
                           largest + token, power ? power + token : NULL);

@@ -12,7 +12,7 @@
 typedef struct {
     uint32_t kind, first, layers; /* 0: keys, 1: values; range of layers */
     uint32_t kv_heads, head_dim, block_heads, blocks, width, kept, size; /* blocks: per layer; size: components per stack */
-    uint32_t rotary, interleaved; /* leading dimensions that rotate, 0 for values; which form pairs */
+    uint32_t rotary, interleaved, turned; /* dimensions that rotate, 0 for values; which form pairs; the first of them */
     float *mean;                  /* [layer][head][dim] */
     float *scale;                 /* [layer]: 1 / norm */
     float *block;                 /* [layer][block] of packed matrices; NULL: components are channels */

@@ -30,7 +30,7 @@ from kvabr.codec.native.coder_model import (
     check_rows,
     derived,
 )
-from kvabr.codec.rope import rope_shape, rope_tables
+from kvabr.codec.rope import rope_first, rope_shape, rope_tables
 from kvabr.codec.threads import CORES
 from kvabr.codec.transform import Transform
 from kvabr.types.errors import FormatError, UsageError
@@ -214,10 +214,10 @@ def _depth(model: CoderModel) -> Any:
 def _transform(transform: Transform, path: str) -> Any:
     def make() -> Any:
         structure, block = transform.structure, transform.block
-        spec = structure.spec
+        spec, more = structure.spec, (structure.halves, rope_first(structure.spec.rope))
         return _kvcoder.transform(
             path,
-            (spec.layers, spec.kv_heads, spec.head_dim, structure.block_heads),
+            (spec.layers, spec.kv_heads, structure.dim, structure.block_heads, *(more if more != (2, 0) else ())),
             *rope_shape(spec.rope),
             *((b"", b"") if block is None else block),
             transform.mean.astype(np.float32),

@@ -74,7 +74,8 @@ typedef struct {
 /* A transform. A packed matrix is [outputs / 32][components / 2][32][2], or [...][2][32] for the portable path. */
 typedef struct {
     uint32_t layers, kv_heads, head_dim, block_heads, blocks, width, padded_width, rows, most_size;
-    uint32_t rotary, interleaved; /* leading dimensions of a key that rotate; which form pairs */
+    uint32_t halves;              /* 2: keys and values; 1: one kind of vectors, all like keys */
+    uint32_t rotary, interleaved, turned; /* dimensions of a key that rotate; which form pairs; the first of them */
     int paired;                   /* whether the packed matrices hold two components side by side */
     size_t block_entries;         /* int16 per packed block matrix */
     int16_t *block;               /* [layer][kv][block] packed; NULL: identity */

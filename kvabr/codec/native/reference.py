@@ -148,7 +148,7 @@ def synthesise(transform: Transform, z: NDArray[np.int16], step: float, first_to
         inverse = None if transform.block is None else transform.block.expanded[structure.blocks_of(stack)]
         sums = parts.reshape(-1, width, tokens)
         sums = sums.astype(np.int32) * np.int32(ONE) if inverse is None else _wrapped(_product(inverse, sums))
-        elements = sums.reshape(count, spec.kv_heads, spec.head_dim, tokens).transpose(0, 1, 3, 2).astype(np.float32)
+        elements = sums.reshape(count, spec.kv_heads, structure.dim, tokens).transpose(0, 1, 3, 2).astype(np.float32)
         which = slice(stack.first, stack.last), stack.kind
         elements = elements * scale[which][:, None, None, None] + transform.mean[which].astype(np.float32)[:, :, None]
         values = torch.from_numpy(elements)

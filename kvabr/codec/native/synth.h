@@ -260,7 +260,7 @@ static void finish(const Transform *t, const Tile *tile, uint32_t kv, uint32_t l
             float *head = values + (size_t)i * t->padded_width + (size_t)h * t->head_dim;
             size_t position = (size_t)(tile->first + i) * half;
             if (kv == 0 && half)
-                turn(head, tile->cos + position, tile->sin + position, half, (int)t->interleaved);
+                turn(head + t->turned, tile->cos + position, tile->sin + position, half, (int)t->interleaved);
             store(head, t->head_dim, out, at);
         }
     }
@@ -274,8 +274,8 @@ static void synthesise(const Transform *t, const Tile *tile, const int16_t *inde
         int stacked = unstack(stack, &rows, scratch);
         for (uint32_t n = 0; n < stack->layers * t->blocks; n++) {
             uint32_t layer = stack->layer[n / t->blocks], block = n % t->blocks;
-            size_t which = ((size_t)layer * 2 + stack->kv) * t->blocks + block;
-            unblock(t, stack, &rows, n, stacked, tile->scale[layer * 2 + stack->kv],
+            size_t half = (size_t)layer * t->halves + stack->kv, which = half * t->blocks + block;
+            unblock(t, stack, &rows, n, stacked, tile->scale[half],
                     t->block ? t->block + which * t->block_entries : NULL, t->mean + which * t->padded_width, scratch);
             finish(t, tile, stack->kv, layer, block, out, scratch->values);
         }

@@ -87,7 +87,9 @@ class TransformersEngine:
             out[first : first + SCORE_CHUNK] = torch.log_softmax(logits.double(), dim=-1)
         return out
 
-    def gradient(self, kv: torch.Tensor, tokens: Sequence[int], seed: int = 0) -> torch.Tensor:
+    def gradient_classes(
+        self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
+    ) -> tuple[torch.Tensor, ...]:
         """Return the gradient of the model's output with respect to the cache; a calibration weighs errors by it.
 
         The expected square of this gradient over the model's own next tokens is the Fisher information: how fast the KL
@@ -95,7 +97,7 @@ class TransformersEngine:
 
         Returns:
             The gradient of the summed log-probability of one sampled token after each of ``tokens``, which followed;
-            the shape of ``kv``, float32.
+            the shapes of ``kv``, float32.
 
         Raises:
             ModelError: as for `score`; or the model's output is not finite.
@@ -103,17 +105,18 @@ class TransformersEngine:
         self.model.requires_grad_(False)
         dice = torch.Generator().manual_seed(seed)
         with torch.enable_grad():
-            leaf = kv.detach().to(self.dtype, copy=True).requires_grad_()
-            ids, cache, _ = self._begin(tokens, (leaf,))
+            leaves = tuple(part.detach().to(self.dtype, copy=True).requires_grad_() for part in kv)
+            ids, cache, _ = self._begin(tokens, leaves)
             logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].float()
             likely = torch.log_softmax(logits, dim=-1)
             if not bool(torch.isfinite(likely.detach()).all()):
                 raise ModelError(f"{self.spec.model}: its output is NaN or infinite; its weights are damaged")
             said = torch.multinomial(likely.detach().exp(), 1, generator=dice)
             likely.gather(1, said).sum().backward()  # type: ignore[no-untyped-call]
-        if leaf.grad is None:
+        out = tuple(leaf.grad.float() for leaf in leaves if leaf.grad is not None)
+        if len(out) < len(leaves):
             raise ModelError(f"{self.spec.model}: its output does not depend on its cache")
-        return leaf.grad.float()
+        return out
 
     def _begin(self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, Any, int]:
         """Return the ids as a batch of one, a transformers cache with a copy of ``before``, and its length."""

@@ -23,7 +23,7 @@ from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import Index, Quantiser, dequantise
 from kvabr.codec.native.reference import ideal_bits
-from kvabr.codec.profile import Profile
+from kvabr.codec.profile import ClassProfile, Profile
 from kvabr.codec.quantiser import quantise
 from kvabr.engines.transformers.model_loader import LoadedModel
 from kvabr.lab.bench import coder_speed as raw
@@ -104,7 +104,7 @@ def time_track(job: Job, *, seconds: float = 0.5) -> Timing:
     rates: dict[str, float] = {}
     with one_thread():
         if codec(job.track).needs_profile and job.profile is not None:
-            rates |= _stages(job, job.profile, million, seconds)
+            rates |= _stages(job, job.profile.of(job.spec), million, seconds)
         rates["encode"] = million / processor_time(job.encode, seconds)
         rates["decode"] = million / processor_time(lambda: job.decode(out), seconds)
     bits = 8 * sum(map(len, job.payloads)) / job.group.numel()
@@ -112,7 +112,7 @@ def time_track(job: Job, *, seconds: float = 0.5) -> Timing:
     return Timing(job.track, path, bits, rates, million / _on_all_cores(job), scratch_of(job))
 
 
-def _stages(job: Job, profile: Profile, million: float, seconds: float) -> dict[str, float]:
+def _stages(job: Job, profile: ClassProfile, million: float, seconds: float) -> dict[str, float]:
     names = track_chain(job.track)
     depths = [profile.depth(name) for name in names]
     transform, step = profile.transform, depths[-1].step
@@ -275,11 +275,10 @@ def real(loaded: LoadedModel, profile: Profile | None) -> Subject:
 def llama(work: Path) -> Subject:
     """Return a synthetic group in the shape of Llama-3.1-8B; its profile takes minutes, and stays in ``work``."""
     path = work / "synthetic-llama.profile.safetensors"
-    made: Profile | None = None
+    made: ClassProfile | None = None
     if path.is_file():
         try:
-            made = Profile.from_bytes(path.read_bytes())
-            made.check(synthetic.LLAMA)
+            made = Profile.from_bytes(path.read_bytes()).of(synthetic.LLAMA)
         except (OSError, ValueError):
             made = None  # written by an older kvabr
     if made is None:
@@ -373,10 +372,11 @@ def coder_alone(wanted: Sequence[str] | None, seconds: float = 0.5) -> list[Row]
 
 def over_ideal(subject: Subject, tracks: Sequence[str]) -> dict[str, float]:
     """Return the coded size of a track's own layer over its ideal code length under the profile's tables, by track."""
-    profile, out = subject.profile, {}
+    out: dict[str, float] = {}
     for track in tracks:
-        if profile is None or not codec(track).needs_profile:
+        if subject.profile is None or not codec(track).needs_profile:
             continue
+        profile = subject.profile.of(subject.spec)
         job = Job.make(subject.group, subject.spec, profile, track)
         context = GroupContext(subject.spec, 0, subject.group.shape[3], profile)
         below: Index | None = None

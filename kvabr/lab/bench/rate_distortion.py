@@ -119,7 +119,7 @@ def _tracks(bench: QualityBench, plan: BenchPlan, group_tokens: int) -> list[Sch
         if not profiles:
             out.append(OwnTrack(name, spec, group_tokens=group_tokens))
         # A profile made for a sweep may have only one track.
-        for label, profile in ((label, made) for label, made in profiles.items() if name in made.depths):
+        for label, profile in ((label, made) for label, made in profiles.items() if name in made.tracks):
             out.append(TrackScheme(name, spec, profile, group_tokens=group_tokens, label=label, family=AC))
     return out
 

@@ -144,7 +144,7 @@ class OwnTrack(Scheme):
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
         """Encode and decode like `TrackScheme`, counting the profile's bytes."""
-        profile = own_profile(self._spec, cache)
+        profile = own_profile(self._spec, (cache,))
         coded = TrackScheme(self._track, self._spec, profile, group_tokens=self.group_tokens).code(cache, decode=decode)
         return Coded(coded.nbytes + len(profile.to_bytes()), coded.cache)
 

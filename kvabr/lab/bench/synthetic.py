@@ -12,7 +12,7 @@ import torch
 from kvabr.codec.fit import FitConfig
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import TILE
-from kvabr.codec.profile import Depth, Profile
+from kvabr.codec.profile import ClassProfile, Depth
 from kvabr.codec.quantiser import SymbolCounts, coder_model, nested
 from kvabr.codec.transform import FARTHEST, FINE, NO_MATRIX, RUN, Structure, Transform, layered, rounded
 from kvabr.types.kv import KVSpec, RopeSpec
@@ -30,7 +30,7 @@ _COUNTED_TILES = 8
 """Tiles from which the tables are counted."""
 
 
-def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> Profile:
+def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> ClassProfile:
     """Make a profile for caches of this shape; takes seconds to a minute.
 
     Args:
@@ -46,9 +46,10 @@ def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> Pro
         rounded(_rotation(structure.width_of(stack), dice), run=RUN) if stack.kept else NO_MATRIX
         for stack in structure.stacks
     )
-    shape = (spec.layers, 2, spec.kv_heads, spec.head_dim)
+    layers, halves, heads, _, dim = spec.shape(1)
+    shape = (layers, halves, heads, dim)
     mean = torch.randn(shape, generator=dice).half().numpy()
-    norm, spread = np.ones((spec.layers, 2), np.float32), np.ones(spec.layers, np.float32)
+    norm, spread = np.ones((layers, halves), np.float32), np.ones(spec.layers, np.float32)
     transform = Transform(structure, mean, norm, block, stacks, spread, _NEVER)
     chain, depths = nested(config.steps), {}
     drawn = coefficients(structure, _COUNTED_TILES * TILE, seed + 1).numpy()
@@ -61,7 +62,7 @@ def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> Pro
             part = slice(first, first + TILE)
             counts.add(below[track][:, part], None if lower is None else below[lower][:, part])
         depths[track] = Depth(config.steps[track], 0.0, coder_model(counts, config.classes))
-    return Profile(spec, config.sinks, transform, depths)
+    return ClassProfile(spec, config.sinks, transform, depths)
 
 
 def coefficients(structure: Structure, tokens: int, seed: int = 0) -> torch.Tensor:
@@ -77,7 +78,7 @@ def coefficients(structure: Structure, tokens: int, seed: int = 0) -> torch.Tens
     return torch.from_numpy(drawn.astype(np.float32))
 
 
-def cache(made: Profile, tokens: int, seed: int = 2) -> torch.Tensor:
+def cache(made: ClassProfile, tokens: int, seed: int = 2) -> torch.Tensor:
     """Make a cache from such coefficients: [layer, K/V, head, token, dim] in the spec's dtype."""
     spec = made.spec
     out = torch.empty(spec.shape(tokens), dtype=spec.torch_dtype)

@@ -1,0 +1,208 @@
+"""The AC tracks of every kind of layer class: windows, chunks, latents, one vector for both, unlike keys and values."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load, save
+
+from kvabr.codec.ac import has_ac
+from kvabr.codec.base import GroupContext
+from kvabr.codec.fit import FitConfig, fit
+from kvabr.codec.group import decode_group, encode_group, payload_of
+from kvabr.codec.native import coder
+from kvabr.codec.profile import ModelProfile, Profile, joined
+from kvabr.codec.rope import rotate
+from kvabr.types.errors import ForeignError, FormatError
+from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
+from kvabr.types.naming import LAYERS
+
+CHUNK = "ab" * 32
+CLASSES = {
+    "window": LayerClass("window", (0, 1, 3), 2, 16, 16, "float16", RopeSpec(1e4, 16), window=200),
+    "full": LayerClass("full", (2,), 2, 16, 16, "float16", RopeSpec(1e6, 8)),
+    "chunked": LayerClass("chunked", (4,), 1, 16, 16, "bfloat16", RopeSpec(1e4, 16, "interleaved"), window=256),
+    "latent": LayerClass("latent", (5, 6), 1, 40, 0, "bfloat16", RopeSpec(1e4, 8, first=32)),
+    "K = V": LayerClass("full", (7, 8), 2, 16, 0, "float16"),
+    "wide keys": LayerClass("full", (9, 10), 2, 24, 16, "float16", RopeSpec(1e4, 8, "interleaved", first=16)),
+}
+SPEC = KVSpec("test/every-class", "tokenizer", tuple(CLASSES.values()))
+PARTS = dict(zip(CLASSES, SPEC.parts, strict=True))
+
+
+def cache_of(part, tokens, seed=0, first=0):
+    """float32, channels that share causes, as those of a model do; keys turned by their positions from ``first`` on."""
+    layers, halves, heads, _, dim = part.shape(1)
+    fixed, dice = (torch.Generator().manual_seed(each) for each in (97, 1000 + seed))
+    mixing = torch.randn(12, layers * halves * heads * dim, generator=fixed) / 3
+    causes = torch.randn(tokens, 12, generator=dice) * 3 * 0.8 ** torch.arange(12)
+    kv = (causes @ mixing).view(tokens, layers, halves, heads, dim).permute(1, 2, 3, 0, 4).contiguous()
+    kv += 0.05 * torch.randn(kv.shape, generator=dice)
+    kv[:, 0] = rotate(kv[:, 0], part.rope, first)
+    return kv
+
+
+def fitted(part, **options):
+    config = FitConfig(stack_layers=3, kept=(8, 8), **options)
+    return fit(part, lambda: (cache_of(part, 300, seed) for seed in (101, 102)), config)
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return joined(SPEC, [fitted(part) for part in SPEC.parts])
+
+
+def played(part, profile, first, tokens=100, seed=1):
+    """What each layer makes of a group at a position: the group, and the decoded tensors."""
+    context = GroupContext(part, first, tokens, profile, memo={})
+    kv = cache_of(part, tokens, seed, first)
+    frames, outs = [], []
+    for track in LAYERS:
+        frames.append(encode_group(kv, track, context, CHUNK, 7, [bytes(payload_of(frame)) for frame in frames]))
+        out = torch.full_like(kv, float("nan"))
+        decode_group(frames[-1], track, context, CHUNK, 7, out, [payload_of(frame) for frame in frames[:-1]])
+        outs.append(out)
+    return kv, frames, outs
+
+
+def error(kv, out):
+    return float((kv - out).square().mean() / kv.square().mean())
+
+
+@pytest.mark.parametrize("first", [0, 896, 70_016])
+@pytest.mark.parametrize("name", PARTS)
+def test_every_class_plays_at_every_position(profile, name, first):
+    """Finer with every layer; and far from the beginning as well as near to it."""
+    kv, frames, outs = played(PARTS[name], profile, first)
+    errors = [error(kv, out) for out in outs]
+    assert errors[3] < 3e-3
+    assert all(finer < coarser / 2 for coarser, finer in pairwise(errors))
+    assert len(frames[0]) + len(frames[1]) < kv.numel() / 2  # less than 4 bits
+
+
+@pytest.mark.parametrize("track", ["AC-5x", "AC-L0"])
+@pytest.mark.parametrize("name", PARTS)
+def test_every_path_decodes_the_same_bits(profile, monkeypatch, name, track):
+    part = PARTS[name]
+    context = GroupContext(part, 384, 70, profile)
+    kv = cache_of(part, 70, 3, 384)
+    frame = encode_group(kv, track, context, CHUNK, 3)
+    found = {}
+    for path in coder.available_paths():
+        monkeypatch.setenv(coder.VARIABLE, path)
+        found[path] = torch.empty_like(kv)
+        decode_group(frame, track, context, CHUNK, 3, found[path])
+        again = encode_group(kv, track, context, CHUNK, 3)  # ties may be rounded otherwise
+        assert abs(len(again) - len(frame)) < 20
+    assert all(torch.equal(out, found["reference"]) for out in found.values())
+    assert error(kv, found["reference"]) < (5e-3 if track == "AC-5x" else 0.5)
+
+
+def test_undoing_the_rotation_is_what_makes_windows_and_latents_small(profile):
+    for name in ("window", "latent", "wide keys"):
+        part = PARTS[name]
+        still = part.changed(rope=None)
+        blind = fit(still, lambda part=part: (cache_of(part, 300, seed) for seed in (101, 102)))
+        kv = cache_of(part, 128, 5, 512)
+        sizes = [
+            len(encode_group(kv, "AC-5x", GroupContext(spec, 512, 128, made), CHUNK, 4))
+            for spec, made in ((part, profile), (still, blind))
+        ]
+        assert sizes[0] < 0.9 * sizes[1]
+
+
+def test_without_gradients_keys_and_values_side_by_side_are_as_precise_for_their_size():
+    part = PARTS["wide keys"]
+
+    def loud_keys(seed):
+        kv = cache_of(part, 300, seed)
+        kv[..., :24] *= 30
+        return kv
+
+    made = fit(part, lambda: (loud_keys(seed) for seed in (101, 102)), FitConfig(stack_layers=1, kept=(0, 0)))
+    kv, context = loud_keys(1), GroupContext(part, 0, 300, made)
+    out = torch.empty_like(kv)
+    decode_group(encode_group(kv, "AC-5x", context, CHUNK, 0), "AC-5x", context, CHUNK, 0, out)
+    assert max(error(kv[..., :24], out[..., :24]), error(kv[..., 24:], out[..., 24:])) < 0.05
+
+
+def test_a_file_holds_the_profiles_of_all_classes(profile):
+    assert isinstance(profile, ModelProfile)
+    again = Profile.from_bytes(profile.to_bytes())
+    assert (again.digest, again.spec) == (profile.digest, SPEC)
+    assert set(again.tracks) == {*LAYERS, "AC-5x"}
+    ours, theirs = (played(PARTS["latent"], each, 384)[2] for each in (profile, again))
+    assert all(map(torch.equal, ours, theirs))
+    # The group's size does not matter, although the digest of a part covers it.
+    small = replace(SPEC, group_tokens=32)
+    again.check(small)
+    assert again.of(small.parts[1]).spec == SPEC.parts[1]
+
+
+def test_a_profile_of_one_class_is_refused_for_another(profile):
+    window, full = PARTS["window"], PARTS["full"]
+    alone = profile.of(window)
+    assert Profile.from_bytes(alone.to_bytes()).spec == window
+    kv = cache_of(full, 100)
+    with pytest.raises(
+        ForeignError, match=r"the class window200 of test/every-class .*, the cache is of the class full"
+    ):
+        encode_group(kv, "AC-5x", GroupContext(full, 0, 100, alone), CHUNK, 0)
+    with pytest.raises(ForeignError, match="the class window200 of"):
+        alone.check(SPEC)
+    other = replace(SPEC, model="test/another").parts[0]
+    with pytest.raises(ForeignError, match="calibrated for test/every-class"):
+        encode_group(cache_of(other, 100), "AC-5x", GroupContext(other, 0, 100, profile), CHUNK, 0)
+    with pytest.raises(ForeignError, match="calibrated for"):
+        joined(SPEC, [profile.of(part) for part in (*SPEC.parts[1:], SPEC.parts[0])])
+    with pytest.raises(FormatError, match="5 classes of"):
+        joined(SPEC, [profile.of(part) for part in SPEC.parts[1:]])
+
+
+def rewritten(profile, change):
+    """The file with other facts."""
+    data = profile.to_bytes()
+    length = int.from_bytes(data[:8], "little")
+    facts = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["kvabr"])
+    arrays = load(data)
+    change(facts, arrays)
+    return save(arrays, metadata={"kvabr": json.dumps(facts, sort_keys=True)})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda facts, _: facts["classes"].pop("latent"), "classes .* of test/every-class"),
+        (lambda facts, _: facts["classes"].update(spiral=facts["classes"]["full"]), "classes chunked256"),
+        (lambda facts, _: facts.update(classes=[]), "classes"),
+        (lambda facts, _: facts.pop("classes"), "not a profile file"),
+        (lambda facts, _: facts.update(spec=SPEC.parts[0].to_json()), "classes"),
+        (
+            lambda facts, _: facts.update(spec=facts["spec"] | {"classes": facts["spec"]["classes"][:1]}),
+            "KV spec|classes",
+        ),
+        (lambda facts, _: facts["classes"].update(latent=facts["classes"]["full"]), "profile"),
+        (lambda facts, _: facts["classes"]["latent"]["structure"]["stacks"].append(["v", 0, 1, 0]), "kind 1"),
+        (lambda _, arrays: arrays.update({"full/extra": np.zeros(1)}), "unknown arrays full/extra"),
+        (lambda _, arrays: arrays.update({"mean": np.zeros(1)}), "unknown arrays mean"),
+        (lambda _, arrays: arrays.pop("window200/mean"), "not a profile file"),
+        (lambda _, arrays: arrays.update({"latent/mean": arrays["full/mean"]}), "mean is float16"),
+    ],
+)
+def test_a_broken_file_of_several_classes_is_refused(profile, change, words):
+    with pytest.raises(FormatError, match=words):
+        Profile.from_bytes(rewritten(profile, change))
+
+
+def test_there_is_no_ac_of_states():
+    state = LayerClass("state", (0,), 2, 8, 8, "float32")
+    hybrid = KVSpec("test/hybrid", "tokenizer", (state, LayerClass("full", (1,), 2, 8, 8, "float16")))
+    assert has_ac(SPEC)
+    assert not has_ac(hybrid)
+    with pytest.raises(FormatError, match="AC-5x: there is no AC for the states of test/hybrid"):
+        encode_group(torch.zeros(hybrid.parts[0].shape(8)), "AC-5x", GroupContext(hybrid.parts[0], 0, 8), CHUNK, 0)

@@ -1,0 +1,114 @@
+"""AC tracks of several layer classes, and of latents: published with a profile of their own, and played."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.codec.base import GroupContext
+from kvabr.codec.group import cut, decode_group, encode_group
+from kvabr.codec.profile import Profile
+from kvabr.engines.transformers import cache_publisher, play_cache_async, publish_cache
+from kvabr.engines.transformers.cache import cache_kv
+from kvabr.publish.calibrate import SEARCH, calibrate, stages
+from kvabr.publish.encoder import own_profile
+from kvabr.server.grants import EVERYTHING
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.types.errors import UsageError
+from kvabr.types.naming import LAYERS
+from tests.client.virtual import virtual
+from tests.engines.transformers.test_classes import engine_for, prefilled
+from tests.engines.transformers.text import IDS, PREFIX
+from tests.memory_transport import MemoryConnection, MemoryLink
+
+pytestmark = pytest.mark.model
+CHUNK = "ab" * 32
+
+
+@virtual
+@pytest.mark.parametrize("name", ["Gemma3", "GPT-OSS", "Llama 4", "DeepSeek V3"])
+async def test_what_is_played_is_what_the_codec_made(name, tmp_path):
+    engine = engine_for(name)
+    spec, cache = engine.spec, prefilled(engine, PREFIX)
+    exact = cache_kv(cache, spec, len(PREFIX))
+    profile = Profile.from_bytes(own_profile(spec, exact).to_bytes())
+    publisher = cache_publisher(engine, tmp_path, profile=profile, tracks=LAYERS)
+    outcome = publish_cache(publisher, engine, cache, PREFIX)
+    publisher.close()
+    assert outcome.result().verdict == "published", outcome.result()
+    library = PublishedAssets(tmp_path)
+    link = MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(1e8, 0.02))
+    options = PlayOptions(policy="fixed:AC-L0", recompute=False)
+    async with link, AsyncClient(link, options=options) as client:
+        ready = await play_cache_async(client, engine, IDS, deadline=60.0)
+    played = ready.played
+    assert (ready.tokens, ready.problem, set(played.coverage)) == (400, None, {"AC-L0"})
+    for unit in played.catalog.units:
+        context = GroupContext(spec.parts[unit.part], unit.first, unit.tokens, profile)
+        kv = cut(exact, unit, spec)
+        wanted = torch.empty(kv.shape, dtype=played.parts[unit.part].dtype)
+        decode_group(encode_group(kv, "AC-L0", context, CHUNK, 0), "AC-L0", context, CHUNK, 0, wanted)
+        at = unit.first - played.spans[unit.part].first
+        assert torch.equal(played.parts[unit.part][:, :, :, at : at + unit.tokens], wanted)
+
+
+class Loaded:
+    """A model whose tokens are bytes."""
+
+    def __init__(self, name):
+        self.engine = engine_for(name)
+
+    def encode(self, text):
+        return list(text.encode())
+
+
+TEXTS = {"a": "what it says about windows, and what it does not " * 30}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Gemma3", "DeepSeek V3"])
+def test_a_model_of_several_classes_is_calibrated(name):
+    loaded, seen = Loaded(name), []
+    profile = calibrate(loaded, TEXTS, contexts=3, tokens=240, progress=lambda *at: seen.append(at))
+    spec = loaded.engine.spec
+    profile.check(spec)
+    assert Profile.from_bytes(profile.to_bytes()).digest == profile.digest
+    # A class of one layer has no stacks.
+    done = dict.fromkeys(stage for stage, _, _ in seen)
+    assert [stage for stage in stages(spec) if stage in done or "stacks" not in stage] == list(done)
+    assert seen == [(stage, number, 3) for stage in done for number in (1, 2, 3)]
+    if len(spec.classes) > 1:
+        assert stages(spec)[1] == "window64: means"
+
+
+@pytest.mark.slow
+def test_steps_are_chosen_by_what_they_lose():
+    loaded, told, seen = Loaded("Gemma3"), [], []
+    options = {"contexts": 3, "tokens": 240}
+    usual = calibrate(loaded, TEXTS, **options)
+    steps = []
+    for target in (1e-6, 1e-5):
+        made = calibrate(
+            loaded, TEXTS, target_kl=target, tell=told.append, progress=lambda *at: seen.append(at), **options
+        )
+        steps.append([made.of(part).depths["AC-5x"].step for part in loaded.engine.spec.parts])
+        for part in loaded.engine.spec.parts:  # all depths move together
+            depths = made.of(part).depths
+            assert depths["AC-L0"].step / depths["AC-5x"].step == pytest.approx(3.3 / 0.185)
+    assert all(fine < coarse for fine, coarse in zip(*steps, strict=True))
+    assert usual.of(loaded.engine.spec.parts[0]).depths["AC-5x"].step == 0.185
+    measured = [float(line.split(" loses ")[1].split()[0]) for line in told]
+    assert [0.2 * target < kl <= target for kl, target in zip(measured, (1e-6, 1e-5), strict=True)] == [True, True]
+    assert any(stage == SEARCH and done == total for stage, done, total in seen)
+
+
+@pytest.mark.slow
+def test_a_loss_that_no_step_reaches_is_said_with_its_reason():
+    with pytest.raises(UsageError, match=r"a KL of 1e-12 cannot be met: at the finest steps .* AC-5x loses .* nats"):
+        calibrate(Loaded("Gemma3"), TEXTS, contexts=2, tokens=240, target_kl=1e-12)
+    with pytest.raises(UsageError, match="give at least 2"):
+        calibrate(Loaded("Gemma3"), {"a": "x" * 300}, contexts=1, tokens=240, target_kl=0.1)
