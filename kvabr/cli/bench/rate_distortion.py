@@ -10,7 +10,7 @@ from kvabr.types.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from kvabr.codec.profile import Profile
-    from kvabr.engines.transformers.model_loader import LoadedModel
+    from kvabr.types.kv import KVSpec
 
 _EPILOG = """\
 examples:
@@ -18,7 +18,8 @@ examples:
   kvabr bench rd --html rd.html --json rd.json
   kvabr bench rd --domains german chat --retrieval 0
   kvabr bench rd --tokens 4096 --contexts 1 --group-tokens 128 256 1024
-  tools/gemma-model gemma && kvabr bench rd --model gemma --whole-windows
+  tools/gemma-model gemma && kvabr calibrate --model gemma --out gemma.safetensors
+  kvabr bench rd --model gemma --profile gemma.safetensors
   kvabr bench rd --profile one.safetensors two.safetensors --tracks AC-L0 AC-L1 AC-L2 AC-L3
 
 Every text is cut into contexts: a prompt and its continuation. The cache of the prompt goes through every scheme, and
@@ -31,7 +32,8 @@ intervals. The rate at which kvabr is as good as CacheGen is interpolated betwee
 above which KL, log-probability of the codes and share of whole codes are never worse.
 
 Caches (24 MB for 1,024 tokens of SmolLM2; 3 GB for 120 cases) and results stay in the work folder, so an interrupted
-run continues, and only changes are measured again.
+run continues, and only changes are measured again. Layers with sliding windows are coded as classes of their own, of
+which every token counts, whether or not the model still sees it.
 """
 
 _CONTEXTS = 3
@@ -58,7 +60,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--model", default="smollm2", metavar="smollm2|DIR", help="as for encode (default: smollm2)")
     how.add_argument(
         "--whole-windows", action="store_true",
-        help="accept models with sliding windows: every layer keeps every token, and keys are coded as they are",
+        help="code a model with sliding windows as if all its layers had full attention (default: class by class)",
     )  # fmt: skip
     how.add_argument("--tracks", nargs="+", metavar="TRACK", help="kvabr's tracks (default: all)")
     how.add_argument(
@@ -91,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
     from kvabr.cli.display import StageBar, table, write_json
     from kvabr.cli.options import load
+    from kvabr.engines.transformers.spec import spec_of
     from kvabr.lab.bench import rate_distortion as rd
     from kvabr.lab.bench import summary
     from kvabr.lab.bench.contexts import check_unseen, cut, read_texts
@@ -103,21 +106,23 @@ def run(args: argparse.Namespace) -> int:
     texts = read_texts(folder, args.domains)
     check_unseen(texts)
     console = Console(stderr=True)
-    loaded = load(args.model, console, whole_windows=args.whole_windows)
+    # Caches of all tokens in all layers: the model masks what a window does not show.
+    loaded = load(args.model, console, whole_windows=True)
     spec = loaded.engine.spec
-    if any(each.window is not None for each in spec.classes):
-        raise ModelError(
-            f"{spec.model} has sliding windows or chunks ({spec.summary}): measure it with --whole-windows"
-        )
+    if len(spec.classes) > 1 or spec.only.halves == 1:
+        raise ModelError(f"{spec.model} has layers of several shapes, or keys unlike values ({spec.summary})")
+    if not args.whole_windows:
+        spec = spec_of(loaded.engine.model, name=spec.model, tokenizer=spec.tokenizer, dtype=spec.dtype)
     contexts = cut(loaded, texts, args.contexts, args.tokens, args.continuation)
     plan = rd.BenchPlan(
         contexts,
         args.tracks,
-        _profiles(loaded, args.profile),
+        _profiles(spec, args.profile),
         args.peers,
         args.cachegen,
         args.group_tokens,
         len(contexts) if args.retrieval is None else args.retrieval,
+        spec,
     )
     with StageBar(STAGES, console) as bar:
         findings, families, notes = rd.run(QualityBench(loaded, CacheStore(args.work, loaded.engine.spec), bar), plan)
@@ -161,15 +166,15 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--group-tokens takes sizes from 1 to 65536, each once")
 
 
-def _profiles(loaded: LoadedModel, paths: list[Path] | None) -> dict[str, Profile]:
+def _profiles(spec: KVSpec, paths: list[Path] | None) -> dict[str, Profile]:
     """Return profiles by label: an empty one for a single profile, otherwise the file's name."""
     from kvabr.engines.transformers.publish import find_profile
 
     found: dict[str, Any] = {}
     if paths is None or len(paths) == 1:
-        found[""] = find_profile(loaded.engine.spec, None if paths is None else paths[0])
+        found[""] = find_profile(spec, None if paths is None else paths[0])
     else:
-        found = {f"@{path.name.removesuffix('.safetensors')}": find_profile(loaded.engine.spec, path) for path in paths}
+        found = {f"@{path.name.removesuffix('.safetensors')}": find_profile(spec, path) for path in paths}
     if paths is not None and len(found) < len(paths):
         raise UsageError("two profiles have the same file name, which labels the results: rename one")
     return {label: profile for label, profile in found.items() if profile is not None}

@@ -15,6 +15,7 @@ from kvabr.lab.bench.measure import EXACT, Findings, QualityBench
 from kvabr.lab.bench.other_codecs import CacheGenQuantiser, LMCacheCodec, Zstd, find_peers
 from kvabr.lab.bench.schemes import Kivi, OwnTrack, Scheme, TrackScheme, tracks_to_measure
 from kvabr.lab.bench.summary import RateCurve, at_group_size, curve, exact_recall, match, scheme_rows
+from kvabr.types.kv import KVSpec
 
 SCHEMA = "kvabr.bench.rd/1"
 AC = "AC"
@@ -44,6 +45,8 @@ class BenchPlan:
     """Group sizes in tokens; quality is measured with the first, sizes with all. Empty: the model's own."""
     retrieval: int = 0
     """Number of contexts to plant codes in."""
+    spec: KVSpec | None = None
+    """Of the caches, with the layer classes that kvabr codes one by one; None: that of the bench."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ def _schemes(bench: QualityBench, plan: BenchPlan, stack: ExitStack) -> tuple[Sc
 
 
 def _tracks(bench: QualityBench, plan: BenchPlan, group_tokens: int) -> list[Scheme]:
-    spec, profiles = bench.store.spec, plan.profiles or {}
+    spec, profiles = plan.spec or bench.store.spec, plan.profiles or {}
     out: list[Scheme] = []
     for name in tracks_to_measure(plan.tracks, names()):
         if not codec(name).needs_profile:

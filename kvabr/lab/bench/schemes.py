@@ -85,7 +85,7 @@ class TrackScheme(Scheme):
 
         Args:
             track: Name of the codec.
-            spec: Spec of the caches.
+            spec: Spec of the caches. Of several layer classes each is coded by itself.
             profile: Side information, for codecs that need it.
             group_tokens: Tokens per group; None: the spec's.
             label: Suffix of the name, which tells profiles apart.
@@ -115,9 +115,19 @@ class TrackScheme(Scheme):
         """Encode like an origin and decode like a player, group by group."""
         out = torch.empty_like(cache) if decode else None
         nbytes = 0
-        for index, (first, end) in enumerate(groups(cache.shape[3], self.group_tokens)):
-            context = GroupContext(self._spec, first, end - first, self._profile, memo={})
-            group = cache[:, :, :, first:end]
+        for part, kv in zip(self._spec.parts, by_class(cache, self._spec), strict=True):
+            made = torch.empty_like(kv) if decode else None
+            nbytes += self._code(kv, part, made)
+            if out is not None and made is not None:
+                out[list(part.only.layers)] = made
+        return Coded(nbytes, out)
+
+    def _code(self, kv: torch.Tensor, part: KVSpec, out: torch.Tensor | None) -> int:
+        """Encode the cache of one layer class, and decode it if asked to; return its bytes."""
+        nbytes = 0
+        for index, (first, end) in enumerate(groups(kv.shape[3], self.group_tokens)):
+            context = GroupContext(part, first, end - first, self._profile, memo={})
+            group = kv[:, :, :, first:end]
             frames: list[bytes] = []
             for track in self._tracks:
                 below = [bytes(payload_of(frame)) for frame in frames]
@@ -126,7 +136,12 @@ class TrackScheme(Scheme):
             if out is not None:
                 views = [payload_of(frame) for frame in frames[:-1]]
                 decode_group(frames[-1], self._tracks[-1], context, _CHUNK, index, out[:, :, :, first:end], views)
-        return Coded(nbytes, out)
+        return nbytes
+
+
+def by_class(cache: torch.Tensor, spec: KVSpec) -> tuple[torch.Tensor, ...]:
+    """Return a tensor per layer class from a cache of all layers, which are alike in shape; all have all tokens."""
+    return tuple(cache[list(each.layers)] if len(spec.classes) > 1 else cache for each in spec.classes)
 
 
 class OwnTrack(Scheme):
@@ -144,7 +159,7 @@ class OwnTrack(Scheme):
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
         """Encode and decode like `TrackScheme`, counting the profile's bytes."""
-        profile = own_profile(self._spec, (cache,))
+        profile = own_profile(self._spec, by_class(cache, self._spec))
         coded = TrackScheme(self._track, self._spec, profile, group_tokens=self.group_tokens).code(cache, decode=decode)
         return Coded(coded.nbytes + len(profile.to_bytes()), coded.cache)
 

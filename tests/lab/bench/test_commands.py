@@ -94,7 +94,7 @@ def test_codec_refuses_what_it_cannot_do(capsys):
     capsys.readouterr()
 
 
-def test_a_model_with_windows_is_measured_only_if_asked_for(capsys, tmp_path, texts_folder):
+def test_a_model_with_windows_is_measured_class_by_class_or_as_one(capsys, tmp_path, texts_folder):
     import transformers
 
     config = transformers.Gemma3TextConfig(
@@ -109,9 +109,9 @@ def test_a_model_with_windows_is_measured_only_if_asked_for(capsys, tmp_path, te
         "--model", folder, "--texts", texts_folder, "--contexts", 1, "--tokens", 150, "--continuation", 16,
         "--retrieval", 0, "--tracks", "AC-L1", "FP16", "--work", tmp_path / "work", "--peers", tmp_path,
     )  # fmt: skip
-    status, _, err = rd(capsys, *options)
-    assert status == 1
-    assert "sliding" in err
-    status, out, err = rd(capsys, *options, "--whole-windows")
-    assert status == 0, err
-    assert "AC-L1 (own tables)" in out
+    for how in ((), ("--whole-windows",)):
+        status, out, err = rd(capsys, *options, "--json", tmp_path / "rd.json", *how)
+        assert status == 0, err
+        assert "AC-L1 (own tables)" in out
+        rows = {row["scheme"]: row for row in json.loads((tmp_path / "rd.json").read_text())["schemes"]}
+        assert rows["FP16"]["kl"] < 1e-4
