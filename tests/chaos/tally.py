@@ -21,7 +21,7 @@ _OUTCOMES = ("complete", "incomplete", "prefix", "nothing", "refused", "error", 
 BAD = ("hole", "wrong", "late", "hang", "crash", "stuck")
 """What must not be; ``stuck``: nothing can be played although all faults are over."""
 _EXCUSED = ("starved", "overtime")
-_GROWTH, _SLACK = 1.1, 16 << 20
+_GROWTH, _SLACK = 1.05, 8 << 20
 """Memory is flat if it has not grown by more than this factor and these bytes."""
 _SLACK_FILES, _SLACK_THREADS = 16, 4
 
@@ -154,9 +154,12 @@ class Tally:
 
 
 def _ends(samples: list[Sample]) -> tuple[Sample, Sample] | None:
-    """Return the medians of the first and the last few samples after the warm-up; None if there are too few."""
+    """Return the medians of the first and the last few samples of the later half; None if there are too few.
+
+    A player's memory grows for some minutes: buffers and decoders are used again, but each thread needs its own.
+    """
     few = 5
-    rest = samples[WARM_UP:]
+    rest = samples[max(WARM_UP, len(samples) // 2) :]
     if len(rest) < 2 * few:
         return None
     return _median(rest[:few]), _median(rest[-few:])
