@@ -32,6 +32,7 @@ COMMANDS = {
     "relay": ("relay:add", "cache an origin's assets for the players near by"),
     "fetch": ("fetch:add", "play a cache from an origin"),
     "replay": ("replay:add", "play an asset over network traces"),
+    "route": ("route:add", "decide where to prefill: here, or at a site whose cache comes over the network"),
     "lab": ("lab:add", "play a matrix of policies, traces and conditions, and compare"),
     "tune": ("tune:add", "tune a policy's parameters, with cross-validation"),
     "report": ("lab:add_report", "one page for what `kvabr lab` played"),

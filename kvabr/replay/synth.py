@@ -98,7 +98,7 @@ class Shape:
             raise UsageError(f"depth is {self.depth}; give a number from 0 (flat) to below 1")
 
 
-class _Dice:
+class Dice:
     """Distributions made from uniform numbers."""
 
     def __init__(self, seed: int) -> None:
@@ -109,6 +109,7 @@ class _Dice:
         return 1.0 - float(self._uniform())
 
     def exponential(self, mean: float) -> float:
+        """Return a number with an exponential distribution."""
         return -mean * math.log(self.positive())
 
     def lognormal(self, sigma: float) -> float:
@@ -129,7 +130,7 @@ class _Dice:
 class _Episodes:
     """Intervals at random: exponential lengths, exponential gaps."""
 
-    def __init__(self, every_s: float, lasts_s: float, dice: _Dice) -> None:
+    def __init__(self, every_s: float, lasts_s: float, dice: Dice) -> None:
         self._every_s, self._lasts_s, self._dice = every_s, lasts_s, dice
         self._ends = 0.0
         self._draw()
@@ -145,11 +146,11 @@ class _Episodes:
         return self._begins <= time
 
 
-def _constant(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:  # noqa: ARG001
+def _constant(shape: Shape, times: Sequence[float], dice: Dice) -> Iterator[float]:  # noqa: ARG001
     return (1.0 for _ in times)
 
 
-def _markov(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
+def _markov(shape: Shape, times: Sequence[float], dice: Dice) -> Iterator[float]:
     state, until = 1, dice.exponential(shape.dwell_s)
     for time in times:
         while until <= time:
@@ -157,23 +158,23 @@ def _markov(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float
         yield _STATES[state] * dice.lognormal(shape.scatter)
 
 
-def _outages(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
+def _outages(shape: Shape, times: Sequence[float], dice: Dice) -> Iterator[float]:
     outages = _Episodes(shape.outage_every_s, shape.outage_s, dice)
     for time, rate in zip(times, list(_markov(shape, times, dice)), strict=True):
         yield 0.0 if outages.at(time) else rate
 
 
-def _slow_start(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
+def _slow_start(shape: Shape, times: Sequence[float], dice: Dice) -> Iterator[float]:
     for time in times:
         yield _RAMP_START ** max(0.0, 1 - time / shape.ramp_s) * dice.lognormal(shape.scatter)
 
 
-def _diurnal(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
+def _diurnal(shape: Shape, times: Sequence[float], dice: Dice) -> Iterator[float]:
     for time in times:
         yield (1 - shape.depth * math.cos(2 * math.pi * time / shape.period_s)) * dice.lognormal(shape.scatter)
 
 
-def _port(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
+def _port(shape: Shape, times: Sequence[float], dice: Dice) -> Iterator[float]:
     """Yield the play's share of the port: one over the flows on it, the play among them."""
     incasts = _Episodes(shape.incast_every_s, shape.incast_s, dice)
     pauses = _Episodes(shape.pause_every_s, shape.pause_s, dice)
@@ -199,13 +200,13 @@ def _port(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
         yield 0.0 if pauses.at(time) else share
 
 
-def _bucket(shape: Shape, times: Sequence[float], dice: _Dice) -> Iterator[float]:
+def _bucket(shape: Shape, times: Sequence[float], dice: Dice) -> Iterator[float]:
     bursts = _Episodes(shape.burst_every_s, shape.burst_s, dice)
     for time in times:
         yield shape.burst if bursts.at(time) else 1.0
 
 
-_KINDS: dict[str, Callable[[Shape, Sequence[float], _Dice], Iterator[float]]] = {
+_KINDS: dict[str, Callable[[Shape, Sequence[float], Dice], Iterator[float]]] = {
     "constant": _constant,
     "markov": _markov,
     "outages": _outages,
@@ -272,7 +273,7 @@ def synthesise(
             raise UsageError(f"{what} must not be below a hundredth of the step ({step_s:g} s)")
     # Round, so that the third step of 0.1 s begins at 0.3 and not at 0.30000000000000004.
     times = [round(index * step_s, 9) for index in range(segments)]
-    raw = list(_KINDS[kind](shape, times, _Dice(seed)))
+    raw = list(_KINDS[kind](shape, times, Dice(seed)))
     ends = [*times[1:], duration_s]
     carried = math.fsum((end - start) * rate for start, end, rate in zip(times, ends, raw, strict=True))
     factor = mean_mbps * 1000 * duration_s / carried if carried > 0 else 0.0

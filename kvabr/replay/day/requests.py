@@ -1,0 +1,168 @@
+"""The requests of a day: when they arrive, how long their prompts are, and which beginnings they share.
+
+Conversations begin as a Poisson process whose rate swings over the day as a sine, by 60 % of its mean. There are three
+kinds. The numbers below are medians of log-normal distributions, with the deviation of the logarithm in parentheses:
+
+| | chat | document | agent |
+|---|---|---|---|
+| share of conversations | 0.5 | 0.3 | 0.2 |
+| shared beginnings | 12 system prompts | 300 documents | 40 repositories |
+| their tokens | 1,000 (0.6) | 16,000 (0.8) | 12,000 (0.8) |
+| first message | 250 (1.0) | 120 (0.7) | 1,500 (1.0) |
+| further turns, geometric mean | 4 | 2 | 10 |
+| tokens that a turn adds | 150 (1.0) | 80 (0.7) | 1,200 (1.0) |
+| answer | 300 (0.8) | 250 (0.8) | 200 (0.8) |
+| pause after an answer, exponential mean | 45 s | 60 s | 15 s |
+
+A turn comes a pause after the answer to the one before it, which takes 20 ms a token from the first one on: a rule that
+is slow delays its own requests. Which beginning a conversation has follows Zipf's law (exponent 1). A turn's prompt is
+everything before it. A conversation ends when its next prompt would exceed the longest.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from itertools import accumulate, count
+
+from kvabr.replay.synth import Dice
+from kvabr.types.errors import UsageError
+
+DAY_S = 86_400.0
+TOKEN_S = 0.02
+"""Seconds per token of an answer."""
+_SWING = 0.6
+"""How far the rate of arrivals swings around its mean within a day, as a share."""
+_MOST_REQUESTS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    share: float
+    library: int
+    shared: tuple[float, float]
+    first: tuple[float, float]
+    turns: float
+    more: tuple[float, float]
+    answer: tuple[float, float]
+    pause_s: float
+
+
+_KINDS = (
+    _Kind(0.5, 12, (1000, 0.6), (250, 1.0), 4, (150, 1.0), (300, 0.8), 45.0),
+    _Kind(0.3, 300, (16_000, 0.8), (120, 0.7), 2, (80, 0.7), (250, 0.8), 60.0),
+    _Kind(0.2, 40, (12_000, 0.8), (1500, 1.0), 10, (1200, 1.0), (200, 0.8), 15.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DayShape:
+    """How many requests there are, and how long."""
+
+    requests: int = 4000
+    """Expected number of requests."""
+    duration_s: float = DAY_S
+    """Seconds in which conversations begin."""
+    longest: int = 131_072
+    """Longest prompt, tokens."""
+    length: float = 1.0
+    """Factor on all lengths."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.requests <= _MOST_REQUESTS:
+            raise UsageError(f"{self.requests} requests; give 1 to {_MOST_REQUESTS}")
+        if not 0 < self.duration_s <= 1e7:
+            raise UsageError(f"a day of {self.duration_s} s; give a positive number of seconds, at most 10,000,000")
+        if not (self.longest >= 1 and 0 < self.length <= 1000):
+            raise UsageError(f"lengths of {self.length} times the usual, at most {self.longest} tokens: not possible")
+
+
+@dataclass(frozen=True, slots=True)
+class DayRequest:
+    """One request."""
+
+    number: int
+    at_s: float | None
+    """When it arrives; None for one that follows another."""
+    pause_s: float
+    """Seconds from the end of the answer before it until it arrives."""
+    following: int | None
+    """Number of the request that follows it; None if it is the last of its conversation."""
+    parts: tuple[tuple[int, int], ...]
+    """What the prompt is made of, from its beginning: a number of each part, and its tokens. Requests with the same
+    number there have the same prompt up to the end of that part."""
+    answer: tuple[int, int]
+    """The answer, which later prompts of the conversation contain, in the same form."""
+    luck: tuple[float, float]
+    """How long its prefill takes locally and remotely against the forecast: the logarithm, in standard deviations."""
+    tokens: int
+    """Length of the prompt."""
+
+
+def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
+    """Return the requests of a day by their numbers; the same arguments give the same requests.
+
+    The first requests of conversations come in the order of their arrival, each followed by those after it.
+    """
+    dice = Dice(seed)
+    numbers = count()
+    libraries = [_library(kind, shape, dice, numbers) for kind in _KINDS]
+    each = sum(kind.share * (1 + kind.turns) for kind in _KINDS)
+    every_s = shape.duration_s / (shape.requests / each)
+    found: list[DayRequest] = []
+    begin_s = 0.0
+    while True:
+        # Thinning: propose at the highest rate of the day, keep in proportion.
+        begin_s += dice.exponential(every_s / (1 + _SWING))
+        if begin_s >= shape.duration_s:
+            break
+        swing = 1 + _SWING * math.sin(2 * math.pi * (begin_s / shape.duration_s - 0.25))
+        if dice.positive() * (1 + _SWING) <= swing:
+            found += _conversation(len(found), begin_s, libraries, shape, dice, numbers)
+    return tuple(found)
+
+
+class _Library:
+    """Shared beginnings of one kind, the popular ones first."""
+
+    def __init__(self, parts: list[tuple[int, int]]) -> None:
+        self._parts = parts
+        self._sums = list(accumulate(1 / (rank + 1) for rank in range(len(parts))))
+
+    def pick(self, dice: Dice) -> tuple[int, int]:
+        return self._parts[min(bisect_left(self._sums, dice.positive() * self._sums[-1]), len(self._parts) - 1)]
+
+
+def _library(kind: _Kind, shape: DayShape, dice: Dice, numbers: count[int]) -> _Library:
+    return _Library([(next(numbers), _length(kind.shared, shape, dice)) for _ in range(kind.library)])
+
+
+def _length(median: tuple[float, float], shape: DayShape, dice: Dice) -> int:
+    return max(1, min(shape.longest // 2, round(shape.length * median[0] * dice.lognormal(median[1]))))
+
+
+def _conversation(
+    first: int, at_s: float, libraries: list[_Library], shape: DayShape, dice: Dice, numbers: count[int]
+) -> list[DayRequest]:
+    place = dice.positive()
+    index = 0
+    while index < len(_KINDS) - 1 and place > _KINDS[index].share:
+        place -= _KINDS[index].share
+        index += 1
+    kind = _KINDS[index]
+    first_part = (next(numbers), _length(kind.first, shape, dice))
+    parts: tuple[tuple[int, int], ...] = (libraries[index].pick(dice), first_part)
+    found: list[DayRequest] = []
+    while True:
+        answer = (next(numbers), _length(kind.answer, shape, dice))
+        luck = (math.log(dice.lognormal(1.0)), math.log(dice.lognormal(1.0)))
+        tokens = sum(length for _, length in parts)
+        pause_s = dice.exponential(kind.pause_s) if found else 0.0
+        begin_s = None if found else at_s
+        found.append(DayRequest(first + len(found), begin_s, pause_s, None, parts, answer, luck, tokens))
+        parts = (*parts, answer, (next(numbers), _length(kind.more, shape, dice)))
+        over = sum(length for _, length in parts) > shape.longest
+        if over or dice.positive() * (1 + kind.turns) <= 1:
+            break
+    return [*(replace(one, following=one.number + 1) for one in found[:-1]), found[-1]]

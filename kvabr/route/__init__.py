@@ -1,0 +1,42 @@
+"""Where to prefill: at the decode node's own site, or at another one whose cache travels over the network.
+
+A router embeds this package: it needs neither numpy nor torch, reads no clock and does no I/O. `decide` answers for
+one request whose circumstances are given; `Router` also remembers what requests and transfers have taught.
+"""
+
+from kvabr.route.forecast import (
+    FETCH,
+    LOCAL,
+    PLACES,
+    REMOTE,
+    CacheSize,
+    Forecast,
+    Place,
+    PrefillSite,
+    RouteLink,
+    break_even_tokens,
+    forecasts,
+    remote_lengths,
+)
+from kvabr.route.router import LinkMemory, Router, WorkMeter
+from kvabr.route.rule import Route, decide
+
+__all__ = [
+    "FETCH",
+    "LOCAL",
+    "PLACES",
+    "REMOTE",
+    "CacheSize",
+    "Forecast",
+    "LinkMemory",
+    "Place",
+    "PrefillSite",
+    "Route",
+    "RouteLink",
+    "Router",
+    "WorkMeter",
+    "break_even_tokens",
+    "decide",
+    "forecasts",
+    "remote_lengths",
+]

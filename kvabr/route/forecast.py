@@ -1,0 +1,391 @@
+"""How soon each place would give the first token: prefill here, prefill elsewhere, or fetch a prefix and go on here.
+
+All times are in seconds from now. ``b`` are the bytes that a token's cache takes at the quality floor, ``C`` the rate
+of the link, ``d`` the seconds to decode a token, ``g`` the tokens of a group. ``h`` and ``r`` are the
+tokens whose cache is in place here and elsewhere (whole groups; the last token is always computed).
+
+- ``local``: queue here + prefill of n - h tokens.
+- ``remote``: the request travels half a round trip and waits in the queue there; n - r tokens are prefilled, and what
+  this side lacks is sent *while* it is computed. Since every further token takes at least as long as the one before it,
+  the last group arrives at the latest of three times: when it is computed, and sent; when the link is through with all
+  that was computed, from the first group on; when the link is through with everything, from what was in place there on.
+  Then follow half a round trip, the decoding of the last group, and the engine's step for the first token.
+- ``fetch``: what is in place there beyond h is fetched, and n - r tokens are prefilled here.
+
+`remote_lengths` solves the first two for n: with nothing in place and no queue this is the length n*(C) from which on
+it pays to prefill elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Self
+
+from kvabr.abr.ladder import Ladder
+from kvabr.types.catalog import Catalog
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+
+Place = Literal["local", "remote", "fetch"]
+LOCAL: Place = "local"
+REMOTE: Place = "remote"
+FETCH: Place = "fetch"
+PLACES = (LOCAL, REMOTE, FETCH)
+MAX_TOKENS = 1 << 27
+"""Longest prompt, as of a catalog: a million groups of 128 tokens."""
+
+
+def _check_amounts(what: str, holder: object, most: float = 1e15) -> None:
+    """Raise a `UsageError` unless all numbers of a dataclass are finite and not negative."""
+    for field in fields(holder):  # type: ignore[arg-type]  # every caller is a dataclass
+        value = getattr(holder, field.name)
+        if isinstance(value, int | float) and not 0 <= value <= most:
+            raise UsageError(f"{what}: {field.name} is {value}; give a number that is not negative")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSite:
+    """A place that can prefill, as one request finds it."""
+
+    cost: PrefillCost
+    """What a prefill takes there."""
+    queue_s: float = 0.0
+    """Seconds until a worker would begin with this request."""
+    cached_tokens: int = 0
+    """Tokens at the beginning of the prompt whose cache is in place there."""
+    workers: int = 1
+    """Prefills that run at a time."""
+    pressure: float = 0.0
+    """What others pay for work that is put before them, 1/s; see `kvabr.route.router`."""
+
+    def __post_init__(self) -> None:
+        _check_amounts("site", self)
+        if self.workers < 1:
+            raise UsageError(f"site: {self.workers} workers; it takes at least one")
+
+    def others_s(self, work_s: float) -> float:
+        """Return the seconds that other requests are expected to wait longer for ``work_s`` seconds of work."""
+        share_s = work_s / self.workers
+        return self.pressure * share_s * (self.queue_s + share_s / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteLink:
+    """The link between both places, as one request finds it."""
+
+    rate: float
+    """Bytes per second of payload that it is expected to carry. 0: nothing is known."""
+    rtt_s: float = 0.0
+    """Round trip, seconds, with the time that both ends take to handle a request."""
+    backlog_bytes: float = 0.0
+    """Bytes of earlier requests that have not arrived."""
+    live: bool = True
+    """Whether groups are sent while the rest is prefilled; if not, all are sent at the end."""
+    pressure: float = 0.0
+    """As `PrefillSite.pressure`."""
+    bound: float | None = None
+    """Bytes per second that it surely carries, the lower bound of an estimate; None: as many as expected."""
+
+    def __post_init__(self) -> None:
+        _check_amounts("link", self)
+        if self.bound is not None and self.bound > self.rate:
+            raise UsageError(f"link: a lower bound of {self.bound:g} bytes/s is above the expected {self.rate:g}")
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the seconds that it takes to carry bytes; infinity if nothing is known of the link."""
+        if nbytes <= 0:
+            return 0.0
+        return nbytes / self.rate if self.rate > 0 else math.inf
+
+    @property
+    def free_s(self) -> float:
+        """Seconds until it could carry what is requested now."""
+        return max(self.rtt_s / 2, self.seconds(self.backlog_bytes))
+
+    def others_s(self, nbytes: float) -> float:
+        """As `PrefillSite.others_s`."""
+        if not self.pressure or self.rate <= 0:
+            return 0.0
+        return self.pressure * self.seconds(nbytes) * (self.seconds(self.backlog_bytes) + self.seconds(nbytes) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """What a prompt's cache takes to send at the least acceptable quality."""
+
+    per_token: float
+    """Bytes per token."""
+    constant: float = 0.0
+    """Bytes whatever the prompt's length: sliding windows and states, which are complete only at its end."""
+    group_tokens: int = 128
+    """Tokens that are sent together."""
+    decode_s: float = 0.0
+    """Seconds to decode a token's cache, with all threads."""
+    loss: float = 0.0
+    """Expected loss at this size, nats per generated token."""
+
+    def __post_init__(self) -> None:
+        _check_amounts("cache", self)
+        if not (self.per_token > 0 and self.group_tokens >= 1):
+            raise UsageError(
+                f"cache: {self.per_token} bytes a token in groups of {self.group_tokens}; both must be positive"
+            )
+
+    @classmethod
+    def of_catalog(cls, catalog: Catalog, most_loss: float, *, decoders: int = 1) -> Self:
+        """Return the least bytes at which a catalog's cache is expected to lose at most ``most_loss``.
+
+        Args:
+            catalog: An asset like those that will be sent.
+            most_loss: The quality floor: loss of the whole cache, nats per generated token.
+            decoders: Threads that decode.
+
+        Raises:
+            UsageError: No mixture of the tracks is that good.
+        """
+        if not most_loss >= 0:
+            raise UsageError(f"the quality floor is a loss of {most_loss} nats; give a number that is not negative")
+        catalog = catalog.to_play
+        ladder = Ladder(catalog)
+        chosen = [hull[0] for hull in ladder.layered]
+        loss = math.fsum(option.loss for option in chosen)
+        for step in ladder.layered_steps:
+            if loss <= most_loss:
+                break
+            chosen[step.group] = next(one for one in ladder.layered[step.group] if one.track == step.to)
+            loss = math.fsum(option.loss for option in chosen)
+        if loss > most_loss:
+            raise UsageError(
+                f"no tracks of this asset lose at most {most_loss:g} nats per token; its best lose {loss:.3g}: "
+                "allow more, or publish better tracks"
+            )
+        ends_s = sum(catalog.track(option.track).decode_s * catalog.share(g) for g, option in enumerate(chosen))
+        whole = sum(option.bytes for group, option in enumerate(chosen) if not _lasts(catalog, group))
+        constant = sum(option.bytes for group, option in enumerate(chosen) if _lasts(catalog, group))
+        if not whole:
+            # Every class is a window or a state: the bytes hardly depend on the prompt's length.
+            whole, constant = constant, 0
+        tokens = catalog.tokens
+        return cls(whole / tokens, constant, catalog.spec.group_tokens, ends_s / tokens / max(1, decoders), loss)
+
+    def scaled(self, factor: float) -> CacheSize:
+        """Return the size for a model whose cache has ``factor`` times as many elements."""
+        return replace(
+            self,
+            per_token=self.per_token * factor,
+            constant=self.constant * factor,
+            decode_s=self.decode_s * factor,
+        )
+
+    def whole_groups(self, tokens: int, prompt: int) -> int:
+        """Return how many of ``tokens`` tokens in place a prompt of ``prompt`` tokens can use."""
+        return min(tokens, prompt - 1) // self.group_tokens * self.group_tokens
+
+    def last_group(self, tokens: int) -> int:
+        """Return the number of tokens in the last group of ``tokens`` tokens."""
+        return (tokens - 1) % self.group_tokens + 1
+
+
+def _lasts(catalog: Catalog, group: int) -> bool:
+    """Return whether a group belongs to a class of which a play needs only the end."""
+    if catalog.every_token:
+        return False
+    return catalog.spec.parts[catalog.unit(group).part].only.kind not in ("full", "latent")
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What would become of a request at one place."""
+
+    place: Place
+    ttft_s: float
+    """Expected seconds until its first token; infinity if nothing is known of the link."""
+    limit: str
+    """What takes most of the time: ``queue``, ``prefill``, ``link`` or ``decode``."""
+    queue_s: float
+    """Seconds in a queue for prefill."""
+    prefill_s: float
+    """Seconds that a prefill worker is busy."""
+    bytes: float
+    """Bytes that the link carries."""
+    others_s: float = 0.0
+    """Seconds that other requests are expected to wait longer for this one."""
+    bound_s: float = math.inf
+    """Seconds until its first token if the link carries no more than its lower bound."""
+
+    @property
+    def price_s(self) -> float:
+        """Seconds that it takes from all requests."""
+        return self.ttft_s + self.others_s
+
+
+def forecasts(
+    tokens: int, local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize
+) -> tuple[Forecast, ...]:
+    """Return what every place that makes sense would do with a prompt; the first is local prefill.
+
+    Args:
+        tokens: Length of the prompt.
+        local: The decode node's own site.
+        remote: The other site.
+        link: What lies between them.
+        cache: What the cache takes on it.
+
+    Raises:
+        UsageError: The prompt is empty, or longer than any.
+    """
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise UsageError(f"a prompt of {tokens} tokens; give 1 to {MAX_TOKENS}")
+    here = cache.whole_groups(local.cached_tokens, tokens)
+    there = cache.whole_groups(remote.cached_tokens, tokens)
+    found = _over(tokens, (here, there), (local, remote), link, cache)
+    if link.bound is None or link.bound == link.rate:
+        return tuple(replace(one, bound_s=one.ttft_s) for one in found)
+    sure = _over(tokens, (here, there), (local, remote), replace(link, rate=link.bound, bound=None), cache)
+    return tuple(replace(one, bound_s=late.ttft_s) for one, late in zip(found, sure, strict=True))
+
+
+def _over(
+    tokens: int, cached: tuple[int, int], sites: tuple[PrefillSite, PrefillSite], link: RouteLink, cache: CacheSize
+) -> list[Forecast]:
+    (here, there), local = cached, sites[0]
+    found = [_local(tokens, here, local), _remote(tokens, cached, sites, link, cache)]
+    if there > here:
+        found.append(_fetch(tokens, cached, local, link, cache))
+    return found
+
+
+def _local(tokens: int, here: int, local: PrefillSite) -> Forecast:
+    prefill_s = local.cost.seconds(here, tokens - here)
+    limit = "queue" if local.queue_s > prefill_s else "prefill"
+    ttft_s = local.queue_s + prefill_s
+    return Forecast(LOCAL, ttft_s, limit, local.queue_s, prefill_s, 0.0, local.others_s(prefill_s))
+
+
+def _remote(
+    tokens: int, cached: tuple[int, int], sites: tuple[PrefillSite, PrefillSite], link: RouteLink, cache: CacheSize
+) -> Forecast:
+    (here, there), (local, remote) = cached, sites
+    prefill_s = remote.cost.seconds(there, tokens - there)
+    behind = max(here, there)
+    """Tokens before the first one that is computed and sent."""
+    last, fresh = cache.last_group(tokens), min(cache.group_tokens, tokens - behind)
+    begin_s = max(link.rtt_s / 2, remote.queue_s)
+    end_s = begin_s + prefill_s
+    first_s = begin_s + remote.cost.seconds(there, behind + fresh - there) if link.live else end_s
+    nbytes = (tokens - here) * cache.per_token + cache.constant
+    ends = {
+        "prefill": end_s + link.seconds(last * cache.per_token + cache.constant) + last * cache.decode_s,
+        "link": max(
+            first_s + link.seconds((tokens - behind) * cache.per_token + cache.constant),
+            link.free_s + link.seconds(nbytes),
+        )
+        + last * cache.decode_s,
+        "decode": first_s + link.seconds(fresh * cache.per_token) + (tokens - behind) * cache.decode_s,
+    }
+    limit = max(ends, key=lambda name: ends[name])
+    ttft_s = ends[limit] + link.rtt_s / 2 + local.cost.seconds(tokens - 1, 1)
+    if limit == "prefill" and remote.queue_s > prefill_s:
+        limit = "queue"
+    others_s = remote.others_s(prefill_s) + link.others_s(nbytes)
+    return Forecast(REMOTE, ttft_s, limit, remote.queue_s, prefill_s, nbytes, others_s)
+
+
+def _fetch(tokens: int, cached: tuple[int, int], local: PrefillSite, link: RouteLink, cache: CacheSize) -> Forecast:
+    here, there = cached
+    nbytes = (there - here) * cache.per_token + cache.constant
+    group, decode_s = cache.group_tokens, (there - here) * cache.decode_s
+    carried_s = link.free_s + link.seconds(nbytes) + group * cache.decode_s
+    decoded_s = link.free_s + link.seconds(group * cache.per_token) + decode_s
+    arrived_s = max(carried_s, decoded_s) + link.rtt_s / 2
+    prefill_s = local.cost.seconds(there, tokens - there)
+    ttft_s = max(local.queue_s, arrived_s) + prefill_s
+    if prefill_s >= max(local.queue_s, arrived_s):
+        limit = "prefill"
+    elif local.queue_s >= arrived_s:
+        limit = "queue"
+    else:
+        limit = "link" if carried_s >= decoded_s else "decode"
+    others_s = local.others_s(prefill_s) + link.others_s(nbytes)
+    return Forecast(FETCH, ttft_s, limit, local.queue_s, prefill_s, nbytes, others_s)
+
+
+Interval = tuple[float, float]
+"""Open interval of prompt lengths."""
+
+
+def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize) -> tuple[Interval, ...]:
+    """Return the lengths for which remote prefill is sooner than local prefill, in tokens beyond what is cached.
+
+    Both sites must have the same tokens in place; where they differ, the fewer count for both. The intervals are those
+    of whole groups: between them the last group is smaller, and remote prefill a little sooner. With a live link they
+    are exact, as every condition is a quadratic inequality; the usual answer is one interval from n*(C) to infinity.
+    """
+    before = min(local.cached_tokens, remote.cached_tokens) // cache.group_tokens * cache.group_tokens
+    if link.rate <= 0:
+        return ()
+    own, other, group = local.cost.behind(before), remote.cost.behind(before), cache.group_tokens
+    byte_s, constant_s = cache.per_token / link.rate, cache.constant / link.rate
+    begin_s = max(link.rtt_s / 2, remote.queue_s)
+    first_s = begin_s + remote.cost.seconds(before, group)
+    # The engine's step for the first token costs `step` plus `more` per token.
+    step = own.constant_s + own.per_token_s - own.attention_s
+    more = 2 * own.attention_s
+    over = link.rtt_s / 2 + step + group * cache.decode_s + constant_s
+    here = (own.attention_s, own.per_token_s, own.constant_s + local.queue_s)
+    there = [
+        (other.attention_s, other.per_token_s, begin_s + other.constant_s + group * byte_s + over),
+        (0.0, byte_s, link.free_s + over),
+    ]
+    if link.live:
+        there.append((0.0, byte_s, first_s + over))
+        there.append((0.0, cache.decode_s, first_s + group * byte_s + over - group * cache.decode_s - constant_s))
+    else:
+        end = (other.attention_s, other.per_token_s, begin_s + other.constant_s + over)
+        there.append((end[0], end[1] + byte_s, end[2]))
+        late = group * byte_s - group * cache.decode_s - constant_s
+        there.append((end[0], end[1] + cache.decode_s, end[2] + late))
+    found: tuple[Interval, ...] = ((0.0, math.inf),)
+    for square, linear, constant in there:
+        gain = (here[0] - square, here[1] - linear - more, here[2] - constant)
+        found = _common(found, _positive(*gain))
+    return found
+
+
+def break_even_tokens(local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize) -> float:
+    """Return n*(C): the least length from which on remote prefill is sooner; infinity if there is none.
+
+    It counts the tokens that are cached nowhere; see `remote_lengths`.
+    """
+    intervals = remote_lengths(local, remote, link, cache)
+    return intervals[0][0] if intervals else math.inf
+
+
+def _positive(square: float, linear: float, constant: float) -> tuple[Interval, ...]:
+    """Return where a polynomial is positive, from 0 on."""
+    roots = sorted({max(0.0, root) for root in _roots(square, linear, constant)} | {0.0})
+    ends = [*roots, math.inf]
+    found = []
+    for low, high in zip(roots, ends[1:], strict=True):
+        middle = low + 1.0 if high == math.inf else (low + high) / 2
+        if (square * middle + linear) * middle + constant > 0:
+            found.append((low, high))
+    return tuple(found)
+
+
+def _roots(square: float, linear: float, constant: float) -> Iterable[float]:
+    if square == 0:
+        return [] if linear == 0 else [-constant / linear]
+    under = linear * linear - 4 * square * constant
+    if under < 0:
+        return []
+    # The usual formula would subtract two nearly equal numbers where attention costs little.
+    half = -(linear + math.copysign(math.sqrt(under), linear)) / 2
+    return [half / square, *([constant / half] if half else [])]
+
+
+def _common(one: Sequence[Interval], other: Sequence[Interval]) -> tuple[Interval, ...]:
+    pairs = ((max(a, c), min(b, d)) for a, b in one for c, d in other)
+    return tuple(pair for pair in pairs if pair[0] < pair[1])

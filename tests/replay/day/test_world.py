@@ -1,0 +1,223 @@
+"""Two sites and a link, on cases that can be added up by hand; requests; the oracle against enumeration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from statistics import fmean
+
+import pytest
+
+from kvabr.replay.day.compare import BEST, ORACLE, compare
+from kvabr.replay.day.oracle import replay_places, search
+from kvabr.replay.day.requests import TOKEN_S, DayRequest, DayShape, day_of_requests
+from kvabr.replay.day.rules import CHOICES, PRFAAS_TOKENS, RULES, play_day, rule_of
+from kvabr.replay.day.world import BusyTimes, Day, PrefixCache, SiteShape, World, WorldShape
+from kvabr.replay.link import FIRST_BYTE_S
+from kvabr.replay.trace import Trace
+from kvabr.route import FETCH, LOCAL, REMOTE, CacheSize, PrefillSite, RouteLink, forecasts
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+
+SLOW, FAST = PrefillCost.from_rate(1000), PrefillCost.from_rate(8000)
+RATE = 4e6
+
+
+def link(rate=RATE):
+    return Trace("flat", "flat", (0.0,), (rate,), 1e6)
+
+
+def shape(**changes):
+    made = WorldShape(SiteShape(SLOW), SiteShape(FAST), CacheSize(1000.0), link(), 0.04, scatter=0.0)
+    return replace(made, **changes)
+
+
+def request(number, at_s, tokens, *, parts=None, following=None, pause_s=0.0):
+    parts = parts or ((1000 + number, tokens),)
+    return DayRequest(number, at_s, pause_s, following, parts, (5000 + number, 50), (0.0, 0.0), tokens)
+
+
+def times(requests, places, world):
+    return [outcome.ttft_s for outcome in replay_places(requests, places, world)]
+
+
+def test_busy_times_have_gaps_and_merge():
+    busy = BusyTimes()
+    busy.take(10.0, 20.0)
+    busy.take(30.0, 40.0)
+    assert busy.free(5.0, 5.0) == 5.0
+    assert busy.free(5.0, 6.0) == 20.0
+    assert busy.free(12.0, 11.0) == 40.0
+    assert busy.gaps(15.0) == [(20.0, 30.0), (40.0, math.inf)]
+    busy.take(20.0, 30.0)
+    assert busy.gaps(0.0) == [(0.0, 10.0), (40.0, math.inf)]
+    busy.forget(50.0)
+    assert busy.gaps(0.0) == [(0.0, math.inf)]
+
+
+def test_prefills_queue_at_their_site():
+    day = [request(0, 0.0, 4000), request(1, 1.0, 1000), request(2, 1.5, 1000)]
+    assert times(day, [LOCAL] * 3, shape()) == pytest.approx([4.0, 4.0, 4.5])
+    two = shape(local=SiteShape(SLOW, workers=2))
+    assert times(day, [LOCAL] * 3, two) == pytest.approx([4.0, 1.0, 1.5])
+
+
+def test_a_prefill_takes_as_much_longer_as_the_request_is_unlucky():
+    one = replace(request(0, 0.0, 4000), luck=(2.0, 0.0))
+    assert times([one], [LOCAL], shape(scatter=0.1)) == pytest.approx([4.0 * math.exp(0.2)])
+
+
+@pytest.mark.parametrize("rate", [4e5, 4e6, 4e7])
+@pytest.mark.parametrize("live", [True, False])
+def test_a_request_alone_takes_what_is_forecast(rate, live):
+    world = shape(trace=link(rate), live=live)
+    rtt_s = 0.04 + FIRST_BYTE_S
+    for tokens in (100, 1280, 12_800, 100_000):
+        local, remote = forecasts(
+            tokens, PrefillSite(SLOW), PrefillSite(FAST), RouteLink(rate * 0.948, rtt_s, live=live), world.cache
+        )
+        one = [request(0, 0.0, tokens)]
+        assert times(one, [LOCAL], world) == pytest.approx([local.ttft_s])
+        # Sent in 32 pieces, not group by group.
+        assert times(one, [REMOTE], world) == pytest.approx([remote.ttft_s], rel=0.04)
+
+
+def test_requests_share_the_link_in_their_order():
+    world = shape(trace=link(1e6 / 0.948))
+    day = [request(0, 0.0, 12_800), request(1, 0.1, 1280)]
+    alone = times(day[:1], [REMOTE], world)[0]
+    both = times(day, [REMOTE] * 2, world)
+    assert both[0] == alone
+    # 12.8 MB go first, apart from gaps before the first group was computed.
+    assert both[1] == pytest.approx(12.8 + 1.28 - 0.1, abs=0.2)
+
+
+def test_a_transfer_that_waits_for_its_prefill_leaves_room():
+    world = shape(trace=link(1e8))
+    day = [request(0, 0.0, 80_000), request(1, 0.1, 100, parts=((7, 100),))]
+    first, second = times(day, [REMOTE] * 2, replace(world, remote=SiteShape(FAST, workers=2)))
+    assert first > 10
+    assert second < 0.2
+
+
+def test_what_is_cached_is_neither_computed_nor_sent():
+    shared = (7, 6400)
+    day = [
+        request(0, 0.0, 6500, parts=(shared, (8, 100))),
+        request(1, 100.0, 6528, parts=(shared, (9, 128))),
+    ]
+    cold, warm = replay_places(day, [LOCAL, LOCAL], shape())
+    assert (cold.local_s, warm.local_s) == pytest.approx((6.5, 0.128))
+    far = replay_places(day, [REMOTE, REMOTE], shape())[1]
+    assert far.remote_s == pytest.approx(128 / 8000)
+    assert far.bytes == 128_000
+    fetched = replay_places(day, [REMOTE, FETCH], shape(local=SiteShape(SLOW, cache_tokens=0)))[1]
+    assert fetched.place == FETCH
+    assert fetched.bytes == 6_400_000
+    assert fetched.local_s == pytest.approx(0.128)
+
+
+def test_the_least_recently_used_prefix_goes_first():
+    kept = PrefixCache(1000)
+    kept.add(((1, 400), (2, 200)), 0.0)
+    kept.add(((1, 400), (3, 300)), 0.0)
+    assert kept.match(((1, 400), (2, 200)), 1.0) == 600
+    kept.add(((1, 400), (4, 250)), 5.0)
+    assert kept.match(((1, 400), (2, 200)), 6.0) == 400
+    assert kept.match(((1, 400), (4, 250)), 4.0) == 400
+    assert kept.match(((1, 400), (4, 250)), 5.0) == 650
+
+
+def test_a_turn_comes_after_the_answer_to_the_one_before():
+    day = Day([request(0, 3.0, 1000, following=1), request(1, None, 2000, pause_s=7.0)], World(shape()))
+    assert day.next() == (day._requests[0], 3.0)
+    assert day.serve(LOCAL).ttft_s == pytest.approx(1.0)
+    assert day.next()[1] == pytest.approx(3.0 + 1.0 + 50 * TOKEN_S + 7.0)
+    day.serve(LOCAL)
+    assert day.next() is None
+    with pytest.raises(UsageError, match="the day is over"):
+        day.serve(LOCAL)
+
+
+def test_the_same_seed_gives_the_same_day():
+    one, other = (day_of_requests(DayShape(300), seed) for seed in (1, 2))
+    assert one == day_of_requests(DayShape(300), 1)
+    assert one != other
+    for asked in one:
+        assert asked.tokens == sum(tokens for _, tokens in asked.parts) <= 131_072
+        assert (asked.at_s is None) == any(before.following == asked.number for before in one)
+    counts = [len(day_of_requests(DayShape(1000), seed)) for seed in range(8)]
+    assert fmean(counts) == pytest.approx(1000, rel=0.1)
+
+
+def test_conversations_and_libraries_share_beginnings():
+    day = day_of_requests(DayShape(500), 4)
+    for asked in day:
+        if asked.following is not None:
+            then = day[asked.following]
+            assert then.parts[: len(asked.parts) + 1] == (*asked.parts, asked.answer)
+    beginnings = [asked.parts[0] for asked in day if asked.at_s is not None]
+    assert len(set(beginnings)) < 0.8 * len(beginnings)
+
+
+def small_day(seed):
+    requests = day_of_requests(DayShape(100, 60.0), seed)[:7]
+    last = requests[-1]
+    return (*requests[:-1], replace(last, following=None))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_oracle_finds_nearly_the_best_of_all_assignments(seed):
+    requests, world = small_day(seed), shape()
+    best = min(fmean(times(requests, places, world)) for places in product(CHOICES, repeat=len(requests)))
+    found = search(requests, [LOCAL] * len(requests), world, sweeps=4)
+    assert best - 1e-9 <= fmean(one.ttft_s for one in found) <= 1.02 * best
+
+
+def test_rules_do_what_they_say():
+    world = shape()
+    day = [request(0, 0.0, PRFAAS_TOKENS), request(1, 1000.0, PRFAAS_TOKENS + 1)]
+
+    def places(name):
+        return [outcome.place for outcome in play_day(day, world, rule_of(name, world))]
+
+    assert places("local") == [LOCAL, LOCAL]
+    assert places("remote") == [REMOTE, REMOTE]
+    assert places("prfaas") == [LOCAL, REMOTE]
+    assert places(f"threshold:{PRFAAS_TOKENS - 1}") == [REMOTE, REMOTE]
+    assert places("break-even") == places("selfish") == places("kvabr") == [REMOTE, REMOTE]
+    thin = shape(trace=link(1e5))
+    assert [one.place for one in play_day(day, thin, rule_of("break-even", thin))] == [LOCAL, LOCAL]
+    for name in ("nearest", "threshold:many"):
+        with pytest.raises(UsageError, match=name):
+            rule_of(name, world)
+
+
+@pytest.mark.slow
+def test_queues_and_link_make_a_rule_better_than_a_threshold():
+    requests = day_of_requests(DayShape(300, 1200.0), 1)
+    found = {one.rule: one for one in compare(requests, shape(), deadline_s=5.0, sweeps=1)}
+    assert set(found) == {*RULES, BEST, ORACLE}
+    assert found[ORACLE].mean_s <= found["kvabr"].mean_s <= found["prfaas"].mean_s
+    assert found["kvabr"].mean_s <= min(found["local"].mean_s, found["remote"].mean_s)
+    assert found["remote"].bytes > found["kvabr"].bytes > found["local"].bytes == 0
+    assert found["local"].remote_s == 0
+    assert sum(found["kvabr"].shares.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DayShape(0), "0 requests"),
+        (lambda: DayShape(10, 0.0), "a day of 0.0 s"),
+        (lambda: DayShape(10, length=0.0), "lengths of 0.0 times"),
+        (lambda: SiteShape(SLOW, 0), "0 workers"),
+        (lambda: shape(rtt_s=-1.0), "a round trip of -1.0 s"),
+        (lambda: compare([], shape(), deadline_s=1.0), "no requests"),
+        (lambda: compare([request(0, 0.0, 10)], shape(), deadline_s=0.0), "the deadline is 0.0 s"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, words):
+    with pytest.raises(UsageError, match=words):
+        make()
