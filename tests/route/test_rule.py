@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +115,13 @@ def test_a_router_learns_the_link_and_spreads_a_crowd():
     assert router.route(20_000, 22.0, cached=(0, 19_900), queue_s=(0.0, 90.0), deadline_s=30.0).met
     with pytest.raises(UsageError, match="memory"):
         Router(SLOW, FAST, SIZE, rtt_s=0.04, half_life_s=0.0)
+
+
+def test_the_guide_works_as_it_is_written(capsys):
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "route.md"
+    code = guide.read_text().partition("```python\n")[2].partition("```")[0]
+    exec(compile(code, str(guide), "exec"), {})  # noqa: S102
+    assert capsys.readouterr().out.startswith("remote remote prefill takes")
 
 
 @pytest.mark.process
