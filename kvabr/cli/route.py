@@ -209,7 +209,7 @@ def _show(route: Route, size: CacheSize, lengths: Sequence[tuple[float, float]])
 def _day(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar, write_json
+    from kvabr.cli.display import StageBar, plain, write_json
     from kvabr.lab.bench.routes import DAY_SCHEMA, chart
     from kvabr.replay.day.compare import compare
     from kvabr.replay.day.requests import DayShape, day_of_requests
@@ -238,6 +238,7 @@ def _day(args: argparse.Namespace) -> int:
         with StageBar({"rules": f"rules at {mbps:g} Mbit/s", "oracle": f"oracle at {mbps:g} Mbit/s"}) as bar:
             found = compare(requests, world, deadline_s=deadline_s, sweeps=args.oracle, on_progress=bar)
         Console().print(_day_table(mbps, len(requests), deadline_s, found))
+        plain(*(f"{one.rule}: {one.note}" for one in found if one.note), "")
         days.append({"mbps": mbps, "requests": len(requests), "rules": [one.to_json() for one in found]})
     result = {"schema": DAY_SCHEMA, "deadline_s": deadline_s, "seed": args.seed, "trace": trace.name, "days": days}
     write_json(args.json, result)
@@ -263,14 +264,15 @@ def _day_table(mbps: float, requests: int, deadline_s: float, found: Sequence[Da
     from kvabr.route import FETCH, REMOTE
 
     times = ("mean s", "p50 s", "p95 s", f"within {deadline_s:g} s", "local GPU s", "remote GPU s")
-    columns = ("rule", *times, "over the link", "remote", "fetch", "note")
+    columns = ("rule", *times, "over the link", "remote", "fetch")
     rows = [
         (
             one.rule, f"{one.mean_s:.3f}", f"{one.p50_s:.3f}", f"{one.p95_s:.2f}", f"{100 * one.met:.1f} %",
             f"{one.local_s:.0f}", f"{one.remote_s:.0f}", human(round(one.bytes)),
-            f"{100 * one.shares[REMOTE]:.0f} %", f"{100 * one.shares[FETCH]:.0f} %", one.note,
+            f"{100 * one.shares[REMOTE]:.0f} %", f"{100 * one.shares[FETCH]:.0f} %",
         )
         for one in found
     ]  # fmt: skip
     title = f"{requests} requests, {mbps:g} Mbit/s: time to the first token"
-    return table(title, columns, rows, left=("rule",), fold=("note",), spare=("note", "fetch", "p50 s"))
+    spare = ("fetch", "p50 s", "remote GPU s", "local GPU s", "remote", "over the link")
+    return table(title, columns, rows, left=("rule",), spare=spare)

@@ -6,7 +6,7 @@ The model:
   does not keep a worker from others. A prefill takes what its cost says, times a factor that belongs to the request
   (log-normal): a router's forecasts are never quite right.
 - The link carries what the trace says. Requests share it: what was requested first goes first, and what is not computed
-  yet leaves room for others. A remote prefill sends in up to 32 pieces while it computes.
+  yet leaves room for others. A remote prefill sends in pieces while it computes.
 - Each site keeps the caches of prompts, least recently used out. The local site, where all decoding is done, has every
   prompt and its answer after that; the remote one what it prefilled.
 
@@ -30,7 +30,6 @@ from kvabr.route import FETCH, LOCAL, REMOTE, CacheSize, Place
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 
-_PIECES = 32
 _FORGET_S = 60.0
 """Busy times that ended so long ago are forgotten."""
 
@@ -61,6 +60,8 @@ class WorldShape:
     rtt_s: float
     live: bool = True
     """Whether the remote site sends while it computes."""
+    pieces: int = 32
+    """Pieces in which a remote prefill is sent, at most: more take longer to simulate."""
     scatter: float = 0.1
     """Standard deviation of the logarithm of a prefill's time over its forecast."""
 
@@ -357,7 +358,7 @@ class World:
         if there > here:
             size = self.shape.cache
             nbytes = (there - here) * size.per_token + size.constant
-            pieces = [(now + self.rtt_s / 2, count) for count in _cut(there - here, size.group_tokens)]
+            pieces = [(now + self.rtt_s / 2, count) for count in self._cut(there - here)]
             ready = self._carry(pieces)
         before = max(here, there)
         forecast_s = self.shape.local.cost.seconds(before, tokens - before)
@@ -376,9 +377,9 @@ class World:
         begin = self._there.work(now + half_s, luck[1] * forecast_s, forecast_s, now)
         end = begin + luck[1] * forecast_s
         known = now + half_s if self._whole(self._kept_there, request, now) >= there else begin
-        pieces = [(known if self.shape.live else end, n) for n in _cut(max(0, there - here), size.group_tokens)]
+        pieces = [(known if self.shape.live else end, n) for n in self._cut(max(0, there - here))]
         at = max(here, there)
-        for n in _cut(tokens - at, size.group_tokens):
+        for n in self._cut(tokens - at):
             at += n
             pieces.append((begin + luck[1] * cost.seconds(there, at - there) if self.shape.live else end, n))
         arrived = self._carry(pieces)
@@ -386,6 +387,16 @@ class World:
         nbytes = (tokens - here) * size.per_token + size.constant
         self._kept_there.add(request.parts, end)
         return DayOutcome(REMOTE, arrived + step_s - now, 0.0, luck[1] * forecast_s, nbytes)
+
+    def _cut(self, tokens: int) -> list[int]:
+        """Return the lengths of pieces of whole groups, the last group alone."""
+        if tokens <= 0:
+            return []
+        group = self.shape.cache.group_tokens
+        last = self.shape.cache.last_group(tokens)
+        each = max(1, -(-((tokens - last) // group) // max(1, self.shape.pieces - 1))) * group
+        full, rest = divmod(tokens - last, each)
+        return [each] * full + ([rest] if rest else []) + [last]
 
     def _carry(self, pieces: list[tuple[float, int]]) -> float:
         """Carry and decode pieces, each ready at a time; return when the last one is in place."""
@@ -440,14 +451,3 @@ class Day:
             then = now + made.ttft_s + TOKEN_S * request.answer[1] + pause_s
             heapq.heappush(self._following, (then, request.following))
         return made
-
-
-def _cut(tokens: int, group: int) -> list[int]:
-    """Return the lengths of pieces of whole groups, the last one alone."""
-    if tokens <= 0:
-        return []
-    last = (tokens - 1) % group + 1
-    groups = (tokens - last) // group
-    each = max(1, -(-groups // (_PIECES - 1))) * group
-    full, rest = divmod(tokens - last, each)
-    return [each] * full + ([rest] if rest else []) + [last]
