@@ -35,7 +35,7 @@ class _Shelf:
 
     def rows(self, kv: torch.Tensor) -> list[torch.Tensor]:
         """Return the layers of a class's tensor that are kept here, [K/V, head, token, dim] each."""
-        return [kv[row] for row in self.pages.rows]
+        return [codes(kv)[row] for row in self.pages.rows]
 
 
 class EngineBlocks:
@@ -50,15 +50,16 @@ class EngineBlocks:
         named = [name for pages in model.caches.pages for name in pages.names]
         if sorted(named) != sorted(caches):
             raise UsageError(f"vLLM has caches of {len(caches)} layers, its configuration of {len(named)}")
+        held = torch.uint8 if model.quantised else model.dtype
         shelves = []
         for pages in model.caches.pages:
-            part, layers = model.shard.parts[pages.part], tuple(caches[name] for name in pages.names)
+            part, layers = model.shard.parts[pages.part], tuple(codes(caches[name]) for name in pages.names)
             wanted = (part.only.heads, pages.block, sum(part.only.split))
             for name, cache in zip(pages.names, layers, strict=True):
-                if tuple(cache.shape[1:]) != wanted or cache.dtype != model.dtype:
+                if tuple(cache.shape[1:]) != wanted or cache.dtype != held:
                     raise UsageError(
                         f"vLLM's cache of {name} is {tuple(cache.shape)} {cache.dtype}, not [block, head, token, dim "
-                        f"of key and value] of {wanted} and {model.dtype}: this version lays it out as kvabr does not "
+                        f"of key and value] of {wanted} and {held}: this version lays it out as kvabr does not "
                         "know"
                     )
             shelves.append(_Shelf(pages, part, layers, layout_of(layers[0])))
@@ -95,7 +96,7 @@ class EngineBlocks:
             numbers = numbers[absent:]
             if not numbers:
                 continue
-            kv, span = parts[pages.part], spans[pages.part]
+            kv, span = codes(parts[pages.part]), spans[pages.part]
             begin = first + absent * pages.block
             missing = max(0, span.first - begin)
             if missing >= pages.block or span.first + span.tokens < last:
@@ -117,3 +118,8 @@ class EngineBlocks:
             kv = out[shelf.pages.part]
             if kv is not None:
                 shelf.at(runs[shelf.pages.group]).read(shelf.rows(kv))
+
+
+def codes(kv: torch.Tensor) -> torch.Tensor:
+    """Return the codes of a quantised cache, and any other as it is."""
+    return kv.view(torch.uint8) if kv.dtype.itemsize == 1 else kv

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.kv import LayerClass
+from kvabr.types.kv import QUANTISED, LayerClass
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _KINDS = {
@@ -118,8 +118,8 @@ def engine_caches(
     Args:
         config: vLLM's configuration of its KV cache.
         layers: number of layers of the model.
-        dtype: element type that the classes are published in.
-        held: element type of the engine's cache.
+        dtype: element type that the classes are published in. Quantised ones have one scale, 1.
+        held: element type of the engine's cache; vLLM says ``uint8`` of a quantised one.
         heads_of: returns the KV heads of the whole model, given those of this rank.
 
     Raises:
@@ -159,9 +159,18 @@ def engine_caches(
 
 def _class_of(own: Sequence[_Layer], dtype: str) -> LayerClass:
     one, numbers = own[0], tuple(layer.number for layer in own)
+    scales = (1.0,) if dtype in QUANTISED else None
     try:
         return LayerClass(
-            one.kind, numbers, one.heads, one.k_dim, one.v_dim, dtype, window=one.window or None, role=one.role
+            one.kind,
+            numbers,
+            one.heads,
+            one.k_dim,
+            one.v_dim,
+            dtype,
+            window=one.window or None,
+            scales=scales,
+            role=one.role,
         )
     except FormatError as error:
         raise UnknownCacheError(f"vLLM's cache of {one.name}: {error}") from error
@@ -213,7 +222,7 @@ def _layer(name: str, group: int, spec: Any, held: torch.dtype, heads_of: Callab
 
 def _unlike(spec: Any, held: torch.dtype) -> str | None:
     """Return how a layer's cache differs from plain keys and values of every token, in words; None if it does not."""
-    if spec.dtype != held or int(getattr(spec, "kv_quant_mode", 0)):
+    if spec.dtype != held or int(getattr(spec, "kv_quant_mode", 0)) != int(held == torch.uint8):
         return f"in {str(spec.dtype).removeprefix('torch.')} instead of {str(held).removeprefix('torch.')}"
     if getattr(spec, "state_content_bytes", None) is not None or getattr(spec, "num_head_slots", None) is not None:
         return "packed"

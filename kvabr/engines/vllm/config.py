@@ -25,6 +25,12 @@ from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 
 Mode = Literal["play-first", "promise-first"]
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "half", "float", "float32")
+FP8_CACHES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""Element types of the caches that vLLM quantises with a scale per layer."""
 WHERE = "kv_connector_extra_config"
 """How vLLM calls the table of settings."""
 
@@ -108,6 +114,11 @@ class ServedModel:
         return self.caches.block
 
     @property
+    def quantised(self) -> bool:
+        """Whether the engine's cache has codes of 8 bits, with a scale of 1, instead of numbers."""
+        return self.dtype.itemsize == 1
+
+    @property
     def shard(self) -> KVSpec:
         """Spec of the heads that this rank holds, which it publishes separately; `spec` if it holds all."""
         return with_heads(self.spec, self.heads)
@@ -127,11 +138,14 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
         UnknownCacheError: it keeps this model's cache in a way that kvabr does not know.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    if cache.cache_dtype not in _PLAIN_CACHES:
+    quantised = FP8_CACHES.get(cache.cache_dtype)
+    if quantised is None and cache.cache_dtype not in _PLAIN_CACHES:
         raise UsageError(
             f"vLLM keeps its KV cache as {cache.cache_dtype}: its own quantisation and scales would be lost on other "
-            "engines; start it with --kv-cache-dtype auto"
+            "engines; start it with --kv-cache-dtype auto or fp8"
         )
+    if quantised is not None and getattr(cache, "calculate_kv_scales", False):
+        raise UsageError("each start of vLLM calculates other scales for its FP8 cache: leave calculate_kv_scales out")
     if parallel.pipeline_parallel_size > 1:
         raise UsageError(
             f"with pipeline parallelism ({parallel.pipeline_parallel_size} stages) a worker has some layers only, and "
@@ -140,16 +154,17 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise UsageError(f"kvabr's connector does not support {name} above 1")
-    dtype = model.dtype if cache.cache_dtype == "auto" else getattr(torch, cache.cache_dtype)
+    own = model.dtype if cache.cache_dtype == "auto" else getattr(torch, cache.cache_dtype, model.dtype)
+    dtype = quantised or own
     ranks = int(parallel.tensor_parallel_size)
     rank = int(getattr(parallel, "rank", 0)) % ranks
     name, tokenizer = _names(model, settings)
-    config_dtype = str(getattr(model.hf_config, "dtype", "")).removeprefix("torch.")
+    config_dtype = _name(getattr(model.hf_config, "dtype", ""))
     kept = engine_caches(
         caches,
         layers=int(model.get_total_num_hidden_layers()),
-        dtype=settings.asset_dtype or model_loader.asset_dtype(config_dtype),
-        held=dtype,
+        dtype=_name(quantised) if quantised else settings.asset_dtype or model_loader.asset_dtype(config_dtype),
+        held=torch.uint8 if quantised else own,
         heads_of=lambda heads: _all_heads(model, heads, ranks),
     )
     ropes = ropes_of_config(model.hf_text_config, kept.classes)
@@ -168,6 +183,10 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
     heads = tuple(head_shard(one.heads, rank, ranks) if one.heads > 1 else range(1) for one in classes)
     waits = len(caches.kv_cache_groups) > 1 or bool(kept.passing) or not blocks_may_fail
     return ServedModel(spec, dtype, kept, heads, ranks, waits)
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _all_heads(model: Any, heads: int, ranks: int) -> int:
@@ -225,5 +244,6 @@ def ropes_of_config(config: Any, classes: Sequence[LayerClass]) -> list[RopeSpec
 
 
 def _same(found: LayerClass, wanted: LayerClass) -> bool:
-    """Return whether two classes are alike but for their layers and embedding."""
-    return replace(found, layers=wanted.layers, dtype=wanted.dtype, rope=None) == replace(wanted, rope=None)
+    """Return whether two classes are alike but for their layers, element type and embedding."""
+    alike = replace(found, layers=wanted.layers, dtype=wanted.dtype, scales=wanted.scales, rope=None)
+    return alike == replace(wanted, rope=None)

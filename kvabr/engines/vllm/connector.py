@@ -7,7 +7,7 @@ It implements vLLM's ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_con
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,9 @@ from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout, keys_and_values
 from kvabr.engines.transformers.publish import find_profile
 from kvabr.engines.vllm import ADAPTER, stats
+from kvabr.engines.vllm.blocks import codes
 from kvabr.engines.vllm.caches import UnknownCacheError
-from kvabr.engines.vllm.config import ServedModel, VllmSettings, read_settings, served_model
+from kvabr.engines.vllm.config import FP8_CACHES, ServedModel, VllmSettings, read_settings, served_model
 from kvabr.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvabr.engines.vllm.plays import Step, leave_client, take_client
 from kvabr.engines.vllm.scheduler import SchedulerHalf
@@ -116,6 +117,8 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Hand the engine's cache to the worker's half."""
+        if isinstance(self._worker, WorkerHalf) and self._worker.quantised:
+            check_scales(self._vllm_config, kv_caches)
         self._worker.register(kv_caches, partial(layout_of, self._vllm_config))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -293,6 +296,18 @@ def _publisher(settings: VllmSettings, model: ServedModel) -> Publisher:
     )
 
 
+def check_scales(config: Any, names: Iterable[str]) -> None:
+    """Raise `UsageError` if the model's checkpoint brings scales for its quantised cache, other than 1."""
+    for name in names:
+        layer = config.compilation_config.static_forward_context.get(name)
+        scales = [float(getattr(layer, f"_{half}_scale_float", 1.0)) for half in "kv"]
+        if scales != [1.0, 1.0]:
+            raise UsageError(
+                f"{name}: the checkpoint scales its FP8 cache by {scales[0]:g} (keys) and {scales[1]:g} (values), and "
+                "kvabr exchanges FP8 caches of vLLM only if these are 1: start it with --kv-cache-dtype auto"
+            )
+
+
 def layout_of(config: Any, cache: torch.Tensor) -> BlockLayout:
     """Return the layout of a layer's blocks; on a CPU by letting the attention kernel store a few known numbers.
 
@@ -307,15 +322,21 @@ def layout_of(config: Any, cache: torch.Tensor) -> BlockLayout:
     dim = both // 2
     isa = _get_attn_isa(config.model_config.dtype, size, dim, config.cache_config.cache_dtype)
     scratch = torch.zeros((2, heads, size, both), dtype=cache.dtype)
-    # Small integers: exact in every float type, and no two equal along a dimension.
-    count = size * heads * dim
-    key = (torch.arange(count) % 241).to(cache.dtype).view(size, heads, dim)
-    value = (torch.arange(count) % 251 + 1).to(cache.dtype).view(size, heads, dim)
+    count, own = size * heads * dim, config.model_config.dtype
+    stored = config.cache_config.cache_dtype
+    if cache.dtype == torch.uint8:  # codes of finite numbers, no two of them alike
+        type_ = FP8_CACHES[stored]
+        key, value = ((torch.arange(count) % most + 1).to(torch.uint8).view(type_).to(own) for most in (113, 119))
+    else:  # small integers: exact in every float type, and no two equal along a dimension
+        stored, type_ = "auto", cache.dtype
+        key, value = (torch.arange(count) % 241).to(type_), (torch.arange(count) % 251 + 1).to(type_)
+    key, value = key.view(size, heads, dim), value.view(size, heads, dim)
     halves = scratch.view(2, heads, 2 * size, dim).chunk(2, dim=2)
     slots = torch.arange(size, 2 * size, dtype=torch.int64)
     ops.cpu_attn_reshape_and_cache(
-        key, value, halves[0], halves[1], slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+        key, value, halves[0], halves[1], slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=stored
     )
+    key, value = codes(key.to(type_)), codes(value.to(type_))
     for layout in BlockLayout:
         try:
             keys, values = keys_and_values(scratch, layout)

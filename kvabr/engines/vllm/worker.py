@@ -28,7 +28,7 @@ from kvabr.client.blocking import Client, Handle
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix
 from kvabr.engines.layouts import whole_blocks
-from kvabr.engines.vllm.blocks import EngineBlocks, LayoutOf
+from kvabr.engines.vllm.blocks import EngineBlocks, LayoutOf, codes
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.plays import CopyRequest, KeepRequest, LoadRequest, PublishRequest, Step, cut, find_cache
 from kvabr.engines.vllm.stats import ConnectorCounts
@@ -49,7 +49,7 @@ _DEFAULT_RATE = 1000.0
 """Prefill rate before anything was measured, tokens per second."""
 _HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
 """Seconds plus deadlines after which a play that does not end is cancelled: no request may wait forever."""
-_EXACT = ("FP16", "BF16")
+_EXACT = ("FP16", "BF16", "Raw")
 """Tracks that are exact, so that what the engine computes behind them is exact too."""
 
 
@@ -98,6 +98,11 @@ class WorkerHalf:
         self._lossy: OrderedDict[str, None] = OrderedDict()
         """Digests of lossy groups that may be in vLLM's prefix cache: what is computed behind them is not exact."""
         self._most_lossy = 4096
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the engine's cache has codes instead of numbers."""
+        return self._model.quantised
 
     def register(self, caches: Mapping[str, torch.Tensor], layout_of: LayoutOf) -> None:
         """Set the engine's cache; errors as `EngineBlocks`."""
@@ -221,7 +226,7 @@ class WorkerHalf:
                     time_price=settings.time_price,
                     estimator=settings.estimator,
                     salt=load.salt,
-                    dtype=self._model.dtype,
+                    dtype=None if self._model.quantised else self._model.dtype,
                     patience=1.0,
                 ),
             )
@@ -422,9 +427,13 @@ class WorkerHalf:
         """
         began_s = time.thread_time()
         try:
-            windows = {part: torch.cat(groups, dim=3) for part, groups in zip(self._passing, kept, strict=True)}
+            dtype = self._model.dtype
+            windows = {
+                part: torch.cat([codes(group) for group in groups], dim=3).view(dtype)
+                for part, groups in zip(self._passing, kept, strict=True)
+            }
             rest: list[torch.Tensor | None] = [
-                None if number in windows else torch.empty(part.shape(slot.tokens), dtype=self._model.dtype)
+                None if number in windows else torch.empty(part.shape(slot.tokens), dtype=dtype)
                 for number, part in enumerate(self._model.shard.parts)
             ]
             with self._apart():

@@ -99,7 +99,6 @@ def test_a_connector_that_is_set_up_well(config, mode, policy):
         (URL | {"mode": "both"}, "kv_consumer", "recompute", {}, "mode is 'both': it must be 'play-first' or"),
         ({}, "kv_consumer", "recompute", {}, 'needs "url"'),
         (URL, "kv_both", "recompute", {}, 'needs "publish"'),
-        (URL, "kv_consumer", "recompute", {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype auto"),
         (URL, "kv_consumer", "recompute", {"block_size": 96}, "multiple of the other"),
         (URL, "kv_consumer", "recompute", {"pipeline_parallel_size": 2}, "a worker has some layers only"),
     ],
@@ -109,6 +108,27 @@ def test_one_that_is_not(config, extra, role, policy, options, what):
     with pytest.raises(UsageError) as caught:
         connect(made)
     assert what in str(caught.value)
+
+
+def test_an_fp8_cache_is_one_of_codes_with_a_scale_of_1(config):
+    from kvabr.engines.vllm.connector import check_scales
+
+    made = config(kv_cache_dtype="fp8")
+    served = served_model(made, caches(made, dtype=torch.uint8, kv_quant_mode=1), VllmSettings(**URL))
+    assert served.spec.dtype == "float8_e4m3fn"
+    assert served.spec.only.scales == (1.0,)
+    assert served.quantised
+    assert served.spec.rope.theta == 100000.0
+    layer = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=0.5)
+    scaled = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"a": layer}))
+    with pytest.raises(UsageError, match=r"by 1 \(keys\) and 0.5 \(values\)"):
+        check_scales(scaled, ["a"])
+    made.cache_config.calculate_kv_scales = True
+    with pytest.raises(UsageError, match="calculate_kv_scales"):
+        served_model(made, caches(made), VllmSettings(**URL))
+    made.cache_config.cache_dtype = "nvfp4"
+    with pytest.raises(UsageError, match="--kv-cache-dtype auto or fp8"):
+        served_model(made, caches(made), VllmSettings(**URL))
 
 
 def test_a_model_without_a_folder_must_be_named(config):
@@ -149,6 +169,15 @@ def test_a_cache_that_kvabr_does_not_know_is_left_to_vllm(config, fields, what):
     scheduler.update_connector_output(SimpleNamespace(finished_recving=None, kv_connector_worker_meta=None))
     assert scheduler.request_finished_all_groups(request, ([],)) == (False, None)
     assert worker.get_kv_connector_stats() is None
+
+
+def test_the_layout_of_an_fp8_cache(config):
+    from kvabr.engines.layouts import BlockLayout
+    from kvabr.engines.vllm.connector import layout_of
+
+    for kind in ("fp8", "fp8_e5m2"):
+        layout = layout_of(config(kv_cache_dtype=kind), torch.zeros(2, 3, 128, 128, dtype=torch.uint8))
+        assert layout in BlockLayout
 
 
 def test_it_supports_several_kv_cache_groups():

@@ -1,6 +1,6 @@
 """Models with windows in the real vLLM, whose hybrid memory allocator gives their layers several block tables.
 
-A small random model always runs. With KVABR_GEMMA, a folder that tools/gemma-model made, so does Gemma 3 270M.
+A small random model always runs, and again with a cache that vLLM quantises to FP8. With KVABR_GEMMA, a folder that tools/gemma-model made, so does Gemma 3 270M.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
 
@@ -26,7 +27,6 @@ GEMMA = os.environ.get("KVABR_GEMMA")
 
 def tiny_gemma(folder):
     """Gemma 3 with 8 layers of random weights, six of them with a window of 100 tokens; its tokens are bytes."""
-    import torch
     import transformers
 
     config = transformers.Gemma3TextConfig(
@@ -46,7 +46,7 @@ def tiny_gemma(folder):
 class World:
     """An engine, an origin, one published prompt, and what vLLM says when it computes everything."""
 
-    def __init__(self, folder, model, *, block, length, shared, most):
+    def __init__(self, folder, model, *, block, length, shared, most, exact="FP16", **options):
         from tokenizers import Tokenizer
 
         self.assets = folder / "assets"
@@ -57,18 +57,19 @@ class World:
             "fingerprint": self.origin.fingerprint,
             "publish": str(self.assets),
             "deadline_s": 60.0,
-            "tracks": ["FP16", "Int8"],
-            "policy": "fixed:FP16",
+            "tracks": [exact, "Int8" if exact == "FP16" else "Int4"],
+            "policy": f"fixed:{exact}",
             "quic": "qh3",
             "prefill_rate": 100.0,
             "store_mib": 0,
         }
-        options = {
+        options |= {
             "max_model_len": most,
             "block_size": block,
             "skip_tokenizer_init": True,
             "max_num_batched_tokens": 256,
         }
+        self.exact = exact
         self.engine = RealEngine(model, extra, **options)
         ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(TEXT).ids
         self.prompt, self.shared = ids[:length], shared
@@ -105,12 +106,16 @@ class World:
 
 
 @pytest.fixture(
-    scope="module", params=["tiny", pytest.param("gemma", marks=pytest.mark.skipif(not GEMMA, reason="KVABR_GEMMA"))]
+    scope="module",
+    params=["tiny", "fp8", pytest.param("gemma", marks=pytest.mark.skipif(not GEMMA, reason="KVABR_GEMMA"))],
 )
 def world(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
+    small = {"block": 32, "length": 500, "shared": 300, "most": 768}
     if request.param == "tiny":
-        world = World(folder, tiny_gemma(folder / "model"), block=32, length=500, shared=300, most=768)
+        world = World(folder, tiny_gemma(folder / "model"), **small)
+    elif request.param == "fp8":
+        world = World(folder, tiny_gemma(folder / "model"), **small, exact="Raw", kv_cache_dtype="fp8")
     else:
         world = World(folder, Path(GEMMA), block=128, length=1200, shared=800, most=2048)
     yield world
@@ -153,7 +158,8 @@ def test_the_text_depends_on_every_class(world, part, monkeypatch):
     write = type(engine).write
 
     def zeroed(self, parts, *rest):
-        write(self, [kv * (number != part) for number, kv in enumerate(parts)], *rest)
+        given = [torch.zeros_like(kv) if number == part else kv for number, kv in enumerate(parts)]
+        write(self, given, *rest)
 
     monkeypatch.setattr(type(engine), "write", zeroed)
     text, counted = world.played()
@@ -190,7 +196,7 @@ def test_behind_what_vllm_has_itself(world):
 def test_whatever_is_lost_the_text_stays(world, part, harm):
     name = world.model.spec.names[part]
     group = world.last // 128 - 1
-    frame = world.asset / "groups" / f"FP16.{name}" / f"{group:05d}.kvg"
+    frame = world.asset / "groups" / f"{world.exact}.{name}" / f"{group:05d}.kvg"
     data = frame.read_bytes()
     broken = bytearray(data)
     broken[len(data) // 2] ^= 1
