@@ -1,6 +1,7 @@
 """Models with windows in the real vLLM, whose hybrid memory allocator gives their layers several block tables.
 
-A small random model always runs, and again with a cache that vLLM quantises to FP8. With KVABR_GEMMA, a folder that tools/gemma-model made, so does Gemma 3 270M.
+A small random model always runs, and again with a cache that vLLM quantises to FP8. With KVABR_GEMMA, a folder that
+tools/gemma-model made, so does Gemma 3 270M.
 """
 
 from __future__ import annotations
