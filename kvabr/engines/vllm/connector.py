@@ -6,6 +6,7 @@ It implements vLLM's ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_con
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -22,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvabr.data import default_catalog
@@ -42,6 +42,11 @@ from kvabr.types.errors import FormatError, UsageError
 
 _PerEngine = dict[int, list[object]]
 _log = logging.getLogger("vllm.kvabr")
+_HIT_SOURCE: Any = None
+with contextlib.suppress(ModuleNotFoundError):  # vLLM 0.31 does not count hits by source
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    _HIT_SOURCE = CacheHitSource.P2P
 _BLOCKS_MAY_FAIL = hasattr(KVConnectorBase_V1, "get_block_ids_with_load_errors")
 """Whether this vLLM can be told of single blocks that were not loaded."""
 
@@ -72,7 +77,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     It supports vLLM's hybrid memory allocator (HMA): models with several KV cache groups.
     """
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = _HIT_SOURCE
     _scheduler: SchedulerHalf | IdleScheduler
     """Only in the scheduler."""
     _worker: WorkerHalf | IdleWorker
