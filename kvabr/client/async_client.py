@@ -227,7 +227,8 @@ class AsyncClient:
                     ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=options.salt)
                     found, spec = await ask(play.connection, tokens, wanted)
                 if found is not None:
-                    prepared = await play.prepare(found)
+                    behind = None if computing is None else len(tokens) - found.catalog.tokens
+                    prepared = await play.prepare(found, behind=behind)
             except (TransportError, FormatError, TimeoutError) as error:
                 reason = str(error) or play.with_trouble(f"no answer within {clock.now():.2f} s")
                 play.options.note(LookupFailed(0.0, reason))
@@ -327,7 +328,7 @@ class AsyncClient:
             raise UsageError(f"blocks of {block} tokens; an engine's have at least one")
 
         async def work(play: Play) -> PlayedPrefix:
-            return await play.prefix(await play.prepare(found, skip), behind, block)
+            return await play.prefix(await play.prepare(found, skip, behind=behind, block=block), behind, block)
 
         return await self._run(work, deadline, replace(options or self.options, out=None), peer, cost=cost)
 

@@ -31,13 +31,14 @@ from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import decoders, on_engine
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
 from kvabr.client.shared_bandwidth import estimating, link_of
+from kvabr.client.shortening import known_link, shortened
 from kvabr.client.upgrades import Upgrades
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantised import all_finite, as_type, check_wanted, convert
 from kvabr.codec.threads import decoder_threads
 from kvabr.player.assembler import Assembler
 from kvabr.player.builder import new_estimator, new_session, opening
-from kvabr.player.prefixes import PlacedPrefix
+from kvabr.player.prefixes import PlacedPrefix, prefix_loss
 from kvabr.player.session_types import (
     ENGINE_PATIENCE,
     GroupRecord,
@@ -101,6 +102,8 @@ class Prepared:
     """SHA-256 of the catalog as it came, hex."""
     limited_by: str | None
     """See `Found.limited_by`."""
+    left_out: int = 0
+    """Tokens at the end of what was found that the engine computes sooner than they come."""
 
     @property
     def catalog(self) -> Catalog:
@@ -127,10 +130,11 @@ class Play:
     tokens: Sequence[int]
     """Ids of the prompt, for the engine."""
 
-    async def prepare(self, found: Found, skip: int = 0) -> Prepared:
+    async def prepare(self, found: Found, skip: int = 0, *, behind: int | None = None, block: int = 1) -> Prepared:
         """Fetch the codec profile if that pays and time allows, and leave out what cannot be decoded without it.
 
-        The engine has the first ``skip`` groups already.
+        The engine has the first ``skip`` groups already. If it can compute the rest of a prefix, and ``behind`` tokens
+        behind what was found, less may be played than was found (`kvabr.client.shortening`).
 
         Raises:
             FormatError: none of the asset's tracks can be decoded here.
@@ -147,6 +151,11 @@ class Play:
             except (TransportError, FormatError, TimeoutError) as error:
                 self.options.note(ProfileFailed(self.clock.now(), str(error) or "it did not come in time"))
         catalog = playable(catalog, profile=profile is not None or not needed)
+        whole = catalog.tokens
+        if behind is not None and self.cost is not None:
+            left_s = self.clock.left() - guard_s(self.clock.deadline_s)
+            link = known_link(self.connection.shared.peer, self.history)
+            catalog = shortened(catalog, self.cost, link, left_s, skip=skip, behind=behind, block=block)
         for name, digests in catalog.known_digests():
             self.connection.identify(catalog.namespace, name, digests)
         end_s = None if self.engine is not None else max(0.0, self._patience_s() - self.clock.now())
@@ -155,7 +164,7 @@ class Play:
                 ladder = await asyncio.get_running_loop().run_in_executor(decoders(), Ladder, catalog.suffix(skip))
         except TimeoutError as error:
             raise PlayError(f"no cache after {self.clock.now():.2f} s: its catalog was only just there") from error
-        return Prepared(ladder, profile, found.sha256, found.limited_by)
+        return Prepared(ladder, profile, found.sha256, found.limited_by, whole - catalog.tokens)
 
     async def whole(self, prepared: Prepared) -> Played:
         """Play the whole cache; errors as `AsyncClient.play`."""
@@ -234,11 +243,11 @@ class Play:
         Computing the ``behind`` tokens of the prompt that no cache covers comes out of the deadline.
         """
         catalog = prepared.catalog
-        rest_s = self._engine_s(catalog.first_token + catalog.tokens, behind)
+        rest_s = self._engine_s(catalog.first_token + catalog.tokens, prepared.left_out + behind)
         driver = await self._run(PrefixGoal(), prepared, rest_s)
         parts, found = driver.assembler.take_prefix(block=block)
         record, coverage = driver.session.record, _tracks(driver, found)
-        cut = None
+        cut = "the rest is sooner computed than fetched" if prepared.left_out else None
         if record.missing:
             cut = record.cut or record.gave_up or "the play ended"
             if not catalog.every_token:
@@ -248,10 +257,10 @@ class Play:
             spans=found.spans,
             first=catalog.first_token,
             tokens=found.tokens,
-            wanted=catalog.tokens,
+            wanted=catalog.tokens + prepared.left_out,
             units=tuple(map(catalog.unit, found.groups)),
             coverage=coverage,
-            loss=_prefix_loss(catalog, found, coverage),
+            loss=prefix_loss(catalog, found, coverage),
             bytes_fetched=record.bytes_fetched,
             bytes_wasted=record.bytes_wasted,
             seconds=self.clock.now(),
@@ -443,17 +452,6 @@ def _steps_before(record: PlayRecord, groups: int) -> list[tuple[str, int, int |
         for kind, where, what in record.steps
         if where < groups
     ]
-
-
-def _prefix_loss(catalog: Catalog, found: PlacedPrefix, tracks: Sequence[str]) -> float:
-    """Return the expected loss of a prefix, whose groups were fetched on these tracks."""
-    if not found.groups:
-        return 0.0
-    units = (catalog.unit(group) for group in found.groups)
-    track_of = {(unit.part, unit.group): track for unit, track in zip(units, tracks, strict=True)}
-    shorter = catalog.prefix(catalog.spec.groups(found.tokens))
-    needed = ((index, track_of.get(shorter.unit(index)[:2])) for index in range(shorter.groups))
-    return sum(shorter.track(track).loss[index] for index, track in needed if track is not None)
 
 
 def _late(log: Log, begun_s: float, event: PlayEvent) -> None:

@@ -67,3 +67,14 @@ def _at(catalog: Catalog, there: dict[tuple[int, int], int], end: int) -> Placed
         begin = groups.start * spec.group_tokens
         spans.append(Span(end, one.rows) if one.only.kind == "state" else Span(begin, end - begin))
     return PlacedPrefix(end - first, tuple(sorted(found)), tuple(spans))
+
+
+def prefix_loss(catalog: Catalog, found: PlacedPrefix, tracks: Sequence[str]) -> float:
+    """Return the expected loss of a prefix, whose groups were fetched on these tracks."""
+    if not found.groups:
+        return 0.0
+    units = (catalog.unit(group) for group in found.groups)
+    track_of = {(unit.part, unit.group): track for unit, track in zip(units, tracks, strict=True)}
+    shorter = catalog.prefix(catalog.spec.groups(found.tokens))
+    needed = ((index, track_of.get(shorter.unit(index)[:2])) for index in range(shorter.groups))
+    return sum(shorter.track(track).loss[index] for index, track in needed if track is not None)

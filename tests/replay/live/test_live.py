@@ -22,6 +22,7 @@ from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.run import Matrix
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, PolicyError, TransportError
+from tests.client.classes import SLIDING, published
 from tests.processes import LIMIT_S, gone, workers_of
 from tests.replay.live.links import trace
 from tests.toymodel import toy_asset
@@ -292,3 +293,23 @@ def test_a_live_play_measures_the_link_as_over_any_real_network(asset):
         live = LiveExperiment(simulated, asset, origin, link, LiveOptions())
     config = live.experiment.options.config
     assert config == dataclasses.replace(LIVE, time_price=0.5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_several_layer_classes_are_played_live_and_simulated(tmp_path, recompute):
+    """Slower than the engine, the link brings nothing in time: the stand-in computes everything."""
+    asset = published(tmp_path, SLIDING, list(range(150))).assets[0]
+    cost = PrefillCost.from_rate(300.0) if recompute else None
+    play = asset.catalog.to_play
+    rate = play.track("FP16").total_bytes / 60.0 if recompute else RATE
+    options = ReplayOptions(2.0 if recompute else 60.0, rtt_s=0.02, cost=cost)
+    link = Matrix(asset.catalog, (trace([rate]),), ("fixed:FP16",), options)
+    report = asyncio.run(replay_live(link, asset, LiveOptions(warm=not recompute)))
+    (run,) = report.result["runs"]
+    assert [group["unit"] for group in run["groups"]] == list(play.titles)
+    assert run["tokens_recomputed"] == (150 if recompute else 0)
+    compared = report.result["live_comparison"]["all"]
+    assert compared["plays"] == compared["compared"] == 1
+    if not recompute:
+        assert run["bytes_fetched"] == play.track("FP16").total_bytes
+        assert compared["track_agreement"] == 1.0
