@@ -30,7 +30,7 @@ from kvabr.types.naming import (
     prefix_gap,
     prefix_track,
 )
-from kvabr.types.units import hit
+from kvabr.types.units import hit, with_snapshots_of
 
 _SLACK_BYTES = 1 << 20
 _MAX_TIMES_FP16 = 4
@@ -113,7 +113,7 @@ async def find_prefix(
             other = await _ask(origin, digests, spec, track, any_dtype=any_dtype)
             if other is not None and (more := shared_groups(other.catalog, tokens, digests, salt)) > shared:
                 best, shared = other, more
-    playable_groups, limit = hit(spec, shared, best.catalog.tokens)
+    playable_groups, limit = hit(best.catalog.spec, shared, best.catalog.tokens)
     if not playable_groups:
         return None
     return replace(best, catalog=best.catalog.prefix(playable_groups), limited_by=limit)
@@ -168,7 +168,8 @@ async def _ask(
         found = await _read(origin, TrackNamespace(spec.model, digests[0]), track, catalog_limit(len(digests)))
     except NotFoundError:
         return None
-    wanted = spec.with_dtypes(found.catalog.spec) if any_dtype else spec
+    wanted = with_snapshots_of(spec, found.catalog.spec)
+    wanted = wanted.with_dtypes(found.catalog.spec) if any_dtype else wanted
     if found.catalog.spec.digest() != wanted.digest():
         raise ForeignError(
             f"the origin's cache is of {_title(found.catalog.spec)}, ours of {_title(spec)}: they differ in "

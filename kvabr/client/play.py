@@ -63,6 +63,7 @@ from kvabr.types.events import (
 )
 from kvabr.types.kv import KVSpec
 from kvabr.types.loss import played_loss, predicted_loss
+from kvabr.types.units import computed_shape
 
 _PROFILE_SHARE = 0.3
 """Share of the time left that fetching a codec profile may take; then the play goes on without the tracks it serves."""
@@ -423,8 +424,9 @@ class Play:
         """Check what an engine computed, and return it in the tensor or element type that the caller wants."""
         options, tokens = self.options, len(self.tokens)
         for kv, part in zip(parts, spec.parts, strict=True):
-            if tuple(kv.shape) != part.shape(tokens) or not all_finite(kv):
-                raise ModelError(f"the engine returned {tuple(kv.shape)}, or NaN, where {part.shape(tokens)} was due")
+            due = computed_shape(part, tokens)
+            if tuple(kv.shape) != due or not all_finite(kv):
+                raise ModelError(f"the engine returned {tuple(kv.shape)}, or NaN, where {due} was due")
         if options.out is None:
             wanted = [options.dtype or part.torch_dtype for part in spec.parts]
             for dtype, part in zip(wanted, spec.parts, strict=True):

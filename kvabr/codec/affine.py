@@ -10,7 +10,8 @@ at most a quarter of a bit per element.
           codes, [layer, K/V, token, head, dim]
 
 A unit holds the tokens that share value scales. With 4 bits, a byte holds the codes of a key (low half) and of the
-value in the same place (`kvabr.codec.payload.join_codes`). Where there is one vector per token, it is coded as a key.
+value in the same place (`kvabr.codec.payload.join_codes`). Where there is one vector per token, it is coded as a key; a
+row of a state, whose rows differ as tokens do, as a value.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvabr.codec.payload import (
     Separable,
     by_unit,
     finite,
+    half_scale,
     join_codes,
     keys_and_values,
     not_finite,
@@ -42,7 +44,7 @@ class Affine(Separable):
     def head(self, group: torch.Tensor, spec: KVSpec) -> torch.Tensor:
         """Return the range of each key channel over the tokens."""
         keys, _ = keys_and_values(group, spec)
-        return self._range(keys.amin(dim=2).float(), keys.amax(dim=2).float())
+        return self._range(keys.amin(dim=2).float(), keys.amax(dim=2).float(), spec)
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:
         """Quantise keys along tokens and values along channels."""
@@ -53,7 +55,7 @@ class Affine(Separable):
         if not values.shape[3]:
             return join_codes(coded, coded[..., :0], self.bits)
         rows = values.reshape(units, spec.layers, head_blocks(spec.kv_heads, spec.only.split[1]), -1)
-        shared = self._range(rows.amin(dim=3), rows.amax(dim=3))
+        shared = self._range(rows.amin(dim=3), rows.amax(dim=3), spec)
         low, scale = shared.float()[..., None]
         scales = shared.transpose(0, 1).contiguous().view(torch.uint8)
         return torch.cat(
@@ -74,18 +76,19 @@ class Affine(Separable):
         sizes = tokens * heads * dims[0], tokens * heads * dims[1]
         keys, rest = split_codes(units[:, own:], layers, sizes, self.bits)
         key_places, value_places = keys_and_values(out, spec)
-        low, scale = head.float().reshape(2, layers, 1, -1)
-        to_layers(keys.reshape(count, layers, tokens, -1).float().mul_(scale).add_(low), key_places)
+        if dims[0]:
+            low, scale = head.float().reshape(2, layers, 1, -1)
+            to_layers(keys.reshape(count, layers, tokens, -1).float().mul_(scale).add_(low), key_places)
         if blocks:
             shared = finite(units[:, :own].flatten().view(torch.float16), self.name).float()
             low, scale = shared.reshape(count, 2, layers, blocks, 1).unbind(1)
             to_layers(rest.reshape(count, layers, blocks, -1).float().mul_(scale).add_(low), value_places)
 
-    def _range(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    def _range(self, low: torch.Tensor, high: torch.Tensor, spec: KVSpec) -> torch.Tensor:
         """Return offset and scale for numbers between two bounds, [offset/scale, ...] float16."""
         low = low.clamp(-FP16_MAX, FP16_MAX).half()
-        span = high - low.float()
-        return torch.stack((low, (span / (2**self.bits - 1)).clamp(2.0**-24, FP16_MAX).half()))
+        scale = ((high - low.float()) / (2**self.bits - 1)).clamp(2.0**-24, FP16_MAX)
+        return torch.stack((low, half_scale(scale, spec)))
 
     def _quantise(self, values: torch.Tensor, low: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return ((values - low) / scale).round_().clamp_(0, 2**self.bits - 1).to(torch.uint8)

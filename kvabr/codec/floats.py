@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from kvabr.codec.native import placing
-from kvabr.codec.payload import Separable, finite, not_finite, place
+from kvabr.codec.payload import Separable, finite, half_scale, not_finite, place
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 
@@ -80,9 +80,9 @@ class Fp8(Separable):
 
     name = "FP8"
 
-    def head(self, group: torch.Tensor, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
+    def head(self, group: torch.Tensor, spec: KVSpec) -> torch.Tensor:
         """Scale every channel so that its largest element is E4M3's largest number."""
-        return (group.abs().amax(dim=3).float() / _TOP).clamp(2.0**-24, FP16_MAX).half()
+        return half_scale((group.abs().amax(dim=3).float() / _TOP).clamp(2.0**-24, FP16_MAX), spec)
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
         """Scale and cast."""

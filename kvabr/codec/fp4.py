@@ -79,6 +79,8 @@ class Fp4(Separable):
 def _encode(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise rows [row, element] in blocks, of which the last may be short: scales and codes, [row, ...]."""
     count, length = rows.shape
+    if not rows.numel():
+        return rows.new_empty(0, dtype=torch.uint8), rows.new_empty((count, length), dtype=torch.uint8)
     cut = pad(rows, (0, -length % BLOCK)).reshape(count, -1, BLOCK)
     magnitude = cut.abs()
     smallest = _store(magnitude.amax(dim=2, keepdim=True) / 6.0)

@@ -13,27 +13,35 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 from kvabr.types.units import Unit
 
+FLOAT32_MAX = 3.4028234663852886e38
+"""float32's largest number."""
 
-def clean(kv: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Replace NaN by zero, and what exceeds FP16 by its largest number; return how many elements were replaced, too.
+
+def clean(kv: torch.Tensor, top: float = FP16_MAX) -> tuple[torch.Tensor, int]:
+    """Replace NaN by zero, and what exceeds ``top`` by it; return how many elements were replaced, too.
 
     The tensor, of any shape and float dtype, is returned itself if nothing is replaced.
     """
     if is_quantised(kv.dtype):
         return clean_codes(kv)
     # The largest magnitude is finite only if all elements are, and is found ten times faster than isfinite.
-    if not kv.numel() or bool(kv.abs().amax() <= FP16_MAX):
+    if not kv.numel() or bool(kv.abs().amax() <= top):
         return kv, 0
-    bad = ~(kv.abs() <= FP16_MAX)
-    return torch.nan_to_num(kv, nan=0.0, posinf=FP16_MAX, neginf=-FP16_MAX).clamp(-FP16_MAX, FP16_MAX), int(bad.sum())
+    bad = ~(kv.abs() <= top)
+    return torch.nan_to_num(kv, nan=0.0, posinf=top, neginf=-top).clamp(-top, top), int(bad.sum())
+
+
+def largest_number(part: KVSpec) -> float:
+    """Return the bound of `clean` for one class: FP16's largest number, but float32's for states of that type."""
+    return FLOAT32_MAX if part.only.kind == "state" and part.dtype == "float32" else FP16_MAX
 
 
 def cut(cache: Sequence[torch.Tensor], unit: Unit, spec: KVSpec) -> torch.Tensor:
     """Return a view of one unit of a cache, a tensor per layer class, [layer, K/V, head, token, dim] of all tokens.
 
-    The tensor of a state is a snapshot, with rows in the place of tokens.
+    The tensor of a state has its snapshots one behind the other, with rows in the place of tokens.
     """
-    first = 0 if spec.parts[unit.part].only.kind == "state" else unit.first
+    first = unit.group * unit.tokens if spec.parts[unit.part].only.kind == "state" else unit.first
     return cache[unit.part][:, :, :, first : first + unit.tokens]
 
 
@@ -57,7 +65,7 @@ def encode_group(
         below: payloads of the tracks that this one refines, base first.
     """
     _check_shape(kv, context, f"group {group}: cannot encode")
-    kv, made = clean(kv)[0], codec(track)
+    kv, made = clean(kv, largest_number(context.spec))[0], codec(track)
     if is_quantised(kv.dtype) and not made.takes_codes:
         kv = numbers_of(kv, context.spec)
     payload = made.encode(kv, context, below)

@@ -83,6 +83,19 @@ def not_finite(what: str) -> FormatError:
     return FormatError(f"{what}: contains a number that is not finite; the payload is corrupt")
 
 
+def half_scale(scale: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+    """Return scales, positive float32, as float16: to the nearest, but of states upwards.
+
+    Numbers of a state may be so small that half precision has but a few bits left for their scale: one that is rounded
+    down would clip the largest of them.
+    """
+    nearest = scale.half()
+    if spec.only.kind != "state":
+        return nearest
+    more = (nearest.view(torch.int16) + 1).view(torch.float16)
+    return torch.where((nearest.float() < scale) & (nearest < FP16_MAX), more, nearest)
+
+
 def keys_and_values(kv: torch.Tensor, spec: KVSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of the keys and the values of a tensor [layer, K/V, head, ..., dim] (`LayerClass.split`).
 

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 
 from kvabr.codec.ac import check_class, has_ac
 from kvabr.codec.base import GroupContext, codec, names
 from kvabr.codec.fit import FitConfig, fit
-from kvabr.codec.group import clean, cut, decode_group, encode_group, payload_of
+from kvabr.codec.group import clean, cut, decode_group, encode_group, largest_number, payload_of
 from kvabr.codec.profile import Profile, joined
 from kvabr.codec.threads import CORES
 from kvabr.publish.model import ScoringEngine, TextModel
@@ -26,7 +27,7 @@ from kvabr.types.engine import Engine, prefill_classes, time_prefills
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, chain
-from kvabr.types.units import units_of
+from kvabr.types.units import cache_length, snapshot_ends, units_of
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, its steps done, and its steps in all."""
@@ -81,6 +82,8 @@ class MemoryFrames:
 def ordered_tracks(wanted: Sequence[str] | None, spec: KVSpec | None = None) -> tuple[str, ...]:
     """Return the tracks to make, each after the one that it refines; for None all that exist but `ON_REQUEST`.
 
+    `RAW` is among them where nothing else is exact.
+
     Those that need a profile are left out if there are none for the layer classes of ``spec``.
 
     Raises `FormatError` if there is no such codec, `UsageError` if one is wanted twice, or without what it refines.
@@ -126,12 +129,8 @@ class FrameEncoder:
             profile: side information; it is kept only if a track needs it.
             store: keeps the frames.
             position: tokens of the prompt that come before the cache.
-
-        Raises `FormatError` for states with snapshots within the prompt.
         """
         self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
-        if any(each.interval is not None for each in spec.classes):
-            raise FormatError(f"{spec.model}: states are encoded as one snapshot, that at the prompt's end")
         self.units = units_of(spec, tokens)
         self._profile = profile if needs_profile(tracks) else None
         self._store, self._position = store, position
@@ -149,15 +148,21 @@ class FrameEncoder:
     ) -> None:
         """Encode every group of a cache on every track, groups in order.
 
-        ``cache`` is a tensor per layer class, [layer, K/V, head, token, dim] of all tokens; that of a state holds the
-        snapshot at the end, with rows in the place of tokens.
+        ``cache`` is a tensor per layer class, [layer, K/V, head, token, dim] of all tokens; that of a state holds its
+        snapshots one behind the other, with rows in the place of tokens (`kvabr.types.units.cache_length`).
         """
+        for tensor, part in zip(cache, self.spec.parts, strict=True):
+            due = part.shape(cache_length(part, self.tokens))
+            if part.only.kind == "state" and tuple(tensor.shape) != due:
+                raise FormatError(
+                    f"{self.spec.model}: cannot encode {part.summary} of {tuple(tensor.shape)}, not {due}"
+                )
         if self._profile is not None:
             self._store.profile(self._profile.to_bytes())
         total = len(self.units) * len(self.tracks)
         for group, unit in enumerate(self.units):
             context = replace(self._context(group), memo={})
-            kv, replaced = clean(cut(cache, unit, self.spec))
+            kv, replaced = clean(cut(cache, unit, self.spec), largest_number(context.spec))
             self.replaced += replaced
             made: dict[str, bytes] = {}
             for index, track in enumerate(self.tracks):
@@ -297,20 +302,31 @@ def compute_cache(
 ) -> tuple[torch.Tensor, ...]:
     """Return the exact cache of a prompt, computed in pieces, in the engine's dtype.
 
-    It is a tensor per layer class, [layer, K/V, head, token, dim], each of all tokens.
+    It is a tensor per layer class, [layer, K/V, head, token, dim], each of all tokens, or of all snapshots of a state.
     """
-    cache: tuple[torch.Tensor, ...] = ()
-    for first in range(0, len(tokens), _PREFILL_TOKENS):
-        before = tuple(part[:, :, :, :first] for part in cache)
-        pieces = prefill_classes(engine, tokens[first : first + _PREFILL_TOKENS], before or None)
-        if not cache:
-            pairs = zip(pieces, engine.spec.parts, strict=True)
-            cache = tuple(piece.new_empty(part.shape(len(tokens))) for piece, part in pairs)
-        for part, piece in zip(cache, pieces, strict=True):
-            part[:, :, :, first : first + _PREFILL_TOKENS] = piece
-        progress(min(first + _PREFILL_TOKENS, len(tokens)), len(tokens))
-    if not cache:
+    total, parts = len(tokens), engine.spec.parts
+    if not total:
         raise UsageError("a prompt takes at least 1 token")
+    snapshots = [snapshot_ends(part, total) for part in parts]
+    ends = sorted({*range(_PREFILL_TOKENS, total, _PREFILL_TOKENS), total}.union(*snapshots))
+    cache: tuple[torch.Tensor, ...] = ()
+    pieces: tuple[torch.Tensor, ...] = ()
+    for first, end in pairwise((0, *ends)):
+        before = None
+        if cache:
+            held = zip(cache, pieces, snapshots, strict=True)
+            before = tuple(piece if marks else place[:, :, :, :first] for place, piece, marks in held)
+        pieces = prefill_classes(engine, tokens[first:end], before)
+        if not cache:
+            shapes = [part.shape(cache_length(part, total)) for part in parts]
+            cache = tuple(piece.new_empty(shape) for piece, shape in zip(pieces, shapes, strict=True))
+        for place, piece, marks in zip(cache, pieces, snapshots, strict=True):
+            if not marks:
+                place[:, :, :, first:end] = piece
+            elif end in marks:
+                row = marks.index(end) * piece.shape[3]
+                place[:, :, :, row : row + piece.shape[3]] = piece
+        progress(end, total)
     return cache
 
 
@@ -390,7 +406,14 @@ def publish(
     progress("time", len(tracks) + 1, len(tracks) + 1)
     reference = Reference(engine, exact, prompt.continuation)
     measured = measure_quality(
-        reference, exact, spec, tracks, frames.decode, max_passes=max_passes, progress=partial(progress, "measure")
+        reference,
+        exact,
+        spec,
+        tracks,
+        frames.decode,
+        tokens=len(prompt.tokens),
+        max_passes=max_passes,
+        progress=partial(progress, "measure"),
     )
     del exact
     qualities = {track: Quality(six(one.kl), six(one.dnll), six(one.top1)) for track, one in measured.quality.items()}
@@ -406,8 +429,8 @@ def publish(
 
 
 def needs_raw(spec: KVSpec) -> bool:
-    """Return whether only `RAW` keeps a cache as it is."""
-    return any(each.scales is not None for each in spec.classes)
+    """Return whether only `RAW` keeps a cache as it is: one that is quantised, or has states in float32."""
+    return any(each.scales is not None or (each.kind == "state" and each.dtype == "float32") for each in spec.classes)
 
 
 def pointless(spec: KVSpec | None) -> tuple[str, ...]:

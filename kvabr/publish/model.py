@@ -31,7 +31,7 @@ class ScoringClassEngine(ScoringEngine, ClassEngine, Protocol):
     """A scoring engine whose cache may have several layer classes."""
 
     def score_classes(self, kv: tuple[torch.Tensor, ...] | None, tokens: Sequence[int]) -> torch.Tensor:
-        """As `score`, with a tensor per layer class, each of all tokens."""
+        """As `score`, with a tensor per layer class, see `kvabr.types.engine.ClassEngine.prefill_classes`."""
 
 
 def score_classes(engine: ScoringEngine, kv: tuple[torch.Tensor, ...] | None, tokens: Sequence[int]) -> torch.Tensor:

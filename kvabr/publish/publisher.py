@@ -79,7 +79,8 @@ class Publisher:
             spec: of the caches.
             prior: catalog that losses and decode times are taken from, best of the same model.
             tracks: names, all in the prior but for Raw, which loses nothing; None: FP16, Int8, Int4, with a profile the
-                AC layers; and for a cache that the engine has quantised, Raw in the place of what has no fewer bits.
+                AC layers; and for a cache that the engine has quantised, Raw in the place of what has no fewer bits;
+                with states in float32, Raw.
             profile: codec profile of the model, for tracks that need it; `ForeignError` if it is of another.
             queue: caches that may wait or be worked on; each is held in memory.
             max_bytes: bound on what engines publish there, see `kvabr.store.quota`; None: no bound.
@@ -188,7 +189,7 @@ class Publisher:
         larger = (own.elements_per_token * own.rows) / (others.elements_per_token * others.rows)
         losses: dict[str, tuple[float, ...]] = {}
         for track in frames.tracks:
-            losses[track] = frames.spread(expected_losses(self._of_prior(track).loss, len(frames.chunks)))
+            losses[track] = self._losses(frames, track)
             if (base := codec(track).refines) is not None:
                 # By themselves, a layer's losses may seem to make a group worse, and would then never be used.
                 pairs = zip(losses[track], losses[base], strict=True)
@@ -207,6 +208,25 @@ class Publisher:
             return self._prior.track(name)
         cast = next((self._prior.track(each) for each in CASTS if each in self._prior.by_name), self._prior.tracks[0])
         return replace(cast, loss=(0.0,) * len(cast.loss))
+
+    def _losses(self, frames: FrameEncoder, track: str) -> tuple[float, ...]:
+        """Return what every unit loses on a track: class by class if the prior has the same classes."""
+        spec, prior, theirs = self._spec, self._prior, self._of_prior(track).loss
+        if len(spec.classes) == 1 or prior.spec.names != spec.names:
+            return frames.spread(expected_losses(theirs, len(frames.chunks)))
+        losses = [0.0] * len(frames.units)
+        for part, only in enumerate(spec.classes):
+            own = [index for index, unit in enumerate(frames.units) if unit.part == part]
+            given = [loss for loss, unit in zip(theirs, prior.units, strict=True) if unit.part == part]
+            if only.kind == "state":
+                made: Sequence[float] = [given[-1]] * len(own)  # a prompt needs one of them
+            elif only.kind in ("full", "latent"):
+                made = expected_losses(given, len(own))
+            else:  # what a group of a window loses depends on its distance from the end
+                made = [0.0] * (len(own) - len(given)) + given[-len(own) :]
+            for index, loss in zip(own, made, strict=True):
+                losses[index] = loss
+        return tuple(losses)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ def measure_quality(
     tracks: Sequence[str],
     decode: Decoder,
     *,
+    tokens: int | None = None,
     max_passes: int = MAX_PASSES,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> Measured:
@@ -124,17 +125,19 @@ def measure_quality(
 
     Args:
         reference: scores of the exact cache.
-        exact: that cache, a tensor per layer class, [layer, K/V, head, token, dim] of all tokens; read, never written.
+        exact: that cache, a tensor per layer class, [layer, K/V, head, token, dim] of all tokens, or of all snapshots
+            of a state; read, never written.
         spec: its shape and groups.
         tracks: names of the tracks.
         decode: decodes one group of one track.
+        tokens: tokens of the prompt; None: as many as the first tensor has, which is then not a state's.
         max_passes: forward passes beyond one per track, see `MAX_PASSES`.
         progress: called after every forward pass.
 
     Groups that the continuation cannot see lose nothing (`kvabr.types.units.needed`).
     """
     work = tuple(part.clone() for part in exact)
-    tokens = int(exact[0].shape[-2])
+    tokens = int(exact[0].shape[-2]) if tokens is None else tokens
     every = units_of(spec, tokens)
     seen = needed(spec, every, tokens)
     places = [cut(work, every[group], spec) for group in seen]

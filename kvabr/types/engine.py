@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
+from kvabr.types.units import computed_shape
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,11 @@ class ClassEngine(Engine, Protocol):
     def prefill_classes(
         self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """As `prefill`, with a tensor per layer class, [layer, K/V, head, token, dim], each of all tokens."""
+        """As `prefill`, with a tensor per layer class, [layer, K/V, head, token, dim], each of all tokens.
+
+        That of a state, [layer, 1, head, row, column], is the snapshot behind the tokens. In ``before`` it may hold
+        several, one behind the other in the axis of the rows, of which the last counts.
+        """
 
 
 def prefill_classes(
@@ -90,13 +95,17 @@ def time_prefills(
         raise UsageError(f"a shape to time does not fit {size} tokens: {list(shapes)}")
     # The cache's values do not affect the timing, so zeros save the prefill that a real cache would need.
     probes, most = prefill_classes(engine, tokens[:1]), max(before for before, _ in shapes)
-    longest = [probe.new_zeros(part.shape(most)) for probe, part in zip(probes, engine.spec.parts, strict=True)]
+    parts = engine.spec.parts
+    longest = [probe.new_zeros(computed_shape(part, most)) for probe, part in zip(probes, parts, strict=True)]
     timings = []
     for before, new in shapes:
         best = float("inf")
         for _ in range(repeats):
             start = time.perf_counter()
-            prefill_classes(engine, tokens[before : before + new], tuple(each[..., :before, :] for each in longest))
+            behind = (
+                each[..., : computed_shape(part, before)[3], :] for each, part in zip(longest, parts, strict=True)
+            )
+            prefill_classes(engine, tokens[before : before + new], tuple(behind) if before else None)
             best = min(best, time.perf_counter() - start)
         timings.append((before, new, best))
     return PrefillCost.fit(timings)

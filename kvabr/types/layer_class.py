@@ -196,9 +196,9 @@ class LayerClass:
         """Channels of a head that are scaled like keys, then those that are scaled like values.
 
         They lie one behind the other in the last axis of the tensor, or, if they are as many, in two places of the
-        second one. A state is all keys: its rows take the place of tokens.
+        second one. A state is all values: its rows, which take the place of tokens, differ more than its columns do.
         """
-        return (self.v_dim, 0) if self.kind == "state" else (self.k_dim, self.v_dim)
+        return (0, self.v_dim) if self.kind == "state" else (self.k_dim, self.v_dim)
 
     @property
     def halves(self) -> int:

@@ -9,6 +9,7 @@ them so: each has its own bytes, loss and track.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvabr.types.kv import KVSpec
@@ -156,3 +157,32 @@ def _shortest(spec: KVSpec, groups: int, tokens: int) -> tuple[int, str] | None:
         if only.kind == "state" and end < tokens and (only.interval is None or end % only.interval):
             return (0 if only.interval is None else end // only.interval * only.interval // spec.group_tokens), name
     return None
+
+
+def snapshot_ends(part: KVSpec, tokens: int) -> list[int]:
+    """Return how many tokens come before each snapshot of a state in a cache of ``tokens`` tokens.
+
+    ``part`` is the spec of one class; there are none unless it is a state.
+    """
+    if part.only.kind != "state":
+        return []
+    return [unit.first for unit in _of_part(part, 0, tokens)]
+
+
+def cache_length(part: KVSpec, tokens: int) -> int:
+    """Return the length of the fourth axis in the tensor of one class of a published cache of ``tokens`` tokens.
+
+    The snapshots of a state lie there one behind the other, with their rows in the place of tokens.
+    """
+    return tokens if part.only.kind != "state" else len(snapshot_ends(part, tokens)) * part.rows
+
+
+def with_snapshots_of(spec: KVSpec, other: KVSpec) -> KVSpec:
+    """Return ``spec`` with the snapshots of another spec of as many classes: their number is up to a publisher."""
+    if len(spec.classes) != len(other.classes) or spec.group_tokens != other.group_tokens:
+        return spec
+    pairs = zip(spec.classes, other.classes, strict=True)
+    intervals = [theirs.interval if mine.kind == theirs.kind else mine.interval for mine, theirs in pairs]
+    return replace(
+        spec, classes=tuple(replace(one, interval=every) for one, every in zip(spec.classes, intervals, strict=True))
+    )

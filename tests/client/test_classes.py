@@ -12,7 +12,7 @@ from kvabr.client.lookup import find_prefix
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, save
 from kvabr.player.assembler import Assembler
-from kvabr.publish.encoder import FrameEncoder
+from kvabr.publish.encoder import FrameEncoder, MemoryFrames
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.relay_catalogs import check_small
@@ -199,9 +199,17 @@ def test_what_is_not_there_yet_says_so(catalog):
         Assembler(catalog)
     with pytest.raises(UsageError, match="not one tensor"):
         Assembler(play, out=torch.zeros(1))
-    often = LayerClass("state", (0,), 1, 4, 4, "float16", interval=16)
-    with pytest.raises(FormatError, match="one snapshot"):
-        FrameEncoder(KVSpec("m", "t", (often,), 16), ["ab" * 32] * 2, 32, ["FP16"], None, None)
+
+
+def test_a_cache_of_another_shape_is_not_encoded():
+    """A snapshot too few, rows too few, a class too few."""
+    spec = KVSpec("m", "t", (LayerClass("state", (0,), 1, 4, 4, "float16", interval=16),), 16)
+    frames = FrameEncoder(spec, ["ab" * 32] * 2, 32, ["FP16"], None, MemoryFrames())
+    frames.encode((torch.ones(spec.shape(8)),))
+    assert len(frames.bytes["FP16"]) == 2
+    for rows in (4, 7, 12):
+        with pytest.raises(FormatError, match=r"cannot encode .* not \(1, 1, 1, 8, 4\)"):
+            frames.encode((torch.ones(spec.shape(rows)),))
 
 
 @virtual

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvabr.codec.base import GroupContext, payload_layout
+from kvabr.codec.base import GroupContext, codec, payload_layout
 from kvabr.codec.container import object_spans, unpack
 from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.types.errors import ForeignError, FormatError
@@ -72,6 +72,31 @@ def played(kv, level, spec):
     out = torch.empty_like(kv)
     decode_group(encode_group(kv, level, context, CHUNK, 0), level, context, CHUNK, 0, out)
     return out
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_raw_is_the_cache_to_the_bit(name):
+    spec = ALONE[name]
+    kv = torch.randn(spec.shape(24), generator=torch.Generator().manual_seed(1)).mul(1e-4).to(spec.torch_dtype)
+    assert torch.equal(played(kv, "Raw", spec), kv)
+    context = GroupContext(spec, 0, 24)
+    frame = bytearray(encode_group(kv, "Raw", context, CHUNK, 0))
+    payload = bytes(payload_of(bytes(frame)))
+    assert payload == kv.permute(3, 0, 1, 2, 4).contiguous().view(torch.uint8).numpy().tobytes()
+    bad = torch.full_like(kv, float("inf")).permute(3, 0, 1, 2, 4).contiguous().view(torch.uint8).numpy().tobytes()
+    with pytest.raises(FormatError, match="not finite"):
+        codec("Raw").decode(memoryview(bad), context, torch.empty_like(kv))
+    with pytest.raises(FormatError, match="truncated, or another version"):
+        codec("Raw").decode(memoryview(payload[:-1]), context, torch.empty_like(kv))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-5])
+@pytest.mark.parametrize(("level", "most"), [("FP8", 0.04), ("Int8", 0.012)])
+def test_small_states_keep_their_precision(level, most, size):
+    """Scales are float16, of which numbers this small leave but a few bits."""
+    spec = ALONE["state"]
+    kv = torch.randn(spec.shape(24), generator=torch.Generator().manual_seed(1)).mul(size)
+    assert float((played(kv, level, spec) - kv).norm() / kv.norm()) < most
 
 
 def test_a_frame_of_one_class_is_refused_under_the_name_of_another():

@@ -11,7 +11,17 @@ from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 from kvabr.types.naming import TrackNamespace, chain
-from kvabr.types.units import Unit, hit, needed, unit_of, units_of
+from kvabr.types.units import (
+    Unit,
+    cache_length,
+    computed_shape,
+    hit,
+    needed,
+    snapshot_ends,
+    unit_of,
+    units_of,
+    with_snapshots_of,
+)
 
 FULL = LayerClass("full", (0, 3), 2, 8, 8, "bfloat16", RopeSpec(10000.0, 8))
 WINDOW = LayerClass("window", (1, 2), 2, 8, 8, "bfloat16", window=40)
@@ -223,6 +233,21 @@ def test_a_hit_is_the_minimum_over_the_classes():
     assert [hit(alone, groups, 70)[0] for groups in range(6)] == [0, 0, 0, 0, 0, 5]
     apart = replace(SPEC, classes=(FULL, WINDOW, STATE, replace(CONVOLUTION, interval=48)))
     assert [hit(apart, groups, 200)[0] for groups in (5, 6, 7, 12, 13)] == [0, 6, 6, 12, 13]
+
+
+def test_the_tensor_of_a_state_has_its_snapshots():
+    assert [snapshot_ends(part, 70) for part in SPEC.parts] == [[], [], [32, 64, 70], [32, 64, 70]]
+    assert [cache_length(part, 70) for part in SPEC.parts] == [70, 70, 18, 30]
+    assert [computed_shape(part, 70)[3] for part in SPEC.parts] == [70, 70, 6, 10]
+
+
+def test_how_often_there_are_snapshots_is_no_property_of_a_model():
+    often = replace(SPEC, classes=(FULL, WINDOW, replace(STATE, interval=16), replace(CONVOLUTION, interval=None)))
+    assert with_snapshots_of(SPEC, often) == often
+    assert with_snapshots_of(often, SPEC) == SPEC
+    other = replace(SPEC, classes=(FULL, replace(WINDOW, window=41), STATE, CONVOLUTION))
+    assert with_snapshots_of(SPEC, other) == SPEC
+    assert with_snapshots_of(SPEC, KVSpec.uniform("m", "t", 2, 2, 8, "float16")) == SPEC
 
 
 def catalog(tokens=70):

@@ -21,7 +21,7 @@ from kvabr.engines.adapters import Adapter
 if TYPE_CHECKING:
     from kvabr.engines.transformers.engine import TransformersEngine
     from kvabr.engines.transformers.model_loader import engine_of
-    from kvabr.engines.transformers.publish import cache_publisher, publish_cache
+    from kvabr.engines.transformers.publish import cache_publisher, prefill_prompt, publish_cache
     from kvabr.engines.transformers.ready_cache import ReadyCache, Steps, play_cache, play_cache_async
     from kvabr.engines.transformers.spec import spec_of
 
@@ -34,6 +34,7 @@ __all__ = [
     "engine_of",
     "play_cache",
     "play_cache_async",
+    "prefill_prompt",
     "publish_cache",
     "spec_of",
 ]
@@ -58,6 +59,7 @@ _HOMES = {
     "engine_of": "model_loader",
     "play_cache": "ready_cache",
     "play_cache_async": "ready_cache",
+    "prefill_prompt": "publish",
     "publish_cache": "publish",
     "spec_of": "spec",
 }

@@ -1,22 +1,24 @@
 """The engine protocol on Hugging Face transformers: hole mode, plus scoring a continuation after a cache.
 
-It works with every causal language model whose layers keep keys and values, of all tokens or of a window. The caller's
-tensors are never written: transformers appends to copies.
+It works with every causal language model whose layers keep keys and values, of all tokens or of a window, or states.
+The caller's tensors are never written: transformers appends to copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
 
 from kvabr.engines.adapters import require
-from kvabr.engines.transformers.cache import dynamic_cache, read_cache
+from kvabr.engines.transformers.cache import cache_argument, is_state, new_cache, read_cache, whole_cache
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
+from kvabr.types.units import computed_shape
 
 CHUNK = 512
 """Tokens per forward pass: enough to keep a CPU's matrix units busy, few enough to bound memory."""
@@ -33,6 +35,9 @@ class TransformersEngine:
         self.model, self.spec, self.context = model, spec, context
         self.mode: EngineMode = "hole"
         """transformers takes a cache as it is, so any run of tokens can be filled in."""
+        self.cache_argument = cache_argument(model)
+        """What the model calls its cache."""
+        self._takes_positions = "position_ids" in signature(model.base_model.forward).parameters
 
     @property
     def device(self) -> torch.device:
@@ -57,11 +62,21 @@ class TransformersEngine:
     ) -> tuple[torch.Tensor, ...]:
         """Compute the KV of ``tokens``; see `kvabr.types.engine.ClassEngine.prefill_classes`."""
         ids, cache, start = self._begin(tokens, before)
-        # The body without the language model's head: a prefill needs no logits.
-        body = self.model.base_model
-        for first in range(0, len(tokens), CHUNK):
-            body(input_ids=ids[:, first : first + CHUNK], past_key_values=cache, use_cache=True)
+        self.extend(cache, ids, start)
         return read_cache(cache, self.spec, start, start + len(tokens))
+
+    @torch.no_grad()
+    def extend(self, cache: Any, ids: torch.Tensor, start: int) -> None:
+        """Prefill tokens, [1, token], behind the ``start`` ones of a transformers cache, which grows by them."""
+        # The body without the language model's head: a prefill needs no logits.
+        for first in range(0, ids.shape[1], CHUNK):
+            self.model.base_model(**self._given(cache, ids[:, first : first + CHUNK], start + first))
+
+    def _given(self, cache: Any, ids: torch.Tensor, start: int) -> dict[str, Any]:
+        """Return a model's arguments for tokens behind ``start`` others; not all models take positions from a cache."""
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        moved = {"position_ids": positions} if self._takes_positions else {}
+        return {"input_ids": ids, self.cache_argument: cache, "use_cache": True, **moved}
 
     def score(self, kv: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
         """As `score_classes`, for a cache of one layer class."""
@@ -79,11 +94,11 @@ class TransformersEngine:
         Raises:
             ModelError: the tokens do not fit the model, or ``kv`` is not a cache of this model.
         """
-        ids, cache, _ = self._begin(tokens, kv)
+        ids, cache, start = self._begin(tokens, kv)
         out = torch.empty(len(tokens), int(self.model.config.vocab_size), dtype=torch.float64)
         for first in range(0, len(tokens), SCORE_CHUNK):
-            part = ids[:, first : first + SCORE_CHUNK]
-            logits = self.model(input_ids=part, past_key_values=cache, use_cache=True).logits[0]
+            given = self._given(cache, ids[:, first : first + SCORE_CHUNK], start + first)
+            logits = self.model(**given).logits[0]
             out[first : first + SCORE_CHUNK] = torch.log_softmax(logits.double(), dim=-1)
         return out
 
@@ -106,8 +121,8 @@ class TransformersEngine:
         dice = torch.Generator().manual_seed(seed)
         with torch.enable_grad():
             leaves = tuple(part.detach().to(self.dtype, copy=True).requires_grad_() for part in kv)
-            ids, cache, _ = self._begin(tokens, leaves)
-            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].float()
+            ids, cache, start = self._begin(tokens, leaves)
+            logits = self.model(**self._given(cache, ids, start)).logits[0].float()
             likely = torch.log_softmax(logits, dim=-1)
             if not bool(torch.isfinite(likely.detach()).all()):
                 raise ModelError(f"{self.spec.model}: its output is NaN or infinite; its weights are damaged")
@@ -120,15 +135,24 @@ class TransformersEngine:
 
     def _begin(self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, Any, int]:
         """Return the ids as a batch of one, a transformers cache with a copy of ``before``, and its length."""
-        start = 0 if before is None else int(before[0].shape[-2])
-        self.check(tokens, start)
-        shapes = [part.shape(start) for part in self.spec.parts]
+        parts = self.spec.parts
+        ids = torch.tensor([list(tokens)], dtype=torch.long, device=self.device)
         if before is None:
-            before = tuple(map(torch.empty, shapes))
-        if (given := [tuple(part.shape) for part in before]) != shapes:
+            self.check(tokens)
+            return ids, new_cache(self.model, whole=True), 0
+        # Of a model with nothing but states, nobody knows how many tokens there were.
+        start = next((int(kv.shape[-2]) for kv, part in zip(before, parts, strict=False) if not is_state(part)), 0)
+        self.check(tokens, start)
+        shapes = [computed_shape(part, start) for part in parts]
+        given = [tuple(kv.shape) for kv in before]
+        if len(given) == len(parts):  # the last of several snapshots counts
+            before = tuple(
+                kv[..., -part.rows :, :] if is_state(part) and kv.shape[-2] % part.rows == 0 else kv
+                for kv, part in zip(before, parts, strict=True)
+            )
+        if [tuple(kv.shape) for kv in before] != shapes:
             raise ModelError(f"not a cache of {self.spec.model}: shape {given}, not {shapes}")
-        cache = dynamic_cache(before, self.spec, self.dtype, self.device)
-        return torch.tensor([list(tokens)], dtype=torch.long, device=self.device), cache, start
+        return ids, whole_cache(before, self.spec, self.model), start
 
     def check(self, tokens: Sequence[int], start: int = 0) -> None:
         """Raise `ModelError` unless there are tokens, in the vocabulary, that fit the model behind ``start`` others."""

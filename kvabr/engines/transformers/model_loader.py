@@ -71,16 +71,19 @@ def load_model(model: str, *, whole_windows: bool = False) -> LoadedModel:
     return LoadedModel(engine_of(loaded, path, whole_windows=whole_windows), tokenizer)
 
 
-def engine_of(model: Any, path: Path | str, *, whole_windows: bool = False) -> TransformersEngine:
+def engine_of(
+    model: Any, path: Path | str, *, whole_windows: bool = False, snapshots_every: int | None = None
+) -> TransformersEngine:
     """Return the engine of a model that was loaded from a directory; its caches are named as by `kvabr encode`.
 
     Args:
         model: the loaded causal language model, any element type, any device.
         path: the directory with config.json, tokenizer.json and the weights.
         whole_windows: see `kvabr.engines.transformers.spec_of`.
+        snapshots_every: see there.
 
     Raises:
-        ModelError: a layer keeps something else than keys and values, or the directory has no model.
+        ModelError: a layer keeps something that is not known here, or the directory has no model.
     """
     path = Path(path)
     _check_folder(path)
@@ -94,6 +97,7 @@ def engine_of(model: Any, path: Path | str, *, whole_windows: bool = False) -> T
         tokenizer=folder_tokenizer(path),
         dtype=asset_dtype(_own_dtype(path)),
         whole_windows=whole_windows,
+        snapshots_every=snapshots_every,
     )
     return TransformersEngine(model, spec, context=context)
 

@@ -18,17 +18,24 @@ from kvabr.client.upgrades import Upgrades
 from kvabr.codec.payload import keys_and_values
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers import ADAPTER
-from kvabr.engines.transformers.cache import dynamic_cache, windowed_cache
+from kvabr.engines.transformers.cache import (
+    INDEXER,
+    dynamic_cache,
+    has_states,
+    held_layers,
+    is_plain,
+    new_cache,
+    windowed_cache,
+)
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
 from kvabr.types.events import LookupFailed, PlayEvent
-from kvabr.types.kv import KVSpec
 
 _log = logging.getLogger("kvabr.transformers")
 
-EXACT_TRACKS = ("FP16", "BF16", RECOMPUTED)
-"""Tracks of an exact cache."""
+EXACT_TRACKS = ("Raw", "FP16", "BF16", RECOMPUTED)
+"""Tracks of an exact cache; of a float32 state only the first and the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +43,8 @@ class ReadyCache:
     """A cache for ``generate()``."""
 
     cache: Any
-    """A `transformers.DynamicCache` for one prompt: pass it to ``generate()`` as ``past_key_values``, with all
-    ``input_ids``. It grows with the text, so use it once."""
+    """A `transformers.DynamicCache` (or the model's own kind) for one prompt: pass it to ``generate()`` as
+    ``past_key_values``, with all ``input_ids``. It grows with the text, so use it once."""
     tokens: int
     """Tokens that it covers: never the whole prompt, since ``generate()`` needs at least one token."""
     played: Played | NothingCached
@@ -54,7 +61,14 @@ class ReadyCache:
     def exact(self) -> bool:
         """Whether every group came on an exact track, or was computed behind exact groups."""
         played = self.played
-        return isinstance(played, NothingCached) or all(track in EXACT_TRACKS for track in played.coverage)
+        if isinstance(played, NothingCached):
+            return True
+        catalog = played.catalog
+        wide = [part.only.kind == "state" and part.dtype == "float32" for part in played.spec.parts]
+        return all(
+            track in ((EXACT_TRACKS[0], RECOMPUTED) if catalog and wide[catalog.unit(group).part] else EXACT_TRACKS)
+            for group, track in enumerate(played.coverage)
+        )
 
 
 def play_cache(
@@ -69,7 +83,8 @@ def play_cache(
 
     Args:
         client: finds and plays it. If its own engine is another one, call `Client.measure_prefill` for this one first.
-        engine: the model.
+        engine: the model. If it has states, all but the last token of the prompt are played: a state cannot be
+            shortened, and ``generate()`` needs a token to begin with.
         tokens: the prompt: ids, or ``input_ids`` of a batch of one.
         deadline: seconds from this call in which the first token is wanted, including the model's time for what no
             cache covers.
@@ -82,7 +97,9 @@ def play_cache(
         PolicyError: from the policy or the estimator.
     """
     ids, how, problems = _prepare(engine, tokens, options or client.options)
-    return _ready(engine, ids, client.play(ids, deadline=deadline, options=how, engine=engine), problems)
+    if not (wanted := _wanted(engine, ids)):
+        return _ready(engine, ids, NothingCached(engine.spec, 0.0), problems)
+    return _ready(engine, ids, client.play(wanted, deadline=deadline, options=how, engine=engine), problems)
 
 
 async def play_cache_async(
@@ -95,7 +112,9 @@ async def play_cache_async(
 ) -> ReadyCache:
     """As `play_cache`, for asyncio. Cancelling it cancels its downloads."""
     ids, how, problems = _prepare(engine, tokens, options or client.options)
-    return _ready(engine, ids, await client.play(ids, deadline=deadline, options=how, engine=engine), problems)
+    if not (wanted := _wanted(engine, ids)):
+        return _ready(engine, ids, NothingCached(engine.spec, 0.0), problems)
+    return _ready(engine, ids, await client.play(wanted, deadline=deadline, options=how, engine=engine), problems)
 
 
 def prompt_ids(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor) -> list[int]:
@@ -121,37 +140,34 @@ def _prepare(
             problems.append(event.reason)
         options.note(event)
 
-    return prompt_ids(engine, tokens), replace(options, dtype=options.dtype or engine.dtype, log=log), problems
+    # States keep the element type that they have: it may be wider than the model's.
+    dtype = options.dtype or (None if has_states(engine.spec) else engine.dtype)
+    return prompt_ids(engine, tokens), replace(options, dtype=dtype, log=log), problems
+
+
+def _wanted(engine: TransformersEngine, ids: list[int]) -> list[int]:
+    """Return the tokens to play, possibly none: a state cannot be shortened, and ``generate()`` needs a last token."""
+    return ids[:-1] if has_states(engine.spec) else ids
 
 
 def _ready(
     engine: TransformersEngine, ids: Sequence[int], played: Played | NothingCached, problems: Sequence[str]
 ) -> ReadyCache:
     if isinstance(played, NothingCached):
-        return ReadyCache(_new_cache(engine), 0, played, None)
+        return ReadyCache(new_cache(engine.model), 0, played, None)
     problem = problems[0] if problems else None
     if problem is not None:
         _log.warning("nothing was played: %s; the model computed the prompt itself", problem)
     covered = min(played.tokens, len(ids) - 1)
-    if _has_windows(engine.spec):
-        cache = windowed_cache(played.parts, played.spans, engine.spec, covered, engine.model)
-    else:
+    if is_plain(engine.spec):
         shown = [part[:, :, :, :covered] for part in played.parts]
         cache = dynamic_cache(shown, engine.spec, engine.dtype, engine.device)
+    else:
+        cache = windowed_cache(played.parts, played.spans, engine.spec, covered, engine.model)
     ready = ReadyCache(cache, covered, played, problem)
     if not ready.exact:
         cache.kvabr_loss = max(played.loss, 1e-30)  # `publish_cache` refuses it
     return ready
-
-
-def _has_windows(spec: KVSpec) -> bool:
-    """Return whether there are layers that see only the last tokens."""
-    return any(each.window is not None for each in spec.classes)
-
-
-def _new_cache(engine: TransformersEngine) -> Any:
-    config = {"config": engine.model.config} if _has_windows(engine.spec) else {}
-    return require("transformers").DynamicCache(**config)
 
 
 class Steps:
@@ -209,14 +225,17 @@ class Steps:
 
     def _copy(self, first: int, last: int) -> None:
         """Copy tokens of the played cache into the model's, those that its layers still have."""
-        spec = self._played.spec
+        spec, places = self._played.spec, held_layers(self._cache)
         for kv, span, part in zip(self._played.parts, self._played.spans, spec.parts, strict=True):
             only = part.only
-            if only.kind == "state" or only.role:
+            if only.kind == "state":
                 continue
             keys, values = keys_and_values(kv, part)
             for place, layer in enumerate(only.layers):
-                state = self._cache.layers[layer]
+                state = self._cache.layers[places[layer]]
+                if only.role == INDEXER:
+                    state.indexer_keys[0, first:last] = keys[place, 0, first:last].to(state.indexer_keys)
+                    continue
                 # A layer with a window has dropped what left it, and knows how many tokens it has seen.
                 held = state.keys.shape[2]
                 gone = getattr(state, "cumulative_length", held) - held

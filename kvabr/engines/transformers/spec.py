@@ -12,12 +12,20 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from kvabr.engines.adapters import require
-from kvabr.engines.transformers.cache import SLIDING
+from kvabr.engines.transformers.cache import (
+    CONVOLUTION,
+    INDEXER,
+    LAYERS,
+    cache_argument,
+    held_layers,
+    new_cache,
+    states_of,
+)
 from kvabr.types.errors import FormatError, ModelError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 
@@ -37,7 +45,15 @@ Scaled = tuple[list[float], float]
 """Frequencies, and the factor for cosines and sines."""
 
 
-def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows: bool = False) -> KVSpec:
+def spec_of(
+    model: Any,
+    *,
+    name: str,
+    tokenizer: str,
+    dtype: str,
+    whole_windows: bool = False,
+    snapshots_every: int | None = None,
+) -> KVSpec:
     """Return the spec of a loaded causal language model's cache, checked on a real cache of a few tokens.
 
     Args:
@@ -47,32 +63,81 @@ def spec_of(model: Any, *, name: str, tokenizer: str, dtype: str, whole_windows:
         dtype: element type of the published cache, a key of `kvabr.types.kv.DTYPES`.
         whole_windows: take layers with windows for full attention: for measurements, whose cache keeps every token in
             every layer.
+        snapshots_every: tokens between two published snapshots of a state within a prompt, a multiple of the group's;
+            None: only one, at the end of what is published.
 
-    Layers that differ in kind, window or shape are classes of their own. The keys of a class are described as rotated
-    if one embedding explains those of all its layers; with full attention in every layer, those of the first.
+    Layers that differ in kind, window or shape are classes of their own; so are states and indexer keys, which a layer
+    may keep besides its keys and values (`kvabr.engines.transformers.cache`). Layers that keep nothing have no number.
+    The keys of a class are described as rotated if one embedding explains those of all its layers; with full attention
+    in every layer, those of the first. A state that the model keeps in float32 is published as such, whatever ``dtype``
+    is.
 
     Raises:
-        ModelError: a layer keeps something else than keys and values.
+        ModelError: a layer keeps something that is not known here.
     """
     told = _kinds(model, name)
     positions = _probe_positions(model)
     layers = _probe(model, name, positions)
-    if len(told) != len(layers):
-        raise ModelError(f"{name}: its {len(layers)} layers keep {len(told)} caches; kvabr needs one for each")
-    found: dict[tuple[str, int | None, int, int, int], list[int]] = {}
-    for index, (keys, values) in enumerate(layers):
-        kind = ("full", None) if whole_windows else told[index]
-        shape = int(keys.shape[0]), int(keys.shape[2]), int(values.shape[2])
-        found.setdefault((*kind, *shape), []).append(index)
+    found: dict[_Alike, list[int]] = {}
+    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    places, others = _others(model, dtype)
+    for index, place in enumerate(places):
+        pair = layers[place] if place < len(layers) else None
+        if pair is not None:
+            kind, window = ("full", None) if whole_windows else told[place]
+            shape = int(pair[0].shape[0]), int(pair[0].shape[2]), int(pair[1].shape[2])
+            found.setdefault(_Alike(kind, window, *shape, dtype), []).append(index)
+            pairs[index] = pair
+        for other in others[index]:
+            found.setdefault(other, []).append(index)
+    if not found:
+        raise ModelError(f"{name}: its cache is empty")
     plain = len(found) == 1 and all(kind == "full" for kind, _ in told)
     types = list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [None] * len(layers))
     classes = []
-    for (sort, window, heads, k_dim, v_dim), indices in found.items():
-        seen = indices[:1] if plain else indices
-        ropes = {rope_of(model, *layers[index], positions, types[index]) for index in seen}
-        rope = ropes.pop() if len(ropes) == 1 else None
-        classes.append(LayerClass(sort, tuple(indices), heads, k_dim, v_dim, dtype, rope, window))
+    for one, indices in found.items():
+        rope = None
+        if not one.role:
+            seen = indices[:1] if plain else indices
+            ropes = {rope_of(model, *pairs[index], positions, types[places[index]]) for index in seen}
+            rope = ropes.pop() if len(ropes) == 1 else None
+        kind, window, heads, k_dim, v_dim, own, role = one
+        every = snapshots_every if kind == "state" else None
+        classes.append(LayerClass(kind, tuple(indices), heads, k_dim, v_dim, own, rope, window, every, role=role))
     return KVSpec(name, tokenizer, tuple(classes))
+
+
+class _Alike(NamedTuple):
+    """What the layers of a class have in common, see `LayerClass`."""
+
+    kind: str
+    window: int | None
+    heads: int
+    k_dim: int
+    v_dim: int
+    dtype: str
+    role: str = ""
+
+
+@torch.inference_mode()
+def _others(model: Any, dtype: str) -> tuple[list[int], list[list[_Alike]]]:
+    """Return where the layers of a cache are that keep anything, and what each keeps besides keys and values."""
+    cache = new_cache(model, whole=True)
+    ids = torch.full((1, 1), 100, device=model.device)
+    model.base_model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
+    places, states, found = held_layers(cache), states_of(cache), []
+    for index, place in enumerate(places):
+        own = []
+        indexer = getattr(cache.layers[place], "indexer_keys", None) if place < len(cache.layers) else None
+        if indexer is not None:
+            own.append(_Alike("latent", None, 1, int(indexer.shape[2]), 0, dtype, INDEXER))
+        for role in sorted(role for held, role in states if held == index):
+            state = states[index, role]
+            heads, rows, columns = map(int, state.shape)
+            wide = state.dtype == torch.float32 and not role.startswith(CONVOLUTION)
+            own.append(_Alike("state", None, heads, rows, columns, "float32" if wide else dtype, role))
+        found.append(own)
+    return places, found
 
 
 def _kinds(model: Any, name: str) -> list[tuple[str, int | None]]:
@@ -81,12 +146,13 @@ def _kinds(model: Any, name: str) -> list[tuple[str, int | None]]:
     kinds: list[tuple[str, int | None]] = []
     for index, layer in enumerate(require("transformers").DynamicCache(config=model.config).layers):
         own = types[index] if index < len(types) else type(layer).__name__
-        if type(layer).__name__ == SLIDING:
-            kinds.append(("chunked" if own == "chunked_attention" else "window", int(layer.sliding_window)))
-        elif type(layer).__name__ == "DynamicLayer":
+        if type(layer).__name__ not in LAYERS:
+            raise ModelError(f"{name}: layer {index} is {own}; kvabr needs layers that keep keys and values, or states")
+        window = getattr(layer, "sliding_window", None)
+        if window is None:
             kinds.append(("full", None))
         else:
-            raise ModelError(f"{name}: layer {index} is {own}; kvabr needs layers that keep keys and values")
+            kinds.append(("chunked" if own == "chunked_attention" else "window", int(window)))
     return kinds
 
 
@@ -104,26 +170,31 @@ def _takes_positions(model: Any) -> bool:
 
 
 @torch.inference_mode()
-def _probe(model: Any, name: str, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _probe(model: Any, name: str, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
     """Return keys and values of every layer, [head, position, dim], for one token id at every position.
 
     Each position is a prompt of its own, of one token, which sees itself alone: so what enters a layer is the same at
-    all positions, and keys differ by their rotation only. A model that takes no positions gets one prompt instead.
+    all positions, and keys differ by their rotation only. A model that takes no positions gets one prompt instead. None
+    stands for a layer without keys.
     """
-    cache = require("transformers").DynamicCache()
+    cache = new_cache(model, whole=True)
     alone = _takes_positions(model)
     shape = (len(positions), 1) if alone else (1, len(positions))
-    moved = {"position_ids": positions[:, None].to(model.device)} if alone else {}
+    given = {"position_ids": positions[:, None].to(model.device)} if alone else {}
     ids = torch.full(shape, 100, device=model.device)
-    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True, **moved)
-    out = []
+    model.base_model(input_ids=ids, use_cache=True, **{cache_argument(model): cache}, **given)
+    out: list[tuple[torch.Tensor, torch.Tensor] | None] = []
     for index, layer in enumerate(cache.layers):
-        kind = type(layer).__name__
-        if kind != "DynamicLayer" or layer.keys is None or layer.keys.shape[:3] != layer.values.shape[:3]:
+        keys = getattr(layer, "keys", None)
+        if keys is None:
+            out.append(None)  # a state, or nothing
+            continue
+        if keys.dim() != 4 or keys.shape[:3] != layer.values.shape[:3]:
+            kind = type(layer).__name__
             raise ModelError(f"{name}: layer {index} keeps its cache as {kind}; kvabr needs keys and values")
-        if (layer.keys.shape[0], layer.keys.shape[2]) != shape:
+        if (keys.shape[0], keys.shape[2]) != shape:
             raise ModelError(f"{name}: layer {index} of the cache does not hold every token")
-        both = ((part[:, :, 0].transpose(0, 1) if alone else part[0]) for part in (layer.keys, layer.values))
+        both = ((part[:, :, 0].transpose(0, 1) if alone else part[0]) for part in (keys, layer.values))
         out.append((next(both), next(both)))
     return out
 

@@ -21,8 +21,8 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.errors import UsageError
 from kvabr.types.naming import LAYERS
 from tests.client.virtual import virtual
-from tests.engines.transformers.test_classes import engine_for, prefilled
 from tests.engines.transformers.text import IDS, PREFIX
+from tests.engines.transformers.tiny import prefilled, tiny
 from tests.memory_transport import MemoryConnection, MemoryLink
 
 pytestmark = pytest.mark.model
@@ -32,8 +32,8 @@ CHUNK = "ab" * 32
 @virtual
 @pytest.mark.parametrize("name", ["Gemma3", "GPT-OSS", "Llama 4", "DeepSeek V3"])
 async def test_what_is_played_is_what_the_codec_made(name, tmp_path):
-    engine = engine_for(name)
-    spec, cache = engine.spec, prefilled(engine, PREFIX)
+    engine = tiny(name)
+    spec, cache = engine.spec, prefilled(engine, PREFIX, whole=True)
     exact = cache_kv(cache, spec, len(PREFIX))
     profile = Profile.from_bytes(own_profile(spec, exact).to_bytes())
     publisher = cache_publisher(engine, tmp_path, profile=profile, tracks=LAYERS)
@@ -60,7 +60,7 @@ class Loaded:
     """A model whose tokens are bytes."""
 
     def __init__(self, name):
-        self.engine = engine_for(name)
+        self.engine = tiny(name)
 
     def encode(self, text):
         return list(text.encode())

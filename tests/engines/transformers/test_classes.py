@@ -11,14 +11,7 @@ import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
-from kvabr.engines.transformers import (
-    Steps,
-    TransformersEngine,
-    cache_publisher,
-    play_cache_async,
-    publish_cache,
-    spec_of,
-)
+from kvabr.engines.transformers import Steps, cache_publisher, play_cache_async, publish_cache
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.cost import PrefillCost
@@ -26,52 +19,11 @@ from kvabr.types.errors import PlayError
 from kvabr.types.kv import RopeSpec
 from tests.client.virtual import virtual
 from tests.engines.transformers.text import IDS, PREFIX, cold
+from tests.engines.transformers.tiny import ATTENTION, continued, prefilled, tiny
 from tests.memory_transport import Fault, MemoryConnection, MemoryLink
 
 pytestmark = pytest.mark.model
 
-SMALL = {
-    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 640, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-LATENT = {
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-    "n_routed_experts": 2, "num_experts_per_tok": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-    "num_key_value_heads": 4, "moe_intermediate_size": 16, "head_dim": 8,
-}  # fmt: skip
-SLIDES, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
-MODELS = {
-    "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 64, "layer_types": [SLIDES, SLIDES, FULL]}),
-    "Mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 200}),
-    "GPT-OSS": (
-        "GptOssConfig", "GptOssForCausalLM", {"sliding_window": 128, "layer_types": [SLIDES, FULL, SLIDES], **EXPERTS},
-    ),
-    "Llama 4": (
-        "Llama4TextConfig",
-        "Llama4ForCausalLM",
-        {
-            "attention_chunk_size": 128, "layer_types": [CHUNKED, CHUNKED, FULL], "no_rope_layers": [1, 1, 0],
-            "intermediate_size_mlp": 48, **EXPERTS,
-        },
-    ),
-    "DeepSeek V3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
-    "DeepSeek V2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**LATENT, "topk_method": "greedy"}),
-}  # fmt: skip
-APART = {
-    "Gemma3 scaled": (
-        "Gemma3TextConfig",
-        "Gemma3ForCausalLM",
-        {
-            **MODELS["Gemma3"][2],
-            "rope_parameters": {
-                FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                SLIDES: {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
-    ),
-    "Llama 4 mixed": (*MODELS["Llama 4"][:2], {**MODELS["Llama 4"][2], "layer_types": [CHUNKED] * 3}),
-}
 CLASSES = {
     "Gemma3": {"window64": (0, 1), "full": (2,)},
     "Mistral": {"window200": (0, 1, 2)},
@@ -79,6 +31,8 @@ CLASSES = {
     "Llama 4": {"chunked128": (0, 1), "full": (2,)},
     "DeepSeek V3": {"full": (0, 1, 2)},
     "DeepSeek V2": {"full": (0, 1, 2)},
+    "DeepSeek V3.2": {"full": (0, 1, 2), "latent-indexer": (0, 1, 2)},
+    "GLM DSA": {"full": (0, 1, 2), "latent-indexer": (0, 1, 2)},
 }
 ROPES = {
     "Gemma3": [RopeSpec(1e4, 8), RopeSpec(1e6, 8)],
@@ -86,42 +40,22 @@ ROPES = {
     "Llama 4": [RopeSpec(5e5, 8, "interleaved"), None],
     "DeepSeek V3": [RopeSpec(1e4, 8, "half", first=16)],
     "DeepSeek V2": [RopeSpec(1e4, 8, "interleaved", first=16)],
+    "DeepSeek V3.2": [RopeSpec(1e4, 8, "half", first=16), None],
+    "GLM DSA": [RopeSpec(1e4, 8, "half", first=16), None],
 }
 SLOW = PrefillCost.from_rate(100.0)
 
 
-def engine_for(name):
-    import transformers
-
-    config, kind, changes = (MODELS | APART)[name]
-    torch.manual_seed(0)
-    settings = SMALL | {"num_hidden_layers": 3} | changes
-    # Not made in float32 and cast: that would round the frequencies of the rotary embedding, too.
-    model = getattr(transformers, kind)._from_config(getattr(transformers, config)(**settings), dtype=torch.bfloat16)
-    spec = spec_of(model.eval(), name=f"tiny/{name.replace(' ', '-')}", tokenizer="bytes", dtype="bfloat16")
-    return TransformersEngine(model, spec, context=640)
-
-
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=ATTENTION)
 def engine(request):
-    return engine_for(request.param)
-
-
-def prefilled(engine, ids, **config):
-    """The cache that a model makes of a prompt by itself; with ``config``, one that drops what leaves a window."""
-    import transformers
-
-    cache = transformers.DynamicCache(**config)
-    with torch.inference_mode():
-        engine.model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
-    return cache
+    return tiny(request.param)
 
 
 @pytest.fixture(scope="module")
 def library(engine, tmp_path_factory):
     root = tmp_path_factory.mktemp("origin")
     publisher = cache_publisher(engine, root, tracks=["BF16", "Int8"])
-    outcome = publish_cache(publisher, engine, prefilled(engine, PREFIX), PREFIX)
+    outcome = publish_cache(publisher, engine, prefilled(engine, PREFIX, whole=True), PREFIX)
     publisher.close()
     assert outcome.result().verdict == "published", outcome.result()
     return PublishedAssets(root)
@@ -139,7 +73,7 @@ async def ready_from(library, engine, ids=IDS, *, faults=None, **how):
 
 def test_the_classes_are_those_of_the_models_cache(engine):
     spec = engine.spec
-    name = spec.model.removeprefix("tiny/").replace("-", " ").replace("GPT OSS", "GPT-OSS")
+    name = next(name for name in ATTENTION if spec.model == f"tiny/{name.replace(' ', '-')}")
     assert dict(zip(spec.names, (each.layers for each in spec.classes), strict=True)) == CLASSES[name]
 
 
@@ -151,14 +85,14 @@ def test_every_class_has_its_rotary_embedding(engine):
         assert ropes[0].frequencies is not None
         assert ropes[0].factor == pytest.approx(0.1 * math.log(32) + 1)
     else:
-        assert ropes == ROPES[spec.model.removeprefix("tiny/").replace("-", " ")]
+        assert ropes == ROPES[next(name for name in ROPES if spec.model == f"tiny/{name.replace(' ', '-')}")]
 
 
 def test_classes_may_be_scaled_apart_and_layers_of_one_that_disagree_count_as_not_rotated():
-    spec = engine_for("Gemma3 scaled").spec
+    spec = tiny("Gemma3 scaled").spec
     assert spec.classes[0].rope == RopeSpec(1e4, 8)
     assert spec.classes[1].rope == replace(RopeSpec(1e6, 8), frequencies=(0.125, *spec.classes[1].rope.frequencies[1:]))
-    mixed = engine_for("Llama 4 mixed").spec
+    mixed = tiny("Llama 4 mixed").spec
     assert dict(zip(mixed.names, (each.rope for each in mixed.classes), strict=True)) == {"chunked128": None}
 
 
@@ -168,16 +102,16 @@ async def test_what_is_played_is_what_the_model_made(engine, library):
     ready = await ready_from(library, engine)
     assert (ready.tokens, ready.problem) == (400, None)
     assert ready.exact
-    own = prefilled(engine, PREFIX, config=engine.model.config)
+    own = prefilled(engine, PREFIX)
     for mine, theirs in zip(ready.cache.layers, own.layers, strict=True):
         assert type(mine) is type(theirs)
         seen = mine.keys.shape[2] if not getattr(mine, "is_sliding", False) else visible(engine, theirs)
         assert torch.equal(mine.keys[:, :, -seen:], theirs.keys[:, :, -seen:])
         assert torch.equal(mine.values[:, :, -seen:], theirs.values[:, :, -seen:])
         assert mine.get_seq_length() == theirs.get_seq_length() == 400
-    rest = torch.tensor([IDS[400:]])
-    with torch.inference_mode():
-        ours, wanted = (engine.model(rest, past_key_values=cache).logits for cache in (ready.cache, own))
+        if hasattr(theirs, "indexer_keys"):
+            assert torch.equal(mine.indexer_keys, theirs.indexer_keys)
+    ours, wanted = (continued(engine, cache, IDS[400:]) for cache in (ready.cache, own))
     assert torch.equal(ours, wanted)
 
 
@@ -203,21 +137,20 @@ async def test_a_shorter_prompt_plays_its_own_windows(engine, library):
     ids = [*PREFIX[:300], *[7] * 40]
     ready = await ready_from(library, engine, ids)
     assert ready.tokens == 256
-    own = prefilled(engine, ids[:256], config=engine.model.config)
-    rest = torch.tensor([ids[256:]])
-    with torch.inference_mode():
-        ours, wanted = (engine.model(rest, past_key_values=cache).logits for cache in (ready.cache, own))
-    assert torch.equal(ours, wanted)
+    own = prefilled(engine, ids[:256])
+    ours, wanted = (continued(engine, cache, ids[256:]) for cache in (ready.cache, own))
+    if any(each.role for each in engine.spec.classes):  # its attention rounds otherwise for a prompt of another length
+        assert torch.allclose(ours.float(), wanted.float(), atol=0.1)
+    else:
+        assert torch.equal(ours, wanted)
 
 
 @virtual
 async def test_a_prompt_that_is_cached_whole(engine, library):
     ready = await ready_from(library, engine, PREFIX)
     assert (ready.played.tokens, ready.tokens) == (400, 399)
-    own = prefilled(engine, PREFIX[:399], config=engine.model.config)
-    with torch.inference_mode():
-        last = torch.tensor([PREFIX[399:]])
-        ours, wanted = (engine.model(last, past_key_values=cache).logits for cache in (ready.cache, own))
+    own = prefilled(engine, PREFIX[:399])
+    ours, wanted = (continued(engine, cache, PREFIX[399:]) for cache in (ready.cache, own))
     assert torch.allclose(ours.float(), wanted.float(), atol=0.05)  # another cut of the prompt, in bfloat16
 
 
@@ -226,7 +159,7 @@ async def test_lossy_tracks_play_too(engine, library):
     ready = await ready_from(library, engine, policy="fixed:Int8")
     assert not ready.exact
     assert set(ready.played.coverage) == {"Int8"}
-    own = prefilled(engine, PREFIX, config=engine.model.config)
+    own = prefilled(engine, PREFIX)
     for mine, theirs in zip(ready.cache.layers, own.layers, strict=True):
         if not getattr(mine, "is_sliding", False):
             assert torch.allclose(mine.keys.float(), theirs.keys.float(), atol=0.1)
@@ -243,10 +176,8 @@ async def test_a_class_that_cannot_be_had_is_computed(engine, library):
 
     ready = await ready_from(library, engine, faults=faults)
     assert "recomputed" in ready.played.coverage
-    rest = torch.tensor([IDS[ready.tokens :]])
-    own = prefilled(engine, IDS[: ready.tokens], config=engine.model.config)
-    with torch.inference_mode():
-        ours, wanted = (engine.model(rest, past_key_values=cache).logits for cache in (ready.cache, own))
+    own = prefilled(engine, IDS[: ready.tokens])
+    ours, wanted = (continued(engine, cache, IDS[ready.tokens :]) for cache in (ready.cache, own))
     assert torch.allclose(ours.float(), wanted.float(), atol=0.1)
     if engine.spec.only.kind != "full" if len(engine.spec.classes) == 1 else True:
         with pytest.raises(PlayError, match=r"missing: .*(#|group )3"):
@@ -271,3 +202,5 @@ async def test_upgrades_reach_what_the_layers_still_have(engine, library):
         assert (gone > 0) == getattr(mine, "is_sliding", False)
         for kept, wanted in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
             assert torch.equal(kept[:, :, : 400 - gone], wanted[:, :, gone - begun :])
+        if hasattr(mine, "indexer_keys"):
+            assert torch.equal(mine.indexer_keys[:, :400], theirs.indexer_keys)

@@ -250,13 +250,9 @@ def test_scalings_that_make_no_sense_are_none(tiny, parameters):
 
 
 def test_other_layers_are_refused_by_name(tmp_path):
-    changes = {
-        "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 1,
-        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-    }  # fmt: skip
-    folder = tinymodels.save(tmp_path / "model", "Qwen3Next", **changes)
-    with pytest.raises(ModelError, match="layer 0 is linear_attention; kvabr needs layers that keep keys and values"):
+    changes = {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "num_key_value_heads": 1}
+    folder = tinymodels.save(tmp_path / "model", "DeepseekV4", **changes)
+    with pytest.raises(ModelError, match="layer 0 is heavily_compressed_attention; kvabr needs layers that keep keys"):
         load_model(str(folder))
 
 
