@@ -76,7 +76,9 @@ async def test_a_lie_told_once_is_refused_and_the_group_asked_for_again(root, tl
         return name, log
 
     for name, log in await asyncio.gather(*(one(name, lie) for name, lie in LIES.items())):
-        assert any(REASONS[name] in reason for reason in log.reasons()), (name, log.reasons())
+        # With a deadline as long, the connection is replaced before the player counts a group as stalled.
+        words = {REASONS[name], REASONS[name].replace("it has stalled", "it answers a new connection")}
+        assert any(word in reason for word in words for reason in log.reasons()), (name, log.reasons())
 
 
 async def test_a_lie_told_always(root, tls, fingerprint):
