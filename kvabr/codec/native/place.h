@@ -250,10 +250,12 @@ static int PATH(cast)(const Cache *c, const uint8_t *from, uint32_t kind, const 
     int good = 1;
     for (size_t first = 0; first < c->tokens && good; first += BLOCK) {
         size_t last = first + BLOCK < c->tokens ? first + BLOCK : c->tokens;
-        for (size_t r = 0; r < rows; r++)
-            for (size_t t = first; t < last; t++) {
-                const uint8_t *source = from + width * (t * rows + r);
-                uint8_t *to = row_of(c, r / (c->halves * c->heads), r / c->heads % c->halves, r % c->heads, t);
+        for (size_t r = 0; r < rows; r++) {
+            /* What is written might be what `c` points to, as far as compilers know: nothing of it is read for each row. */
+            const ptrdiff_t step = c->step[3] * (c->kind == F32 ? 4 : 2);
+            uint8_t *to = row_of(c, r / (c->halves * c->heads), r / c->heads % c->halves, r % c->heads, first);
+            const uint8_t *source = from + width * (first * rows + r);
+            for (size_t t = first; t < last; t++, to += step, source += width * rows) {
                 if (kind == E4M3) {
                     good &= PATH(all_numbers)(source, c->dim);
                     PATH(place_codes)(c, to, source, 0, c->dim, c->dim, scale + r * c->dim, NULL, FP8, 1);
@@ -270,6 +272,7 @@ static int PATH(cast)(const Cache *c, const uint8_t *from, uint32_t kind, const 
                     PATH(store)(row, to, c->kind, c->step[4], c->dim);
                 }
             }
+        }
     }
     return good;
 }
@@ -287,12 +290,64 @@ static void PATH(spread_scales)(const uint8_t *restrict stored, size_t at, float
     }
 }
 
+/* Rows of one head of keys (`each`) or values that are alike, whose elements lie one behind the other: most caches. A key's
+ * code is in the low half of a byte, if two codes share it, and that of its value in the high one. */
+INLINE int PATH(alike)(const Cache *c, const uint8_t *from, const Units *u, const float *restrict scale,
+                       const float *restrict low, size_t l, size_t h, size_t first, size_t last, uint32_t kind, int form,
+                       int each) {
+    const size_t dim = c->dim, heads = c->heads, tokens = u->tokens, width = heads * dim, size = unit_bytes(c, u);
+    const size_t code = scale_bytes(c, u) + l * code_bytes(c, u) + h * dim + (form == INT8 && !each ? tokens * width : 0);
+    const size_t block = each ? 0 : 2 * (l * u->blocks + h / (heads / u->blocks)), other = 2 * c->layers * u->blocks;
+    const ptrdiff_t step = c->step[3] * (kind == F32 ? 4 : 2);
+    uint8_t *to = row_of(c, l, !each, h, first);
+    float value[2], row[MOST_DIM];
+    int good = 1;
+    for (size_t t = first; t < last; t++, to += step) {
+        const uint8_t *unit = from + t / tokens * size, *codes = unit + code + t % tokens * width;
+        if (!each) {
+            good &= PATH(load_f16)(unit + block, value, 1) & PATH(load_f16)(unit + block + other, value + 1, 1);
+            low = value, scale = value + 1;
+        }
+        const int shift = form == INT4 && !each ? 4 : 0;
+        if (kind == F16) {
+            PATH(dequantise)(codes, scale, low, (uint8_t *)row, F32, dim, shift, form, each);
+            PATH(store_f16)(row, (uint16_t *)to, dim);
+        } else
+            PATH(dequantise)(codes, scale, low, to, kind, dim, shift, form, each);
+    }
+    return good;
+}
+
+static int PATH(alike_as)(const Cache *c, const uint8_t *from, const Units *u, const float *scale, const float *low, size_t l,
+                          size_t h, size_t first, size_t last, int each) {
+    /* A loop for each case, without branches. */
+#define CASE(n, f, e)                                      \
+    if (c->kind == n && (int)u->form == f && each == e)     \
+        return PATH(alike)(c, from, u, scale, low, l, h, first, last, n, f, e);
+    CASE(BF16, INT8, 0)
+    CASE(BF16, INT8, 1)
+    CASE(BF16, INT4, 0)
+    CASE(BF16, INT4, 1)
+    CASE(F16, INT8, 0)
+    CASE(F16, INT8, 1)
+    CASE(F16, INT4, 0)
+    CASE(F16, INT4, 1)
+    CASE(F32, INT8, 0)
+    CASE(F32, INT8, 1)
+    CASE(F32, INT4, 0)
+    CASE(F32, INT4, 1)
+#undef CASE
+    return 0;
+}
+
 /* Units one after another. `low` and `scale` are those of the keys, [layer, head, dim]; FP4 has them in its units. */
 static int PATH(dequantised)(const Cache *c, const uint8_t *from, const Units *u, const float *low, const float *scale) {
     float value[2], each[MOST_DIM];
     const size_t dims[2] = {u->keys, values_of(c, u)}, width = c->heads * u->keys;
     const size_t size = unit_bytes(c, u), own = scale_bytes(c, u), layer = code_bytes(c, u), all = codes_of(c, u);
     const size_t spans = spans_of(c, u), per_block = u->blocks ? c->heads / u->blocks : 1;
+    const int whole = c->step[4] == 1 && !((uintptr_t)c->data % (c->kind == F32 ? 4 : 2));
+    const int plain = whole && c->halves == 2 && u->form <= INT4;
     int good = 1;
     for (size_t first = 0; first < c->tokens && good; first += BLOCK) {
         size_t last = first + BLOCK < c->tokens ? first + BLOCK : c->tokens;
@@ -300,6 +355,11 @@ static int PATH(dequantised)(const Cache *c, const uint8_t *from, const Units *u
             for (size_t k = 0; k < 2; k++)
                 for (size_t h = 0; h < c->heads && dims[k]; h++) {
                     const uint8_t *known = NULL;
+                    if (plain) {
+                        const size_t channel = l * width + h * dims[0];
+                        good &= PATH(alike_as)(c, from, u, scale + channel, low + channel, l, h, first, last, !k);
+                        continue;
+                    }
                     for (size_t t = first; t < last; t++) {
                         const uint8_t *unit = from + t / u->tokens * size, *code = unit + own + l * layer;
                         const size_t row = t % u->tokens * c->heads + h; /* of the unit's keys, or of its values */
