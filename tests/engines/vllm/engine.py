@@ -63,6 +63,14 @@ class RealEngine:
         self.half = SchedulerHalf(settings, old._model, self.client, produces=old._produces)
         self.scheduler.connector._scheduler = self.half
 
+    def close(self):
+        """End the engine, so that another one can be started in this process."""
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        self.settle()
+        self.core.shutdown()
+        ensure_kv_transfer_shutdown()
+
     def tokens(self, text):
         return self.llm.get_tokenizer().encode(text)
 

@@ -90,6 +90,7 @@ class World:
         return texts, self.engine.counted(), time.monotonic() - began_s
 
     def close(self):
+        self.engine.close()
         self.link.close()
         self.origin.close()
 

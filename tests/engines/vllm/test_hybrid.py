@@ -103,6 +103,7 @@ class World:
         return text, self.engine.counted()
 
     def close(self):
+        self.engine.close()
         self.origin.close()
 
 
