@@ -208,15 +208,18 @@ class ChunkStore:
         """Return the catalog of a cache; None if it is missing or describes another kind of cache.
 
         ``positions``, if known, are those in the prompt at which the cache may begin. One that was published at another
-        is not returned.
+        is not returned; none is if there is no position, as the key then stands for several caches.
         """
         found = self._found.get(key) or await self._ask(key)
         if found is None:
             return None
         # Without a profile nothing in the asset depends on its position, which the publisher may not have known.
         at = None if found.catalog.profile is None else found.catalog.position
-        if positions is None or at is None or at in positions:
+        if positions is None or (positions and at is None) or at in positions:
             return found
+        if not positions:
+            self.trouble.tell("a cache is not used", "its key stands for several places in prompts")
+            return None
         wanted = positions[0] if len(positions) == 1 else f"one of {positions[0]}, {positions[0] + positions.step}, ..."
         self.trouble.tell("the origin has a cache of another place", f"token {at} of a prompt, wanted is {wanted}")
         return None

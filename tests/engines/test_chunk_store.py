@@ -141,10 +141,11 @@ def test_without_a_position_there_are_plain_tracks_and_the_log_says_why_once(ori
     origin.look(2)
     for asset in origin.holdings.assets:
         assert [track.name for track in asset.catalog.tracks] == ["FP16", "Int8", "Int4"]
-    # The position of what needs none is nobody's concern.
+    # The position of what needs none is nobody's concern, unless the key stands for several.
     reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
     other = store(loop, policy="fixed:FP16", **reach)
     assert torch.equal(loop.call(other.play("b", range(512, 513))), piece(512))
+    assert loop.call(other.play("b", range(0))) is None
     loop.call(other.close())
 
 

@@ -73,6 +73,17 @@ class Places:
             first: int = self._first.get(chunk_hash, _UNSURE)
         return None if first == _UNSURE else first
 
+    def possible(self, chunk_hash: int) -> range | None:
+        """Return the positions that a chunk can have, as `ChunkStore.find` takes them.
+
+        That is one; none of a hash that was seen at two places; None if nothing is known.
+        """
+        with self._lock:
+            first = self._first.get(chunk_hash)
+        if first is None:
+            return None
+        return range(0) if first == _UNSURE else range(first, first + 1)
+
     def watch(self, database: type[Any]) -> None:
         """Note all chunks that objects of a class like LMCache's `ChunkedTokenDatabase` cut from now on.
 

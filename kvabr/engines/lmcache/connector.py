@@ -99,7 +99,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     async def exists(self, key: CacheEngineKey) -> bool:
         """Return whether a chunk can be fetched."""
-        return await self._store.find(self._name(key), _positions(key)) is not None
+        return await self._store.find(self._name(key), PLACES.possible(key.chunk_hash)) is not None
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         """As `exists`, for threads other than the event loop's."""
@@ -111,7 +111,9 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     def batched_contains(self, keys: list[CacheEngineKey]) -> int:
         """Return how many chunks, from the first on, can be fetched; for threads other than the event loop's."""
-        leading = self._store.leading([self._name(key) for key in keys], [*map(_positions, keys)])
+        leading = self._store.leading(
+            [self._name(key) for key in keys], [PLACES.possible(key.chunk_hash) for key in keys]
+        )
         asked = asyncio.run_coroutine_threadsafe(leading, self._loop)
         try:
             return asked.result(self._settings.lookup_s + _WAIT_S)
@@ -121,7 +123,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
         """Play one chunk; None if it is missing or does not come in time."""
-        kv = await self._store.play(self._name(key), _positions(key))
+        kv = await self._store.play(self._name(key), PLACES.possible(key.chunk_hash))
         if kv is None:
             return None
         shape = list(self.meta_shapes[0])
@@ -203,9 +205,3 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         """Return a chunk's key as text, with the model's name from the settings."""
         rest = key.to_string().removeprefix(key.model_name)
         return f"{self._settings.model or key.model_name}{rest}"
-
-
-def _positions(key: CacheEngineKey) -> range | None:
-    """Return the only position in a prompt that a chunk can have; None if it is not known."""
-    first = PLACES.at(key.chunk_hash)
-    return None if first is None else range(first, first + 1)

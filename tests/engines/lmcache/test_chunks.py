@@ -91,6 +91,9 @@ def test_a_hash_at_two_places_has_none():
     for first in (512, 512):
         places.note(5, first)
     assert places.at(5) == 512
+    assert places.possible(5) == range(512, 513)
     for first in (256, 512):
         places.note(5, first)
     assert places.at(5) is None
+    assert places.possible(5) == range(0)
+    assert places.possible(6) is None
