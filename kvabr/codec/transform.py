@@ -30,6 +30,8 @@ from kvabr.types.kv import FP16_MAX, KVSpec
 
 MAX_ROWS = 1 << 22
 """Maximum coefficients per token; the largest known caches have a tenth of it."""
+MAX_DIM = 1 << 12
+"""Maximum channels of a head, keys and values together where these lie side by side."""
 MAX_WIDTH = 1 << 13
 """Maximum channels of a block; its matrix has the square of that."""
 MAX_STACK = 1 << 14
@@ -107,6 +109,7 @@ class Structure:
         spec, heads = self.spec, self.block_heads
         whole = type(heads) is int and heads > 0 and spec.kv_heads % heads == 0
         need(whole, f"blocks of {heads!r} heads do not divide the {spec.kv_heads} of a layer")
+        need(self.dim <= MAX_DIM, f"{self.dim} channels of a head, at most {MAX_DIM} are allowed")
         need(self.width <= MAX_WIDTH, f"blocks of {self.width} channels, at most {MAX_WIDTH} are allowed")
         need(self.rows <= MAX_ROWS, f"{self.rows} coefficients per token, at most {MAX_ROWS} are allowed")
         seen: set[tuple[int, int]] = set()

@@ -18,6 +18,7 @@ from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.native import coder
 from kvabr.codec.profile import ModelProfile, Profile, joined
 from kvabr.codec.rope import rotate
+from kvabr.codec.transform import plain
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 from kvabr.types.naming import LAYERS
@@ -197,6 +198,12 @@ def rewritten(profile, change):
 def test_a_broken_file_of_several_classes_is_refused(profile, change, words):
     with pytest.raises(FormatError, match=words):
         Profile.from_bytes(rewritten(profile, change))
+
+
+def test_heads_that_no_decoder_takes_are_refused():
+    huge = KVSpec("test/huge", "tokenizer", (LayerClass("full", (0,), 1, 4096, 4000, "float16"),))
+    with pytest.raises(FormatError, match="8096 channels of a head, at most 4096 are allowed"):
+        plain(huge)
 
 
 def test_there_is_no_ac_of_states():

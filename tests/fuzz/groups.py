@@ -209,9 +209,10 @@ def _profile_file(data: bytes) -> bool:
     again = Profile.from_bytes(written)
     del again.__dict__["_file"]
     assert again.to_bytes() == written
-    if found.transform.structure.rows <= 4096 and coder.available_paths()[:-1]:
-        for depth in found.depths.values():
-            _decodes_noise(found, depth.coder, depth.step)
+    for each in map(found.of, found.spec.parts):
+        if each.transform.structure.rows <= 4096 and coder.available_paths()[:-1]:
+            for depth in each.depths.values():
+                _decodes_noise(each, depth.coder, depth.step)
     return True
 
 
