@@ -38,6 +38,8 @@ _LIMITS = {
     "requests_per_s": "requests per second of one connection, and as many changes of priorities",
     "idle_s": "seconds until a silent connection is closed",
     "handshake_s": "seconds that connecting may take",
+    "held_per_connection": "requests of one connection that wait for what is not published yet",
+    "held_s": "seconds that they wait at most",
     "open_files_per_connection": "files of groups kept open for one connection",
     "open_files_per_address": "the same, for one address",
     "open_files": "the same, for all; half of what ulimit -n leaves",

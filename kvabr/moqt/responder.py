@@ -12,7 +12,7 @@ from kvabr.moqt.events import Cancelled, Requested, Reset, Stop, Stopped, Update
 from kvabr.moqt.objects import FETCH_HEADER, SubgroupHeader, SubgroupWriter
 from kvabr.moqt.parameters import Parameters, present, token_values
 from kvabr.moqt.properties import unusable
-from kvabr.moqt.wire import Location
+from kvabr.moqt.wire import Draft, Location
 
 REQUEST_WINDOW = 256
 """Draft 16: open requests that a peer may have."""
@@ -55,6 +55,11 @@ class Responder:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def draft(self) -> Draft:
+        """The draft of the session."""
+        return self._channel.draft
 
     # ------------------------------------------------------------------ messages from the peer
 
@@ -156,8 +161,7 @@ class Responder:
             return
         data = self._by_data.get(stream)
         if request is None and data is not None and isinstance(data.message, m.Subscribe):
-            self.pushed(data.number, stream)
-            self._channel.commands.append(Reset(stream, ResetCode.CANCELLED))
+            self.pushed(data.number, stream, reset=ResetCode.CANCELLED)
             self._channel.events.append(Stopped(data.number, stream))
         elif (request := request or data) is not None:
             self._cancelled(request, code)
@@ -219,11 +223,13 @@ class Responder:
         self._channel.commands.append(Write(stream, SubgroupWriter(self._channel.draft, header).begin()))
         return stream
 
-    def pushed(self, request_id: int, stream: int) -> None:
-        """Forget a stream of a subscription after the owner has ended or reset it."""
+    def pushed(self, request_id: int, stream: int, *, reset: int | None = None) -> None:
+        """Forget a stream of a subscription after the owner has ended it; or reset it, with a code."""
         if (request := self._requests.get(request_id)) is not None and stream in request.streams:
             request.streams.remove(stream)
             del self._by_data[stream]
+            if reset is not None:
+                self._channel.commands.append(Reset(stream, reset))
 
     def publish_done(self, request_id: int, code: int, reason: str) -> None:
         """End a subscription whose streams have ended; those that have not are reset."""

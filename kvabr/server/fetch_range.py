@@ -42,20 +42,26 @@ class FetchRange:
     """Whether nothing of the track follows."""
 
     @classmethod
-    def of(cls, message: Fetch, groups: int, last_object_of: Callable[[int], int]) -> FetchRange:
+    def of(
+        cls, message: Fetch, groups: int, last_object_of: Callable[[int], int], *, growing: bool = False
+    ) -> FetchRange:
         """Cut what a FETCH requests to what is published.
 
         Args:
             message: The request. Its end is not before its start, which the parser has checked.
             groups: Number of groups of the track.
-            last_object_of: Returns the ID of a group's last object; it is called for the last group of the range.
+            last_object_of: Returns the ID of a group's last object; it is called for the last group of the range, and
+                if the range depends on the largest object, for that of the track.
+            growing: Whether more groups may appear.
 
         Raises:
             InvalidRangeError: The range begins behind the end of the track.
         """
         start, end = message.start, message.end
+        if groups and message.parameters.filter is not None:
+            start, end = message.within(Location(groups - 1, last_object_of(groups - 1)))
         if start.group >= groups:
-            raise InvalidRangeError(f"the track has {groups} groups")
+            raise InvalidRangeError(f"the track has {groups} groups{' so far' if growing else ''}")
         last = min(end.group, groups - 1)
         final = last_object_of(last)
         if start.group == last and start.object > final:
@@ -69,7 +75,7 @@ class FetchRange:
         descending = message.parameters.group_order == _DESCENDING
         if descending:
             ranges.reverse()
-        ended = last == groups - 1 and stop == final + 1
+        ended = last == groups - 1 and stop == final + 1 and not growing
         return cls(tuple(ranges), descending, Location(last, stop), ended)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode, name_of
-from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Updated
+from kvabr.moqt.codes import PublishDoneCode, RequestCode, ResetCode, SessionCode, name_of
+from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Stopped, Updated
 from kvabr.moqt.messages import Fetch, JoiningFetch, Subscribe, SubscribeNamespace, TrackStatus
 from kvabr.moqt.parameters import SetupOptions
 from kvabr.moqt.responder import Responder
@@ -21,8 +22,10 @@ from kvabr.server.access import Access, Denial
 from kvabr.server.budgets import Host, Room
 from kvabr.server.fetch_range import FetchRange, InvalidRangeError, last_object
 from kvabr.server.grants import Grant, token_in_path
+from kvabr.server.growing import awaited, waits_s
 from kvabr.server.limits import BUSY_MS, MISSING, RateLimiter, refusal
 from kvabr.server.publication import Publication
+from kvabr.server.pushing import Pushing
 from kvabr.server.send_queue import Piece, Sending, SendQueue
 from kvabr.server.subscriptions import Subscriptions
 from kvabr.server.waiting_requests import Expected, WaitingRequests
@@ -58,7 +61,8 @@ class Peer(Endpoint):
         self._updates_left = RateLimiter(server.limits.requests_per_s)
         self._waiting = WaitingRequests(server, self._found_soon)
         self._waking = False
-        self._subscriptions = Subscriptions(self._refuse)
+        self._pushing = Pushing(server, self._queue, self._wake)
+        self._subscriptions = Subscriptions(self._refuse, self._pushing)
         self._over = False
         loop = asyncio.get_running_loop()
         self._handshake = loop.call_later(server.limits.handshake_s, self._too_slow)
@@ -90,6 +94,7 @@ class Peer(Endpoint):
             self.log.warning("connection refused", why="too many connections from one address")
             self.shut(SessionCode.INTERNAL_ERROR, "too many connections from your address; try again later")
             return None
+        self._pushing.room = self._room
         return MoqtSession(draft, client=False, options=SetupOptions(implementation=b"kvabr"))
 
     def happened(self, event: Event) -> None:
@@ -99,10 +104,12 @@ class Peer(Endpoint):
                 self._requested(event)
             case Updated():
                 self._updated(event)
+            case Stopped():
+                self._done(self._pushing.stopped(event.request_id, event.stream), complete=False)
             case Cancelled():
                 self._subscriptions.cancel(event.request_id)
                 self._waiting.stop(event.request_id)
-                self._done(self._queue.remove(event.request_id), complete=False)
+                self._forget(event.request_id)
             case Ready():
                 self._peer_is_ready(event)
             case Closed():
@@ -117,9 +124,10 @@ class Peer(Endpoint):
         self._handshake.cancel()
         self._server.metrics.connections.dec()
         self._waiting.stop_all()
+        for subscription in self._pushing:
+            self._forget(subscription.request_id)
         for job in self._queue:
-            self._queue.remove(job.request_id)
-            self._done(job, complete=False)
+            self._forget(job.request_id)
         self.underway.clear()
         if self._room is not None:
             self._server.budgets.left(self._room)
@@ -142,14 +150,22 @@ class Peer(Endpoint):
             if session is None or not (done or broken):
                 return
             for job in done:
-                session.responder.fetch_sent(job.request_id)
+                if job.subgroup is None:
+                    session.responder.fetch_sent(job.request_id)
+                else:
+                    session.responder.pushed(job.request_id, job.stream)
                 self.underway.add(job.stream)
                 self._done(job, complete=True)
             for job, error in broken:
                 self.log.warning("group cannot be sent", error=str(error))
-                session.responder.break_off(job.request_id, ResetCode.INTERNAL_ERROR)
+                if job.subgroup is None:
+                    session.responder.break_off(job.request_id, ResetCode.INTERNAL_ERROR)
+                else:
+                    session.responder.pushed(job.request_id, job.stream, reset=ResetCode.INTERNAL_ERROR)
                 self._done(job, complete=False)
             self.settle()
+            if any(job.subgroup is not None for job in done):
+                self._wake()  # for the groups that follow
         finally:
             self._feeding = False
 
@@ -171,6 +187,10 @@ class Peer(Endpoint):
             if (standing := self._waiting.standing) is not None:
                 self._waiting.stop(standing)
                 self._refuse(standing, RequestCode.GOING_AWAY, "the server is going away")
+            for number in self._waiting.held:
+                self._waiting.stop(number)
+                self._refuse(number, RequestCode.GOING_AWAY, "the server is going away")
+            self._pushing.end_all(PublishDoneCode.GOING_AWAY, "the server is going away")
             self.settle_and_send()
 
     def reconsider(self, now_s: float) -> None:
@@ -185,13 +205,13 @@ class Peer(Endpoint):
             self.log.info("connection ended", token=token, why=denial.reason)
             self.shut(denial.session, denial.reason)
             return
-        for job in self._queue:
-            denial = access.lost_request(job.grant, job.publication, now_s)
+        for going in (*self._pushing, *(job for job in self._queue if job.subgroup is None)):
+            denial = access.lost_request(going.grant, going.publication, now_s)
             if denial is not None:
-                metrics.token_lost(job.grant.id, denial.result)
-                self.log.info("request ended", token=job.grant.id, track=job.track, why=denial.reason)
-                session.responder.break_off(job.request_id, denial.reset)
-                self._done(self._queue.remove(job.request_id), complete=False)
+                metrics.token_lost(going.grant.id, denial.result)
+                self.log.info("request ended", token=going.grant.id, track=going.track, why=denial.reason)
+                session.responder.break_off(going.request_id, denial.reset)
+                self._forget(going.request_id)
         for number, expected in self._waiting.expected.items():
             denial = access.lost_request(expected.grant, expected.publication, now_s)
             if denial is not None:
@@ -261,7 +281,7 @@ class Peer(Endpoint):
         limits = self._server.limits
         if not self._requests_left.take():
             return f"more than {limits.requests_per_s:g} requests a second"
-        mine = len(self._queue) + len(self._waiting)
+        mine = len(self._queue) + len(self._waiting) + len(self._pushing)
         if mine >= limits.requests_per_connection:
             return f"more than {limits.requests_per_connection} requests at a time"
         if self._server.requests >= limits.requests and mine >= self._server.equal_part:
@@ -273,7 +293,9 @@ class Peer(Endpoint):
             if self._updates_left.overdrawn and self.session is not None:
                 why = f"more than {self._updates_left.rate:g} updates of requests a second"
                 self.session.close(SessionCode.INTERNAL_ERROR, why)
-        elif event.parameters.priority is not None:
+            return
+        self._pushing.update(event.request_id, event.parameters)
+        if event.parameters.priority is not None:
             self._queue.prioritise(event.request_id, event.parameters.priority)
             self._waiting.prioritise(event.request_id, event.parameters.priority)
 
@@ -313,21 +335,45 @@ class Peer(Endpoint):
         self._note_idle()
 
     def _answer(self, number: int, message: _OfTrack, grant: Grant, found: Publication | None) -> None:
-        if found is None:
+        limits, most_s = self._server.limits, waits_s(message, found)
+        if most_s and len(self._waiting.held) >= limits.held_per_connection:
+            why = f"more than {limits.held_per_connection} requests for what is not published yet"
+            self._refuse(number, RequestCode.EXCESSIVE_LOAD, why, retry_ms=BUSY_MS)
+        elif most_s:
+            self._wait(number, message, grant, found, min(most_s, limits.held_s))
+        elif found is None:
             self._refuse(number, RequestCode.DOES_NOT_EXIST, MISSING)
         elif (denial := self._access.lost_request(grant, None, time.time())) is not None:  # while it was looked for
             self._refuse(number, denial.request, denial.reason)
         elif isinstance(message, Fetch):
             self._fetch(number, message, grant, found)
         else:
-            self._subscribe(number, message, found)
+            self._subscribe(number, message, grant, found)
+
+    def _wait(self, number: int, message: _OfTrack, grant: Grant, found: Publication | None, most_s: float) -> None:
+        """Have a request wait for its track, or for the first group that it requests, and then answer it."""
+        namespace, track = TrackNamespace.from_fields(message.namespace), message.track.decode()
+        find = partial(self._server.source.find_soon, grant, namespace, track)
+        never = replace(message.parameters, rendezvous_timeout=None, fill_timeout=None)
+
+        def answer(found: Publication | None) -> None:
+            if found is None:
+                self._refuse(number, RequestCode.TIMEOUT, "nobody has published that track in time")
+            else:
+                self._answer(number, replace(message, parameters=never), grant, found)
+
+        waiting = partial(awaited, message, found, find, most_s)
+        self._waiting.look(number, waiting, answer, partial(self._refuse_for, number), held=True)
 
     def _fetch(self, number: int, message: Fetch, grant: Grant, publication: Publication) -> None:
         priority = 128 if message.parameters.priority is None else message.parameters.priority
         try:
             room = self._room
             wanted = FetchRange.of(
-                message, publication.groups, lambda group: last_object(publication.objects(group), dense=self._dense)
+                message,
+                publication.groups,
+                lambda group: last_object(publication.objects(group), dense=self._dense),
+                growing=publication.growing,
             )
             opened = None  # what waits for room is opened when its turn comes
             first = wanted.groups[0].group
@@ -376,9 +422,9 @@ class Peer(Endpoint):
         self.settle()  # the head of a stream must be written before `feed` continues it
         self._wake()
 
-    def _subscribe(self, number: int, message: Subscribe | TrackStatus, publication: Publication) -> None:
+    def _subscribe(self, number: int, message: Subscribe | TrackStatus, grant: Grant, publication: Publication) -> None:
         try:
-            self._subscriptions.to_track(self._responder, number, message, publication, silent=self._dense)
+            self._subscriptions.to_track(self._responder, number, message, publication, grant, silent=self._dense)
         except AssetError as error:
             self.log.warning("group cannot be read", error=str(error))
             self._refuse(number, RequestCode.INTERNAL_ERROR, "the publisher cannot read that track")
@@ -416,6 +462,8 @@ class Peer(Endpoint):
     def _done(self, job: Sending | None, *, complete: bool) -> None:
         if job is None:
             return
+        if job.subgroup is not None:
+            self._pushing.sent(job)
         metrics = self._server.metrics
         self._server.requests -= 1
         metrics.requests_in_flight.dec()
@@ -425,6 +473,11 @@ class Peer(Endpoint):
         else:
             metrics.cancelled_total.inc()
         self._note_idle()
+
+    def _forget(self, number: int) -> None:
+        """Take out of the queue what a request or subscription has there."""
+        for job in (self._queue.remove(number), *self._pushing.remove(number)):
+            self._done(job, complete=False)
 
     def _note_idle(self) -> None:
         if not self.busy:

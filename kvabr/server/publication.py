@@ -135,7 +135,11 @@ class Publication(ABC):
     """One track. Its groups are numbered from 0, and all of them exist; methods raise `IndexError` for others."""
 
     groups: int
-    """Number of groups."""
+    """Number of groups, of a growing track those so far."""
+    growing = False
+    """Whether more may appear; see `kvabr.server.growing`."""
+    failure = ""
+    """Why a track ended before it was complete; empty otherwise."""
     dear = False
     """Whether opening a group may fetch or load all of it into memory, which takes long."""
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvabr.moqt.objects import FetchWriter
+from kvabr.moqt.objects import FetchWriter, SubgroupHeader, SubgroupWriter
 from kvabr.moqt.wire import Draft, KeyValue
 from kvabr.server.budgets import Room
 from kvabr.server.fetch_range import GroupRange
@@ -38,7 +38,7 @@ class _Payload:
 
 @dataclass(eq=False)
 class Sending:
-    """The answer to one FETCH, written as fast as its turn comes. A group is opened when its turn comes.
+    """The answer to one FETCH, or one group of a subscription, written as fast as its turn comes, when it is opened.
 
     A `Holder` of `kvabr.server.budgets`: its group may be closed in between, and is opened again when it goes on.
     """
@@ -57,6 +57,8 @@ class Sending:
     """Number objects 0, 1, 2 in each group, for receivers that take a gap between IDs for a loss."""
     descending: bool = field(kw_only=True)
     """Whether the groups come in descending order."""
+    subgroup: SubgroupHeader | None = field(default=None, kw_only=True)
+    """The header of the stream, which is written already, for a group of a subscription; None for a FETCH."""
     grant: Grant = field(default=EVERYTHING, kw_only=True)
     """Under which it was requested."""
     first: ArrivingGroup | None = None
@@ -75,10 +77,25 @@ class Sending:
         self._group, self.first = self.first, None
         if self._group is not None and self.room is not None:
             self.room.take(self, self._group.files, self._group.memory)
-        self._writer = FetchWriter(self.draft, descending=self.descending)
+        self._writer: FetchWriter | SubgroupWriter
+        if self.subgroup is None:
+            self._writer = FetchWriter(self.draft, descending=self.descending)
+        else:
+            self._writer = SubgroupWriter(self.draft, self.subgroup)
         self._parts = self._cut()
         self._next: bytes | _Payload | None = next(self._parts, None)
         """What comes next on the stream; None: nothing. Empty payload: a group that must be opened."""
+
+    @property
+    def key(self) -> int:
+        """What tells it from all others of its connection."""
+        return self.request_id if self.subgroup is None else ~self.stream
+
+    @property
+    def turn(self) -> tuple[int, int, int]:
+        """Its place among others: by priority, then by request, then by group."""
+        group = 0 if self.subgroup is None else self.ranges[0].group
+        return self.priority, self.request_id, -group if self.descending else group
 
     @property
     def ready(self) -> bool:
@@ -158,6 +175,11 @@ class Sending:
             room.take(self, self._group.files, self._group.memory)
         return True
 
+    def _header(self, group: int, number: int, size: int, properties: tuple[KeyValue, ...]) -> bytes:
+        if isinstance(self._writer, SubgroupWriter):
+            return self._writer.header(number, size, properties)
+        return self._writer.header(group, number, size, properties)
+
     def _cut(self) -> Iterator[bytes | _Payload]:
         """Yield headers and payloads. Nothing here refers to a group, which may be closed in between."""
         for part in self.ranges:
@@ -168,7 +190,7 @@ class Sending:
                 number = index if self.dense else span.object_id
                 if number < part.first_object or (part.end_object is not None and number >= part.end_object):
                     continue
-                yield self._writer.header(part.group, number, span.end - span.begin, properties if index == 0 else ())
+                yield self._header(part.group, number, span.end - span.begin, properties if index == 0 else ())
                 yield _Payload(part.group, span.begin, span.end)
             self.close()
 
@@ -211,20 +233,20 @@ class SendQueue:
 
     def add(self, job: Sending) -> None:
         """Add an answer."""
-        self._jobs[job.request_id] = job
+        self._jobs[job.key] = job
         self._order = None
 
-    def prioritise(self, request_id: int, priority: int) -> None:
+    def prioritise(self, key: int, priority: int) -> None:
         """Change an answer's priority."""
-        job = self._jobs.get(request_id)
+        job = self._jobs.get(key)
         if job is not None:
             job.prioritise(priority)
             self._order = None
 
-    def remove(self, request_id: int) -> Sending | None:
+    def remove(self, key: int) -> Sending | None:
         """Remove and close an answer; None if there is no such answer."""
         self._order = None
-        job = self._jobs.pop(request_id, None)
+        job = self._jobs.pop(key, None)
         if job is not None:
             job.close()
         return job
@@ -248,7 +270,7 @@ class SendQueue:
     def _send_next(self, done: list[Sending], broken: list[tuple[Sending, Exception]]) -> int | None:
         """Send a piece of the answer whose turn it is, and return its bytes; None if no answer can be sent."""
         if self._order is None:
-            self._order = sorted(self._jobs.values(), key=lambda job: (job.priority, job.request_id))
+            self._order = sorted(self._jobs.values(), key=lambda job: job.turn)
         for job in self._order:
             try:
                 if not self._may_send(job.stream) or not job.ready:
@@ -257,11 +279,11 @@ class SendQueue:
                 alive = self._send(job, piece)
             except Exception as error:  # noqa: BLE001  # a damaged asset must not take the connection with it
                 broken.append((job, error))
-                self.remove(job.request_id)
+                self.remove(job.key)
                 return 0
             job.sent += len(piece)
             if job.finished or not alive:
                 done.append(job)
-                self.remove(job.request_id)
+                self.remove(job.key)
             return len(piece)
         return None

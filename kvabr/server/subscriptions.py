@@ -1,4 +1,4 @@
-"""Answers to subscriptions. Everything that a server has is published already, so they bring nothing: players fetch."""
+"""Answers to subscriptions. `Pushing` has those of tracks that grow; the others bring nothing, so players fetch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from kvabr.moqt.codes import PublishDoneCode, RequestCode
 from kvabr.moqt.messages import Subscribe, SubscribeNamespace, TrackStatus
+from kvabr.moqt.objects import DEFAULT_PRIORITY
 from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.responder import Responder
-from kvabr.moqt.wire import Location
-from kvabr.server.fetch_range import last_object
+from kvabr.server.grants import Grant
+from kvabr.server.growing import GrowingPublication
 from kvabr.server.publication import Publication
+from kvabr.server.pushing import DESCENDING, Pushing, Subscription, largest_of
 from kvabr.types.naming import ROOT
 
 _ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)
@@ -19,9 +21,9 @@ _ROOT_PARTS = tuple(part.encode() for part in ROOT.split("/") if part)
 class Subscriptions:
     """The subscriptions of one connection."""
 
-    def __init__(self, refuse: Callable[[int, RequestCode, str], None]) -> None:
+    def __init__(self, refuse: Callable[[int, RequestCode, str], None], pushing: Pushing) -> None:
         """Begin without any; ``refuse`` refuses a request by its number."""
-        self._refuse = refuse
+        self._refuse, self._pushing = refuse, pushing
         self._aliases = 0
         self._prefixes: dict[int, tuple[bytes, ...]] = {}
 
@@ -31,20 +33,33 @@ class Subscriptions:
         number: int,
         message: Subscribe | TrackStatus,
         publication: Publication,
+        grant: Grant,
         *,
         silent: bool,
     ) -> None:
-        """Tell where a track ends; it ends at once unless it is to be ``silent``. Raises `AssetError`.
+        """Tell where a track ends. A growing one is pushed; others end at once unless they are to be ``silent``.
 
         moq-rs subscribes before it fetches: it would take an end of the track for a track that is no more, and a
         largest object for an invitation to fetch that too. So its subscriptions stay open, and silent.
+
+        Raises `AssetError`.
         """
-        group = publication.groups - 1
-        largest = Location(group, last_object(publication.objects(group), dense=silent))
+        largest = largest_of(publication, dense=silent)
         if isinstance(message, TrackStatus):
             responder.accept(number, Parameters(largest=largest))
             return
         self._aliases += 1
+        if isinstance(publication, GrowingPublication):
+            responder.accept_subscribe(number, self._aliases, largest)
+            asked = message.parameters
+            subscription = Subscription(
+                number, self._aliases, responder, publication, grant, message.track.decode(),
+                DEFAULT_PRIORITY if asked.priority is None else asked.priority,
+                forward=asked.forward != 0, descending=asked.group_order == DESCENDING, dense=silent,
+                next=publication.groups,
+            )  # fmt: skip
+            self._pushing.begin(subscription, message, largest)
+            return
         responder.accept_subscribe(number, self._aliases, None if silent else largest)
         if not silent:
             responder.publish_done(number, PublishDoneCode.TRACK_ENDED, "everything is published; fetch it")

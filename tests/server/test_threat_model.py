@@ -9,10 +9,20 @@ import pytest
 from kvabr.client import lookup
 from kvabr.client.options import Limits
 from kvabr.codec import profile
-from kvabr.moqt import encoding, responder, session, wire
+from kvabr.moqt import encoding, requester, responder, session, wire
 from kvabr.quic import backend, connection, endpoint
 from kvabr.quic import options as dialling
-from kvabr.server import budgets, changes, grants, limits, published_assets, relay, relay_catalogs, relay_groups
+from kvabr.server import (
+    budgets,
+    changes,
+    grants,
+    limits,
+    published_assets,
+    pushing,
+    relay,
+    relay_catalogs,
+    relay_groups,
+)
 from kvabr.server import server as servers
 from kvabr.server.limits import ServerLimits
 from kvabr.store import asset as assets
@@ -53,6 +63,9 @@ ROWS = {
     "streams that a peer may have open": ["128 with aioquic, 100 with qh3"],  # see `test_streams`
     "requests that a peer of draft 16 may have open": [f"{responder.REQUEST_WINDOW}"],
     "messages of draft 16 that ask for nothing": [f"{session._MAX_IDLE_MESSAGES:,}"],
+    "`held-per-connection`, `held-s`": [f"{DEFAULTS.held_per_connection}, {DEFAULTS.held_s:g} s"],
+    "groups of one subscription": [f"{pushing.MOST_STREAMS}"],
+    "streams of a subscription": [sizes(requester.MAX_EARLY_OBJECTS_BYTES), sizes(requester.MAX_PARTIAL_BYTES)],
     "`requests-per-s`": [f"{DEFAULTS.requests_per_s:,.0f}"],
     "`open-files-per-connection`": [
         f"{DEFAULTS.open_files_per_connection}, half of all, (RLIMIT_NOFILE - {limits._OTHER_FILES}) / 2",
