@@ -56,6 +56,9 @@ class Responder:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._requests
+
     @property
     def draft(self) -> Draft:
         """The draft of the session."""

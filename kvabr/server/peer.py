@@ -304,7 +304,7 @@ class Peer(Endpoint):
             namespace = TrackNamespace.from_fields(message.namespace)
             track = message.track.decode()
         except (FormatError, UnicodeDecodeError):
-            self._answer(number, message, grant, None)
+            self._refuse(number, RequestCode.DOES_NOT_EXIST, MISSING)
             return
         source = self._server.source
         try:

@@ -158,8 +158,8 @@ class Pushing:
 
     def _advance(self, subscription: Subscription) -> None:
         """Push what is due, or end the subscription if nothing follows."""
-        if subscription.request_id not in self._subscriptions:
-            return
+        if subscription.request_id not in self._subscriptions or subscription.request_id not in subscription.responder:
+            return  # it is over, or the session is about to say so
         for part in subscription.due():
             self._push(subscription, part)
         if not subscription.sending and (over := subscription.over) is not None:
