@@ -1,4 +1,4 @@
-"""A `Connection` over QUIC in Python, by aioquic or qh3: MoQT drafts 18 and 16. `kvabr.quic.connect.dial` makes it."""
+"""A `Connection` over QUIC in Python, by aioquic or qh3, in MoQT. `kvabr.quic.connect.dial` makes it."""
 
 from __future__ import annotations
 
