@@ -164,7 +164,7 @@ class Peer(Endpoint):
                     session.responder.pushed(job.request_id, job.stream, reset=ResetCode.INTERNAL_ERROR)
                 self._done(job, complete=False)
             self.settle()
-            if any(job.subgroup is not None for job in done):
+            if any(job.subgroup is not None for job in (*done, *(job for job, _ in broken))):
                 self._wake()  # for the groups that follow
         finally:
             self._feeding = False

@@ -58,10 +58,14 @@ class Subscription:
         self.next = max(self.next, self.start.group)
 
     @property
+    def beyond(self) -> bool:
+        """Whether its filter has ended."""
+        return self.last is not None and self.next > self.last.group
+
+    @property
     def over(self) -> tuple[PublishDoneCode, str] | None:
         """Why nothing follows; None if something may."""
-        publication = self.publication
-        beyond = self.last is not None and self.next > self.last.group
+        publication, beyond = self.publication, self.beyond
         if self.ending is not None:
             return self.ending
         if not publication.growing and (beyond or self.next >= publication.groups):
@@ -76,7 +80,7 @@ class Subscription:
         groups = self.publication.groups
         if not self.forward:
             self.next = max(self.next, groups)
-        while self.next < groups and len(self.sending) < MOST_STREAMS and self.over is None:
+        while self.next < groups and len(self.sending) < MOST_STREAMS and not self.beyond and self.over is None:
             group, last = self.next, self.last
             self.next += 1
             first = self.start.object if group == self.start.group else 0

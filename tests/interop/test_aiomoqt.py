@@ -44,8 +44,9 @@ async def its_client(server, draft, *how):
     """Run its client, and yield a function that returns the next value which it prints."""
     space = json.dumps([field.decode() for field in SPACE.fields()])
     arguments = str(server.address[1]), str(draft.number), space, "live", *map(str, how)
-    worker = _ROOT / "tools" / "peers" / "aiomoqt.py"
-    process = await asyncio.create_subprocess_exec(_PYTHON, worker, *arguments, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        _PYTHON, _PEER / "worker.py", *arguments, stdout=asyncio.subprocess.PIPE
+    )
     assert process.stdout is not None
 
     async def heard():

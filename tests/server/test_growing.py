@@ -109,6 +109,7 @@ class Served:
     async def soon(self, *kinds, count=1):
         """Return the events of some kinds once there are enough of them."""
         await until(lambda: len(self.told(*kinds)) >= count or self.end.over.done())
+        assert len(self.told(*kinds)) >= count, self.end.over.result()
         return self.told(*kinds)
 
     def groups(self, number):
