@@ -162,6 +162,7 @@ class Peer(Endpoint):
                     session.responder.break_off(job.request_id, ResetCode.INTERNAL_ERROR)
                 else:
                     session.responder.pushed(job.request_id, job.stream, reset=ResetCode.INTERNAL_ERROR)
+                    self._pushing.fail(job)
                 self._done(job, complete=False)
             self.settle()
             if any(job.subgroup is not None for job in (*done, *(job for job, _ in broken))):

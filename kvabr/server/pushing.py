@@ -147,6 +147,15 @@ class Pushing:
             subscription.ending = code, reason
             self._advance(subscription)
 
+    def fail(self, job: Sending) -> None:
+        """End a subscription of which a group cannot be sent; the caller calls `sent`.
+
+        The reset of its stream alone could overtake the stream's header, and would then tell nothing.
+        """
+        if (subscription := self._subscriptions.get(job.request_id)) is not None:
+            why = f"group {job.ranges[0].group} cannot be read"
+            subscription.ending = PublishDoneCode.INTERNAL_ERROR, why
+
     def remove(self, number: int) -> list[Sending]:
         """Forget a subscription, and return what was still being sent."""
         subscription = self._subscriptions.pop(number, None)

@@ -297,7 +297,7 @@ async def test_a_group_that_is_not_wanted(tls):
 
 
 async def test_a_group_that_cannot_be_read(tls):
-    """Its stream is reset; the next ones come."""
+    """It ends the subscription, with a reason."""
     async with serving(tls) as served:
         track = growing(served, kind=Wide)
         number = served.subscribe()
@@ -306,11 +306,11 @@ async def test_a_group_that_cannot_be_read(tls):
         await served.soon(Ended)
         track.broken = 1
         track.append(data(1))
-        await served.soon(Ended, count=2)
-        track.append(data(2))
-        track.finish()
-        await served.soon(SubscriptionDone)
-        assert sorted(served.groups(number)) == [0, 2]
+        (ending,) = await served.soon(SubscriptionEnding)
+        assert ending.message.code == PublishDoneCode.INTERNAL_ERROR
+        assert ending.message.reason == "group 1 cannot be read"
+        assert sorted(served.groups(number)) == [0]
+        await until(lambda: served.requests == 0)
 
 
 async def test_what_may_no_longer_be_read(tls):
