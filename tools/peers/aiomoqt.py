@@ -52,8 +52,12 @@ async def subscribe(session: Any, namespace: tuple[bytes, ...], track: str) -> N
 
 async def fetch(session: Any, namespace: tuple[bytes, ...], track: str, first: int, last: int) -> None:
     """Fetch some groups."""
+
+    def fetched(header: Any, *_: object) -> None:  # unlike those of subscriptions, these know their group
+        heard(header, 0, 0, header.group_id)
+
     answer = await session.fetch(
-        namespace, track, start_group=first, end_group=last, wait_response=True, on_object=heard
+        namespace, track, start_group=first, end_group=last, wait_response=True, on_object=fetched
     )
     if await session.await_fetch_done(answer.request_id, PATIENCE_S):
         say("end")
