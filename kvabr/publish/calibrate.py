@@ -18,7 +18,7 @@ from kvabr.codec.payload import raw
 from kvabr.codec.profile import Profile, joined
 from kvabr.publish.model import CalibrationEngine, TextModel
 from kvabr.publish.quality import Reference
-from kvabr.publish.target import Chosen, Sample, StepSearch
+from kvabr.publish.target import Chosen, HeldOutText, StepSearch
 from kvabr.types.engine import prefill_classes
 from kvabr.types.errors import AssetError, UsageError
 from kvabr.types.kv import KVSpec
@@ -160,7 +160,7 @@ def _prefill(
     held: Collection[int],
     classes: Sequence[_Class],
     progress: Callable[[int, int], None],
-) -> list[Sample]:
+) -> list[HeldOutText]:
     """Compute all caches; keep those that are held out, and store the others with their gradients."""
     samples = []
     for number, ids in enumerate(cuts):
@@ -169,7 +169,7 @@ def _prefill(
         # A cache of 16 bits may hold infinities, behind which all probabilities are NaN.
         kept = tuple(clean(part[:, :, :, :-scored])[0] for part in cache)
         if number in held:
-            samples.append(Sample(kept, Reference(engine, kept, ids[-scored:])))
+            samples.append(HeldOutText(kept, Reference(engine, kept, ids[-scored:])))
         else:
             gradients = engine.gradient_classes(kept, ids[-scored:], seed=number)
             for each, part, slope in zip(classes, cache, gradients, strict=True):

@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class HeldOutText:
     """A prompt that steps are tried on."""
 
     cache: tuple[torch.Tensor, ...]
@@ -82,7 +82,7 @@ class StepSearch:
         spec: KVSpec,
         transforms: Sequence[Transform],
         config: FitConfig,
-        samples: Sequence[Sample],
+        samples: Sequence[HeldOutText],
         progress: Progress = lambda _done, _all: None,
     ) -> None:
         """Take the transforms of all layer classes, in the order of `KVSpec.parts`, and samples, at least one."""
