@@ -314,7 +314,7 @@ class AsyncClient:
             skip: leading groups that the engine has already, with all that a prompt needs which goes on behind them
                 (`Catalog.suffix`).
             behind: tokens of the prompt that no cache covers; computing them comes out of the deadline.
-            block: the engine takes whole blocks of so many tokens: the prefix ends at a multiple of it. If the model
+            block: the engine takes whole blocks of this many tokens: the prefix ends at a multiple of it. If the model
                 has windows, what was found must be cut to such an end, too (`Catalog.prefix`).
             options: as for `play`; ``recompute``, ``prefill_cost``, ``mode``, ``out`` and ``after`` have no effect.
             peer: as for `play`.

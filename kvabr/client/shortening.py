@@ -44,7 +44,7 @@ def shortened(
         left_s: seconds to the deadline.
         skip: leading groups of tokens that the engine has.
         behind: tokens of the prompt that no cache covers.
-        block: the engine takes whole blocks of so many tokens.
+        block: the engine takes whole blocks of this many tokens.
     """
     kinds = {only.kind for only in catalog.spec.classes}
     if kinds <= {"full", "latent"} or link.rate <= 0:
@@ -77,7 +77,7 @@ def known_link(peer: str | None, history: PeerHistory) -> KnownLink:
 
 
 def _seconds(catalog: Catalog, cost: PrefillCost, link: KnownLink, skip: int, tokens: int) -> float:
-    """Return when a prompt of so many tokens is in place, if a prefix is fetched on the cheapest track."""
+    """Return when a prompt of this many tokens is in place, if a prefix is fetched on the cheapest track."""
     left = catalog.suffix(skip)
     nbytes = min(track.total_bytes for track in left.tracks if track.refines is None)
     return link.ttfb_s + nbytes / link.rate + cost.seconds(catalog.tokens, tokens - catalog.tokens)

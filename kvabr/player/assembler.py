@@ -290,7 +290,7 @@ class Assembler:
 
         Args:
             groups: take none of the groups from this one on.
-            block: the prefix must end at a multiple of so many tokens of the prompt.
+            block: the prefix must end at a multiple of this many tokens of the prompt.
 
         Returns:
             A tensor per layer class, with the tokens of `PlacedPrefix.spans`; and what it consists of.

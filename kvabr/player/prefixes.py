@@ -31,7 +31,7 @@ def longest_prefix(catalog: Catalog, placed: Sequence[object], block: int = 1) -
     Args:
         catalog: what is played.
         placed: per group, something true if it is in place.
-        block: the prefix must end at a multiple of so many tokens of the prompt; then it may end inside of a group.
+        block: the prefix must end at a multiple of this many tokens of the prompt; then it may end inside of a group.
     """
     first, size = catalog.first_token, catalog.spec.group_tokens
     if catalog.every_token:

@@ -39,7 +39,7 @@ SEARCH = "steps"
 """Stage in which steps are searched for; each of its steps measures a loss."""
 
 _HELD_OUT = 6
-"""With a target, one in so many contexts is kept from the fit, to measure on."""
+"""With a target, one in this many contexts is kept from the fit, to measure on."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, its steps done, and its steps in all."""

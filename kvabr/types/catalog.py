@@ -285,7 +285,7 @@ class Catalog:
         return group if self.every_token else self._cuts[bisect_right(self._cuts, group) - 1]
 
     def playable(self, groups: int) -> tuple[int, str | None]:
-        """Return the longest prefix that can be played, of at most so many groups of tokens; see `units.hit`."""
+        """Return the longest prefix that can be played, of at most this many groups of tokens; see `units.hit`."""
         asset = self.whole or self
         found, limit = hit(self.spec, self.offset + min(groups, len(self.chunks)), asset.first_token + asset.tokens)
         return max(0, found - self.offset), limit

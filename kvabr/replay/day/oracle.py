@@ -19,7 +19,7 @@ from kvabr.route import FETCH, Place
 HORIZON = 24
 """Requests that are played after a change, at most."""
 _ALIKE = 4
-"""A change has worn off when so many requests in a row were served as without it."""
+"""A change has worn off when this many requests in a row were served as without it."""
 _SAME_S = 1e-6
 
 
