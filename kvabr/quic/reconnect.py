@@ -279,7 +279,9 @@ class RedialledConnection(Connection):
                 elif self._usable() and connection in self._using.values():
                     if await self._lives(connection):
                         self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
-                        if not self._is_barren(connection, since_s):
+                        if self._awaited(connection):
+                            self._quiet_s += asyncio.get_running_loop().time() - since_s
+                        if self._quiet_s < self._forgotten_s:
                             self._doubted = self.trouble = None
                         elif connection is self._current and self._usable():
                             self._doubted, self._barren = connection, True
@@ -296,11 +298,9 @@ class RedialledConnection(Connection):
         self._doubted = self.trouble = None
         self._quiet_s, self._forgotten_s, self._barren = 0.0, _FORGOTTEN_S, False
 
-    def _is_barren(self, connection: Connection, since_s: float) -> bool:
-        """Return whether requests on a connection have waited in vain for long, now also since a time."""
-        if any(used is connection and not one.request.standing for one, used in self._using.items()):
-            self._quiet_s += asyncio.get_running_loop().time() - since_s
-        return self._quiet_s >= self._forgotten_s
+    def _awaited(self, connection: Connection) -> bool:
+        """Return whether something is in flight on a connection that should be answered soon."""
+        return any(used is connection and not one.request.standing for one, used in self._using.items())
 
     @staticmethod
     async def _lives(connection: Connection) -> bool:

@@ -40,7 +40,7 @@ _MOST_REQUESTS = 1_000_000
 @dataclass(frozen=True, slots=True)
 class _Kind:
     share: float
-    library: int
+    texts: int
     shared: tuple[float, float]
     first: tuple[float, float]
     turns: float
@@ -107,7 +107,7 @@ def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
     """
     dice = Dice(seed)
     numbers = count()
-    libraries = [_library(kind, shape, dice, numbers) for kind in _KINDS]
+    shared = [_shared_texts(kind, shape, dice, numbers) for kind in _KINDS]
     each = sum(kind.share * (1 + kind.turns) for kind in _KINDS)
     every_s = shape.duration_s / (shape.requests / each)
     found: list[DayRequest] = []
@@ -119,11 +119,11 @@ def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
             break
         swing = 1 + _SWING * math.sin(2 * math.pi * (begin_s / shape.duration_s - 0.25))
         if dice.positive() * (1 + _SWING) <= swing:
-            found += _conversation(len(found), begin_s, libraries, shape, dice, numbers)
+            found += _conversation(len(found), begin_s, shared, shape, dice, numbers)
     return tuple(found)
 
 
-class _Library:
+class _SharedTexts:
     """Shared beginnings of one kind, the popular ones first."""
 
     def __init__(self, parts: list[tuple[int, int]]) -> None:
@@ -134,8 +134,8 @@ class _Library:
         return self._parts[min(bisect_left(self._sums, dice.positive() * self._sums[-1]), len(self._parts) - 1)]
 
 
-def _library(kind: _Kind, shape: DayShape, dice: Dice, numbers: count[int]) -> _Library:
-    return _Library([(next(numbers), _length(kind.shared, shape, dice)) for _ in range(kind.library)])
+def _shared_texts(kind: _Kind, shape: DayShape, dice: Dice, numbers: count[int]) -> _SharedTexts:
+    return _SharedTexts([(next(numbers), _length(kind.shared, shape, dice)) for _ in range(kind.texts)])
 
 
 def _length(median: tuple[float, float], shape: DayShape, dice: Dice) -> int:
@@ -143,7 +143,7 @@ def _length(median: tuple[float, float], shape: DayShape, dice: Dice) -> int:
 
 
 def _conversation(
-    first: int, at_s: float, libraries: list[_Library], shape: DayShape, dice: Dice, numbers: count[int]
+    first: int, at_s: float, shared: list[_SharedTexts], shape: DayShape, dice: Dice, numbers: count[int]
 ) -> list[DayRequest]:
     place = dice.positive()
     index = 0
@@ -152,7 +152,7 @@ def _conversation(
         index += 1
     kind = _KINDS[index]
     first_part = (next(numbers), _length(kind.first, shape, dice))
-    parts: tuple[tuple[int, int], ...] = (libraries[index].pick(dice), first_part)
+    parts: tuple[tuple[int, int], ...] = (shared[index].pick(dice), first_part)
     found: list[DayRequest] = []
     while True:
         answer = (next(numbers), _length(kind.answer, shape, dice))
