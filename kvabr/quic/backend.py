@@ -190,10 +190,15 @@ class QuicLibrary:
         if getattr(quic, "kvabr_stuck", False):
             return True
         core = quic._core if self.name == "qh3" else None  # noqa: SLF001  # as above
-        if core is None or not (underway or getattr(quic, "kvabr_doubtful", False)):
+        doubtful = getattr(quic, "kvabr_doubtful", False)
+        if core is None or not (underway or doubtful):
             return False
-        unsent, flying, still = quic.get_send_buffer_size(), core.bytes_in_flight, None
-        if unsent and getattr(quic, "kvabr_doubtful", False) and core.congestion_window - flying >= _DATAGRAM:
+        flying, still = core.bytes_in_flight, None
+        if flying and not doubtful:  # as nearly always: this is asked at every transmission
+            quic.kvabr_still = None
+            return False
+        unsent = quic.get_send_buffer_size()
+        if unsent and doubtful and core.congestion_window - flying >= _DATAGRAM:
             still = unsent, 0  # there is room, and a deaf peer is no loss
         elif underway and not unsent and not flying:
             still = 0, min(underway)  # what was lost is not sent again
