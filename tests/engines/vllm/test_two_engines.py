@@ -1,0 +1,144 @@
+"""One vLLM publishes, and another, in a process of its own with nothing in its prefix cache, plays over QUIC.
+
+A small random model with windows always runs. With KVABR_GEMMA, a folder that tools/gemma-model made, so does Gemma 3
+270M, on every level; KVABR_GEMMA_PROFILE names its codec profile, which is calibrated otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
+
+from tests.engines.vllm.engine import TEXT, RealEngine
+from tests.engines.vllm.origin import ROOT, ServedFolder
+from tests.engines.vllm.other import OtherEngine
+from tests.engines.vllm.tinies import tiny_gemma
+
+pytestmark = pytest.mark.model
+
+GEMMA = os.environ.get("KVABR_GEMMA")
+LAYERS = ("AC-L0", "AC-L1", "AC-L2", "AC-L3")
+SAID = 48
+"""Tokens that are compared."""
+
+
+class World:
+    """What one engine has published and said, and another engine that has seen nothing."""
+
+    def __init__(self, folder, model, *, block, length, most, tracks=("FP16", "Int8"), profile=None):
+        from tokenizers import Tokenizer
+
+        assets = folder / "assets"
+        assets.mkdir()
+        self.tracks = tracks
+        self.prompt = Tokenizer.from_file(str(model / "tokenizer.json")).encode(TEXT).ids[:length]
+        self.origin = ServedFolder(assets, folder)
+        options = {
+            "max_model_len": most,
+            "block_size": block,
+            "skip_tokenizer_init": True,
+            "max_num_batched_tokens": 256,
+        }
+        publishing = {"publish": str(assets), "tracks": list(tracks)}
+        if profile is not None:
+            publishing["profile"] = str(profile)
+        producer = OtherEngine(model, publishing, "kv_producer", **options)
+        self.cold = producer.generate(self.prompt, SAID)
+        producer.close()
+        end_s = time.monotonic() + 300
+        while "asset added" not in self.origin.log():
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        playing = {
+            "url": f"moqt://127.0.0.1:{self.origin.port}/",
+            "fingerprint": self.origin.fingerprint,
+            "deadline_s": 60.0,
+            "policy": "fixed:FP16",
+            "quic": "qh3",
+            "prefill_rate": 100.0,
+            "store_mib": 0,
+        }
+        self.engine = RealEngine(model, playing, "kv_consumer", **options)
+        self.last = (length - 1) // self.engine.half._model.block * self.engine.half._model.block
+        self.last = min(self.last, length // 128 * 128)
+
+    def played(self, track):
+        """What the other engine says behind the cache on a track, and its counters."""
+        worker = self.engine.worker
+        worker._settings = worker._settings.model_copy(update={"policy": f"fixed:{track}"})
+        self.engine.forget()
+        self.engine.counted()
+        (text,) = self.engine.generate([self.prompt], SAID)
+        self.engine.settle()
+        return list(text), self.engine.counted()
+
+    def close(self):
+        self.engine.close()
+        self.origin.close()
+
+
+def gemma_profile(folder):
+    """The codec profile of Gemma."""
+    given = os.environ.get("KVABR_GEMMA_PROFILE")
+    if given:
+        return Path(given)
+    out = folder / "gemma.profile.safetensors"
+    options = ["--contexts", "6", "--context-tokens", "640", "--target-kl", "0.004"]
+    command = [sys.executable, "-m", "kvabr", "calibrate", "--model", str(GEMMA), *options, "--out", str(out)]
+    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})  # noqa: S603  # ours
+    return out
+
+
+@pytest.fixture(
+    scope="module",
+    params=["tiny", pytest.param("gemma", marks=pytest.mark.skipif(not GEMMA, reason="KVABR_GEMMA"))],
+)
+def world(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "tiny":
+        world = World(folder, tiny_gemma(folder / "model"), block=32, length=500, most=768)
+    else:
+        tracks, profile = ("FP16", "Int8", *LAYERS), gemma_profile(folder)
+        world = World(folder, Path(GEMMA), block=128, length=1200, most=2048, tracks=tracks, profile=profile)
+    yield world
+    world.close()
+
+
+def test_the_other_engine_says_the_same(world):
+    """The first test: nothing was computed in this engine before."""
+    text, counted = world.played("FP16")
+    assert text == world.cold
+    assert counted["lookups_hit"] == counted["plays"] == 1
+    assert counted["tokens_loaded"] == world.last
+    assert "tokens_missed" not in counted
+
+
+def test_int8_says_the_same(world):
+    if len(world.prompt) < 1000:
+        pytest.skip("random weights have no text that small changes leave alone")
+    text, counted = world.played("Int8")
+    assert counted["tokens_loaded"] == world.last
+    assert text == world.cold
+
+
+def test_ac_layers_are_played(world):
+    """They are lossy: the text may part from the other one, and does so later with every layer."""
+    if "AC-L3" not in world.tracks:
+        pytest.skip("AC is not published")
+    fetched = []
+    for track in (*LAYERS, "FP16"):
+        text, counted = world.played(track)
+        agree = sum(one == other for one, other in zip(text, world.cold, strict=True))
+        first = next((at for at, pair in enumerate(zip(text, world.cold, strict=True)) if len(set(pair)) > 1), SAID)
+        print(f"{track}: {agree} of {SAID} tokens agree, the first {first}; {counted['bytes_fetched']:,.0f} bytes")
+        assert counted["tokens_loaded"] == world.last
+        fetched.append(counted["bytes_fetched"])
+    assert fetched == sorted(fetched)
+    assert text == world.cold  # FP16: what was lossy has left nothing behind
