@@ -292,6 +292,18 @@ def with_heads(spec: KVSpec, heads: range | Sequence[range]) -> KVSpec:
     return replace(spec, classes=classes, model=f"{spec.model}+heads{told}")
 
 
+def with_layers(spec: KVSpec, layers: range) -> KVSpec:
+    """Return the spec of the cache of some consecutive layers, numbered from 0, under a name of its own.
+
+    The spec itself if these are all. A class that has none of them is left out.
+    """
+    if layers == range(1 + max(each.layers[-1] for each in spec.classes)):
+        return spec
+    own = [one for each in spec.classes if (one := each.of_layers(layers)) is not None]
+    classes = tuple(sorted(own, key=lambda one: (one.layers[0], one.role)))
+    return replace(spec, classes=classes, model=f"{spec.model}+layers{layers.start}-{layers.stop - 1}")
+
+
 def _be_nice() -> None:
     with contextlib.suppress(OSError, AttributeError):  # threads have no priority of their own except on Linux
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

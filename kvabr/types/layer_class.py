@@ -224,6 +224,20 @@ class LayerClass:
             scales = tuple(scale for row in rows for scale in row[heads.start : heads.stop])
         return replace(self, heads=len(heads), scales=scales)
 
+    def of_layers(self, layers: range) -> LayerClass | None:
+        """Return the class of some consecutive layers of the model, numbered from 0, with their scales; None: of none.
+
+        Its own layers among them are consecutive layers of this class.
+        """
+        own = [place for place, layer in enumerate(self.layers) if layer in layers]
+        if not own:
+            return None
+        scales = self.scales
+        if scales is not None and len(scales) > 1:
+            each = len(scales) // len(self.layers)
+            scales = scales[own[0] * each : (own[-1] + 1) * each]
+        return replace(self, layers=tuple(self.layers[place] - layers.start for place in own), scales=scales)
+
     def first_needed(self, tokens: int) -> int:
         """Return the first token whose cache a prompt that goes on behind ``tokens`` tokens needs.
 

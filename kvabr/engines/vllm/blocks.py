@@ -53,6 +53,8 @@ class EngineBlocks:
         held = torch.uint8 if model.quantised else model.dtype
         shelves = []
         for pages in model.caches.pages:
+            if not pages.names:
+                continue
             part, layers = model.shard.parts[pages.part], tuple(codes(caches[name]) for name in pages.names)
             wanted = (part.only.heads, pages.block, sum(part.only.split))
             for name, cache in zip(pages.names, layers, strict=True):
@@ -79,7 +81,7 @@ class EngineBlocks:
         """Copy the KV of tokens ``first`` to ``last`` - 1 into blocks.
 
         Args:
-            parts: a tensor per layer class, with the tokens of ``spans``. All heads of the model, or this rank's.
+            parts: a tensor per layer class, with the tokens of ``spans``. Those of the whole model, or this rank's.
             spans: their tokens, as `kvabr.client.result.PlayedPrefix` has them.
             first: the beginning of a block in every table.
             last: the end of a block in every table.
@@ -88,6 +90,7 @@ class EngineBlocks:
         Raises:
             PlayError: what a block holds is not there.
         """
+        parts, spans = self._own(parts, spans)
         for shelf in self._shelves:
             pages, numbers = shelf.pages, runs[shelf.pages.group]
             if len(numbers) * pages.block != last - first:
@@ -105,12 +108,25 @@ class EngineBlocks:
                     f"{begin:,} to {last:,} are needed"
                 )
             kv = kv[:, :, :, max(0, begin - span.first) : last - span.first]
-            heads = self._model.heads[pages.part]
-            if kv.shape[2] != len(heads):
-                kv = kv[:, :, heads.start : heads.stop]
             if missing:  # out of sight, but in the block of what can be seen
                 kv = torch.nn.functional.pad(kv, (0, 0, missing, 0))
             shelf.at(numbers).write(shelf.rows(kv))
+
+    def _own(
+        self, parts: Sequence[torch.Tensor], spans: Sequence[Span]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[Span]]:
+        """Return what this rank holds of tensors of the whole model; its own as they are."""
+        model = self._model
+        given = [(kv.shape[0], kv.shape[2]) for kv in parts]
+        if given == [(len(one.layers), one.heads) for one in model.shard.classes]:
+            return parts, spans
+        if given != [(len(one.layers), one.heads) for one in model.spec.classes]:
+            raise PlayError(f"what was played has layers and heads of {given}, neither the model's nor this rank's")
+        own = [
+            parts[part][rows.start : rows.stop, :, heads.start : heads.stop]
+            for (part, rows), heads in zip(model.places, model.heads, strict=True)
+        ]
+        return own, [spans[part] for part, _ in model.places]
 
     def read(self, runs: Runs, out: Sequence[torch.Tensor | None]) -> None:
         """Copy the KV of blocks into tensors, one per layer class, [layer, K/V, head, token, dim]; None: not wanted."""

@@ -44,11 +44,11 @@ class Pages:
     group: int
     """Index of the table: of vLLM's KV-cache group."""
     part: int
-    """Index of the layer class."""
+    """Index of the layer class; -1 if another stage of the pipeline has all layers of the table."""
     block: int
     """Tokens in a block."""
     names: tuple[str, ...]
-    """vLLM's names of the layers."""
+    """vLLM's names of the layers. Empty if another stage has them: the table is that of all stages."""
     rows: tuple[int, ...]
     """Their places among the layers of the class."""
     passing: bool = False
@@ -63,10 +63,11 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class EngineCaches:
-    """The layer classes of a model, and where vLLM keeps them."""
+    """The layer classes of a model, or of a stage of its pipeline, and where vLLM keeps them."""
 
     classes: tuple[LayerClass, ...]
-    """As `kvabr.engines.transformers.spec_of` orders them, of the whole model, without rotary embeddings."""
+    """As `kvabr.engines.transformers.spec_of` orders them, with the heads of the whole model, without rotary
+    embeddings."""
     pages: tuple[Pages, ...]
 
     @property
@@ -111,13 +112,13 @@ class _Layer:
 
 
 def engine_caches(
-    config: Any, *, layers: int, dtype: str, held: torch.dtype, heads_of: Callable[[int], int] = lambda heads: heads
+    config: Any, *, layers: range, dtype: str, held: torch.dtype, heads_of: Callable[[int], int] = lambda heads: heads
 ) -> EngineCaches:
     """Return the layer classes and pages of a ``vllm.v1.kv_cache_interface.KVCacheConfig``.
 
     Args:
         config: vLLM's configuration of its KV cache.
-        layers: number of layers of the model.
+        layers: numbers of the model's layers, or of those of this rank's stage of the pipeline.
         dtype: element type that the classes are published in. Quantised ones have one scale, 1.
         held: element type of the engine's cache; vLLM says ``uint8`` of a quantised one.
         heads_of: returns the KV heads of the whole model, given those of this rank.
@@ -128,10 +129,10 @@ def engine_caches(
     found = sorted(_layers(config, held, heads_of))
     seen = [(layer.number, layer.role) for layer in found]
     main = [number for number, role in seen if not role]
-    if len(set(seen)) < len(seen) or main != list(range(layers)):
+    if len(set(seen)) < len(seen) or main != list(layers):
         raise UnknownCacheError(
-            f"vLLM keeps {len(found)} caches, for {len(set(main))} of the model's {layers} layers: kvabr needs one of "
-            "each layer, and no draft model"
+            f"vLLM keeps {len(found)} caches, for {len(set(main))} of {len(layers)} layers of the model: kvabr needs "
+            "one of each layer, and no draft model"
         )
     titles = list(dict.fromkeys(layer.title for layer in found))
     classes = []
@@ -154,7 +155,17 @@ def engine_caches(
         )
         for (group, part, block), own in sorted(shelves.items())
     )
-    return EngineCaches(tuple(classes), pages)
+    return EngineCaches(tuple(classes), (*pages, *_elsewhere(config)))
+
+
+def _elsewhere(config: Any) -> Iterator[Pages]:
+    """Return the tables whose layers are all in other stages of the pipeline."""
+    for number, group in enumerate(config.kv_cache_groups):
+        if not group.layer_names:
+            spec = group.kv_cache_spec
+            spec = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
+            passing = _KINDS.get(type(spec).__name__) in ("window", "chunked")
+            yield Pages(number, -1, int(spec.block_size), (), (), passing=passing)
 
 
 def _class_of(own: Sequence[_Layer], dtype: str) -> LayerClass:

@@ -18,7 +18,7 @@ from kvabr.engines.settings import Count, EngineSettings, EstimatorName, FilePat
 from kvabr.engines.transformers import model_loader
 from kvabr.engines.transformers.spec import spec_of
 from kvabr.engines.vllm.caches import EngineCaches, UnknownCacheError, engine_caches
-from kvabr.publish.publisher import with_heads
+from kvabr.publish.publisher import with_heads, with_layers
 from kvabr.store.files import read_salt
 from kvabr.types.errors import FormatError, KvabrError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
@@ -96,17 +96,20 @@ class ServedModel:
     """The model of an engine."""
 
     spec: KVSpec
-    """Spec of the whole model's cache, whatever part this rank holds."""
+    """Spec of the whole model's cache, whatever part this rank holds. Of this stage's layers, under a name of their
+    own, if the classes of other stages are not known."""
     dtype: torch.dtype
     """Element type of the engine's own cache."""
     caches: EngineCaches
     """Where the engine keeps the layer classes."""
     heads: tuple[range, ...]
-    """Per layer class, the KV heads that this rank holds."""
+    """Per layer class that this rank holds, its KV heads."""
     ranks: int = 1
-    """Workers of the engine; each has a part of the heads."""
+    """Workers of the engine; each has a part of the heads or of the layers."""
     waits: bool = False
     """Whether vLLM has to wait for copies into blocks: it can be told of requests that failed only, not of blocks."""
+    layers: range | None = None
+    """The layers of this rank's stage of the pipeline; None: all of `spec`."""
 
     @property
     def block(self) -> int:
@@ -120,8 +123,32 @@ class ServedModel:
 
     @property
     def shard(self) -> KVSpec:
-        """Spec of the heads that this rank holds, which it publishes separately; `spec` if it holds all."""
-        return with_heads(self.spec, self.heads)
+        """Spec of the layers and heads that this rank holds, which it publishes separately; `spec` if it holds all."""
+        return with_heads(self.spec if self.layers is None else with_layers(self.spec, self.layers), self.heads)
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks hold different parts of the model."""
+        return self.ranks > 1 or self.shard is not self.spec
+
+    @property
+    def specs(self) -> tuple[KVSpec, ...]:
+        """What is looked up: this rank's own, which brings nothing of other ranks, and then the whole model."""
+        return (self.spec,) if self.shard is self.spec else (self.shard, self.spec)
+
+    @property
+    def places(self) -> tuple[tuple[int, range], ...]:
+        """Per layer class that this rank holds, its index among the model's, and its rows among those of that class."""
+        if self.layers is None:
+            return tuple((part, range(len(one.layers))) for part, one in enumerate(self.spec.classes))
+        found = []
+        for own in self.shard.classes:
+            layer = self.layers.start + own.layers[0]
+            pairs = enumerate(self.spec.classes)
+            part, one = next((part, one) for part, one in pairs if one.role == own.role and layer in one.layers)
+            row = one.layers.index(layer)
+            found.append((part, range(row, row + len(own.layers))))
+        return tuple(found)
 
 
 def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may_fail: bool = True) -> ServedModel:
@@ -146,11 +173,6 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
         )
     if quantised is not None and getattr(cache, "calculate_kv_scales", False):
         raise UsageError("each start of vLLM calculates other scales for its FP8 cache: leave calculate_kv_scales out")
-    if parallel.pipeline_parallel_size > 1:
-        raise UsageError(
-            f"with pipeline parallelism ({parallel.pipeline_parallel_size} stages) a worker has some layers only, and "
-            "kvabr exchanges caches of whole models: use tensor parallelism"
-        )
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise UsageError(f"kvabr's connector does not support {name} above 1")
@@ -160,9 +182,11 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
     rank = int(getattr(parallel, "rank", 0)) % ranks
     name, tokenizer = _names(model, settings)
     config_dtype = _name(getattr(model.hf_config, "dtype", ""))
+    total = int(model.get_total_num_hidden_layers())
+    layers = range(*model.get_layers_start_end_indices(parallel))
     kept = engine_caches(
         caches,
-        layers=int(model.get_total_num_hidden_layers()),
+        layers=layers,
         dtype=_name(quantised) if quantised else settings.asset_dtype or model_loader.asset_dtype(config_dtype),
         held=torch.uint8 if quantised else own,
         heads_of=lambda heads: _all_heads(model, heads, ranks),
@@ -170,7 +194,13 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
     ropes = ropes_of_config(model.hf_text_config, kept.classes)
     classes = tuple(replace(one, rope=rope) for one, rope in zip(kept.classes, ropes, strict=True))
     try:
-        spec = settings.grouped(KVSpec(name, tokenizer, classes))
+        whole = _whole(classes, layers, total, getattr(model.hf_text_config, "layer_types", None))
+        if whole is None:
+            own = tuple(one for each in classes if (one := each.of_layers(layers)) is not None)
+            spec = KVSpec(f"{name}+layers{layers.start}-{layers.stop - 1}", tokenizer, own)
+        else:
+            spec = KVSpec(name, tokenizer, whole)
+        spec = settings.grouped(spec)
     except FormatError as error:
         raise UnknownCacheError(f"vLLM's cache of {model.model}: {error}") from error
     for pages in kept.pages:
@@ -182,7 +212,34 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
             )
     heads = tuple(head_shard(one.heads, rank, ranks) if one.heads > 1 else range(1) for one in classes)
     waits = len(caches.kv_cache_groups) > 1 or bool(kept.passing) or not blocks_may_fail
-    return ServedModel(spec, dtype, kept, heads, ranks, waits)
+    staged = whole is not None and len(layers) < total
+    workers = ranks * int(parallel.pipeline_parallel_size)
+    return ServedModel(spec, dtype, kept, heads, workers, waits, layers if staged else None)
+
+
+def _whole(
+    own: Sequence[LayerClass], layers: range, total: int, types: Sequence[str] | None
+) -> tuple[LayerClass, ...] | None:
+    """Return the classes of the whole model, given those of a stage of its pipeline; None if that cannot be told.
+
+    vLLM tells a stage nothing of the layers of others. If the model names no types of layers, all are taken to be
+    alike; a cache of the model that says otherwise is then rejected as foreign.
+    """
+    if len(layers) == total:
+        return tuple(own)
+    if types is None and len(own) > 1:
+        return None
+    types = tuple(types or ("",) * total)
+    found = []
+    for each in own:
+        alike = {types[layer] for layer in each.layers}
+        others = {types[layer] for one in own if one is not each for layer in one.layers}
+        if each.role or alike & others or (each.scales is not None and len(each.scales) > 1):
+            return None
+        found.append(replace(each, layers=tuple(layer for layer in range(total) if types[layer] in alike)))
+    if sum(len(one.layers) for one in found) != total:
+        return None
+    return tuple(sorted(found, key=lambda one: one.layers[0]))
 
 
 def _name(dtype: object) -> str:

@@ -40,7 +40,7 @@ class LoadRequest:
     deadline_s: float
     """Seconds left of the request's deadline when the scheduler wrote this."""
     tokens: tuple[int, ...] = ()
-    """Ids of all its groups if a rank holds some heads only: each rank finds and names its own by them."""
+    """Ids of all its groups if there are several ranks: each finds and names its own layers and heads by them."""
     salt: bytes = b""
     """The tenant's secret."""
 

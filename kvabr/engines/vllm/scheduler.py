@@ -77,8 +77,7 @@ class SchedulerHalf:
         """Start; without a client nothing is looked up."""
         self._settings, self._model, self._client, self._produces = settings, model, client, produces
         self._salt = settings.salt
-        # A rank whose heads are published separately need not fetch those of the others.
-        self._specs = (model.spec,) if model.shard is model.spec else (model.shard, model.spec)
+        self._specs = model.specs
         self._lookups: dict[str, _Lookup] = {}
         self._pending = Step()
         self._loading: set[str] = set()
@@ -234,7 +233,7 @@ class SchedulerHalf:
             blocks=blocks,
             behind=len(lookup.tokens) - last,
             deadline_s=left_s,
-            tokens=() if self._model.shard is self._model.spec else lookup.tokens[: found.catalog.tokens],
+            tokens=lookup.tokens[: found.catalog.tokens] if self._model.apart else (),
             salt=lookup.salt,
         )
 

@@ -90,7 +90,7 @@ class WorkerHalf:
         self._copies: list[CopyRequest] = []
         self._keeping: list[KeepRequest] = []
         self._kept = KeptWindows(settings.window_mib << 20)
-        self._passing = tuple(dict.fromkeys(pages.part for pages in model.caches.passing))
+        self._passing = tuple(dict.fromkeys(pages.part for pages in model.caches.passing if pages.names))
         """Layer classes whose tokens pass out of sight."""
         self._began_s: float | None = None
         self._scheduled, self._nap_s = 0, _NAP_S
@@ -212,7 +212,7 @@ class WorkerHalf:
             if found.catalog.spec.model not in {self._model.spec.model, own.model}:
                 shard = await find_cache(client, load.tokens, [own], load.salt, load.deadline_s / 2)
                 if shard is None or len(shard.catalog.chunks) <= skip:
-                    raise PlayError(f"another rank's heads are published, those of {own.model} are not")
+                    raise PlayError(f"another rank's part is published, {own.model} is not")
                 found = cut(shard, load.last) if shard.catalog.tokens > load.last else shard
             return await client.play_prefix(
                 found,
@@ -369,7 +369,7 @@ class WorkerHalf:
     def _chunks(self, load: LoadRequest) -> Sequence[str]:
         """Return the digests of what was loaded, as this rank publishes it: under the name of its own heads."""
         mine = self._model.shard
-        if mine is self._model.spec:
+        if mine.model == load.found.catalog.spec.model:
             return load.found.catalog.chunks
         return chain(
             load.tokens, model=mine.model, tokenizer=mine.tokenizer, group_tokens=mine.group_tokens, salt=load.salt

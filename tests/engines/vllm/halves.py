@@ -15,7 +15,7 @@ from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.plays import leave_client, take_client
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
-from kvabr.publish.publisher import Publisher
+from kvabr.publish.publisher import Publisher, with_layers
 from tests.client.served import LIMIT_S
 from tests.toymodel import SPEC, ToyModel, prompt
 
@@ -49,7 +49,9 @@ def plain(spec):
 class Bench:
     """Both halves, as vLLM would call them, one step after the other."""
 
-    def __init__(self, served, publish=None, *, heads=None, spec=SPEC, caches=None, waits=False, **options):
+    def __init__(
+        self, served, publish=None, *, heads=None, layers=None, spec=SPEC, caches=None, waits=False, **options
+    ):
         self.options = VllmSettings(
             url=served.url,
             fingerprint=served.fingerprint,
@@ -57,8 +59,9 @@ class Bench:
             **({"policy": "fixed:FP16", "deadline_s": LIMIT_S} | options),
         )
         caches = caches or plain(spec)
-        each = tuple(heads or range(one.heads) for one in spec.classes)
-        self.model = ServedModel(spec, torch.float32, caches, each, waits=waits)
+        held = spec if layers is None else with_layers(spec, layers)
+        each = tuple(heads or range(one.heads) for one in held.classes)
+        self.model = ServedModel(spec, torch.float32, caches, each, waits=waits, layers=layers)
         self.client = take_client(self.options)
         self.client.connect()
         made = None
@@ -68,8 +71,10 @@ class Bench:
         self.worker = WorkerHalf(self.options, self.model, self.client, made)
         self.named = {}
         for pages in caches.pages:
-            one, own = spec.classes[pages.part], each[pages.part]
-            shape = (40, len(own), pages.block, sum(one.split))
+            if not pages.names:
+                continue
+            one = self.model.shard.classes[pages.part]
+            shape = (40, one.heads, pages.block, sum(one.split))
             self.named |= {name: torch.full(shape, float("nan")) for name in pages.names}
         self.caches = list(self.named.values())
         self.worker.register(self.named, lambda _: BlockLayout.TRANSPOSED)

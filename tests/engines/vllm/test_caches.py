@@ -27,6 +27,7 @@ WINDOW = spec("SlidingWindowSpec", sliding_window=64)
 
 def caches(*groups, layers, **more):
     config = SimpleNamespace(kv_cache_groups=list(groups))
+    layers = range(layers) if isinstance(layers, int) else layers
     return engine_caches(config, layers=layers, dtype="bfloat16", held=torch.bfloat16, **more)
 
 
@@ -74,6 +75,21 @@ def test_blocks_that_were_taken_away_stand_at_the_beginning():
     assert full.absent([0, 1]) == 0
 
 
+def test_a_stage_of_a_pipeline_has_all_tables_and_some_layers():
+    uniform = SimpleNamespace(kv_cache_specs={"model.layers.1.attn": WINDOW})
+    found = caches(group([], uniform), group([3], FULL), group([2], WINDOW), layers=range(2, 4))
+    assert [(one.kind, one.layers) for one in found.classes] == [("window", (2,)), ("full", (3,))]
+    told = [(pages.group, pages.part, pages.names, pages.passing) for pages in found.pages]
+    assert told == [
+        (1, 1, ("model.layers.3.attn",), False),
+        (2, 0, ("model.layers.2.attn",), True),
+        (0, -1, (), True),
+    ]
+    assert found.blocks == (16, 16, 16)
+    with pytest.raises(UnknownCacheError, match="for 2 of 3 layers"):
+        caches(group([], uniform), group([3], FULL), group([2], WINDOW), layers=range(2, 5))
+
+
 @pytest.mark.parametrize(
     ("kept", "what"),
     [
@@ -97,7 +113,7 @@ def test_caches_that_kvabr_does_not_know(kept, what):
 
 def test_other_layers_than_the_models():
     for groups in ([group([0], FULL)], [group([0, 1, 2], FULL)], [group([0, 1], FULL), group([1], WINDOW)]):
-        with pytest.raises(UnknownCacheError, match="of the model's 2 layers"):
+        with pytest.raises(UnknownCacheError, match="of 2 layers of the model"):
             caches(*groups, layers=2)
     with pytest.raises(UnknownCacheError, match="does not tell its layer"):
         caches(SimpleNamespace(layer_names=["attn"], kv_cache_spec=FULL), layers=1)

@@ -76,6 +76,15 @@ def test_what_vllm_says_of_its_model_is_what_kvabr_publishes(config, model):
     assert served_model(made, caches(made), VllmSettings(**URL), blocks_may_fail=False).waits
 
 
+def test_a_stage_of_a_pipeline_knows_the_whole_model(config):
+    made = config(pipeline_parallel_size=2)
+    served = served_model(made, caches(made, layers=15), VllmSettings(**URL))
+    assert served.spec == served_model(config(), caches(made), VllmSettings(**URL)).spec
+    assert (served.ranks, served.layers, served.places) == (2, range(15), ((0, range(15)),))
+    assert served.shard.model == f"{served.spec.model}+layers0-14"
+    assert served.specs == (served.shard, served.spec)
+
+
 def test_scaled_rope_is_told_from_plain_rope(config):
     made = config(hf_overrides={"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100000.0}})
     served = served_model(config(), caches(made), VllmSettings(**URL))
@@ -100,7 +109,6 @@ def test_a_connector_that_is_set_up_well(config, mode, policy):
         ({}, "kv_consumer", "recompute", {}, 'needs "url"'),
         (URL, "kv_both", "recompute", {}, 'needs "publish"'),
         (URL, "kv_consumer", "recompute", {"block_size": 96}, "multiple of the other"),
-        (URL, "kv_consumer", "recompute", {"pipeline_parallel_size": 2}, "a worker has some layers only"),
     ],
 )
 def test_one_that_is_not(config, extra, role, policy, options, what):
@@ -143,7 +151,7 @@ def test_a_model_without_a_folder_must_be_named(config):
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"layers": 29}, "for 29 of the model's 30 layers"),
+        ({"layers": 29}, "for 29 of 30 layers of the model"),
         ({"sliding_window": 512}, "without --disable-hybrid-kv-cache-manager"),
         ({"dtype": torch.uint8}, "in uint8 instead of float32"),
     ],
