@@ -36,10 +36,9 @@ class RealEngine:
         os.environ.update(ENVIRONMENT)
         from vllm import LLM
 
-        options = {"dtype": "float32", "max_model_len": 2304, "max_num_seqs": 32} | more
+        options = {"dtype": "float32", "max_model_len": 2304, "max_num_seqs": 32, "enforce_eager": True} | more
         self.llm = LLM(
             str(model),
-            enforce_eager=True,
             disable_log_stats=False,
             kv_transfer_config=None if extra is None else transfer(extra, role),
             **options,
@@ -47,9 +46,10 @@ class RealEngine:
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         if extra is not None:
-            from vllm.distributed.kv_transfer import get_kv_transfer_group
+            from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-            self.worker = get_kv_transfer_group()._worker
+            # With several ranks they have processes of their own.
+            self.worker = get_kv_transfer_group()._worker if has_kv_transfer_group() else None
             self.half = self.scheduler.connector._scheduler
             self.client = self.scheduler.connector._client
 
@@ -89,8 +89,10 @@ class RealEngine:
         while self.scheduler.has_finished_requests() or self.scheduler.has_requests():
             self.llm.llm_engine.step()
             assert time.monotonic() < end_s
-        if self.worker._publisher is not None:
-            self.worker._publisher._thread.submit(lambda: None).result(within_s)
+        if self.worker is not None and self.worker._publisher is not None:
+            while self.worker._publisher._known:
+                time.sleep(0.005)
+                assert time.monotonic() < end_s
 
     def forget(self):
         """Empty vLLM's own prefix cache."""
