@@ -26,6 +26,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, prefill_classes, time_prefills
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import KVSpec
+from kvabr.types.live import UNKNOWN
 from kvabr.types.naming import TrackNamespace, chain
 from kvabr.types.units import cache_length, snapshot_ends, units_of
 
@@ -134,9 +135,9 @@ class FrameEncoder:
         self.units = units_of(spec, tokens)
         self._profile = profile if needs_profile(tracks) else None
         self._store, self._position = store, position
-        self.bytes: dict[str, list[int]] = {track: [] for track in tracks}
-        """Size of every frame, by track and group."""
-        self.digests: dict[str, list[str]] = {track: [] for track in tracks}
+        self.bytes: dict[str, list[int]] = {track: [0] * len(self.units) for track in tracks}
+        """Size of every frame, by track and group; 0: it is not made yet."""
+        self.digests: dict[str, list[str]] = {track: [UNKNOWN] * len(self.units) for track in tracks}
         """SHA-256 of every frame, by track and group."""
         self.aside: dict[str, int] = dict.fromkeys(tracks, 0)
         """Tokens that a track stores uncoded because they are too unusual, see `kvabr.codec.base.Codec.aside`."""
@@ -157,23 +158,22 @@ class FrameEncoder:
                 raise FormatError(
                     f"{self.spec.model}: cannot encode {part.summary} of {tuple(tensor.shape)}, not {due}"
                 )
-        if self._profile is not None:
-            self._store.profile(self._profile.to_bytes())
+        self.write_profile()
         total = len(self.units) * len(self.tracks)
         for group, unit in enumerate(self.units):
-            context = replace(self._context(group), memo={})
-            kv, replaced = clean(cut(cache, unit, self.spec), largest_number(context.spec))
-            self.replaced += replaced
-            made: dict[str, bytes] = {}
+            encoder = self.group(group, cut(cache, unit, self.spec))
             for index, track in enumerate(self.tracks):
-                below = [bytes(payload_of(made[name])) for name in _below(track)]
-                frame = encode_group(kv, track, context, self.chunks[unit.chunk], unit.group, below)
-                made[track] = frame
-                self._store.frame(unit.group, context.spec.track_name(track), frame)
-                self.aside[track] += codec(track).aside(payload_of(frame), context)
-                self.bytes[track].append(len(frame))
-                self.digests[track].append(hashlib.sha256(frame).hexdigest())
+                encoder.encode(track)
                 progress(group * len(self.tracks) + index + 1, total)
+
+    def write_profile(self) -> None:
+        """Write the codec profile, if a track needs it."""
+        if self._profile is not None:
+            self._store.profile(self._profile.to_bytes())
+
+    def group(self, group: int, kv: torch.Tensor) -> GroupEncoder:
+        """Begin to encode one group (unit), [layer, K/V, head, token, dim], of any track that is not made yet."""
+        return GroupEncoder(self, self._store, group, kv, replace(self._context(group), memo={}))
 
     def decode(self, group: int, track: str, out: torch.Tensor) -> None:
         """Decode one group of one track into ``out``, [layer, K/V, head, token, dim]."""
@@ -226,8 +226,15 @@ class FrameEncoder:
         source: str,
         measured: Mapping[str, Quality] | None = None,
         prefill: PrefillCost | None = None,
+        expected: Mapping[str, Sequence[int]] | None = None,
     ) -> Catalog:
-        """Return the catalog of what was encoded, with these losses and decode times by track."""
+        """Return the catalog of what was encoded, with these losses and decode times by track.
+
+        It has the tracks that ``loss`` has. With ``expected`` it is that of a cache to come: these are the sizes, and
+        the digests are unknown.
+        """
+        listed = [track for track in self.tracks if track in loss]
+        profile = self._profile if needs_profile(listed) else None
         return Catalog(
             namespace=TrackNamespace(self.spec.model, self.chunks[-1]),
             spec=self.spec,
@@ -237,17 +244,17 @@ class FrameEncoder:
             tracks=tuple(
                 Track(
                     name=track,
-                    bytes=tuple(self.bytes[track]),
+                    bytes=tuple((self.bytes if expected is None else expected)[track]),
                     loss=tuple(map(six, loss[track])),
-                    digests=tuple(self.digests[track]),
+                    digests=tuple(self.digests[track]) if expected is None else (UNKNOWN,) * len(self.units),
                     refines=codec(track).refines,
                     decode_s=six(decode_s[track]),
                     measured=None if measured is None else measured[track],
                 )
-                for track in self.tracks
+                for track in listed
             ),
-            profile=None if self._profile is None else self._profile.digest,
-            profile_bytes=0 if self._profile is None else len(self._profile.to_bytes()),
+            profile=None if profile is None else profile.digest,
+            profile_bytes=0 if profile is None else len(profile.to_bytes()),
             prefill=prefill,
             loss_method=loss_method,
             source=source,
@@ -263,6 +270,35 @@ class FrameEncoder:
         unit = self.units[group]
         part, first = self.spec.parts[unit.part], self._position + unit.first
         return GroupContext(part, first, unit.tokens, self._profile)
+
+
+class GroupEncoder:
+    """Encodes one group on its tracks, each after those that it refines; what the tracks share is computed once."""
+
+    def __init__(
+        self, frames: FrameEncoder, store: FrameStore, group: int, kv: torch.Tensor, context: GroupContext
+    ) -> None:
+        """See `FrameEncoder.group`."""
+        self._frames, self._store, self._group, self._context = frames, store, group, context
+        self._kv, replaced = clean(kv, largest_number(context.spec))
+        self._made: dict[str, bytes] = {}
+        if not any(sizes[group] for sizes in frames.bytes.values()):  # this group was not begun before
+            frames.replaced += replaced
+
+    def encode(self, track: str) -> None:
+        """Encode the group on a track, and write the frame."""
+        frames, unit, name = self._frames, self._frames.units[self._group], self._context.spec.track_name
+        below = []
+        for lower in _below(track):
+            if lower not in self._made:  # it was made before
+                self._made[lower] = self._store.read_frame(unit.group, name(lower))
+            below.append(bytes(payload_of(self._made[lower])))
+        frame = encode_group(self._kv, track, self._context, frames.chunks[unit.chunk], unit.group, below)
+        self._made[track] = frame
+        self._store.frame(unit.group, name(track), frame)
+        frames.aside[track] += codec(track).aside(payload_of(frame), self._context)
+        frames.bytes[track][self._group] = len(frame)
+        frames.digests[track][self._group] = hashlib.sha256(frame).hexdigest()
 
 
 def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int) -> Prompt:

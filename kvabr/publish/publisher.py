@@ -1,7 +1,6 @@
 """Publishes what an engine computed anyway: encodes it in the background, into a store that `kvabr serve` serves.
 
-Nothing is measured: an engine has no time for the forward passes of `kvabr encode`. The losses are another catalog's of
-the same model, laid out over the groups, and the catalog says so. What would make the engine wait is dropped.
+Nothing is measured, see `kvabr.publish.offer`. What would make the engine wait is dropped.
 """
 
 from __future__ import annotations
@@ -12,53 +11,28 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-from kvabr.codec.ac import check_class
-from kvabr.codec.base import codec
 from kvabr.codec.profile import Profile
-from kvabr.publish.encoder import RAW, FrameEncoder, needs_raw, ordered_tracks, pointless, six
+from kvabr.publish.offer import Offer
+from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
 from kvabr.store.locations import Location, open_store
-from kvabr.store.quota import NOT_MEASURED
-from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog, Track
-from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError
+from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
+from kvabr.types.errors import AssetError, FormatError, KvabrError
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import LAYERS, chain
+from kvabr.types.naming import chain
 
-PLAIN_TRACKS = ("FP16", "Int8", "Int4")
-"""Default tracks; the AC layers are added if there is a profile."""
-CASTS = ("FP16", "BF16")
-"""Tracks that take as long to decode as Raw."""
+__all__ = ["PublishOutcome", "PublishVerdict", "Publisher", "Slot", "read_profile", "with_heads", "with_layers"]
 
-PublishVerdict = Literal["full", "known", "published", "failed"]
-"""The queue was full; the cache was published before; it is published now; or it could not be written."""
-
-_MAX_LAYER_LOSS = 0.9
-"""Maximum share of a group's loss that a layer leaves, whatever the prior says."""
-_LAST_GROUPS = 4
-"""Number of groups at the end whose share of the loss is taken as it was."""
-_EVEN_SHARE = 0.05
-"""Share of the loss that is spread evenly: no group is without any."""
 _NICENESS = 10
 """Added to the encoding thread's niceness, so that the engine goes first."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublishOutcome:
-    """Result of publishing one cache."""
-
-    verdict: PublishVerdict
-    bytes: int = 0
-    """Of all tracks together, if it was published."""
-    why: str = ""
-    """Why it failed."""
-
-
 class Publisher:
-    """Encodes and publishes caches one after the other, in a thread of its own."""
+    """Encodes and publishes caches in a thread of its own, group by group."""
 
     def __init__(
         self,
@@ -86,28 +60,15 @@ class Publisher:
             max_bytes: bound on what engines publish there, see `kvabr.store.quota`; None: no bound.
             source: what the caches are, in words, for the catalogs.
         """
-        if tracks is None:
-            plain = (*((RAW,) if needs_raw(spec) else ()), *PLAIN_TRACKS, *(LAYERS if profile is not None else ()))
-            tracks = [track for track in plain if track not in pointless(spec)]
-        self._tracks = ordered_tracks(tracks)
-        for track in self._tracks:
-            if codec(track).needs_profile:
-                check_class(spec, track)
-            if codec(track).needs_profile and profile is None:
-                raise UsageError(f"track {track} needs a codec profile of {spec.model}: `kvabr calibrate` makes one")
-            if track not in prior.by_name and track != RAW:
-                raise UsageError(f"what track {track} loses is not known: the prior catalog does not have it")
-        if profile is not None:
-            profile.check(spec)
-        self._spec, self._prior, self._source = spec, prior, source
-        self._store = open_store(location, create=True)
-        self._quota = None if max_bytes is None else self._store.quota(max_bytes)
-        self._profile = profile
+        self.offer = Offer(spec, prior=prior, tracks=tracks, profile=profile, source=source)
+        """The tracks."""
+        self.store = open_store(location, create=True)
+        self._quota = None if max_bytes is None else self.store.quota(max_bytes)
         self._free = threading.BoundedSemaphore(queue)
         self._known: set[str] = set()
         """Assets that are being published."""
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "kvabr-publish", initializer=_be_nice)
+        self._thread = _encoding_thread()
         self._closed = False
 
     def reserve(self, tokens: Sequence[int], salt: bytes = b"") -> Slot | PublishVerdict:
@@ -115,7 +76,7 @@ class Publisher:
 
         ``salt`` is a tenant's secret, see `kvabr.types.naming.chain`. Raises `UsageError` unless these are token ids.
         """
-        spec = self._spec
+        spec = self.offer.spec
         chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
         return self.reserve_named(chunks, len(tokens))
 
@@ -131,7 +92,7 @@ class Publisher:
             if name in self._known:
                 return "known"
             try:
-                if self._store.version(name) is not None:
+                if self.store.version(name) is not None:
                     if self._quota is not None:
                         self._quota.touch(name)
                     return "known"
@@ -147,86 +108,52 @@ class Publisher:
         self._closed = True
         self._thread.shutdown(wait=True)
 
-    def _give_back(self, slot: Slot) -> None:
+    def _give_back(self, name: str) -> None:
         with self._lock:
-            self._known.discard(slot.chunks[-1])
+            self._known.discard(name)
         self._free.release()
 
-    def _begin(self, slot: Slot, kv: Sequence[torch.Tensor], done: Callable[[PublishOutcome], object]) -> None:
-        def work() -> None:
-            try:
-                outcome = PublishOutcome("published", self._publish(slot, kv))
-            except KvabrError as error:
-                outcome = PublishOutcome("failed", why=str(error))
-            except Exception as error:  # noqa: BLE001  # a full disk, no memory: the engine goes on
-                outcome = PublishOutcome("failed", why=repr(error))
-            finally:
-                self._give_back(slot)
-            done(outcome)
+    def _fill(self, slot: Slot, kv: Sequence[torch.Tensor], done: Callable[[PublishOutcome], object]) -> None:
+        writer = partial(self.store.writer, slot.chunks[-1])
+        made = Production(self.offer, writer, slot.chunks, slot.tokens, slot.position, done)
+        made.append(0, kv, slot.tokens)
+        made.end()
+        self.wake(made)
 
+    def wake(self, production: Production) -> None:
+        """Have the encoding thread go on with a cache, if there is anything to do."""
+        with production.lock:
+            if production.queued or not production.has_work():
+                return
+            production.queued = True
         try:
-            self._thread.submit(work)
+            self._thread.submit(self._work, production)
         except RuntimeError:
-            self._give_back(slot)
-            done(PublishOutcome("failed", why="the publisher is closed"))
+            production.close(PublishOutcome("failed", why="the publisher is closed"))
+            self._over(production)
 
-    def _publish(self, slot: Slot, kv: Sequence[torch.Tensor]) -> int:
-        chunks = slot.chunks
-        with self._store.writer(chunks[-1]) as writer:
-            tracks, position = self._tracks, slot.position or 0
-            if slot.position is None:
-                tracks = tuple(track for track in tracks if not codec(track).needs_profile)
-            frames = FrameEncoder(self._spec, chunks, slot.tokens, tracks, self._profile, writer, position=position)
-            frames.encode(kv)
-            writer.commit(self._catalog(frames))
-        if self._quota is not None:
-            self._quota.make_room(chunks[-1])
-        return sum(sum(sizes) for sizes in frames.bytes.values())
+    def _work(self, production: Production) -> None:
+        """Do one step of a cache, and let the others have theirs before the next."""
+        while True:
+            production.step()
+            if production.outcome is not None:
+                self._over(production)
+                return
+            with production.lock:
+                production.queued = production.has_work()
+                if not production.queued:
+                    return
+            with contextlib.suppress(RuntimeError):  # the publisher is being closed: finish it here
+                self._thread.submit(self._work, production)
+                return
 
-    def _catalog(self, frames: FrameEncoder) -> Catalog:
-        spec, prior = self._spec, self._prior
-        own, others = spec.largest, prior.spec.largest
-        larger = (own.elements_per_token * own.rows) / (others.elements_per_token * others.rows)
-        losses: dict[str, tuple[float, ...]] = {}
-        for track in frames.tracks:
-            losses[track] = self._losses(frames, track)
-            if (base := codec(track).refines) is not None:
-                # By themselves, a layer's losses may seem to make a group worse, and would then never be used.
-                pairs = zip(losses[track], losses[base], strict=True)
-                losses[track] = tuple(min(loss, _MAX_LAYER_LOSS * below) for loss, below in pairs)
-        return frames.catalog(
-            losses,
-            {track: self._of_prior(track).decode_s * larger for track in frames.tracks},
-            loss_method=f"{NOT_MEASURED}: those of {prior.tokens} tokens under {prior.spec.model}, from the end",
-            source=self._source,
-            prefill=prior.prefill if prior.spec.model == spec.model else None,
-        )
-
-    def _of_prior(self, name: str) -> Track:
-        """Return the prior's track of a name; of Raw one without a loss, which takes as long as casting."""
-        if name in self._prior.by_name:
-            return self._prior.track(name)
-        cast = next((self._prior.track(each) for each in CASTS if each in self._prior.by_name), self._prior.tracks[0])
-        return replace(cast, loss=(0.0,) * len(cast.loss))
-
-    def _losses(self, frames: FrameEncoder, track: str) -> tuple[float, ...]:
-        """Return what every unit loses on a track: class by class if the prior has the same classes."""
-        spec, prior, theirs = self._spec, self._prior, self._of_prior(track).loss
-        if len(spec.classes) == 1 or prior.spec.names != spec.names:
-            return frames.spread(expected_losses(theirs, len(frames.chunks)))
-        losses = [0.0] * len(frames.units)
-        for part, only in enumerate(spec.classes):
-            own = [index for index, unit in enumerate(frames.units) if unit.part == part]
-            given = [loss for loss, unit in zip(theirs, prior.units, strict=True) if unit.part == part]
-            if only.kind == "state":
-                made: Sequence[float] = [given[-1]] * len(own)  # a prompt needs one of them
-            elif only.kind in ("full", "latent"):
-                made = expected_losses(given, len(own))
-            else:  # what a group of a window loses depends on its distance from the end
-                made = [0.0] * (len(own) - len(given)) + given[-len(own) :]
-            for index, loss in zip(own, made, strict=True):
-                losses[index] = loss
-        return tuple(losses)
+    def _over(self, production: Production) -> None:
+        outcome = production.outcome
+        assert outcome is not None  # noqa: S101  # the only reason to call this
+        if self._quota is not None and production.published is not None:
+            self._quota.make_room(production.published)
+        self._give_back(production.chunks[-1])
+        production.done(outcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,28 +171,11 @@ class Slot:
 
         Of several layer classes, ``kv`` is a tensor each. ``done`` is called with the outcome, in its thread.
         """
-        self.publisher._begin(self, (kv,) if isinstance(kv, torch.Tensor) else kv, done)  # noqa: SLF001  # its own
+        self.publisher._fill(self, (kv,) if isinstance(kv, torch.Tensor) else kv, done)  # noqa: SLF001  # its own
 
     def leave(self) -> None:
         """Give the place back: there is no cache after all."""
-        self.publisher._give_back(self)  # noqa: SLF001  # its own
-
-
-def expected_losses(losses: Sequence[float], groups: int) -> tuple[float, ...]:
-    """Return the losses of ``groups`` groups from those of another cache: the same sum, distributed as may be expected.
-
-    The loss of a whole cache hardly grows with its length. Most of it lies in the last groups and in the first. Which
-    groups matter between them depends on the text.
-    """
-    total, last = sum(losses), min(_LAST_GROUPS, len(losses) - 1, groups - 1)
-    made = [total / groups] * groups
-    if last > 0 and total > 0:
-        ends, between = sum(losses[-last:]) + losses[0], groups - last - 1
-        if between:
-            made = [losses[0], *[(total - ends) / between] * between, *losses[-last:]]
-        elif ends > 0:
-            made = [total / ends * each for each in (losses[0], *losses[-last:])]
-    return tuple(six((1 - _EVEN_SHARE) * each + _EVEN_SHARE * total / groups) for each in made)
+        self.publisher._give_back(self.chunks[-1])  # noqa: SLF001  # its own
 
 
 def read_profile(path: Path) -> Profile:
@@ -304,6 +214,17 @@ def with_layers(spec: KVSpec, layers: range) -> KVSpec:
     return replace(spec, classes=classes, model=f"{spec.model}+layers{layers.start}-{layers.stop - 1}")
 
 
+def _encoding_thread() -> ThreadPoolExecutor:
+    """Return a thread of low priority, in which torch uses one core: the others are the engine's."""
+    threads = torch.get_num_threads()
+    made = ThreadPoolExecutor(1, "kvabr-publish", initializer=_be_nice)
+    made.submit(int).result()
+    torch.set_num_threads(threads)  # what was set in the thread is also the default of threads to come
+    return made
+
+
 def _be_nice() -> None:
+    torch.get_num_threads()  # takes the default, once for each thread
+    torch.set_num_threads(1)
     with contextlib.suppress(OSError, AttributeError):  # threads have no priority of their own except on Linux
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -177,6 +177,44 @@ class PartialFolder:
         os.close(self._handle)
 
 
+class NameClaim:
+    """The right to make what will have a name, for one at a time among all processes; it ends with its process."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the path that it is for; nothing is claimed yet."""
+        self._path = path.with_name(f".{path.name}.claim{PARTIAL}")
+        self._handle: int | None = None
+
+    def take(self) -> bool:
+        """Return whether nobody else has it; also where there are no locks, or no file can be made."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        while True:
+            try:
+                handle = os.open(self._path, flags, PRIVATE)
+            except OSError:
+                return True
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(handle)
+                return False
+            except OSError:
+                pass
+            self._handle = handle
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(handle), self._path.stat()):
+                    return True
+            os.close(handle)  # its last owner removed it meanwhile
+
+    def release(self) -> None:
+        """Let others have it. May be called twice."""
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            os.close(self._handle)
+            self._handle = None
+
+
 def sweep(folder: Path, name: str = "") -> None:
     """Remove what killed processes left half-written in a folder: of files called ``name``, or of all. Never raises.
 

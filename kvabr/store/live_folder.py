@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from kvabr.store.asset import FrameReader
-from kvabr.store.asset_folder import FolderAssetWriter, open_frame_in
+from kvabr.store.asset_folder import FolderAssetWriter, frame_path, open_frame_in
 from kvabr.store.files import PARTIAL, open_regular
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError
@@ -65,6 +65,11 @@ class LiveFolderWriter(FolderAssetWriter):
             raise self._failure(Path(EDGE), error) from error
         if written != len(line):
             raise self._failure(Path(EDGE), OSError(errno.ENOSPC, "no space left"))
+
+    def discard(self, group: int, track: str) -> None:
+        """Remove a frame, whole or not, that no message has named; there may be none."""
+        with contextlib.suppress(OSError):
+            (self._open_partial() / frame_path(Path(), group, track)).unlink()
 
     def commit(self, catalog: Catalog, path: Path | None = None) -> None:
         """See `AssetWriter.commit`; under another ``path`` if it is that of a shorter prompt. Followers hear of it."""

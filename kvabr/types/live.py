@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
@@ -19,6 +19,8 @@ from typing import Any, cast
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, Track
 from kvabr.types.errors import FormatError
 from kvabr.types.json_pieces import JsonPieces
+from kvabr.types.naming import TrackNamespace
+from kvabr.types.units import Unit, prefix_units, units_of
 
 LIVE_SCHEMA = "kvabr.live/1"
 MAX_EDGE_BYTES = 256 << 10
@@ -151,6 +153,45 @@ def _frame(value: Any) -> tuple[int, str]:
     if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
         raise FormatError("edge message: a frame needs a SHA-256 of 64 hex digits")
     return size, sha256
+
+
+def published_catalog(live: LiveCatalog, news: Sequence[PublishedFrames]) -> Catalog | None:
+    """Return the ordinary catalog of what these news, from the first group on, have named; None if it cannot be played.
+
+    It is that of the whole prompt, or of a shorter one. Its losses are the expected ones, and it has the tracks that no
+    group was left out of.
+    """
+    catalog = live.catalog
+    groups, _ = catalog.playable(min(len(news), len(catalog.chunks)))
+    while groups and (found := _shorter(catalog, news[:groups])) is None:
+        groups, _ = catalog.playable(groups - 1)
+    return found if groups else None
+
+
+def _shorter(catalog: Catalog, news: Sequence[PublishedFrames]) -> Catalog | None:
+    spec, groups = catalog.spec, len(news)
+    tokens = min(catalog.tokens, groups * spec.group_tokens)
+    units: Sequence[Unit] = [catalog.unit(group) for group in range(groups)]
+    alike: Mapping[int, int] = {}
+    places = {(unit.part, unit.group): index for index, unit in enumerate(units)}
+    if not catalog.every_token:
+        places = {(unit.part, unit.group): index for index, unit in enumerate(catalog.units)}
+        units = units_of(spec, tokens)
+        alike = dict(prefix_units(spec, catalog.units, catalog.tokens, tokens, tokens))
+    own = [places[unit.part, unit.group] for unit in units]
+    tracks: dict[str, Track] = {}
+    for track in catalog.tracks:
+        name = [part.track_name(track.name) for part in spec.parts]
+        frames = [frame for unit in units if (frame := news[unit.chunk].frames.get(name[unit.part])) is not None]
+        if len(frames) == len(units) and (track.refines is None or track.refines in tracks):
+            sizes, digests = zip(*frames, strict=True)
+            loss = tuple(track.loss[alike.get(index, index)] for index in own)
+            tracks[track.name] = replace(track, bytes=sizes, digests=digests, loss=loss, measured=None)
+    if not tracks:
+        return None
+    chunks = catalog.chunks[:groups]
+    space = TrackNamespace(catalog.namespace.model, chunks[-1])
+    return replace(catalog, namespace=space, tokens=tokens, chunks=chunks, tracks=tuple(tracks.values()), mixes=())
 
 
 class GrowingCatalog:

@@ -11,7 +11,8 @@ import torch
 from kvabr.codec.group import payload_of
 from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
-from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, expected_losses, with_heads
+from kvabr.publish.offer import expected_losses
+from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, with_heads
 from kvabr.replay.verify import load_profile
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAsset

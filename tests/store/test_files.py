@@ -8,6 +8,7 @@ import pytest
 from kvabr.store.files import (
     PRIVATE,
     STALE_S,
+    NameClaim,
     open_regular,
     read_text,
     replacing,
@@ -152,3 +153,20 @@ def test_a_file_with_another_name_is_told_from_a_sole_one(tmp_path):
         open_regular(tmp_path / "two", sole=True)
     with open_regular(tmp_path / "two") as file:
         assert file.read() == b"x"
+
+
+def test_a_name_is_claimed_by_one_at_a_time(tmp_path):
+    one, other = NameClaim(tmp_path / "asset"), NameClaim(tmp_path / "asset")
+    assert one.take()
+    assert not other.take()
+    assert NameClaim(tmp_path / "another").take()
+    one.release()
+    one.release()
+    assert other.take()
+    assert not one.take()
+    other.release()
+    assert not list(tmp_path.glob(".asset*"))
+
+
+def test_where_no_file_can_be_made_nothing_is_claimed_and_nobody_refused(tmp_path):
+    assert NameClaim(tmp_path / "missing" / "asset").take()

@@ -1,0 +1,152 @@
+"""What an engine's publisher offers of its caches: the tracks, and catalogs whose losses are not measured.
+
+An engine has no time for the forward passes of `kvabr encode`. Losses, decode times and, of a cache that is still being
+computed, sizes are those of another catalog, the *prior*, best of the same model, laid out over the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvabr.codec.ac import check_class
+from kvabr.codec.base import codec
+from kvabr.codec.profile import Profile
+from kvabr.publish.encoder import RAW, FrameEncoder, needs_raw, ordered_tracks, pointless, six
+from kvabr.store.asset import FrameStore
+from kvabr.store.quota import NOT_MEASURED
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.errors import UsageError
+from kvabr.types.kv import ITEM_BYTES, KVSpec
+from kvabr.types.naming import LAYERS
+
+PLAIN_TRACKS = ("FP16", "Int8", "Int4")
+"""Default tracks; the AC layers are added if there is a profile."""
+CASTS = ("FP16", "BF16")
+"""Tracks that take as long to decode as Raw."""
+
+_MAX_LAYER_LOSS = 0.9
+"""Maximum share of a group's loss that a layer leaves, whatever the prior says."""
+_LAST_GROUPS = 4
+"""Number of groups at the end whose share of the loss is taken as it was."""
+_EVEN_SHARE = 0.05
+"""Share of the loss that is spread evenly: no group is without any."""
+_FRAME_BYTES = 256
+"""Bytes that a frame may have besides its numbers."""
+
+
+class Offer:
+    """The tracks of one model's caches, and what is expected of them."""
+
+    def __init__(
+        self, spec: KVSpec, *, prior: Catalog, tracks: Sequence[str] | None, profile: Profile | None, source: str
+    ) -> None:
+        """Choose the tracks; the arguments are those of `kvabr.publish.publisher.Publisher`."""
+        if tracks is None:
+            plain = (*((RAW,) if needs_raw(spec) else ()), *PLAIN_TRACKS, *(LAYERS if profile is not None else ()))
+            tracks = [track for track in plain if track not in pointless(spec)]
+        self.tracks = ordered_tracks(tracks)
+        for track in self.tracks:
+            if codec(track).needs_profile:
+                check_class(spec, track)
+            if codec(track).needs_profile and profile is None:
+                raise UsageError(f"track {track} needs a codec profile of {spec.model}: `kvabr calibrate` makes one")
+            if track not in prior.by_name and track != RAW:
+                raise UsageError(f"what track {track} loses is not known: the prior catalog does not have it")
+        if profile is not None:
+            profile.check(spec)
+        self.spec, self.prior, self.profile, self._source = spec, prior, profile, source
+
+    def encoder(self, chunks: Sequence[str], tokens: int, store: FrameStore, position: int | None = 0) -> FrameEncoder:
+        """Return an encoder of one cache; without a position it has no tracks that need a profile."""
+        tracks = self.tracks
+        if position is None:
+            tracks = tuple(track for track in tracks if not codec(track).needs_profile)
+        return FrameEncoder(self.spec, chunks, tokens, tracks, self.profile, store, position=position or 0)
+
+    def catalog(self, frames: FrameEncoder, expected: Sequence[str] | None = None) -> Catalog:
+        """Return the catalog of what was encoded; with ``expected``, of these tracks of a cache to come."""
+        spec, prior = self.spec, self.prior
+        own, others = spec.largest, prior.spec.largest
+        larger = (own.elements_per_token * own.rows) / (others.elements_per_token * others.rows)
+        losses: dict[str, tuple[float, ...]] = {}
+        for track in frames.tracks if expected is None else expected:
+            losses[track] = self._losses(frames, track)
+            if (base := codec(track).refines) is not None:
+                # By themselves, a layer's losses may seem to make a group worse, and would then never be used.
+                pairs = zip(losses[track], losses[base], strict=True)
+                losses[track] = tuple(min(loss, _MAX_LAYER_LOSS * below) for loss, below in pairs)
+        return frames.catalog(
+            losses,
+            {track: self._of_prior(track).decode_s * larger for track in losses},
+            loss_method=f"{NOT_MEASURED}: those of {prior.tokens} tokens under {prior.spec.model}, from the end",
+            source=self._source,
+            prefill=prior.prefill if prior.spec.model == spec.model else None,
+            expected=None if expected is None else {track: self._sizes(frames, track) for track in expected},
+        )
+
+    def _of_prior(self, name: str) -> Track:
+        """Return the prior's track of a name; of Raw one without a loss, which takes as long as casting."""
+        if name in self.prior.by_name:
+            return self.prior.track(name)
+        cast = next((self.prior.track(each) for each in CASTS if each in self.prior.by_name), self.prior.tracks[0])
+        return replace(cast, loss=(0.0,) * len(cast.loss))
+
+    def _losses(self, frames: FrameEncoder, track: str) -> tuple[float, ...]:
+        """Return what every unit loses on a track: class by class if the prior has the same classes."""
+        spec, prior, theirs = self.spec, self.prior, self._of_prior(track).loss
+        if len(spec.classes) == 1 or prior.spec.names != spec.names:
+            return frames.spread(expected_losses(theirs, len(frames.chunks)))
+        losses = [0.0] * len(frames.units)
+        for part, only in enumerate(spec.classes):
+            own = [index for index, unit in enumerate(frames.units) if unit.part == part]
+            given = [loss for loss, unit in zip(theirs, prior.units, strict=True) if unit.part == part]
+            if only.kind == "state":
+                made: Sequence[float] = [given[-1]] * len(own)  # a prompt needs one of them
+            elif only.kind in ("full", "latent"):
+                made = expected_losses(given, len(own))
+            else:  # what a group of a window loses depends on its distance from the end
+                made = [0.0] * (len(own) - len(given)) + given[-len(own) :]
+            for index, loss in zip(own, made, strict=True):
+                losses[index] = loss
+        return tuple(losses)
+
+    def _sizes(self, frames: FrameEncoder, track: str) -> list[int]:
+        """Return the bytes that every unit should have: with as many per element as in the prior."""
+        spec, prior = self.spec, self.prior
+        alike = len(spec.classes) > 1 and prior.spec.names == spec.names
+        rates = [self._rate(track, part if alike else None) for part in range(len(spec.classes))]
+        return [
+            _FRAME_BYTES + round(unit.tokens * spec.parts[unit.part].elements_per_token * rates[unit.part])
+            for unit in frames.units
+        ]
+
+    def _rate(self, track: str, part: int | None) -> float:
+        """Return the bytes per element that a track has in the prior, in one layer class or in all."""
+        prior = self.prior
+        if track not in prior.by_name:  # Raw, as only that need not be there
+            return float(max(ITEM_BYTES[each.dtype] for each in self.spec.classes))
+        total = elements = 0
+        for group, size in enumerate(prior.track(track).bytes):
+            unit = prior.unit(group)
+            if part is None or unit.part == part:
+                total += size
+                elements += unit.tokens * prior.spec.parts[unit.part].elements_per_token
+        return total / elements
+
+
+def expected_losses(losses: Sequence[float], groups: int) -> tuple[float, ...]:
+    """Return the losses of ``groups`` groups from those of another cache: the same sum, distributed as may be expected.
+
+    The loss of a whole cache hardly grows with its length. Most of it lies in the last groups and in the first. Which
+    groups matter between them depends on the text.
+    """
+    total, last = sum(losses), min(_LAST_GROUPS, len(losses) - 1, groups - 1)
+    made = [total / groups] * groups
+    if last > 0 and total > 0:
+        ends, between = sum(losses[-last:]) + losses[0], groups - last - 1
+        if between:
+            made = [losses[0], *[(total - ends) / between] * between, *losses[-last:]]
+        elif ends > 0:
+            made = [total / ends * each for each in (losses[0], *losses[-last:])]
+    return tuple(six((1 - _EVEN_SHARE) * each + _EVEN_SHARE * total / groups) for each in made)

@@ -1,0 +1,264 @@
+"""One cache on its way into a store: it comes in runs of tokens, and is encoded step by step, group by group.
+
+An engine's threads hand over what they have computed; one encoding thread takes the steps. A `Production` writes an
+asset that appears at the end. `kvabr.publish.live_publisher` makes it one that is played while it grows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvabr.publish.encoder import FrameEncoder
+from kvabr.publish.offer import Offer
+from kvabr.store.asset import AssetWriter
+from kvabr.types.errors import FormatError, KvabrError
+from kvabr.types.kv import KVSpec
+from kvabr.types.units import Unit, snapshot_ends, units_of
+
+PublishVerdict = Literal["full", "known", "published", "failed"]
+"""The queue was full; the cache was published before; it is published now; or it could not be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishOutcome:
+    """Result of publishing one cache."""
+
+    verdict: PublishVerdict
+    bytes: int = 0
+    """Of all tracks together, if it was published."""
+    why: str = ""
+    """Why it failed."""
+    tokens: int = 0
+    """Tokens whose cache was published, if it was; of one that failed after it could be played, those of the shorter
+    prompt that is left."""
+    left_out: int = 0
+    """Frames that were not offered while the asset grew, because encoding was too slow; they were made at the end."""
+
+
+class Production:
+    """One asset in the making. `append`, `end` and `fail` may be called from any thread and return at once."""
+
+    def __init__(
+        self,
+        offer: Offer,
+        make_writer: Callable[[], AssetWriter],
+        chunks: Sequence[str],
+        tokens: int,
+        position: int | None,
+        done: Callable[[PublishOutcome], object],
+    ) -> None:
+        """Begin without any token.
+
+        Args:
+            offer: the tracks.
+            make_writer: called in the first step.
+            chunks: chained prompt digest of every group of tokens.
+            tokens: tokens that the cache will have.
+            position: of the first token in the prompt, see `kvabr.publish.publisher.Publisher.reserve_named`.
+            done: called with the outcome, by `finish`.
+        """
+        self.offer, self.chunks, self.tokens, self.done = offer, tuple(chunks), tokens, done
+        self.lock = threading.Lock()
+        self.outcome: PublishOutcome | None = None
+        """Set when nothing is left to do."""
+        self.published: str | None = None
+        """Name of the asset that was published."""
+        self.queued = False
+        """Whether a step is in the encoding thread's queue; guarded by `lock`."""
+        self._make_writer, self._position = make_writer, position
+        self._stack = contextlib.ExitStack()
+        self._frames: FrameEncoder | None = None
+        self._writer: AssetWriter | None = None
+        self._pieces = _Pieces(offer.spec, tokens)
+        self._ended, self._reason = False, ""
+        self._next = 0
+        """The group of tokens that is encoded next."""
+
+    # ------------------------------------------------------- any thread
+
+    def append(self, first: int, kv: Sequence[torch.Tensor], tokens: int | None = None) -> None:
+        """Take the cache of the next tokens, which are published unless something is wrong with it.
+
+        ``kv`` is a tensor per layer class, [layer, K/V, head, token, dim], which must not change any more. That of a
+        state has the snapshots that belong to these tokens one behind the other, possibly none. ``tokens`` is their
+        number; it need not be given unless there are only states.
+        """
+        with self.lock:
+            if self._ended:
+                return
+            try:
+                self._pieces.append(first, kv, tokens)
+            except FormatError as error:
+                self._ended, self._reason = True, str(error)
+
+    def end(self) -> None:
+        """Say that all tokens were handed over."""
+        with self.lock:
+            if not self._ended and self._pieces.tokens < self.tokens:
+                self._reason = f"the cache ended after {self._pieces.tokens} of {self.tokens} tokens"
+            self._ended = True
+
+    def fail(self, reason: str) -> None:
+        """Say that no more tokens come, and why."""
+        with self.lock:
+            if not self._ended:
+                self._ended, self._reason = True, reason or "it was given up"
+
+    def has_work(self) -> bool:
+        """Return whether a step would do anything; under `lock`."""
+        return self.outcome is None and (self._frames is None or self._ended or self._next < self._pieces.whole)
+
+    # ------------------------------------------------------- the encoding thread
+
+    def step(self) -> None:
+        """Do one group's work; the outcome is there once all is done. Never raises."""
+        try:
+            self._step()
+        except KvabrError as error:
+            self._broken(str(error))
+        except Exception as error:  # noqa: BLE001  # a full disk, no memory: the engine goes on
+            self._broken(repr(error))
+
+    def close(self, outcome: PublishOutcome) -> None:
+        """Leave the store, and set the outcome."""
+        with contextlib.suppress(Exception):  # what was published is
+            self._stack.close()
+        with self.lock:
+            self._ended, self.outcome = True, outcome
+            self._pieces.drop()
+
+    def _step(self) -> None:
+        if self._frames is None or self._writer is None:
+            if self._reason and not self._pieces.whole:
+                self._broken(self._reason)
+                return
+            self._writer = self._stack.enter_context(self._make_writer())
+            frames = self.offer.encoder(self.chunks, self.tokens, self._writer, self._position)
+            frames.write_profile()
+            self._begin(frames)
+            self._frames = frames
+            return
+        with self.lock:
+            whole, ended = self._next < self._pieces.whole, self._ended
+            taken = self._pieces.take(self._next) if whole else []
+            lag = self._pieces.lag(self._next) if whole else 0
+        if whole:
+            self._encode(self._frames, self._next, taken, lag)
+            self._next += 1
+        elif ended:
+            self._end(self._frames, self._writer, self._reason)
+
+    def _begin(self, frames: FrameEncoder) -> None:
+        """Prepare for the first group."""
+
+    def _encode(self, frames: FrameEncoder, chunk: int, units: Sequence[tuple[int, torch.Tensor]], lag: int) -> None:
+        """Encode a group of tokens, whose units are given by their index; it waits for ``lag`` runs of tokens."""
+        del chunk, lag
+        for index, kv in units:
+            encoder = frames.group(index, kv)
+            for track in frames.tracks:
+                encoder.encode(track)
+
+    def _end(self, frames: FrameEncoder, writer: AssetWriter, reason: str) -> None:
+        """Publish the asset, unless there is a reason not to."""
+        if reason:
+            self._broken(reason)
+            return
+        writer.commit(self.offer.catalog(frames))
+        self.published = self.chunks[-1]
+        self.close(PublishOutcome("published", total_bytes(frames), tokens=self.tokens))
+
+    def _broken(self, why: str) -> None:
+        """Give up."""
+        self.close(PublishOutcome("failed", why=why))
+
+
+class _Pieces:
+    """Runs of tokens as they were handed over, until they are taken as groups."""
+
+    def __init__(self, spec: KVSpec, tokens: int) -> None:
+        self._spec, self._all = spec, tokens
+        self._ends = [snapshot_ends(part, tokens) for part in spec.parts]
+        self._held: list[deque[tuple[int, torch.Tensor]]] = [deque() for _ in spec.parts]
+        """By layer class: pieces, and the place of their first token (row of a state)."""
+        self._done = [0] * len(spec.parts)
+        """By layer class, tokens (rows) that were handed over."""
+        self._units: list[list[tuple[int, Unit]]] = [[] for _ in range(spec.groups(tokens))]
+        """By group of tokens, the units that end with it."""
+        for index, unit in enumerate(units_of(spec, tokens)):
+            self._units[unit.chunk].append((index, unit))
+        self._runs: list[int] = []
+        """Tokens up to the end of each run."""
+        self.tokens = 0
+        """Tokens that were handed over."""
+
+    @property
+    def whole(self) -> int:
+        """Groups of tokens that were handed over as a whole."""
+        return len(self._units) if self.tokens == self._all else self.tokens // self._spec.group_tokens
+
+    def append(self, first: int, kv: Sequence[torch.Tensor], tokens: int | None) -> None:
+        """See `Production.append`; raises `FormatError`."""
+        spec = self._spec
+        if len(kv) != len(spec.parts):
+            raise FormatError(f"{spec.model}: {len(kv)} tensors came for {len(spec.parts)} layer classes")
+        if tokens is None:
+            pairs = zip(kv, spec.parts, strict=True)
+            tokens = next((int(one.shape[3]) for one, part in pairs if not _is_state(part) and one.dim() == 5), None)
+        if tokens is None:
+            raise FormatError(f"{spec.model}: say how many tokens these are: their states do not")
+        last = first + tokens
+        if first != self.tokens or not first <= last <= self._all:
+            raise FormatError(
+                f"{spec.model}: tokens {first} to {last} came; token {self.tokens} of {self._all} is next"
+            )
+        for part, tensor, ends in zip(spec.parts, kv, self._ends, strict=True):
+            rows = sum(first < end <= last for end in ends) * part.rows if _is_state(part) else tokens
+            if tuple(tensor.shape) != part.shape(rows):
+                raise FormatError(
+                    f"{spec.model}: cannot encode {part.summary} of {tuple(tensor.shape)}, not {part.shape(rows)}"
+                )
+        for index, tensor in enumerate(kv):
+            if tensor.shape[3]:
+                self._held[index].append((self._done[index], tensor))
+                self._done[index] += int(tensor.shape[3])
+        self.tokens = last
+        self._runs.append(last)
+
+    def lag(self, chunk: int) -> int:
+        """Return how many runs of tokens came after the one that made a group of tokens whole."""
+        end = min((chunk + 1) * self._spec.group_tokens, self._all)
+        return sum(last >= end for last in self._runs) - 1
+
+    def take(self, chunk: int) -> list[tuple[int, torch.Tensor]]:
+        """Return the units of a group of tokens, by index, and forget those of the groups before."""
+        return [(index, self._cut(unit)) for index, unit in self._units[chunk]]
+
+    def _cut(self, unit: Unit) -> torch.Tensor:
+        first = unit.group * unit.tokens if _is_state(self._spec.parts[unit.part]) else unit.first
+        held, end = self._held[unit.part], first + unit.tokens
+        while held[0][0] + held[0][1].shape[3] <= first:
+            held.popleft()
+        found = [piece[:, :, :, max(0, first - at) : end - at] for at, piece in held if at < end]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=3)
+
+    def drop(self) -> None:
+        """Forget all."""
+        for held in self._held:
+            held.clear()
+
+
+def total_bytes(frames: FrameEncoder) -> int:
+    """Return the bytes of all frames."""
+    return sum(map(sum, frames.bytes.values()))
+
+
+def _is_state(part: KVSpec) -> bool:
+    return part.only.kind == "state"

@@ -1,0 +1,430 @@
+"""Caches that are published while they are computed: what followers see, what is left, and what goes wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvabr.data import default_catalog
+from kvabr.publish.live_publisher import LiveProduction, LivePublisher, LiveSlot, TrackCosts
+from kvabr.publish.publisher import Publisher, Slot
+from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.files import NameClaim
+from kvabr.store.live_folder import LiveFolder, live_folders
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from kvabr.types.live import UNKNOWN, LiveEnd, PublishedFrames
+from kvabr.types.naming import LAYERS, chain
+from kvabr.types.units import snapshot_ends
+from tests import kvdata
+from tests.client.classes import HYBRID, SLIDING, WINDOWS, numbers
+from tests.toymodel import SPEC
+
+TOKENS = list(range(70))
+"""Five groups, the last one short."""
+PACE = PrefillCost.from_rate(100.0)
+LIMIT_S = 300
+SNAPSHOTS = replace(HYBRID, classes=(*HYBRID.classes[:2], replace(HYBRID.classes[2], interval=32)))
+"""With a snapshot behind every second group."""
+
+
+def cache(spec, tokens=TOKENS):
+    if spec is SPEC:
+        return (kvdata.related(spec, len(tokens)),)
+    found = list(numbers(spec, tokens))
+    for index, part in enumerate(spec.parts):
+        if ends := snapshot_ends(part, len(tokens)):
+            found[index] = torch.cat([numbers(spec, tokens[:end])[index] for end in ends], dim=3)
+    return tuple(found)
+
+
+def publisher(root, spec=SPEC, **options):
+    return Publisher(root, spec, **({"prior": default_catalog(), "source": "a test"} | options))
+
+
+def run_of(spec, kv, first, last):
+    """The part of a cache that a prefill of tokens ``first`` to ``last`` - 1 computes."""
+    found = []
+    for part, tensor in zip(spec.parts, kv, strict=True):
+        if part.only.kind == "state":
+            rows = [row for row, end in enumerate(snapshot_ends(part, len(TOKENS))) if first < end <= last]
+            begin = rows[0] * part.rows if rows else 0
+            found.append(tensor[:, :, :, begin : begin + len(rows) * part.rows])
+        else:
+            found.append(tensor[:, :, :, first:last])
+    return tuple(found)
+
+
+class Steps:
+    """A cache that grows by steps that the test takes, without a thread."""
+
+    def __init__(self, root, spec=SPEC, *, edge=None, **options):
+        self.spec, self.kv, self.outcomes = spec, cache(spec), []
+        self.made = LivePublisher(publisher(root, spec, **options), edge=edge, clock=lambda: 5.0)
+        slot = self.made.publisher.reserve(TOKENS)
+        claim = NameClaim(root / slot.chunks[-1])
+        assert claim.take()
+        self.production = LiveProduction(self.made, slot, claim, [1.0] * 5, self.outcomes.append)
+
+    def hand(self, first, last):
+        self.production.append(first, run_of(self.spec, self.kv, first, last))
+
+    def work(self):
+        while self.production.has_work():
+            self.production.step()
+        return self.production.outcome
+
+
+def published(root, spec=SPEC, **options):
+    """The asset that an ordinary publisher makes of the same cache."""
+    made, done = publisher(root, spec, **options), []
+    made.reserve(TOKENS).fill(cache(spec), done.append)
+    made.close()
+    assert done[0].verdict == "published", done[0].why
+    return FolderAsset.open(root / name_of(spec))
+
+
+def name_of(spec, tokens=TOKENS):
+    return chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)[-1]
+
+
+def test_followers_see_each_group_once_it_is_encoded_and_then_an_ordinary_asset(tmp_path):
+    made = LivePublisher(publisher(tmp_path), clock=lambda: 5.0)
+    over, outcomes = threading.Event(), []
+    slot = made.begin(TOKENS, pace=PACE, done=lambda outcome: (outcomes.append(outcome), over.set()))
+    assert isinstance(slot, LiveSlot)
+    assert (slot.tokens, slot.chunks[-1]) == (70, name_of(SPEC))
+    (kv,) = cache(SPEC)
+    for first in range(0, 70, 20):
+        slot.groups(first, kv[:, :, :, first : first + 20])
+    slot.end()
+    assert over.wait(LIMIT_S)
+    made.close()
+    assert (outcomes[0].verdict, outcomes[0].tokens) == ("published", 70)
+    asset = FolderAsset.open(tmp_path / slot.chunks[-1])
+    asset.check_parts()
+    assert outcomes[0].bytes == sum(track.total_bytes for track in asset.catalog.tracks)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [slot.chunks[-1]]
+
+
+def test_the_news_name_what_is_there(tmp_path):
+    steps = Steps(tmp_path)
+    steps.production.step()
+    (path,) = live_folders(tmp_path)
+    with LiveFolder(path) as follower:
+        live = follower.live
+        assert live.seconds == (1.0,) * 5
+        assert live.catalog.chunks == steps.production.chunks
+        assert {digest for track in live.catalog.tracks for digest in track.digests} == {UNKNOWN}
+        steps.hand(0, 10)
+        steps.work()
+        assert follower.read() == []
+        steps.hand(10, 33)
+        steps.work()
+        news = follower.read()
+        assert [message.group for message in news] == [0, 1]
+        for message in news:
+            assert sorted(message.frames) == ["FP16", "Int4", "Int8"]
+            for track, (size, _) in message.frames.items():
+                follower.open_frame(message.group, track, size).close()
+                assert 0.5 < live.catalog.track(track).bytes[message.group] / size < 2
+        steps.hand(33, 70)
+        steps.production.end()
+        assert steps.work().verdict == "published"
+        news += follower.read()
+    assert [type(message) for message in news] == [PublishedFrames] * 5 + [LiveEnd]
+    assert news[-1].reason == ""
+    asset = FolderAsset.open(tmp_path / name_of(SPEC))
+    for message in news[:-1]:
+        for name, (size, digest) in message.frames.items():
+            track = asset.catalog.track(name)
+            assert (track.bytes[message.group], track.digests[message.group]) == (size, digest)
+
+
+@pytest.mark.parametrize("spec", [SPEC, SLIDING, WINDOWS, HYBRID, SNAPSHOTS], ids=lambda spec: spec.model)
+@pytest.mark.parametrize("ends", [(70,), (16, 32, 48, 64, 70), (5, 33, 34, 70), (1, 2, 63, 70)])
+def test_the_asset_is_the_same_however_its_cache_comes(tmp_path, spec, ends):
+    options = {"tracks": ("FP16", "Int8")}
+    steps, first = Steps(tmp_path / "live", spec, **options), 0
+    for last in ends:
+        steps.hand(first, last)
+        steps.work()
+        first = last
+    steps.production.end()
+    assert steps.work().verdict == "published", steps.production.outcome
+    assert (
+        FolderAsset.open(tmp_path / "live" / name_of(spec)).catalog
+        == published(tmp_path / "once", spec, **options).catalog
+    )
+
+
+def test_tracks_that_are_not_for_the_edge_are_made_at_the_end(tmp_path):
+    side = kvdata.profile(SPEC)
+    steps = Steps(tmp_path / "live", profile=side)
+    steps.hand(0, 70)
+    steps.production.end()
+    while not (found := list(live_folders(tmp_path / "live"))):
+        steps.production.step()
+    with LiveFolder(found[0]) as follower:
+        assert [track.name for track in follower.live.catalog.tracks] == [*LAYERS]
+        assert steps.work().verdict == "published"
+        *news, _ = follower.read()
+        assert all(sorted(message.frames) == [*LAYERS] for message in news)
+    assert steps.production.outcome.left_out == 0
+    whole = published(tmp_path / "once", profile=side).catalog
+    assert FolderAsset.open(tmp_path / "live" / name_of(SPEC)).catalog == whole
+    assert [track.name for track in whole.tracks] == ["FP16", "Int8", "Int4", *LAYERS]
+
+
+def test_what_lags_behind_is_offered_with_fewer_tracks_and_complete_in_the_end(tmp_path):
+    side = kvdata.profile(SPEC)
+    steps = Steps(tmp_path / "live", profile=side)
+    for track, cost in zip(LAYERS, (4.0, 1.0, 2.0, 3.0), strict=True):
+        steps.made.costs.add(track, cost * 1e15, 10**15)  # what is measured on the way does not count beside it
+    steps.production.step()
+    (path,) = live_folders(tmp_path / "live")
+    with LiveFolder(path) as follower:
+        for first in range(0, 64, 16):
+            steps.hand(first, first + 16)
+        steps.hand(64, 70)
+        steps.production.end()
+        assert steps.work().verdict == "published"
+        *news, end = follower.read()
+    assert end.reason == ""
+    assert [len(message.frames) for message in news] == [1, 1, 1, 2, 4]
+    assert all("AC-L0" in message.frames for message in news)
+    assert steps.production.outcome.left_out == 3 + 3 + 3 + 2
+    whole = published(tmp_path / "once", profile=side).catalog
+    assert FolderAsset.open(tmp_path / "live" / name_of(SPEC)).catalog == whole
+
+
+def test_runs_of_several_groups_are_no_lag(tmp_path):
+    steps = Steps(tmp_path)
+    steps.made.costs.add("FP16", 1e15, 10**15)
+    steps.hand(0, 70)
+    steps.production.end()
+    assert steps.work().left_out == 0
+
+
+def test_which_tracks_fit():
+    costs = TrackCosts()
+    assert costs.within(LAYERS, 0.1, "AC-L0") == LAYERS  # nothing is known yet
+    for track, cost in zip(("AC-L0", "AC-L1", "AC-L2", "Int8"), (4, 3, 2, 1), strict=True):
+        costs.add(track, cost * 10.0, 10)
+    tracks = ("Int8", "AC-L0", "AC-L1", "AC-L2")
+    assert costs.within(tracks, 1.0, "AC-L0") == tracks
+    assert costs.within(tracks, 0.85, "AC-L0") == ("Int8", "AC-L0", "AC-L1")
+    assert costs.within(tracks, 0.5, "AC-L0") == ("Int8", "AC-L0")
+    assert costs.within(tracks, 0.4, "AC-L0") == ("AC-L0",)
+    assert costs.within(tracks, 0.0, "AC-L0") == ("AC-L0",)
+    assert costs.within(tracks, 0.5, "Int8") == ("Int8", "AC-L0")
+
+
+@pytest.mark.parametrize(
+    ("handed", "reason", "told"),
+    [(70, "", "published"), (40, "the engine was preempted", "preempted"), (40, "", "ended after 40 of 70 tokens")],
+)
+def test_a_producer_that_fails_leaves_a_shorter_prompt(tmp_path, handed, reason, told):
+    steps = Steps(tmp_path)
+    steps.production.step()
+    (path,) = live_folders(tmp_path)
+    with LiveFolder(path) as follower:
+        steps.hand(0, handed)
+        if reason:
+            steps.production.fail(reason)
+        else:
+            steps.production.end()
+        outcome = steps.work()
+        end = follower.read()[-1]
+    if handed == 70:
+        assert outcome.verdict == told
+        return
+    assert (outcome.verdict, outcome.tokens) == ("failed", 32)
+    assert told in outcome.why
+    assert end == LiveEnd(end.key, outcome.why)
+    asset = FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32]))
+    asset.check_parts()
+    assert asset.catalog.tokens == 32
+    assert asset.catalog.namespace.prompt == name_of(SPEC, TOKENS[:32])
+    assert outcome.bytes == sum(track.total_bytes for track in asset.catalog.tracks)
+    assert len(list(tmp_path.iterdir())) == 1
+    frames = published(tmp_path / "whole").catalog
+    assert [track.digests for track in asset.catalog.tracks] == [track.digests[:2] for track in frames.tracks]
+
+
+@pytest.mark.parametrize(("spec", "left"), [(SPEC, 0), (HYBRID, 0), (SNAPSHOTS, 32)])
+def test_what_cannot_be_played_is_not_left(tmp_path, spec, left):
+    """A prompt of less than a group; and one without a snapshot of the states behind it."""
+    steps = Steps(tmp_path, spec, tracks=("FP16", "Int8"))
+    steps.hand(0, 15 if spec is SPEC else 60)
+    steps.production.fail("")
+    outcome = steps.work()
+    assert (outcome.verdict, outcome.tokens) == ("failed", left)
+    assert len(list(tmp_path.iterdir())) == (left > 0)
+
+
+def test_a_shorter_prompt_that_is_there_is_left_alone(tmp_path):
+    first = Steps(tmp_path)
+    first.hand(0, 40)
+    first.production.fail("one")
+    first.work()
+    before = FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32])).version
+    again = Steps(tmp_path)
+    again.hand(0, 40)
+    again.production.fail("two")
+    assert again.work().tokens == 0
+    assert FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32])).version == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_store_that_refuses_ends_it_with_a_reason(tmp_path):
+    steps = Steps(tmp_path)
+    steps.production.step()
+    (path,) = live_folders(tmp_path)
+    (path / "groups" / "Int4" / "00002.kvg").mkdir(parents=True)
+    with LiveFolder(path) as follower:
+        steps.hand(0, 60)
+        outcome = steps.work()
+        *news, end = follower.read()
+    assert (outcome.verdict, outcome.tokens) == ("failed", 32)
+    assert "00002.kvg" in outcome.why
+    assert end.reason == outcome.why[:500]
+    assert [message.group for message in news] == [0, 1]
+    steps.hand(60, 70)  # the engine goes on
+    steps.production.end()
+    assert not steps.production.has_work()
+    FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32])).check_parts()
+
+
+@pytest.mark.parametrize(
+    ("first", "piece", "told"),
+    [
+        (16, (slice(0, 16),), "token 0 of 70 is next"),
+        (0, (slice(0, 16), slice(0, 16)), "2 tensors came for 1 layer classes"),
+        (0, (slice(0, 16), slice(0, 1)), "cannot encode"),
+    ],
+)
+def test_what_does_not_fit_is_told_by_the_outcome(tmp_path, first, piece, told):
+    steps = Steps(tmp_path)
+    (kv,) = steps.kv
+    given = (kv[:, :, :, piece[0]],) * len(piece) if told != "cannot encode" else (kv[:, :, piece[1], piece[0]],)
+    steps.production.append(first, given)
+    outcome = steps.work()
+    assert outcome.verdict == "failed"
+    assert told in outcome.why
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_tokens_than_were_announced_are_refused(tmp_path):
+    steps = Steps(tmp_path)
+    steps.hand(0, 70)
+    steps.production.append(70, run_of(SPEC, steps.kv, 0, 1))
+    assert "tokens 70 to 71 came" in steps.work().why
+
+
+def test_two_producers_of_one_prompt(tmp_path):
+    made, other = LivePublisher(publisher(tmp_path)), LivePublisher(publisher(tmp_path))
+    over = threading.Event()
+    slot = made.begin(TOKENS, pace=PACE, done=lambda _: over.set())
+    assert made.begin(TOKENS, pace=PACE) == "known"
+    assert other.begin(TOKENS, pace=PACE) == "known"
+    slot.fail("nothing was computed")
+    assert over.wait(LIMIT_S)
+    second = other.begin(TOKENS, pace=PACE)
+    assert isinstance(second, LiveSlot)
+    second.groups(0, cache(SPEC))
+    second.end()
+    other.close()
+    assert made.begin(TOKENS, pace=PACE) == "known"  # it is published
+    made.close()
+
+
+OTHER = """
+import sys
+from pathlib import Path
+from tests.publish.test_live_publisher import PACE, TOKENS, LivePublisher, publisher
+made = LivePublisher(publisher(Path(sys.argv[1])))
+slot = made.begin(TOKENS, pace=PACE)
+print(slot if isinstance(slot, str) else "begun", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.process
+def test_two_producers_of_one_prompt_in_two_processes(tmp_path):
+    command = [sys.executable, "-c", OTHER, tmp_path]
+    made = LivePublisher(publisher(tmp_path))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # noqa: S603
+        assert process.stdout.readline() == b"begun\n"
+        assert made.begin(TOKENS, pace=PACE) == "known"
+        process.kill()
+        process.wait()
+    slot = made.begin(TOKENS, pace=PACE)
+    assert isinstance(slot, LiveSlot)
+    slot.groups(0, cache(SPEC))
+    slot.end()
+    made.close()
+    FolderAsset.open(tmp_path / name_of(SPEC)).check_parts()
+
+
+def test_closing_ends_what_still_grows(tmp_path):
+    made, outcomes = LivePublisher(publisher(tmp_path)), []
+    slot = made.begin(TOKENS, pace=PACE, done=outcomes.append)
+    slot.groups(0, run_of(SPEC, cache(SPEC), 0, 40))
+    made.close()
+    assert (outcomes[0].verdict, outcomes[0].tokens) == ("failed", 32)
+    assert "closed" in outcomes[0].why
+    slot.groups(40, run_of(SPEC, cache(SPEC), 40, 70))
+    slot.end()
+    assert len(outcomes) == 1
+
+
+def test_finished_caches_are_published_beside_those_that_grow(tmp_path):
+    made, outcomes = LivePublisher(publisher(tmp_path, queue=2)), {}
+    slot = made.begin(TOKENS, pace=PACE, done=lambda outcome: outcomes.update(live=outcome))
+    slot.groups(0, run_of(SPEC, cache(SPEC), 0, 40))
+    other = made.publisher.reserve(TOKENS[1:])
+    assert isinstance(other, Slot)
+    assert made.begin(TOKENS[2:], pace=PACE) == "full"
+    other.fill(kvdata.related(SPEC, 69), lambda outcome: outcomes.update(whole=outcome))
+    slot.groups(40, run_of(SPEC, cache(SPEC), 40, 70))
+    slot.end()
+    made.close()
+    assert {name: outcome.verdict for name, outcome in outcomes.items()} == dict.fromkeys(outcomes, "published")
+
+
+@pytest.mark.parametrize("pace", [[1.0] * 4, [5.0, 4.0, 6.0, 7.0, 8.0], [-1.0, 0, 0, 0, 0], [0, 0, 0, 0, float("inf")]])
+def test_a_pace_that_is_none(tmp_path, pace):
+    made = LivePublisher(publisher(tmp_path, queue=1))
+    with pytest.raises(UsageError, match="5 groups"):
+        made.begin(TOKENS, pace=pace)
+    slot = made.begin(TOKENS, pace=[0.0, 1.0, 1.0, 2.0, 3.0])
+    assert isinstance(slot, LiveSlot)
+    made.close()
+
+
+def test_tracks_at_the_edge_that_cannot_be(tmp_path):
+    side = kvdata.profile(SPEC)
+    with pytest.raises(UsageError, match="refines AC-L0"):
+        LivePublisher(publisher(tmp_path, profile=side), edge=["AC-L1"])
+    with pytest.raises(UsageError, match="none of the publisher's"):
+        LivePublisher(publisher(tmp_path), edge=["BF16"])
+
+
+def test_the_encoding_thread_leaves_the_cores_to_the_engine(tmp_path):
+    before, found = torch.get_num_threads(), []
+    torch.set_num_threads(max(2, before))
+    try:
+        made = publisher(tmp_path)
+        slot = made.reserve(TOKENS)
+        slot.fill(cache(SPEC), lambda _: found.append(torch.get_num_threads()))
+        made.close()
+        assert found == [1]
+        assert torch.get_num_threads() == max(2, before)
+    finally:
+        torch.set_num_threads(before)
