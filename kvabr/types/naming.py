@@ -33,6 +33,12 @@ MAX_FULL_TRACK_NAME = 4096
 """Maximum bytes of namespace fields and track name together (moq-transport, section 2.4.1)."""
 PREFIX_TRACK = "prefix."
 """Prefix of the name of a lookup, see `prefix_track`."""
+LIVE_TRACK = "kvabr.live"
+"""Track whose only group is the live catalog of a cache that is being prefilled, see `kvabr.types.live`."""
+EDGE_TRACK = "kvabr.edge"
+"""Track of the news of such a cache, a group each."""
+LIVE_PREFIX_TRACK = "live."
+"""Prefix of the name of a lookup among caches that are being prefilled; the rest is that of a `prefix_track`."""
 MAX_PREFIX_DIGESTS = 320
 """Maximum number of digests in the name of one lookup; they leave 584 bytes for the model's name."""
 PROPERTY_GROUP_BYTES = 0x38
@@ -181,8 +187,11 @@ def prefix_gap(shared: int, groups: int) -> range:
 
 
 def parse_prefix_track(name: str) -> list[bytes]:
-    """Return the digest prefixes in a lookup's untrusted name: the first 8 bytes of each digest."""
-    text = name.removeprefix(PREFIX_TRACK)
+    """Return the digest prefixes in a lookup's untrusted name: the first 8 bytes of each digest.
+
+    The lookup may be one among caches that are being prefilled.
+    """
+    text = name.removeprefix(LIVE_PREFIX_TRACK if name.startswith(LIVE_PREFIX_TRACK) else PREFIX_TRACK)
     if text == name or len(text) > MAX_FULL_TRACK_NAME:
         raise FormatError(f"not the name of a prefix lookup: {name[:80]!r}")
     try:
