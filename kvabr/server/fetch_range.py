@@ -18,6 +18,10 @@ class InvalidRangeError(KvabrError):
     """A FETCH begins behind the end of the track."""
 
 
+class LeftOutError(KvabrError):
+    """A FETCH wants only groups that the producer left out."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupRange:
     """One group of a FETCH, and which of its objects."""
@@ -43,7 +47,13 @@ class FetchRange:
 
     @classmethod
     def of(
-        cls, message: Fetch, groups: int, last_object_of: Callable[[int], int], *, growing: bool = False
+        cls,
+        message: Fetch,
+        groups: int,
+        last_object_of: Callable[[int], int],
+        *,
+        growing: bool = False,
+        has: Callable[[int], bool] = lambda _: True,
     ) -> FetchRange:
         """Cut what a FETCH requests to what is published.
 
@@ -53,9 +63,11 @@ class FetchRange:
             last_object_of: Returns the ID of a group's last object; it is called for the last group of the range, and
                 if the range depends on the largest object, for that of the track.
             growing: Whether more groups may appear.
+            has: Returns whether a group exists; others are left out of the answer.
 
         Raises:
             InvalidRangeError: The range begins behind the end of the track.
+            LeftOutError: None of its groups exists.
         """
         start, end = message.start, message.end
         if groups and message.parameters.filter is not None:
@@ -72,6 +84,9 @@ class FetchRange:
         ranges[0] = replace(ranges[0], first_object=start.object)
         if not whole:
             ranges[-1] = replace(ranges[-1], end_object=end.object)
+        ranges = [part for part in ranges if has(part.group)]
+        if not ranges:
+            raise LeftOutError(f"the producer left out group {start.group}")
         descending = message.parameters.group_order == _DESCENDING
         if descending:
             ranges.reverse()

@@ -12,7 +12,9 @@ import hashlib
 from collections.abc import Awaitable, Callable
 
 from kvabr.codec.container import ObjectSpan
+from kvabr.moqt.codes import RequestCode
 from kvabr.moqt.messages import Fetch, Subscribe, TrackStatus
+from kvabr.server.fetch_range import InvalidRangeError, LeftOutError
 from kvabr.server.publication import Publication, PublishedGroup
 
 LOOK_S = 0.1
@@ -100,7 +102,8 @@ def waits_s(message: Fetch | Subscribe | TrackStatus, found: Publication | None)
     """Return how long a peer would wait for what is not published yet; 0 if it need not, or would not.
 
     The drafts have RENDEZVOUS_TIMEOUT for a SUBSCRIBE. A FETCH behind the edge of a growing track is refused, unless
-    FILL_TIMEOUT says that its sender would wait; the drafts have that parameter for relays, which do the same.
+    FILL_TIMEOUT says that its sender would wait; the drafts have that parameter for relays, which do the same. If the
+    track ends before the group is there, the answer is DOES_NOT_EXIST with the reason; otherwise it may be asked again.
     """
     parameters, wait_ms = message.parameters, None
     if isinstance(message, Subscribe) and found is None:
@@ -108,6 +111,18 @@ def waits_s(message: Fetch | Subscribe | TrackStatus, found: Publication | None)
     elif isinstance(message, Fetch) and found is not None and found.growing and parameters.filter is None:
         wait_ms = parameters.fill_timeout if message.start.group >= found.groups else None
     return (wait_ms or 0) / 1000
+
+
+def why_none(
+    message: Fetch, publication: Publication, error: InvalidRangeError | LeftOutError
+) -> tuple[RequestCode, str]:
+    """Return code and reason for a FETCH of which no group exists: one that would wait hears if none will."""
+    if isinstance(error, LeftOutError):
+        return RequestCode.DOES_NOT_EXIST, str(error)
+    waits = bool(message.parameters.fill_timeout) and isinstance(publication, GrowingPublication)
+    if not waits or publication.growing:
+        return RequestCode.INVALID_RANGE, str(error)
+    return RequestCode.DOES_NOT_EXIST, publication.failure or f"{error}, and is complete"
 
 
 async def awaited(

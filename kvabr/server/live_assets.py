@@ -2,226 +2,352 @@
 
 Under the name of an asset there are, while it grows: `kvabr.live`, its live catalog; `kvabr.edge`, the news of each
 group of tokens, one after the other; and its levels, whose groups exist once the news have named them. A lookup of the
-longest prefix that also takes what is growing has a name of its own. Once the asset is complete it is in the store like
-any other, and its levels go on under the same names.
+longest prefix among what is growing has a name of its own. Once the asset is complete it is in the store like any
+other, and its levels go on under the same names; those who began before can finish for a while.
+
+What a killed producer has published becomes the asset of a shorter prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvabr.codec.container import ObjectSpan, object_spans
 from kvabr.server.grants import Grant
-from kvabr.server.growing import GrowingBytes, GrowingPublication
-from kvabr.server.publication import BytesPublication, OpenedGroup, Publication
-from kvabr.store.files import PARTIAL
-from kvabr.store.live_folder import LiveFolder, live_folders
+from kvabr.server.live_tracks import EdgeTrack, GrowingAsset, LiveLevel
+from kvabr.server.publication import ArrivingGroup, OpenedGroup, Publication
+from kvabr.store.asset_folder import MAX_DEPTH, MAX_FOLDERS, folders_of_assets
+from kvabr.store.live_folder import LIVE, LiveFolder, partial_folders
 from kvabr.types.errors import AssetError, FormatError
-from kvabr.types.live import LiveEnd, PublishedFrames
-from kvabr.types.naming import (
-    EDGE_TRACK,
-    LIVE_PREFIX_TRACK,
-    LIVE_TRACK,
-    TrackNamespace,
-    parse_prefix_track,
-    prefix_key,
-)
-from kvabr.types.units import Unit
+from kvabr.types.naming import LIVE_PREFIX_TRACK, TrackNamespace, parse_prefix_track, prefix_key
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 LOOK_S, POLL_S = 0.05, 0.004
 """Seconds between looks for new assets, and between looks at those that grow."""
+MOST_LIVE = 64
+"""Assets that are followed at a time; as many that ended a moment ago are kept."""
+LINGER_S = 120.0
+"""Seconds for which an asset that has ended is served to those who began before."""
+STALLED_S = 600.0
+"""Seconds without news after which an asset is given up, though its producer lives."""
 _ALIVE_S = 0.5
-"""Seconds between checks whether writers live."""
+"""Seconds between checks whether producers live."""
+_SCAN_S, _SETTLED_NS = 2.0, 50_000_000
+"""Seconds after which a folder is read again although it seems not to have changed; and nanoseconds within which two
+changes may bear the same time."""
 
 
-class LiveLevel(GrowingPublication):
-    """One level of an asset that grows."""
+class FollowedAsset(GrowingAsset):
+    """An asset that grows in a folder."""
 
-    def __init__(self, asset: LiveAsset, part: int, level: str) -> None:
-        """Begin without groups; ``part`` is the index of the layer class."""
-        super().__init__()
-        self.asset, self._part, self._level = asset, asset.live.catalog.spec.parts[part], level
-        self.name = self._part.track_name(level)
-        self._groups: list[tuple[Unit, int, bytes] | None] = []
+    def __init__(self, folder: LiveFolder, name: str) -> None:
+        """Follow a folder; ``name`` is that of the asset in its store."""
+        super().__init__(folder.live)
+        self.folder, self.name = folder, name
+        self.settled = False
+        """Whether nothing is left to do for it once it has ended."""
+        self.partial = True
+        """Whether the folder has no name yet."""
+        self.heard_s = time.monotonic()
+        """When something came last."""
 
-    def publish(self, unit: Unit, frame: tuple[int, str] | None) -> None:
-        """Take the next group; None: the producer left it out, so it does not exist."""
-        self._groups.append(None if frame is None else (unit, frame[0], bytes.fromhex(frame[1])))
-        self.grow(len(self._groups))
-
-    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
-        """See `Publication.objects`."""
-        unit, size, _ = self._group(group)
-        return object_spans(self._part, self._level, unit.first, unit.tokens, size)
-
-    def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> OpenedGroup:
-        """See `Publication.open`."""
+    def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
+        """See `GrowingAsset.open`."""
         del priority, on_more
-        _, size, digest = self._group(group)
-        return OpenedGroup(self.asset.folder.open_frame(group, self.name, size), self.objects(group), digest)
-
-    def _group(self, group: int) -> tuple[Unit, int, bytes]:
-        if not 0 <= group < self.groups:
-            raise IndexError(f"group {group} of a track that has {self.groups} groups so far")
-        if (found := self._groups[group]) is None:
-            raise AssetError(f"group {group} of {self.name}: the producer had no time for it")
-        return found
-
-
-class LiveAsset:
-    """One asset that grows."""
-
-    def __init__(self, folder: LiveFolder) -> None:
-        """Follow a folder."""
-        self.folder, self.live = folder, folder.live
-        self.name = folder.path.name.removeprefix(".").removesuffix(PARTIAL).rpartition(".")[0]
-        catalog = self.live.catalog
-        self._units = catalog.units if not catalog.every_token else tuple(map(catalog.unit, range(catalog.groups)))
-        self.levels = {
-            level.name: level
-            for part in range(len(catalog.spec.parts))
-            for level in (LiveLevel(self, part, track.name) for track in catalog.tracks)
-        }
-        self.edge = GrowingBytes()
-        self.text = BytesPublication(self.live.dumps().encode())
-        self.over = False
-
-    @property
-    def namespace(self) -> TrackNamespace:
-        """Name of the whole prompt."""
-        return self.live.catalog.namespace
-
-    def tracks(self) -> dict[str, Publication]:
-        """Return all tracks by name."""
-        return {**self.levels, EDGE_TRACK: self.edge, LIVE_TRACK: self.text}
+        frame, objects = level.frame(group), level.objects(group)
+        return OpenedGroup(self.folder.open_frame(group, level.name, frame.size), objects, frame.digest)
 
     def poll(self) -> None:
-        """Take what has been written since the last call; raises as `LiveFolder.read`, and `FormatError`."""
-        for message in self.folder.read():
-            if self.over:
-                return
-            if message.key != self.live.key:
-                raise FormatError(f"{self.folder.path}: a message of another production")
-            if isinstance(message, LiveEnd):
-                self.end(message.reason)
-            else:
-                self._publish(message)
-
-    def _publish(self, news: PublishedFrames) -> None:
-        if news.group != self.edge.groups:
-            raise FormatError(f"{self.folder.path}: group {news.group} came, {self.edge.groups} is next")
-        for unit in self._units:
-            if unit.chunk == news.group:
-                part = self.live.catalog.spec.parts[unit.part]
-                for track in self.live.catalog.tracks:
-                    name = part.track_name(track.name)
-                    self.levels[name].publish(unit, news.frames.get(name))
-        self.edge.append(news.dumps())
+        """Take what has been written since the last call; raises as `LiveFolder.read` and `take`."""
+        while messages := self.folder.read():
+            for message in messages:
+                if self.over:
+                    return
+                self.heard_s = time.monotonic()
+                self.take(message)
 
     def end(self, reason: str) -> None:
-        """Say that nothing follows; an empty reason: it is complete."""
+        """See `GrowingAsset.end`."""
         if not self.over:
-            self.over = True
-            self.edge.append(LiveEnd(self.live.key, reason).dumps())
-            for track in (*self.levels.values(), self.edge):
-                track.finish(reason)
+            self.heard_s = time.monotonic()
+        super().end(reason)
+
+    def shared(self, namespace: TrackNamespace, track: str) -> int:
+        """Return one more than the last group of tokens that a lookup names; 0 if it shares none.
+
+        Of an asset that has ended only the groups count that were published.
+        """
+        catalog = self.catalog
+        if (catalog.namespace.model, catalog.chunks[0]) != (namespace.model, namespace.prompt):
+            return 0
+        try:
+            keys = {prefix_key(namespace.prompt), *parse_prefix_track(track)}
+        except FormatError:
+            return 0
+        named = max(index + 1 for index, chunk in enumerate(catalog.chunks) if prefix_key(chunk) in keys)
+        return min(named, self.chunks) if self.over else named
+
+
+@dataclass(slots=True)
+class _Scanned:
+    """One folder, as it was when it was read last."""
+
+    modified_ns: int
+    at_s: float
+    fresh: bool
+    """Whether it may have changed since without another time."""
+    inner: list[Path]
+    partial: list[Path]
+
+
+@dataclass(slots=True)
+class _Look:
+    """What one look has found."""
+
+    paths: set[Path] = field(default_factory=set)
+    """Folders that can be followed."""
+    named: list[FollowedAsset] = field(default_factory=list)
+    """Those that have got their name."""
+    new: list[FollowedAsset] = field(default_factory=list)
+    refused: dict[Path, str] = field(default_factory=dict)
+    crowded: bool = False
 
 
 class LiveAssets:
-    """Follows everything that is being written in a folder. Used from the event loop only."""
+    """Follows everything that is being written in a folder. All but `find` is used from one event loop only."""
 
-    def __init__(self, root: Path, log: FilteringBoundLogger, complete: Callable[[], object]) -> None:
-        """Begin with nothing; ``complete`` is called when an asset has got its name, so that the store is looked at."""
-        self._root, self._log, self._complete = root, log, complete
-        self._assets: dict[Path, LiveAsset] = {}
+    def __init__(
+        self,
+        root: Path,
+        log: FilteringBoundLogger,
+        *,
+        on_ended: Callable[[], object] = lambda: None,
+        on_gone: Callable[[FollowedAsset], object] = lambda _: None,
+    ) -> None:
+        """Begin with nothing.
+
+        Args:
+            root: the folder; assets may lie as deep in it as others.
+            log: receives events.
+            on_ended: called in a thread when assets may have got their names, so that the store is looked at.
+            on_gone: hears of assets that were removed.
+        """
+        self._root, self._log, self._on_ended, self._on_gone = root, log, on_ended, on_gone
+        self._assets: tuple[FollowedAsset, ...] = ()
+        """Oldest first; replaced as a whole, as other threads read it."""
         self._refused: set[Path] = set()
+        self._scanned: dict[Path, _Scanned] = {}
+        self._outdated = self._crowded = False
 
-    def __iter__(self) -> Iterator[LiveAsset]:
-        return iter(self._assets.values())
+    @property
+    def assets(self) -> tuple[FollowedAsset, ...]:
+        """All that are followed, also those that ended a moment ago."""
+        return self._assets
+
+    @property
+    def growing(self) -> int:
+        """Number of those that have not ended."""
+        return sum(not asset.over for asset in self._assets)
 
     async def follow(self) -> None:
         """Look for assets and follow them until cancelled."""
-        loop = asyncio.get_running_loop()
-        looked_s = checked_s = float("-inf")
+        looking = asyncio.get_running_loop().create_task(self._keep_looking())
         try:
             while True:
-                now_s = loop.time()
-                if now_s - looked_s >= LOOK_S:
-                    looked_s = now_s
-                    self.look()
-                if now_s - checked_s >= _ALIVE_S:
-                    checked_s = now_s
-                    self.check()
                 self.poll()
-                growing = any(not asset.over for asset in self)
-                await asyncio.sleep(POLL_S if growing else LOOK_S)
+                await asyncio.sleep(POLL_S if self.growing else LOOK_S)
         finally:
-            for asset in self:
-                asset.end("the server is going away")
+            looking.cancel()
+            await asyncio.wait({looking})
+            for asset in self._assets:
+                asset.abandon("the server is going away")
                 asset.folder.close()
+            self._assets = ()
 
-    def look(self) -> None:
-        """Look for new assets, and forget those that are over and whose folder is gone."""
-        found = set(live_folders(self._root))
-        self._refused &= found
-        for path in found - self._assets.keys() - self._refused:
+    async def _keep_looking(self) -> None:
+        checked_s = time.monotonic()
+        while True:
             try:
-                asset = LiveAsset(LiveFolder(path))
-                if any(other.namespace == asset.namespace and not other.over for other in self):
-                    asset.folder.close()
-                    raise FormatError(f"{path}: another producer is publishing the same prompt")
-            except (AssetError, FormatError) as error:
-                self._refused.add(path)
-                self._log.warning("live asset left out", error=str(error))
-                continue
-            self._assets[path] = asset
-            self._log.info("live asset", asset=asset.name, model=asset.namespace.model, groups=len(asset.live.seconds))
-        for path in [path for path, asset in self._assets.items() if asset.over and path not in found]:
-            self._assets.pop(path).folder.close()
+                await self.look()
+                if time.monotonic() - checked_s >= _ALIVE_S:
+                    await self.check()
+                    checked_s = time.monotonic()
+                await self.tell()
+            except Exception:  # noqa: BLE001  # a server that follows nothing any more would be worse
+                self._log.exception("cannot look for live assets")
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Look for new assets, and forget those that were removed or that ended a while ago."""
+        found = await asyncio.to_thread(self._look, self._assets)
+        self._refused &= found.paths
+        for path, why in found.refused.items():
+            self._refused.add(path)
+            self._log.warning("live asset left out", asset=path.name, error=why)
+        if found.crowded and not self._crowded:
+            self._log.warning("too many live assets", followed=MOST_LIVE, hint="others wait until some have ended")
+        self._crowded = found.crowded
+        self._assets += tuple(found.new)
+        for asset in found.new:
+            where = {"model": asset.namespace.model, "groups": len(asset.catalog.chunks)}
+            self._log.info("live asset", asset=asset.name, **where)
+        now_s, ended = time.monotonic(), [asset for asset in self._assets if asset.over]
+        for asset in self._assets:
+            if asset.partial and asset in found.named:
+                asset.partial, self._outdated = False, True
+            if asset.partial and asset.over and not asset.settled:
+                asset.heard_s = now_s  # its producer still writes
+            if asset.gone:
+                asset.settled = True
+                asset.end("the asset was removed")
+                self._log.info("live asset removed", asset=asset.name)
+                self._drop(asset)
+                self._on_gone(asset)
+            elif asset.over and (now_s - asset.heard_s > LINGER_S or asset in ended[:-MOST_LIVE]):
+                self._drop(asset)
 
     def poll(self) -> None:
         """Take what has been written since the last call."""
-        for asset in self:
-            if asset.over:
+        for asset in self._assets:
+            if not asset.over:
+                self._poll(asset)
+
+    async def check(self) -> None:
+        """End the assets whose producer was killed or has stalled, and keep what was published of them."""
+        for asset in self._assets:
+            if asset.settled:
+                continue
+            if await asyncio.to_thread(asset.folder.has_writer):
+                if not asset.over and time.monotonic() - asset.heard_s > STALLED_S:
+                    self._end(asset, f"no news for {STALLED_S:g} s")
+                continue
+            if not asset.over:
+                self._poll(asset)  # it may have ended orderly a moment ago
+            asset.settled = True
+            if not asset.over:
+                whole = asset.chunks == len(asset.catalog.chunks) and asset.folder.is_at(asset.folder.asset_path)
+                self._end(asset, "" if whole else "its producer is gone")
+            await self._rescue(asset)
+
+    async def tell(self) -> None:
+        """Have the store looked at if assets may have got their names."""
+        if self._outdated:
+            self._outdated = False
+            await asyncio.to_thread(self._on_ended)
+
+    def find(self, grant: Grant, namespace: TrackNamespace, track: str) -> tuple[FollowedAsset, Publication] | None:
+        """Return a track, and its asset, that a grant may read."""
+        readable = [asset for asset in self._assets if grant.may_read(asset.name, asset.namespace.model)]
+        if track.startswith(LIVE_PREFIX_TRACK):
+            shared = [(asset.shared(namespace, track), not asset.over, asset) for asset in readable]
+            # Of equal ones the oldest, so that the lookups of one prompt agree.
+            best = max(shared, key=lambda each: each[:2], default=None)
+            return None if best is None or not best[0] else (best[2], best[2].text)
+        named = [asset for asset in readable if asset.namespace == namespace]
+        named.sort(key=lambda asset: asset.over)
+        return next(((asset, found) for asset in named[:1] if (found := asset.track(track)) is not None), None)
+
+    def profile(self, grant: Grant, namespace: TrackNamespace) -> FollowedAsset | None:
+        """Return an asset that a grant may read and that has the codec profile of this name."""
+        named = namespace.model, namespace.prompt
+        readable = (asset for asset in self._assets if grant.may_read(asset.name, asset.namespace.model))
+        return next((one for one in readable if (one.namespace.model, one.catalog.profile) == named), None)
+
+    def _poll(self, asset: FollowedAsset) -> None:
+        try:
+            asset.poll()
+        except (AssetError, FormatError) as error:
+            self._end(asset, str(error)[:300])
+        if asset.over:
+            self._outdated = True
+
+    def _end(self, asset: FollowedAsset, reason: str) -> None:
+        if reason:
+            self._log.warning("live asset ended", asset=asset.name, groups=asset.chunks, error=reason)
+        asset.end(reason)
+        self._outdated = True
+
+    async def _rescue(self, asset: FollowedAsset) -> None:
+        try:
+            path = await asyncio.to_thread(asset.folder.rescue, asset.news())
+        except AssetError as error:
+            self._log.warning("live asset not kept", asset=asset.name, error=str(error))
+            return
+        self._outdated = True
+        if path is not None:
+            self._log.info("live asset kept", asset=path.name, groups=asset.chunks)
+
+    def _drop(self, asset: FollowedAsset) -> None:
+        self._assets = tuple(each for each in self._assets if each is not asset)
+        self._refused.add(asset.folder.path)
+        asset.folder.close()
+
+    # ------------------------------------------------------------------ in a thread
+
+    def _look(self, known: Sequence[FollowedAsset]) -> _Look:
+        found, followed = _Look(), {asset.folder.path for asset in known}
+        room = MOST_LIVE - sum(not asset.over for asset in known)
+        for asset in known:
+            if (place := asset.folder.place(asset.chunks)) not in {None, asset.folder.path}:
+                found.named.append(asset)
+            asset.gone = asset.gone or (place is None and asset.chunks > 0)
+        for path in self._partial():
+            if not (path / LIVE).exists():
+                continue
+            found.paths.add(path)
+            if path in followed or path in self._refused:
+                continue
+            if room <= 0:
+                found.crowded = True
                 continue
             try:
-                asset.poll()
+                folder = LiveFolder(path)
+                try:
+                    name = folder.asset_path.relative_to(self._root).as_posix()
+                    found.new.append(FollowedAsset(folder, name))
+                    room -= 1
+                except BaseException:
+                    folder.close()
+                    raise
             except (AssetError, FormatError) as error:
-                self._log.warning("live asset ended", asset=asset.name, error=str(error))
-                asset.end(str(error)[:200])
-            if asset.over:
-                self._complete()
+                if path.exists():  # otherwise it got its name a moment ago
+                    found.refused[path] = str(error)
+        return found
 
-    def check(self) -> None:
-        """End the assets whose writer was killed."""
-        for asset in self:
-            if not asset.over and not asset.folder.has_writer():
-                asset.poll()  # it may have ended orderly a moment ago
-                self._log.warning("live asset ended", asset=asset.name, error="its producer is gone")
-                asset.end("its producer is gone")
+    def _partial(self) -> list[Path]:
+        """Return all folders that are being written, without reading folders again that have not changed."""
+        found, scanned, todo = list[Path](), dict[Path, _Scanned](), [(self._root, 1)]
+        while todo and len(scanned) < MAX_FOLDERS:
+            path, depth = todo.pop()
+            if (now := self._scan(path, depth)) is not None:
+                scanned[path] = now
+                found += now.partial
+                todo += [(inner, depth + 1) for inner in now.inner]
+        self._scanned = scanned
+        return found
 
-    def find(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
-        """Return a track of an asset that grows and that a grant may read, or None."""
-        readable = [asset for asset in self if grant.may_read(asset.name, asset.namespace.model)]
-        if track.startswith(LIVE_PREFIX_TRACK):
-            best = max(readable, key=lambda asset: _shared(asset, namespace, track), default=None)
-            return None if best is None or not _shared(best, namespace, track) else best.text
-        return next((asset.tracks().get(track) for asset in readable if asset.namespace == namespace), None)
+    def _scan(self, path: Path, depth: int) -> _Scanned | None:
+        now_s, before = time.monotonic(), self._scanned.get(path)
+        try:
+            modified_ns = path.stat().st_mtime_ns
+            same = before is not None and not before.fresh and before.modified_ns == modified_ns
+            if before is not None and same and now_s - before.at_s < _SCAN_S:
+                return before
+            fresh = abs(time.time_ns() - modified_ns) < _SETTLED_NS
+            inner = [] if depth >= MAX_DEPTH else folders_of_assets(path)
+        except OSError:
+            return None
+        return _Scanned(modified_ns, now_s, fresh, inner, partial_folders(path))
 
 
-def _shared(asset: LiveAsset, namespace: TrackNamespace, track: str) -> int:
-    """Return one more than the last group of an asset that a lookup names; 0 if it shares none."""
-    catalog = asset.live.catalog
-    if (catalog.namespace.model, catalog.chunks[0]) != (namespace.model, namespace.prompt):
-        return 0
-    try:
-        keys = {bytes.fromhex(namespace.prompt[:16]), *parse_prefix_track(track)}
-    except FormatError:
-        return 0
-    return max((index + 1 for index, chunk in enumerate(catalog.chunks) if prefix_key(chunk) in keys), default=0)
+def live_asset_of(publication: Publication) -> FollowedAsset | None:
+    """Return the asset of a folder that a track belongs to, if it is one that grows."""
+    if isinstance(publication, LiveLevel | EdgeTrack) and isinstance(publication.asset, FollowedAsset):
+        return publication.asset
+    return None

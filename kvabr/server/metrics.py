@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvabr.telemetry.prometheus import BoundedLabel, MetricSet
-from kvabr.types.naming import CHANGES_TRACK, PREFIX_TRACK
+from kvabr.types.naming import CHANGES_TRACK, is_lookup
 
 FIRST_BYTE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 GROUP_BYTES_BUCKETS = tuple(float(1 << power) for power in range(12, 31, 2))
@@ -41,6 +41,7 @@ class Metrics(MetricSet):
         )
         self.group_bytes = self.histogram("kvabr_group_bytes", "Sizes of the groups sent.", GROUP_BYTES_BUCKETS)
         self.assets = self.gauge("kvabr_assets", "Assets that are served.")
+        self.assets_growing = self.gauge("kvabr_assets_growing", "Assets that are being prefilled.")
         self.assets_damaged = self.gauge("kvabr_assets_damaged", "Assets that were left out.")
         self.draining = self.gauge("kvabr_draining", "1 from the GOAWAY on.")
 
@@ -48,7 +49,7 @@ class Metrics(MetricSet):
         """Count a group sent in full. All lookups are one series: their names tell what a peer has asked for."""
         if track.startswith(CHANGES_TRACK):
             return
-        label = "lookup" if track.startswith(PREFIX_TRACK) else track
+        label = "lookup" if is_lookup(track) else track
         self.groups_sent_total.labels(self._track(label)).inc()
 
     def token_used(self, token: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -20,9 +19,9 @@ from kvabr.quic.backend import QuicLibrary
 from kvabr.quic.endpoint import Endpoint
 from kvabr.server.access import Access, Denial
 from kvabr.server.budgets import Host, Room
-from kvabr.server.fetch_range import FetchRange, InvalidRangeError, last_object
+from kvabr.server.fetch_range import FetchRange, InvalidRangeError, LeftOutError, last_object
 from kvabr.server.grants import Grant, token_in_path
-from kvabr.server.growing import awaited, waits_s
+from kvabr.server.growing import awaited, waits_s, why_none
 from kvabr.server.limits import BUSY_MS, MISSING, RateLimiter, refusal
 from kvabr.server.publication import Publication
 from kvabr.server.pushing import Pushing
@@ -213,10 +212,12 @@ class Peer(Endpoint):
                 self.log.info("request ended", token=going.grant.id, track=going.track, why=denial.reason)
                 session.responder.break_off(going.request_id, denial.reset)
                 self._forget(going.request_id)
-        for number, expected in self._waiting.expected.items():
-            denial = access.lost_request(expected.grant, expected.publication, now_s)
+        waiting = self._waiting.held
+        waiting.update((number, (one.grant, one.publication)) for number, one in self._waiting.expected.items())
+        for number, (grant, publication) in waiting.items():
+            denial = access.lost_request(grant, publication, now_s)
             if denial is not None:
-                metrics.token_lost(expected.grant.id, denial.result)
+                metrics.token_lost(grant.id, denial.result)
                 self._waiting.stop(number)
                 self._refuse(number, denial.request, denial.reason)
         self.settle_and_send()
@@ -335,8 +336,10 @@ class Peer(Endpoint):
         self.settle_and_send()
         self._note_idle()
 
-    def _answer(self, number: int, message: _OfTrack, grant: Grant, found: Publication | None) -> None:
-        limits, most_s = self._server.limits, waits_s(message, found)
+    def _answer(
+        self, number: int, message: _OfTrack, grant: Grant, found: Publication | None, *, waited: bool = False
+    ) -> None:
+        limits, most_s = self._server.limits, 0 if waited else waits_s(message, found)
         if most_s and len(self._waiting.held) >= limits.held_per_connection:
             why = f"more than {limits.held_per_connection} requests for what is not published yet"
             self._refuse(number, RequestCode.EXCESSIVE_LOAD, why, retry_ms=BUSY_MS)
@@ -344,7 +347,7 @@ class Peer(Endpoint):
             self._wait(number, message, grant, found, min(most_s, limits.held_s))
         elif found is None:
             self._refuse(number, RequestCode.DOES_NOT_EXIST, MISSING)
-        elif (denial := self._access.lost_request(grant, None, time.time())) is not None:  # while it was looked for
+        elif (denial := self._access.lost_request(grant, found, time.time())) is not None:  # while it was looked for
             self._refuse(number, denial.request, denial.reason)
         elif isinstance(message, Fetch):
             self._fetch(number, message, grant, found)
@@ -355,16 +358,15 @@ class Peer(Endpoint):
         """Have a request wait for its track, or for the first group that it requests, and then answer it."""
         namespace, track = TrackNamespace.from_fields(message.namespace), message.track.decode()
         find = partial(self._server.source.find_soon, grant, namespace, track)
-        never = replace(message.parameters, rendezvous_timeout=None, fill_timeout=None)
 
         def answer(found: Publication | None) -> None:
             if found is None:
                 self._refuse(number, RequestCode.TIMEOUT, "nobody has published that track in time")
             else:
-                self._answer(number, replace(message, parameters=never), grant, found)
+                self._answer(number, message, grant, found, waited=True)
 
         waiting = partial(awaited, message, found, find, most_s)
-        self._waiting.look(number, waiting, answer, partial(self._refuse_for, number), held=True)
+        self._waiting.look(number, waiting, answer, partial(self._refuse_for, number), held=(grant, found))
 
     def _fetch(self, number: int, message: Fetch, grant: Grant, publication: Publication) -> None:
         priority = 128 if message.parameters.priority is None else message.parameters.priority
@@ -375,13 +377,14 @@ class Peer(Endpoint):
                 publication.groups,
                 lambda group: last_object(publication.objects(group), dense=self._dense),
                 growing=publication.growing,
+                has=publication.has,
             )
             opened = None  # what waits for room is opened when its turn comes
             first = wanted.groups[0].group
             if room is not None and room.fits(publication.loads(first)):
                 opened = publication.open(first, priority, partial(self.safely, self._more, number))
-        except InvalidRangeError as error:
-            self._refuse(number, RequestCode.INVALID_RANGE, str(error))
+        except (InvalidRangeError, LeftOutError) as error:
+            self._refuse(number, *why_none(message, publication, error))
             return
         except (AssetError, IndexError) as error:
             self.log.warning("group cannot be read", error=str(error))

@@ -147,6 +147,10 @@ class Publication(ABC):
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
         """Return how a group is cut into objects, without opening it."""
 
+    def has(self, group: int) -> bool:
+        """Return whether a group exists; one of a growing track may have been left out."""
+        return 0 <= group < self.groups
+
     def loads(self, group: int) -> int:
         """Return the bytes that opening a group would fetch or load into memory; 0 if it is there, or on its way."""
         return self.objects(group)[-1].end if self.dear else 0

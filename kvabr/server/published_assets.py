@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from kvabr.moqt.codes import RequestCode
 from kvabr.server.changes import ChangeLog, mark_of, position_in
 from kvabr.server.grants import EVERYTHING, Grant, Grants
+from kvabr.server.live_assets import FollowedAsset, LiveAssets, live_asset_of
 from kvabr.server.publication import BytesPublication, LevelPublication, Publication
 from kvabr.store.asset import Asset
+from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.asset_index import AssetIndex, AssetView
 from kvabr.store.locations import Location, open_store
 from kvabr.store.lru import ByteLru
@@ -26,6 +28,7 @@ from kvabr.types.naming import (
     PREFIX_TRACK,
     PROFILE_TRACK,
     TrackNamespace,
+    is_live,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +65,14 @@ class PublishedAssets:
         self._cached: ByteLru[str, BytesPublication] = ByteLru(MAX_CACHED_BYTES, lambda kept: kept.open(0).size)
         """Catalogs and profiles that were read lately, by their SHA-256."""
         self._cache_lock = threading.Lock()
-        self._index = AssetIndex(open_store(location, must_exist=True), log, self._changed)
+        store = open_store(location, must_exist=True)
+        self._index = AssetIndex(store, log, self._changed)
+        self.live: LiveAssets | None = None
+        """Those that are being prefilled, once somebody follows them; only folders can have such."""
+        if isinstance(store, FolderAssetStore):
+            self.live = LiveAssets(store.root, self._index.log, on_ended=self.refresh, on_gone=self._live_gone)
+        self._opened: dict[str, Grant] = {}
+        """The grants at the last look, by the digest of their token."""
         self._changed()
         self.refresh()
 
@@ -88,6 +98,8 @@ class PublishedAssets:
 
     def holds(self, grant: Grant, publication: Publication) -> bool:
         """See `Source.holds`; catalogs and profiles, which are short, are sent to their end."""
+        if (live := live_asset_of(publication)) is not None:
+            return not live.gone and grant.may_read(live.name, live.namespace.model)
         if not isinstance(publication, LevelPublication):
             return True
         asset = publication.asset
@@ -115,6 +127,8 @@ class PublishedAssets:
             if at_once and track.startswith(CHANGES_TRACK):
                 raise BlockingIOError(f"{track}: must be waited for")
             return self._models(grant) if track == MODELS_TRACK else None
+        if is_live(track):
+            return self._find_live(grant, namespace, track)
         asset = self._view(grant).find(namespace, track)
         if asset is not None and not asset.is_current():
             # Replaced or removed since the last refresh: do not wait for the next one.
@@ -124,7 +138,7 @@ class PublishedAssets:
                 self._index.renew(asset)
             asset = self._view(grant).find(namespace, track)
         if asset is None:
-            return None
+            return self._of_live(grant, namespace, track, at_once=at_once)
         try:
             if track == PROFILE_TRACK:
                 return self._read(asset.catalog.profile or "", lambda: asset.profile_bytes() or b"", at_once)
@@ -133,7 +147,37 @@ class PublishedAssets:
         except (AssetError, FormatError) as error:
             self._index.log.warning("asset unreadable", asset=asset.name, error=str(error))
             return None
-        return self._levels.get(asset, {}).get(track)
+        # A level that was left out somewhere is none of the complete asset's, but of the one that grew.
+        return self._levels.get(asset, {}).get(track) or self._find_live(grant, namespace, track)
+
+    def _find_live(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
+        """Return a track of an asset that grows, or has become an asset a moment ago."""
+        found = None if self.live is None else self.live.find(grant, namespace, track)
+        if found is None:
+            return None
+        asset, publication = found
+        same = self._view(grant).assets.get(asset.namespace)
+        # An asset of that name which is not what the growing one has become has other groups under the same names.
+        other = isinstance(same, FolderAsset) and not asset.folder.is_at(same.path)
+        return None if other else publication
+
+    def _of_live(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool) -> Publication | None:
+        """Return a level or the codec profile of an asset that grows."""
+        if track != PROFILE_TRACK:
+            return self._find_live(grant, namespace, track)
+        asset = None if self.live is None else self.live.profile(grant, namespace)
+        try:
+            return None if asset is None else self._read(namespace.prompt, asset.folder.profile_bytes, at_once)
+        except (AssetError, FormatError) as error:
+            self._index.log.warning("asset unreadable", profile=namespace.prompt[:16], error=str(error))
+            return None
+
+    def _live_gone(self, asset: FollowedAsset) -> None:
+        """Tell relays that an asset which grew was removed."""
+        for name, grant in self._opened.items():
+            if name in self._logs and grant.may_read(asset.name, asset.namespace.model):
+                self._logs[name].add([mark_of(asset.namespace)])
+        self._tell()
 
     def _check_grant(self, grant: Grant, *, at_once: bool) -> None:
         if self.renewed(grant) is None:
@@ -188,7 +232,8 @@ class PublishedAssets:
         shared: dict[tuple[str, ...], AssetView] = {}
         views: dict[str, AssetView] = {}
         logs: dict[str, ChangeLog] = {}
-        for grant in (EVERYTHING,) if self._grants is None else self._grants:
+        grants = (EVERYTHING,) if self._grants is None else tuple(self._grants)
+        for grant in grants:
             seen = [asset for asset in assets if grant.may_read(asset.name, asset.catalog.namespace.model)]
             key = tuple(asset.name for asset in seen)
             if key not in shared:
@@ -196,6 +241,7 @@ class PublishedAssets:
             log = self._logs.get(grant.token_sha256)
             views[grant.token_sha256] = shared[key]
             logs[grant.token_sha256] = ChangeLog() if log is None else log
+        opened, self._opened = self._opened, {grant.token_sha256: grant for grant in grants}
         self._views, self._logs = views, logs
         self._forget_all_but({name for asset in assets for name in (asset.catalog_sha256, asset.catalog.profile)})
         lost: dict[tuple[int, int], list[str]] = {}
@@ -206,6 +252,11 @@ class PublishedAssets:
                 spaces = (space for space, asset in old.assets.items() if new.assets.get(space) is not asset)
                 lost[both] = list(map(mark_of, spaces))
             logs[name].add(lost[both])
+        for asset in () if self.live is None else self.live.assets:
+            named = asset.name, asset.namespace.model
+            for name, grant in self._opened.items():
+                if name in opened and opened[name].may_read(*named) and not grant.may_read(*named):
+                    logs[name].add([mark_of(asset.namespace)])
         self._tell()
 
     def _forget_all_but(self, named: AbstractSet[str | None]) -> None:

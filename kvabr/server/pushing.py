@@ -83,6 +83,8 @@ class Subscription:
         while self.next < groups and len(self.sending) < MOST_STREAMS and not self.beyond and self.over is None:
             group, last = self.next, self.last
             self.next += 1
+            if not self.publication.has(group):
+                continue
             first = self.start.object if group == self.start.group else 0
             end = last.object + 1 if last is not None and group == last.group else None
             yield GroupRange(group, first, end)

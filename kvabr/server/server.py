@@ -213,24 +213,29 @@ class Server(Host):
 
 
 class Watcher:
-    """Looks for new, replaced and removed assets regularly, in a thread; an async context manager."""
+    """Looks for new, replaced and removed assets regularly, in a thread, and follows those that are being prefilled.
+
+    An async context manager.
+    """
 
     def __init__(
         self, library: PublishedAssets, log: FilteringBoundLogger, metrics: Metrics, *, every_s: float = WATCH_S
     ) -> None:
         """Prepare to look at the assets of ``library``, less often if that takes long."""
         self._library, self._log, self._metrics, self._every_s = library, log, metrics, every_s
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         self._count()
-        self._task = asyncio.create_task(self._watch())
+        self._tasks = {asyncio.create_task(self._watch())}
+        if self._library.live is not None:
+            self._tasks.add(asyncio.create_task(self._library.live.follow()))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None  # noqa: S101  # entered
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
 
     def look(self) -> float:
         """Look once, and return the seconds of processor time that it took."""
@@ -256,6 +261,7 @@ class Watcher:
     def _count(self) -> None:
         self._metrics.assets.set(len(self._library.assets))
         self._metrics.assets_damaged.set(self._library.damaged)
+        self._metrics.assets_growing.set(0 if self._library.live is None else self._library.live.growing)
 
 
 async def run_until_signal(

@@ -67,7 +67,7 @@ class WaitingRequests:
         self._server, self._run = server, run
         self._lookups: dict[int, asyncio.Task[None]] = {}
         self._expected: dict[int, Expected] = {}
-        self._held: set[int] = set()
+        self._held: dict[int, tuple[Grant, Publication | None]] = {}
         self.standing: int | None = None
         """Lookup of what is taken back, which ends when something is; the connection is idle all the same."""
 
@@ -77,12 +77,12 @@ class WaitingRequests:
     @property
     def busy(self) -> bool:
         """Whether more waits than the standing request, and those for what is not published yet."""
-        return bool(self._lookups.keys() - {self.standing} - self._held or self._expected)
+        return bool(self._lookups.keys() - {self.standing} - self._held.keys() or self._expected)
 
     @property
-    def held(self) -> frozenset[int]:
-        """Those that wait for what is not published yet."""
-        return frozenset(self._held)
+    def held(self) -> dict[int, tuple[Grant, Publication | None]]:
+        """Those that wait for what is not published yet: under which grant, and for which track if it is there."""
+        return dict(self._held)
 
     @property
     def lookups(self) -> int:
@@ -102,15 +102,15 @@ class WaitingRequests:
         refuse: Callable[[TransportError], None],
         *,
         standing: bool = False,
-        held: bool = False,
+        held: tuple[Grant, Publication | None] | None = None,
     ) -> None:
         """Have a track found in a task of its own, then run ``answer`` or ``refuse``.
 
         If the request is stopped before the task begins, nothing is looked for. There may be one ``standing`` request;
-        ``held`` ones wait for what is not published yet.
+        for ``held`` ones see that property.
         """
-        if held:
-            self._held.add(number)
+        if held is not None:
+            self._held[number] = held
         if standing:
             self.standing = number
         else:
@@ -177,7 +177,7 @@ class WaitingRequests:
 
     def _forget(self, number: int) -> asyncio.Task[None] | None:
         task = self._lookups.pop(number, None)
-        self._held.discard(number)
+        self._held.pop(number, None)
         if number == self.standing:
             self.standing = None
         elif task is not None:

@@ -254,6 +254,11 @@ def _folders(path: Path) -> list[str]:
         return []
 
 
+def folders_of_assets(path: Path) -> list[Path]:
+    """Return the folders in a folder in which assets may lie: those that are neither hidden nor assets."""
+    return [inner for name in _folders(path) if not os.path.lexists((inner := path / name) / CATALOG)]
+
+
 GROUPS = "groups"
 
 _AT_FDCWD = -100
@@ -319,12 +324,7 @@ class FolderAssetWriter:
         self._write(Path(CATALOG), catalog.dumps().encode())
         partial = self._open_partial()
         try:
-            if not self.syncs:
-                for path in partial.rglob("*"):
-                    if path.is_file():
-                        _sync(path)
-            for folder in [partial, *sorted((partial / GROUPS).glob("*")), partial / GROUPS]:
-                _sync(folder)
+            sync_asset(partial, files=not self.syncs)
             if self._path.exists():
                 _exchange(partial, self._path)
             else:
@@ -393,6 +393,15 @@ def _exchange(new: Path, old: Path) -> None:
         aside.rename(old)
         raise
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def sync_asset(path: Path, *, files: bool = True) -> None:
+    """Have the folders of an asset reach the disk, and its ``files`` unless they have; raises `OSError`."""
+    for file in path.rglob("*") if files else ():
+        if file.is_file():
+            _sync(file)
+    for folder in [path, *sorted((path / GROUPS).glob("*")), path / GROUPS]:
+        _sync(folder)
 
 
 def _sync(path: Path) -> None:

@@ -23,6 +23,8 @@ from kvabr.types.naming import (
     PREFIX_TRACK,
     PROFILE_TRACK,
     TrackNamespace,
+    is_live,
+    is_lookup,
     parse_prefix_track,
 )
 
@@ -180,7 +182,7 @@ def check_names(catalog: Catalog) -> None:
     """Raise `FormatError` if a catalog names what cannot be served."""
     space = catalog.namespace
     for track in catalog.published.values():
-        if track.name in {CATALOG_TRACK, PROFILE_TRACK} or track.name.startswith(PREFIX_TRACK):
+        if track.name in {CATALOG_TRACK, PROFILE_TRACK} or is_lookup(track.name) or is_live(track.name):
             raise FormatError(f"catalog: no level may be called {track.name!r}, which names another track")
         if space.full_name_bytes(track.name) > MAX_FULL_TRACK_NAME:
             raise FormatError(f"catalog: full track names are longer than {MAX_FULL_TRACK_NAME} bytes")

@@ -186,6 +186,16 @@ def prefix_gap(shared: int, groups: int) -> range:
     return range(shared - 1, refused) if refused > shared else range(0)
 
 
+def is_lookup(track: str) -> bool:
+    """Return whether a track is the lookup of a prefix, among all caches or those that are being prefilled."""
+    return track.startswith((PREFIX_TRACK, LIVE_PREFIX_TRACK))
+
+
+def is_live(track: str) -> bool:
+    """Return whether a track is one of a cache that is being prefilled, besides its levels."""
+    return track in {LIVE_TRACK, EDGE_TRACK} or track.startswith(LIVE_PREFIX_TRACK)
+
+
 def parse_prefix_track(name: str) -> list[bytes]:
     """Return the digest prefixes in a lookup's untrusted name: the first 8 bytes of each digest.
 

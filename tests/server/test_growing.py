@@ -379,7 +379,8 @@ async def test_a_fetch_that_would_wait(draft, tls):
         assert served.groups(number) == {1: [(0, data(1))]}
         track.finish()
         (refused,) = await served.soon(Refused)
-        assert (refused.request_id, refused.message.code) == (never, RequestCode.INVALID_RANGE)
+        assert (refused.request_id, refused.message.code) == (never, RequestCode.DOES_NOT_EXIST)
+        assert refused.message.reason == "the track has 2 groups, and is complete"
         await until(lambda: served.requests == 0)
         assert track._watchers == {}
 

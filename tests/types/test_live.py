@@ -16,6 +16,7 @@ from kvabr.types.live import (
     LiveEnd,
     PublishedFrames,
     parse_edge,
+    published_catalog,
 )
 from tests.catalogs import catalog
 from tests.types.test_layer_classes import catalog as hybrid
@@ -150,3 +151,57 @@ def test_groups_of_several_classes_appear_together():
     assert growing.complete
     assert growing.edge == wanted.groups < offer.groups
     assert min(min(track.bytes) for track in wanted.tracks) >= 5000
+
+
+def test_what_is_published_is_a_shorter_asset():
+    made, told = live(), [news(group, NAMES) for group in range(4)]
+    for groups in range(1, 5):
+        found = published_catalog(made, told[:groups])
+        assert found.chunks == made.catalog.chunks[:groups]
+        assert found.namespace.prompt == found.chunks[-1]
+        assert found.tokens == 128 * groups
+        assert [track.name for track in found.tracks] == list(NAMES)
+        for track, offered in zip(found.tracks, made.catalog.tracks, strict=True):
+            assert track.bytes == tuple(1000 + group for group in range(groups))
+            assert track.digests == tuple(f"{group:064x}" for group in range(groups))
+            assert track.loss == offered.loss[:groups]
+        assert type(found).loads(found.dumps()) == found
+    assert published_catalog(made, []) is None
+    assert published_catalog(made, [*told, news(4, NAMES)]) == published_catalog(made, told)
+
+
+def test_a_track_that_was_left_out_once_is_none_of_the_shorter_asset_nor_is_what_refines_it():
+    told = [news(group, NAMES) for group in range(3)]
+    told[1] = news(1, [name for name in NAMES if name not in {"layer-1", "FP16"}])
+    found = published_catalog(live(), told)
+    assert [track.name for track in found.tracks] == [
+        name for name in NAMES if name not in {"layer-1", "layer-2", "FP16"}
+    ]
+    # Where no track goes on, the asset ends before that group.
+    told = [news(0, ["FP16"]), news(1, ["FP16"]), news(2, ["Int4"])]
+    assert published_catalog(live(), told).tokens == 256
+
+
+def test_the_shorter_asset_of_several_classes_ends_where_each_can_be_played():
+    offer = hybrid()
+    made = LiveCatalog(offer, tuple(map(float, range(len(offer.chunks)))), KEY)
+    told = []
+    for chunk in range(len(offer.chunks)):
+        units = [unit for unit in offer.units if unit.chunk == chunk]
+        names = [offer.spec.parts[unit.part].track_name(track) for unit in units for track in offer.by_name]
+        told.append(news(chunk, names, size=5000))
+    shorter = [published_catalog(made, told[:groups]) for groups in range(len(told) + 1)]
+    # There are snapshots behind the second, the fourth and the last group.
+    assert [None if one is None else one.tokens for one in shorter] == [None, None, 32, 32, 64, 70]
+    for one in shorter[2:]:
+        assert type(one).loads(one.dumps()) == one
+        assert len(one.units) == one.groups
+        for group, unit in enumerate(one.units):
+            assert one.track("finer").bytes[group] == 5000 + unit.chunk
+    # As `Catalog.prefix`: what a window loses depends on the distance from the end.
+    known = {
+        (unit.part, unit.group): loss for unit, loss in zip(shorter[4].units, shorter[4].tracks[0].loss, strict=True)
+    }
+    prefix = offer.prefix(4)
+    for unit, loss in zip(prefix.units, prefix.track("Int8").loss, strict=True):
+        assert known[unit.part, unit.group] == loss

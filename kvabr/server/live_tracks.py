@@ -1,0 +1,211 @@
+"""The tracks of an asset that grows: its news, and its levels, whose groups exist once the news have named them.
+
+An origin feeds them from a folder (`kvabr.server.live_assets`), a relay from its origin (`kvabr.server.relay_live`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvabr.codec.container import ObjectSpan, object_spans
+from kvabr.server.growing import GrowingBytes, GrowingPublication
+from kvabr.server.publication import ArrivingGroup, BytesPublication, Publication
+from kvabr.store.asset_index import check_names
+from kvabr.types.errors import AssetError, FormatError
+from kvabr.types.live import EdgeMessage, LiveCatalog, LiveEnd, PublishedFrames, parse_edge
+from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, TrackNamespace
+from kvabr.types.units import Unit
+
+MAX_NEWS_BYTES = 64 << 20
+"""Bound on the news of one asset."""
+
+
+class PublishedFrame(NamedTuple):
+    """One group of a level, as the news have it."""
+
+    unit: Unit
+    size: int
+    digest: bytes
+    """SHA-256; empty if the producer left the group out."""
+
+
+class EdgeTrack(GrowingBytes):
+    """The news."""
+
+    def __init__(self, asset: GrowingAsset) -> None:
+        """Begin without groups."""
+        super().__init__()
+        self.asset = asset
+
+
+class LiveLevel(GrowingPublication):
+    """One level."""
+
+    def __init__(self, asset: GrowingAsset, part: int, level: str, expected: Sequence[int]) -> None:
+        """Begin without groups; ``part`` is the index of the layer class."""
+        super().__init__()
+        self.expected = expected
+        """Bytes that each group should have."""
+        self.asset = asset
+        self._part, self._level = asset.live.catalog.spec.parts[part], level
+        self.name = self._part.track_name(level)
+        self.dear = asset.dear
+        self._frames: list[PublishedFrame] = []
+
+    def publish(self, unit: Unit, frame: tuple[int, str] | None) -> None:
+        """Take the next group; None: the producer left it out, so it does not exist."""
+        size, digest = frame or (0, "")
+        self._frames.append(PublishedFrame(unit, size, bytes.fromhex(digest)))
+        self.grow(len(self._frames))
+
+    def has(self, group: int) -> bool:
+        """See `Publication.has`."""
+        return bool(self.frame(group).digest)
+
+    def objects(self, group: int) -> tuple[ObjectSpan, ...]:
+        """See `Publication.objects`."""
+        unit, size, digest = self.frame(group)
+        if not digest:
+            return (ObjectSpan(unit.first, 0, 0),)
+        return object_spans(self._part, self._level, unit.first, unit.tokens, size)
+
+    async def reached(self, group: int) -> None:
+        """See `GrowingPublication.reached`."""
+        self.asset.awaited(self, group)
+        await super().reached(group)
+
+    def loads(self, group: int) -> int:
+        """See `Publication.loads`."""
+        return self.asset.loads(self.frame(group)) if self.has(group) else 0
+
+    def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
+        """See `Publication.open`."""
+        if not self.has(group):
+            raise AssetError(f"group {group} of {self.name}: the producer left it out")
+        return self.asset.open(self, group, priority, on_more)
+
+    def frame(self, group: int) -> PublishedFrame:
+        """Return what the news say of a group."""
+        if not 0 <= group < self.groups:
+            raise IndexError(f"group {group} of a track that has {self.groups} groups so far")
+        return self._frames[group]
+
+
+class GrowingAsset(ABC):
+    """One asset that grows; subclasses bring its frames. Used from the event loop only."""
+
+    dear = False
+    """See `Publication.dear`."""
+
+    def __init__(self, live: LiveCatalog) -> None:
+        """Begin without groups; `FormatError` if the catalog names what cannot be served."""
+        check_names(live.catalog)
+        catalog = self.catalog = live.catalog
+        self.live = live
+        self._units: list[list[Unit]] = [[] for _ in catalog.chunks]
+        units = list(map(catalog.unit, range(catalog.groups))) if catalog.every_token else catalog.units
+        for unit in units:
+            self._units[unit.chunk].append(unit)
+        self.levels: dict[str, LiveLevel] = {}
+        """By the names under which they are published."""
+        for part in range(len(catalog.spec.parts)):
+            own = [index for index, unit in enumerate(units) if unit.part == part]
+            for track in catalog.tracks:
+                level = LiveLevel(self, part, track.name, [track.bytes[index] for index in own])
+                self.levels[level.name] = level
+        self.edge = EdgeTrack(self)
+        self.text = BytesPublication(live.dumps().encode())
+        """The live catalog."""
+        self.chunks = 0
+        """Groups of tokens that are published."""
+        self.news_bytes = 0
+        self.over = False
+        """Whether nothing follows."""
+        self.gone = False
+        """Whether it was removed, so that nothing more of it may be sent."""
+
+    @property
+    def namespace(self) -> TrackNamespace:
+        """Name of the whole prompt."""
+        return self.catalog.namespace
+
+    @abstractmethod
+    def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
+        """Open a group that exists; see `Publication.open`."""
+
+    def loads(self, frame: PublishedFrame) -> int:
+        """See `Publication.loads`."""
+        return frame.size if self.dear else 0
+
+    def awaited(self, level: LiveLevel, group: int) -> None:  # noqa: B027  # only a relay asks others
+        """Somebody waits for a group that does not exist yet."""
+
+    def track(self, name: str) -> Publication | None:
+        """Return a track; None if there is no such track."""
+        if name == LIVE_TRACK:
+            return self.text
+        return self.edge if name == EDGE_TRACK else self.levels.get(name)
+
+    def take(self, message: EdgeMessage) -> None:
+        """Take the next message.
+
+        Raises:
+            FormatError: it is of another production, of another group than the next one, or of one that the catalog
+                does not have; it names a track that does not exist, or none that stands alone.
+        """
+        if message.key != self.live.key:
+            raise FormatError("a message of another production")
+        if isinstance(message, LiveEnd):
+            missing = len(self._units) - self.chunks
+            self.end(message.reason or (f"it ended before its last {missing} groups" if missing else ""))
+            return
+        if message.group >= len(self._units):
+            raise FormatError(f"group {message.group} came, the live catalog has {len(self._units)}")
+        if message.group != self.chunks:
+            raise FormatError(f"group {message.group} came, {self.chunks} is next")
+        data = message.dumps()
+        if self.news_bytes + len(data) > MAX_NEWS_BYTES:
+            raise FormatError(f"more than {MAX_NEWS_BYTES} bytes of news")
+        self._check(message)
+        for unit in self._units[message.group]:
+            part = self.catalog.spec.parts[unit.part]
+            for track in self.catalog.tracks:
+                name = part.track_name(track.name)
+                self.levels[name].publish(unit, message.frames.get(name))
+        self.chunks += 1
+        self.news_bytes += len(data)
+        self.edge.append(data)
+
+    def end(self, reason: str) -> None:
+        """Say that nothing follows; an empty reason: it is complete. Does nothing the second time."""
+        if not self.over:
+            self.over = True
+            self.edge.append(LiveEnd(self.live.key, reason).dumps())
+            for track in (*self.levels.values(), self.edge):
+                track.finish(reason)
+
+    def abandon(self, reason: str) -> None:
+        """Say that nothing more comes from here, which says nothing of the asset's producer."""
+        self.over = True
+        for track in (*self.levels.values(), self.edge):
+            track.finish(reason)
+
+    def news(self) -> list[PublishedFrames]:
+        """Return the news so far."""
+        messages = (parse_edge(bytes(self.edge.open(group).data)) for group in range(self.chunks))
+        return [message for message in messages if isinstance(message, PublishedFrames)]
+
+    def _check(self, news: PublishedFrames) -> None:
+        left = set(news.frames)
+        for unit in self._units[news.group]:
+            part, alone = self.catalog.spec.parts[unit.part], False
+            for track in self.catalog.tracks:
+                name = part.track_name(track.name)
+                alone |= name in news.frames and track.refines is None
+                left.discard(name)
+            if not alone:
+                raise FormatError(f"group {news.group} has no track that stands alone")
+        if left:
+            raise FormatError(f"group {news.group} has tracks that the live catalog lacks: {min(left)[:80]}")

@@ -1,0 +1,383 @@
+"""What an origin serves of assets that are being prefilled, and what it makes of producers that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from kvabr.moqt.codes import RequestCode
+from kvabr.server import live_assets
+from kvabr.server.grants import EVERYTHING, Grant, Grants
+from kvabr.server.live_assets import FollowedAsset, LiveAssets
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.store.asset import PROFILE
+from kvabr.store.live_folder import EDGE, LIVE, LiveFolder, LiveFolderWriter, live_folders, new_key
+from kvabr.types.errors import FormatError
+from kvabr.types.live import LiveCatalog, LiveEnd, PublishedFrames
+from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, PROFILE_TRACK, TrackNamespace
+from tests.assets import whole
+from tests.faults.common import QUIET
+from tests.faults.test_guests import until
+from tests.server.live import SPACE, decoder, live_origin
+from tests.store.test_live_folder import GROUPS, final, frame, live, publish
+
+socketed = pytest.mark.process
+
+
+@pytest.fixture
+def root(tmp_path):
+    made = tmp_path / "root"
+    made.mkdir()
+    return made
+
+
+@socketed
+async def test_each_group_leaves_when_it_is_published_and_the_asset_is_an_ordinary_one_at_the_end(root, tls):
+    key = new_key()
+    async with live_origin(root, tls) as server, decoder(server) as player, decoder(server) as late:
+        assert (await player.get(EDGE_TRACK)).code == RequestCode.DOES_NOT_EXIST
+        with LiveFolderWriter(root / "asset") as writer:
+            writer.begin(live(key))
+            assert await player.found() == live(key)
+            growing, ordinary = await player.lookups()
+            assert LiveCatalog.loads(growing) == live(key)
+            assert ordinary is None
+            following = asyncio.ensure_future(player.follow())
+            for group in range(GROUPS):
+                await until(lambda: max(len(peer._waiting.held) for peer in server.peers) == 6)
+                publish(writer, group, key)
+                await until(lambda group=group: server.source.live.assets[0].chunks == group + 1)
+                # One that comes later has what there is at once.
+                assert (await late.news(group)).group == group
+                assert (await late.get("Int4", group)).data == frame(group, "Int4")
+            writer.commit(final())
+            assert json.loads(await late.complete()) == final().to_json()
+            writer.tell(LiveEnd(key))
+            frames, reason = await following
+            assert reason == ""
+            assert frames == {
+                (group, level): frame(group, level) for group in range(GROUPS) for level in ("FP16", "Int4")
+            }
+        # Those who began before go on; others find both, of which the ordinary one is as good.
+        assert await late.news(GROUPS) == LiveEnd(key)
+        assert (await player.get("FP16", 1)).data == frame(1, "FP16")
+        growing, ordinary = await late.lookups()
+        assert LiveCatalog.loads(growing).catalog.namespace == SPACE
+        assert json.loads(ordinary) == final().to_json()
+        ended = await late.get(EDGE_TRACK, GROUPS + 1)
+        assert (ended.code, ended.reason) == (RequestCode.DOES_NOT_EXIST, "the track has 4 groups, and is complete")
+    await until(lambda: server.requests == 0)
+
+
+@socketed
+async def test_at_no_moment_there_is_neither_a_growing_nor_an_ordinary_asset(root, tls):
+    key = new_key()
+    async with live_origin(root, tls) as server, decoder(server) as player:
+        with LiveFolderWriter(root / "asset") as writer:
+            writer.begin(live(key))
+            await player.found()
+            for group in range(GROUPS):
+                publish(writer, group, key)
+            ordinary, ended = None, False
+            for step in range(40):
+                if step == 5:
+                    writer.commit(final())
+                if step == 15:
+                    writer.tell(LiveEnd(key))
+                growing, ordinary = await player.lookups()
+                assert growing or ordinary
+                ended = ended or (ordinary is not None and growing is not None)
+        await until(lambda: server.source.assets)
+        assert (await player.lookups())[1]
+
+
+TOKEN = "t"  # noqa: S105  # of a test
+
+
+def grants(pattern):
+    return Grants([Grant("team", (pattern,), token_sha256=hashlib.sha256(TOKEN.encode()).hexdigest())])
+
+
+@socketed
+async def test_those_who_may_not_read_an_asset_do_not_learn_of_it(root, tls):
+    """Not even what they began to wait for while they might."""
+    key = new_key()
+    (root / "team-a").mkdir()
+    async with live_origin(root, tls, grants=grants("team-b/*")) as server, decoder(server, token=TOKEN) as player:
+        with LiveFolderWriter(root / "team-a" / "asset") as writer:
+            writer.begin(live(key))
+            publish(writer, 0, key)
+            await until(lambda: server.source.live.assets and server.source.live.assets[0].chunks)
+            for track in (LIVE_TRACK, EDGE_TRACK, "FP16"):
+                assert (await player.get(track)).code == RequestCode.DOES_NOT_EXIST
+            assert await player.lookups() == [None, None]
+            server.source.regrant(grants("team-a/*"))
+            assert (await player.get("FP16")).data == frame(0, "FP16")
+            assert LiveCatalog.loads((await player.lookups())[0]) == live(key)
+            waiting = [player.ask(track, 1) for track in (EDGE_TRACK, "FP16")]
+            (peer,) = server.peers
+            await until(lambda: len(peer._waiting.held) == 2)
+            server.source.regrant(grants("team-b/*"))
+            for number in waiting:
+                refused = await player.answer(number)
+                assert refused.code == RequestCode.DOES_NOT_EXIST
+                assert "opens it no longer" in refused.reason
+            assert (await player.get("FP16")).code == RequestCode.DOES_NOT_EXIST
+    await until(lambda: server.requests == 0)
+
+
+@socketed
+async def test_an_asset_that_is_removed_while_it_grows(root, tls):
+    key = new_key()
+    with LiveFolderWriter(root / "asset") as writer:
+        async with live_origin(root, tls) as server, decoder(server) as player:
+            writer.begin(live(key))
+            await player.found()
+            publish(writer, 0, key)
+            assert (await player.news(0)).group == 0
+            waiting = player.ask("FP16", 1)
+            (path,) = live_folders(root)
+            shutil.rmtree(path)
+            assert (await player.answer(waiting)).code == RequestCode.DOES_NOT_EXIST
+            await until(lambda: not server.source.live.assets)
+            assert (await player.get(LIVE_TRACK)).code == RequestCode.DOES_NOT_EXIST
+
+
+@socketed
+async def test_a_group_that_the_producer_left_out_is_refused_at_once(root, tls):
+    key = new_key()
+    async with live_origin(root, tls) as server, decoder(server) as player:
+        with LiveFolderWriter(root / "asset") as writer:
+            writer.begin(live(key))
+            await player.found()
+            for group in (0, 1):
+                publish(writer, group, key)
+            data = frame(2, "FP16")
+            writer.frame(2, "FP16", data)
+            writer.tell(PublishedFrames(key, 2, 2.0, {"FP16": (len(data), hashlib.sha256(data).hexdigest())}))
+            assert (await player.news(2)).frames.keys() == {"FP16"}
+            refused = await player.get("Int4", 2)
+            assert (refused.code, refused.reason) == (RequestCode.DOES_NOT_EXIST, "the producer left out group 2")
+            assert (await player.get("Int4", 1)).data == frame(1, "Int4")
+            # It is no level of the complete asset, but those who began before go on with what there is of it.
+            made = final()
+            writer.commit(replace(made, tracks=made.tracks[:1]))
+            writer.tell(LiveEnd(key))
+            await player.complete()
+            assert (await player.get("Int4", 1)).data == frame(1, "Int4")
+
+
+@socketed
+async def test_the_codec_profile_is_served_from_the_beginning(root, tls):
+    key, profile = new_key(), b"side information"
+    digest = hashlib.sha256(profile).hexdigest()
+    begun = live(key)
+    begun = replace(begun, catalog=replace(begun.catalog, profile=digest, profile_bytes=len(profile)))
+    async with live_origin(root, tls) as server, decoder(server) as player:
+        space = TrackNamespace(SPACE.model, digest)
+        with LiveFolderWriter(root / "asset") as writer:
+            writer.profile(profile)
+            writer.begin(begun)
+            await player.found()
+            assert (await player.get(PROFILE_TRACK, namespace=space)).data == profile
+            (path,) = live_folders(root)
+            server.source._cached.clear()
+            (path / PROFILE).write_bytes(b"something else")
+            assert (await player.get(PROFILE_TRACK, namespace=space)).code == RequestCode.DOES_NOT_EXIST
+
+
+# ------------------------------------------------------------------ producers that fail
+
+
+def news(group, *, key="0" * 16, tracks=("FP16", "Int4")):
+    data = {name: frame(group, name) for name in tracks}
+    frames = {name: (len(one), hashlib.sha256(one).hexdigest()) for name, one in data.items()}
+    return PublishedFrames(key, group, float(group), frames)
+
+
+WRONG = {
+    "another production": ([news(0, key="1" * 16)], "a message of another production", 0),
+    "out of order": ([news(0), news(2)], "group 2 came, 1 is next", 1),
+    "another digest later": ([news(0), replace(news(0), frames=news(1).frames)], "group 0 came, 1 is next", 1),
+    "longer than the catalog": ([*map(news, range(GROUPS + 1))], "group 3 came, the live catalog has 3", 3),
+    "no base": ([news(0, tracks=())], "group 0 has no track that stands alone", 0),
+    "an unknown track": (
+        [replace(news(0), frames={**news(0).frames, "more": (1, "0" * 64)})],
+        "group 0 has tracks that the live catalog lacks: more",
+        0,
+    ),
+    "ended too early": ([news(0), LiveEnd("0" * 16)], "it ended before its last 2 groups", 1),
+    "gave up": ([news(0), LiveEnd("0" * 16, "out of memory")], "out of memory", 1),
+}
+
+
+@pytest.mark.parametrize("told", WRONG.values(), ids=WRONG)
+async def test_what_a_producer_may_do_wrong_ends_the_tracks_with_a_reason(root, told):
+    messages, reason, groups = told
+    source = LiveAssets(root, QUIET)
+    with LiveFolderWriter(root / "asset") as writer:
+        writer.begin(live("0" * 16))
+        await source.look()
+        (asset,) = source.assets
+        for message in messages:
+            writer.tell(message)
+        source.poll()
+        assert (asset.over, asset.chunks, asset.edge.groups) == (True, groups, groups + 1)
+        for track in (asset.edge, *asset.levels.values()):
+            assert (track.growing, track.failure) == (False, reason)
+        source.poll()
+        await source.check()
+        assert not asset.settled  # its producer lives, and may still make it an asset
+    await source.check()
+    assert asset.settled
+
+
+@socketed
+async def test_the_reason_reaches_those_who_wait(root, tls):
+    async with live_origin(root, tls) as server, decoder(server) as player:
+        with LiveFolderWriter(root / "asset") as writer:
+            writer.begin(live(key := new_key()))
+            await player.found()
+            following = asyncio.ensure_future(player.follow())
+            publish(writer, 0, key)
+            await player.news(0)
+            waiting = player.ask("FP16", 2)
+            with (next(iter(live_folders(root))) / EDGE).open("ab") as file:
+                file.write(b"nonsense\n")
+            frames, reason = await following
+            assert len(frames) == 2
+            assert "edge message" in reason
+            refused = await player.answer(waiting)
+            assert refused.code == RequestCode.DOES_NOT_EXIST
+            assert refused.reason == reason
+
+
+async def test_a_folder_of_nonsense_is_left_out_and_told_of_once(root):
+    path = root / ".asset.0123.partial"
+    path.mkdir()
+    (path / LIVE).write_text("{}")
+    with capture_logs() as entries:
+        source = LiveAssets(root, structlog.get_logger())
+        await source.look()
+        await source.look()
+        assert source.assets == ()
+        assert [entry["event"] for entry in entries] == ["live asset left out"]
+        assert "live catalog" in entries[0]["error"]
+    shutil.rmtree(path)
+    await source.look()
+    assert source._refused == set()
+
+
+async def test_a_catalog_that_names_what_cannot_be_served(root):
+    begun = live(new_key())
+    (first, *others) = begun.catalog.tracks
+    tracks = (replace(first, name="kvabr.edge"), *others)
+    with LiveFolderWriter(root / "asset") as writer:
+        writer.begin(replace(begun, catalog=replace(begun.catalog, tracks=tracks)))
+        (path,) = live_folders(root)
+        with LiveFolder(path) as folder, pytest.raises(FormatError, match=r"no level may be called .kvabr\.edge."):
+            FollowedAsset(folder, "asset")
+        source = LiveAssets(root, QUIET)
+        await source.look()
+        assert source.assets == ()
+
+
+@socketed
+async def test_a_producer_that_announces_and_never_publishes(root, tls):
+    """Those who wait hear after a while that they may ask again; the origin gives it up after a longer one."""
+    async with live_origin(root, tls, held_s=0.2) as server, decoder(server) as player:
+        with LiveFolderWriter(root / "asset") as writer:
+            writer.begin(live(new_key()))
+            await player.found()
+            for track in (EDGE_TRACK, "FP16"):
+                refused = await player.get(track)
+                assert (refused.code, refused.reason) == (RequestCode.INVALID_RANGE, "the track has 0 groups so far")
+            (asset,) = server.source.live.assets
+            asset.heard_s -= live_assets.STALLED_S
+            assert (await player.news(0)).reason == "no news for 600 s"
+            assert (await player.get("FP16")).code == RequestCode.DOES_NOT_EXIST
+
+
+async def test_of_two_producers_of_one_name_the_first_is_heard_until_it_ends(root):
+    source, everyone = LiveAssets(root, QUIET), Grant("everyone")
+
+    def served():
+        return LiveCatalog.loads(bytes(source.find(everyone, SPACE, LIVE_TRACK)[1].open(0).data)).key
+
+    with LiveFolderWriter(root / "one") as one, LiveFolderWriter(root / "two") as two:
+        one.begin(live("1" * 16))
+        await source.look()
+        two.begin(live("2" * 16))
+        await source.look()
+        publish(two, 0, "2" * 16)
+        publish(one, 0, "1" * 16)
+        source.poll()
+        assert served() == "1" * 16
+        one.tell(LiveEnd("1" * 16, "stopped"))
+        source.poll()
+        assert served() == "2" * 16
+        publish(two, 1, "2" * 16)
+        source.poll()
+        assert source.find(everyone, SPACE, EDGE_TRACK)[1].groups == 2
+
+
+async def test_there_is_a_bound_on_assets_that_grow(root, monkeypatch):
+    monkeypatch.setattr(live_assets, "MOST_LIVE", 1)
+    source = LiveAssets(root, QUIET)
+    with LiveFolderWriter(root / "one") as one, LiveFolderWriter(root / "two") as two:
+        one.begin(live("1" * 16))
+        two.begin(live("2" * 16))
+        await source.look()
+        await source.look()
+        (asset,) = source.assets
+        asset.end("enough")
+        await source.look()
+        assert [other is asset for other in source.assets] == [True, False]
+        source.assets[1].end("enough")
+        await source.look()
+        assert asset not in source.assets
+        monkeypatch.setattr(live_assets, "LINGER_S", -1.0)
+        await source.look()
+        assert source.assets == ()
+
+
+async def test_an_older_asset_of_the_same_name_is_served_until_it_is_replaced(root):
+    """Its groups have the same names, so the growing one is not shown."""
+    old = make_final(root / "asset", b"old")
+    source = PublishedAssets(root, None, QUIET)
+    with LiveFolderWriter(root / "asset", force=True) as writer:
+        writer.begin(live(key := new_key()))
+        publish(writer, 0, key)
+        await source.live.look()
+        source.live.poll()
+        assert source.find(EVERYTHING, SPACE, LIVE_TRACK) is None
+        assert whole(source.find(EVERYTHING, SPACE, "FP16").open(0)) == old
+        for group in (1, 2):
+            publish(writer, group, key)
+        writer.commit(final())
+        writer.tell(LiveEnd(key))
+    source.live.poll()
+    await source.live.tell()
+    assert source.find(EVERYTHING, SPACE, LIVE_TRACK) is not None
+    assert whole(source.find(EVERYTHING, SPACE, "FP16").open(0)) == frame(0, "FP16")
+
+
+def make_final(path, begins):
+    """An asset whose first frame is another; returns that."""
+    made = final()
+    first, *others = made.tracks
+    data = begins * 100
+    sizes, sums = (len(data), *first.bytes[1:]), (hashlib.sha256(data).hexdigest(), *first.digests[1:])
+    with LiveFolderWriter(path) as writer:
+        for group in range(GROUPS):
+            for track in made.tracks:
+                writer.frame(group, track.name, data if (group, track) == (0, first) else frame(group, track.name))
+        writer.commit(replace(made, tracks=(replace(first, bytes=sizes, digests=sums), *others)))
+    return data
