@@ -30,7 +30,7 @@ from kvabr.types.naming import (
     prefix_gap,
     prefix_track,
 )
-from kvabr.types.units import hit, with_snapshots_of
+from kvabr.types.units import with_snapshots_of
 
 _SLACK_BYTES = 1 << 20
 _MAX_TIMES_FP16 = 4
@@ -106,17 +106,17 @@ async def find_prefix(
     if best is None:
         return None
     shared = shared_groups(best.catalog, tokens, digests, salt)
+    groups, limit = best.catalog.playable(shared)
     gap = prefix_gap(shared, len(digests)) if shared else range(0)
     if gap:
         with contextlib.suppress(TransportError, FormatError):  # then what is known already has to do
             track = prefix_track(digests, gap.start, gap.stop)
             other = await _ask(origin, digests, spec, track, any_dtype=any_dtype)
-            if other is not None and (more := shared_groups(other.catalog, tokens, digests, salt)) > shared:
-                best, shared = other, more
-    playable_groups, limit = hit(best.catalog.spec, shared, best.catalog.tokens)
-    if not playable_groups:
-        return None
-    return replace(best, catalog=best.catalog.prefix(playable_groups), limited_by=limit)
+            if other is not None:
+                more, bound = other.catalog.playable(shared_groups(other.catalog, tokens, digests, salt))
+                if more > groups:
+                    best, groups, limit = other, more, bound
+    return replace(best, catalog=best.catalog.prefix(groups), limited_by=limit) if groups else None
 
 
 def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str], salt: bytes = b"") -> int:

@@ -232,6 +232,7 @@ class Play:
                 spec=catalog.spec,
                 catalog=begin,
                 catalog_sha256=prepared.sha256,
+                limited_by=prepared.limited_by,
             )
         tokens = 0 if prefix is None else prefix.tokens
         said = numbers(missing) if catalog.every_token else listed(map(catalog.title, missing))
@@ -315,7 +316,10 @@ class Play:
         """Drive a session to its end; the engine needs ``rest_s`` for what no cache covers."""
         options, ladder, connection = self.options, prepared.ladder, self.connection
         catalog = ladder.catalog
-        assembler = Assembler(catalog, prepared.profile, out=self._room(catalog), dtype=self.options.dtype)
+        try:
+            assembler = Assembler(catalog, prepared.profile, out=self._room(catalog), dtype=self.options.dtype)
+        except RuntimeError as error:
+            raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
         deadline_s, least, end_s = self.clock.deadline_s, _MIN_PREFIX_SHARE, self.clock.left()
         if isinstance(goal, WholeGoal):
             least, end_s = _MIN_SHARE, self._patience_s() - self.clock.now()
@@ -409,16 +413,13 @@ class Play:
         return 0.0 if self.cost is None else self.cost.seconds(before, tokens)
 
     def _room(self, catalog: Catalog) -> torch.Tensor | None:
-        """Return the tensor that the cache goes into; None if there are several, which the assembler makes."""
+        """Return the tensor that the cache goes into; None: the assembler makes several. `RuntimeError` without memory."""
         out = self.options.out
         if out is None and not catalog.every_token:
             return None
         if out is not None:
             return out[:, :, :, : catalog.tokens] if out.dim() == 5 else out
-        try:
-            return allocate(catalog.spec.shape(catalog.tokens), self.options.dtype or catalog.spec.torch_dtype)
-        except RuntimeError as error:
-            raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
+        return allocate(catalog.spec.shape(catalog.tokens), self.options.dtype or catalog.spec.torch_dtype)
 
     def _placed(self, parts: tuple[torch.Tensor, ...], spec: KVSpec) -> tuple[torch.Tensor, ...]:
         """Check what an engine computed, and return it in the tensor or element type that the caller wants."""

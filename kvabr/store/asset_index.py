@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
@@ -34,15 +34,24 @@ if TYPE_CHECKING:
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
+class Shared(NamedTuple):
+    """What an asset has of a prompt that shares its groups up to one."""
+
+    playable: int
+    """Leading groups of these that can be played: fewer if there is no snapshot of a state behind the last."""
+    group: int
+    asset: Asset
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AssetView:
     """The names that one reader may use, and the assets behind them."""
 
     assets: dict[TrackNamespace, Asset] = field(default_factory=dict)
     profiles: dict[TrackNamespace, Asset] = field(default_factory=dict)
-    prefixes: dict[TrackNamespace, dict[bytes, tuple[int, Asset]]] = field(default_factory=dict)
-    """By namespace of the lookup (the first group's digest): for the key of each digest that any of the assets has, its
-    group and the newest of those assets."""
+    prefixes: dict[TrackNamespace, dict[bytes, Shared]] = field(default_factory=dict)
+    """By namespace of the lookup (the first group's digest): for the key of each digest that any of the assets has, the
+    asset of which most can be played, of equals the newest."""
 
     models: dict[bytes, KVSpec] = field(default_factory=dict)
     """Specs of the assets, by their digest."""
@@ -59,7 +68,10 @@ class AssetView:
             if catalog.profile is not None:
                 view.profiles[TrackNamespace(model, catalog.profile)] = asset
             table = view.prefixes.setdefault(TrackNamespace(model, catalog.chunks[0]), {})
-            table.update((key, (group, asset)) for group, key in enumerate(asset.prefix_keys))
+            for group, key in enumerate(asset.prefix_keys):
+                shared = Shared(catalog.playable(group + 1)[0], group, asset)
+                if key not in table or shared.playable >= table[key].playable:
+                    table[key] = shared
         return view
 
     def find(self, namespace: TrackNamespace, track: str) -> Asset | None:
@@ -77,7 +89,7 @@ class AssetView:
         # The namespace is the first group's digest: everything in the table shares at least that group.
         first = bytes.fromhex(namespace.prompt[:16])
         found = [table[key] for key in (first, *keys) if key in table]
-        return max(found, key=lambda entry: entry[0])[1] if found else None
+        return max(found, key=lambda shared: shared[:2]).asset if found else None
 
 
 class AssetIndex:

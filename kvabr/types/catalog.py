@@ -25,7 +25,7 @@ from kvabr.types.errors import AssetError, FormatError, UsageError, did_you_mean
 from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, check_track_name
-from kvabr.types.units import Span, Unit, cuts, hit, prefix_units, units_of
+from kvabr.types.units import Span, Unit, count_of, cuts, hit, prefix_units, units_of
 
 MAX_CATALOG_BYTES = 32 << 20
 """Bound on every catalog: 11 tracks of a million tokens in groups of 128 take 11 MB."""
@@ -144,7 +144,8 @@ class Catalog:
     @cached_property
     def groups(self) -> int:
         """Number of groups (units)."""
-        return len(self.chunks) if self.every_token else len(self.units)
+        # Of an untrusted catalog, units are made only once its tracks have proved to list that many.
+        return count_of(self.spec, self.tokens) if self.chosen is None else len(self.chosen)
 
     @property
     def every_token(self) -> bool:

@@ -45,6 +45,11 @@ def units_of(spec: KVSpec, tokens: int) -> tuple[Unit, ...]:
     return tuple(sorted(found, key=lambda unit: (unit.chunk, unit.part)))
 
 
+def count_of(spec: KVSpec, tokens: int) -> int:
+    """Return the number of units of a published cache, without making them."""
+    return sum(-(-tokens // _apart(spec, part, tokens)) for part in range(len(spec.classes)))
+
+
 def unit_of(spec: KVSpec, part: int, group: int, tokens: int) -> Unit:
     """Return a unit, given its class and its number there; `IndexError` if there is none."""
     only, size = spec.parts[part].only, spec.group_tokens
@@ -59,9 +64,13 @@ def unit_of(spec: KVSpec, part: int, group: int, tokens: int) -> Unit:
 
 
 def _of_part(spec: KVSpec, part: int, tokens: int) -> Iterator[Unit]:
-    only = spec.parts[part].only
-    apart = spec.group_tokens if only.kind != "state" else only.interval or tokens
-    return (unit_of(spec, part, group, tokens) for group in range(-(-tokens // apart)))
+    return (unit_of(spec, part, group, tokens) for group in range(-(-tokens // _apart(spec, part, tokens))))
+
+
+def _apart(spec: KVSpec, part: int, tokens: int) -> int:
+    """Return the tokens from one unit of a class to the next."""
+    only = spec.classes[part]
+    return spec.group_tokens if only.kind != "state" else only.interval or tokens
 
 
 def computed_shape(part: KVSpec, tokens: int) -> tuple[int, int, int, int, int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.lookup import find_prefix
+from kvabr.client.lookup import Found, find_prefix
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, save
 from kvabr.player.assembler import Assembler
@@ -17,10 +17,12 @@ from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.relay_catalogs import check_small
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
+from kvabr.types.catalog import Catalog, Track
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import ForeignError, FormatError, UsageError
+from kvabr.types.errors import ForeignError, FormatError, PlayError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass
-from kvabr.types.naming import CATALOG_TRACK, chain
+from kvabr.types.naming import CATALOG_TRACK, TrackNamespace, chain
+from kvabr.types.units import count_of
 from tests.client.virtual import virtual
 from tests.memory_transport import Fault, MemoryConnection, MemoryLink
 
@@ -191,6 +193,30 @@ def test_swapped_files_are_named(root):
             asset.frame(0, "FP16.state-convolution")
     finally:
         other.write_bytes(data)
+
+
+HUGE = tuple(range(1, 1024))
+
+
+@pytest.mark.parametrize(
+    "only",
+    [
+        LayerClass("state", HUGE, 1024, 1 << 16, 4096, "float32"),
+        LayerClass("window", HUGE, 1024, 4096, 4096, "float16", window=1 << 31),
+    ],
+    ids=lambda only: only.kind,
+)
+@virtual
+async def test_a_cache_that_no_machine_has_memory_for_is_refused(library, only):
+    spec = KVSpec("test/huge", "tokenizer", (LayerClass("full", (0,), 1, 8, 8, "float16"), only), 1 << 16)
+    tokens = [7] * (1 << 17)
+    chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
+    count = count_of(spec, len(tokens))
+    track = Track("FP16", (100,) * count, (0.5,) * count, ("ab" * 32,) * count)
+    huge = Catalog(TrackNamespace(spec.model, chunks[-1]), spec, len(tokens), tuple(chunks), (track,))
+    async with link(library) as connection, AsyncClient(connection) as client:
+        with pytest.raises(PlayError, match="no memory for a cache of"):
+            await client.play_prefix(Found(huge, "ab" * 32), deadline=1.0, cost=PrefillCost.from_rate(100.0))
 
 
 def test_what_is_not_there_yet_says_so(catalog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from kvabr.types.units import (
     Unit,
     cache_length,
     computed_shape,
+    count_of,
     hit,
     needed,
     snapshot_ends,
@@ -204,6 +206,26 @@ def test_units_are_in_the_order_of_their_ends():
     for part in range(4):
         with pytest.raises(IndexError):
             unit_of(SPEC, part, 5, 70)
+
+
+def test_units_are_counted_without_being_made():
+    for tokens in range(1, 200):
+        assert count_of(SPEC, tokens) == len(units_of(SPEC, tokens))
+
+
+def test_a_catalog_that_claims_millions_of_units_is_refused_before_they_are_made():
+    """With 16 classes a catalog of a few megabytes can claim units that would take a gigabyte."""
+    classes = tuple(LayerClass("full", (layer,), 1, 2, 2, "float16") for layer in range(16))
+    spec = KVSpec("m", "t", classes, 1)
+    value = catalog().to_json() | {"spec": spec.to_json(), "tokens": 20_000, "chunks": [f"{7:064x}"] * 20_000}
+    text = json.dumps(value)
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match="of each of 320000 groups"):
+            Catalog.loads(text)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(text)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""Lookups of caches with recurrent states, which can only be played where there is a snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvabr.client.lookup import find_prefix
+from kvabr.publish.encoder import FrameEncoder
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.store.asset_folder import FolderAssetStore
+from kvabr.types.kv import KVSpec, LayerClass
+from kvabr.types.naming import chain
+from tests.client.classes import link, numbers
+from tests.client.virtual import virtual
+
+SPEC = KVSpec(
+    "test/states",
+    "tokenizer",
+    (LayerClass("full", (0,), 1, 2, 2, "float16"), LayerClass("state", (1,), 1, 2, 2, "float16")),
+    4,
+)
+"""With a snapshot at the end of each asset alone."""
+
+
+def publish(root, name: str, tokens: list[int], spec: KVSpec = SPEC) -> None:
+    chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
+    parts = list(numbers(spec, tokens))
+    snapshots = len(tokens) // (spec.classes[1].interval or len(tokens))
+    parts[1] = parts[1].repeat(1, 1, 1, snapshots, 1)
+    with FolderAssetStore(root).writer(name) as writer:
+        frames = FrameEncoder(spec, chunks, len(tokens), ["FP16"], None, writer)
+        frames.encode(tuple(parts))
+        writer.commit(
+            frames.catalog({"FP16": [0.0] * len(frames.units)}, {"FP16": 0.0}, loss_method="made up", source="test")
+        )
+
+
+async def found(root, tokens: list[int]) -> int:
+    """How many tokens of a prompt can be played."""
+    async with link(PublishedAssets(root)) as connection:
+        best = await find_prefix(connection, tokens, SPEC)
+        return 0 if best is None else best.catalog.tokens
+
+
+@pytest.mark.parametrize("order", ["shorter first", "longer first"])
+@virtual
+async def test_a_longer_asset_without_a_snapshot_does_not_hide_one_that_can_be_played(tmp_path, order):
+    """As of two turns of a chat, the first of which is answered again."""
+    turns = {"one": list(range(16)), "two": list(range(40))}
+    for name, tokens in sorted(turns.items(), reverse=order == "longer first"):
+        publish(tmp_path, name, tokens)
+    assert await found(tmp_path, [*range(16), 99, 98]) == 16
+    # The longer one shares more, and nothing of it can be played.
+    assert await found(tmp_path, [*range(30), 99]) == 16
+    assert await found(tmp_path, [*range(40), 99]) == 40
+    assert await found(tmp_path, [*range(12), 99]) == 0
+
+
+@virtual
+async def test_more_snapshots_are_worth_more_than_a_newer_asset(tmp_path):
+    often = replace(SPEC, classes=(SPEC.classes[0], replace(SPEC.classes[1], interval=8)))
+    publish(tmp_path, "often", list(range(40)), often)
+    publish(tmp_path, "late", [*range(36), *range(60, 68)])
+    assert await found(tmp_path, [*range(30), 99]) == 24
+    assert await found(tmp_path, [*range(36), *range(60, 68), 99]) == 44
+
+
+@virtual
+async def test_a_second_round_trip_never_makes_it_worse(tmp_path):
+    """A long prompt's first lookup names only some of its groups, the second those near the end of what was found."""
+    prompt = list(range(4 * 330))
+    publish(tmp_path, "short", prompt[:80])
+    publish(tmp_path, "long", [*prompt[:-8], *range(8)])
+    assert await found(tmp_path, prompt) == 80
+    publish(tmp_path, "longer", prompt[:84])
+    assert await found(tmp_path, prompt) == 84
