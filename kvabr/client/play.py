@@ -413,7 +413,7 @@ class Play:
         return 0.0 if self.cost is None else self.cost.seconds(before, tokens)
 
     def _room(self, catalog: Catalog) -> torch.Tensor | None:
-        """Return the tensor that the cache goes into; None: the assembler makes several. `RuntimeError` without memory."""
+        """Return the tensor for the cache, or None: the assembler makes several. `RuntimeError`: there is no memory."""
         out = self.options.out
         if out is None and not catalog.every_token:
             return None

@@ -163,9 +163,9 @@ def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None)
     """Return the name of the track that looks up the longest cached prefix of a prompt, given its chained digests.
 
     The track lives under ``TrackNamespace(model, digests[0])``. Its group 0 is the catalog of the visible asset that
-    contains the latest of the named digests; of several, the newest. Where recurrent states limit what can be played, it
-    is the one of which most can be played. The asset shares at least the groups up to the matching digest; the client
-    counts the groups that really match.
+    contains the latest of the named digests; of several, the newest. Where recurrent states limit what can be played,
+    it is the one of which most can be played. The asset shares at least the groups up to the matching digest; the
+    client counts the groups that really match.
 
     A name has room for `MAX_PREFIX_DIGESTS`. For a longer prompt the digests are thinned to every second, third ...
     group, which leaves the groups between two neighbours open. `prefix_gap` returns them, and a second lookup of
