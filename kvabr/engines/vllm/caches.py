@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from kvabr.engines.vllm.states import KNOWN, RECURRENT, StateForm, forms_of
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import QUANTISED, LayerClass
 
@@ -53,6 +54,8 @@ class Pages:
     """Their places among the layers of the class."""
     passing: bool = False
     """Whether tokens pass out of sight (windows and chunks), and their blocks are taken from a request."""
+    form: StateForm | None = None
+    """How a state is kept; None: the layers keep tokens."""
 
     def absent(self, blocks: Sequence[int]) -> int:
         """Return how many blocks at the beginning of a run of a table are not the request's any more."""
@@ -87,6 +90,11 @@ class EngineCaches:
         return tuple(tuple(table[first // size : last // size]) for table, size in pairs)
 
     @property
+    def states(self) -> dict[int, int]:
+        """Tokens in a block of each table whose layers keep states: where a block ends there may be one."""
+        return {each.group: each.block for each in self.pages if each.form is not None}
+
+    @property
     def passing(self) -> tuple[Pages, ...]:
         """The pages whose blocks are taken from a request when they are out of sight."""
         return tuple(each for each in self.pages if each.passing)
@@ -104,11 +112,14 @@ class _Layer:
     group: int
     block: int
     name: str
+    dtype: str = ""
+    """Element type of a state that is published in its own."""
+    form: StateForm | None = field(default=None, compare=False)
 
     @property
     def title(self) -> tuple[object, ...]:
         """What layers of one class have in common."""
-        return self.role, self.kind, self.window, self.heads, self.k_dim, self.v_dim
+        return self.role, self.kind, self.window, self.heads, self.k_dim, self.v_dim, self.dtype
 
 
 def engine_caches(
@@ -128,7 +139,7 @@ def engine_caches(
     """
     found = sorted(_layers(config, held, heads_of))
     seen = [(layer.number, layer.role) for layer in found]
-    main = [number for number, role in seen if not role]
+    main = sorted({layer.number for layer in found if not layer.role or layer.kind == "state"})
     if len(set(seen)) < len(seen) or main != list(layers):
         raise UnknownCacheError(
             f"vLLM keeps {len(found)} caches, for {len(set(main))} of {len(layers)} layers of the model: kvabr needs "
@@ -152,6 +163,7 @@ def engine_caches(
             tuple(layer.name for layer in own),
             tuple(rows[layer.name] for layer in own),
             passing=classes[part].window is not None,
+            form=own[0].form,
         )
         for (group, part, block), own in sorted(shelves.items())
     )
@@ -170,6 +182,7 @@ def _elsewhere(config: Any) -> Iterator[Pages]:
 
 def _class_of(own: Sequence[_Layer], dtype: str) -> LayerClass:
     one, numbers = own[0], tuple(layer.number for layer in own)
+    dtype = one.dtype or dtype
     scales = (1.0,) if dtype in QUANTISED else None
     try:
         return LayerClass(
@@ -194,16 +207,55 @@ def _layers(config: Any, held: torch.dtype, heads_of: Callable[[int], int]) -> I
         each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         for name in group.layer_names:
             spec = group.kv_cache_spec if each is None else each[name]
-            yield _layer(name, number, spec, held, heads_of)
+            if type(spec).__name__ == "MambaSpec":
+                yield from _states(name, number, spec, held)
+            else:
+                yield _layer(name, number, spec, held, heads_of)
+
+
+def _states(name: str, group: int, spec: Any, held: torch.dtype) -> Iterator[_Layer]:
+    kind, mode = getattr(spec.mamba_type, "name", spec.mamba_type), spec.mamba_cache_mode
+    forms = forms_of(spec)
+    if forms is None:
+        raise UnknownCacheError(f"vLLM keeps {name} as states of {kind}; kvabr exchanges those of {', '.join(KNOWN)}")
+    if mode != "align" or spec.num_speculative_blocks:
+        raise UnknownCacheError(
+            f'vLLM keeps the states of {name} in the mode "{mode}", where none is left at the end of a block: start it '
+            "with --enable-prefix-caching, and without speculative decoding"
+        )
+    for form in forms:
+        if form.dtype not in (held, torch.float32):
+            raise UnknownCacheError(f"vLLM keeps a state of {name} in {form.dtype}, and its cache in {held}")
+        heads, rows, columns = form.published
+        wide = form.dtype == torch.float32 and form.role == RECURRENT
+        yield _Layer(
+            number=_number(name),
+            role=form.role,
+            kind="state",
+            window=0,
+            heads=heads,
+            k_dim=rows,
+            v_dim=columns,
+            group=group,
+            block=int(spec.block_size),
+            name=name,
+            dtype="float32" if wide else "",
+            form=form,
+        )
+
+
+def _number(name: str) -> int:
+    numbers = _LAYER.findall(name)
+    if len(numbers) != 1:
+        raise UnknownCacheError(f"the name of vLLM's cache {name!r} does not tell its layer: unknown model")
+    return int(numbers[0])
 
 
 def _layer(name: str, group: int, spec: Any, held: torch.dtype, heads_of: Callable[[int], int]) -> _Layer:
     title = type(spec).__name__
     kind = _KINDS.get(title)
     if kind is None:
-        raise UnknownCacheError(
-            f"vLLM keeps {name} as {title}; kvabr exchanges {', '.join(_KINDS)}, and no states of recurrent layers"
-        )
+        raise UnknownCacheError(f"vLLM keeps {name} as {title}; kvabr exchanges {', '.join(_KINDS)}, and MambaSpec")
     if kind == "full" and (getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)):
         raise UnknownCacheError(
             f"vLLM keeps every token of {name}, though its attention sees a part of them only: start it with the "
@@ -212,13 +264,11 @@ def _layer(name: str, group: int, spec: Any, held: torch.dtype, heads_of: Callab
         )
     if (why := _unlike(spec, held)) is not None:
         raise UnknownCacheError(f"vLLM keeps {name} {why}, which kvabr does not know")
-    numbers = _LAYER.findall(name)
-    if len(numbers) != 1:
-        raise UnknownCacheError(f"the name of vLLM's cache {name!r} does not tell its layer: unknown model")
+    number = _number(name)
     role = str(getattr(getattr(spec, "cache_role", None), "value", ""))
     window = spec.sliding_window if kind == "window" else spec.attention_chunk_size if kind == "chunked" else 0
     return _Layer(
-        number=int(numbers[0]),
+        number=number,
         role="indexer" if role == "indexer" else "",
         kind=kind,
         window=int(window),

@@ -67,6 +67,9 @@ class VllmSettings(EngineSettings):
     """Memory in each worker that publishes, for what layers with windows drop before a request ends, MiB."""
     queue: Count = 4
     """Caches that may wait to be published; more are dropped and counted."""
+    publish_live: bool = False
+    """Publish a cache while it is computed, step by step, so that another node plays it meanwhile. ``publish`` must be
+    a folder. Recurrent states are published when their request ends."""
 
     @field_validator("policy")
     @classmethod
@@ -203,6 +206,10 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
         spec = settings.grouped(spec)
     except FormatError as error:
         raise UnknownCacheError(f"vLLM's cache of {model.model}: {error}") from error
+    if kept.states and parallel.world_size > 1:
+        raise UnknownCacheError(
+            "kvabr exchanges recurrent states of whole models only, and each rank has a part of them"
+        )
     for pages in kept.pages:
         check_block_size(pages.block, spec.group_tokens)
         if pages.passing and spec.group_tokens % pages.block:

@@ -34,6 +34,7 @@ from kvabr.engines.vllm.caches import UnknownCacheError
 from kvabr.engines.vllm.config import FP8_CACHES, ServedModel, VllmSettings, read_settings, served_model
 from kvabr.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvabr.engines.vllm.plays import Step, leave_client, take_client
+from kvabr.engines.vllm.publishing import Publishers
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
 from kvabr.publish.publisher import Publisher
@@ -108,12 +109,12 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler, self._worker = IdleScheduler(), IdleWorker()
             return
         # Before the client is taken: an error here must not leave one behind.
-        publisher = _publisher(settings, model) if produces and role == KVConnectorRole.WORKER else None
+        publishers = _publishers(settings, model) if produces and role == KVConnectorRole.WORKER else None
         self._client = take_client(settings) if consumes else None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(settings, model, self._client, produces=produces)
         else:
-            self._worker = WorkerHalf(settings, model, self._client, publisher)
+            self._worker = WorkerHalf(settings, model, self._client, publishers)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -132,6 +133,11 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(connector_metadata, KvabrMetadata):
             self._worker.begin(connector_metadata.step)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Copy what is still to be copied of blocks that this step overwrites."""
+        if isinstance(kv_connector_metadata, KvabrMetadata):
+            self._worker.preempted(kv_connector_metadata.step)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Copy what was played first into the blocks of this step; before the forward pass if there is any."""
         self._worker.copy()
@@ -140,7 +146,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Do nothing: no request is computed before its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: caches are published when a request ends."""
+        """Do nothing: caches are copied behind a step, or when a request ends."""
 
     def wait_for_save(self) -> None:
         """End the computation of a step."""
@@ -174,7 +180,9 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the requests to the workers."""
-        return KvabrMetadata(self._scheduler.step(scheduler_output.num_scheduled_tokens, self._tables))
+        preempted = bool(getattr(scheduler_output, "preempted_req_ids", None))
+        scheduled = scheduler_output.num_scheduled_tokens
+        return KvabrMetadata(self._scheduler.step(scheduled, self._tables, preempted=preempted))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Note the loads and plays that have ended."""
@@ -284,12 +292,12 @@ class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._counters[name][engine_idx].inc(value)
 
 
-def _publisher(settings: VllmSettings, model: ServedModel) -> Publisher:
-    """Return the publisher of this engine's caches; raise if a file that the settings name cannot be used."""
+def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
+    """Return the publishers of this engine's caches; raise if a file that the settings name cannot be used."""
     assert settings.publish is not None  # noqa: S101  # a producer's settings have it
     spec = model.shard
     prior = default_catalog() if settings.prior is None else Catalog.read(settings.prior)
-    return Publisher(
+    publisher = Publisher(
         settings.publish,
         spec,
         prior=prior,
@@ -299,6 +307,11 @@ def _publisher(settings: VllmSettings, model: ServedModel) -> Publisher:
         max_bytes=settings.publish_bytes,
         source=f"computed by vLLM {vllm.__version__}",
     )
+    if not settings.publish_live:
+        return Publishers(publisher)
+    from kvabr.publish.live_publisher import LivePublisher
+
+    return Publishers(publisher, LivePublisher(publisher))
 
 
 def check_scales(config: Any, names: Iterable[str]) -> None:

@@ -28,7 +28,7 @@ class IdleScheduler:
     def allocated(self, request: Any, blocks: object, external: int) -> None:
         """Ignore blocks."""
 
-    def step(self, _scheduled: Mapping[str, int], _tables: object) -> Step:
+    def step(self, _scheduled: Mapping[str, int], _tables: object, *, preempted: bool = False) -> Step:  # noqa: ARG002
         """Return a step without requests."""
         return Step()
 
@@ -54,6 +54,9 @@ class IdleWorker:
 
     def begin(self, step: Step) -> None:
         """Ignore a step."""
+
+    def preempted(self, step: Step) -> None:
+        """Have nothing to copy."""
 
     def copy(self) -> None:
         """Copy nothing."""

@@ -72,8 +72,41 @@ class KeepRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotRequest:
+    """Keep the states that this step leaves at the end of a block: vLLM will drop them."""
+
+    chunk: str
+    """Chained digest of the last group before it."""
+    blocks: dict[int, int]
+    """For each table of states the block that holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrowRequest:
+    """Publish what this step completes of a request, before the request has ended."""
+
+    request: str
+    tokens: tuple[int, ...]
+    """Ids of all groups of its prompt when it is announced, else none."""
+    first: int
+    """First token that is new: all before it were handed over. The beginning of a block."""
+    last: int
+    """Token after the last that is new; ``first`` if there is nothing yet. The end of a block."""
+    blocks: tuple[tuple[int, ...], ...]
+    """Per block table of the engine, the blocks for these tokens."""
+    salt: bytes
+    had: int
+    """Tokens that need not be computed, when it is announced."""
+    step: int
+    """Tokens of it that this step computes."""
+
+
+@dataclass(frozen=True, slots=True)
 class PublishRequest:
-    """Publish what a request has computed. vLLM keeps its blocks until the worker has copied them."""
+    """Publish what a request has computed, or end what was published of it while it was.
+
+    vLLM keeps its blocks until the worker has copied them.
+    """
 
     request: str
     tokens: tuple[int, ...]
@@ -94,6 +127,10 @@ class Step:
     loads: list[LoadRequest] = field(default_factory=list)
     copies: list[CopyRequest] = field(default_factory=list)
     kept: list[KeepRequest] = field(default_factory=list)
+    snapshots: list[SnapshotRequest] = field(default_factory=list)
+    grown: list[GrowRequest] = field(default_factory=list)
+    preempted: bool = False
+    """Whether vLLM has taken blocks away from a request."""
     publications: list[PublishRequest] = field(default_factory=list)
     scheduled: int = 0
     """Tokens that the step computes."""

@@ -27,8 +27,10 @@ from kvabr.client.lookup import Found
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
+from kvabr.engines.vllm.growing import Growth
 from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, PublishRequest, Step, cut, find_cache
 from kvabr.engines.vllm.promises import Promises
+from kvabr.engines.vllm.snapshots import Boundaries
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.windows import Completed, Tables
 from kvabr.types.errors import FormatError, TransportError
@@ -90,10 +92,15 @@ class SchedulerHalf:
                 block=model.block,
                 max_bytes=settings.host_mib << 20,
                 max_plays=settings.plays,
-                alike=bool(model.caches.passing),
+                alike=bool(model.caches.passing or model.caches.states),
                 numbers=self._numbers,
             )
         self._completed = Completed(model.caches, model.spec.group_tokens, self._chain_of)
+        self._boundaries = Boundaries(model.block, model.spec.group_tokens, self._chain_of)
+        self._growth: Growth | None = None
+        """Of caches that are published while they are computed; None: all are published at the end."""
+        if produces and settings.publish_live and not model.caches.states:
+            self._growth = Growth(model.caches, model.spec.group_tokens, self._salt_of)
         self.counts = ConnectorCounts()
         self._pause_s, self._again_s = 0.0, 0.0
         self._trouble = TroubleLog(_log)
@@ -104,6 +111,10 @@ class SchedulerHalf:
             self._lookups[request.request_id] = self._ask(request)
         if self._produces:
             self._completed.arrived(request)
+            if self._model.caches.states:
+                self._boundaries.arrived(request)
+            if self._growth is not None and self._published(request):
+                self._growth.arrived(request)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens behind the first ``computed`` can be loaded, and whether vLLM must wait for them.
@@ -146,11 +157,18 @@ class SchedulerHalf:
             self._pending.loads.append(self._load(next(self._numbers), name, lookup, first, last, taken, left_s))
         lookup.over()
 
-    def step(self, scheduled: Mapping[str, int], tables: Tables) -> Step:
-        """Return the requests to the workers with the next step, which computes ``scheduled`` tokens of requests."""
+    def step(self, scheduled: Mapping[str, int], tables: Tables, *, preempted: bool = False) -> Step:
+        """Return the requests to the workers with the next step, which computes ``scheduled`` tokens of requests.
+
+        ``preempted`` says whether vLLM has taken blocks away from any.
+        """
         step, self._pending = self._pending, Step()
+        step.preempted = preempted
         step.scheduled = sum(scheduled.values())
         step.kept = self._completed.step(scheduled, tables)
+        step.snapshots = self._boundaries.step(scheduled, tables, self._model.caches.states)
+        if self._growth is not None:
+            step.grown = self._growth.step(scheduled, tables)
         step.asking = any(lookup.handle is not None for lookup in self._lookups.values())
         if self._promises is not None:
             now = time.monotonic()
@@ -174,19 +192,25 @@ class SchedulerHalf:
     def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
         """End a request, given its blocks per block table; return whether these must be kept to be published."""
         name, size = request.request_id, self._model.spec.group_tokens
-        chunks = self._completed.over(name)
-        if not chunks and self._produces and self._model.caches.passing:
+        chunks, states = self._completed.over(name), self._model.caches.states
+        self._boundaries.over(name)
+        if not chunks and self._produces and (self._model.caches.passing or states):
             chunks = self._chain_of(request)  # vLLM had all of it
         lookup = self._lookups.pop(name, None)
         if lookup is not None and lookup.handle is not None:
             lookup.handle.cancel()
         if self._promises is not None:
             self._promises.drop(name)
+        if self._growth is not None and self._growth.over(name):
+            self._pending.publications.append(PublishRequest(name, (), (), b""))
+            return True
         # vLLM frees the blocks of a load that never reached the worker by itself.
         if name in self._loading or not self._produces or _params(request).get("publish", True) is False:
             return False
         tokens = min(int(request.num_computed_tokens), int(request.num_prompt_tokens))
         tokens = whole_blocks(tokens, math.lcm(self._model.block, size))
+        if states:
+            tokens = min(tokens, self._boundaries.end(request))
         if not tokens or _unfit(request) is not None:
             self.counts.add("publish_skipped_short" if not tokens else "publish_skipped_unfit")
             return False
@@ -282,11 +306,21 @@ class SchedulerHalf:
             self.counts.add("lookups_miss" if found is None else "lookups_hit")
             if found is not None:
                 # vLLM must compute at least one token.
-                lookup.last = whole_blocks(min(found.catalog.tokens, len(lookup.tokens) - 1), self._model.block)
+                lookup.last = self._usable(found, len(lookup.tokens) - 1)
                 lookup.found = cut(found, lookup.last) if lookup.last else None
                 least_s = time.monotonic() + _MIN_PLAY_SHARE * lookup.deadline_s
                 lookup.due_s = max(lookup.began_s + lookup.deadline_s, least_s)
         return True
+
+    def _usable(self, found: Found, most: int) -> int:
+        """Return how many tokens of a cache, at most ``most``, vLLM can begin with: whole blocks, and its states."""
+        catalog, block = found.catalog, self._model.block
+        last = whole_blocks(min(catalog.tokens, most), block)
+        if not self._model.caches.states:
+            return last
+        size = catalog.spec.group_tokens
+        end = catalog.playable(last // size)[0] * size
+        return 0 if end % block else end
 
     def _pause(self, lookup: _Lookup, why: str) -> None:
         """Begin no lookup for a while. Lookups under way at the same time count as one failure."""
@@ -302,7 +336,7 @@ class SchedulerHalf:
         """Return the digests of all groups of a request's prompt, none if it is not going to be published."""
         spec = self._model.spec
         tokens = whole_blocks(int(request.num_prompt_tokens), spec.group_tokens)
-        if not tokens or _params(request).get("publish", True) is False or _unfit(request) is not None:
+        if not tokens or not self._published(request):
             return ()
         return chain(
             request.prompt_token_ids[:tokens],
@@ -311,6 +345,10 @@ class SchedulerHalf:
             group_tokens=spec.group_tokens,
             salt=self._salt_of(request),
         )
+
+    def _published(self, request: Any) -> bool:
+        """Return whether a request is published, if it is long enough."""
+        return _params(request).get("publish", True) is not False and _unfit(request) is None
 
     def _salt_of(self, request: Any) -> bytes:
         """Return the salt of a request; its own salt separates its cache from all others, as in vLLM's prefix cache."""

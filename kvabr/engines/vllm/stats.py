@@ -31,6 +31,7 @@ HELP = {
     "bytes_wasted": "Received bytes that were of no use",
     "loss": "Expected loss of what was played, nats per generated token, summed over plays",
     "published": "Caches published",
+    "published_live": "Caches that other nodes could play while they were computed",
     "published_bytes": "Bytes of published caches, all tracks together",
     "publish_skipped_short": "Requests that computed less than one group",
     "publish_skipped_unfit": "Requests whose caches depend on more than their tokens",

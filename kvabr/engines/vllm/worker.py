@@ -11,31 +11,26 @@ the blocks of a request, aborted or not, until it is told that the load or the p
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client, Handle
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix
 from kvabr.engines.layouts import whole_blocks
-from kvabr.engines.vllm.blocks import EngineBlocks, LayoutOf, codes
+from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
-from kvabr.engines.vllm.plays import CopyRequest, KeepRequest, LoadRequest, PublishRequest, Step, cut, find_cache
+from kvabr.engines.vllm.copier import Copier
+from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, Step, cut, find_cache
+from kvabr.engines.vllm.publishing import Publications, Publishers
 from kvabr.engines.vllm.stats import ConnectorCounts
-from kvabr.engines.vllm.windows import KeptWindows
-from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import KvabrError, PlayError, UsageError
+from kvabr.types.errors import KvabrError, PlayError
 from kvabr.types.naming import chain
 
 _log = logging.getLogger("vllm.kvabr")
@@ -67,17 +62,13 @@ class WorkerHalf:
     """Implements the worker's part of the connector."""
 
     def __init__(
-        self, settings: VllmSettings, model: ServedModel, client: Client | None, publisher: Publisher | None
+        self, settings: VllmSettings, model: ServedModel, client: Client | None, publishers: Publishers | None
     ) -> None:
-        """Start; nothing is played or published before `register`, and nothing without a client or a publisher."""
-        self._settings, self._model, self._client, self._publisher = settings, model, client, publisher
+        """Start; nothing is played or published before `register`, and nothing without a client or publishers."""
+        self._settings, self._model, self._client = settings, model, client
         self.counts = ConnectorCounts()
         self._blocks: EngineBlocks | None = None
-        self._copier = ThreadPoolExecutor(1, "kvabr-copy")
-        self._stream: Any = None
-        """CUDA stream of the copies; None on a CPU."""
-        self._fence: Any = None
-        """CUDA event of the engine's work before this step; copies wait for it."""
+        self._copier = Copier()
         self._news = threading.Condition()
         self._received: set[str] = set()
         self._sent: set[str] = set()
@@ -88,44 +79,49 @@ class WorkerHalf:
         self._placed: list[tuple[int, int]] = []
         """Plays into host memory that have ended, and the token after the last in place."""
         self._copies: list[CopyRequest] = []
-        self._keeping: list[KeepRequest] = []
-        self._kept = KeptWindows(settings.window_mib << 20)
-        self._passing = tuple(dict.fromkeys(pages.part for pages in model.caches.passing if pages.names))
-        """Layer classes whose tokens pass out of sight."""
         self._began_s: float | None = None
         self._scheduled, self._nap_s = 0, _NAP_S
         self._rate = 0.0
         self._lossy: OrderedDict[str, None] = OrderedDict()
         """Digests of lossy groups that may be in vLLM's prefix cache: what is computed behind them is not exact."""
         self._most_lossy = 4096
+        self._publications: Publications | None = None
+        if publishers is not None:
+            self._publications = Publications(self, publishers, model, self._copier, settings.window_mib << 20)
 
     @property
     def quantised(self) -> bool:
         """Whether the engine's cache has codes instead of numbers."""
         return self._model.quantised
 
-    def register(self, caches: Mapping[str, torch.Tensor], layout_of: LayoutOf) -> None:
+    def register(self, caches: Caches, layout_of: LayoutOf) -> None:
         """Set the engine's cache; errors as `EngineBlocks`."""
         self._blocks = EngineBlocks(self._model, caches, layout_of)
         self._most_lossy = max(self._most_lossy, 4 * self._blocks.tokens // self._model.spec.group_tokens)
-        if self._blocks.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._blocks.device)  # type: ignore[no-untyped-call]
+        self._copier.use(self._blocks.device)
+        if self._publications is not None:
+            self._publications.registered()
 
     def begin(self, step: Step) -> None:
         """Begin a step."""
         self._began_s, self._scheduled = time.perf_counter(), step.scheduled
         self._nap_s = _SHORT_NAP_S if step.asking else _NAP_S
-        if self._stream is not None and (step.loads or step.publications):
-            self._fence = torch.cuda.current_stream(self._engine.device).record_event()
+        if step.loads:
+            self._copier.mark()
         for number in step.dropped:
             self._drop(number)
-        self._copies, self._keeping = step.copies, step.kept
+        self._copies = step.copies
         with self._news:
             playing = len(step.loads) + sum(not play.handle.done() for play in self._plays.values())
         for load in step.loads:
             self._play(load, playing)
-        for publication in step.publications:
-            self._publish(publication)
+        if self._publications is not None:
+            self._publications.begin(step)
+
+    def preempted(self, step: Step) -> None:
+        """Let go of blocks that vLLM has taken away from requests; called before they are overwritten."""
+        if step.preempted and self._publications is not None:
+            self._publications.preempted()
 
     def copy(self) -> None:
         """Copy what was promised into the engine's blocks; called before the step computes, on the engine's thread."""
@@ -134,14 +130,13 @@ class WorkerHalf:
             self._began_s = None  # this step's time is not that of a prefill
 
     def computed(self) -> None:
-        """End the computation of a step; keep what vLLM will drop."""
-        for keep in self._keeping:
-            self._keep(keep)
-        self._keeping = []
-        if self._began_s is not None and self._scheduled >= _MIN_TIMED_TOKENS and self._stream is None:
+        """End the computation of a step; copy what it has computed, and what vLLM will drop."""
+        if self._began_s is not None and self._scheduled >= _MIN_TIMED_TOKENS and not self._copier.on_gpu:
             rate = self._scheduled / max(1e-6, time.perf_counter() - self._began_s)
             self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
         self._began_s = None
+        if self._publications is not None:
+            self._publications.computed()
 
     def collect(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
         """Return the requests whose publications, and whose loads, have ended; cancel loads of ``finished`` ones."""
@@ -183,13 +178,30 @@ class WorkerHalf:
             plays, self._plays = list(self._plays.values()), {}
         for play in plays:
             play.handle.cancel()
-        self._copier.shutdown(wait=True)
-        if self._publisher is not None:
-            self._publisher.close()
+        self._copier.close()
+        if self._publications is not None:
+            self._publications.close()
         self._blocks = None
 
     @property
-    def _engine(self) -> EngineBlocks:
+    def rate(self) -> float:
+        """Tokens per second that the engine prefills."""
+        return self._settings.prefill_rate or self._rate or _DEFAULT_RATE
+
+    @property
+    def lossy(self) -> OrderedDict[str, None]:
+        """Digests of lossy groups, and of what was computed behind them."""
+        return self._lossy
+
+    def gone(self, request: str) -> None:
+        """Give the blocks of a request that has ended back to vLLM."""
+        with self._news:
+            self._sent.add(request)
+            self._news.notify_all()
+
+    @property
+    def blocks(self) -> EngineBlocks:
+        """The engine's blocks; raise `PlayError` before they are registered."""
         if self._blocks is None:
             raise PlayError("vLLM has not said where its cache is")
         return self._blocks
@@ -226,7 +238,7 @@ class WorkerHalf:
                     time_price=settings.time_price,
                     estimator=settings.estimator,
                     salt=load.salt,
-                    dtype=None if self._model.quantised else self._model.dtype,
+                    dtype=None if self._model.quantised or self._model.caches.states else self._model.dtype,
                     patience=1.0,
                 ),
             )
@@ -245,8 +257,7 @@ class WorkerHalf:
         if load.blocks is None:
             self._hold(load, play)
             return
-        with contextlib.suppress(RuntimeError):  # closed: nothing asks for it any more
-            self._copier.submit(self._place, load, play, load.blocks)
+        self._copier.submit(self._place, load, play, load.blocks)
 
     def _brought(self, load: LoadRequest, play: Handle[PlayedPrefix]) -> tuple[PlayedPrefix | None, int]:
         """Return what a play has brought, and the token after the last that is in place and in whole blocks."""
@@ -332,7 +343,7 @@ class WorkerHalf:
         if prefix is not None and end > load.first:
             parts = tuple(run[: (end - load.first) // size] for run, size in zip(blocks, runs, strict=True))
             try:
-                with self._apart():
+                with self._copier.apart():
                     self._write(load, prefix, load.first, end, parts)
             except Exception as error:  # noqa: BLE001  # the request must go on
                 self._failure(error)
@@ -355,11 +366,13 @@ class WorkerHalf:
     ) -> None:
         """Copy the KV of tokens ``first`` to ``last`` - 1 into blocks."""
         began_s = time.thread_time()
-        self._engine.write(prefix.parts, prefix.spans, first, last, blocks)
-        chunks, size = self._chunks(load), load.found.catalog.spec.group_tokens
+        self.blocks.write(prefix.parts, prefix.spans, first, last, blocks)
+        chunks, catalog = self._chunks(load), load.found.catalog
+        size = catalog.spec.group_tokens
         for unit, track in zip(prefix.units, prefix.coverage, strict=True):
             if track not in _EXACT:
-                chunk = chunks[unit.first // size]
+                state = catalog.spec.classes[unit.part].kind == "state"
+                chunk = chunks[(unit.first - state) // size]
                 self._lossy[chunk] = None
                 self._lossy.move_to_end(chunk)
         while len(self._lossy) > self._most_lossy:
@@ -374,101 +387,3 @@ class WorkerHalf:
         return chain(
             load.tokens, model=mine.model, tokenizer=mine.tokenizer, group_tokens=mine.group_tokens, salt=load.salt
         )
-
-    # ----------------------------------------------------------- publishing
-
-    def _keep(self, keep: KeepRequest) -> None:
-        """Keep groups that are complete; called on the engine's thread, behind the step that completed them."""
-        began_s, size = time.thread_time(), self._model.spec.group_tokens
-        parts = self._model.shard.parts
-        try:
-            for number, chunk in enumerate(keep.chunks):
-                if not self._kept.lacks([chunk]):
-                    continue
-                kv = {part: torch.empty(parts[part].shape(size), dtype=self._model.dtype) for part in self._passing}
-                each = (size // block for block in self._model.caches.blocks)
-                runs = [
-                    run[number * count : (number + 1) * count] for run, count in zip(keep.blocks, each, strict=True)
-                ]
-                self._engine.read(runs, [kv.get(part) for part in range(len(parts))])
-                self._kept.keep(chunk, [kv[part] for part in self._passing])
-        except Exception as error:  # noqa: BLE001  # the request must go on; it is not published
-            _log.warning("kvabr: what a window leaves behind could not be kept (%s)", error, exc_info=True)
-        self.counts.add("copy_seconds", time.thread_time() - began_s)
-
-    def _publish(self, publication: PublishRequest) -> None:
-        """Begin to publish, or give the blocks back at once."""
-        assert self._publisher is not None  # noqa: S101  # as in `_play`
-        why = "dropped_failed"
-        try:
-            slot = self._publisher.reserve(publication.tokens, publication.salt)
-        except UsageError as error:
-            _log.warning("kvabr: not published: %s", error)
-        else:
-            if not isinstance(slot, Slot):
-                why = f"dropped_{slot}"
-            elif not self._lossy.keys().isdisjoint(slot.chunks):
-                why = "dropped_lossy"
-                slot.leave()
-            else:
-                kept = self._kept.take(publication.chunks) if self._passing else ()
-                if kept is not None and len(kept) == len(self._passing):
-                    self._copier.submit(self._take, publication, slot, kept)
-                    return
-                why = "skipped_window"
-                slot.leave()
-        self.counts.add(f"publish_{why}")
-        self._gone(publication)
-
-    def _take(self, publication: PublishRequest, slot: Slot, kept: tuple[tuple[torch.Tensor, ...], ...]) -> None:
-        """Copy a cache out of the engine's blocks and give them back; called on the copying thread.
-
-        ``kept`` has the groups of the classes with windows.
-        """
-        began_s = time.thread_time()
-        try:
-            dtype = self._model.dtype
-            windows = {
-                part: torch.cat([codes(group) for group in groups], dim=3).view(dtype)
-                for part, groups in zip(self._passing, kept, strict=True)
-            }
-            rest: list[torch.Tensor | None] = [
-                None if number in windows else torch.empty(part.shape(slot.tokens), dtype=dtype)
-                for number, part in enumerate(self._model.shard.parts)
-            ]
-            with self._apart():
-                self._engine.read(publication.blocks, rest)
-            kv = tuple(windows[number] if one is None else one for number, one in enumerate(rest))
-        except Exception as error:  # noqa: BLE001  # as in `_place`
-            slot.leave()
-            self._published(PublishOutcome("failed", why=str(error)))
-        else:
-            self.counts.add("copy_seconds", time.thread_time() - began_s)
-            slot.fill(kv, self._published)
-        finally:
-            self._gone(publication)
-
-    def _gone(self, publication: PublishRequest) -> None:
-        with self._news:
-            self._sent.add(publication.request)
-            self._news.notify_all()
-
-    def _published(self, outcome: PublishOutcome) -> None:
-        if outcome.verdict == "published":
-            self.counts.add("published")
-            self.counts.add("published_bytes", outcome.bytes)
-        else:
-            self.counts.add("publish_dropped_failed")
-            _log.warning("kvabr: a cache could not be published: %s", outcome.why)
-
-    @contextlib.contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Run copies on a stream of their own, and wait for them at the end."""
-        if self._stream is None:
-            yield
-            return
-        if self._fence is not None:
-            self._stream.wait_event(self._fence)
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()

@@ -89,8 +89,8 @@ class RealEngine:
         while self.scheduler.has_finished_requests() or self.scheduler.has_requests():
             self.llm.llm_engine.step()
             assert time.monotonic() < end_s
-        if self.worker is not None and self.worker._publisher is not None:
-            while self.worker._publisher._known:
+        if self.worker is not None and self.worker._publications is not None:
+            while self.worker._publications._publishers.ended._known:
                 time.sleep(0.005)
                 assert time.monotonic() < end_s
 

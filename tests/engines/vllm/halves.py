@@ -13,6 +13,7 @@ from kvabr.engines.vllm.blocks import EngineBlocks
 from kvabr.engines.vllm.caches import EngineCaches, Pages
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.plays import leave_client, take_client
+from kvabr.engines.vllm.publishing import Publishers
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
 from kvabr.publish.publisher import Publisher, with_layers
@@ -66,11 +67,18 @@ class Bench:
         self.client.connect()
         made = None
         if publish is not None:
-            made = Publisher(publish, self.model.shard, prior=default_catalog(), tracks=["FP16"])
+            tracks = list(self.options.tracks or ("FP16",))
+            made = Publisher(publish, self.model.shard, prior=default_catalog(), tracks=tracks)
         self.scheduler = SchedulerHalf(self.options, self.model, self.client, produces=made is not None)
-        self.worker = WorkerHalf(self.options, self.model, self.client, made)
+        self.publisher = made
+        self.worker = WorkerHalf(self.options, self.model, self.client, None if made is None else Publishers(made))
         self.named = {}
         for pages in caches.pages:
+            if pages.form is not None:
+                size = pages.form.offset + torch.Size(pages.form.shape).numel() * pages.form.dtype.itemsize
+                for name in pages.names:  # all ones: not numbers in any type
+                    self.named[name] = torch.full((40, 1, 1, size), -1, dtype=torch.int8)
+                continue
             if not pages.names:
                 continue
             one = self.model.shard.classes[pages.part]
@@ -102,6 +110,13 @@ class Bench:
             self.scheduler.placed(play, end)
         self.scheduler.received(received)
         return sent, received, self.worker.failed_blocks()
+
+    def published(self):
+        """Wait until everything that was to be published is."""
+        end_s = time.monotonic() + LIMIT_S
+        while self.publisher._known:
+            assert time.monotonic() < end_s
+            time.sleep(0.005)
 
     def steps(self):
         """Steps until something has ended."""

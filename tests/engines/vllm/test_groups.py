@@ -14,7 +14,7 @@ from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.types.catalog import Catalog
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import chain
-from tests.client.served import LIMIT_S, Served
+from tests.client.served import Served
 from tests.engines.vllm.halves import BLOCK, Bench, request
 
 pytestmark = pytest.mark.process
@@ -247,7 +247,7 @@ def test_what_windows_drop_is_published_all_the_same(served, tmp_path):
         tables = prefill(bench, asked, kv)
         assert bench.scheduler.finished(asked, tables)
         assert bench.steps()[0] == {"p"}
-        bench.worker._publisher._thread.submit(lambda: None).result(LIMIT_S)
+        bench.published()
         assert bench.worker.counts.take()["published"] == 1
         (path,) = (tmp_path / "out").glob("*/catalog.json")
         assert Catalog.read(path).tokens == 144
@@ -302,7 +302,7 @@ def test_a_later_prompt_finds_there_what_vllm_did_not_compute_again(served, tmp_
         second.num_computed_tokens = 150
         assert bench.scheduler.finished(second, tables_of(144, more=1))
         bench.steps()
-        bench.worker._publisher._thread.submit(lambda: None).result(LIMIT_S)
+        bench.published()
         assert bench.worker.counts.take()["published"] == 2
     finally:
         bench.close()

@@ -224,7 +224,7 @@ def test_what_was_computed_is_published_and_played(served, assets):
         sent, _, _ = bench.steps()
         assert sent == {"p"}
         name = chain(tokens[:64], model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16)[-1]
-        bench.worker._publisher._thread.submit(lambda: None).result(LIMIT_S)
+        bench.published()
         assert (assets / name / "catalog.json").exists()
         assert bench.worker.counts.take()["published"] == 1
         assert bench.scheduler.finished(asked, [numbers])

@@ -138,7 +138,7 @@ def test_what_was_published_is_played(world):
 @pytest.mark.parametrize("part", [0, 1])
 def test_the_text_depends_on_every_class(world, part, monkeypatch):
     """What is checked here by texts would be noticed: without one class's cache the text is another."""
-    engine = world.engine.worker._engine
+    engine = world.engine.worker.blocks
     write = type(engine).write
 
     def zeroed(self, parts, *rest):
@@ -195,7 +195,7 @@ def test_whatever_is_lost_the_text_stays(world, part, harm):
 
 
 def test_a_copy_that_fails_is_computed(world, monkeypatch):
-    engine = world.engine.worker._engine
+    engine = world.engine.worker.blocks
 
     def failing(*_):
         raise PlayError("a test")

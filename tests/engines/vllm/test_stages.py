@@ -147,6 +147,6 @@ def test_layers_of_another_model_are_not_written(served, layers):
     bench = Bench(served, spec=SPEC, caches=caches, layers=layers, waits=True)
     try:
         with pytest.raises(PlayError, match="neither the model's nor this rank's"):
-            bench.worker._engine.write([torch.zeros(3, 2, 2, 8, 8)], [], 0, 8, [[1], [1], [1]])
+            bench.worker.blocks.write([torch.zeros(3, 2, 2, 8, 8)], [], 0, 8, [[1], [1], [1]])
     finally:
         bench.close()

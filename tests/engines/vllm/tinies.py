@@ -23,3 +23,22 @@ def tiny_gemma(folder):
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
+
+
+def tiny_delta(folder):
+    """Qwen3-Next with a gated delta layer, full attention and another gated delta layer; its blocks have 128 tokens."""
+    import transformers
+
+    config = transformers.Qwen3NextConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=128, max_position_embeddings=1024, initializer_range=0.2,
+        layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=1,
+        linear_num_value_heads=2, linear_key_head_dim=128, linear_value_head_dim=128, num_experts=2,
+        num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    # Not made in float32 and cast: that would round the frequencies of the rotary embedding, too.
+    transformers.Qwen3NextForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder

@@ -1,0 +1,62 @@
+"""In the scheduler: what each step adds to caches that are published while their requests are prefilled.
+
+What vLLM had in its own prefix cache, or was given by a play, comes with the first step of a request. One that is
+preempted computes its tokens again; what was handed over of them before is not handed over a second time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvabr.engines.layouts import whole_blocks
+from kvabr.engines.vllm.caches import EngineCaches
+from kvabr.engines.vllm.plays import GrowRequest
+from kvabr.engines.vllm.windows import Tables
+
+
+class Growth:
+    """The requests whose caches grow."""
+
+    def __init__(self, caches: EngineCaches, group_tokens: int, salt_of: Callable[[Any], bytes]) -> None:
+        """Start; ``salt_of`` returns the tenant's secret of a request."""
+        self._caches, self._every, self._salt_of = caches, math.lcm(caches.block, group_tokens), salt_of
+        self._open: dict[str, Any] = {}
+        self._handed: dict[str, int] = {}
+        """Tokens handed over of each request that was announced."""
+
+    def arrived(self, request: Any) -> None:
+        """Note a request that is going to be published."""
+        if whole_blocks(int(request.num_prompt_tokens), self._every):
+            self._open[request.request_id] = request
+
+    def over(self, name: str) -> bool:
+        """Forget a request; return whether it was announced."""
+        self._open.pop(name, None)
+        return self._handed.pop(name, None) is not None
+
+    def step(self, scheduled: Mapping[str, int], tables: Tables) -> list[GrowRequest]:
+        """Return what is new after a step that computes ``scheduled`` tokens of each request behind those it has."""
+        grown = []
+        for name, tokens in scheduled.items():
+            request = self._open.get(name)
+            if request is not None and (one := self._grow(request, tokens, tables)) is not None:
+                grown.append(one)
+        return grown
+
+    def _grow(self, request: Any, tokens: int, tables: Tables) -> GrowRequest | None:
+        name, begin, prompt = request.request_id, int(request.num_computed_tokens), int(request.num_prompt_tokens)
+        total, last = whole_blocks(prompt, self._every), whole_blocks(min(begin + tokens, prompt), self._every)
+        new, first = name not in self._handed, self._handed.get(name, 0)
+        if last <= first and not new:
+            return None
+        runs = self._caches.runs(tables(name), first, last)
+        if any(pages.absent(runs[pages.group]) for pages in self._caches.passing):
+            del self._open[name]  # vLLM has dropped what its windows held: of a new one all is published at the end
+            return None
+        self._handed[name] = last
+        if last == total:
+            del self._open[name]
+        ids = tuple(request.prompt_token_ids[:total]) if new else ()
+        return GrowRequest(name, ids, first, last, runs, self._salt_of(request), min(begin, total), tokens)

@@ -1,0 +1,300 @@
+"""Publishing in a worker: from the engine's blocks, when a request ends, or group by group while it is prefilled.
+
+A cache that is played while it grows leaves the blocks right after each step (``wait_for_save``), so what a later step
+overwrites, or a preemption takes away, was copied before. On a GPU the copies run beside the next step, and the engine
+waits for them only where it has taken blocks away. A request that was preempted computes its tokens again: what was
+published of them is published once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from kvabr.engines.vllm.blocks import EngineBlocks, codes
+from kvabr.engines.vllm.config import ServedModel
+from kvabr.engines.vllm.copier import Copier
+from kvabr.engines.vllm.plays import GrowRequest, KeepRequest, PublishRequest, SnapshotRequest, Step
+from kvabr.engines.vllm.snapshots import KeptStates
+from kvabr.engines.vllm.stats import ConnectorCounts
+from kvabr.engines.vllm.windows import KeptWindows
+from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
+from kvabr.types.errors import UsageError
+from kvabr.types.naming import chain
+
+if TYPE_CHECKING:
+    from kvabr.publish.live_publisher import LivePublisher, LiveSlot
+
+_log = logging.getLogger("vllm.kvabr")
+
+
+class Engine(Protocol):
+    """What publishing needs of the worker."""
+
+    counts: ConnectorCounts
+
+    @property
+    def blocks(self) -> EngineBlocks:
+        """The engine's blocks."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second that the engine prefills."""
+
+    @property
+    def lossy(self) -> Container[str]:
+        """Digests of groups that are not exact, and what is computed behind them."""
+
+    def gone(self, request: str) -> None:
+        """Note that the blocks of a request that has ended are not needed any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publishers:
+    """Where caches are published."""
+
+    ended: Publisher
+    """Those of requests that have ended."""
+    live: LivePublisher | None = None
+    """Those of requests that are prefilled, into the same store; None: they are published when they have ended."""
+
+    def close(self) -> None:
+        """Publish what waits."""
+        (self.live or self.ended).close()
+
+
+class Publications:
+    """What one worker publishes."""
+
+    def __init__(self, engine: Engine, publishers: Publishers, model: ServedModel, copier: Copier, kept: int) -> None:
+        """Start; ``kept`` is the memory for what vLLM drops before a request ends, bytes."""
+        self._engine, self._publishers, self._model, self._copier = engine, publishers, model, copier
+        self._counts = engine.counts
+        self._windows, self._states = KeptWindows(kept), KeptStates(kept)
+        self._passing = tuple(dict.fromkeys(pages.part for pages in model.caches.passing if pages.names))
+        """Layer classes whose tokens pass out of sight."""
+        self._growing: dict[str, LiveSlot | None] = {}
+        """Caches of requests that are prefilled; None: it is not published."""
+        self._kept: list[KeepRequest] = []
+        self._snapshots: list[SnapshotRequest] = []
+        self._grown: list[GrowRequest] = []
+        self.beside = False
+        """Whether what grows is copied beside the next step: on a GPU, unless vLLM takes the blocks of windows away
+        by then."""
+
+    def registered(self) -> None:
+        """Note that the engine's blocks are known."""
+        self.beside = self._copier.on_gpu and not self._passing
+
+    def begin(self, step: Step) -> None:
+        """Begin a step."""
+        self._kept, self._snapshots, self._grown = step.kept, step.snapshots, step.grown
+        for publication in step.publications:
+            if publication.request in self._growing:
+                self._end(publication)
+            else:
+                self._publish(publication)
+        for grown in step.grown:
+            if grown.tokens:  # before its first step computes anything: players look it up already
+                self._growing[grown.request] = self._announce(grown)
+
+    def preempted(self) -> None:
+        """Wait for copies out of blocks that vLLM has taken away; called before they are overwritten."""
+        self._copier.wait()
+
+    def computed(self) -> None:
+        """Copy what the step has computed, and what vLLM will drop; called on the engine's thread, behind the step."""
+        for keep in self._kept:
+            self._keep(keep)
+        for snapshot in self._snapshots:
+            self._keep_states(snapshot)
+        if self._grown and self.beside:
+            self._copier.mark()
+        for grown in self._grown:
+            self._grow(grown)
+        self._kept, self._snapshots, self._grown = [], [], []
+
+    def close(self) -> None:
+        """Publish what waits."""
+        self._publishers.close()
+
+    # ------------------------------------------------------- while it is prefilled
+
+    def _grow(self, grown: GrowRequest) -> None:
+        began_s = time.thread_time()
+        try:
+            slot = self._growing[grown.request]
+            if slot is not None and grown.last > grown.first:
+                if self.beside:
+                    self._copier.submit(self._hand_over, slot, grown)
+                else:
+                    self._hand_over(slot, grown)
+        except Exception as error:  # noqa: BLE001  # the request must go on
+            _log.warning("kvabr: not published while it is computed (%s)", error, exc_info=True)
+        self._counts.add("copy_seconds", time.thread_time() - began_s)
+
+    def _announce(self, grown: GrowRequest) -> LiveSlot | None:
+        """Begin a growing asset; return None if there is none."""
+        live = self._publishers.live
+        assert live is not None  # noqa: S101  # nothing grows otherwise
+        rate = max(1.0, self._engine.rate)
+        size, chunk = self._model.spec.group_tokens, max(1, grown.step)
+        ends = range(size, len(grown.tokens) + 1, size)
+        pace = [max(0, -(-(end - grown.had) // chunk)) * chunk / rate for end in ends]
+        why = "failed"
+        try:
+            if self._lossy(grown):
+                slot: LiveSlot | str = "lossy"
+            else:
+                slot = live.begin(grown.tokens, pace=pace, salt=grown.salt, done=self._published)
+        except Exception as error:  # noqa: BLE001  # the request must go on
+            _log.warning("kvabr: not published: %s", error, exc_info=not isinstance(error, UsageError))
+        else:
+            if not isinstance(slot, str):
+                self._counts.add("published_live")
+                return slot
+            why = slot
+        self._counts.add(f"publish_dropped_{why}")
+        return None
+
+    def _lossy(self, grown: GrowRequest) -> bool:
+        """Return whether a part of a prompt was played with losses, so that the rest is not exact either."""
+        spec = self._model.shard
+        chunks = chain(
+            grown.tokens,
+            model=spec.model,
+            tokenizer=spec.tokenizer,
+            group_tokens=spec.group_tokens,
+            salt=grown.salt,
+        )
+        return any(chunk in self._engine.lossy for chunk in chunks)
+
+    def _hand_over(self, slot: LiveSlot, grown: GrowRequest) -> None:
+        try:
+            tokens = grown.last - grown.first
+            kv = tuple(torch.empty(part.shape(tokens), dtype=self._model.dtype) for part in self._model.shard.parts)
+            with self._copier.apart():
+                self._engine.blocks.read(grown.blocks, kv)
+            slot.groups(grown.first, kv)
+            if grown.last == slot.tokens:
+                slot.end()
+        except Exception as error:  # noqa: BLE001  # as in `_grow`
+            slot.fail(str(error))
+
+    def _end(self, publication: PublishRequest) -> None:
+        """End a cache that has grown, behind all copies out of its blocks."""
+        slot = self._growing.pop(publication.request)
+
+        def end() -> None:
+            if slot is not None:
+                slot.end()
+            self._engine.gone(publication.request)
+
+        if self.beside:
+            self._copier.submit(end)
+        else:
+            end()
+
+    # ------------------------------------------------------- when it ends
+
+    def _keep(self, keep: KeepRequest) -> None:
+        """Keep groups that are complete."""
+        began_s, size = time.thread_time(), self._model.spec.group_tokens
+        parts = self._model.shard.parts
+        try:
+            for number, chunk in enumerate(keep.chunks):
+                if not self._windows.lacks([chunk]):
+                    continue
+                kv = {part: torch.empty(parts[part].shape(size), dtype=self._model.dtype) for part in self._passing}
+                each = (size // block for block in self._model.caches.blocks)
+                runs = [
+                    run[number * count : (number + 1) * count] for run, count in zip(keep.blocks, each, strict=True)
+                ]
+                self._engine.blocks.read(runs, [kv.get(part) for part in range(len(parts))])
+                self._windows.keep(chunk, [kv[part] for part in self._passing])
+        except Exception as error:  # noqa: BLE001  # the request must go on; it is not published
+            _log.warning("kvabr: what a window leaves behind could not be kept (%s)", error, exc_info=True)
+        self._counts.add("copy_seconds", time.thread_time() - began_s)
+
+    def _keep_states(self, snapshot: SnapshotRequest) -> None:
+        """Keep the states that the step has left."""
+        began_s = time.thread_time()
+        try:
+            self._states.keep(snapshot.chunk, self._engine.blocks.snapshot(snapshot.blocks))
+        except Exception as error:  # noqa: BLE001  # as in `_keep`
+            _log.warning("kvabr: a state could not be kept (%s)", error, exc_info=True)
+        self._counts.add("copy_seconds", time.thread_time() - began_s)
+
+    def _publish(self, publication: PublishRequest) -> None:
+        """Begin to publish, or give the blocks back at once."""
+        why = "dropped_failed"
+        try:
+            slot = self._publishers.ended.reserve(publication.tokens, publication.salt)
+        except UsageError as error:
+            _log.warning("kvabr: not published: %s", error)
+        else:
+            if not isinstance(slot, Slot):
+                why = f"dropped_{slot}"
+            elif any(chunk in self._engine.lossy for chunk in slot.chunks):
+                why = "dropped_lossy"
+                slot.leave()
+            else:
+                kept = self._windows.take(publication.chunks) if self._passing else ()
+                states = self._states.take(publication.chunks[-1]) if self._model.caches.states else {}
+                if kept is not None and len(kept) == len(self._passing) and states is not None:
+                    self._copier.mark()
+                    self._copier.submit(self._take, publication, slot, kept, states)
+                    return
+                why = "skipped_window"
+                slot.leave()
+        self._counts.add(f"publish_{why}")
+        self._engine.gone(publication.request)
+
+    def _take(
+        self,
+        publication: PublishRequest,
+        slot: Slot,
+        kept: tuple[tuple[torch.Tensor, ...], ...],
+        states: dict[int, torch.Tensor],
+    ) -> None:
+        """Copy a cache out of the engine's blocks and give them back; called on the copying thread.
+
+        ``kept`` has the groups of the classes with windows, ``states`` the snapshot of those with states.
+        """
+        began_s = time.thread_time()
+        try:
+            dtype = self._model.dtype
+            had = states | {
+                part: torch.cat([codes(group) for group in groups], dim=3).view(dtype)
+                for part, groups in zip(self._passing, kept, strict=True)
+            }
+            rest: list[torch.Tensor | None] = [
+                None if number in had else torch.empty(part.shape(slot.tokens), dtype=dtype)
+                for number, part in enumerate(self._model.shard.parts)
+            ]
+            with self._copier.apart():
+                self._engine.blocks.read(publication.blocks, rest)
+            kv = tuple(had[number] if one is None else one for number, one in enumerate(rest))
+        except Exception as error:  # noqa: BLE001  # the request must go on
+            slot.leave()
+            self._published(PublishOutcome("failed", why=str(error)))
+        else:
+            self._counts.add("copy_seconds", time.thread_time() - began_s)
+            slot.fill(kv, self._published)
+        finally:
+            self._engine.gone(publication.request)
+
+    def _published(self, outcome: PublishOutcome) -> None:
+        if outcome.verdict == "published":
+            self._counts.add("published")
+            self._counts.add("published_bytes", outcome.bytes)
+        elif outcome.verdict == "known":
+            self._counts.add("publish_dropped_known")
+        else:
+            self._counts.add("publish_dropped_failed")
+            _log.warning("kvabr: a cache could not be published: %s", outcome.why)

@@ -1,0 +1,274 @@
+"""Caches that other nodes play while they are computed: by steps in the scheduler, out of blocks in a worker."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from kvabr.engines.vllm.caches import EngineCaches, Pages
+from kvabr.engines.vllm.growing import Growth
+from kvabr.engines.vllm.plays import PublishRequest, Step
+from kvabr.types.catalog import Catalog
+from kvabr.types.kv import LayerClass
+from tests.client.served import LIMIT_S, Served
+from tests.engines.vllm.halves import TOKENS, Bench, exact, near, request
+from tests.engines.vllm.test_groups import bench_of as windows_of
+from tests.engines.vllm.test_groups import check, load, numbers, prefill
+
+pytestmark = pytest.mark.process
+
+FULL = LayerClass("full", (0,), 1, 4, 4, "float16")
+TABLE = tuple(range(1, 30))
+
+
+def growing(prompt=70, computed=0, caches=None, table=TABLE):
+    caches = caches or EngineCaches((FULL,), (Pages(0, 0, 8, ("0",), (0,)),))
+    made = Growth(caches, 16, lambda request: request.salt)
+    ids = list(range(prompt))
+    asked = SimpleNamespace(
+        request_id="r", num_computed_tokens=computed, num_prompt_tokens=prompt, prompt_token_ids=ids, salt=b"s"
+    )
+    made.arrived(asked)
+
+    def step(tokens):
+        told = made.step({"r": tokens}, lambda _: (table,) * len(caches.blocks))
+        asked.num_computed_tokens += tokens
+        return told
+
+    return made, asked, step
+
+
+def test_each_step_adds_the_groups_that_it_completes():
+    made, _, step = growing()
+    told = [one for tokens in (10, 30, 5, 25, 1, 1) for one in step(tokens)]
+    assert [(one.first, one.last) for one in told] == [(0, 0), (0, 32), (32, 64)]
+    assert told[0].tokens == tuple(range(64))
+    assert (told[0].salt, told[0].had, told[0].step) == (b"s", 0, 10)
+    assert told[1].tokens == ()
+    assert told[2].blocks == ((5, 6, 7, 8),)
+    assert made.over("r")
+    assert not made.over("r")
+
+
+def test_what_vllm_has_already_comes_with_the_first_step():
+    _, _, step = growing(computed=40)
+    (first,) = step(10)
+    assert (first.first, first.last, first.had) == (0, 48, 40)
+    assert [(one.first, one.last) for one in step(20)] == [(48, 64)]
+
+
+def test_all_at_once():
+    _, _, step = growing(prompt=64, computed=63)
+    (only,) = step(1)
+    assert (only.first, only.last) == (0, 64)
+    assert step(1) == []
+
+
+def test_a_preempted_request_is_not_told_twice():
+    _, asked, step = growing()
+    assert [(one.first, one.last) for one in step(40)] == [(0, 32)]
+    asked.num_computed_tokens = 0
+    assert step(30) == []
+    assert [(one.first, one.last) for one in step(40)] == [(32, 64)]
+
+
+def test_what_windows_have_dropped_is_published_at_the_end():
+    caches = EngineCaches(
+        (LayerClass("window", (0,), 1, 4, 4, "float16", window=16), FULL),
+        (Pages(0, 0, 8, ("0",), (0,), passing=True), Pages(1, 1, 8, ("1",), (0,))),
+    )
+    made, _, step = growing(computed=40, caches=caches, table=(0, 0, *TABLE))
+    assert step(20) == []
+    assert not made.over("r")
+
+
+def test_short_prompts_do_not_grow():
+    made, _, step = growing(prompt=15)
+    assert step(15) == []
+    assert not made.over("r")
+
+
+# ------------------------------------------------------- the worker
+
+
+def live(served, folder, **options):
+    return Bench(served, folder, publish_live=True, **({"tracks": ["FP16"]} | options))
+
+
+def written(bench, first, last, table=range(1, 30)):
+    """Put the toy model's cache into the blocks, as a step of the engine."""
+    from kvabr.engines.layouts import BlockLayout, PagedBlocks
+
+    numbers = list(table)[first // 8 : last // 8]
+    PagedBlocks(bench.caches, numbers, BlockLayout.TRANSPOSED).write(exact(first, last))
+
+
+def compute(bench, asked, tokens, table=range(1, 30)):
+    begin = asked.num_computed_tokens
+    bench.running, bench.tables = {asked.request_id: tokens}, {asked.request_id: (list(table),)}
+    bench.worker.begin(step := bench.scheduler.step(bench.running, bench.tables.get))
+    bench.worker.preempted(step)
+    bench.worker.copy()
+    written(bench, begin // 8 * 8, (begin + tokens) // 8 * 8, table)
+    bench.worker.computed()
+    bench.worker.collect(())
+    asked.num_computed_tokens += tokens
+    bench.running = {}
+
+
+def asking(bench, computed=0, **more):
+    asked = request("p", num_computed_tokens=computed, **more)
+    bench.scheduler.arrived(asked)
+    return asked
+
+
+def played(folder, tmp_path, tokens=64):
+    """Play what was published."""
+    served = Served(folder, tmp_path)
+    bench = Bench(served)
+    try:
+        count, _ = bench.load(request(tokens=[*TOKENS[:tokens], 1, 2]))
+        assert count == tokens
+        assert near(bench.blocks(list(range(tokens // 8))), exact(0, tokens))
+    finally:
+        bench.close()
+        served.close()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_cache_is_published_while_it_is_computed(served, tmp_path, beside):
+    bench = live(served, tmp_path / "out")
+    try:
+        bench.worker._publications.beside = beside  # as on a GPU
+        asked = asking(bench)
+        compute(bench, asked, 20)
+        (folder,) = wait_for(lambda: [path for path in (tmp_path / "out").iterdir() if path.is_dir()])
+        frames = wait_for(lambda: list(folder.rglob("*.kvg")))
+        assert len(frames) == 1  # before the request has ended
+        for tokens in (20, 24, 6):
+            compute(bench, asked, tokens)
+        assert bench.scheduler.finished(asked, [list(range(1, 10))])
+        assert bench.steps()[0] == {"p"}
+        bench.published()
+        counted = bench.worker.counts.take()
+        assert (counted["published_live"], counted["published"]) == (1, 1)
+    finally:
+        bench.close()
+    played(tmp_path / "out", tmp_path)
+
+
+def wait_for(found):
+    end_s = time.monotonic() + LIMIT_S
+    while not (got := found()):
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+    return got
+
+
+def test_preempted_and_computed_again_elsewhere(served, tmp_path):
+    bench = live(served, tmp_path / "out")
+    try:
+        bench.worker._publications.beside = True
+        asked = asking(bench)
+        compute(bench, asked, 40)
+        # vLLM takes the blocks, and gives them to another request in the step before which it says so.
+        step = bench.scheduler.step({}, {}.get, preempted=True)
+        assert step.preempted
+        bench.worker.begin(step)
+        bench.worker.preempted(step)
+        for layer in bench.caches:
+            layer.fill_(float("nan"))
+        bench.worker.computed()
+        asked.num_computed_tokens = 0
+        for tokens in (30, 40):
+            compute(bench, asked, tokens, table=range(10, 39))
+        assert bench.scheduler.finished(asked, [list(range(10, 19))])
+        bench.steps()
+        bench.published()
+        assert bench.worker.counts.take()["published"] == 1
+    finally:
+        bench.close()
+    played(tmp_path / "out", tmp_path)
+
+
+def test_one_that_is_aborted_leaves_a_shorter_prompt(served, tmp_path):
+    bench = live(served, tmp_path / "out")
+    try:
+        asked = asking(bench)
+        compute(bench, asked, 40)
+        assert bench.scheduler.finished(asked, [list(range(1, 6))])
+        assert bench.steps()[0] == {"p"}
+        bench.published()
+        (path,) = (tmp_path / "out").glob("*/catalog.json")
+        assert Catalog.read(path).tokens == 32
+    finally:
+        bench.close()
+    played(tmp_path / "out", tmp_path, tokens=32)
+
+
+def test_what_is_known_or_lossy_does_not_grow(served, tmp_path):
+    bench = live(served, tmp_path / "out", policy="fixed:Int4", mode="promise-first")
+    try:
+        bench.load(request())
+        asked = asking(bench, computed=64)
+        compute(bench, asked, 6)
+        assert bench.worker.counts.take()["publish_dropped_lossy"] == 1
+        assert bench.scheduler.finished(asked, [list(range(1, 10))])
+        assert bench.steps()[0] == {"p"}
+        bench.worker._lossy.clear()
+        for verdict in ("published_live", "publish_dropped_known"):
+            asked = asking(bench)
+            compute(bench, asked, 70)
+            bench.scheduler.finished(asked, [list(range(1, 10))])
+            bench.steps()
+            bench.published()
+            assert bench.worker.counts.take()[verdict] == 1
+    finally:
+        bench.close()
+
+
+def test_one_that_is_not_wanted_does_not_grow(served, tmp_path):
+    bench = live(served, tmp_path / "out")
+    try:
+        asked = asking(bench, kv_transfer_params={"publish": False})
+        compute(bench, asked, 70)
+        assert not bench.scheduler.finished(asked, [list(range(1, 10))])
+        assert not list((tmp_path / "out").iterdir())
+    finally:
+        bench.close()
+
+
+def test_windows_grow_with_every_step(tmp_path):
+    (tmp_path / "none").mkdir()
+    empty = Served(tmp_path / "none", tmp_path)
+    tokens, kv = [token + 500 for token in range(150)], numbers(150, seed=1)
+    bench = windows_of(empty, tmp_path / "out", publish_live=True)
+    try:
+        asked = request("p", tokens)
+        tables = prefill(bench, asked, kv)
+        assert bench.scheduler.finished(asked, tables)
+        assert bench.steps()[0] == {"p"}
+        bench.published()
+        counted = bench.worker.counts.take()
+        assert (counted["published_live"], counted["published"]) == (1, 1)
+    finally:
+        bench.close()
+        empty.close()
+    other = Served(tmp_path / "out", tmp_path)
+    bench = windows_of(other)
+    try:
+        count, tables = load(bench, request(tokens=[*tokens[:144], 1, 2]))
+        assert count == 144
+        check(bench, tables, 0, 144, kv)
+    finally:
+        bench.close()
+        other.close()
+
+
+def test_a_step_with_growth_travels_between_processes():
+    _, _, step = growing()
+    given = Step(grown=step(40), publications=[PublishRequest("r", (), (), b"")], preempted=True)
+    assert pickle.loads(pickle.dumps(given)) == given  # noqa: S301  # vLLM's own way between its processes

@@ -1,0 +1,120 @@
+"""A model with recurrent states in the real vLLM: a small random Qwen3-Next (gated delta), in bfloat16.
+
+vLLM's kernels for CPUs run it in no other type. Its states are float32.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
+
+from kvabr.types.errors import PlayError
+from tests.engines.vllm.test_hybrid import World
+from tests.engines.vllm.tinies import tiny_delta
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("delta")
+    model = tiny_delta(folder / "model")
+    world = World(folder, model, block=128, length=500, shared=300, most=768, exact="Raw", dtype="bfloat16")
+    yield world
+    world.close()
+
+
+@pytest.fixture(params=["play-first", "promise-first"], autouse=True)
+def mode(request, world):
+    world.engine.use(request.param)
+    yield request.param
+    world.engine.settle()
+    assert world.engine.worker._plays == {}
+    assert world.engine.half._promises is None or world.engine.half._promises.held_bytes == 0
+
+
+def test_states_have_tables_of_their_own(world):
+    assert world.model.spec.names == ("state-convolution", "state-recurrent", "full")
+    assert [one.dtype for one in world.model.spec.classes] == ["bfloat16", "float32", "bfloat16"]
+    assert len(world.model.caches.states) == 2
+
+
+def test_what_was_published_is_played(world):
+    text, counted = world.played()
+    assert text == world.cold
+    assert counted["lookups_hit"] == counted["plays"] == 1
+    assert counted["tokens_loaded"] == world.last == 384
+    assert "tokens_missed" not in counted
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_the_text_depends_on_every_class(world, part, monkeypatch):
+    """What is checked here by texts would be noticed: without one class's cache the text is another."""
+    blocks = world.engine.worker.blocks
+    write = type(blocks).write
+
+    def zeroed(self, parts, *rest):
+        write(self, [torch.zeros_like(kv) if number == part else kv for number, kv in enumerate(parts)], *rest)
+
+    monkeypatch.setattr(type(blocks), "write", zeroed)
+    text, counted = world.played()
+    assert counted["tokens_loaded"] == world.last
+    assert text != world.cold
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+@pytest.mark.parametrize("harm", ["corrupt", "missing"])
+def test_whatever_is_lost_the_text_stays(world, part, harm):
+    name = world.model.spec.names[part]
+    frame = max((world.asset / "groups" / f"Raw.{name}").glob("*.kvg"))
+    data = frame.read_bytes()
+    broken = bytearray(data)
+    broken[len(data) // 2] ^= 1
+    frame.unlink() if harm == "missing" else frame.write_bytes(broken)
+    try:
+        text, counted = world.played(deadline_s=30.0)
+    finally:
+        frame.write_bytes(data)
+    assert text == world.cold
+    assert "tokens_loaded" not in counted
+    assert counted["plays_cut"] == counted["lookups_hit"] == 1
+
+
+def test_a_copy_that_fails_is_computed(world, monkeypatch):
+    def failing(*_):
+        raise PlayError("a test")
+
+    monkeypatch.setattr(type(world.engine.worker.blocks), "write", failing)
+    text, counted = world.played()
+    assert text == world.cold
+    assert counted["plays_failed"] == 1
+
+
+def test_a_prompt_without_a_state_at_its_end_is_computed(world):
+    text, counted = world.played(world.other)
+    assert text == world.other_cold
+    assert "plays" not in counted
+
+
+def test_they_are_published_as_transformers_keeps_them(world):
+    """Computed once more by transformers, the states are the same but for rounding: no axis is exchanged."""
+    import transformers
+
+    from kvabr.engines.transformers.cache import new_cache, states_of
+
+    (kept,) = world.engine.worker._publications._states._kept.values()
+    folder = world.engine.llm.llm_engine.vllm_config.model_config.model
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    cache = new_cache(model)
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([world.prompt[:384]]), past_key_values=cache, use_cache=True)
+    theirs = states_of(cache)
+    for part, role in enumerate(("convolution", "recurrent")):
+        for row, number in enumerate((0, 2)):
+            mine, wanted = kept[part][row, 0].float(), theirs[number, role].float()
+            if role == "convolution":
+                mine, wanted = mine[..., 1:], wanted[..., 1:]
+            assert mine.shape == wanted.shape
+            assert float((mine - wanted).norm() / wanted.norm()) < 0.1
