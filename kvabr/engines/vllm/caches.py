@@ -123,7 +123,13 @@ class _Layer:
 
 
 def engine_caches(
-    config: Any, *, layers: range, dtype: str, held: torch.dtype, heads_of: Callable[[int], int] = lambda heads: heads
+    config: Any,
+    *,
+    layers: range,
+    dtype: str,
+    held: torch.dtype,
+    heads_of: Callable[[int], int] = lambda heads: heads,
+    cpu: bool = False,
 ) -> EngineCaches:
     """Return the layer classes and pages of a ``vllm.v1.kv_cache_interface.KVCacheConfig``.
 
@@ -133,11 +139,12 @@ def engine_caches(
         dtype: element type that the classes are published in. Quantised ones have one scale, 1.
         held: element type of the engine's cache; vLLM says ``uint8`` of a quantised one.
         heads_of: returns the KV heads of the whole model, given those of this rank.
+        cpu: whether vLLM computes on a CPU, whose kernels keep some states differently.
 
     Raises:
         UnknownCacheError: vLLM keeps a layer in a way that kvabr does not know, or keeps other layers than the model's.
     """
-    found = sorted(_layers(config, held, heads_of))
+    found = sorted(_layers(config, held, heads_of, cpu))
     seen = [(layer.number, layer.role) for layer in found]
     main = sorted({layer.number for layer in found if not layer.role or layer.kind == "state"})
     if len(set(seen)) < len(seen) or main != list(layers):
@@ -200,7 +207,7 @@ def _class_of(own: Sequence[_Layer], dtype: str) -> LayerClass:
         raise UnknownCacheError(f"vLLM's cache of {one.name}: {error}") from error
 
 
-def _layers(config: Any, held: torch.dtype, heads_of: Callable[[int], int]) -> Iterator[_Layer]:
+def _layers(config: Any, held: torch.dtype, heads_of: Callable[[int], int], cpu: bool) -> Iterator[_Layer]:
     for number, group in enumerate(config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
             raise UnknownCacheError(f"vLLM keeps {', '.join(group.layer_names)} where no connector may read it")
@@ -208,14 +215,14 @@ def _layers(config: Any, held: torch.dtype, heads_of: Callable[[int], int]) -> I
         for name in group.layer_names:
             spec = group.kv_cache_spec if each is None else each[name]
             if type(spec).__name__ == "MambaSpec":
-                yield from _states(name, number, spec, held)
+                yield from _states(name, number, spec, held, cpu)
             else:
                 yield _layer(name, number, spec, held, heads_of)
 
 
-def _states(name: str, group: int, spec: Any, held: torch.dtype) -> Iterator[_Layer]:
+def _states(name: str, group: int, spec: Any, held: torch.dtype, cpu: bool) -> Iterator[_Layer]:
     kind, mode = getattr(spec.mamba_type, "name", spec.mamba_type), spec.mamba_cache_mode
-    forms = forms_of(spec)
+    forms = forms_of(spec, cpu=cpu)
     if forms is None:
         raise UnknownCacheError(f"vLLM keeps {name} as states of {kind}; kvabr exchanges those of {', '.join(KNOWN)}")
     if mode != "align" or spec.num_speculative_blocks:

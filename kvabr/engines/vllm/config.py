@@ -193,6 +193,7 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
         dtype=_name(quantised) if quantised else settings.asset_dtype or model_loader.asset_dtype(config_dtype),
         held=torch.uint8 if quantised else own,
         heads_of=lambda heads: _all_heads(model, heads, ranks),
+        cpu=config.device_config.device_type == "cpu",
     )
     ropes = ropes_of_config(model.hf_text_config, kept.classes)
     classes = tuple(replace(one, rope=rope) for one, rope in zip(kept.classes, ropes, strict=True))

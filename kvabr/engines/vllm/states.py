@@ -16,7 +16,8 @@ import torch
 
 CONVOLUTION, RECURRENT = "convolution", "recurrent"
 _TURNED = "GDN_ATTN"
-"""Kind of layers whose recurrent state vLLM keeps as [head, column, row]."""
+"""Kind of layers whose recurrent state vLLM describes as [head, column, row]. Its kernels for GPUs keep it so, those
+for CPUs as [head, row, column]."""
 KNOWN = {"GDN_ATTN": (CONVOLUTION, RECURRENT), "MAMBA2": (CONVOLUTION, RECURRENT), "SHORT_CONV": (CONVOLUTION,)}
 """Roles of the states of a layer, by vLLM's kind of layer."""
 
@@ -75,8 +76,11 @@ class StateForm:
         out.copy_(self.view(states, block))
 
 
-def forms_of(spec: Any) -> tuple[StateForm, ...] | None:
-    """Return the states of a layer that vLLM describes with a ``MambaSpec``; None if their kind is not known."""
+def forms_of(spec: Any, *, cpu: bool) -> tuple[StateForm, ...] | None:
+    """Return the states of a layer that vLLM describes with a ``MambaSpec``; None if their kind is not known.
+
+    ``cpu`` says whether vLLM computes on a CPU.
+    """
     kind = getattr(spec.mamba_type, "name", "")
     roles, shapes = KNOWN.get(kind), [tuple(map(int, shape)) for shape in spec.shapes]
     if roles is None or len(roles) != len(shapes):
@@ -85,6 +89,9 @@ def forms_of(spec: Any) -> tuple[StateForm, ...] | None:
     for role, shape, dtype in zip(roles, shapes, spec.dtypes, strict=True):
         if len(shape) != (2 if role == CONVOLUTION else 3):
             return None
-        forms.append(StateForm(role, shape, dtype, offset, turned=kind == _TURNED and role == RECURRENT))
+        turned = kind == _TURNED and role == RECURRENT
+        if turned and cpu:
+            shape = (shape[0], shape[2], shape[1])  # noqa: PLW2901  # as it is in memory
+        forms.append(StateForm(role, shape, dtype, offset, turned=turned and not cpu))
         offset += math.prod(shape) * dtype.itemsize
     return tuple(forms)

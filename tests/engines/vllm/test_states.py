@@ -83,7 +83,7 @@ def test_states_that_are_left_to_vllm(kept, what):
 
 
 def test_short_convolutions_have_one_state():
-    (form,) = forms_of(layer("SHORT_CONV", ((2, 12),), dtypes=(torch.float16,)))
+    (form,) = forms_of(layer("SHORT_CONV", ((2, 12),), dtypes=(torch.float16,)), cpu=True)
     assert form.published == (1, 12, 3)
 
 
@@ -100,10 +100,17 @@ def test_what_is_read_is_written_again(form):
         assert bool((out[..., 0] == 0).all())  # the oldest input is not read again
 
 
-def test_rows_and_columns_of_a_gated_delta_state_are_exchanged():
-    states, out = torch.randn(1, *RECURRENT.shape), torch.empty(RECURRENT.published)
-    RECURRENT.read(states, 0, out)
+def test_rows_and_columns_of_a_gated_delta_state_are_exchanged_on_a_gpu():
+    _, form = forms_of(layer(), cpu=False)
+    assert form == RECURRENT
+    states, out = torch.randn(1, *form.shape), torch.empty(form.published)
+    form.read(states, 0, out)
     assert torch.equal(out, states[0].transpose(1, 2))
+    _, form = forms_of(layer(), cpu=True)
+    assert form.published == RECURRENT.published
+    states = torch.randn(1, *form.shape)
+    form.read(states, 0, out)
+    assert torch.equal(out, states[0])
 
 
 def boundaries(prompt, computed=0):
