@@ -37,6 +37,7 @@ from kvabr.engines.vllm.plays import Step, leave_client, take_client
 from kvabr.engines.vllm.publishing import Publishers
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
+from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.publisher import Publisher
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, UsageError
@@ -307,11 +308,7 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
         max_bytes=settings.publish_bytes,
         source=f"computed by vLLM {vllm.__version__}",
     )
-    if not settings.publish_live:
-        return Publishers(publisher)
-    from kvabr.publish.live_publisher import LivePublisher
-
-    return Publishers(publisher, LivePublisher(publisher))
+    return Publishers(publisher, LivePublisher(publisher) if settings.publish_live else None)
 
 
 def check_scales(config: Any, names: Iterable[str]) -> None:

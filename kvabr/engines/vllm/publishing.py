@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -23,12 +23,10 @@ from kvabr.engines.vllm.plays import GrowRequest, KeepRequest, PublishRequest, S
 from kvabr.engines.vllm.snapshots import KeptStates
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.windows import KeptWindows
+from kvabr.publish.live_publisher import LivePublisher, LiveSlot
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.types.errors import UsageError
 from kvabr.types.naming import chain
-
-if TYPE_CHECKING:
-    from kvabr.publish.live_publisher import LivePublisher, LiveSlot
 
 _log = logging.getLogger("vllm.kvabr")
 
@@ -290,7 +288,9 @@ class Publications:
             self._engine.gone(publication.request)
 
     def _published(self, outcome: PublishOutcome) -> None:
-        if outcome.verdict == "published":
+        if outcome.left_out:
+            self._counts.add("publish_left_out", outcome.left_out)
+        if outcome.tokens:  # perhaps those of a shorter prompt, of a request that was aborted
             self._counts.add("published")
             self._counts.add("published_bytes", outcome.bytes)
         elif outcome.verdict == "known":

@@ -16,6 +16,7 @@ from kvabr.engines.vllm.plays import leave_client, take_client
 from kvabr.engines.vllm.publishing import Publishers
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
+from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.publisher import Publisher, with_layers
 from tests.client.served import LIMIT_S
 from tests.toymodel import SPEC, ToyModel, prompt
@@ -71,7 +72,10 @@ class Bench:
             made = Publisher(publish, self.model.shard, prior=default_catalog(), tracks=tracks)
         self.scheduler = SchedulerHalf(self.options, self.model, self.client, produces=made is not None)
         self.publisher = made
-        self.worker = WorkerHalf(self.options, self.model, self.client, None if made is None else Publishers(made))
+        given = None
+        if made is not None:
+            given = Publishers(made, LivePublisher(made) if self.options.publish_live else None)
+        self.worker = WorkerHalf(self.options, self.model, self.client, given)
         self.named = {}
         for pages in caches.pages:
             if pages.form is not None:
