@@ -93,8 +93,7 @@ def test_a_stage_of_a_pipeline_has_all_tables_and_some_layers():
 @pytest.mark.parametrize(
     ("kept", "what"),
     [
-        (spec("MambaSpec"), "as MambaSpec; kvabr exchanges FullAttentionSpec, .* no states"),
-        (spec("RSWASpec"), "as RSWASpec"),
+        (spec("RSWASpec"), "as RSWASpec; kvabr exchanges FullAttentionSpec, .* and MambaSpec"),
         (spec("FullAttentionSpec", sliding_window=64), "without --disable-hybrid-kv-cache-manager"),
         (spec("FullAttentionSpec", attention_chunk_size=64), "ALLOW_CHUNKED_LOCAL_ATTN"),
         (spec("FullAttentionSpec", dtype=torch.uint8), "in uint8 instead of bfloat16"),
