@@ -89,12 +89,16 @@ class EngineBlocks:
     @property
     def device(self) -> Any:
         """Where the caches are."""
-        return (*self._shelves, *self._states)[0].layers[0].device
+        return self._all[0].layers[0].device
 
     @property
     def tokens(self) -> int:
         """Tokens that all blocks hold, at most."""
-        return max(shelf.layers[0].shape[0] * shelf.pages.block for shelf in (*self._shelves, *self._states))
+        return max(shelf.layers[0].shape[0] * shelf.pages.block for shelf in self._all)
+
+    @property
+    def _all(self) -> list[_Shelf | _StateShelf]:
+        return [*self._shelves, *self._states]
 
     def write(self, parts: Sequence[torch.Tensor], spans: Sequence[Span], first: int, last: int, runs: Runs) -> None:
         """Copy the KV of tokens ``first`` to ``last`` - 1 into blocks.
