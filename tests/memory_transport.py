@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.download import ReceiveBuffer
 from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats, GroupRequest
+from kvabr.server.growing import GrowingPublication
 from kvabr.server.publication import LevelPublication, Publication
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
 from kvabr.types.events import Limit
@@ -95,10 +96,12 @@ class MemoryLink:
 class _MemoryDownload(Download):
     """A download, and the publisher's side of it."""
 
-    def __init__(self, link: MemoryConnection, ask: Ask, priority: int, limit: int, *, exact: bool) -> None:
+    def __init__(self, link: MemoryConnection, ask: Ask, priority: int, request: GroupRequest) -> None:
         self.stats = DownloadStats(requested_s=link.loop.time())
         self.priority = priority
-        self._link, self._ask, self._limit = link, ask, limit
+        self._link, self._ask, self._limit = link, ask, request.limit
+        self._groups, self._held_until_s = request.groups, link.loop.time() + request.wait_s
+        self._unwatch: Callable[[], object] = lambda: None
         self._fault = Fault()
         self._data = memoryview(b"")
         self._sent = 0
@@ -108,7 +111,7 @@ class _MemoryDownload(Download):
         """Time at which a slow publisher has more to send."""
         self._pace: asyncio.TimerHandle | None = None
         self._opening: asyncio.TimerHandle | None = None
-        self._buffer = ReceiveBuffer(limit, exact=exact)
+        self._buffer = ReceiveBuffer(request.limit, exact=request.exact)
         self._unread = 0
         self._held: set[Limit] = set()
         self._complete = False
@@ -160,10 +163,33 @@ class _MemoryDownload(Download):
         self._fault = fault
         self._opening = self._link.loop.call_later(self._link.path.rtt_s + fault.first_byte_s, self._open)
 
+    def _hold(self) -> bool:
+        """Wait for a group that is not published yet, if the request would; return whether it does."""
+        publication, left_s = self._link.find(self._ask.namespace, self._ask.track), self._held_until_s
+        left_s -= self._link.loop.time()
+        growing = isinstance(publication, GrowingPublication) and publication.growing
+        if not growing or self._ask.group < publication.groups or left_s <= 0:
+            return False
+
+        def look() -> None:
+            self._forget()
+            self._open()
+
+        unwatch = publication.watch(look)
+        timer = self._opening = self._link.loop.call_later(left_s, look)
+        self._unwatch = lambda: (unwatch(), timer.cancel())
+        return True
+
+    def _forget(self) -> None:
+        unwatch, self._unwatch = self._unwatch, lambda: None
+        unwatch()
+
     def _open(self) -> None:
         self._opening = None
         fault, ask = self._fault, self._ask
         what = f"group {ask.group} of {ask.track}"
+        if self.over or (fault.refuse is None and self._hold()):
+            return
         try:
             if fault.refuse is not None:
                 code, after = fault.refuse, fault.retry_after_s
@@ -181,7 +207,13 @@ class _MemoryDownload(Download):
         ask = self._ask
         publication = self._link.find(ask.namespace, ask.track)
         try:
-            if publication is not None:
+            if isinstance(publication, GrowingPublication):
+                groups = range(ask.group, min(ask.group + self._groups, publication.groups))
+                if publication.growing and not groups:
+                    raise NotFoundError(f"{what}: not published yet", code=RequestCode.INVALID_RANGE)
+                if data := b"".join(whole(publication.open(group)) for group in groups):
+                    return memoryview(data)
+            elif publication is not None:
                 publication.objects(ask.group)  # which checks the number
                 level = isinstance(publication, LevelPublication)  # whose frames may have to be loaded
                 return memoryview(whole(publication.frame(ask.group) if level else publication.open(ask.group)))
@@ -249,6 +281,7 @@ class _MemoryDownload(Download):
         if self.over:
             return
         self._error = error
+        self._forget()
         for timer in (self._opening, self._pace):
             if timer is not None:
                 timer.cancel()
@@ -312,7 +345,7 @@ class MemoryConnection(Connection):
         """See `Connection.request`. Requests that stand open are not counted, and never answered."""
         if request.standing:
             ask = Ask(self._requests, request.namespace, request.track, request.group, 0)
-            standing = _MemoryDownload(self, ask, priority, request.limit, exact=request.exact)
+            standing = _MemoryDownload(self, ask, priority, request)
             if self._lost is not None:
                 standing.fail(self._lost)
             else:
@@ -322,7 +355,7 @@ class MemoryConnection(Connection):
         ask = Ask(self._requests, *key, self._asked.get(key, 0))
         self._requests += 1
         self._asked[key] = ask.attempt + 1
-        download = _MemoryDownload(self, ask, priority, request.limit, exact=request.exact)
+        download = _MemoryDownload(self, ask, priority, request)
         if self._lost is not None:
             download.fail(self._lost)
         else:

@@ -21,6 +21,10 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 
 
+_LAST_CALL = 0.05
+"""Share of the deadline before the last moment at which a producer that is late is given up."""
+
+
 class Plan(NamedTuple):
     """Groups ``first`` to ``last`` - 1 are left to the engine."""
 
@@ -50,13 +54,30 @@ class _Rest:
         self.tail_s = max(view.decode_backlog_s, view.decode_s(view.ladder.cheapest))
         self._view, self._cost, self._rate = view, cost, rate
         self._start_s = max(view.now, lane_free_s)
+        self._edge = view.edge if self._last_call() else view.groups
+        """Groups from here on are not believed to be published."""
 
-    def network_s(self, nbytes: float) -> float:
-        """Return when the network has delivered a number of bytes."""
-        now = self._view.now
+    def _last_call(self) -> bool:
+        """Return whether the producer is late, and the engine must begin now to be in time without it."""
+        view = self._view
+        first = min((group for group in self.need if group >= view.edge), default=None)
+        if first is None or view.late_s <= 0:
+            return False
+        begin = view.catalog.tokens_before(view.catalog.cut(first))
+        seconds = self._cost.seconds(begin, view.catalog.tokens - begin)
+        return self._start_s + seconds >= (1 - _LAST_CALL) * view.deadline_s
+
+    def network_s(self, nbytes: float, last: int | None) -> float:
+        """Return when the network has delivered a number of bytes, of which those of group ``last`` come last."""
+        view, now = self._view, self._view.now
         if nbytes <= 0:
-            return now + self._view.decode_backlog_s
-        return now + self.wait_s + nbytes / self._rate + self.tail_s if self._rate > 0 else float("inf")
+            return now + view.decode_backlog_s
+        if self._rate <= 0 or (last is not None and last >= self._edge):
+            return float("inf")
+        comes_s = now + self.wait_s + nbytes / self._rate
+        if last is not None and last >= view.edge and view.ready_s is not None:
+            comes_s = max(comes_s, view.ready_s(last) + view.ttfb_s / 2 + self.need.get(last, 0) / self._rate)
+        return comes_s + self.tail_s
 
     def runs(self, groups: Sequence[int]) -> Iterator[_Candidate]:
         """Yield ever longer runs of consecutive groups from the first of ``groups``, the last of those absent."""
@@ -65,14 +86,16 @@ class _Rest:
         catalog = self._view.catalog
         first, left = groups[0], self.total
         earlier = sum(nbytes for group, nbytes in self.need.items() if group < first)
-        begin = max(self._start_s, self.network_s(earlier))
+        before = max((group for group in self.need if group < first), default=None)
+        end = max(self.need)
+        begin = max(self._start_s, self.network_s(earlier, before))
         for offset, group in enumerate(groups):
             if group != first + offset:
                 break  # a group in between is in place; a longer run would compute it again
             left -= self.need[group]
             tokens = catalog.tokens_before(group + 1) - catalog.tokens_before(first)
             computed = begin + self._cost.seconds(catalog.tokens_before(first), tokens)
-            yield _Candidate(max(computed, self.network_s(left)), first, group + 1)
+            yield _Candidate(max(computed, self.network_s(left, end if group < end else before)), first, group + 1)
 
     def tails(self) -> Iterator[_Candidate]:
         """Yield ever longer tails to the end, each from the last group on at which an engine can begin for it."""
@@ -84,7 +107,8 @@ class _Rest:
             if earlier < first:
                 begin = catalog.tokens_before(first)
                 seconds = self._cost.seconds(begin, catalog.tokens - begin)
-                yield _Candidate(max(self._start_s, self.network_s(left)) + seconds, first, self._view.groups)
+                begins_s = max(self._start_s, self.network_s(left, None if earlier < 0 else earlier))
+                yield _Candidate(begins_s + seconds, first, self._view.groups)
 
 
 def plan(
@@ -101,9 +125,13 @@ def plan(
         dead: the network has been silent for so long that nothing more is expected.
     """
     rest = _Rest(view, cost, absent, lane_free_s, 0.0 if dead else view.lower_bound)
-    eta, deadline_s = rest.network_s(rest.total), view.deadline_s
+    eta, deadline_s = rest.network_s(rest.total, absent[-1] if absent else None), view.deadline_s
     if not absent or eta <= deadline_s:
         return None
+    if view.coming and mode == "hole" and not dead and view.rate <= 0:
+        begin = view.catalog.tokens_before(absent[0])
+        if max(view.now, lane_free_s) + cost.seconds(begin, view.catalog.tokens - begin) < deadline_s:
+            return None  # nothing is published yet, and the engine can still do without
     if mode == "hole" and (dead or view.rate <= 0):
         begin, end = map(view.catalog.tokens_before, (absent[0], absent[0] + 1))
         ends_s = max(view.now, lane_free_s) + cost.seconds(begin, end - begin)

@@ -121,6 +121,10 @@ class View:
     """Groups that exist, the first ones: all of them, unless the cache is still being prefilled."""
     ends_s: float = 0.0
     """When the last group should exist, seconds since the play began; 0.0 if all did from the start."""
+    late_s: float = 0.0
+    """Seconds by which the producer is late with the next group, if that is more than a group takes; otherwise 0.0."""
+    ready_s: Callable[[int], float] | None = None
+    """Returns when a group should exist, seconds since the play began; None: all do."""
     track_of: list[str | None] = field(init=False)
     """Track of each group that is in place or arriving; ``recomputed`` if the engine computes it; None if missing."""
     missing_groups: dict[int, None] = field(init=False)

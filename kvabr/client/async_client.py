@@ -23,13 +23,22 @@ from typing import Self
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.lookup import Found, check_tokens, fetch_catalog, fetch_models
 from kvabr.client.metrics import ClientMetrics
-from kvabr.client.options import Limits, PlayOptions, check_deadline, check_prompt
+from kvabr.client.options import (
+    Limits,
+    PlayOptions,
+    check_deadline,
+    check_engine,
+    check_prompt,
+    engine_of,
+    model_of,
+)
 from kvabr.client.peer_history import history_at
 from kvabr.client.peers import ClientPeer, PeerLike
-from kvabr.client.play import Clock, Play, lookup_time
+from kvabr.client.play import Play
 from kvabr.client.play_connection import PlayConnection
+from kvabr.client.preparing import Clock, lookup_time
 from kvabr.client.profiles import PROFILES, ProfileCache
-from kvabr.client.resources import decoders, in_thread, known_cost, measure_prefill
+from kvabr.client.resources import decoders, in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner, R
 from kvabr.quic.backend import Quic
@@ -99,7 +108,7 @@ class AsyncClient:
         self.metrics = metrics or ClientMetrics()
         self._model = model
         if engine is not None and isinstance(model, KVSpec):
-            _check_engine(engine, model)
+            check_engine(engine, model)
         bounds = limits or Limits()
         memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
         disk = None
@@ -215,8 +224,8 @@ class AsyncClient:
             PolicyError: from the policy or the estimator.
         """
         options = options or self.options
-        wanted, any_size = self._wanted(model, engine or self.engine)
-        computing, cost = self._engine(engine, options)
+        wanted, any_size = model_of(model or self._model, engine or self.engine)
+        computing, cost = engine_of(engine or self.engine, options)
         check_prompt(tokens)
 
         async def work(play: Play) -> Played | NothingCached:
@@ -224,8 +233,15 @@ class AsyncClient:
             spec, prepared = None, None
             try:
                 async with asyncio.timeout(lookup_time(clock, cost, len(tokens))):
-                    ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=options.salt)
-                    found, spec = await ask(play.connection, tokens, wanted)
+                    found, spec = await self._peer(peer).find(
+                        play.connection,
+                        tokens,
+                        wanted,
+                        any_group_tokens=any_size,
+                        salt=options.salt,
+                        live=options.live,
+                        wait_s=options.wait_for_producer_s,
+                    )
                 if found is not None:
                     behind = None if computing is None else len(tokens) - found.catalog.tokens
                     prepared = await play.prepare(found, behind=behind)
@@ -272,7 +288,7 @@ class AsyncClient:
         options = options or self.options
         if engine is not None and not len(tokens):
             raise UsageError("play_asset: to recompute, an engine needs the prompt: tokens=...")
-        computing, cost = self._engine(engine, options) if len(tokens) else (None, None)
+        computing, cost = engine_of(engine or self.engine, options) if len(tokens) else (None, None)
         name = parse_namespace(asset) if isinstance(asset, str) else asset
 
         async def work(play: Play) -> Played:
@@ -281,12 +297,12 @@ class AsyncClient:
             else:
                 try:
                     async with asyncio.timeout(play.clock.left()):
-                        found = await fetch_catalog(play.connection, name)
+                        found = await fetch_catalog(play.connection, name, live=options.live)
                 except TimeoutError as error:
                     late = f"the catalog did not come within the deadline of {deadline:g} s"
                     raise PlayError(play.with_trouble(late)) from error
             if computing is not None:
-                _check_engine(computing, found.catalog.spec)
+                check_engine(computing, found.catalog.spec)
             if len(tokens):
                 check_tokens(found.catalog, tokens, options.salt)
             return await play.whole(await play.prepare(found))
@@ -341,6 +357,7 @@ class AsyncClient:
         within_s: float = _FIND_S,
         any_dtype: bool = False,
         peer: PeerLike = None,
+        live: bool | None = None,
     ) -> Found | None:
         """Return the asset that shares the longest prefix with a prompt, cut to what is shared; None if there is none.
 
@@ -351,6 +368,7 @@ class AsyncClient:
             within_s: seconds that it may take.
             any_dtype: accept a cache whose element type is not the model's; groups are decoded to any type.
             peer: as for `play`.
+            live: also find a cache that is still being prefilled; None: as the client's options say.
 
         Raises:
             UsageError: an argument is wrong, or it is not clear which model is meant.
@@ -359,16 +377,16 @@ class AsyncClient:
             FormatError: what it has is no catalog.
         """
         check_prompt(tokens)
-        wanted, any_size = self._wanted(model, self.engine)
+        wanted, any_size = model_of(model or self._model, self.engine)
         chosen = self.options.salt if salt is None else salt
         async with self._asked_within(within_s, peer) as connection:
             ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=chosen, any_dtype=any_dtype)
-            return (await ask(connection, tokens, wanted))[0]
+            return (await ask(connection, tokens, wanted, live=self.options.live if live is None else live))[0]
 
     async def find_asset(
-        self, asset: TrackNamespace | str, *, within_s: float = _FIND_S, peer: PeerLike = None
+        self, asset: TrackNamespace | str, *, within_s: float = _FIND_S, peer: PeerLike = None, live: bool | None = None
     ) -> Found:
-        """Return the catalog of an asset whose name is known.
+        """Return the catalog of an asset whose name is known; ``live`` as for `find`.
 
         Raises:
             NotFoundError: there is none, or none that we may read.
@@ -377,7 +395,7 @@ class AsyncClient:
         """
         name = parse_namespace(asset) if isinstance(asset, str) else asset
         async with self._asked_within(within_s, peer) as connection:
-            return await fetch_catalog(connection, name)
+            return await fetch_catalog(connection, name, live=self.options.live if live is None else live)
 
     async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeerLike = None) -> None:
         """Fetch the codec profile of an asset, unless it is here. A play does so only if that pays for this one play.
@@ -444,19 +462,6 @@ class AsyncClient:
         except TimeoutError as error:
             raise TransportError(f"no answer within {seconds:g} s") from error
 
-    def _engine(self, engine: Engine | None, options: PlayOptions) -> tuple[Engine | None, PrefillCost | None]:
-        """Return the engine of a play, and its cost."""
-        engine = engine or self.engine
-        if engine is None or not options.recompute:
-            return None, None
-        cost = options.prefill_cost or known_cost(engine)
-        if cost is None:
-            raise UsageError(
-                "the cost of the engine's prefill is not known: await client.measure_prefill(engine) once, or give "
-                "PlayOptions(prefill_cost=...)"
-            )
-        return engine, cost
-
     async def _run(
         self,
         work: Callable[[Play], Awaitable[R]],
@@ -475,20 +480,3 @@ class AsyncClient:
             )
 
         return await self._runner.run(self._peer(peer), deadline, options, begin)
-
-    def _wanted(self, model: KVSpec | str | None, engine: Engine | None) -> tuple[KVSpec | str | None, bool]:
-        """Return the model of a play, as `ClientPeer.find` takes it, and whether any group size will do."""
-        model = model or self._model
-        if engine is None:
-            return model, False
-        if isinstance(model, KVSpec):
-            _check_engine(engine, model)
-            return model, False
-        if model not in (None, engine.spec.model):
-            raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {model}")
-        return engine.spec, True
-
-
-def _check_engine(engine: Engine, spec: KVSpec) -> None:
-    if not engine.spec.same_cache(spec):  # its group size is the publisher's choice
-        raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {spec.model}")

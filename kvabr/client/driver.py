@@ -8,13 +8,14 @@ for when a play ends, and what they still bring is discarded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from kvabr.client.cpu_limit import limited_step
 from kvabr.client.decode_speeds import on_one_core
 from kvabr.client.engine_hook import EngineHook
+from kvabr.client.live_feed import LiveFeed
 from kvabr.client.resources import cancel_all, decoders, on_engine, timed
 from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.moqt.codes import RequestCode
@@ -55,6 +56,7 @@ class Driver:
         tokens: Sequence[int] = (),
         hook: EngineHook | None = None,
         watch: Watch | None = None,
+        feed: LiveFeed | None = None,
     ) -> None:
         """Prepare; nothing happens before `run`.
 
@@ -66,11 +68,12 @@ class Driver:
             tokens: ids of the catalog's tokens, for the engine.
             hook: for upgrades: writes what was decoded when the engine allows it.
             watch: called with a snapshot at every tick.
+            feed: of an asset that is still being prefilled.
         """
         self.session, self.assembler = session, assembler
         self._connection, self._catalog = connection, session.view.catalog
         self._engine, self._tokens = engine, tokens
-        self._hook, self._watch = hook, watch
+        self._hook, self._watch, self._feed = hook, watch, feed
         self._reads: dict[int, tuple[asyncio.Task[None], Download]] = {}
         self._frames: dict[int, Download] = {}
         """Downloads that are complete and not decoded yet, by request."""
@@ -91,6 +94,8 @@ class Driver:
         self._start_s = self._loop.time()
         try:
             self._tell(self.session.start)
+            if self._feed is not None and not self._over.done():
+                self._begin(self._feed.run(self))
             await self._over
         finally:
             # Leave nothing behind: no timer, no download, no task.
@@ -167,14 +172,27 @@ class Driver:
         if self._watch is not None:
             self._watch(Snapshot.of(self.session, self.assembler, self._connection.stats(), self.now()))
 
+    # ------------------------------------------------------------- live edge
+
+    def published(self, edge: int, left_out: Iterable[tuple[int, str]], pushed: Collection[int]) -> None:
+        """See `LiveFeed.run`."""
+        self._tell(partial(self.session.published, left_out=left_out, pushed=pushed), edge)
+
+    def stopped(self, reason: str) -> None:
+        """See `LiveFeed.run`."""
+        self._tell(self.session.producer_stopped, reason)
+
     # ------------------------------------------------------------- downloads
 
     def _fetch(self, action: FetchGroup) -> None:
-        track, group = self._catalog.address(action.group, action.track)
-        download = self._connection.fetch(
-            self._catalog.namespace, track, group, priority=action.priority, limit=action.bytes, exact=True
-        )
-        self._reads[action.request] = (self._begin(self._read(action, download)), download)
+        ahead = self._feed.take(action.group) if self._feed is not None and action.pushed else None
+        download, before = ahead or (None, 0)
+        if download is None:
+            track, group = self._catalog.address(action.group, action.track)
+            download = self._connection.fetch(
+                self._catalog.namespace, track, group, priority=action.priority, limit=action.bytes, exact=True
+            )
+        self._reads[action.request] = (self._begin(self._read(action, download, before)), download)
 
     def _cancel(self, request: int) -> None:
         self._frames.pop(request, None)
@@ -183,9 +201,9 @@ class Driver:
             task.cancel()
             download.cancel()
 
-    async def _read(self, action: FetchGroup, download: Download) -> None:
+    async def _read(self, action: FetchGroup, download: Download, before: int) -> None:
         try:
-            await self._receive(action, download)
+            await self._receive(action, download, before)
         except PolicyError as error:
             if not self._over.done():
                 self._over.set_exception(error)
@@ -202,15 +220,17 @@ class Driver:
         finally:
             download.cancel()
 
-    async def _receive(self, action: FetchGroup, download: Download) -> None:
-        """Read a group, and return as soon as its last byte is here."""
-        size = action.bytes
-        received = 0
-        while received < size:
-            part = await download.read()
+    async def _receive(self, action: FetchGroup, download: Download, before: int) -> None:
+        """Read a group, and return as soon as its last byte is here; ``before``: bytes that were read already."""
+        size, received = action.bytes, before
+        if 0 < received <= size:
+            self.session.first_byte(action.request, self.now(), "network" if received < size else "kept")
+            self.session.progress(action.request, received, self.now(), "network" if received < size else "kept")
+        while received != size:
+            part = await download.read() if received < size else memoryview(b"")
             if not part or received + len(part) > size:
                 what = f"group {action.group} of {action.track}"
-                got = "more" if part else str(received)
+                got = "more" if part or received > size else str(received)
                 raise RequestError(f"{what}: {got} bytes came, the catalog says {size}")
             first = not received
             received += len(part)

@@ -11,20 +11,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import NamedTuple
 
 from kvabr.client.resources import decoders
 from kvabr.codec.base import codec
 from kvabr.quic.interface import Connection, read_all
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, catalog_limit
-from kvabr.types.errors import ConnectionLostError, ForeignError, FormatError, NotFoundError, TransportError, UsageError
+from kvabr.types.errors import (
+    ConnectionLostError,
+    ForeignError,
+    FormatError,
+    NotFoundError,
+    RequestError,
+    TransportError,
+    UsageError,
+)
 from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
+from kvabr.types.live import MAX_LIVE_BYTES, LiveCatalog
 from kvabr.types.naming import (
     CATALOG_TRACK,
+    LIVE_PREFIX_TRACK,
+    LIVE_TRACK,
     MODELS_NAMESPACE,
     MODELS_TRACK,
+    PREFIX_TRACK,
     TrackNamespace,
     chain,
     prefix_gap,
@@ -50,6 +63,9 @@ class Found:
     """SHA-256 of the catalog as the origin sent it, hex."""
     limited_by: str | None = None
     """The layer class for which less of the prompt can be played than the asset shares; None if there is none."""
+    live: LiveCatalog | None = None
+    """What is known of an asset that is still being prefilled; None if it is complete. `catalog` then has the sizes
+    that are expected."""
 
 
 async def fetch_small(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> bytes:
@@ -71,8 +87,8 @@ async def fetch_models(origin: Connection) -> list[KVSpec]:
         raise FormatError(f"the origin's list of models cannot be read ({error})") from error
 
 
-async def fetch_catalog(origin: Connection, namespace: TrackNamespace) -> Found:
-    """Return the catalog of an asset whose name is known.
+async def fetch_catalog(origin: Connection, namespace: TrackNamespace, *, live: bool = False) -> Found:
+    """Return the catalog of an asset whose name is known; with ``live``, also of one that is still being prefilled.
 
     Raises:
         NotFoundError: there is none, or none that we may read.
@@ -80,7 +96,12 @@ async def fetch_catalog(origin: Connection, namespace: TrackNamespace) -> Found:
         ForeignError: it is of something else.
         FormatError: it is no catalog, or promises what cannot be.
     """
-    found = await _read(origin, namespace, CATALOG_TRACK, MAX_CATALOG_BYTES)
+    ordinary = _read(origin, namespace, CATALOG_TRACK, MAX_CATALOG_BYTES)
+    if live:
+        growing = _read(origin, namespace, LIVE_TRACK, MAX_LIVE_BYTES)
+        found = await _first_of(ordinary, growing)
+    else:
+        found = await ordinary
     if found.catalog.namespace != namespace or found.catalog.chunks[-1] != namespace.prompt:
         raise ForeignError(f"asked for the catalog of {_name(namespace)}, got that of {_name(found.catalog.namespace)}")
     if found.catalog.spec.model != namespace.model:
@@ -88,13 +109,30 @@ async def fetch_catalog(origin: Connection, namespace: TrackNamespace) -> Found:
     return found
 
 
+async def _first_of(*lookups: Awaitable[Found]) -> Found:
+    """Return the first of several answers that is there; if none is, raise the first error."""
+    answers = await asyncio.gather(*lookups, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, Found):
+            return answer
+    assert isinstance(answers[0], BaseException)  # noqa: S101  # or it was returned
+    raise answers[0]
+
+
 async def find_prefix(
-    origin: Connection, tokens: Sequence[int], spec: KVSpec, *, salt: bytes = b"", any_dtype: bool = False
+    origin: Connection,
+    tokens: Sequence[int],
+    spec: KVSpec,
+    *,
+    salt: bytes = b"",
+    any_dtype: bool = False,
+    live: bool = False,
 ) -> Found | None:
     """Return the asset that shares the longest prefix with a prompt, cut to the shared groups; None if there is none.
 
     A prompt of up to 321 groups takes one round trip, a longer one two. With ``any_dtype`` the cache's element type
-    need not be the spec's.
+    need not be the spec's. With ``live``, assets that are still being prefilled are looked for at the same time; a
+    complete one that shares as much is preferred.
 
     Raises:
         TransportError: the origin cannot be asked.
@@ -102,21 +140,79 @@ async def find_prefix(
         FormatError: it answers with what is no catalog, or promises what cannot be.
     """
     digests = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
-    best = await _ask(origin, digests, spec, prefix_track(digests), any_dtype=any_dtype)
-    if best is None:
+    lookup = _Lookup(origin, tokens, digests, spec, salt, any_dtype=any_dtype)
+    best = await (lookup.any() if live else lookup.complete())
+    if best is None or not best.groups:
         return None
-    shared = shared_groups(best.catalog, tokens, digests, salt)
-    groups, limit = best.catalog.playable(shared)
-    gap = prefix_gap(shared, len(digests)) if shared else range(0)
-    if gap:
-        with contextlib.suppress(TransportError, FormatError):  # then what is known already has to do
-            track = prefix_track(digests, gap.start, gap.stop)
-            other = await _ask(origin, digests, spec, track, any_dtype=any_dtype)
-            if other is not None:
-                more, bound = other.catalog.playable(shared_groups(other.catalog, tokens, digests, salt))
-                if more > groups:
-                    best, groups, limit = other, more, bound
-    return replace(best, catalog=best.catalog.prefix(groups), limited_by=limit) if groups else None
+    found = best.found
+    return replace(found, catalog=found.catalog.prefix(best.groups), limited_by=best.limited_by)
+
+
+class _Answer(NamedTuple):
+    """What a peer answered a lookup."""
+
+    found: Found
+    shared: int
+    """Leading groups that are those of the prompt."""
+    groups: int
+    """Groups of these that can be played."""
+    limited_by: str | None
+    """See `Found.limited_by`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """A lookup of the longest prefix of a prompt, whose chained digests are given."""
+
+    origin: Connection
+    tokens: Sequence[int]
+    digests: Sequence[str]
+    spec: KVSpec
+    salt: bytes
+    any_dtype: bool = field(kw_only=True)
+
+    async def any(self) -> _Answer | None:
+        """Return the asset of which the most groups can be played, complete or not; of equals the complete one."""
+        answers = await asyncio.gather(self.complete(), self.live(), return_exceptions=True)
+        best = max((one for one in answers if isinstance(one, _Answer)), key=lambda one: one.groups, default=None)
+        if best is None:
+            for answer in answers:
+                # A peer that knows nothing of live assets may refuse to look for one.
+                if isinstance(answer, BaseException) and (answer is answers[0] or not isinstance(answer, RequestError)):
+                    raise answer
+        return best
+
+    async def complete(self) -> _Answer | None:
+        """Return the complete asset of which the most groups can be played."""
+        best = await self._ask(prefix_track(self.digests))
+        gap = prefix_gap(best.shared, len(self.digests)) if best is not None and best.shared else range(0)
+        if best is not None and gap:
+            with contextlib.suppress(TransportError, FormatError):  # then what is known already has to do
+                other = await self._ask(prefix_track(self.digests, gap.start, gap.stop))
+                if other is not None and other.groups > best.groups:
+                    best = other
+        return best
+
+    async def live(self) -> _Answer | None:
+        """Return the asset that is still being prefilled and shares the most groups."""
+        return await self._ask(LIVE_PREFIX_TRACK + prefix_track(self.digests).removeprefix(PREFIX_TRACK))
+
+    async def _ask(self, track: str) -> _Answer | None:
+        spec = self.spec
+        try:
+            namespace = TrackNamespace(spec.model, self.digests[0])
+            found = await _read(self.origin, namespace, track, catalog_limit(len(self.digests)))
+        except NotFoundError:
+            return None
+        wanted = with_snapshots_of(spec, found.catalog.spec)
+        wanted = wanted.with_dtypes(found.catalog.spec) if self.any_dtype else wanted
+        if found.catalog.spec.digest() != wanted.digest():
+            raise ForeignError(
+                f"the origin's cache is of {_title(found.catalog.spec)}, ours of {_title(spec)}: they differ in "
+                f"{_differences(found.catalog.spec, spec)}, and cannot be mixed"
+            )
+        shared = shared_groups(found.catalog, self.tokens, self.digests, self.salt)
+        return _Answer(found, shared, *found.catalog.playable(shared))
 
 
 def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str], salt: bytes = b"") -> int:
@@ -161,35 +257,32 @@ def playable(catalog: Catalog, *, profile: bool) -> Catalog:
     return catalog.with_tracks(tracks)
 
 
-async def _ask(
-    origin: Connection, digests: Sequence[str], spec: KVSpec, track: str, *, any_dtype: bool
-) -> Found | None:
-    try:
-        found = await _read(origin, TrackNamespace(spec.model, digests[0]), track, catalog_limit(len(digests)))
-    except NotFoundError:
-        return None
-    wanted = with_snapshots_of(spec, found.catalog.spec)
-    wanted = wanted.with_dtypes(found.catalog.spec) if any_dtype else wanted
-    if found.catalog.spec.digest() != wanted.digest():
-        raise ForeignError(
-            f"the origin's cache is of {_title(found.catalog.spec)}, ours of {_title(spec)}: they differ in "
-            f"{_differences(found.catalog.spec, spec)}, and cannot be mixed"
-        )
-    return found
-
-
 async def _read(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> Found:
+    parse = _parse_live if track.startswith((LIVE_TRACK, LIVE_PREFIX_TRACK)) else _parse
     data = await fetch_small(origin, namespace, track, limit)
-    return await asyncio.get_running_loop().run_in_executor(decoders(), _parse, data)
+    return await asyncio.get_running_loop().run_in_executor(decoders(), parse, data)
 
 
 def _parse(data: bytes) -> Found:
-    catalog = Catalog.loads(data)
-    most = _MAX_TIMES_FP16 * catalog.spec.fp16_bytes(catalog.spec.group_tokens) + _SLACK_BYTES
+    return Found(_checked(Catalog.loads(data)), hashlib.sha256(data).hexdigest())
+
+
+def _parse_live(data: bytes) -> Found:
+    live = LiveCatalog.loads(data)
+    return Found(_checked(live.catalog), hashlib.sha256(data).hexdigest(), live=live)
+
+
+def _checked(catalog: Catalog) -> Catalog:
+    most = most_frame_bytes(catalog.spec)
     for track in catalog.tracks:
         if max(track.bytes) > most:
             raise FormatError(f"catalog: a group of {track.name} with {max(track.bytes)} bytes, no cache needs {most}")
-    return Found(catalog, hashlib.sha256(data).hexdigest())
+    return catalog
+
+
+def most_frame_bytes(spec: KVSpec) -> int:
+    """Return the size from which on a frame is not believed, bytes."""
+    return _MAX_TIMES_FP16 * spec.fp16_bytes(spec.group_tokens) + _SLACK_BYTES
 
 
 def _name(namespace: TrackNamespace) -> str:

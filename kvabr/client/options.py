@@ -11,13 +11,15 @@ import torch
 
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
+from kvabr.client.resources import known_cost
 from kvabr.client.snapshot import Watch
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, PlayerConfig
 from kvabr.telemetry.hub import Telemetry
 from kvabr.types.cost import PrefillCost
-from kvabr.types.engine import EngineMode
+from kvabr.types.engine import Engine, EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import Log, PlayEvent
+from kvabr.types.kv import KVSpec
 
 _GUARD_SHARE, _MAX_GUARD_S = 0.02, 0.05
 
@@ -42,6 +44,12 @@ class PlayOptions:
     time_price: float = TIME_PRICE
     """Price of a second before the first token, nats per generated token: a play ends as soon as nothing that could
     still arrive is worth its wait. 0: only the deadline counts."""
+    live: bool = True
+    """Play caches that are still being prefilled, too: groups come as they are published. A complete cache of as many
+    tokens is preferred."""
+    wait_for_producer_s: float = 0.0
+    """If nothing of a prompt is cached, seconds of the deadline for which to wait for somebody to begin to prefill
+    it."""
     salt: bytes = b""
     """Secret of the tenant, see `kvabr.types.naming.chain`."""
     out: torch.Tensor | None = None
@@ -67,6 +75,8 @@ class PlayOptions:
             raise UsageError(f"upgrades for {self.after:g} s after the deadline; give a positive number of seconds")
         if not 1 <= self.patience < math.inf:
             raise UsageError(f"patience is {self.patience} deadlines; it must be at least 1")
+        if not 0 <= self.wait_for_producer_s < math.inf:
+            raise UsageError(f"to wait {self.wait_for_producer_s:g} s for a producer: give 0 or more seconds, finite")
         # Raise for unknown names and prices here, before anything is asked of the network.
         PlayerConfig(gpu_price=self.gpu_price, time_price=self.time_price)
         load_policy(self.policy)
@@ -123,3 +133,34 @@ def check_prompt(tokens: Sequence[int]) -> None:
 def guard_s(deadline_s: float) -> float:
     """Return how much earlier than the deadline a play aims to end, seconds: event loops are late now and then."""
     return min(_MAX_GUARD_S, _GUARD_SHARE * deadline_s)
+
+
+def engine_of(engine: Engine | None, options: PlayOptions) -> tuple[Engine | None, PrefillCost | None]:
+    """Return the engine of a play, and what its prefill costs; two None if none may compute."""
+    if engine is None or not options.recompute:
+        return None, None
+    cost = options.prefill_cost or known_cost(engine)
+    if cost is None:
+        raise UsageError(
+            "the cost of the engine's prefill is not known: await client.measure_prefill(engine) once, or give "
+            "PlayOptions(prefill_cost=...)"
+        )
+    return engine, cost
+
+
+def model_of(model: KVSpec | str | None, engine: Engine | None) -> tuple[KVSpec | str | None, bool]:
+    """Return the model of a play, as `ClientPeer.find` takes it, and whether any group size will do."""
+    if engine is None:
+        return model, False
+    if isinstance(model, KVSpec):
+        check_engine(engine, model)
+        return model, False
+    if model not in (None, engine.spec.model):
+        raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {model}")
+    return engine.spec, True
+
+
+def check_engine(engine: Engine, spec: KVSpec) -> None:
+    """Raise `UsageError` unless an engine computes caches of a spec."""
+    if not engine.spec.same_cache(spec):  # its group size is the publisher's choice
+        raise UsageError(f"the engine computes caches of {engine.spec.model}, not of {spec.model}")

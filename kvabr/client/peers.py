@@ -25,6 +25,8 @@ _MAX_SHAPES = 4
 """Group sizes and shapes of one model in which a prompt is looked up."""
 _PATIENCE, _MIN_PATIENCE_S = 4.0, 0.25
 """Time to look for other group sizes than an engine's: a multiple of what the first lookup took, with a floor."""
+_AGAIN_S = 0.05
+"""Pause before a prompt that nobody has begun to prefill is looked up again."""
 _Lookup = Callable[[Sequence[KVSpec]], Awaitable[Found | None]]
 
 
@@ -80,14 +82,34 @@ class ClientPeer:
         any_group_tokens: bool = False,
         salt: bytes = b"",
         any_dtype: bool = False,
+        live: bool = False,
+        wait_s: float = 0.0,
     ) -> tuple[Found | None, KVSpec | None]:
         """Return the longest cached prefix of a prompt, and the spec of its model; None for what is not there.
 
         The model is a spec, a name at the peer, or None for the only one that the peer has. Under a name, the prompt is
         looked up in each group size and shape that the peer has, at most four; under a spec with ``any_group_tokens``,
-        also in the other sizes. Errors as `AsyncClient.find`.
+        also in the other sizes. With ``live``, what is still being prefilled is found, too; if nothing is, it is looked
+        for again for ``wait_s`` seconds. Errors as `AsyncClient.find`.
         """
-        lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype)
+        lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype, live=live)
+        clock = asyncio.get_running_loop().time
+        end_s = clock() + (wait_s if live else 0.0)
+        while True:
+            answer = await self._find(connection, tokens, model, lookup, any_group_tokens=any_group_tokens)
+            if answer[0] is not None or clock() + _AGAIN_S > end_s:
+                return answer
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _find(
+        self,
+        connection: Connection,
+        tokens: Sequence[int],
+        model: KVSpec | str | None,
+        lookup: _Lookup,
+        *,
+        any_group_tokens: bool,
+    ) -> tuple[Found | None, KVSpec | None]:
         if isinstance(model, KVSpec):
             found = await (
                 self._in_any_size(connection, tokens, model, lookup) if any_group_tokens else lookup([model])
@@ -190,11 +212,11 @@ def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
 
 
 async def _longest(
-    connection: Connection, tokens: Sequence[int], specs: Sequence[KVSpec], *, salt: bytes, any_dtype: bool
+    connection: Connection, tokens: Sequence[int], specs: Sequence[KVSpec], *, salt: bytes, any_dtype: bool, live: bool
 ) -> Found | None:
     """Return the longest cached prefix under any of some specs; raise an error only if nothing is found."""
     answers = await asyncio.gather(
-        *(find_prefix(connection, tokens, spec, salt=salt, any_dtype=any_dtype) for spec in specs),
+        *(find_prefix(connection, tokens, spec, salt=salt, any_dtype=any_dtype, live=live) for spec in specs),
         return_exceptions=True,
     )
     found = [answer for answer in answers if isinstance(answer, Found)]

@@ -23,10 +23,12 @@ from kvabr.abr.plugins import load_policy
 from kvabr.client.decode_speeds import DecodeSpeeds
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.engine_hook import EngineHook
-from kvabr.client.lookup import Found, playable
+from kvabr.client.live_feed import LiveFeed
+from kvabr.client.lookup import Found, most_frame_bytes, playable
 from kvabr.client.options import PlayOptions, guard_s
 from kvabr.client.peer_history import PeerHistory
 from kvabr.client.play_connection import PlayConnection
+from kvabr.client.preparing import Clock, Prepared, pays
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import decoders, on_engine
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
@@ -62,6 +64,7 @@ from kvabr.types.events import (
     RecomputeStarted,
 )
 from kvabr.types.kv import KVSpec
+from kvabr.types.live import GrowingCatalog
 from kvabr.types.loss import played_loss, predicted_loss
 from kvabr.types.units import computed_shape
 
@@ -69,47 +72,9 @@ _PROFILE_SHARE = 0.3
 """Share of the time left that fetching a codec profile may take; then the play goes on without the tracks it serves."""
 _MIN_SHARE, _MIN_PREFIX_SHARE = 0.1, 0.05
 """Share of the deadline that a play gets even after a lookup that took longer, as far as the play may be late."""
-_LOOKUP_SHARE = 0.25
-"""Share of the deadline that a lookup may take although the engine could then not recompute everything in time."""
 _MIN_LEFT_S = 1e-3
 _MIN_HUGE_BYTES = 4 << 20
 """Smaller tensors do not fill huge pages."""
-
-
-class Clock:
-    """Seconds since a play was called for, and to its deadline."""
-
-    def __init__(self, deadline_s: float) -> None:
-        """Start, on the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._start_s, self.deadline_s = self._loop.time(), deadline_s
-
-    def now(self) -> float:
-        """Return the seconds since the call."""
-        return self._loop.time() - self._start_s
-
-    def left(self) -> float:
-        """Return the seconds to the deadline; negative once it has passed."""
-        return self.deadline_s - self.now()
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What was found, ready to be played."""
-
-    ladder: Ladder
-    profile: Profile | None
-    sha256: str
-    """SHA-256 of the catalog as it came, hex."""
-    limited_by: str | None
-    """See `Found.limited_by`."""
-    left_out: int = 0
-    """Tokens at the end of what was found that the engine computes sooner than they come."""
-
-    @property
-    def catalog(self) -> Catalog:
-        """The tracks that can be decoded here."""
-        return self.ladder.catalog
 
 
 @dataclass(slots=True)
@@ -142,30 +107,40 @@ class Play:
             PlayError: the deadline has come, and there is no engine.
             UsageError: everything is skipped.
         """
-        catalog, profile = found.catalog.to_play, None
-        needed = catalog.profile is not None
-        if needed:
-            try:
-                if self.profiles.has(catalog) or _pays(catalog):
-                    async with asyncio.timeout(max(0.0, _PROFILE_SHARE * self.clock.left())):
-                        profile = await self.profiles.fetch(self.connection, catalog)
-            except (TransportError, FormatError, TimeoutError) as error:
-                self.options.note(ProfileFailed(self.clock.now(), str(error) or "it did not come in time"))
-        catalog = playable(catalog, profile=profile is not None or not needed)
+        catalog = found.catalog.to_play
+        profile = await self._profile_of(catalog)
+        catalog = playable(catalog, profile=profile is not None or catalog.profile is None)
         whole = catalog.tokens
         if behind is not None and self.cost is not None:
             left_s = self.clock.left() - guard_s(self.clock.deadline_s)
             link = known_link(self.connection.shared.peer, self.history)
             catalog = shortened(catalog, self.cost, link, left_s, skip=skip, behind=behind, block=block)
-        for name, digests in catalog.known_digests():
+        growing: GrowingCatalog | None = None
+        wanted, known = catalog.suffix(skip), catalog.known_digests()
+        if found.live is not None:
+            growing = GrowingCatalog(found.live, wanted, most_frame_bytes(wanted.spec))
+            wanted, known = growing.catalog, iter(growing.known.items())
+        for name, digests in known:
             self.connection.identify(catalog.namespace, name, digests)
         end_s = None if self.engine is not None else max(0.0, self._patience_s() - self.clock.now())
         try:
             async with asyncio.timeout(end_s):
-                ladder = await asyncio.get_running_loop().run_in_executor(decoders(), Ladder, catalog.suffix(skip))
+                ladder = await asyncio.get_running_loop().run_in_executor(decoders(), Ladder, wanted)
         except TimeoutError as error:
             raise PlayError(f"no cache after {self.clock.now():.2f} s: its catalog was only just there") from error
-        return Prepared(ladder, profile, found.sha256, found.limited_by, whole - catalog.tokens)
+        return Prepared(ladder, profile, found.sha256, found.limited_by, whole - catalog.tokens, growing)
+
+    async def _profile_of(self, catalog: Catalog) -> Profile | None:
+        """Return the codec profile of an asset if it needs one, fetching it pays, and time allows."""
+        if catalog.profile is None:
+            return None
+        try:
+            if self.profiles.has(catalog) or pays(catalog):
+                async with asyncio.timeout(max(0.0, _PROFILE_SHARE * self.clock.left())):
+                    return await self.profiles.fetch(self.connection, catalog)
+        except (TransportError, FormatError, TimeoutError) as error:
+            self.options.note(ProfileFailed(self.clock.now(), str(error) or "it did not come in time"))
+        return None
 
     async def whole(self, prepared: Prepared) -> Played:
         """Play the whole cache; errors as `AsyncClient.play`."""
@@ -267,6 +242,7 @@ class Play:
             bytes_wasted=record.bytes_wasted,
             seconds=self.clock.now(),
             cut=cut,
+            live=record.live,
         )
 
     async def compute(self) -> Played:
@@ -361,9 +337,19 @@ class Play:
                 patience_s=end_s,
                 cached_groups=connection.cached_groups,
                 decode_rates=self.speeds.rates(ladder.catalog, self._device),
+                expected_s=None if prepared.growing is None else prepared.growing.expected_s,
                 log=options.log,
             )
-            driver = Driver(session, connection, assembler, engine=self.engine, tokens=self.tokens, watch=options.watch)
+            feed = None if prepared.growing is None else LiveFeed(connection, prepared.growing, ladder.cheapest)
+            driver = Driver(
+                session,
+                connection,
+                assembler,
+                engine=self.engine,
+                tokens=self.tokens,
+                watch=options.watch,
+                feed=feed,
+            )
             await driver.run()
         if self.history.path is not None:
             # Not in the decoders' threads: they must not wait for a disk.
@@ -460,24 +446,6 @@ def _steps_before(record: PlayRecord, groups: int) -> list[tuple[str, int, int |
 def _late(log: Log, begun_s: float, event: PlayEvent) -> None:
     """Log an event of the upgrades on the clock of the play."""
     log(replace(event, t=event.t + begun_s, late=True))
-
-
-def _pays(catalog: Catalog) -> bool:
-    """Return whether fetching the profile and then the cheapest track beats the cheapest that needs no profile."""
-    try:
-        plain = playable(catalog, profile=False)
-    except FormatError:
-        return True
-    cheapest = min(track.total_bytes for track in catalog.tracks if track.refines is None)
-    return catalog.profile_bytes + cheapest < min(t.total_bytes for t in plain.tracks if t.refines is None)
-
-
-def lookup_time(clock: Clock, cost: PrefillCost | None, tokens: int) -> float:
-    """Return the seconds that a lookup may take: as long as the engine could still recompute everything in time."""
-    left_s = max(_MIN_LEFT_S, clock.left())
-    if cost is None:
-        return left_s
-    return max(left_s - guard_s(clock.deadline_s) - cost.seconds(0, tokens), _LOOKUP_SHARE * left_s)
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -45,7 +45,8 @@ class PlayDownload(Download):
     @property
     def wire_priority(self) -> int:
         """See `DownloadReader`. A play waits for what has no digest, like a catalog: that goes first."""
-        return self._priority if self._request.digest is None else self._owner.place(self._priority)
+        awaited = self._request.digest is None and not self._request.wait_s
+        return self._priority if awaited else self._owner.place(self._priority)
 
     @property
     def data(self) -> memoryview:
@@ -89,6 +90,11 @@ class PlayDownload(Download):
         """See `Download.prioritise`."""
         self._priority = priority
         self.reprioritise()
+
+    @property
+    def held(self) -> bool:
+        """Whether the peer may be waiting for the group to be published."""
+        return self._request.wait_s > 0 and not self.stats.received
 
     @property
     def waits_its_turn(self) -> bool:
@@ -196,7 +202,7 @@ class PlayConnection(Connection):
     def request(self, request: GroupRequest, priority: int) -> Download:
         """See `Connection.request`."""
         digests = self._digests.get((request.namespace, request.track), ())
-        if 0 <= request.group < len(digests):
+        if 0 <= request.group < len(digests) and not request.wait_s:
             request = replace(request, exact=True, digest=digests[request.group] or None)
         download = PlayDownload(self, self._shared, request, priority)
         if not self.left:
@@ -216,7 +222,8 @@ class PlayConnection(Connection):
     @property
     def waits_its_turn(self) -> bool:  # type: ignore[override]
         """See `Connection.waits_its_turn`."""
-        return bool(self._downloads) and all(download.waits_its_turn for download in self._downloads)
+        awaited = [download for download in self._downloads if not download.held]
+        return bool(awaited) and all(download.waits_its_turn for download in awaited)
 
     def stats(self) -> ConnectionStats:
         """See `Connection.stats`."""

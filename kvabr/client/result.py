@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvabr.client.upgrades import Upgrades
-from kvabr.player.session_types import PlayRecord
+from kvabr.player.session_types import LiveRecord, PlayRecord
 from kvabr.store.files import PRIVATE, replacing, sweep
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError, PlayError
@@ -52,6 +52,11 @@ class Played:
     """The layer class for which less of the prompt could be played than is cached, see `kvabr.types.units.hit`."""
     upgrades: Upgrades | None = None
     """Upgrades that continue now that the cache is in use; None if `PlayOptions.after` did not ask for any."""
+
+    @property
+    def live(self) -> LiveRecord | None:
+        """What the play learned of the producer of an asset that was still being prefilled; None if it was complete."""
+        return self.record.live
 
     @property
     def kv(self) -> torch.Tensor:
@@ -128,6 +133,8 @@ class PlayedPrefix:
     """Seconds from the call to the end of the play."""
     cut: str | None
     """Why it is not all that was asked for; None if it is."""
+    live: LiveRecord | None = None
+    """What the play learned of the producer of an asset that was still being prefilled; None if it was complete."""
 
     @property
     def kv(self) -> torch.Tensor:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
-from kvabr.client.play import Clock
 from kvabr.client.play_connection import PlayConnection
+from kvabr.client.preparing import Clock
 from kvabr.client.resources import cancel_all
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.scheduling import Admission, EdfScheduler, wire_priority

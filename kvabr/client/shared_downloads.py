@@ -50,7 +50,7 @@ class SharedDownload:
         self.checked: asyncio.Future[bool] | None = None
         """Set once a group whose digest is known is complete; done, with whether it has the digest, once checked."""
         self._hashing = threading.Lock()
-        self._hashed: bool | None = None
+        self._hashed: dict[str, bool] = {}
 
     def wake(self) -> None:
         """Tell all readers that something has come, or that nothing more will."""
@@ -63,11 +63,12 @@ class SharedDownload:
         return self.inner.data[: self.received]
 
     def has_digest(self, digest: str) -> bool:
-        """Return whether the complete group has its digest, which is computed once. Call it in a thread."""
+        """Return whether the complete group has a digest; it is computed once. Call it in a thread."""
         with self._hashing:
-            if self._hashed is None:
-                self._hashed = self.inner.has_digest(digest)
-            return self._hashed
+            # Plays of what was not published when they asked for it may each have been told another one.
+            if digest not in self._hashed:
+                self._hashed[digest] = self.inner.has_digest(digest)
+            return self._hashed[digest]
 
 
 class SharedDownloads:

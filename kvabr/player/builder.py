@@ -12,7 +12,7 @@ from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.view import Future
 from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.session import Session
-from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, UpgradeGoal, WholeGoal
+from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, UpgradeGoal
 from kvabr.player.upgrades import UpgradeSession
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
@@ -93,7 +93,7 @@ def new_session(
         oracle: the future of the link, for policies that are told it; only a simulation knows it.
         decode_rates: of this machine, which the session corrects; None: as the catalog says, uncorrected.
         expected_s: when each group of an asset that is still being prefilled should be published, see `LiveEdge`; None:
-            all are. Such a play is for the whole cache, and has no engine.
+            all are.
         log: takes every event.
 
     Raises:
@@ -113,8 +113,8 @@ def new_session(
     if cached_groups is not None:
         player = cache_first(player, catalog, cached_groups)
     upgrades = isinstance(goal, UpgradeGoal)
-    if expected_s is not None and (cost is not None or not isinstance(goal, WholeGoal)):
-        raise UsageError("a play of an asset that is still being prefilled is for the whole cache, without an engine")
+    if expected_s is not None and upgrades:
+        raise UsageError("upgrades are for a cache that is complete; this one is still being prefilled")
     if expected_s is not None and len(expected_s) != catalog.groups:
         raise UsageError(f"{len(expected_s)} times for {catalog.groups} groups")
     return (UpgradeSession if upgrades else Session)(

@@ -29,6 +29,8 @@ class LiveEdge:
         self._first_s = self._last_s = 0.0
         self._firsts = 0
         """Groups that were published when the first were seen: they may have been there for long."""
+        self.ended: str | None = None
+        """Why the producer stopped before the last group; None if it has not."""
 
     def reach(self, edge: int, now: float) -> None:
         """Note that the first ``edge`` groups are published now; those before `edge` were published earlier."""
@@ -38,13 +40,26 @@ class LiveEdge:
 
     def ends_s(self, now: float) -> float:
         """Return when the last group should be published, or was, seconds since the play began."""
+        return self.ready_s(len(self._expected_s) - 1, now)
+
+    def late_s(self, now: float) -> float:
+        """Return by how much the next group is late, seconds; 0.0 as long as that is no more than a group takes."""
+        if self.edge == len(self._expected_s):
+            return 0.0
+        before = self._expected_s[self.edge - 1] if self.edge else 0.0
+        took_s = max(0.0, self._expected_s[self.edge] - before)
+        late_s = self.ready_s(self.edge, now) - (self._last_s + took_s if self.edge else self._expected_s[0])
+        return late_s if late_s > took_s else 0.0
+
+    def ready_s(self, group: int, now: float) -> float:
+        """Return when a group should be published; of one that is, when the last one was."""
         expected = self._expected_s
-        if self.edge == len(expected):
+        if group < self.edge:
             return self._last_s
         if not self.edge:
-            return expected[-1] + max(0.0, now - expected[0])
+            return expected[group] + max(0.0, now - expected[0])
         pace, since_s = 1.0, expected[self.edge - 1]
         if (planned_s := since_s - expected[self._firsts - 1]) > 0:
             pace = min(max((self._last_s - self._first_s) / planned_s, 1.0 / _MOST_PACE), _MOST_PACE)
         late_s = max(0.0, now - self._last_s - pace * (expected[self.edge] - since_s))
-        return self._last_s + pace * (expected[-1] - since_s) + late_s
+        return self._last_s + pace * (expected[group] - since_s) + late_s

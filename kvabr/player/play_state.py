@@ -9,7 +9,7 @@ from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Future, Transfer, View
-from kvabr.player.abandon import StallDetector
+from kvabr.player.abandon import LEAST_SILENCE_S, StallDetector
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.group_progress import GroupProgress
@@ -26,6 +26,7 @@ from kvabr.player.session_types import (
     Decode,
     Goal,
     GroupRecord,
+    LiveRecord,
     PlayerConfig,
     PlayRecord,
     PrefixGoal,
@@ -37,6 +38,7 @@ from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import (
     DecisionMade,
+    GroupsPublished,
     Limit,
     Log,
     PlayEvent,
@@ -44,6 +46,7 @@ from kvabr.types.events import (
     RequestCancelled,
     RequestFailed,
     SampleLimited,
+    SoonerAlone,
 )
 
 P = ParamSpec("P")
@@ -163,12 +166,15 @@ class PlayState:
         meter = ChunkedThroughputSampler if config.chunked else ThroughputSampler
         self._sampler = meter(estimator, deadline_s, self._events.limited)
         self._compute = None if cost is None else ComputeQueue(cost, mode, self.view, self._tick_s)
+        self._alone_s = None if cost is None else cost.seconds(0, ladder.catalog.tokens)
+        """Seconds that the engine would take for everything."""
         self._engine_patience_s = 0.0 if cost is None else ENGINE_PATIENCE * cost.seconds(0, ladder.catalog.tokens)
         share = config.stalled_after
         self._stalls = None if share is None else StallDetector(share * deadline_s)
         groups = self._catalog.groups
         self.record = PlayRecord([GroupRecord(group) for group in range(groups)])
         if self._live is not None:
+            self.record.live = LiveRecord()
             self.view.edge, self.view.missing_groups = 0, {}
         self._absent: dict[int, None] = dict.fromkeys(range(groups))
         """Groups that have not arrived and are not being computed, ascending; includes those in flight."""
@@ -199,6 +205,76 @@ class PlayState:
     def _idle(self) -> bool:
         """Return whether no request is receiving bytes."""
         return not any(transfer.first_byte_s is not None for transfer in self.view.in_flight.values())
+
+    def _patience_s(self) -> float:
+        """Return when an incomplete play ends, seconds since it began."""
+        engine_s = 0.0 if self._compute is None else self._engine_patience_s
+        return self._config.give_up_after * self.view.deadline_s + engine_s
+
+    def _lacking(self) -> str:
+        lacking = f"{self._catalog.groups - self._in_place} of {self._catalog.groups} groups are still not in place"
+        if self._live is None or self._live.edge == self._catalog.groups:
+            return lacking
+        stopped = self._live.ended
+        why = "no more until now" if stopped is None else f"then it stopped: {stopped}"
+        return f"{lacking}; the producer has published {self._live.edge} of them, {why}"
+
+    def _note_published(self, live: LiveEdge, now: float) -> None:
+        """Record how far the producer is, and say so if the engine would have been sooner alone."""
+        record = self.record.live = self.record.live or LiveRecord()
+        ends_s, began = live.ends_s(now), record.published == 0
+        record.published = live.edge
+        if live.edge == self._catalog.groups:
+            record.complete_s = now
+        self._events.emit(GroupsPublished, now, live.edge, ends_s)
+        if began and self._alone_s is not None and now + self._alone_s < ends_s:
+            record.sooner_alone_s = ends_s - now - self._alone_s
+            self._events.emit(SoonerAlone, now, self._alone_s, ends_s)
+
+    def _refresh(self, now: float) -> None:
+        view = self.view
+        view.now = now
+        view.rate, view.lower_bound, view.ttfb_s = self._sampler.estimates()
+        view.growing = self._sampler.growing
+        if (live := self._live) is not None:
+            view.ends_s, view.late_s = live.ends_s(now), live.late_s(now)
+            view.ready_s = lambda group: live.ready_s(group, now)
+        if self._compute is not None:
+            view.engine_backlog_s = self._compute.backlog_s(now)
+
+    def _silent(self, now: float) -> bool:
+        """Return whether nothing arrives and nothing is being decoded or computed, so that waiting is pointless."""
+        share, lane = self._config.silent_after, self._compute
+        if (
+            share is None
+            or self._decoding
+            or self._undecoded
+            or (lane is not None and (lane.computing is not None or lane.waiting()))
+        ):
+            return False
+        return now - self._heard_s >= max(share * self.view.deadline_s, 3 * self.view.ttfb_s, LEAST_SILENCE_S)
+
+    def _dead(self, now: float) -> bool:
+        """Return whether requests have brought nothing for so long that the engine should start."""
+        share, view = self._config.stalled_after, self.view
+        if share is None or not view.in_flight or self._decoding or self._undecoded:
+            return False
+        return now - self._heard_s >= max(share * view.deadline_s, 4 * view.ttfb_s, LEAST_SILENCE_S)
+
+    def _has_room(self) -> bool:
+        view, config = self.view, self._config
+        if self._guard.policy.paces:
+            most = config.ahead * view.rate * (view.ttfb_s + self._tick_s)
+            return view.outstanding_bytes < max(config.least_ahead_bytes, most)
+        if len(view.in_flight) < (config.min_requests if view.rate > 0 else config.first_requests):
+            return True
+        # What is in flight must last for a round trip and a tick, or the link runs dry.
+        return view.outstanding_bytes < view.rate * (1.5 * view.ttfb_s + self._tick_s)
+
+    def _anything_pending(self) -> bool:
+        lane = self._compute
+        engine = lane is not None and (lane.computing is not None or lane.waiting())
+        return bool(self.view.in_flight or self._decoding or self._undecoded) or engine
 
     def _observe_decoding(self, top: Transfer, seconds: float | None) -> None:
         """Correct the decode rates by the seconds that a thread took for a group."""

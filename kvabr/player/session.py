@@ -17,20 +17,21 @@ layers that have arrived are decoded together (`PlayState._next_to_decode`). The
 3. The cache is delivered when every group is in place and either the policy wants no more or the deadline has come.
    A hole is never delivered: a play whose patience has ended with groups missing is given up, whatever is still being
    decoded. An engine may complete it beyond that, for as long as `ENGINE_PATIENCE` says.
-4. A play for a prefix (`PrefixGoal`) never starts the engine. It is cut when the engine would start, when only the
+4. The groups of a live asset are absent until they are published, and not missing; a play does not end while some may
+   still come before the deadline, unless the engine has computed them.
+5. A play for a prefix (`PrefixGoal`) never starts the engine. It is cut when the engine would start, when only the
    engine could bring another group, and at the deadline; the record says why.
-5. The session reads no clock: every event carries ``now``, and the driver calls `timer` at the time of `next_timer`.
+6. The session reads no clock: every event carries ``now``, and the driver calls `timer` at the time of `next_timer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import chain
 
 from kvabr.abr.policy import Decision
 from kvabr.abr.view import Transfer
 from kvabr.player import abandon
-from kvabr.player.abandon import LEAST_SILENCE_S
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.play_state import PlayState
 from kvabr.player.session_types import Action, Deliver, FetchGroup, GiveUp, GroupRecord, Recompute
@@ -39,6 +40,7 @@ from kvabr.types.events import (
     FirstByteReceived,
     GroupDecoded,
     Limit,
+    ProducerStopped,
     RecomputeDone,
     RecomputeFailed,
     RecomputeStarted,
@@ -63,25 +65,54 @@ class Session(PlayState):
         self._guard.start()
         self._advance(now)
 
-    def published(self, edge: int, now: float, left_out: Iterable[tuple[int, str]] = ()) -> None:
+    def published(
+        self,
+        edge: int,
+        now: float,
+        left_out: Iterable[tuple[int, str]] = (),
+        pushed: Container[int] | None = None,
+    ) -> None:
         """Take that the first ``edge`` groups of a live asset exist; their base, which is pushed, is on its way.
 
-        ``left_out``: groups and tracks that the producer had no time for.
+        Args:
+            edge: the number of groups.
+            now: when they were first known to exist.
+            left_out: groups and tracks that the producer had no time for.
+            pushed: the groups whose base was asked for before they were published; None: all. The base of the others
+                is requested as any group is.
         """
-        live, view = self._live, self.view
+        live, view, lane = self._live, self.view, self._compute
         if self.over or live is None or edge <= live.edge:
             return
         new = range(live.edge, min(edge, view.groups))
         live.reach(new.stop, now)
         view.edge = new.stop
         self._retries.unavailable.update(left_out)
+        self._note_published(live, now)
         base = view.ladder.cheapest
         for group in new:
-            if (group, base) not in view.unavailable:
-                decision = Decision.fetch(group, base, "the publisher pushes the base of what it publishes")
+            engine = group not in self._absent or (lane is not None and group in lane.chosen)
+            if (group, base) in view.unavailable or engine:
+                continue
+            decision = Decision.fetch(group, base, "the publisher pushes the base of what it publishes")
+            if pushed is None or group in pushed:
                 self._pushed.add(self._requests)
-                self._request(group, (base,), decision, now, upgrade=False)
+            self._request(group, (base,), decision, now, upgrade=False)
         self._sync_missing()
+        self._advance(now)
+
+    def producer_stopped(self, reason: str, now: float) -> None:
+        """Take that nothing more of a live asset will be published, and why."""
+        live, lane = self._live, self._compute
+        if self.over or live is None or live.ended is not None or live.edge == self.view.groups:
+            return
+        live.ended = reason
+        if self.record.live is not None:
+            self.record.live.stopped = reason
+        self._events.emit(ProducerStopped, now, live.edge, reason)
+        if lane is not None:
+            lane.chosen.update(group for group in self._absent if group >= live.edge)
+            self._sync_missing()
         self._advance(now)
 
     def first_byte(self, request: int, now: float, limit: Limit = "network") -> None:
@@ -277,11 +308,6 @@ class Session(PlayState):
 
     # ---------------------------------------------------------------- internals
 
-    def _patience_s(self) -> float:
-        """Return when an incomplete play ends, seconds since it began."""
-        engine_s = 0.0 if self._compute is None else self._engine_patience_s
-        return self._config.give_up_after * self.view.deadline_s + engine_s
-
     def _ended(self, now: float) -> bool:
         """End the play if its time is up. That takes no decision, and waits for nothing that is being decoded."""
         complete = self._in_place == self._catalog.groups
@@ -292,9 +318,6 @@ class Session(PlayState):
             self._refresh(now)
             self._give_up(now, self._lacking())
         return self.over
-
-    def _lacking(self) -> str:
-        return f"{self._catalog.groups - self._in_place} of {self._catalog.groups} groups are still not in place"
 
     def _advance(self, now: float) -> None:
         if self.over or self._ended(now):
@@ -313,62 +336,33 @@ class Session(PlayState):
         """End the play if nothing is left to ask for, to wait for, or to hope for."""
         if self.over:
             return
-        if self._content and not self._anything_pending() and not self.view.coming:
+        stopped = self._live is not None and self._live.ended is not None
+        if self._content and not self._anything_pending() and (complete or stopped or not self.view.coming):
             if complete:
                 self._deliver(now)
                 return
+            if stopped and not self.view.missing:
+                self._end_short(now)
+                return
             left = self._catalog.groups - self._in_place
             raise self._guard.invalid(f"waits while {left} groups are missing and nothing is in flight")
-        if self._prefix and not self.view.in_flight and not self._decoding and not self._undecoded:
+        waits = self.view.coming and not stopped
+        if self._prefix and not waits and not self.view.in_flight and not self._decoding and not self._undecoded:
+            if stopped:
+                self._end_short(now)
+                return
             # All that is left is to wait for the moment at which the engine would start.
             self._deliver(now, cut=None if complete else "the rest cannot be fetched, or is sooner computed")
             return
         if now >= self.view.deadline_s and not complete and self._silent(now):
             self._give_up(now, f"{self._lacking()}, and nothing has come for {now - self._heard_s:.2f} s")
 
-    def _refresh(self, now: float) -> None:
-        view = self.view
-        view.now = now
-        view.rate, view.lower_bound, view.ttfb_s = self._sampler.estimates()
-        view.growing = self._sampler.growing
-        if self._live is not None:
-            view.ends_s = self._live.ends_s(now)
-        if self._compute is not None:
-            view.engine_backlog_s = self._compute.backlog_s(now)
-
-    def _silent(self, now: float) -> bool:
-        """Return whether nothing arrives and nothing is being decoded or computed, so that waiting is pointless."""
-        share, lane = self._config.silent_after, self._compute
-        if (
-            share is None
-            or self._decoding
-            or self._undecoded
-            or (lane is not None and (lane.computing is not None or lane.waiting()))
-        ):
-            return False
-        return now - self._heard_s >= max(share * self.view.deadline_s, 3 * self.view.ttfb_s, LEAST_SILENCE_S)
-
-    def _dead(self, now: float) -> bool:
-        """Return whether requests have brought nothing for so long that the engine should start."""
-        share, view = self._config.stalled_after, self.view
-        if share is None or not view.in_flight or self._decoding or self._undecoded:
-            return False
-        return now - self._heard_s >= max(share * view.deadline_s, 4 * view.ttfb_s, LEAST_SILENCE_S)
-
-    def _has_room(self) -> bool:
-        view, config = self.view, self._config
-        if self._guard.policy.paces:
-            most = config.ahead * view.rate * (view.ttfb_s + self._tick_s)
-            return view.outstanding_bytes < max(config.least_ahead_bytes, most)
-        if len(view.in_flight) < (config.min_requests if view.rate > 0 else config.first_requests):
-            return True
-        # What is in flight must last for a round trip and a tick, or the link runs dry.
-        return view.outstanding_bytes < view.rate * (1.5 * view.ttfb_s + self._tick_s)
-
-    def _anything_pending(self) -> bool:
-        lane = self._compute
-        engine = lane is not None and (lane.computing is not None or lane.waiting())
-        return bool(self.view.in_flight or self._decoding or self._undecoded) or engine
+    def _end_short(self, now: float) -> None:
+        """End the play of a live asset whose producer has stopped: all that it has published is in place."""
+        if self._prefix:
+            self._deliver(now, cut=self._lacking())
+        else:
+            self._give_up(now, self._lacking())
 
     def _act(self, decision: Decision, now: float) -> None:
         kind, group = decision.kind, decision.group
@@ -451,11 +445,14 @@ class Session(PlayState):
                 reason = "the network should bring the rest in time" if found is None else found.reason
                 self._events.decision(Decision.wait(f"recompute {what}: {reason}"), now, kind="plan")
                 self._sync_missing()
-        if (ready := lane.ready(now, self._absent, self.record.groups, at_once=alone)) is None:
+        # What a producer that has stopped did not publish cannot come any more.
+        at_once = alone or (self._live is not None and self._live.ended is not None)
+        if (ready := lane.ready(now, self._absent, self.record.groups, at_once=at_once)) is None:
             return
         first, last = ready
         if self._prefix:
-            self._deliver(now, cut=f"groups {first} to {last - 1} are sooner computed than fetched")
+            sooner = f"groups {first} to {last - 1} are sooner computed than fetched"
+            self._deliver(now, cut=self._lacking() if at_once and not alone else sooner)
             return
         for transfer in list(self.view.in_flight.values()):
             if first <= transfer.group < last:

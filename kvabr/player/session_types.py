@@ -202,6 +202,20 @@ class GroupRecord:
 
 
 @dataclass(slots=True)
+class LiveRecord:
+    """What a play learned of the producer of an asset that was still being prefilled; times as in `GroupRecord`."""
+
+    published: int = 0
+    """Groups that it had published when the play ended."""
+    complete_s: float | None = None
+    """When the last group was published, as far as the player knows; None if it was not."""
+    stopped: str | None = None
+    """Why the producer stopped before the last group; None if it did not."""
+    sooner_alone_s: float | None = None
+    """Seconds by which the player's own engine should have been sooner; None if it has none, or should not have."""
+
+
+@dataclass(slots=True)
 class PlayRecord:
     """Record of a whole play."""
 
@@ -227,6 +241,8 @@ class PlayRecord:
     """Why a prefix play ended before every group was in place; None if every group is, or for another goal."""
     gave_up: str | None = None
     """Why the play was given up."""
+    live: LiveRecord | None = None
+    """None if the asset was complete when the play began."""
     steps: list[tuple[str, int, int | str]] = field(default_factory=list)
     """What came into place, in order: ("fetch", group, track) or ("compute", first, last). Used to verify a replay."""
 

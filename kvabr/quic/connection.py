@@ -26,6 +26,10 @@ from kvabr.types.naming import MAX_FULL_TRACK_NAME
 _TOKEN_HINT = "its operator has tokens; give yours with --token-file F, KVABR_TOKEN, or token="  # noqa: S105  # none
 MAX_IN_FLIGHT = 64
 """Maximum requests in flight; more wait, the most urgent first. Both libraries allow about 100 streams."""
+MAX_HELD = 28
+"""Maximum further requests that the peer holds until their groups are published."""
+_HOLDS = 18
+"""The first draft with FILL_TIMEOUT."""
 _CLOSING_S = 0.25
 """Seconds that closing may take."""
 _BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
@@ -70,7 +74,7 @@ class QuicConnection(Endpoint, Connection):
             self._lose(download, self._lost)
         elif self.going_away:
             self._lose(download, "the peer is going away; connect anew")
-        elif len(self._downloads) < MAX_IN_FLIGHT:
+        elif self._has_room(download):
             self._ask(download)
             self.settle_and_send()
         else:
@@ -158,7 +162,10 @@ class QuicConnection(Endpoint, Connection):
             case Received():
                 download = self._downloads.get(event.request_id)
                 if download is not None:
+                    held = download.held
                     count = download.take(event.items)
+                    if held and not download.held:
+                        self._published()
                     self._received += count
                     self.watch.received(count)
                     self._heard.set()
@@ -201,17 +208,25 @@ class QuicConnection(Endpoint, Connection):
     def _ask(self, download: QuicDownload) -> None:
         session = self.session
         assert session is not None  # noqa: S101  # connections are returned once SETUP has arrived
-        where = Location(download.request.group, 0)
-        track = download.request.track.encode()
-        number = session.fetch(download.fields, track, where, where, Parameters(priority=download.priority))
+        request, fill_ms = download.request, None
+        if request.wait_s > 0 and session.draft.number >= _HOLDS:
+            fill_ms = max(1, round(1000 * request.wait_s))
+        first, last = Location(request.group, 0), Location(request.group + request.groups - 1, 0)
+        parameters = Parameters(priority=download.priority, fill_timeout=fill_ms)
+        number = session.fetch(download.fields, request.track.encode(), first, last, parameters)
         download.request_id = number
         self._downloads[number] = download
         self._tell_watch()
 
     def _next(self) -> None:
         """Send the requests that wait, and whatever else the session has to send."""
-        while self._waiting and len(self._downloads) < MAX_IN_FLIGHT and self._lost is None:
-            self._ask(self._waiting.pop(0)[2])
+        left = []
+        for entry in self._waiting if self._lost is None else ():
+            if self._has_room(entry[2]):
+                self._ask(entry[2])
+            else:
+                left.append(entry)
+        self._waiting = left
         self._tell_watch()
         if self._lost is None:
             self.settle_and_send()
@@ -230,8 +245,23 @@ class QuicConnection(Endpoint, Connection):
                 asyncio.get_running_loop().call_soon(self._next)
             self._tell_watch()
 
+    def _has_room(self, download: QuicDownload) -> bool:
+        """Return whether a request may be sent now. What the peer holds takes no room from what it sends."""
+        asked = len(self._downloads)
+        if asked < min(MAX_IN_FLIGHT, MAX_HELD):
+            return True
+        held = sum(one.held for one in self._downloads.values())
+        return asked < MAX_IN_FLIGHT + MAX_HELD and (held < MAX_HELD if download.held else asked - held < MAX_IN_FLIGHT)
+
+    def _published(self) -> None:
+        """A request that the peer held is being answered."""
+        self._tell_watch()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+
     def _tell_watch(self) -> None:
-        self.watch.asked(sum(not download.request.standing for download in self._downloads.values()))
+        silent = sum(one.held or one.request.standing for one in self._downloads.values())
+        self.watch.asked(len(self._downloads) - silent)
 
     def _answer(self, event: Requested) -> None:
         """Answer a relay that subscribes to namespaces or publishes some: accept, and send nothing."""

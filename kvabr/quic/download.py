@@ -90,6 +90,11 @@ class QuicDownload(Download):
         """See `Download.data`."""
         return self._buffer.view()
 
+    @property
+    def held(self) -> bool:
+        """Whether the peer may be waiting for the group to be published: its silence says nothing about the path."""
+        return self.request.wait_s > 0 and not self.stats.received
+
     async def read(self) -> memoryview:
         """See `Download.read`."""
         while self._read == len(self._buffer):
@@ -128,7 +133,7 @@ class QuicDownload(Download):
                 count += len(item)
             elif isinstance(item, RangeEnd):
                 self._wrong("the peer does not have all of it", RequestCode.INTERNAL_ERROR)
-            elif item.group != self.request.group:
+            elif not 0 <= item.group - self.request.group < self.request.groups:
                 self._wrong(f"objects of group {item.group} came", RequestCode.MALFORMED_TRACK)
             elif max(item.size, _declared_bytes(item)) > self.request.limit:
                 self._too_long()

@@ -36,6 +36,12 @@ class GroupRequest:
     """Whether ``limit`` is the size, so that the buffer is allocated once."""
     digest: str | None = None
     """SHA-256 of the group, hex, if a catalog told it."""
+    wait_s: float = 0.0
+    """Seconds for which the peer may hold the request until the group is published; 0: it answers at once. A group that
+    was not published in time, or a peer that holds no requests, ends the download with `NotFoundError`, whose code is
+    INVALID_RANGE."""
+    groups: int = 1
+    """Consecutive groups that are wanted, as far as they exist: their bytes come one behind the other."""
 
     @property
     def standing(self) -> bool:

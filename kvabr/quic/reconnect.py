@@ -66,6 +66,12 @@ class _RedialledDownload(Download):
     def data(self) -> memoryview:
         return memoryview(b"") if self.inner is None else self.inner.data
 
+    @property
+    def unanswered(self) -> bool:
+        """Whether nothing need have come yet: the peer tells or publishes something first."""
+        request = self.request
+        return request.standing or (request.wait_s > 0 and (self.inner is None or not self.inner.stats.received))
+
     async def read(self) -> memoryview:
         if self.cancelled:
             raise ConnectionLostError("cancelled by this side")
@@ -300,7 +306,7 @@ class RedialledConnection(Connection):
 
     def _awaited(self, connection: Connection) -> bool:
         """Return whether something is in flight on a connection that should be answered soon."""
-        return any(used is connection and not one.request.standing for one, used in self._using.items())
+        return any(used is connection and not one.unanswered for one, used in self._using.items())
 
     @staticmethod
     async def _lives(connection: Connection) -> bool:
@@ -375,7 +381,7 @@ class RedialledConnection(Connection):
         self.backend, self.protocol = made.backend, made.protocol
         self._leaving.append(old)
         for download, used in list(self._using.items()):
-            if used is old and download.request.standing and download.inner is not None:
+            if used is old and download.unanswered and download.inner is not None:
                 download.moved = True
                 download.inner.cancel()
         if old is self._doubted:

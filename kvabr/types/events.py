@@ -96,6 +96,38 @@ class ProfileFailed(PlayEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupsPublished(PlayEvent):
+    """The producer of a cache that is still being prefilled has published more of it, as far as the player knows."""
+
+    name: ClassVar[str] = "published"
+    edge: int
+    """Groups that exist: the first ones."""
+    ends_s: float
+    """When the last group should exist, seconds since the play began; of the last one, when it did."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerStopped(PlayEvent):
+    """Nothing more will be published of a cache that is not complete."""
+
+    name: ClassVar[str] = "producer_stopped"
+    edge: int
+    """Groups that exist: the first ones."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SoonerAlone(PlayEvent):
+    """The engine of the player would prefill the prompt sooner than its producer publishes it."""
+
+    name: ClassVar[str] = "sooner_alone"
+    alone_s: float
+    """Seconds that it would take from now on."""
+    ends_s: float
+    """When the last group should exist, seconds since the play began."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheDelivered(PlayEvent):
     """The cache was handed over."""
 

@@ -32,6 +32,7 @@ UNKNOWN = "0" * 64
 _MAX_FRAME = 1 << 40
 _KEY = re.compile(r"[0-9a-f]{16}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,24 +127,40 @@ EdgeMessage = PublishedFrames | LiveEnd
 
 def parse_edge(data: bytes) -> EdgeMessage:
     """Parse an edge message from an untrusted source; raise a `FormatError` if anything is wrong."""
+    messages = parse_edges(data)
+    if len(messages) != 1:
+        raise FormatError(f"edge message: {len(messages)} messages where one is due")
+    return messages[0]
+
+
+def parse_edges(data: bytes) -> list[EdgeMessage]:
+    """Parse edge messages that lie one behind the other, up to `MAX_EDGE_BYTES` in all; raises as `parse_edge`."""
     if len(data) > MAX_EDGE_BYTES:
         raise FormatError(f"edge message: {len(data)} bytes, more than the {MAX_EDGE_BYTES} allowed")
+    found: list[EdgeMessage] = []
     try:
-        value = json.loads(data)
-        key = value["key"]
-        if not isinstance(key, str) or not _KEY.fullmatch(key):
-            raise FormatError("edge message: it has no key of 16 hex digits")
-        if "end" in value:
-            if not isinstance(value["end"], str):
-                raise FormatError("edge message: the reason of an end must be text")
-            return LiveEnd(key, value["end"][:500])
-        group, ready_s = value["group"], float(value["ready_s"])
-        if type(group) is not int or group < 0 or not 0 <= ready_s < math.inf:
-            raise FormatError("edge message: the group must be a whole number, its time a finite one, from zero")
-        frames = {str(name): _frame(frame) for name, frame in value["frames"].items()}
-        return PublishedFrames(key, group, ready_s, frames)
+        text, at = data.decode(), 0
+        while at < len(text):
+            value, at = _DECODER.raw_decode(text, at)
+            found.append(_message(value))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError(f"edge message: a field is missing or has the wrong type ({error!r})") from error
+    return found
+
+
+def _message(value: Any) -> EdgeMessage:
+    key = value["key"]
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise FormatError("edge message: it has no key of 16 hex digits")
+    if "end" in value:
+        if not isinstance(value["end"], str):
+            raise FormatError("edge message: the reason of an end must be text")
+        return LiveEnd(key, value["end"][:500])
+    group, ready_s = value["group"], float(value["ready_s"])
+    if type(group) is not int or group < 0 or not 0 <= ready_s < math.inf:
+        raise FormatError("edge message: the group must be a whole number, its time a finite one, from zero")
+    frames = {str(name): _frame(frame) for name, frame in value["frames"].items()}
+    return PublishedFrames(key, group, ready_s, frames)
 
 
 def _frame(value: Any) -> tuple[int, str]:
@@ -197,12 +214,19 @@ def _shorter(catalog: Catalog, news: Sequence[PublishedFrames]) -> Catalog | Non
 class GrowingCatalog:
     """The catalog of one play of a live asset; its sizes and digests become known group by group."""
 
-    def __init__(self, live: LiveCatalog, groups: int) -> None:
-        """Begin with no group published. The play is of the first ``groups`` groups of tokens; see `Catalog.prefix`."""
-        self._key = live.key
-        wanted = live.catalog.prefix(groups)
+    def __init__(self, live: LiveCatalog, wanted: Catalog, most_bytes: int = _MAX_FRAME) -> None:
+        """Begin with no group published.
+
+        Args:
+            live: what is known of the asset.
+            wanted: what is played of its catalog (`Catalog.prefix`, `Catalog.suffix`, `Catalog.with_tracks`).
+            most_bytes: the largest frame that is believed.
+        """
+        self.key, self._most_bytes = live.key, most_bytes
+        self.seconds = live.seconds[wanted.offset : wanted.offset + len(wanted.chunks)]
+        """When each group of tokens that is played should be published, seconds since the producer began."""
         self._sizes = {track.name: list(track.bytes) for track in wanted.tracks}
-        self._digests = {track.name: list(track.digests) for track in wanted.tracks}
+        self._digests = {track.name: [UNKNOWN] * len(track.digests) for track in wanted.tracks}
         # Only this class changes them, and only of groups that nobody may request yet.
         tracks = tuple(self._growing(track) for track in wanted.tracks)
         self.catalog = replace(wanted, tracks=tracks)
@@ -210,9 +234,18 @@ class GrowingCatalog:
         self.edge = 0
         """Groups (units) that are published: the first ones."""
         self.chunks = 0
-        """Groups of tokens that are published."""
+        """Groups of tokens that are published, of those that are played."""
+        self.news = 0
+        """The group of tokens, counted from the asset's first, whose news come next."""
         self.left_out: set[tuple[int, str]] = set()
         """Groups (units) and tracks that the producer had no time for."""
+        self.known: dict[str, list[str]] = {}
+        """SHA-256 of the groups of every published track, by its name; "" for those that are not known yet."""
+        for group in range(self.catalog.groups):
+            for track in tracks:
+                name, number = self.catalog.address(group, track.name)
+                listed = self.known.setdefault(name, [])
+                listed += [""] * (number + 1 - len(listed))
 
     def _growing(self, track: Track) -> Track:
         sizes, digests = self._sizes[track.name], self._digests[track.name]
@@ -223,28 +256,43 @@ class GrowingCatalog:
         """Whether all that the play needs is published."""
         return self.chunks == len(self.catalog.chunks)
 
+    @property
+    def expected_s(self) -> list[float]:
+        """When each group (unit) should be published, seconds since the producer began."""
+        return [self.seconds[self.catalog.unit(group).chunk] for group in range(self.catalog.groups)]
+
     def publish(self, news: PublishedFrames) -> None:
         """Take the news of the next group of tokens; those behind the play are ignored.
 
         Raises:
-            FormatError: it is of another production, or of another group than the next one; a track is unknown, or the
-                cheapest one is missing.
+            FormatError: it is of another production, or of another group than the next one; a frame is too large; or
+                no track of a group stands alone.
         """
-        if news.key != self._key:
+        if news.key != self.key:
             raise FormatError("edge message: of another production of this cache")
         if self.complete:
             return
-        if news.group != self.chunks:
-            raise FormatError(f"edge message: group {news.group} came, {self.chunks} is next")
+        if news.group != self.news:
+            raise FormatError(f"edge message: group {news.group} came, {self.news} is next")
         catalog, edge = self.catalog, self.edge
-        while edge < catalog.groups and catalog.unit(edge).chunk == news.group:
-            for track in catalog.tracks:
-                frame = news.frames.get(catalog.address(edge, track.name)[0])
-                if frame is None:
-                    self.left_out.add((edge, track.name))
-                else:
-                    self._sizes[track.name][edge], self._digests[track.name][edge] = frame
-            if all((edge, track.name) in self.left_out for track in catalog.tracks if track.refines is None):
-                raise FormatError(f"edge message: group {news.group} has no track that stands alone")
+        while edge < catalog.groups and catalog.offset + catalog.unit(edge).chunk == news.group:
+            self._publish(edge, news)
             edge += 1
-        self.edge, self.chunks = edge, news.group + 1
+        self.edge, self.news = edge, news.group + 1
+        self.chunks = max(0, self.news - catalog.offset)
+
+    def _publish(self, group: int, news: PublishedFrames) -> None:
+        alone = False
+        for track in self.catalog.tracks:
+            name, number = self.catalog.address(group, track.name)
+            frame = news.frames.get(name)
+            if frame is None:
+                self.left_out.add((group, track.name))
+                continue
+            if frame[0] > self._most_bytes:
+                raise FormatError(f"edge message: a group of {name} with {frame[0]} bytes, no cache needs so many")
+            self._sizes[track.name][group], self._digests[track.name][group] = frame
+            self.known[name][number] = frame[1]
+            alone |= track.refines is None
+        if not alone:
+            raise FormatError(f"edge message: group {news.group} has no track that stands alone")

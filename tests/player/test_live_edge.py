@@ -12,7 +12,15 @@ from kvabr.abr.plugins import load_policy
 from kvabr.player.builder import new_session
 from kvabr.player.live_edge import LiveEdge
 from kvabr.player.session import Session
-from kvabr.player.session_types import Deliver, FetchGroup, GiveUp, PrefixGoal
+from kvabr.player.session_types import (
+    Deliver,
+    FetchGroup,
+    GiveUp,
+    LiveRecord,
+    PrefixGoal,
+    Recompute,
+    UpgradeGoal,
+)
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from tests.catalogs import catalog
@@ -158,12 +166,78 @@ def test_times_that_are_none_are_refused(expected):
         LiveEdge(expected)
 
 
-def test_such_a_play_has_no_engine_and_is_for_the_whole_cache():
+def test_a_producer_is_late_once_a_group_takes_twice_its_time():
+    edge = LiveEdge(EXPECTED)
+    assert edge.late_s(1.5) == 0.0
+    assert edge.late_s(2.5) == pytest.approx(1.5)
+    edge.reach(1, 2.5)
+    assert edge.late_s(4.0) == 0.0
+    assert edge.late_s(5.0) == pytest.approx(1.5)
+    edge.reach(4, 5.0)
+    assert edge.late_s(50.0) == 0.0
+
+
+def test_a_producer_that_stops_ends_a_play_once_all_it_published_is_in_place():
+    play = session()
+    play.start()
+    play.published(2, 1.0)
+    pushed = of(play.actions(), FetchGroup)
+    play.producer_stopped("killed", 1.1)
+    play.producer_stopped("killed again", 1.15)
+    assert not play.over
+    ended = []
+    while not ended:
+        pushed = of(actions := [one for fetch in pushed for one in bring(play, fetch, 1.2)], FetchGroup)
+        ended = of(actions, GiveUp)
+    assert "2 of 4 groups are still not in place; the producer has published 2 of them, then it stopped: killed" in (
+        ended[0].reason
+    )
+    assert play.record.live == LiveRecord(2, None, "killed", None)
+
+
+def test_an_engine_computes_at_once_what_a_producer_that_stopped_did_not_publish():
+    cost = PrefillCost.from_rate(1000.0)
+    play = new_session(Ladder(catalog(4)), 60.0, "fixed:Int4", DualEwma(), cost=cost, expected_s=EXPECTED)
+    play.start()
+    play.published(2, 1.0)
+    pushed = of(play.actions(), FetchGroup)
+    play.producer_stopped("killed", 1.1)
+    started = [one for fetch in pushed for one in of(bring(play, fetch, 7.0), Recompute)]
+    while not play.over:
+        for one in started:
+            play.computed(one.first, one.last, 8.0)
+        started = of(play.actions(), Recompute)
+        if not started and not play.over:
+            play.timer(play.next_timer())
+            started = of(play.actions(), Recompute)
+    assert play.record.met
+    assert [group.source for group in play.record.groups] == ["fetched"] * 2 + ["recomputed"] * 2
+
+
+def test_a_prefix_ends_where_its_producer_stopped():
+    cost = PrefillCost.from_rate(1000.0)
+    options = {"cost": cost, "goal": PrefixGoal(), "expected_s": EXPECTED}
+    play = new_session(Ladder(catalog(4)), 60.0, "anytime", DualEwma(), **options)
+    play.start()
+    play.published(2, 1.0)
+    pushed = of(play.actions(), FetchGroup)
+    play.producer_stopped("killed", 1.1)
+    ended = [one for fetch in pushed for one in of(bring(play, fetch, 7.0), Deliver)]
+    assert "then it stopped: killed" in ended[0].cut
+    assert play.record.missing == (2, 3)
+
+
+def test_the_base_of_what_was_not_asked_for_ahead_is_an_ordinary_request():
+    play = session()
+    play.start()
+    play.published(2, 1.0, pushed={1})
+    asked = of(play.actions(), FetchGroup)
+    assert [(one.group, one.pushed) for one in asked] == [(0, False), (1, True)]
+
+
+def test_upgrades_are_for_what_is_complete():
     ladder = Ladder(catalog(4))
-    cost = PrefillCost(0.0, 0.001)
-    with pytest.raises(UsageError, match="whole cache, without an engine"):
-        new_session(ladder, 1.0, "anytime", DualEwma(), cost=cost, expected_s=EXPECTED)
-    with pytest.raises(UsageError, match="whole cache, without an engine"):
-        new_session(ladder, 1.0, "anytime", DualEwma(), goal=PrefixGoal(), expected_s=EXPECTED)
+    with pytest.raises(UsageError, match="complete"):
+        new_session(ladder, 1.0, "anytime", DualEwma(), goal=UpgradeGoal(("Int4",) * 4), expected_s=EXPECTED)
     with pytest.raises(UsageError, match="2 times for 4 groups"):
         new_session(ladder, 1.0, "anytime", DualEwma(), expected_s=(1.0, 2.0))

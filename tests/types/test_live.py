@@ -16,6 +16,7 @@ from kvabr.types.live import (
     LiveEnd,
     PublishedFrames,
     parse_edge,
+    parse_edges,
     published_catalog,
 )
 from tests.catalogs import catalog
@@ -36,6 +37,11 @@ def news(group, names, key=KEY, size=1000):
 
 
 NAMES = tuple(live().catalog.by_name)
+
+
+def growing_of(groups):
+    made = live()
+    return GrowingCatalog(made, made.catalog.prefix(groups))
 
 
 def test_a_live_catalog_survives_its_text():
@@ -70,6 +76,14 @@ def test_news_survive_their_text():
         assert parse_edge(message.dumps()) == message
 
 
+def test_several_news_lie_one_behind_the_other():
+    messages = [news(0, NAMES), news(1, NAMES), LiveEnd(KEY, '}{ "')]
+    assert parse_edges(b"".join(message.dumps() for message in messages)) == messages
+    assert parse_edges(b"") == []
+    with pytest.raises(FormatError, match="edge message"):
+        parse_edges(messages[0].dumps() + b"}")
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -91,7 +105,7 @@ def test_news_that_are_wrong_are_refused(data):
 
 
 def test_sizes_and_digests_become_known_group_by_group():
-    growing = GrowingCatalog(live(), 4)
+    growing = growing_of(4)
     offer = growing.catalog
     assert (growing.edge, growing.chunks, growing.complete) == (0, 0, False)
     growing.publish(news(0, NAMES))
@@ -107,7 +121,7 @@ def test_sizes_and_digests_become_known_group_by_group():
 
 
 def test_a_shorter_play_ends_with_its_own_last_group():
-    growing = GrowingCatalog(live(), 2)
+    growing = growing_of(2)
     for group in range(4):
         growing.publish(news(group, NAMES))
     assert growing.complete
@@ -124,14 +138,34 @@ def test_a_shorter_play_ends_with_its_own_last_group():
     ],
 )
 def test_news_that_do_not_fit_are_refused(message, says):
-    growing = GrowingCatalog(live(), 4)
+    growing = growing_of(4)
     with pytest.raises(FormatError, match=says):
         growing.publish(message)
     assert growing.edge == 0
 
 
+def test_an_engine_that_has_the_first_groups_plays_the_others():
+    made = live()
+    growing = GrowingCatalog(made, made.catalog.suffix(2))
+    for group in range(3):
+        assert growing.edge == growing.chunks == max(0, group - 2)
+        growing.publish(news(group, NAMES))
+    assert growing.catalog.track("base").bytes[:1] == [1002]
+    assert growing.known["base"] == ["", "", f"{2:064x}", ""]
+    growing.publish(news(3, NAMES))
+    assert growing.complete
+
+
+def test_a_frame_that_no_cache_needs_is_refused():
+    made = live()
+    growing = GrowingCatalog(made, made.catalog, most_bytes=999)
+    with pytest.raises(FormatError, match="1000 bytes, no cache needs so many"):
+        growing.publish(news(0, NAMES))
+    assert growing.edge == 0
+
+
 def test_what_was_not_encoded_is_left_out():
-    growing = GrowingCatalog(live(), 4)
+    growing = growing_of(4)
     growing.publish(news(0, ["base", "layer-1", "FP16"]))
     assert (0, "layer-2") in growing.left_out
     assert (0, "base") not in growing.left_out
@@ -140,7 +174,7 @@ def test_what_was_not_encoded_is_left_out():
 def test_groups_of_several_classes_appear_together():
     offer = hybrid()
     made = LiveCatalog(offer, tuple(map(float, range(len(offer.chunks)))), KEY)
-    growing = GrowingCatalog(made, len(offer.chunks))
+    growing = GrowingCatalog(made, offer.to_play)
     wanted = growing.catalog
     assert not wanted.every_token
     for chunk in range(len(offer.chunks)):

@@ -1,0 +1,75 @@
+"""What a play knows before it begins: its time, and what was found, ready to be played."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from kvabr.abr.ladder import Ladder
+from kvabr.client.lookup import playable
+from kvabr.client.options import guard_s
+from kvabr.codec.profile import Profile
+from kvabr.types.catalog import Catalog
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import FormatError
+from kvabr.types.live import GrowingCatalog
+
+_LOOKUP_SHARE = 0.25
+"""Share of the deadline that a lookup may take although the engine could then not recompute everything in time."""
+_MIN_LEFT_S = 1e-3
+
+
+class Clock:
+    """Seconds since a play was called for, and to its deadline."""
+
+    def __init__(self, deadline_s: float) -> None:
+        """Start, on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._start_s, self.deadline_s = self._loop.time(), deadline_s
+
+    def now(self) -> float:
+        """Return the seconds since the call."""
+        return self._loop.time() - self._start_s
+
+    def left(self) -> float:
+        """Return the seconds to the deadline; negative once it has passed."""
+        return self.deadline_s - self.now()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What was found, ready to be played."""
+
+    ladder: Ladder
+    profile: Profile | None
+    sha256: str
+    """SHA-256 of the catalog as it came, hex."""
+    limited_by: str | None
+    """See `Found.limited_by`."""
+    left_out: int = 0
+    """Tokens at the end of what was found that the engine computes sooner than they come."""
+    growing: GrowingCatalog | None = None
+    """The catalog of an asset that is still being prefilled; None if it is complete."""
+
+    @property
+    def catalog(self) -> Catalog:
+        """The tracks that can be decoded here."""
+        return self.ladder.catalog
+
+
+def pays(catalog: Catalog) -> bool:
+    """Return whether fetching the profile and then the cheapest track beats the cheapest that needs no profile."""
+    try:
+        plain = playable(catalog, profile=False)
+    except FormatError:
+        return True
+    cheapest = min(track.total_bytes for track in catalog.tracks if track.refines is None)
+    return catalog.profile_bytes + cheapest < min(t.total_bytes for t in plain.tracks if t.refines is None)
+
+
+def lookup_time(clock: Clock, cost: PrefillCost | None, tokens: int) -> float:
+    """Return the seconds that a lookup may take: as long as the engine could still recompute everything in time."""
+    left_s = max(_MIN_LEFT_S, clock.left())
+    if cost is None:
+        return left_s
+    return max(left_s - guard_s(clock.deadline_s) - cost.seconds(0, tokens), _LOOKUP_SHARE * left_s)
