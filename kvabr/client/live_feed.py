@@ -49,7 +49,7 @@ _NEWS_BYTES, _FRAME_NEWS_BYTES = 1 << 10, 256
 _URGENT = 0
 
 
-class Listener(Protocol):
+class FeedListener(Protocol):
     """Takes what a feed has found out."""
 
     def published(self, edge: int, left_out: Iterable[tuple[int, str]], pushed: Collection[int]) -> None:
@@ -139,7 +139,7 @@ class LiveFeed:
         self.reason: str | None = None
         """Why no more groups will exist although some are missing; None: nothing is known of that."""
 
-    async def run(self, listener: Listener) -> None:
+    async def run(self, listener: FeedListener) -> None:
         """Tell a listener of groups as they are published, until nothing follows; cancelling it ends everything."""
         try:
             self._ask_ahead()
@@ -176,7 +176,7 @@ class LiveFeed:
 
     # ---------------------------------------------------------------- news
 
-    async def _follow(self, listener: Listener) -> None:
+    async def _follow(self, listener: FeedListener) -> None:
         growing = self.growing
         most = max(1, MAX_EDGE_BYTES // self._news_bytes)
         behind = True
@@ -192,7 +192,7 @@ class LiveFeed:
             if self._take(messages, listener):
                 return
 
-    def _take(self, messages: Iterable[EdgeMessage], listener: Listener) -> bool:
+    def _take(self, messages: Iterable[EdgeMessage], listener: FeedListener) -> bool:
         """Take news in their order, and return whether nothing follows."""
         growing, before = self.growing, self.growing.edge
         known = len(growing.left_out)
@@ -223,7 +223,7 @@ class LiveFeed:
             self._stop(listener, end.reason or "it has published fewer groups than it said")
         return end is not None
 
-    def _stop(self, listener: Listener, reason: str) -> None:
+    def _stop(self, listener: FeedListener, reason: str) -> None:
         self.reason = reason
         listener.stopped(reason)
 
