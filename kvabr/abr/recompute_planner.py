@@ -20,7 +20,6 @@ from kvabr.abr.view import View
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 
-
 _LAST_CALL = 0.05
 """Share of the deadline before the last moment at which a producer that is late is given up."""
 

@@ -167,10 +167,8 @@ class PlayState:
         self._sampler = meter(estimator, deadline_s, self._events.limited)
         self._compute = None if cost is None else ComputeQueue(cost, mode, self.view, self._tick_s)
         self._alone_s = None if cost is None else cost.seconds(0, ladder.catalog.tokens)
-        """Seconds that the engine would take for everything."""
-        self._engine_patience_s = 0.0 if cost is None else ENGINE_PATIENCE * cost.seconds(0, ladder.catalog.tokens)
-        share = config.stalled_after
-        self._stalls = None if share is None else StallDetector(share * deadline_s)
+        """Seconds that the engine would take for everything; None if there is none."""
+        self._stalls = None if config.stalled_after is None else StallDetector(config.stalled_after * deadline_s)
         groups = self._catalog.groups
         self.record = PlayRecord([GroupRecord(group) for group in range(groups)])
         if self._live is not None:
@@ -208,7 +206,7 @@ class PlayState:
 
     def _patience_s(self) -> float:
         """Return when an incomplete play ends, seconds since it began."""
-        engine_s = 0.0 if self._compute is None else self._engine_patience_s
+        engine_s = 0.0 if self._compute is None else ENGINE_PATIENCE * (self._alone_s or 0.0)
         return self._config.give_up_after * self.view.deadline_s + engine_s
 
     def _lacking(self) -> str:

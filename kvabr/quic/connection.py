@@ -160,15 +160,7 @@ class QuicConnection(Endpoint, Connection):
         """See `Endpoint.happened`."""
         match event:
             case Received():
-                download = self._downloads.get(event.request_id)
-                if download is not None:
-                    held = download.held
-                    count = download.take(event.items)
-                    if held and not download.held:
-                        self._published()
-                    self._received += count
-                    self.watch.received(count)
-                    self._heard.set()
+                self._take(event)
             case Ended():
                 self._finished(event.request_id, lambda download: download.finish(event.reset))
             case Refused():
@@ -253,11 +245,18 @@ class QuicConnection(Endpoint, Connection):
         held = sum(one.held for one in self._downloads.values())
         return asked < MAX_IN_FLIGHT + MAX_HELD and (held < MAX_HELD if download.held else asked - held < MAX_IN_FLIGHT)
 
-    def _published(self) -> None:
-        """A request that the peer held is being answered."""
-        self._tell_watch()
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._next)
+    def _take(self, event: Received) -> None:
+        if (download := self._downloads.get(event.request_id)) is None:
+            return
+        held = download.held
+        count = download.take(event.items)
+        if held and not download.held:  # what the peer held is published
+            self._tell_watch()
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._next)
+        self._received += count
+        self.watch.received(count)
+        self._heard.set()
 
     def _tell_watch(self) -> None:
         silent = sum(one.held or one.request.standing for one in self._downloads.values())

@@ -103,9 +103,9 @@ async def test_groups_come_as_they_are_published(producer, asset):
 async def test_the_base_is_on_its_way_before_its_news(producer):
     """The round trip is long, and each group is here half of one after it was published."""
     sent = []
-    async with origin(producer, rtt_s=0.5, faults=lambda ask: sent.append((ask.track, ask.group))) as link:
-        async with working(producer, 2.0):
-            played = await play(link, policy="fixed:Int4")
+    note = lambda ask: sent.append((ask.track, ask.group))  # noqa: E731
+    async with origin(producer, rtt_s=0.5, faults=note) as link, working(producer, 2.0):
+        played = await play(link, policy="fixed:Int4")
     assert played.met
     assert played.ttft_s < 20.3
     assert [group for track, group in sent if track == "Int4"] == list(range(GROUPS))  # once each
@@ -129,8 +129,7 @@ async def test_a_complete_asset_is_preferred(producer, asset):
     def find(namespace, track):
         if track.startswith("prefix."):
             return BytesPublication(asset.catalog.dumps().encode())
-        found = producer.find(namespace, track)
-        return found
+        return producer.find(namespace, track)
 
     async with MemoryConnection(find, MemoryLink(1e6, 0.02)) as link, AsyncClient(link, model=SPEC) as client:
         found = await client.find(TOKENS, within_s=60)
@@ -180,7 +179,9 @@ async def test_what_has_become_complete_meanwhile_is_told_by_its_catalog(produce
 @virtual
 async def test_a_producer_that_stalls_ends_the_play_at_its_deadline(producer, asset):
     async with origin(producer) as link, working(producer, 0.5, chunks=6):
-        with pytest.raises(IncompleteError, match="4 of 10 groups .* published 6 of them, no more until now") as caught:
+        with pytest.raises(
+            IncompleteError, match=r"4 of 10 groups .* published 6 of them, no more until now"
+        ) as caught:
             await play(link, deadline=8)
         assert 7.9 < asyncio.get_running_loop().time() - 1000 < 8.1
     assert caught.value.missing == (6, 7, 8, 9)
@@ -349,9 +350,9 @@ async def test_a_frame_that_is_not_what_the_news_said_is_not_used(producer, asse
     [
         (lambda data: data.replace(b'"group":2', b'"group":3'), "group 3 came, 2 is next"),
         (lambda data: data.replace(b"0123456789abcdef", b"0123456789abcdee"), "another production"),
-        (lambda data: b"nonsense", "edge message"),
-        (lambda data: b"", "edge message"),
-        (lambda data: b"[" * 1000, "edge message"),
+        (lambda _: b"nonsense", "edge message"),
+        (lambda _: b"", "edge message"),
+        (lambda _: b"[" * 1000, "edge message"),
         (lambda data: data.replace(b'"Int4":[', b'"Int4":[1000000'), "no cache needs so many"),
     ],
 )
@@ -399,9 +400,13 @@ async def test_a_connection_that_is_lost_ends_the_play(producer):
 @virtual
 async def test_plays_share_what_they_wait_for(producer, asset):
     sent = []
-    async with origin(producer, faults=lambda ask: sent.append((ask.track, ask.group))) as link:
-        async with AsyncClient(link, model=SPEC) as client, working(producer, 1.0):
-            both = await asyncio.gather(*(client.play(TOKENS, deadline=30) for _ in range(2)))
+    note = lambda ask: sent.append((ask.track, ask.group))  # noqa: E731
+    async with (
+        origin(producer, faults=note) as link,
+        AsyncClient(link, model=SPEC) as client,
+        working(producer, 1.0),
+    ):
+        both = await asyncio.gather(*(client.play(TOKENS, deadline=30) for _ in range(2)))
     assert all(right(played, asset) for played in both)
     assert len([group for track, group in sent if track == "Int4"]) == GROUPS
     assert len([group for track, group in sent if track == "kvabr.edge"]) <= GROUPS + 1

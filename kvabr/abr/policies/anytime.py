@@ -253,7 +253,7 @@ class Anytime(Policy):
         if view.now > self._until_s:
             self._mean += (view.rate - self._mean) * (view.now - self._until_s) / view.now
             self._until_s = view.now
-        # Until the next group is published an idle link costs nothing, and what is pushed may be too little to measure it.
+        # Until the next group is published an idle link costs nothing, and what is pushed may be too little to measure.
         blind = view.coming and view.rate <= 0 and not view.in_flight
         enough = self._enough(view) and not blind
         rate = view.lower_bound if view.in_flight else self._hope * max(view.rate, self._mean)
