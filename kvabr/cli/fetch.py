@@ -166,8 +166,14 @@ def run(args: argparse.Namespace) -> int:
         written = "" if args.out is None else f"; {args.out} has the first {result['tokens']:,} tokens"
         raise PlayError(result["incomplete"] + (written if result["tokens"] else unwritten))
     if not result["tokens"]:
-        raise PlayError(f"nothing of this prompt is cached there ({result['lookup_s']:.2f} s){unwritten}")
+        raise PlayError(f"{_why_nothing(result['limited_by'])} ({result['lookup_s']:.2f} s){unwritten}")
     return 0
+
+
+def _why_nothing(limited_by: str | None) -> str:
+    if limited_by is None:
+        return "nothing of this prompt is cached there"
+    return f"no snapshot of {limited_by} is cached there that lies within this prompt"
 
 
 def _prompt(args: argparse.Namespace, console: Console) -> tuple[LoadedModel | None, tuple[int, ...]]:
@@ -304,7 +310,7 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
         f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",
     ]
     if played.limited_by is not None:
-        lines.append(f"more of the prompt is cached, but not of its class {played.limited_by}")
+        lines.append(f"more of the prompt is cached, but of its class {played.limited_by} no snapshot at its end")
     for who, text in (("cpu", "this machine's processor"), ("publisher", "the publisher")):
         if held := record.bytes_held_up.get(who):
             lines.append(f"{text} was the limit for {held:,} bytes, not the network")
@@ -331,7 +337,7 @@ def _result(
         "missing": [],
     }
     if played is None or isinstance(played, NothingCached):
-        return result | {"tokens": 0, "groups": []}
+        return result | {"tokens": 0, "groups": [], "limited_by": played and played.limited_by}
     record, catalog = played.record, played.catalog
     titles = () if catalog is None or len(played.coverage) < len(record.groups) else catalog.titles
     if len(played.spec.classes) == 1:

@@ -28,6 +28,10 @@ the real model with the whole cache on that track. ms/group is the decode time o
 """
 
 
+_MOST_ENDS = 8
+"""Prefixes with a snapshot that are listed."""
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.description = (
@@ -122,7 +126,8 @@ def _head(catalog: Catalog) -> None:
     from kvabr.cli.display import plain
 
     spec = catalog.spec
-    play, several = catalog.to_play, "" if catalog.every_token else f"; {catalog.groups} of its layer classes"
+    classes = len(spec.classes)
+    play, several = catalog.to_play, f"; of {classes} layer classes {catalog.groups} groups" if classes > 1 else ""
     lines = [
         f"{spec.model}: {spec.summary}",
         f"{catalog.tokens:,} tokens in {len(catalog.chunks)} groups of {spec.group_tokens}{several}",
@@ -130,6 +135,11 @@ def _head(catalog: Catalog) -> None:
     ]
     if not catalog.every_token:
         lines.append(f"a play of all tokens needs {play.groups} of these, {play.fp16_bytes:,} bytes as FP16")
+    if any(only.kind == "state" for only in spec.classes):
+        ends = [count for count in range(1, len(catalog.chunks) + 1) if catalog.playable(count)[0] == count]
+        said = [f"{min(count * spec.group_tokens, catalog.tokens):,}" for count in ends]
+        shown = said if len(said) <= _MOST_ENDS else [*said[:_MOST_ENDS], "...", said[-1]]
+        lines.append(f"prompts can share its first {', '.join(shown)} tokens: there are snapshots of its states")
     if catalog.source:
         lines.append(f"made from: {catalog.source}")
     lines.append(f"prompt digest: {catalog.namespace.prompt}")

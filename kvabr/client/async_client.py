@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
-from kvabr.client.lookup import Found, check_tokens, fetch_catalog, fetch_models
+from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_catalog, fetch_models
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import (
     Limits,
@@ -230,7 +230,7 @@ class AsyncClient:
 
         async def work(play: Play) -> Played | NothingCached:
             clock = play.clock
-            spec, prepared = None, None
+            spec, prepared, limit = None, None, None
             try:
                 async with asyncio.timeout(lookup_time(clock, cost, len(tokens))):
                     found, spec = await self._peer(peer).find(
@@ -242,7 +242,9 @@ class AsyncClient:
                         live=options.live,
                         wait_s=options.wait_for_producer_s,
                     )
-                if found is not None:
+                if isinstance(found, Unplayable):
+                    limit = found.limited_by
+                elif found is not None:
                     behind = None if computing is None else len(tokens) - found.catalog.tokens
                     prepared = await play.prepare(found, behind=behind)
             except (TransportError, FormatError, TimeoutError) as error:
@@ -253,8 +255,8 @@ class AsyncClient:
             if prepared is not None:
                 return await play.whole(prepared)
             if computing is not None:
-                return await play.compute()
-            return NothingCached(spec, clock.now())
+                return replace(await play.compute(), limited_by=limit)
+            return NothingCached(spec, clock.now(), limit)
 
         return await self._run(work, deadline, options, peer, computing, cost, tokens)
 
@@ -381,7 +383,8 @@ class AsyncClient:
         chosen = self.options.salt if salt is None else salt
         async with self._asked_within(within_s, peer) as connection:
             ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=chosen, any_dtype=any_dtype)
-            return (await ask(connection, tokens, wanted, live=self.options.live if live is None else live))[0]
+            found, _ = await ask(connection, tokens, wanted, live=self.options.live if live is None else live)
+            return found if isinstance(found, Found) else None
 
     async def find_asset(
         self, asset: TrackNamespace | str, *, within_s: float = _FIND_S, peer: PeerLike = None, live: bool | None = None

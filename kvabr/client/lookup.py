@@ -68,6 +68,14 @@ class Found:
     that are expected."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unplayable:
+    """An asset begins as a prompt does, but has no snapshot of a state within what they share."""
+
+    limited_by: str
+    """The layer class of the state."""
+
+
 async def fetch_small(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> bytes:
     """Fetch a track of one group of at most ``limit`` bytes."""
     try:
@@ -127,7 +135,7 @@ async def find_prefix(
     salt: bytes = b"",
     any_dtype: bool = False,
     live: bool = False,
-) -> Found | None:
+) -> Found | Unplayable | None:
     """Return the asset that shares the longest prefix with a prompt, cut to the shared groups; None if there is none.
 
     A prompt of up to 321 groups takes one round trip, a longer one two. With ``any_dtype`` the cache's element type
@@ -142,8 +150,10 @@ async def find_prefix(
     digests = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
     lookup = _Lookup(origin, tokens, digests, spec, salt, any_dtype=any_dtype)
     best = await (lookup.any() if live else lookup.complete())
-    if best is None or not best.groups:
+    if best is None:
         return None
+    if not best.groups:
+        return None if best.limited_by is None else Unplayable(best.limited_by)
     found = best.found
     return replace(found, catalog=found.catalog.prefix(best.groups), limited_by=best.limited_by)
 

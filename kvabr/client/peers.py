@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
-from kvabr.client.lookup import Found, fetch_models, find_prefix
+from kvabr.client.lookup import Found, Unplayable, fetch_models, find_prefix
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.shared_downloads import SharedDownloads
 from kvabr.quic.connect import Connecting
@@ -27,7 +27,8 @@ _PATIENCE, _MIN_PATIENCE_S = 4.0, 0.25
 """Time to look for other group sizes than an engine's: a multiple of what the first lookup took, with a floor."""
 _AGAIN_S = 0.05
 """Pause before a prompt that nobody has begun to prefill is looked up again."""
-_Lookup = Callable[[Sequence[KVSpec]], Awaitable[Found | None]]
+_Answer = Found | Unplayable | None
+_Lookup = Callable[[Sequence[KVSpec]], Awaitable[_Answer]]
 
 
 class ClientPeer:
@@ -84,7 +85,7 @@ class ClientPeer:
         any_dtype: bool = False,
         live: bool = False,
         wait_s: float = 0.0,
-    ) -> tuple[Found | None, KVSpec | None]:
+    ) -> tuple[_Answer, KVSpec | None]:
         """Return the longest cached prefix of a prompt, and the spec of its model; None for what is not there.
 
         The model is a spec, a name at the peer, or None for the only one that the peer has. Under a name, the prompt is
@@ -97,7 +98,7 @@ class ClientPeer:
         end_s = clock() + (wait_s if live else 0.0)
         while True:
             answer = await self._find(connection, tokens, model, lookup, any_group_tokens=any_group_tokens)
-            if answer[0] is not None or clock() + _AGAIN_S > end_s:
+            if isinstance(answer[0], Found) or clock() + _AGAIN_S > end_s:
                 return answer
             await asyncio.sleep(_AGAIN_S)
 
@@ -109,22 +110,22 @@ class ClientPeer:
         lookup: _Lookup,
         *,
         any_group_tokens: bool,
-    ) -> tuple[Found | None, KVSpec | None]:
+    ) -> tuple[_Answer, KVSpec | None]:
         if isinstance(model, KVSpec):
             found = await (
                 self._in_any_size(connection, tokens, model, lookup) if any_group_tokens else lookup([model])
             )
             return found, model
-        recent, tried = self._recent(), None
+        recent, tried, found = self._recent(), None, None
         if recent is not None:
             with contextlib.suppress(ForeignError, UsageError):  # what was published since may change the answer
                 specs = _shapes(recent, model)
                 found = await lookup(specs)
-                if found is not None:
+                if isinstance(found, Found):
                     return found, found.catalog.spec
                 tried = specs
         specs = _shapes(await self._ask(connection), model)
-        found = None if specs == tried else await lookup(specs)
+        found = found if specs == tried else await lookup(specs)
         return found, specs[0] if specs else None
 
     async def close(self) -> None:
@@ -141,23 +142,23 @@ class ClientPeer:
 
     async def _in_any_size(
         self, connection: Connection, tokens: Sequence[int], model: KVSpec, lookup: _Lookup
-    ) -> Found | None:
+    ) -> _Answer:
         """Return the longest prefix in any group size; looking in other sizes may fail, and must not take long."""
         clock = asyncio.get_running_loop().time
         begun_s = clock()
         others = asyncio.create_task(self._in_other_sizes(connection, model, lookup))
         try:
             found = await lookup([model])
-            if found is None or found.catalog.tokens < len(tokens):
+            if _tokens(found) < len(tokens):
                 with contextlib.suppress(TimeoutError):
                     other = await asyncio.wait_for(others, max(_MIN_PATIENCE_S, _PATIENCE * (clock() - begun_s)))
-                    if other is not None and (found is None or other.catalog.tokens > found.catalog.tokens):
+                    if _tokens(other) > _tokens(found):
                         return other
         finally:
             others.cancel()
         return found
 
-    async def _in_other_sizes(self, connection: Connection, model: KVSpec, lookup: _Lookup) -> Found | None:
+    async def _in_other_sizes(self, connection: Connection, model: KVSpec, lookup: _Lookup) -> _Answer:
         with contextlib.suppress(TransportError, FormatError, UsageError):
             recent = self._recent()
             told = await self._ask(connection) if recent is None else recent
@@ -213,7 +214,7 @@ def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
 
 async def _longest(
     connection: Connection, tokens: Sequence[int], specs: Sequence[KVSpec], *, salt: bytes, any_dtype: bool, live: bool
-) -> Found | None:
+) -> _Answer:
     """Return the longest cached prefix under any of some specs; raise an error only if nothing is found."""
     answers = await asyncio.gather(
         *(find_prefix(connection, tokens, spec, salt=salt, any_dtype=any_dtype, live=live) for spec in specs),
@@ -223,4 +224,9 @@ async def _longest(
     for answer in answers:
         if isinstance(answer, BaseException) and not found:
             raise answer
-    return max(found, key=lambda each: each.catalog.tokens, default=None)
+    unplayable = next((answer for answer in answers if isinstance(answer, Unplayable)), None)
+    return max(found, key=_tokens, default=unplayable)
+
+
+def _tokens(answer: _Answer) -> int:
+    return answer.catalog.tokens if isinstance(answer, Found) else 0

@@ -69,7 +69,9 @@ class Played:
         """The tokens of each of the `parts`: of windows only those that can still be seen."""
         if self.catalog is not None:
             return self.catalog.spans
-        return tuple(Span(0, self.tokens) for _ in self.parts)
+        whole = Span(0, self.tokens)
+        parts = self.spec.parts
+        return tuple(Span(self.tokens, part.rows) if part.only.kind == "state" else whole for part in parts)
 
 
 class IncompleteError(PlayError):
@@ -103,6 +105,8 @@ class NothingCached:
     """Model that was asked for; None if neither the caller nor the origin has a spec of it."""
     lookup_s: float
     """Seconds from the call until the origin had answered."""
+    limited_by: str | None = None
+    """If something that begins like the prompt is there, the layer class of which there is no snapshot to play."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +175,8 @@ def save(played: Played, path: Path) -> None:
 
     Of several layer classes there is a tensor each, ``kv.`` and the name of the class. The metadata has one string,
     ``kvabr``, which is JSON: ``format``, ``spec``, ``tokens`` (how many), ``tracks`` (one per group), ``namespace`` and
-    ``catalog_sha256`` (null if everything was recomputed), ``loss``; and of several classes ``first``, the first token
-    of each tensor.
+    ``catalog_sha256`` (null if everything was recomputed), ``loss``; and of several classes, or of windows, ``first``:
+    the first token of each tensor, or the number of tokens before a state.
 
     Raises:
         AssetError: the file cannot be written; nothing is left behind.
@@ -194,6 +198,7 @@ def save(played: Played, path: Path) -> None:
     tensors = {"kv": played.parts[0].contiguous()}
     if len(played.parts) > 1:
         tensors = {f"kv.{name}": kv.contiguous() for name, kv in zip(played.spec.names, played.parts, strict=True)}
+    if len(played.parts) > 1 or played.spec.only.kind not in ("full", "latent"):
         facts["first"] = [span.first for span in played.spans]
     path = path.resolve()
     if path.exists() and not path.is_file():

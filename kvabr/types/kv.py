@@ -174,12 +174,11 @@ class KVSpec:
     @cached_property
     def summary(self) -> str:
         """Layers, heads and element type of every class, in words."""
-        told = []
-        for name, each in zip(self.names, self.classes, strict=True):
-            dims = f"{each.k_dim}" if each.halves == 2 else f"{each.k_dim} + {each.v_dim}"
-            words = f"{len(each.layers)} layers, {each.heads} KV heads of {dims}, {each.dtype}"
-            told.append(words if name == "full" and len(self.classes) == 1 else f"{name}: {words}")
-        return "; ".join(told)
+        told = zip(self.names, self.classes, strict=True)
+        return "; ".join(
+            each.summary if name == "full" and len(self.classes) == 1 else f"{name}: {each.summary}"
+            for name, each in told
+        )
 
     def changed(self, **fields: Any) -> KVSpec:
         """Return this spec with other fields of its only class, see `LayerClass`."""
@@ -278,10 +277,16 @@ class KVSpec:
             raise FormatError(f"KV spec: not a spec that this version knows ({error})") from error
 
     def same_cache(self, other: KVSpec) -> bool:
-        """Return whether both describe the same cache, however many tokens its groups have."""
+        """Return whether both describe the same cache, whatever the size of groups and the interval of snapshots."""
         # The digest of the whole that a part has covers the group size, too.
         mine, theirs = (
-            (one.model, one.tokenizer, one.classes, one.part_of and one.part_of[1]) for one in (self, other)
+            (
+                one.model,
+                one.tokenizer,
+                [replace(each, interval=None) for each in one.classes],
+                one.part_of and one.part_of[1],
+            )
+            for one in (self, other)
         )
         return mine == theirs
 

@@ -192,6 +192,18 @@ class LayerClass:
         return f"{self.kind}{self.window or ''}" + (f"-{self.role}" if self.role else "")
 
     @property
+    def summary(self) -> str:
+        """Layers, what each keeps, and element type, in words."""
+        keys, values = self.k_dim, self.v_dim
+        if self.kind == "state":
+            kept = f"{_counted(self.heads, 'state')} of {keys} x {values}"
+        elif not values:
+            kept = f"{_counted(self.heads, 'vector')} of {keys} per token"
+        else:
+            kept = f"{_counted(self.heads, 'KV head')} of {keys}" + ("" if keys == values else f" and {values}")
+        return f"{_counted(len(self.layers), 'layer')}, {kept}, {self.dtype}"
+
+    @property
     def split(self) -> tuple[int, int]:
         """Channels of a head that are scaled like keys, then those that are scaled like values.
 
@@ -272,6 +284,10 @@ class LayerClass:
         if scales is not None:
             fields["scales"] = tuple(scales)
         return cls(layers=tuple(layers), rope=None if rope is None else RopeSpec.from_json(rope), **fields)
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}" + ("" if count == 1 else "s")
 
 
 def check_whole(name: str, value: object, least: int, most: int) -> None:

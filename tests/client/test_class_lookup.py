@@ -6,13 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from kvabr.client.lookup import find_prefix
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.lookup import Found, find_prefix
+from kvabr.client.options import PlayOptions
+from kvabr.client.result import NothingCached, Played
 from kvabr.publish.encoder import FrameEncoder
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAssetStore
+from kvabr.types.cost import PrefillCost
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import chain
-from tests.client.classes import link, numbers
+from kvabr.types.units import Span
+from tests.client.classes import Computer, link, numbers
 from tests.client.virtual import virtual
 
 SPEC = KVSpec(
@@ -41,7 +46,7 @@ async def found(root, tokens: list[int]) -> int:
     """How many tokens of a prompt can be played."""
     async with link(PublishedAssets(root)) as connection:
         best = await find_prefix(connection, tokens, SPEC)
-        return 0 if best is None else best.catalog.tokens
+        return best.catalog.tokens if isinstance(best, Found) else 0
 
 
 @pytest.mark.parametrize("order", ["shorter first", "longer first"])
@@ -56,6 +61,44 @@ async def test_a_longer_asset_without_a_snapshot_does_not_hide_one_that_can_be_p
     assert await found(tmp_path, [*range(30), 99]) == 16
     assert await found(tmp_path, [*range(40), 99]) == 40
     assert await found(tmp_path, [*range(12), 99]) == 0
+
+
+@pytest.mark.parametrize("computes", [False, True])
+@virtual
+async def test_a_prompt_of_which_no_snapshot_is_cached_says_so(tmp_path, computes):
+    publish(tmp_path, "one", list(range(16)))
+    prompt, engine = [*range(12), 99], Computer(SPEC) if computes else None
+    options = PlayOptions(prefill_cost=PrefillCost.from_rate(1000.0))
+    async with (
+        link(PublishedAssets(tmp_path)) as connection,
+        AsyncClient(connection, engine=engine, options=options) as client,
+    ):
+        assert await client.find(prompt, model=SPEC) is None
+        for model in (SPEC, "test/states", "test/states"):  # the second time it is known which models there are
+            played = await client.play(prompt, deadline=2.0, model=model)
+            assert isinstance(played, Played if computes else NothingCached)
+            assert played.limited_by == "state"
+        other = await client.play([98, 99, 98, 99, 98], deadline=2.0, model=SPEC)
+        assert other.limited_by is None
+        if computes:
+            assert played.spans == (Span(0, 13), Span(13, 2))
+
+
+@virtual
+async def test_snapshots_and_group_sizes_are_a_publishers_choice(tmp_path):
+    """An engine finds and plays what has groups of another size, and snapshots where it keeps none itself."""
+    often = replace(SPEC, group_tokens=8, classes=(SPEC.classes[0], replace(SPEC.classes[1], interval=8)))
+    publish(tmp_path, "often", list(range(40)), often)
+    options = PlayOptions(prefill_cost=PrefillCost.from_rate(1.0))
+    async with (
+        link(PublishedAssets(tmp_path)) as connection,
+        AsyncClient(connection, engine=Computer(SPEC), options=options) as client,
+    ):
+        played = await client.play([*range(30), 99], deadline=2.0)
+        assert (played.tokens, played.limited_by) == (24, None)
+        name = played.catalog.namespace
+        again = await client.play_asset(name, deadline=2.0, tokens=list(range(40)))
+        assert again.tokens == 40
 
 
 @virtual

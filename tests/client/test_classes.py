@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pytest
 import torch
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.lookup import Found, find_prefix
+from kvabr.client.lookup import Found, Unplayable, find_prefix
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, save
 from kvabr.player.assembler import Assembler
@@ -23,6 +24,7 @@ from kvabr.types.errors import ForeignError, FormatError, PlayError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace, chain
 from kvabr.types.units import count_of
+from tests.client.classes import WINDOWS, published
 from tests.client.virtual import virtual
 from tests.memory_transport import Fault, MemoryConnection, MemoryLink
 
@@ -132,6 +134,19 @@ async def test_a_play_is_written_with_a_tensor_per_class(library, tmp_path):
     assert torch.equal(written["kv.window40"], played.parts[1])
 
 
+@virtual
+async def test_a_file_with_one_window_says_where_it_begins(tmp_path):
+    from safetensors import safe_open
+
+    async with link(published(tmp_path / "origin", WINDOWS, TOKENS)) as connection, AsyncClient(connection) as client:
+        played = await client.play(TOKENS, deadline=2.0, model=WINDOWS)
+    save(played, tmp_path / "out.safetensors")
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        facts = json.loads(file.metadata()["kvabr"])
+        assert (facts["tokens"], facts["first"]) == (70, [16])
+        assert file.get_tensor("kv").shape[3] == 54
+
+
 @pytest.mark.parametrize("name", SPEC.names)
 @virtual
 async def test_a_class_that_does_not_come_is_missing(library, name):
@@ -161,7 +176,7 @@ async def test_a_damaged_unit_is_fetched_on_another_track(library):
 @virtual
 async def test_less_of_a_prompt_cannot_be_played_without_a_snapshot(library):
     async with link(library) as connection:
-        assert await find_prefix(connection, [*TOKENS[:48], 500], SPEC) is None
+        assert await find_prefix(connection, [*TOKENS[:48], 500], SPEC) == Unplayable("state")
         found = await find_prefix(connection, [*TOKENS, 500], SPEC)
         assert (found.catalog.tokens, found.limited_by) == (70, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,8 @@ from kvabr.replay.report.digest import digest
 from kvabr.replay.run import Matrix, replay
 from kvabr.replay.trace import Trace
 from kvabr.types.cost import PrefillCost
-from tests.client.classes import INDEXED, SLIDING, published
+from kvabr.types.units import count_of
+from tests.client.classes import HYBRID, INDEXED, SLIDING, published
 
 TOKENS = list(range(150))
 
@@ -59,9 +61,31 @@ def test_inspect_shows_classes_and_what_a_play_needs(library, tmp_path, capsys):
     out = tmp_path / "facts.json"
     assert main(["inspect", str(asset.location), "--groups", "--json", str(out)]) == 0
     told = capsys.readouterr().out
-    assert "150 tokens in 10 groups of 16; 40 of its layer classes" in told
+    assert "150 tokens in 10 groups of 16; of 4 layer classes 40 groups" in told
+    assert "latent: 1 layer, 1 vector of 12 per token, bfloat16" in told
+    assert "window40: 2 layers, 2 KV heads of 8 and 4, float16; " in told
+    assert "prompts can share" not in told
     assert "a play of all tokens needs" in told
     assert "chunked64 #9" in told
     facts = json.loads(out.read_text())
     assert facts["classes"] == list(SLIDING.names)
     assert facts["needed_groups"] == asset.catalog.to_play.groups
+
+
+@pytest.mark.parametrize(
+    ("interval", "ends"), [(None, "150"), (48, "48, 96, 144, 150"), (16, "16, 32, 48, 64, 80, 96, 112, 128, ..., 150")]
+)
+def test_inspect_tells_where_there_are_snapshots(tmp_path, capsys, interval, ends):
+    spec = replace(HYBRID, classes=(*HYBRID.classes[:2], replace(HYBRID.classes[2], interval=interval)))
+    catalog = published(tmp_path, HYBRID, TOKENS).assets[0].catalog.to_json()
+    count = count_of(spec, len(TOKENS))
+    tracks = [
+        {**track, **{name: track[name][:1] * count for name in ("bytes", "loss", "digests")}}
+        for track in catalog["tracks"]
+    ]
+    path = tmp_path / "catalog.json"
+    path.write_text(json.dumps(catalog | {"spec": spec.to_json(), "tracks": tracks}))
+    assert main(["inspect", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert f"prompts can share its first {ends} tokens: there are snapshots of its states" in told
+    assert "state: 1 layer, 2 states of 6 x 5, float16" in told

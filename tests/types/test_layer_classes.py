@@ -265,6 +265,10 @@ def test_the_tensor_of_a_state_has_its_snapshots():
 
 def test_how_often_there_are_snapshots_is_no_property_of_a_model():
     often = replace(SPEC, classes=(FULL, WINDOW, replace(STATE, interval=16), replace(CONVOLUTION, interval=None)))
+    assert SPEC.same_cache(often)
+    assert SPEC.parts[2].same_cache(often.parts[2])
+    assert not SPEC.parts[2].same_cache(often.parts[3])
+    assert not SPEC.same_cache(replace(SPEC, classes=(FULL, WINDOW, STATE)))
     assert with_snapshots_of(SPEC, often) == often
     assert with_snapshots_of(often, SPEC) == SPEC
     other = replace(SPEC, classes=(FULL, replace(WINDOW, window=41), STATE, CONVOLUTION))
