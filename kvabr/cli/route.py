@@ -24,13 +24,19 @@ examples:
   kvabr route --tokens 9000 --link 1000 --local 0.03,0.00025,2e-9 --remote 20000 --asset my.asset --floor 0.002
   kvabr route --day --link 100 400 1600 --svg day.svg
 
+local   the decode node's own site prefills
+remote  the other site prefills, and sends the cache while it computes
+both    as remote, and meanwhile the first tokens are computed here and not sent: worth it if the link is the limit
+fetch   a prefix that is cached there is fetched, and the rest is prefilled here
+
 A prefill cost is a rate in tokens a second, or three constants C,B,A: x tokens after L cached ones take
 C + B x + A (2 L x + x^2) seconds. The bytes of a token are those of an asset's cheapest tracks that keep the quality
-floor, scaled to the model's own cache (--kv-bytes). `local` is the decode node's site.
+floor, scaled to the model's own cache (--kv-bytes).
 
 --day replays a day of generated requests (arrivals, lengths and shared prefixes from the seed) over two sites whose
 prefills queue and whose caches share the link: always local, always remote, PrfaaS's threshold, the best fixed
-threshold in hindsight, the length n*(C), kvabr's rule, and with --oracle a search that knows everything.
+threshold in hindsight, the length n*(C), kvabr's rule, and with --oracle a search that knows everything. `selfish` is
+kvabr's rule without regard for other requests, `whole` the same rule without `both`.
 """
 
 
@@ -54,6 +60,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-d", "--deadline", type=seconds, metavar="S", help="TTFT deadline, seconds (default: none)")
     parser.add_argument(
         "--at-end", action="store_true", help="the remote site sends when its prefill has ended, not meanwhile"
+    )
+    parser.add_argument(
+        "--no-both", action="store_true", help="the engine here cannot compute a beginning while the end is loaded"
     )
     size = parser.add_argument_group("bytes of the cache")
     size.add_argument("--asset", help="an asset, or its catalog.json (default: the catalog that comes with kvabr)")
@@ -88,6 +97,10 @@ def _add_day_options(parser: argparse.ArgumentParser) -> None:
     day.add_argument("--lengths", type=float, default=1.0, metavar="X", help="factor on the prompts' lengths")
     workers = "prefills at a time, local and remote (default: 1 1)"
     day.add_argument("--workers", type=int, nargs=2, default=[1, 1], metavar=("L", "R"), help=workers)
+    burst = "factor on arrivals in bursts of a minute, every ten (default: 1, no bursts)"
+    day.add_argument("--burst", type=float, default=1.0, metavar="X", help=burst)
+    warm = "both sites begin with the shared beginnings in place, as far as they have room"
+    day.add_argument("--warm", action="store_true", help=warm)
     day.add_argument("--seed", type=int, default=0, metavar="K", help="seed of the requests (default: 0)")
     day.add_argument(
         "--oracle", type=int, nargs="?", const=2, default=0, metavar="SWEEPS",
@@ -163,7 +176,7 @@ def _one(args: argparse.Namespace) -> int:
     payload = BYTES_PER_MBIT * PAYLOAD_SHARE
     rate, bound = args.link[0] * payload, None if args.link_bound is None else args.link_bound * payload
     link = RouteLink(rate, args.rtt / 1000 + FIRST_BYTE_S, 1e6 * args.backlog, not args.at_end, bound=bound)
-    route = decide(args.tokens, local, remote, link, size, deadline_s=args.deadline)
+    route = decide(args.tokens, local, remote, link, size, deadline_s=args.deadline, both=not args.no_both)
     lengths = remote_lengths(local, remote, link, size)
     _show(route, size, lengths)
     known = {
@@ -183,7 +196,7 @@ def _show(route: Route, size: CacheSize, lengths: Sequence[tuple[float, float]])
 
     rows = [
         (
-            one.place,
+            f"{one.place}, {one.front_tokens} here" if one.front_tokens else one.place,
             *(f"{value:.3f}" for value in (one.ttft_s, one.queue_s, one.prefill_s)),
             human(round(one.bytes)),
             one.limit,
@@ -212,7 +225,7 @@ def _day(args: argparse.Namespace) -> int:
     from kvabr.cli.display import StageBar, plain, write_json
     from kvabr.lab.bench.routes import DAY_SCHEMA, chart
     from kvabr.replay.day.compare import compare
-    from kvabr.replay.day.requests import DayShape, day_of_requests
+    from kvabr.replay.day.requests import DayShape, day_of_requests, shared_parts
     from kvabr.replay.day.world import SiteShape, WorldShape
     from kvabr.replay.trace import BYTES_PER_MBIT
     from kvabr.store.files import write_text
@@ -224,17 +237,19 @@ def _day(args: argparse.Namespace) -> int:
     if args.oracle < 0:
         raise UsageError(f"--oracle {args.oracle}: give the number of sweeps, 0 for no oracle")
     deadline_s = 5.0 if args.deadline is None else args.deadline
-    shape = DayShape(args.requests, 3600 * args.hours, length=args.lengths)
+    shape = DayShape(args.requests, 3600 * args.hours, length=args.lengths, burst=args.burst)
     requests = day_of_requests(shape, args.seed)
     sites = [
         SiteShape(parse_cost(getattr(args, name), f"--{name}"), workers)
         for name, workers in zip(("local", "remote"), args.workers, strict=True)
     ]
     size, trace = _size(args), _trace(args.trace)
+    warm = shared_parts(requests) if args.warm else ()
     days: list[dict[str, Any]] = []
     for mbps in args.link:
         scaled = trace.scaled(mbps * BYTES_PER_MBIT / trace.mean_rate)
-        world = WorldShape(sites[0], sites[1], size, scaled, args.rtt / 1000, not args.at_end)
+        live, both = not args.at_end, not args.no_both
+        world = WorldShape(sites[0], sites[1], size, scaled, args.rtt / 1000, live, both, warm=warm)
         with StageBar({"rules": f"rules at {mbps:g} Mbit/s", "oracle": f"oracle at {mbps:g} Mbit/s"}) as bar:
             found = compare(requests, world, deadline_s=deadline_s, sweeps=args.oracle, on_progress=bar)
         Console().print(_day_table(mbps, len(requests), deadline_s, found))
@@ -261,18 +276,18 @@ def _trace(path: Path | None) -> Trace:
 
 def _day_table(mbps: float, requests: int, deadline_s: float, found: Sequence[DayResult]) -> object:
     from kvabr.cli.display import human, table
-    from kvabr.route import FETCH, REMOTE
+    from kvabr.route import BOTH, FETCH, REMOTE
 
     times = ("mean s", "p50 s", "p95 s", f"within {deadline_s:g} s", "local GPU s", "remote GPU s")
-    columns = ("rule", *times, "over the link", "remote", "fetch")
+    columns = ("rule", *times, "over the link", "remote", "both", "fetch")
     rows = [
         (
             one.rule, f"{one.mean_s:.3f}", f"{one.p50_s:.3f}", f"{one.p95_s:.2f}", f"{100 * one.met:.1f} %",
             f"{one.local_s:.0f}", f"{one.remote_s:.0f}", human(round(one.bytes)),
-            f"{100 * one.shares[REMOTE]:.0f} %", f"{100 * one.shares[FETCH]:.0f} %",
+            *(f"{100 * one.shares[place]:.0f} %" for place in (REMOTE, BOTH, FETCH)),
         )
         for one in found
     ]  # fmt: skip
     title = f"{requests} requests, {mbps:g} Mbit/s: time to the first token"
-    spare = ("fetch", "p50 s", "remote GPU s", "local GPU s", "remote", "over the link")
+    spare = ("fetch", "p50 s", "remote GPU s", "local GPU s", "both", "remote", "over the link")
     return table(title, columns, rows, left=("rule",), spare=spare)

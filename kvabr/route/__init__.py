@@ -5,6 +5,7 @@ one request whose circumstances are given; `Router` also remembers what requests
 """
 
 from kvabr.route.forecast import (
+    BOTH,
     FETCH,
     LOCAL,
     PLACES,
@@ -18,10 +19,12 @@ from kvabr.route.forecast import (
     forecasts,
     remote_lengths,
 )
-from kvabr.route.router import LinkMemory, Router, WorkMeter
+from kvabr.route.lookahead import Lookahead
+from kvabr.route.router import LinkMemory, Router
 from kvabr.route.rule import Route, decide
 
 __all__ = [
+    "BOTH",
     "FETCH",
     "LOCAL",
     "PLACES",
@@ -29,12 +32,12 @@ __all__ = [
     "CacheSize",
     "Forecast",
     "LinkMemory",
+    "Lookahead",
     "Place",
     "PrefillSite",
     "Route",
     "RouteLink",
     "Router",
-    "WorkMeter",
     "break_even_tokens",
     "decide",
     "forecasts",

@@ -10,10 +10,15 @@ tokens whose cache is in place here and elsewhere (whole groups; the last token 
   the last group arrives at the latest of three times: when it is computed, and sent; when the link is through with all
   that was computed, from the first group on; when the link is through with everything, from what was in place there on.
   Then follow half a round trip, the decoding of the last group, and the engine's step for the first token.
+- ``both``: as ``remote``, and meanwhile the first k tokens are computed here and not sent. The k is chosen at which the
+  link is through when the k tokens are computed, or less if a smaller k leaves nothing to gain. It must save 5 %.
 - ``fetch``: what is in place there beyond h is fetched, and n - r tokens are prefilled here.
 
-`remote_lengths` solves the first two for n: with nothing in place and no queue this is the length n*(C) from which on
-it pays to prefill elsewhere.
+Requests share the link in the order in which they were routed. What earlier ones have ready goes first; what they are
+still going to compute takes its share of the rate when it is computed.
+
+`remote_lengths` solves ``local`` and ``remote`` for n: with nothing in place and no queue this is the length n*(C)
+from which on it pays to prefill elsewhere.
 """
 
 from __future__ import annotations
@@ -28,11 +33,14 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 
-Place = Literal["local", "remote", "fetch"]
+Place = Literal["local", "remote", "both", "fetch"]
 LOCAL: Place = "local"
 REMOTE: Place = "remote"
+BOTH: Place = "both"
 FETCH: Place = "fetch"
-PLACES = (LOCAL, REMOTE, FETCH)
+PLACES = (LOCAL, REMOTE, BOTH, FETCH)
+_LEAST_GAIN = 0.05
+"""Share of the time that `BOTH` must save: it keeps workers of both sites busy."""
 MAX_TOKENS = 1 << 27
 """Longest prompt, as of a catalog: a million groups of 128 tokens."""
 
@@ -55,20 +63,9 @@ class PrefillSite:
     """Seconds until a worker would begin with this request."""
     cached_tokens: int = 0
     """Tokens at the beginning of the prompt whose cache is in place there."""
-    workers: int = 1
-    """Prefills that run at a time."""
-    pressure: float = 0.0
-    """What others pay for work that is put before them, 1/s; see `kvabr.route.router`."""
 
     def __post_init__(self) -> None:
         _check_amounts("site", self)
-        if self.workers < 1:
-            raise UsageError(f"site: {self.workers} workers; it takes at least one")
-
-    def others_s(self, work_s: float) -> float:
-        """Return the seconds that other requests are expected to wait longer for ``work_s`` seconds of work."""
-        share_s = work_s / self.workers
-        return self.pressure * share_s * (self.queue_s + share_s / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +77,11 @@ class RouteLink:
     rtt_s: float = 0.0
     """Round trip, seconds, with the time that both ends take to handle a request."""
     backlog_bytes: float = 0.0
-    """Bytes of earlier requests that have not arrived."""
+    """Bytes of earlier requests that could be sent now and have not arrived."""
     live: bool = True
     """Whether groups are sent while the rest is prefilled; if not, all are sent at the end."""
-    pressure: float = 0.0
-    """As `PrefillSite.pressure`."""
+    coming: tuple[tuple[float, float, float], ...] = ()
+    """What earlier requests are still going to compute and send: from when to when, seconds, and bytes."""
     bound: float | None = None
     """Bytes per second that it surely carries, the lower bound of an estimate; None: as many as expected."""
 
@@ -92,6 +89,9 @@ class RouteLink:
         _check_amounts("link", self)
         if self.bound is not None and self.bound > self.rate:
             raise UsageError(f"link: a lower bound of {self.bound:g} bytes/s is above the expected {self.rate:g}")
+        for begin, end, nbytes in self.coming:
+            if not 0 <= begin <= end < math.inf or not 0 <= nbytes < math.inf:
+                raise UsageError(f"link: {nbytes} bytes that are computed from {begin} to {end} s: not possible")
 
     def seconds(self, nbytes: float) -> float:
         """Return the seconds that it takes to carry bytes; infinity if nothing is known of the link."""
@@ -104,11 +104,27 @@ class RouteLink:
         """Seconds until it could carry what is requested now."""
         return max(self.rtt_s / 2, self.seconds(self.backlog_bytes))
 
-    def others_s(self, nbytes: float) -> float:
-        """As `PrefillSite.others_s`."""
-        if not self.pressure or self.rate <= 0:
-            return 0.0
-        return self.pressure * self.seconds(nbytes) * (self.seconds(self.backlog_bytes) + self.seconds(nbytes) / 2)
+    def through(self, *own: tuple[float, float]) -> float:
+        """Return when bytes, each part ready at a time, are through behind all that earlier requests send."""
+        if self.rate <= 0:
+            return math.inf if any(nbytes > 0 for _, nbytes in own) else max(at for at, _ in own)
+        marks = [(at, nbytes, 0.0) for at, nbytes in own]
+        for begin, end, nbytes in self.coming:
+            if end > begin:
+                pace = nbytes / (end - begin)
+                marks += [(begin, 0.0, pace), (end, 0.0, -pace)]
+            else:
+                marks.append((begin, nbytes, 0.0))
+        marks.sort()
+        last = max(at for at, _ in own)
+        now, left, pace = 0.0, self.backlog_bytes, 0.0
+        for at, nbytes, more in marks:
+            after = left + (pace - self.rate) * (at - now)
+            # Ours is the last in the queue: it is through when the queue is empty.
+            if now >= last and at > now and after <= 0:
+                return now + left / (self.rate - pace)
+            now, left, pace = at, max(0.0, after) + nbytes, pace + more
+        return now + left / self.rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +223,23 @@ class Forecast:
     queue_s: float
     """Seconds in a queue for prefill."""
     prefill_s: float
-    """Seconds that a prefill worker is busy."""
+    """Seconds that the place's prefill worker is busy; for `BOTH` the remote one."""
     bytes: float
     """Bytes that the link carries."""
+    front_tokens: int = 0
+    """For `BOTH`: up to where the prompt is computed here."""
+    front_s: float = 0.0
+    """For `BOTH`: seconds that a local worker is busy with it."""
+    ready_s: float = 0.0
+    """When the first group can be sent, seconds."""
+    computed_s: float = 0.0
+    """When the last group can be sent."""
+    last_s: float = 0.0
+    """Seconds that the link takes for the last group."""
+    tail_s: float = 0.0
+    """Seconds from its being through until the first token."""
     others_s: float = 0.0
-    """Seconds that other requests are expected to wait longer for this one."""
+    """Seconds that other requests are expected to wait longer for this one than for the most considerate place."""
     bound_s: float = math.inf
     """Seconds until its first token if the link carries no more than its lower bound."""
 
@@ -222,7 +250,7 @@ class Forecast:
 
 
 def forecasts(
-    tokens: int, local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize
+    tokens: int, local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize, *, both: bool = True
 ) -> tuple[Forecast, ...]:
     """Return what every place that makes sense would do with a prompt; the first is local prefill.
 
@@ -232,6 +260,7 @@ def forecasts(
         remote: The other site.
         link: What lies between them.
         cache: What the cache takes on it.
+        both: Whether the engine here can compute the beginning of a prompt whose end comes over the link.
 
     Raises:
         UsageError: The prompt is empty, or longer than any.
@@ -240,76 +269,136 @@ def forecasts(
         raise UsageError(f"a prompt of {tokens} tokens; give 1 to {MAX_TOKENS}")
     here = cache.whole_groups(local.cached_tokens, tokens)
     there = cache.whole_groups(remote.cached_tokens, tokens)
-    found = _over(tokens, (here, there), (local, remote), link, cache)
+    ways = _Ways(tokens, here, there, local, remote, link, cache)
+    found = [ways.local(), ways.remote()]
+    if both and (front := ways.front()) is not None:
+        split = ways.both(front)
+        if split.ttft_s <= (1 - _LEAST_GAIN) * min(one.ttft_s for one in found):
+            found.append(split)
+    if there > here:
+        found.append(ways.fetch())
     if link.bound is None or link.bound == link.rate:
         return tuple(replace(one, bound_s=one.ttft_s) for one in found)
-    sure = _over(tokens, (here, there), (local, remote), replace(link, rate=link.bound, bound=None), cache)
-    return tuple(replace(one, bound_s=late.ttft_s) for one, late in zip(found, sure, strict=True))
+    sure = replace(ways, link=replace(link, rate=link.bound, bound=None))
+    late = {LOCAL: sure.local, REMOTE: sure.remote, FETCH: sure.fetch}
+    bounds = (late[one.place]() if one.place in late else sure.both(one.front_tokens) for one in found)
+    return tuple(replace(one, bound_s=bound.ttft_s) for one, bound in zip(found, bounds, strict=True))
 
 
-def _over(
-    tokens: int, cached: tuple[int, int], sites: tuple[PrefillSite, PrefillSite], link: RouteLink, cache: CacheSize
-) -> list[Forecast]:
-    (here, there), local = cached, sites[0]
-    found = [_local(tokens, here, local), _remote(tokens, cached, sites, link, cache)]
-    if there > here:
-        found.append(_fetch(tokens, cached, local, link, cache))
-    return found
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """The ways that a prompt can go. ``here`` and ``there`` are the tokens in place that it can use."""
 
+    tokens: int
+    here: int
+    there: int
+    at_home: PrefillSite
+    away: PrefillSite
+    link: RouteLink
+    cache: CacheSize
 
-def _local(tokens: int, here: int, local: PrefillSite) -> Forecast:
-    prefill_s = local.cost.seconds(here, tokens - here)
-    limit = "queue" if local.queue_s > prefill_s else "prefill"
-    ttft_s = local.queue_s + prefill_s
-    return Forecast(LOCAL, ttft_s, limit, local.queue_s, prefill_s, 0.0, local.others_s(prefill_s))
+    def local(self) -> Forecast:
+        prefill_s = self.at_home.cost.seconds(self.here, self.tokens - self.here)
+        queue_s = self.at_home.queue_s
+        limit = "queue" if queue_s > prefill_s else "prefill"
+        return Forecast(LOCAL, queue_s + prefill_s, limit, queue_s, prefill_s, 0.0)
 
-
-def _remote(
-    tokens: int, cached: tuple[int, int], sites: tuple[PrefillSite, PrefillSite], link: RouteLink, cache: CacheSize
-) -> Forecast:
-    (here, there), (local, remote) = cached, sites
-    prefill_s = remote.cost.seconds(there, tokens - there)
-    behind = max(here, there)
-    """Tokens before the first one that is computed and sent."""
-    last, fresh = cache.last_group(tokens), min(cache.group_tokens, tokens - behind)
-    begin_s = max(link.rtt_s / 2, remote.queue_s)
-    end_s = begin_s + prefill_s
-    first_s = begin_s + remote.cost.seconds(there, behind + fresh - there) if link.live else end_s
-    nbytes = (tokens - here) * cache.per_token + cache.constant
-    ends = {
-        "prefill": end_s + link.seconds(last * cache.per_token + cache.constant) + last * cache.decode_s,
-        "link": max(
-            first_s + link.seconds((tokens - behind) * cache.per_token + cache.constant),
-            link.free_s + link.seconds(nbytes),
+    def remote(self) -> Forecast:
+        prefill_s = self.away.cost.seconds(self.there, self.tokens - self.there)
+        ends, first_s, end_s = self._arrivals(self.here)
+        limit = max(ends, key=lambda name: ends[name])
+        ttft_s = ends[limit] + self.link.rtt_s / 2 + self._step_s
+        if limit == "prefill" and self.away.queue_s > prefill_s:
+            limit = "queue"
+        cache, last = self.cache, self.cache.last_group(self.tokens)
+        return Forecast(
+            REMOTE,
+            ttft_s,
+            limit,
+            self.away.queue_s,
+            prefill_s,
+            (self.tokens - self.here) * cache.per_token + cache.constant,
+            ready_s=first_s,
+            computed_s=end_s,
+            last_s=self.link.seconds(last * cache.per_token + cache.constant),
+            tail_s=last * cache.decode_s + self.link.rtt_s / 2 + self._step_s,
         )
-        + last * cache.decode_s,
-        "decode": first_s + link.seconds(fresh * cache.per_token) + (tokens - behind) * cache.decode_s,
-    }
-    limit = max(ends, key=lambda name: ends[name])
-    ttft_s = ends[limit] + link.rtt_s / 2 + local.cost.seconds(tokens - 1, 1)
-    if limit == "prefill" and remote.queue_s > prefill_s:
-        limit = "queue"
-    others_s = remote.others_s(prefill_s) + link.others_s(nbytes)
-    return Forecast(REMOTE, ttft_s, limit, remote.queue_s, prefill_s, nbytes, others_s)
 
+    def front(self) -> int | None:
+        """Return up to where it pays to compute here what otherwise would be sent; None if it does not."""
+        group = self.cache.group_tokens
+        low, high = self.here, self.cache.whole_groups(self.tokens, self.tokens)
+        slow_s, least_s = self._sent_s(low), self._sent_s(high)
+        if slow_s <= least_s or self._front_s(low + group) >= slow_s:
+            return None
+        # The more is computed here, the later that ends, and the sooner the rest is here. Search where they meet.
+        while high - low > group:
+            middle = (low + high) // (2 * group) * group
+            sent_s = self._sent_s(middle)
+            if sent_s > least_s and self._front_s(middle) <= sent_s:
+                low = middle
+            else:
+                high = middle
+        best = min((low, high), key=lambda front: max(self._front_s(front), self._sent_s(front)))
+        return best if best > self.here else None
 
-def _fetch(tokens: int, cached: tuple[int, int], local: PrefillSite, link: RouteLink, cache: CacheSize) -> Forecast:
-    here, there = cached
-    nbytes = (there - here) * cache.per_token + cache.constant
-    group, decode_s = cache.group_tokens, (there - here) * cache.decode_s
-    carried_s = link.free_s + link.seconds(nbytes) + group * cache.decode_s
-    decoded_s = link.free_s + link.seconds(group * cache.per_token) + decode_s
-    arrived_s = max(carried_s, decoded_s) + link.rtt_s / 2
-    prefill_s = local.cost.seconds(there, tokens - there)
-    ttft_s = max(local.queue_s, arrived_s) + prefill_s
-    if prefill_s >= max(local.queue_s, arrived_s):
-        limit = "prefill"
-    elif local.queue_s >= arrived_s:
-        limit = "queue"
-    else:
-        limit = "link" if carried_s >= decoded_s else "decode"
-    others_s = local.others_s(prefill_s) + link.others_s(nbytes)
-    return Forecast(FETCH, ttft_s, limit, local.queue_s, prefill_s, nbytes, others_s)
+    def both(self, front: int) -> Forecast:
+        sent_s, front_s = self._sent_s(front), self._front_s(front)
+        found = replace(self, here=front).remote()
+        return replace(
+            found,
+            place=BOTH,
+            ttft_s=max(sent_s, front_s) + self._step_s,
+            limit=found.limit if sent_s >= front_s else "prefill",
+            front_tokens=front,
+            front_s=front_s - self.at_home.queue_s,
+        )
+
+    def fetch(self) -> Forecast:
+        here, there, cache, link = self.here, self.there, self.cache, self.link
+        nbytes = (there - here) * cache.per_token + cache.constant
+        group, decode_s = cache.group_tokens, (there - here) * cache.decode_s
+        carried_s = link.through((link.rtt_s / 2, nbytes)) + group * cache.decode_s
+        decoded_s = link.through((link.rtt_s / 2, group * cache.per_token)) + decode_s
+        arrived_s = max(carried_s, decoded_s) + link.rtt_s / 2
+        prefill_s, queue_s = self.at_home.cost.seconds(there, self.tokens - there), self.at_home.queue_s
+        if prefill_s >= max(queue_s, arrived_s):
+            limit = "prefill"
+        elif queue_s >= arrived_s:
+            limit = "queue"
+        else:
+            limit = "link" if carried_s >= decoded_s else "decode"
+        ttft_s = max(queue_s, arrived_s) + prefill_s
+        return Forecast(FETCH, ttft_s, limit, queue_s, prefill_s, nbytes)
+
+    @property
+    def _step_s(self) -> float:
+        """Seconds of the engine's step for the first token."""
+        return self.at_home.cost.seconds(self.tokens - 1, 1)
+
+    def _front_s(self, front: int) -> float:
+        """Return when the prompt is computed here up to a token."""
+        return self.at_home.queue_s + self.at_home.cost.seconds(self.here, front - self.here)
+
+    def _sent_s(self, sent: int) -> float:
+        """Return when all from a token on is computed there, sent and decoded."""
+        return max(self._arrivals(sent)[0].values()) + self.link.rtt_s / 2
+
+    def _arrivals(self, sent: int) -> tuple[dict[str, float], float, float]:
+        """Return when all from a token on has been sent by each limit, and when its first and last groups are ready."""
+        tokens, there, link, cache = self.tokens, self.there, self.link, self.cache
+        behind = max(sent, there)
+        last, fresh = cache.last_group(tokens), min(cache.group_tokens, tokens - behind)
+        begin_s = max(link.rtt_s / 2, self.away.queue_s)
+        end_s = begin_s + self.away.cost.seconds(there, tokens - there)
+        first_s = begin_s + self.away.cost.seconds(there, behind + fresh - there) if link.live else end_s
+        known, rest = (behind - sent) * cache.per_token, (tokens - behind) * cache.per_token + cache.constant
+        ends = {
+            "prefill": link.through((end_s, last * cache.per_token + cache.constant)) + last * cache.decode_s,
+            "link": link.through((link.rtt_s / 2, known), (first_s, rest)) + last * cache.decode_s,
+            "decode": link.through((first_s, fresh * cache.per_token)) + (tokens - behind) * cache.decode_s,
+        }
+        return ends, first_s, end_s
 
 
 Interval = tuple[float, float]
@@ -319,7 +408,8 @@ Interval = tuple[float, float]
 def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize) -> tuple[Interval, ...]:
     """Return the lengths for which remote prefill is sooner than local prefill, in tokens beyond what is cached.
 
-    Both sites must have the same tokens in place; where they differ, the fewer count for both. The intervals are those
+    Both sites must have the same tokens in place; where they differ, the fewer count for both. Of earlier requests only
+    ``backlog_bytes`` count. The intervals are those
     of whole groups: between them the last group is smaller, and remote prefill a little sooner. With a live link they
     are exact, as every condition is a quadratic inequality; the usual answer is one interval from n*(C) to infinity.
     """
@@ -338,6 +428,7 @@ def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cac
     there = [
         (other.attention_s, other.per_token_s, begin_s + other.constant_s + group * byte_s + over),
         (0.0, byte_s, link.free_s + over),
+        (0.0, cache.decode_s, link.free_s + group * (byte_s - cache.decode_s) + over - constant_s),
     ]
     if link.live:
         there.append((0.0, byte_s, first_s + over))

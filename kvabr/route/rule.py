@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvabr.route.forecast import (
+    BOTH,
     FETCH,
     LOCAL,
     REMOTE,
@@ -30,7 +31,12 @@ from kvabr.route.forecast import (
 )
 from kvabr.types.errors import UsageError
 
-_WORDS = {LOCAL: "local prefill", REMOTE: "remote prefill", FETCH: "fetching the cached prefix, the rest here"}
+_WORDS = {
+    LOCAL: "local prefill",
+    REMOTE: "remote prefill",
+    BOTH: "remote prefill, its beginning here",
+    FETCH: "fetching the cached prefix, the rest here",
+}
 _LIMITS = {"queue": "mostly the queue", "prefill": "mostly prefill", "link": "mostly the link", "decode": "decoding"}
 
 
@@ -48,10 +54,16 @@ class Route:
     options: tuple[Forecast, ...]
     """What every place would have done; the first is local prefill."""
 
+    @property
+    def chosen(self) -> Forecast:
+        """The forecast of the place; for `BOTH` it has how many tokens are computed here."""
+        return next(one for one in self.options if one.place == self.place)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; a time that is infinite becomes None."""
         return {
             "place": self.place,
+            "front_tokens": self.chosen.front_tokens,
             "ttft_s": _finite(self.ttft_s),
             "met": self.met,
             "reason": self.reason,
@@ -64,6 +76,7 @@ class Route:
                     "queue_s": one.queue_s,
                     "prefill_s": one.prefill_s,
                     "bytes": round(one.bytes),
+                    "front_tokens": one.front_tokens,
                     "others_s": one.others_s,
                 }
                 for one in self.options
@@ -80,6 +93,7 @@ def decide(
     *,
     deadline_s: float | None = None,
     margin_s: float = 0.0,
+    both: bool = True,
 ) -> Route:
     """Decide where a prompt is prefilled.
 
@@ -94,6 +108,7 @@ def decide(
         cache: What the cache takes on the link.
         deadline_s: Seconds until the first token is due; None: there is no deadline.
         margin_s: Another place than the local one must be better by this much.
+        both: Whether the engine here can compute the beginning of a prompt whose end comes over the link.
 
     Raises:
         UsageError: An argument is out of range.
@@ -102,7 +117,7 @@ def decide(
         raise UsageError(f"the deadline is {deadline_s} s; it must be positive")
     if not 0 <= margin_s < math.inf:
         raise UsageError(f"the margin is {margin_s} s; give a number that is not negative")
-    return choose(forecasts(tokens, local, remote, link, cache), deadline_s=deadline_s, margin_s=margin_s)
+    return choose(forecasts(tokens, local, remote, link, cache, both=both), deadline_s=deadline_s, margin_s=margin_s)
 
 
 def choose(options: Sequence[Forecast], *, deadline_s: float | None = None, margin_s: float = 0.0) -> Route:
@@ -126,7 +141,8 @@ def _reason(best: Forecast, options: Sequence[Forecast], deadline_s: float | Non
         return f"local prefill takes {_time(best)}; nothing is known of the link yet"
     others = [one for one in options if one.place != best.place and math.isfinite(one.ttft_s)]
     against = "; ".join(f"{_WORDS[one.place]} {_time(one)}" for one in others)
-    said = f"{_WORDS[best.place]} takes {_time(best)}"
+    front = f", {best.front_tokens} tokens" if best.place == BOTH else ""
+    said = f"{_WORDS[best.place]}{front}, takes {_time(best)}" if front else f"{_WORDS[best.place]} takes {_time(best)}"
     if against:
         said += f", against {against}"
     if deadline_s is not None and best.bound_s > deadline_s:
@@ -134,8 +150,8 @@ def _reason(best: Forecast, options: Sequence[Forecast], deadline_s: float | Non
     sooner = [one for one in others if one.ttft_s < best.ttft_s]
     if deadline_s is not None and any(one.bound_s > deadline_s for one in sooner):
         said += f"; what is expected sooner may miss the deadline of {deadline_s:g} s"
-    elif any(best.others_s < one.others_s for one in sooner):
-        said += "; what is sooner would make other requests wait longer"
+    elif (spared := max((one.others_s - best.others_s for one in sooner), default=0.0)) > 0:
+        said += f"; what is sooner would make other requests wait {_seconds(spared)} longer"
     return said
 
 

@@ -39,7 +39,9 @@ def test_queues_caches_and_costs_count(capsys):
     assert place("--local-cached", 31_900) == "local"
     assert place("--local", "0.02,0.00001,0") == "local"
     assert place("--backlog", 2000) == "local"
-    assert place("--kv-bytes", 10_000_000) == "local"
+    assert place("--kv-bytes", 1_000_000) == "both"
+    assert place("--kv-bytes", 1_000_000, "--no-both") == "local"
+    assert place("--kv-bytes", 100_000_000) == "local"
 
 
 def test_an_asset_tells_the_bytes(capsys, tmp_path):
@@ -68,7 +70,17 @@ def test_a_day_is_compared_and_drawn(capsys, tmp_path):
     assert [day["mbps"] for day in result["days"]] == [50, 200]
     for day in result["days"]:
         means = {one["rule"]: one["ttft_mean_s"] for one in day["rules"]}
-        assert set(means) == {"local", "remote", "prfaas", "break-even", "selfish", "best threshold", "kvabr", "oracle"}
+        assert set(means) == {
+            "local",
+            "remote",
+            "prfaas",
+            "break-even",
+            "selfish",
+            "whole",
+            "best threshold",
+            "kvabr",
+            "oracle",
+        }
         assert means["oracle"] == min(means.values())
     picture = ET.fromstring((tmp_path / "day.svg").read_text())  # noqa: S314 - our own
     assert picture.tag.endswith("svg")

@@ -86,6 +86,21 @@ def test_bytes_under_way_go_first():
     assert free.ttft_s < 3
 
 
+@pytest.mark.parametrize(
+    ("coming", "own", "ends"),
+    [
+        ((), ((1.0, 50.0),), 8.0),
+        (((0.0, 10.0, 50.0),), ((0.0, 20.0),), 10.0),
+        (((0.0, 10.0, 50.0),), ((0.0, 100.0),), 18.0),
+        (((4.0, 4.0, 30.0),), ((0.0, 5.0),), 3.5),
+        (((4.0, 4.0, 30.0),), ((0.0, 30.0),), 9.0),
+        (((2.0, 4.0, 40.0),), ((6.0, 10.0),), 8.0),
+    ],
+)
+def test_what_comes_later_takes_its_share_when_it_comes(coming, own, ends):
+    assert RouteLink(10.0, backlog_bytes=30.0, coming=coming).through(*own) == pytest.approx(ends)
+
+
 def test_states_and_windows_come_with_the_last_group():
     plain = by_place(1280, link=RouteLink(1e9, 0.0))["remote"]
     states = by_place(1280, link=RouteLink(1e9, 0.0), size=CacheSize(1e4, 1e8))["remote"]
@@ -165,7 +180,7 @@ def test_the_least_bytes_of_a_catalog_keep_the_floor():
     [
         (lambda: by_place(0), "a prompt of 0 tokens"),
         (lambda: PrefillSite(SLOW, -1.0), "queue_s is -1.0"),
-        (lambda: PrefillSite(SLOW, workers=0), "0 workers"),
+        (lambda: RouteLink(1.0, coming=((2.0, 1.0, 5.0),)), "from 2.0 to 1.0 s"),
         (lambda: PrefillSite(SLOW, float("nan")), "queue_s is nan"),
         (lambda: RouteLink(-1.0), "rate is -1.0"),
         (lambda: RouteLink(math.inf), "rate is inf"),

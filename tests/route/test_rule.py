@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvabr.abr.estimators.classic import LastSample
-from kvabr.route import CacheSize, LinkMemory, PrefillSite, RouteLink, Router, WorkMeter, decide
+from kvabr.route import CacheSize, LinkMemory, Lookahead, PrefillSite, RouteLink, Router, decide, forecasts
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from tests.test_imports import loaded
@@ -18,7 +18,8 @@ SIZE = CacheSize(1000.0)
 LINK = RouteLink(1e7, 0.04)
 
 
-def route(tokens, *, local=None, remote=None, link=LINK, **options):
+def route(tokens, *, local=None, remote=None, link=LINK, both=False, **options):
+    options["both"] = both
     return decide(tokens, local or PrefillSite(SLOW), remote or PrefillSite(FAST), link, SIZE, **options)
 
 
@@ -63,13 +64,18 @@ def test_a_margin_keeps_what_is_nearly_equal_here():
     assert route(100, margin_s=0.1).place == "local"
 
 
-def test_others_count():
-    crowded = PrefillSite(SLOW, pressure=5.0)
-    assert route(20, local=crowded).place == "local"
-    assert route(50).place == "local"
-    found = route(50, local=crowded)
-    assert found.place == "remote"
-    assert "would make other requests wait longer" in found.reason
+def test_the_beginning_is_computed_here_while_a_slow_link_brings_the_end():
+    found = route(20_000, link=RouteLink(1e6, 0.04), both=True)
+    assert found.place == "both"
+    assert found.chosen.front_tokens == pytest.approx(10_480, abs=130)
+    assert found.ttft_s == pytest.approx(10.55, abs=0.1)
+    assert found.reason.startswith(f"remote prefill, its beginning here, {found.chosen.front_tokens} tokens, takes")
+    assert found.to_json()["front_tokens"] == found.chosen.front_tokens
+    assert route(20_000, link=RouteLink(1e6, 0.04)).place == "local"
+    busy = PrefillSite(SLOW, 30.0)
+    assert route(20_000, local=busy, link=RouteLink(1e6, 0.04), both=True).place == "remote"
+    # A few tokens over a thin link would not be worth a prefill at the other site.
+    assert route(20_000, link=RouteLink(1e4, 0.04), both=True).place == "local"
 
 
 @pytest.mark.parametrize(("options", "words"), [({"deadline_s": 0.0}, "deadline"), ({"margin_s": -1.0}, "margin")])
@@ -78,15 +84,47 @@ def test_bad_options_are_refused(options, words):
         route(100, **options)
 
 
-def test_pressure_grows_with_arrivals_and_with_how_busy_it_is():
-    idle, busy = WorkMeter(600.0), WorkMeter(600.0)
-    for second in range(0, 6000, 10):
-        idle.add(1.0, second)
-        busy.add(8.0, second)
-    assert idle.pressure(6000.0) == pytest.approx(0.1 / 0.9, rel=0.02)
-    assert busy.pressure(6000.0) == pytest.approx(0.1 / 0.2, rel=0.1)
-    assert busy.pressure(60_000.0) < 1e-3
-    assert WorkMeter(600.0).pressure(5.0) == 0.0
+def crowded(**options):
+    """Return a router that has seen 60 short prompts, five a second."""
+    router = Router(SLOW, FAST, SIZE, rtt_s=0.04, both=False, **options)
+    router.arrived(9.9e5, 1.0, 0.0)
+    for number in range(60):
+        assert router.route(100, 1 + 0.2 * number).place == "local"
+    return router
+
+
+def test_a_long_prompt_leaves_the_queue_that_short_ones_need():
+    assert crowded(considerate=False).route(20_000, 13.0).place == "local"
+    found = crowded().route(20_000, 13.0)
+    assert found.place == "remote"
+    assert "what is sooner would make other requests wait" in found.reason
+    assert found.chosen.others_s < found.options[0].others_s
+    # Others can go elsewhere too: with more workers nobody waits.
+    assert crowded(workers=(2, 1)).route(20_000, 13.0).place == "local"
+
+
+def test_nothing_is_known_of_others_at_first():
+    options = forecasts(5000, PrefillSite(SLOW), PrefillSite(FAST), LINK, SIZE)
+    ahead = Lookahead()
+    assert ahead.priced(options, [0.0], [0.0], 0.0, 1e7, 0.0) == options
+    for number in range(4):
+        ahead.note(options, float(number))
+    priced = {one.place: one.others_s for one in ahead.priced(options, [4.0], [40.0], 4.0, 1e7, 4.0)}
+    assert min(priced.values()) == 0.0 < priced["local"]
+
+
+def test_a_router_knows_what_its_own_prefills_still_send():
+    # 100,000 tokens: ten seconds of prefill there, and as many MB, which the link carries in one second.
+    router = Router(SLOW, FAST, SIZE, rtt_s=0.0, considerate=False)
+    router.arrived(1e8, 1.0, 0.0)
+    assert router.route(100_000, 1.0).place == "remote"
+    one = router.options(1000, 2.0, queue_s=(50.0, 0.0))[1]
+    # Nine tenths are not computed: they do not stand in the way, and leave nine tenths of the link.
+    assert one.ttft_s == pytest.approx(0.1, abs=0.02)
+    big = router.options(20_000, 2.0, cached=(0, 19_999), queue_s=(50.0, 0.0))[1]
+    assert big.ttft_s == pytest.approx(2e7 / 9e7, abs=0.01)
+    late = router.options(1000, 12.0, queue_s=(50.0, 0.0), backlog_bytes=9e7)[1]
+    assert late.ttft_s == pytest.approx(0.9, abs=0.02)
 
 
 def test_a_bad_minute_is_forgotten():
@@ -94,18 +132,19 @@ def test_a_bad_minute_is_forgotten():
     assert memory.rates(1e6, 0.0) == (0.0, 0.0)
     for second in range(1, 601):
         memory.sample(1e7, 1.0, second)
-    memory.sample(1e6, 1.0, 601.0)
-    soon, later = memory.rates(0.0, 601.0)[0], memory.rates(0.0, 1201.0)[0]
-    assert soon == pytest.approx(1e6)
-    assert later == pytest.approx(1e7, rel=0.01)
-    assert memory.rates(1e9, 601.0)[0] > 5e6
-    memory.sample(float("nan"), 1.0, 602.0)
-    memory.sample(1.0, 0.0, 602.0)
-    assert memory.rates(0.0, 601.0)[0] == soon
+    for second in range(601, 613):
+        memory.sample(1e6, 1.0, second)
+    soon, later = memory.rates(0.0, 612.0)[0], memory.rates(0.0, 1201.0)[0]
+    assert soon == pytest.approx(1e6, rel=0.01)
+    assert later == pytest.approx(1e7, rel=0.05)
+    assert memory.rates(1e9, 612.0)[0] > 7e6
+    memory.sample(float("nan"), 1.0, 613.0)
+    memory.sample(1.0, 0.0, 613.0)
+    assert memory.rates(0.0, 612.0)[0] == soon
 
 
 def test_a_router_learns_the_link_and_spreads_a_crowd():
-    router = Router(SLOW, FAST, SIZE, rtt_s=0.04)
+    router = Router(SLOW, FAST, SIZE, rtt_s=0.04, both=False)
     assert router.route(5000, 0.0).place == "local"
     for second in range(1, 20):
         router.arrived(1e7, 1.0, float(second))
@@ -113,8 +152,10 @@ def test_a_router_learns_the_link_and_spreads_a_crowd():
     first = router.route(200, 21.0, queue_s=(0.0, 1.0))
     assert first.place == "local"
     assert router.route(20_000, 22.0, cached=(0, 19_900), queue_s=(0.0, 90.0), deadline_s=30.0).met
-    with pytest.raises(UsageError, match="memory"):
-        Router(SLOW, FAST, SIZE, rtt_s=0.04, half_life_s=0.0)
+    with pytest.raises(UsageError, match="a round trip of inf s"):
+        Router(SLOW, FAST, SIZE, rtt_s=float("inf"))
+    with pytest.raises(UsageError, match="0 and 1 workers"):
+        Router(SLOW, FAST, SIZE, rtt_s=0.0, workers=(0, 1))
 
 
 def test_the_guide_works_as_it_is_written(capsys):

@@ -10,8 +10,9 @@ from typing import Any
 
 from kvabr.replay.day.oracle import search
 from kvabr.replay.day.requests import DayRequest
-from kvabr.replay.day.rules import CHOICES, KVABR, RULES, play_day, rule_of
+from kvabr.replay.day.rules import KVABR, RULES, play_day, rule_of
 from kvabr.replay.day.world import DayOutcome, WorldShape
+from kvabr.route import PLACES
 from kvabr.types.errors import UsageError
 
 THRESHOLDS = (0, 250, 500, 1000, 2000, 3000, 4000, 6000, 8000, 12_000, 16_000, 24_000, 32_000, 48_000, 64_000, 96_000)
@@ -68,7 +69,7 @@ def summary(rule: str, outcomes: Sequence[DayOutcome], deadline_s: float, note: 
         sum(outcome.local_s for outcome in outcomes),
         sum(outcome.remote_s for outcome in outcomes),
         sum(outcome.bytes for outcome in outcomes),
-        {place: places[place] / count for place in CHOICES},
+        {place: places[place] / count for place in PLACES},
         note,
     )
 
@@ -90,7 +91,7 @@ def compare(
         deadline_s: Seconds from a request's arrival until its first token is due. It is only reported: the rules aim at
             the least time.
         sweeps: Sweeps of the oracle's search; 0: no oracle.
-        rules: Names of rules.
+        rules: Names of rules, with or without `KNOWING`.
         on_progress: Called with a stage (``rules``, ``oracle``), how many steps of it are done, and how many it has.
 
     Raises:
@@ -119,6 +120,6 @@ def compare(
             steps[0] += more
             on_progress("oracle", steps[0], sweeps * len(requests))
 
-        known = search(requests, [one.place for one in start], shape, sweeps=sweeps, on_progress=progress)
+        known = search(requests, [one.choice for one in start], shape, sweeps=sweeps, on_progress=progress)
         found.append(summary(ORACLE, known, deadline_s, "knows the link and all that comes"))
     return found

@@ -1,67 +1,71 @@
-"""An oracle: places for a day's requests, searched for in full knowledge of the link and of everything to come.
+"""An oracle: choices for a day's requests, searched for in full knowledge of the link and of everything to come.
 
-The best of all assignments is out of reach (there are 3^n), so the oracle starts from the best that any rule has found
-and improves it: request by request, in the order of arrival, it tries the other places, plays the `HORIZON` requests
-that follow, and keeps a change if those are served sooner in all. On days small enough to enumerate, the tests compare
-it with the best of all assignments.
+The best of all assignments is out of reach (there are at least 3^n), so the oracle starts from the best that any rule
+has found and improves it: request by request, in the order of arrival, it tries other choices, plays the `HORIZON`
+requests that follow, and keeps a change if those are served sooner in all. On days small enough to enumerate, the tests
+compare it with the best of all assignments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 
 from kvabr.replay.day.requests import DayRequest
-from kvabr.replay.day.rules import CHOICES
-from kvabr.replay.day.world import Day, DayOutcome, World, WorldShape
-from kvabr.route import FETCH, Place
+from kvabr.replay.day.world import Choice, Day, DayOutcome, World, WorldShape
+from kvabr.route import BOTH, FETCH, LOCAL, REMOTE
 
-HORIZON = 24
+HORIZON = 48
 """Requests that are played after a change, at most."""
 _ALIKE = 4
 """A change has worn off when this many requests in a row were served as without it."""
 _SAME_S = 1e-6
+_FRONTS = (0.25, 0.5)
+"""Shares of a prompt that are tried as its front; a front that is chosen is then made shorter and longer."""
+_CHANGES = (0.8, 1.25)
+_LEAST_GROUPS = 8
+"""A prompt of fewer groups is not split."""
 
 
 def search(
     requests: Sequence[DayRequest],
-    start: Sequence[Place],
+    start: Sequence[Choice],
     shape: WorldShape,
     *,
     sweeps: int = 2,
     horizon: int = HORIZON,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> list[DayOutcome]:
-    """Return what becomes of every request under the best places that were found, by their numbers.
+    """Return what becomes of every request under the best choices that were found, by their numbers.
 
     Args:
         requests: The day.
-        start: Where a rule sent them.
+        start: What a rule chose.
         shape: Sites and link.
         sweeps: How often to go through the day, at most; the search ends when a sweep gains nothing.
         horizon: Requests that are played after a change, at most.
         on_progress: Called with the number of requests that were looked at.
     """
-    places = list(start)
-    best = replay_places(requests, places, shape)
+    choices = list(start)
+    best = replay_choices(requests, choices, shape)
     for _ in range(sweeps):
-        tried = _sweep(requests, places, shape, horizon, on_progress)
-        made = replay_places(requests, tried, shape)
+        tried = _sweep(requests, choices, shape, horizon, on_progress)
+        made = replay_choices(requests, tried, shape)
         gain = _mean(best) - _mean(made)
         if gain > 0:
-            best, places = made, tried
+            best, choices = made, tried
         if gain < _SAME_S:
             break
     return best
 
 
-def replay_places(requests: Sequence[DayRequest], places: Sequence[Place], shape: WorldShape) -> list[DayOutcome]:
+def replay_choices(requests: Sequence[DayRequest], choices: Sequence[Choice], shape: WorldShape) -> list[DayOutcome]:
     """Return what becomes of every request if each goes where it is told, by their numbers."""
     found: dict[int, DayOutcome] = {}
     day = Day(requests, World(shape))
     while (arriving := day.next()) is not None:
         number = arriving[0].number
-        found[number] = day.serve(places[number])
+        found[number] = day.serve(choices[number])
     return [found[number] for number in range(len(requests))]
 
 
@@ -69,36 +73,55 @@ def _mean(outcomes: Sequence[DayOutcome]) -> float:
     return fmean(outcome.ttft_s for outcome in outcomes)
 
 
+def candidates(day: Day, request: DayRequest, now: float, current: Choice) -> Iterator[Choice]:
+    """Yield what else could become of a request that arrives."""
+    here, there = day.world.view(request, now)
+    group = day.world.shape.cache.group_tokens
+    for place in (LOCAL, REMOTE):
+        if place != current.place:
+            yield Choice(place)
+    if there.cached_tokens > here.cached_tokens and current.place != FETCH:
+        yield Choice(FETCH)
+    behind, lacking = here.cached_tokens, request.tokens - here.cached_tokens
+    if not day.world.shape.both or lacking < _LEAST_GROUPS * group:
+        return
+    if current.place == BOTH:
+        fronts = [behind + share * (current.front_tokens - behind) for share in _CHANGES]
+    else:
+        fronts = [behind + share * lacking for share in _FRONTS]
+    for front in fronts:
+        if group <= front - behind < lacking:
+            yield Choice(BOTH, int(front) // group * group)
+
+
 def _sweep(
     requests: Sequence[DayRequest],
-    start: Sequence[Place],
+    start: Sequence[Choice],
     shape: WorldShape,
     horizon: int,
     on_progress: Callable[[int], None],
-) -> list[Place]:
-    places, day = list(start), Day(requests, World(shape))
+) -> list[Choice]:
+    choices, day = list(start), Day(requests, World(shape))
     while (arriving := day.next()) is not None:
         request, now = arriving
-        here, there = day.world.view(request, now)
         base: dict[int, float] = {}
-        _ahead(day.copy(), places, places[request.number], horizon, base, {})
-        best, gain = places[request.number], _SAME_S
-        for place in CHOICES:
-            if place == places[request.number] or (place == FETCH and there.cached_tokens <= here.cached_tokens):
-                continue
-            found = _ahead(day.copy(), places, place, horizon, {}, base)
+        current = choices[request.number]
+        _ahead(day.copy(), choices, current, horizon, base, {})
+        best, gain = current, _SAME_S
+        for choice in candidates(day, request, now, current):
+            found = _ahead(day.copy(), choices, choice, horizon, {}, base)
             if found > gain:
-                best, gain = place, found
-        places[request.number] = best
+                best, gain = choice, found
+        choices[request.number] = best
         day.serve(best)
         on_progress(1)
-    return places
+    return choices
 
 
 def _ahead(
-    day: Day, places: Sequence[Place], first: Place, horizon: int, times: dict[int, float], base: dict[int, float]
+    day: Day, choices: Sequence[Choice], first: Choice, horizon: int, times: dict[int, float], base: dict[int, float]
 ) -> float:
-    """Play the next requests, the first of them at another place; note their times, and return what they gain.
+    """Play the next requests, the first of them as told; note their times, and return what they gain.
 
     Only requests that are also in ``base`` count. A change that has worn off ends it.
     """
@@ -108,7 +131,7 @@ def _ahead(
         if arriving is None:
             break
         number = arriving[0].number
-        ttft_s = times[number] = day.serve(places[number] if step else first).ttft_s
+        ttft_s = times[number] = day.serve(choices[number] if step else first).ttft_s
         if number not in base:
             continue
         gain += base[number] - ttft_s

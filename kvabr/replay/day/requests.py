@@ -1,7 +1,8 @@
 """The requests of a day: when they arrive, how long their prompts are, and which beginnings they share.
 
-Conversations begin as a Poisson process whose rate swings over the day as a sine, by 60 % of its mean. There are three
-kinds. The numbers below are medians of log-normal distributions, with the deviation of the logarithm in parentheses:
+Conversations begin as a Poisson process whose rate swings over the day as a sine, by 60 % of its mean, with bursts if
+asked for. There are three kinds. The numbers below are medians of log-normal distributions, with the deviation of the
+logarithm in parentheses:
 
 | | chat | document | agent |
 |---|---|---|---|
@@ -23,6 +24,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
 
@@ -34,6 +37,8 @@ TOKEN_S = 0.02
 """Seconds per token of an answer."""
 _SWING = 0.6
 """How far the rate of arrivals swings around its mean within a day, as a share."""
+_BURST_S, _BURST_SHARE = 60.0, 0.1
+"""Mean length of a burst, and share of the time that bursts take."""
 _MOST_REQUESTS = 1_000_000
 
 
@@ -68,6 +73,8 @@ class DayShape:
     """Longest prompt, tokens."""
     length: float = 1.0
     """Factor on all lengths."""
+    burst: float = 1.0
+    """Factor on the rate of arrivals in bursts, which last a minute and come every ten, both in the mean."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.requests <= _MOST_REQUESTS:
@@ -76,6 +83,8 @@ class DayShape:
             raise UsageError(f"a day of {self.duration_s} s; give a positive number of seconds, at most 10,000,000")
         if not (self.longest >= 1 and 0 < self.length <= 1000):
             raise UsageError(f"lengths of {self.length} times the usual, at most {self.longest} tokens: not possible")
+        if not 1 <= self.burst <= 100:
+            raise UsageError(f"bursts of {self.burst} times the usual rate; give 1 to 100")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +120,38 @@ def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
     each = sum(kind.share * (1 + kind.turns) for kind in _KINDS)
     every_s = shape.duration_s / (shape.requests / each)
     found: list[DayRequest] = []
-    begin_s = 0.0
+    begin_s, bursts = 0.0, _bursts(shape, dice)
+    most = (1 + _SWING) * shape.burst
+    usual = 1 / (1 - _BURST_SHARE + _BURST_SHARE * shape.burst)
+    """Rate between bursts, as a share of the mean."""
     while True:
         # Thinning: propose at the highest rate of the day, keep in proportion.
-        begin_s += dice.exponential(every_s / (1 + _SWING))
+        begin_s += dice.exponential(every_s / (most * usual))
         if begin_s >= shape.duration_s:
             break
         swing = 1 + _SWING * math.sin(2 * math.pi * (begin_s / shape.duration_s - 0.25))
-        if dice.positive() * (1 + _SWING) <= swing:
+        rate = swing * (shape.burst if any(low <= begin_s < high for low, high in bursts) else 1.0)
+        if dice.positive() * most <= rate:
             found += _conversation(len(found), begin_s, shared, shape, dice, numbers)
     return tuple(found)
+
+
+def shared_parts(requests: Sequence[DayRequest]) -> tuple[tuple[int, int], ...]:
+    """Return the beginnings that conversations share, the popular ones first."""
+    used = Counter(request.parts[0] for request in requests if request.at_s is not None)
+    return tuple(part for part, _ in used.most_common())
+
+
+def _bursts(shape: DayShape, dice: Dice) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    if shape.burst == 1:
+        return found
+    at_s = 0.0
+    while at_s < shape.duration_s:
+        begin_s = at_s + dice.exponential(_BURST_S * (1 / _BURST_SHARE - 1))
+        at_s = begin_s + dice.exponential(_BURST_S)
+        found.append((begin_s, at_s))
+    return found
 
 
 class _SharedTexts:

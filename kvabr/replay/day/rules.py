@@ -5,49 +5,70 @@
 - ``prfaas``: ``threshold:19400``, which Prefill-as-a-service (arXiv 2604.15039) reports for its case study.
 - ``break-even``: remote beyond n*(C), from the link's estimate alone: neither queues nor caches there count.
 - ``selfish``: kvabr's rule for every request by itself; others do not count.
+- ``whole``: kvabr's rule without computing a beginning here while the end comes.
 - ``kvabr``: kvabr's rule.
+
+Two more know what nobody can, to show what a rule loses by not knowing it:
+
+- ``knows-link``: kvabr's rule, and what the link will carry.
+- ``knows-present``: kvabr's rule, and how long the request will take at each place: the link, the prefills' true times,
+  and how transfers will share the link. It does not know later requests, as the oracle does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from kvabr.abr.estimators.tracking import Tracking
+from kvabr.replay.day.queues import SharedWire
 from kvabr.replay.day.requests import DayRequest
-from kvabr.replay.day.world import Day, DayOutcome, World, WorldShape
-from kvabr.route import FETCH, LOCAL, REMOTE, LinkMemory, Place, PrefillSite, RouteLink, Router, break_even_tokens
+from kvabr.replay.day.world import Choice, Day, DayOutcome, World, WorldShape
+from kvabr.route import (
+    LOCAL,
+    REMOTE,
+    Forecast,
+    LinkMemory,
+    Place,
+    PrefillSite,
+    RouteLink,
+    Router,
+    break_even_tokens,
+)
 from kvabr.types.errors import UsageError, did_you_mean
 
 PRFAAS_TOKENS = 19_400
 KVABR = "kvabr"
-RULES = ("local", "remote", "prfaas", "break-even", "selfish", KVABR)
+RULES = ("local", "remote", "prfaas", "break-even", "selfish", "whole", KVABR)
 """Names of the rules; ``threshold:N`` is another for each number."""
+KNOWING = ("knows-link", "knows-present")
+"""Names of those that know more than a router can."""
 
 
 class DayRule(Protocol):
     """Decides where requests go."""
 
-    def place(self, request: DayRequest, world: World, now: float) -> Place:
+    def place(self, request: DayRequest, world: World, now: float) -> Choice:
         """Return where a request goes that has just arrived."""
         ...
 
 
 class _Fixed:
     def __init__(self, place: Place) -> None:
-        self._place = place
+        self._choice = Choice(place)
 
-    def place(self, request: DayRequest, world: World, now: float) -> Place:  # noqa: ARG002  # the rule's whole point
-        return self._place
+    def place(self, request: DayRequest, world: World, now: float) -> Choice:  # noqa: ARG002  # the rule's whole point
+        return self._choice
 
 
 class _Threshold:
     def __init__(self, tokens: float) -> None:
         self._tokens = tokens
 
-    def place(self, request: DayRequest, world: World, now: float) -> Place:
+    def place(self, request: DayRequest, world: World, now: float) -> Choice:
         lacking = request.tokens - world.view(request, now)[0].cached_tokens
-        return REMOTE if lacking > self._tokens else LOCAL
+        return Choice(REMOTE if lacking > self._tokens else LOCAL)
 
 
 class _BreakEven:
@@ -56,7 +77,7 @@ class _BreakEven:
         self._memory = LinkMemory(Tracking())
         self._memory.sample(shape.mean_rate, 1.0, 0.0)
 
-    def place(self, request: DayRequest, world: World, now: float) -> Place:
+    def place(self, request: DayRequest, world: World, now: float) -> Choice:
         for end, nbytes, seconds in world.wire.samples(now):
             self._memory.sample(nbytes, seconds, end)
         rate = self._memory.rates(0.0, now)[0]
@@ -67,7 +88,7 @@ class _BreakEven:
 
 
 class _Kvabr:
-    def __init__(self, shape: WorldShape, *, considerate: bool) -> None:
+    def __init__(self, shape: WorldShape, *, considerate: bool = True, both: bool = True) -> None:
         self._router = Router(
             shape.local.cost,
             shape.remote.cost,
@@ -75,21 +96,59 @@ class _Kvabr:
             rtt_s=World(shape).rtt_s,
             workers=(shape.local.workers, shape.remote.workers),
             live=shape.live,
+            both=both and shape.both,
             considerate=considerate,
         )
         self._router.arrived(shape.mean_rate, 1.0, 0.0)
 
-    def place(self, request: DayRequest, world: World, now: float) -> Place:
+    def place(self, request: DayRequest, world: World, now: float) -> Choice:
         for end, nbytes, seconds in world.wire.samples(now):
             self._router.arrived(nbytes, seconds, end)
         here, there = world.view(request, now)
-        return self._router.route(
+        options = self._router.options(
             request.tokens,
             now,
             cached=(here.cached_tokens, there.cached_tokens),
             queue_s=(here.queue_s, there.queue_s),
             backlog_bytes=world.wire.backlog(now),
-        ).place
+        )
+        index = min(
+            range(len(options)), key=[one.price_s for one in self._known(options, request, world, now)].__getitem__
+        )
+        self._router.take(options, options[index], now)
+        return _choice(options[index])
+
+    def _known(self, options: Sequence[Forecast], request: DayRequest, world: World, now: float) -> Sequence[Forecast]:
+        """Return the forecasts by which to choose."""
+        del request, world, now
+        return options
+
+
+class _KnowsPresent(_Kvabr):
+    def _known(self, options: Sequence[Forecast], request: DayRequest, world: World, now: float) -> Sequence[Forecast]:
+        return [replace(one, ttft_s=world.copy().serve(request, _choice(one), now).ttft_s) for one in options]
+
+
+class _KnownLink(LinkMemory):
+    """Knows what a link will carry."""
+
+    def __init__(self, wire: SharedWire) -> None:
+        super().__init__(Tracking())
+        self._wire = wire
+
+    def rates(self, nbytes: float, now: float) -> tuple[float, float]:
+        rate = self._wire.rate(nbytes, now)
+        return rate, rate
+
+
+class _KnowsLink(_Kvabr):
+    def place(self, request: DayRequest, world: World, now: float) -> Choice:
+        self._router.memory = _KnownLink(world.wire)
+        return super().place(request, world, now)
+
+
+def _choice(one: Forecast) -> Choice:
+    return Choice(one.place, one.front_tokens)
 
 
 def rule_of(name: str, shape: WorldShape) -> DayRule:
@@ -111,9 +170,12 @@ def rule_of(name: str, shape: WorldShape) -> DayRule:
         return _Fixed(REMOTE)
     if name == "break-even":
         return _BreakEven(shape)
-    if name in ("selfish", KVABR):
-        return _Kvabr(shape, considerate=name == KVABR)
-    raise UsageError(f"no rule {name!r}{did_you_mean(name, RULES)}; there are {', '.join(RULES)} and threshold:TOKENS")
+    if name in ("selfish", "whole", KVABR):
+        return _Kvabr(shape, considerate=name != "selfish", both=name != "whole")
+    if name in KNOWING:
+        return (_KnowsLink if name == "knows-link" else _KnowsPresent)(shape)
+    names = (*RULES, *KNOWING)
+    raise UsageError(f"no rule {name!r}{did_you_mean(name, names)}; there are {', '.join(names)} and threshold:TOKENS")
 
 
 def play_day(requests: Sequence[DayRequest], shape: WorldShape, rule: DayRule) -> list[DayOutcome]:
@@ -124,6 +186,3 @@ def play_day(requests: Sequence[DayRequest], shape: WorldShape, rule: DayRule) -
         request, now = arriving
         found[request.number] = day.serve(rule.place(request, day.world, now))
     return [outcome for outcome in found if outcome is not None]
-
-
-CHOICES: tuple[Place, ...] = (LOCAL, REMOTE, FETCH)

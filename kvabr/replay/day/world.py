@@ -6,7 +6,8 @@ The model:
   does not keep a worker from others. A prefill takes what its cost says, times a factor that belongs to the request
   (log-normal): a router's forecasts are never quite right.
 - The link carries what the trace says. Requests share it: what was requested first goes first, and what is not computed
-  yet leaves room for others. A remote prefill sends in pieces while it computes.
+  yet leaves room for others. A remote prefill sends in pieces while it computes. Meanwhile the local site may compute
+  the beginning itself, which then is not sent.
 - Each site keeps the caches of prompts, least recently used out. The local site, where all decoding is done, has every
   prompt and its answer after that; the remote one what it prefilled.
 
@@ -17,21 +18,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
+from kvabr.replay.day.queues import PrefixCache, SharedWire, WorkerPool
 from kvabr.replay.day.requests import TOKEN_S, DayRequest
 from kvabr.replay.link import FIRST_BYTE_S, PAYLOAD_SHARE, Capacity
 from kvabr.replay.trace import Trace
-from kvabr.route import FETCH, LOCAL, REMOTE, CacheSize, Place
+from kvabr.route import BOTH, FETCH, LOCAL, REMOTE, CacheSize, Place
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
-
-_FORGET_S = 60.0
-"""Busy times that ended so long ago are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +57,15 @@ class WorldShape:
     rtt_s: float
     live: bool = True
     """Whether the remote site sends while it computes."""
-    pieces: int = 32
-    """Pieces in which a remote prefill is sent, at most: more take longer to simulate."""
+    both: bool = True
+    """Whether the local site can compute the beginning of a prompt meanwhile."""
+    pieces: int = 24
+    """Pieces in which most of a remote prefill is sent. Towards both ends they are smaller, down to a group."""
     scatter: float = 0.1
     """Standard deviation of the logarithm of a prefill's time over its forecast."""
+    warm: tuple[tuple[int, int], ...] = ()
+    """Beginnings of prompts that both sites have in place from the start, as far as they have room, in the form of
+    `DayRequest.parts`; those that matter most come first."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.rtt_s <= 60 and 0 <= self.scatter <= 3):
@@ -75,11 +77,19 @@ class WorldShape:
         return self.trace.mean_rate * PAYLOAD_SHARE
 
 
+class Choice(NamedTuple):
+    """Where a request goes."""
+
+    place: Place
+    front_tokens: int = 0
+    """For `BOTH`: up to where the local site computes; what stands behind comes over the link."""
+
+
 @dataclass(frozen=True, slots=True)
 class DayOutcome:
     """What became of one request."""
 
-    place: Place
+    choice: Choice
     ttft_s: float
     local_s: float
     """Seconds of a local worker."""
@@ -87,6 +97,11 @@ class DayOutcome:
     """Seconds of a remote worker."""
     bytes: float
     """Bytes over the link."""
+
+    @property
+    def place(self) -> Place:
+        """Where it went."""
+        return self.choice.place
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,189 +112,6 @@ class SiteView:
     """Expected seconds until a worker is free."""
     cached_tokens: int
     """Tokens of the prompt in place."""
-
-
-class BusyTimes:
-    """When something is busy: intervals that do not touch, in order."""
-
-    def __init__(self) -> None:
-        self._begins: list[float] = []
-        self._ends: list[float] = []
-
-    def copy(self) -> BusyTimes:
-        """Return a copy."""
-        made = BusyTimes()
-        made._begins, made._ends = self._begins[:], self._ends[:]
-        return made
-
-    def forget(self, before: float) -> None:
-        """Drop what ended before a time."""
-        gone = bisect_right(self._ends, before)
-        if gone:
-            del self._begins[:gone], self._ends[:gone]
-
-    def free(self, after: float, lasts: float) -> float:
-        """Return the first time from ``after`` on that is free for ``lasts``."""
-        index = bisect_right(self._ends, after)
-        for begin, end in zip(self._begins[index:], self._ends[index:], strict=True):
-            if begin - after >= lasts:
-                break
-            after = end
-        return after
-
-    def gaps(self, after: float) -> list[tuple[float, float]]:
-        """Return the free intervals from ``after`` on; the last one is infinite."""
-        index = bisect_right(self._ends, after)
-        found = []
-        for begin, end in zip(self._begins[index:], self._ends[index:], strict=True):
-            if begin > after:
-                found.append((after, begin))
-            after = end
-        found.append((after, math.inf))
-        return found
-
-    def take(self, begin: float, end: float) -> None:
-        """Make an interval busy, whatever it was."""
-        if end <= begin:
-            return
-        first = bisect_right(self._ends, begin)
-        if first and self._ends[first - 1] >= begin:
-            first -= 1
-        last = bisect_right(self._begins, end)
-        if last > first:
-            begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
-        self._begins[first:last] = [begin]
-        self._ends[first:last] = [end]
-
-
-class WorkerPool:
-    """Prefill workers of one site: what they will do, and what can be known of it."""
-
-    def __init__(self, workers: int) -> None:
-        self._busy = [BusyTimes() for _ in range(workers)]
-        self._jobs: list[list[tuple[float, float, float]]] = [[] for _ in range(workers)]
-        """Begin, end and forecast of what each worker has to do."""
-
-    def copy(self) -> WorkerPool:
-        """Return a copy."""
-        made = WorkerPool(0)
-        made._busy, made._jobs = [one.copy() for one in self._busy], [jobs[:] for jobs in self._jobs]
-        return made
-
-    def queue_s(self, now: float) -> float:
-        """Return the expected seconds until a worker is free, from the forecasts of what is before it."""
-        least = math.inf
-        for index, jobs in enumerate(self._jobs):
-            left = [job for job in jobs if job[1] > now]
-            self._jobs[index] = left
-            waits = 0.0
-            for begin, _, forecast in left:
-                waits += max(0.0, begin + forecast - now) if begin <= now else forecast
-            least = min(least, waits)
-        return least
-
-    def free(self, after: float) -> float:
-        """Return when a worker is free for the first time, from ``after`` on."""
-        return min(busy.free(after, 0.0) for busy in self._busy)
-
-    def work(self, ready: float, seconds: float, forecast: float, now: float) -> float:
-        """Let the worker that is free first do something; return when it begins."""
-        for busy in self._busy:
-            busy.forget(now - _FORGET_S)
-        begins = [busy.free(ready, seconds) for busy in self._busy]
-        begin = min(begins)
-        index = begins.index(begin)
-        self._busy[index].take(begin, begin + seconds)
-        self._jobs[index].append((begin, begin + seconds, forecast))
-        return begin
-
-
-class SharedWire:
-    """The link, as far as it is not taken by what was requested before."""
-
-    def __init__(self, capacity: Capacity) -> None:
-        self._capacity, self._busy = capacity, BusyTimes()
-        self._coming: list[tuple[float, float]] = []
-        self._coming_bytes = 0.0
-        self._samples: list[tuple[float, float, float]] = []
-
-    def copy(self) -> SharedWire:
-        """Return a copy."""
-        made = SharedWire(self._capacity)
-        made._busy, made._coming, made._samples = self._busy.copy(), self._coming[:], self._samples[:]
-        made._coming_bytes = self._coming_bytes
-        return made
-
-    def send(self, ready: float, nbytes: float) -> float:
-        """Carry bytes as soon as there is room from ``ready`` on; return when the last one is through."""
-        left, busy_s, first, end = nbytes, 0.0, -1.0, ready
-        for begin, until in self._busy.gaps(ready):
-            first = begin if first < 0 else first
-            if math.isfinite(until):
-                room = self._capacity.between(begin, until)
-                if room < left:
-                    left -= room
-                    busy_s += until - begin
-                    continue
-            end = self._capacity.when(begin, left)
-            busy_s += end - begin
-            break
-        # All gaps before the last one are filled, so everything in between is busy now.
-        self._busy.take(first, end)
-        heapq.heappush(self._coming, (end, nbytes))
-        self._coming_bytes += nbytes
-        heapq.heappush(self._samples, (end, nbytes, busy_s))
-        return end
-
-    def backlog(self, now: float) -> float:
-        """Return the bytes of earlier requests that are not through."""
-        self._busy.forget(now - _FORGET_S)
-        while self._coming and self._coming[0][0] <= now:
-            self._coming_bytes -= heapq.heappop(self._coming)[1]
-        return max(0.0, self._coming_bytes) if self._coming else 0.0
-
-    def samples(self, now: float) -> list[tuple[float, float, float]]:
-        """Return what came by ``now`` and was not returned before: end, bytes, and seconds of a busy link."""
-        found = []
-        while self._samples and self._samples[0][0] <= now:
-            found.append(heapq.heappop(self._samples))
-        return found
-
-
-class PrefixCache:
-    """The caches that a site keeps: parts of prompts, least recently used out."""
-
-    def __init__(self, tokens: int) -> None:
-        self._room, self._kept = tokens, 0
-        self._parts: OrderedDict[int, tuple[int, float]] = OrderedDict()
-        """Tokens of each part, and from when on it is in place."""
-
-    def copy(self) -> PrefixCache:
-        """Return a copy."""
-        made = PrefixCache(self._room)
-        made._parts, made._kept = self._parts.copy(), self._kept
-        return made
-
-    def match(self, parts: tuple[tuple[int, int], ...], now: float) -> int:
-        """Return how many tokens at the beginning of a prompt are in place."""
-        found = 0
-        for number, tokens in parts:
-            known = self._parts.get(number)
-            if known is None or known[1] > now:
-                break
-            found += tokens
-        return found
-
-    def add(self, parts: tuple[tuple[int, int], ...], ready: float) -> None:
-        """Keep a prompt, from a time on; what is in place already stays so."""
-        # The beginning is used last, since what stands behind it is worth nothing without it.
-        for number, tokens in reversed(parts):
-            known = self._parts.pop(number, None)
-            self._kept += tokens if known is None else 0
-            self._parts[number] = (tokens, ready if known is None else min(known[1], ready))
-        while self._kept > self._room:
-            _, (tokens, _) = self._parts.popitem(last=False)
-            self._kept -= tokens
 
 
 class World:
@@ -296,6 +128,9 @@ class World:
             PrefixCache(shape.local.cache_tokens),
             PrefixCache(shape.remote.cache_tokens),
         )
+        for part in reversed(shape.warm):
+            self._kept_here.add((part,), 0.0)
+            self._kept_there.add((part,), 0.0)
 
     def _set(
         self, here: WorkerPool, there: WorkerPool, wire: SharedWire, kept_here: PrefixCache, kept_there: PrefixCache
@@ -327,16 +162,17 @@ class World:
         queue_s = pool.queue_s(now)
         return SiteView(queue_s, kept.match(request.parts, now + queue_s))
 
-    def serve(self, request: DayRequest, place: Place, now: float) -> DayOutcome:
+    def serve(self, request: DayRequest, choice: Choice, now: float) -> DayOutcome:
         """Settle a request that arrives now and goes to a place.
 
         Requests must come in the order of their arrival. `FETCH` without anything to fetch is `LOCAL`.
         """
+        self.wire.forget(now)
         luck = self._luck(request)
-        if place == REMOTE:
-            made = self._remote(request, luck, now)
+        if choice.place in (REMOTE, BOTH):
+            made = self._remote(request, luck, now, choice)
         else:
-            made = self._local(request, luck[0], now, fetch=place == FETCH)
+            made = self._local(request, luck[0], now, fetch=choice.place == FETCH)
         self._kept_here.add((*request.parts, request.answer), now + made.ttft_s)
         return made
 
@@ -358,26 +194,34 @@ class World:
         if there > here:
             size = self.shape.cache
             nbytes = (there - here) * size.per_token + size.constant
-            pieces = [(now + self.rtt_s / 2, count) for count in self._cut(there - here)]
-            ready = self._carry(pieces)
+            ready = self._carry([(now + self.rtt_s / 2, there - here)])
         before = max(here, there)
         forecast_s = self.shape.local.cost.seconds(before, tokens - before)
         begin = self._here.work(ready, luck * forecast_s, forecast_s, now)
         place = FETCH if nbytes else LOCAL
-        return DayOutcome(place, begin + luck * forecast_s - now, luck * forecast_s, 0.0, nbytes)
+        return DayOutcome(Choice(place), begin + luck * forecast_s - now, luck * forecast_s, 0.0, nbytes)
 
-    def _remote(self, request: DayRequest, luck: tuple[float, float], now: float) -> DayOutcome:
+    def _remote(self, request: DayRequest, luck: tuple[float, float], now: float, choice: Choice) -> DayOutcome:
         tokens, size = request.tokens, self.shape.cache
         cost, half_s = self.shape.remote.cost, self.rtt_s / 2
         free = self._there.free(now + half_s)
         there = self._whole(self._kept_there, request, free)
         # What is on its way here anyway is not sent twice.
         here = self._whole(self._kept_here, request, free)
+        front_end = front_s = 0.0
+        if choice.place == BOTH and (front := size.whole_groups(choice.front_tokens, tokens)) > here:
+            before = self._whole(self._kept_here, request, now)
+            forecast_s = self.shape.local.cost.seconds(before, front - before)
+            front_s = luck[0] * forecast_s
+            front_end = self._here.work(now, front_s, forecast_s, now) + front_s
+            here = front
         forecast_s = cost.seconds(there, tokens - there)
         begin = self._there.work(now + half_s, luck[1] * forecast_s, forecast_s, now)
         end = begin + luck[1] * forecast_s
-        known = now + half_s if self._whole(self._kept_there, request, now) >= there else begin
-        pieces = [(known if self.shape.live else end, n) for n in self._cut(max(0, there - here))]
+        pieces = []
+        if there > here:
+            known = now + half_s if self._whole(self._kept_there, request, now) >= there else begin
+            pieces.append((known if self.shape.live else end, there - here))
         at = max(here, there)
         for n in self._cut(tokens - at):
             at += n
@@ -386,17 +230,25 @@ class World:
         step_s = luck[0] * self.shape.local.cost.seconds(tokens - 1, 1)
         nbytes = (tokens - here) * size.per_token + size.constant
         self._kept_there.add(request.parts, end)
-        return DayOutcome(REMOTE, arrived + step_s - now, 0.0, luck[1] * forecast_s, nbytes)
+        ttft_s = max(arrived, front_end) + step_s - now
+        chosen = Choice(BOTH, choice.front_tokens) if front_s else Choice(REMOTE)
+        return DayOutcome(chosen, ttft_s, front_s, luck[1] * forecast_s, nbytes)
 
     def _cut(self, tokens: int) -> list[int]:
-        """Return the lengths of pieces of whole groups, the last group alone."""
-        if tokens <= 0:
-            return []
-        group = self.shape.cache.group_tokens
-        last = self.shape.cache.last_group(tokens)
-        each = max(1, -(-((tokens - last) // group) // max(1, self.shape.pieces - 1))) * group
-        full, rest = divmod(tokens - last, each)
-        return [each] * full + ([rest] if rest else []) + [last]
+        """Return the lengths of pieces of whole groups: one group, twice as many, ..., and the same back.
+
+        Cut evenly, the first piece would leave too late for a slow link, and the last one too late for a fast one.
+        """
+        group, last = self.shape.cache.group_tokens, self.shape.cache.last_group(tokens)
+        left = (tokens - last) // group
+        most = max(1, -(-left // max(1, self.shape.pieces)))
+        ramp: list[int] = []
+        while 3 * sum(ramp) < left and (not ramp or 2 * ramp[-1] < most):
+            ramp.append(2 * ramp[-1] if ramp else 1)
+        if 2 * sum(ramp) > left:
+            ramp = []
+        full, rest = divmod(left - 2 * sum(ramp), most)
+        return [n * group for n in (*ramp, *[most] * full, *([rest] if rest else []), *reversed(ramp))] + [last]
 
     def _carry(self, pieces: list[tuple[float, int]]) -> float:
         """Carry and decode pieces, each ready at a time; return when the last one is in place."""
@@ -404,7 +256,7 @@ class World:
         decoded, sent = 0.0, 0.0
         for index, (ready, tokens) in enumerate(pieces):
             constant = size.constant if index == len(pieces) - 1 else 0.0
-            sent = self.wire.send(max(ready, sent), tokens * size.per_token + constant)
+            sent = self.wire.send(ready, tokens * size.per_token + constant, sent)
             group = min(tokens, size.group_tokens)
             # A piece is decoded group by group as it comes; what is left when it is complete is one group.
             decoded = max(decoded + (tokens - group) * size.decode_s, sent + half_s) + group * size.decode_s
@@ -435,7 +287,7 @@ class Day:
             first = self._following[0]
         return None if first is None else (self._requests[first[1]], first[0])
 
-    def serve(self, place: Place) -> DayOutcome:
+    def serve(self, choice: Choice) -> DayOutcome:
         """Send the next request to a place, and return what becomes of it."""
         arriving = self.next()
         if arriving is None:
@@ -445,7 +297,7 @@ class Day:
             heapq.heappop(self._following)
         else:
             self._index += 1
-        made = self.world.serve(request, place, now)
+        made = self.world.serve(request, choice, now)
         if request.following is not None:
             pause_s = self._requests[request.following].pause_s
             then = now + made.ttft_s + TOKEN_S * request.answer[1] + pause_s

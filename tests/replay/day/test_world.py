@@ -10,13 +10,14 @@ from statistics import fmean
 import pytest
 
 from kvabr.replay.day.compare import BEST, ORACLE, compare
-from kvabr.replay.day.oracle import replay_places, search
-from kvabr.replay.day.requests import TOKEN_S, DayRequest, DayShape, day_of_requests
-from kvabr.replay.day.rules import CHOICES, PRFAAS_TOKENS, RULES, play_day, rule_of
-from kvabr.replay.day.world import BusyTimes, Day, PrefixCache, SiteShape, World, WorldShape
-from kvabr.replay.link import FIRST_BYTE_S
+from kvabr.replay.day.oracle import candidates, replay_choices, search
+from kvabr.replay.day.queues import BusyTimes, PrefixCache, SharedWire, WorkerPool
+from kvabr.replay.day.requests import TOKEN_S, DayRequest, DayShape, day_of_requests, shared_parts
+from kvabr.replay.day.rules import PRFAAS_TOKENS, RULES, play_day, rule_of
+from kvabr.replay.day.world import Choice, Day, SiteShape, World, WorldShape
+from kvabr.replay.link import FIRST_BYTE_S, Capacity
 from kvabr.replay.trace import Trace
-from kvabr.route import FETCH, LOCAL, REMOTE, CacheSize, PrefillSite, RouteLink, forecasts
+from kvabr.route import BOTH, FETCH, LOCAL, REMOTE, CacheSize, PrefillSite, RouteLink, forecasts
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 
@@ -38,22 +39,47 @@ def request(number, at_s, tokens, *, parts=None, following=None, pause_s=0.0):
     return DayRequest(number, at_s, pause_s, following, parts, (5000 + number, 50), (0.0, 0.0), tokens)
 
 
+def played(requests, places, world):
+    choices = [place if isinstance(place, Choice) else Choice(place) for place in places]
+    return replay_choices(requests, choices, world)
+
+
 def times(requests, places, world):
-    return [outcome.ttft_s for outcome in replay_places(requests, places, world)]
+    return [outcome.ttft_s for outcome in played(requests, places, world)]
 
 
 def test_busy_times_have_gaps_and_merge():
     busy = BusyTimes()
     busy.take(10.0, 20.0)
     busy.take(30.0, 40.0)
-    assert busy.free(5.0, 5.0) == 5.0
-    assert busy.free(5.0, 6.0) == 20.0
-    assert busy.free(12.0, 11.0) == 40.0
+    assert busy.within(15.0, 35.0) == [(15.0, 20.0), (30.0, 35.0)]
+    assert busy.within(20.0, 30.0) == []
     assert busy.gaps(15.0) == [(20.0, 30.0), (40.0, math.inf)]
     busy.take(20.0, 30.0)
     assert busy.gaps(0.0) == [(0.0, 10.0), (40.0, math.inf)]
     busy.forget(50.0)
     assert busy.gaps(0.0) == [(0.0, math.inf)]
+
+
+def test_a_worker_that_waits_for_a_prefix_serves_others_before():
+    pool = WorkerPool(1)
+    assert pool.work(10.0, 5.0, 4.0, 0.0) == 10.0
+    assert pool.work(0.0, 6.0, 6.0, 0.0) == 0.0
+    assert pool.work(0.0, 6.0, 6.0, 0.0) == 15.0
+    assert pool.queue_s(0.0) == 16.0
+    assert pool.queue_s(5.0) == 11.0
+    assert pool.copy().free(0.0) == 6.0
+
+
+def test_a_receiver_sees_what_comes_while_the_link_is_busy():
+    wire = SharedWire(Capacity(Trace("two", "two", (0.0, 10.0), (100.0, 300.0), 20.0), slow_start=False))
+    assert wire.send(9.5, 350.0) == pytest.approx(11.0)
+    assert wire.backlog(10.0) == 350.0
+    assert wire.copy().send(9.5, 30.0) == pytest.approx(11.1)
+    assert list(wire.samples(10.0)) == [(10.0, pytest.approx(50.0), 0.5)]
+    assert list(wire.samples(12.0)) == [(pytest.approx(11.0), pytest.approx(300.0), pytest.approx(1.0))]
+    assert list(wire.samples(13.0)) == []
+    assert wire.backlog(9.0) == wire.backlog(11.5) == 0.0
 
 
 def test_prefills_queue_at_their_site():
@@ -76,11 +102,46 @@ def test_a_request_alone_takes_what_is_forecast(rate, live):
     for tokens in (100, 1280, 12_800, 100_000):
         local, remote = forecasts(
             tokens, PrefillSite(SLOW), PrefillSite(FAST), RouteLink(rate * 0.948, rtt_s, live=live), world.cache
-        )
+        )[:2]
         one = [request(0, 0.0, tokens)]
         assert times(one, [LOCAL], world) == pytest.approx([local.ttft_s])
-        # Sent in 32 pieces, not group by group.
+        # Sent in pieces, not group by group.
         assert times(one, [REMOTE], world) == pytest.approx([remote.ttft_s], rel=0.04)
+        assert times(one, [REMOTE], replace(world, pieces=1 << 20)) == pytest.approx([remote.ttft_s], rel=0.01)
+
+
+def test_the_beginning_is_computed_here_while_the_end_comes():
+    # 1,000 tokens a second here; the link carries 2,000 a second.
+    world = shape(trace=link(2e6 / 0.948))
+    one = [request(0, 0.0, 12_800)]
+    found = {}
+    for front in (0, 2560, 4224, 8320):
+        (outcome,) = played(one, [Choice(BOTH, front)], world)
+        found[front] = outcome.ttft_s
+        assert outcome.local_s == pytest.approx(front / 1000)
+        assert outcome.bytes == pytest.approx((12_800 - front) * 1000)
+        assert outcome.place == (BOTH if front else REMOTE)
+    assert found[0] == pytest.approx(times(one, [REMOTE], world)[0]) == pytest.approx(6.5, rel=0.03)
+    assert found[2560] == pytest.approx(5.2, rel=0.08)
+    assert found[4224] < found[2560]
+    assert found[8320] == pytest.approx(8.32 + 0.001)
+    (forecast,) = [
+        each
+        for each in forecasts(12_800, PrefillSite(SLOW), PrefillSite(FAST), RouteLink(2e6, 0.044), world.cache)
+        if each.place == BOTH
+    ]
+    assert forecast.ttft_s == pytest.approx(times(one, [Choice(BOTH, forecast.front_tokens)], world)[0], rel=0.03)
+
+
+def test_what_sites_have_from_the_start():
+    shared = (7, 6400)
+    day = [request(0, 0.0, 6500, parts=(shared, (8, 100)))]
+    small = {"local": SiteShape(SLOW, cache_tokens=0), "warm": (shared, (9, 10))}
+    cold, warm = (played(day, [REMOTE], shape(**changes))[0] for changes in ({}, small))
+    assert cold.remote_s == pytest.approx(6500 / 8000)
+    assert warm.remote_s == pytest.approx(100 / 8000)
+    assert played(day, [LOCAL], shape(**small))[0].local_s == pytest.approx(6.5)
+    assert shared_parts(day) == (shared,)
 
 
 def test_requests_share_the_link_in_their_order():
@@ -107,12 +168,12 @@ def test_what_is_cached_is_neither_computed_nor_sent():
         request(0, 0.0, 6500, parts=(shared, (8, 100))),
         request(1, 100.0, 6528, parts=(shared, (9, 128))),
     ]
-    cold, warm = replay_places(day, [LOCAL, LOCAL], shape())
+    cold, warm = played(day, [LOCAL, LOCAL], shape())
     assert (cold.local_s, warm.local_s) == pytest.approx((6.5, 0.128))
-    far = replay_places(day, [REMOTE, REMOTE], shape())[1]
+    far = played(day, [REMOTE, REMOTE], shape())[1]
     assert far.remote_s == pytest.approx(128 / 8000)
     assert far.bytes == 128_000
-    fetched = replay_places(day, [REMOTE, FETCH], shape(local=SiteShape(SLOW, cache_tokens=0)))[1]
+    fetched = played(day, [REMOTE, FETCH], shape(local=SiteShape(SLOW, cache_tokens=0)))[1]
     assert fetched.place == FETCH
     assert fetched.bytes == 6_400_000
     assert fetched.local_s == pytest.approx(0.128)
@@ -132,12 +193,12 @@ def test_the_least_recently_used_prefix_goes_first():
 def test_a_turn_comes_after_the_answer_to_the_one_before():
     day = Day([request(0, 3.0, 1000, following=1), request(1, None, 2000, pause_s=7.0)], World(shape()))
     assert day.next() == (day._requests[0], 3.0)
-    assert day.serve(LOCAL).ttft_s == pytest.approx(1.0)
+    assert day.serve(Choice(LOCAL)).ttft_s == pytest.approx(1.0)
     assert day.next()[1] == pytest.approx(3.0 + 1.0 + 50 * TOKEN_S + 7.0)
-    day.serve(LOCAL)
+    day.serve(Choice(LOCAL))
     assert day.next() is None
     with pytest.raises(UsageError, match="the day is over"):
-        day.serve(LOCAL)
+        day.serve(Choice(LOCAL))
 
 
 def test_the_same_seed_gives_the_same_day():
@@ -149,6 +210,8 @@ def test_the_same_seed_gives_the_same_day():
         assert (asked.at_s is None) == any(before.following == asked.number for before in one)
     counts = [len(day_of_requests(DayShape(1000), seed)) for seed in range(8)]
     assert fmean(counts) == pytest.approx(1000, rel=0.1)
+    bursts = [len(day_of_requests(DayShape(1000, burst=5.0), seed)) for seed in range(8)]
+    assert fmean(bursts) == pytest.approx(1000, rel=0.2)
 
 
 def test_conversations_and_libraries_share_beginnings():
@@ -162,7 +225,7 @@ def test_conversations_and_libraries_share_beginnings():
 
 
 def small_day(seed):
-    requests = day_of_requests(DayShape(100, 60.0), seed)[:7]
+    requests = day_of_requests(DayShape(100, 60.0), seed)[:6]
     last = requests[-1]
     return (*requests[:-1], replace(last, following=None))
 
@@ -170,9 +233,20 @@ def small_day(seed):
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_oracle_finds_nearly_the_best_of_all_assignments(seed):
     requests, world = small_day(seed), shape()
-    best = min(fmean(times(requests, places, world)) for places in product(CHOICES, repeat=len(requests)))
-    found = search(requests, [LOCAL] * len(requests), world, sweeps=4)
-    assert best - 1e-9 <= fmean(one.ttft_s for one in found) <= 1.02 * best
+    options = [(*map(Choice, (LOCAL, REMOTE, FETCH)), Choice(BOTH, one.tokens // 3)) for one in requests]
+    best = min(fmean(times(requests, choices, world)) for choices in product(*options))
+    found = search(requests, [Choice(LOCAL)] * len(requests), world, sweeps=4)
+    assert fmean(one.ttft_s for one in found) <= 1.02 * best
+
+
+def test_the_oracle_tries_every_place_and_other_fronts():
+    world = shape(local=SiteShape(SLOW, cache_tokens=0), warm=((7, 6400),))
+    day = Day([request(0, 0.0, 12_800, parts=((7, 6400), (8, 6400)))], World(world))
+    asked, now = day.next()
+    assert list(candidates(day, asked, now, Choice(LOCAL))) == [
+        Choice(REMOTE), Choice(FETCH), Choice(BOTH, 3200), Choice(BOTH, 6400),
+    ]  # fmt: skip
+    assert list(candidates(day, asked, now, Choice(BOTH, 6400)))[3:] == [Choice(BOTH, 5120), Choice(BOTH, 7936)]
 
 
 def test_rules_do_what_they_say():
@@ -186,7 +260,8 @@ def test_rules_do_what_they_say():
     assert places("remote") == [REMOTE, REMOTE]
     assert places("prfaas") == [LOCAL, REMOTE]
     assert places(f"threshold:{PRFAAS_TOKENS - 1}") == [REMOTE, REMOTE]
-    assert places("break-even") == places("selfish") == places("kvabr") == [REMOTE, REMOTE]
+    assert places("break-even") == places("whole") == [REMOTE, REMOTE]
+    assert places("selfish") == places("kvabr") == places("knows-link") == places("knows-present") == [BOTH, BOTH]
     thin = shape(trace=link(1e5))
     assert [one.place for one in play_day(day, thin, rule_of("break-even", thin))] == [LOCAL, LOCAL]
     for name in ("nearest", "threshold:many"):
@@ -212,6 +287,7 @@ def test_queues_and_link_make_a_rule_better_than_a_threshold():
         (lambda: DayShape(0), "0 requests"),
         (lambda: DayShape(10, 0.0), "a day of 0.0 s"),
         (lambda: DayShape(10, length=0.0), "lengths of 0.0 times"),
+        (lambda: DayShape(10, burst=0.5), "bursts of 0.5 times"),
         (lambda: SiteShape(SLOW, 0), "0 workers"),
         (lambda: shape(rtt_s=-1.0), "a round trip of -1.0 s"),
         (lambda: compare([], shape(), deadline_s=1.0), "no requests"),
