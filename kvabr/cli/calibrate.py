@@ -28,8 +28,8 @@ than others: --target-kl measures, and chooses steps for each layer class; all A
 
 The model runs forwards over every context, and backwards through the last quarter of it, to find the channels in which
 errors matter. That takes minutes for a small model, and space for all caches twice in the temporary folder (TMPDIR).
-A profile fits only the model that it was made from. It covers all of its layer classes (windows, chunks, latents);
-there is no AC for recurrent states.
+A profile fits only the model that it was made from. It covers all of its layer classes: windows, chunks,
+latents, states.
 """
 
 
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import StageBar
-    from kvabr.codec.ac import check_class
+    from kvabr.codec.columns import check_class
     from kvabr.publish.calibrate import CONTEXTS, SEARCH, calibrate, stages
     from kvabr.publish.texts import calibration_texts
     from kvabr.store.files import read_text, write_file
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     for line in told:
         print(line)
     for name, only in zip(spec.names, spec.classes, strict=True):
-        if only.rope is None:
+        if only.rope is None and only.kind != "state":
             print(
                 "no invertible rotary embedding was found (one that depends on the prompt's length is not): keys "
                 f"{'' if len(spec.classes) == 1 else f'of {name} '}are coded as they are"

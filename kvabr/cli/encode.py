@@ -55,6 +55,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--continuation", type=int, default=128, metavar="M", help="tokens to measure losses on (default: 128)"
     )
     parser.add_argument("--group-tokens", type=int, metavar="N", help="tokens per group (default: 128)")
+    parser.add_argument(
+        "--snapshots-every",
+        type=int,
+        metavar="N",
+        help="tokens between two snapshots of recurrent states, a multiple of a group's: shorter prompts can be played "
+        "to each (default: one snapshot, at the end)",
+    )
     parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="tracks to encode (default: all but FP4)")
     parser.add_argument(
         "--profile",
@@ -103,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
             profile,
             writer,
             group_tokens=args.group_tokens,
+            snapshots_every=args.snapshots_every,
             source=f"{args.text.name}, its first {args.tokens} tokens",
             salt=salt,
             progress=bar,

@@ -15,14 +15,15 @@ noise. An enhancement lists the far tokens that its finer step adds.
     codes:  8 bits, [token, layer, K/V, head, dim], in units of the scale
     far:    FP16, [token, layer, K/V, head, dim]
 
-Eight bits suffice: at every depth the loss is the same as with exact sinks.
+Eight bits suffice: at every depth the loss is the same as with exact sinks. Of a state, columns stand for tokens
+(`kvabr.codec.columns`).
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from typing import ClassVar
@@ -34,6 +35,7 @@ from numpy.typing import NDArray
 from kvabr.codec import gpu
 from kvabr.codec.analysis import Coefficients
 from kvabr.codec.base import Codec, GroupContext
+from kvabr.codec.columns import check_class, coded_spec, turned, turned_back
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
 from kvabr.codec.payload import PayloadReader, finite, raw
@@ -41,7 +43,7 @@ from kvabr.codec.profile import ClassProfile
 from kvabr.codec.quantiser import RATIO, SINGLE, quantise
 from kvabr.codec.quantiser import below as track_below
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import FP16_MAX, KVSpec
+from kvabr.types.kv import FP16_MAX
 from kvabr.types.naming import LAYERS
 
 _MEMO = "ac"
@@ -63,6 +65,7 @@ class Ac(Codec):
         profile = _profile(context, self.name)
         depth = profile.depth(self.name)
         work = _work(group, context, profile)
+        group, context = work.group, _coded(context)
         far = (work.coefficients.reach > depth.step).numpy()
         if self.name == LAYERS[0]:
             # The layers above code multiples of this index, even of tokens that they store, in 16 bits.
@@ -97,18 +100,23 @@ class Ac(Codec):
         self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
     ) -> None:
         """Decode all layers to the cache in one call of the coder; then place the stored tokens."""
-        profile = _profile(context, self.name)
+        profile, spec, context = _profile(context, self.name), context.spec, _coded(context)
         tracks = _chain(self.name)
         parts = _split_chain(profile, context, tracks, (*below, payload))
         models, coded = [profile.depth(track).coder for track in tracks], [part.coded for part in parts]
-        job = DecodeJob(models, coded, profile.transform, profile.depth(self.name).step, context.first_token, out)
+        columns = spec.only.kind == "state"
+        made = out.new_empty(context.spec.shape(context.tokens)) if columns else out
+        job = DecodeJob(models, coded, profile.transform, profile.depth(self.name).step, context.first_token, made)
         (gpu.decode_many if out.device.type == "cuda" else coder.decode_many)([job])
         for part in parts:
-            part.place(out)
+            part.place(made)
+        if columns:
+            out.copy_(turned_back(made, spec))
 
     def aside(self, payload: memoryview, context: GroupContext) -> int:
         """Return the number of listed tokens: outliers and far tokens, without sinks."""
-        sinks = _sinks(_profile(context, self.name), context) if self.refines is None else 0
+        profile, context = _profile(context, self.name), _coded(context)
+        sinks = _sinks(profile, context) if self.refines is None else 0
         return split_payload(payload, context, sinks, self.name).listed
 
     def _lower(
@@ -145,7 +153,10 @@ class _Made:
 class _Work:
     """Intermediate results that the depths of one group share while they are encoded."""
 
+    given: torch.Tensor
+    """The group as `Ac.encode` was given it."""
     group: torch.Tensor
+    """The group as it is coded, see `kvabr.codec.columns`."""
     profile: ClassProfile
     coefficients: Coefficients
     made: dict[str, _Made] = field(default_factory=dict)
@@ -160,12 +171,21 @@ class _Work:
 
 def _work(group: torch.Tensor, context: GroupContext, profile: ClassProfile) -> _Work:
     known = None if context.memo is None else context.memo.get(_MEMO)
-    if isinstance(known, _Work) and known.group is group and known.profile is profile:
+    if isinstance(known, _Work) and known.given is group and known.profile is profile:
         return known
-    work = _Work(group, profile, profile.analysis.analyse(group, context.first_token))
+    coded = turned(group, context.spec)
+    work = _Work(group, coded, profile, profile.analysis.analyse(coded, _coded(context).first_token))
     if context.memo is not None:
         context.memo[_MEMO] = work
     return work
+
+
+def _coded(context: GroupContext) -> GroupContext:
+    """Return the context of a group as it is coded: the tokens of a state are its columns."""
+    if context.spec.only.kind != "state":
+        return context
+    tokens = context.tokens // context.spec.rows * context.spec.only.v_dim
+    return replace(context, spec=coded_spec(context.spec), first_token=0, tokens=tokens)
 
 
 def _chain(track: str) -> list[str]:
@@ -187,20 +207,6 @@ def _split_chain(
         )
     sinks = [_sinks(profile, context), *[0] * (len(tracks) - 1)]
     return [split_payload(*each) for each in zip(payloads, repeat(context), sinks, tracks, strict=False)]
-
-
-def has_ac(spec: KVSpec) -> bool:
-    """Return whether all layer classes can be coded: there are no AC tracks of states."""
-    return all(each.kind != "state" for each in spec.classes)
-
-
-def check_class(spec: KVSpec, track: str) -> None:
-    """Raise a `FormatError` that names the tracks that work, unless `has_ac`."""
-    if not has_ac(spec):
-        raise FormatError(
-            f"{track}: there is no AC for the states of {spec.model} ({spec.summary}); FP16, BF16, FP8, Int8, FP4 and "
-            "Int4 work"
-        )
 
 
 def _profile(context: GroupContext, track: str) -> ClassProfile:

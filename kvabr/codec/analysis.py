@@ -97,7 +97,7 @@ class Analysis:
             return self._analyse_natively(group.detach().cpu(), first_token)
         bare = _empty(*group.shape[:3], *group.shape[:2:-1]).transpose(3, 4)
         bare[:, 1:] = group[:, 1:]
-        bare[:, 0] = rotate(group[:, 0].float().cpu(), self.structure.spec.rope, first_token, undo=True)
+        bare[:, 0] = rotate(group[:, 0].float().cpu(), self.structure.coded.rope, first_token, undo=True)
         return self.coefficients(self.centred(bare))
 
     def centred(self, bare: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ class Analysis:
 
     def key_power(self, channels: torch.Tensor) -> torch.Tensor:
         """Return the squared distance of each token's keys from their mean, [layer, token] float32."""
-        keys = channels.reshape(self.structure.spec.layers, self.structure.halves, -1, channels.shape[2])[:, 0]
+        keys = channels.reshape(self.structure.coded.layers, self.structure.halves, -1, channels.shape[2])[:, 0]
         return keys.square().sum(dim=1)
 
     def outlying(self, power: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,7 @@ class Analysis:
     @cached_property
     def _native(self) -> tuple[Any, ...]:
         """The extension module's handle of every stack."""
-        transform, structure, spec, made = self.transform, self.structure, self.structure.spec, []
+        transform, structure, spec, made = self.transform, self.structure, self.structure.coded, []
         for stack, matrix in zip(structure.stacks, transform.stack, strict=True):
             which = slice(stack.first, stack.last), stack.kind
             blocks = structure.blocks_of(stack)
@@ -183,11 +183,11 @@ class Analysis:
         if group.dtype not in DTYPES:
             group = group.float()
         source = group.data_ptr(), DTYPES[group.dtype], group.stride(), tokens
-        rows, power = _empty(structure.rows, tokens).numpy(), np.zeros((structure.spec.layers, tokens), np.float32)
+        rows, power = _empty(structure.rows, tokens).numpy(), np.zeros((structure.coded.layers, tokens), np.float32)
 
         def work(number: int) -> NDArray[np.float32]:
             stack, first, last = structure.stacks[number], *structure.first_rows[number : number + 2]
-            turns = backwards(None if stack.kind else structure.spec.rope, first_token, tokens)
+            turns = backwards(None if stack.kind else structure.coded.rope, first_token, tokens)
             largest, own = np.zeros((3, tokens), np.float32), power[stack.first : 0 if stack.kind else stack.last]
             _kvanalysis.analyse(self._native[number], source, *turns, rows[first:last], largest, own)
             return largest

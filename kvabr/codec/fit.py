@@ -15,8 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.analysis import Analysis
+from kvabr.codec.columns import turned
 from kvabr.codec.native.coder_model import TILE
 from kvabr.codec.profile import MAX_SINKS, MAX_STEP, ClassProfile, Depth
+from kvabr.codec.quantised import is_quantised, numbers_of
 from kvabr.codec.quantiser import SymbolCounts, coder_model, nested, quantise
 from kvabr.codec.rope import rotate
 from kvabr.codec.transform import LARGEST, NO_MATRIX, RUN, Structure, Transform, layered, plain, rounded
@@ -90,6 +92,12 @@ class FitConfig:
         """Return a copy with all steps multiplied by a factor."""
         return replace(self, steps={track: factor * step for track, step in self.steps.items()})
 
+    def of(self, part: KVSpec) -> FitConfig:
+        """Return these options for one layer class: no column of a state is a sink, and no two heads have a cause."""
+        if part.only.kind != "state":
+            return self
+        return replace(self, sinks=0, outliers=0.0, stack_layers=1, kept=(0, 0), block_heads=1)
+
 
 def fit(
     spec: KVSpec,
@@ -103,12 +111,14 @@ def fit(
 
     Args:
         spec: the model's spec, or that of one of its classes.
-        caches: called once per pass.
+        caches: called once per pass; of a state, each has one snapshot or several, one behind the other in the axis of
+            its rows.
         config: options of the profile.
         progress: called after every cache of every pass.
         gradients: for each cache, the gradient of what the model says next with respect to its first tokens, as
             `kvabr.engines.transformers.TransformersEngine.gradient_classes` computes it: [layer, K/V, head, token,
-            dim], fewer tokens than the cache. None: all channels of a layer's keys, or values, count alike.
+            dim], fewer tokens than the cache, or one snapshot of a state. None: all channels of a layer's keys, or
+            values, count alike.
     """
     config = config or FitConfig()
     return fit_tables(fit_transform(spec, caches, config, progress, gradients=gradients), caches, config, progress)
@@ -123,6 +133,7 @@ def fit_transform(
     gradients: Caches | None = None,
 ) -> Transform:
     """Fit the part of a profile that no quantiser's step changes; the arguments are those of `fit`."""
+    config = config.of(spec)
     structure = layered(spec, config.stack_layers, config.kept, config.block_heads) if config.transform else plain(spec)
     source = _Source(spec, caches, config.sinks, progress)
     # Until stacks are fitted, all components are rows.
@@ -138,7 +149,7 @@ def fit_tables(
     transform: Transform, caches: Caches, config: FitConfig, progress: Progress = lambda _stage, _done: None
 ) -> ClassProfile:
     """Fit the tables of every depth to a transform; the arguments are those of `fit`."""
-    spec = transform.structure.spec
+    spec, config = transform.structure.spec, config.of(transform.structure.spec)
     source = _Source(spec, caches, config.sinks, progress)
     return ClassProfile(spec, config.sinks, transform, _depths(Analysis(transform), source, config))
 
@@ -156,8 +167,7 @@ class _Source:
         """Yield the caches without sinks, float32, keys without rotary embedding."""
         seen = 0
         for cache in self.caches():
-            if cache.dim() != 5 or tuple(cache.shape) != self.spec.shape(cache.shape[3]):
-                raise FormatError(f"calibration: a cache of shape {tuple(cache.shape)} is not one of {self.spec.model}")
+            self._check(cache)
             if cache.shape[3] > self.sinks:
                 yield _sensible(self.bare(cache))
                 seen += 1
@@ -165,9 +175,16 @@ class _Source:
         if not seen:
             raise FormatError(f"calibration needs caches longer than {self.sinks} tokens")
 
+    def _check(self, cache: torch.Tensor) -> None:
+        good = cache.dim() == 5 and tuple(cache.shape) == self.spec.shape(cache.shape[3])
+        if not good or (self.spec.only.kind == "state" and cache.shape[3] % self.spec.rows):
+            raise FormatError(f"calibration: a cache of shape {tuple(cache.shape)} is not one of {self.spec.model}")
+
     def bare(self, cache: torch.Tensor) -> torch.Tensor:
-        """Return one cache without sinks and rotation."""
-        bare = cache[:, :, :, self.sinks :].float().clone()
+        """Return one cache without sinks and rotation, as numbers; of a state its columns."""
+        if is_quantised(cache.dtype):
+            cache = numbers_of(cache, self.spec)
+        bare = turned(cache, self.spec)[:, :, :, self.sinks :].float().clone()
         bare[:, 0] = rotate(bare[:, 0], self.spec.rope, self.sinks, undo=True)
         return bare
 
@@ -192,7 +209,7 @@ def _sensible(bare: torch.Tensor) -> torch.Tensor:
 
 def _means(structure: Structure, source: _Source) -> Transform:
     """Return a transform with the means only."""
-    spec = structure.spec
+    spec = structure.coded
     layers, halves, heads, _, dim = spec.shape(1)
     total = torch.zeros((layers, halves, heads, dim), dtype=torch.float64)
     count = 0
@@ -218,7 +235,7 @@ def _outliers(transform: Transform, source: _Source, share: float) -> Transform:
 def _channels(transform: Transform, source: _Source, config: FitConfig, gradients: Caches | None) -> Transform:
     """Refine the means, and fit the transforms of blocks and the norms."""
     analysis, structure = Analysis(transform), transform.structure
-    spec, blocks, width = structure.spec, structure.blocks, structure.width
+    spec, blocks, width = structure.coded, structure.blocks, structure.width
     total = torch.zeros((blocks, width), dtype=torch.float64)
     # Without a transform only the power of each channel counts.
     shape = (blocks, width, width) if config.transform else (blocks, width)
@@ -259,7 +276,7 @@ def _by_side(common: torch.Tensor, structure: Structure) -> torch.Tensor | None:
 
     Where a block holds keys and values side by side, these may differ much in size.
     """
-    keys, values = structure.spec.only.split
+    keys, values = structure.coded.only.split
     if structure.halves == 2 or not values:
         return None
     power = common.diagonal(dim1=1, dim2=2).reshape(len(common), structure.block_heads, keys + values)

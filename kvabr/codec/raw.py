@@ -52,6 +52,14 @@ class Raw(Separable):
         layers, both, heads, tokens, dim = flat.shape
         codes = codes.reshape(tokens, layers, both, heads, dim).permute(1, 2, 3, 0, 4)
         if out.dtype == own:
-            flat.copy_(codes)
+            _copy(codes, flat)
         else:
             place(flat, codes.float().mul_(scales_of(spec).to(out.device)))
+
+
+def _copy(codes: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy codes of one byte, eight at a time where they lie side by side in both tensors."""
+    steps = ((each.shape[-1], each.storage_offset(), *each.stride()[:-1]) for each in (codes, out))
+    if codes.stride(-1) == out.stride(-1) == 1 and not any(step % 8 for every in steps for step in every):
+        codes, out = codes.view(torch.int64), out.view(torch.int64)
+    out.copy_(codes)

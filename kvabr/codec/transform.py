@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvabr.codec.columns import coded_spec
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 
@@ -100,13 +101,13 @@ class Structure:
     """Blocks and stacks of one model's cache. Every layer's keys and values are in exactly one stack."""
 
     spec: KVSpec
-    """Of one layer class."""
+    """Of one layer class, see `coded`."""
     block_heads: int
     """Heads in a block; divides the heads of a layer."""
     stacks: tuple[Stack, ...]
 
     def __post_init__(self) -> None:
-        spec, heads = self.spec, self.block_heads
+        spec, heads = self.coded, self.block_heads
         whole = type(heads) is int and heads > 0 and spec.kv_heads % heads == 0
         need(whole, f"blocks of {heads!r} heads do not divide the {spec.kv_heads} of a layer")
         need(self.dim <= MAX_DIM, f"{self.dim} channels of a head, at most {MAX_DIM} are allowed")
@@ -126,14 +127,19 @@ class Structure:
         need(len(seen) == self.halves * spec.layers, "a layer's keys or values are in no stack")
 
     @cached_property
+    def coded(self) -> KVSpec:
+        """The spec of what is transformed: `spec`, or that of the columns of a state (`kvabr.codec.columns`)."""
+        return coded_spec(self.spec)
+
+    @cached_property
     def halves(self) -> int:
         """Kinds of stacks: 2, keys and values, or 1 if these are unlike in shape or there is only one vector."""
-        return self.spec.only.halves
+        return self.coded.only.halves
 
     @cached_property
     def dim(self) -> int:
         """Channels of a head."""
-        return self.spec.shape(1)[4]
+        return self.coded.shape(1)[4]
 
     @cached_property
     def width(self) -> int:
@@ -143,17 +149,17 @@ class Structure:
     @cached_property
     def per_layer(self) -> int:
         """Blocks of one layer's keys, or values."""
-        return self.spec.kv_heads // self.block_heads
+        return self.coded.kv_heads // self.block_heads
 
     @cached_property
     def blocks(self) -> int:
         """Number of blocks: [layer, K/V, block of heads], row-major."""
-        return self.spec.layers * self.halves * self.per_layer
+        return self.coded.layers * self.halves * self.per_layer
 
     @property
     def rows(self) -> int:
         """Coefficients per token; as many as elements."""
-        return self.spec.elements_per_token
+        return self.coded.elements_per_token
 
     def blocks_of(self, stack: Stack) -> list[int]:
         """Return the blocks of a stack, in order."""
@@ -209,7 +215,7 @@ def layered(spec: KVSpec, layers: int, kept: tuple[int, int], block_heads: int |
             together where they are unlike in shape.
         block_heads: heads in a block, a divisor of a layer's; None for as many as have `_USUAL_WIDTH` channels.
     """
-    _, halves, all_heads, _, dim = spec.shape(1)
+    _, halves, all_heads, _, dim = coded_spec(spec).shape(1)
     heads = block_heads or max(
         heads
         for heads in range(1, all_heads + 1)
@@ -228,7 +234,7 @@ def layered(spec: KVSpec, layers: int, kept: tuple[int, int], block_heads: int |
 
 def plain(spec: KVSpec) -> Structure:
     """Return a structure without transforms: every head is its own block."""
-    return Structure(spec, 1, tuple(Stack(kind, 0, spec.layers, 0) for kind in range(spec.only.halves)))
+    return Structure(spec, 1, tuple(Stack(kind, 0, spec.layers, 0) for kind in range(coded_spec(spec).only.halves)))
 
 
 class Matrices(NamedTuple):
@@ -286,7 +292,7 @@ class Transform:
     further sinks; their keys are far from the mean in some layer. A payload lists them."""
 
     def __post_init__(self) -> None:
-        structure, shape = self.structure, self.structure.spec.shape(1)
+        structure, shape = self.structure, self.structure.coded.shape(1)
         blocks, width = structure.blocks, structure.width
         need(len(self.stack) == len(structure.stacks), f"{len(self.stack)} matrices of {len(structure.stacks)} stacks")
         sizes = enumerate(map(structure.width_of, structure.stacks))

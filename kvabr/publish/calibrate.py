@@ -7,13 +7,14 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from typing import IO
 
 import torch
 
-from kvabr.codec.ac import check_class
+from kvabr.codec.columns import check_class
 from kvabr.codec.fit import PASSES, FitConfig, fit_tables, fit_transform
-from kvabr.codec.group import clean
+from kvabr.codec.group import clean, largest_number
 from kvabr.codec.payload import raw
 from kvabr.codec.profile import Profile, joined
 from kvabr.publish.model import CalibrationEngine, TextModel
@@ -38,9 +39,14 @@ STAGES = ("prefill", *PASSES)
 SEARCH = "steps"
 """Stage in which steps are searched for; each of its steps measures a loss."""
 
+_SNAPSHOTS = 8
+"""Parts of a context; at the ends of all but the first, snapshots are taken of its states."""
+
 _HELD_OUT = 6
 """With a target, one in this many contexts is kept from the fit, to measure on."""
 
+Cache = tuple[torch.Tensor, ...]
+"""A tensor per layer class."""
 Progress = Callable[[str, int, int], None]
 """Called with a stage, its steps done, and its steps in all."""
 
@@ -164,10 +170,8 @@ def _prefill(
     """Compute all caches; keep those that are held out, and store the others with their gradients."""
     samples = []
     for number, ids in enumerate(cuts):
-        cache = prefill_classes(engine, ids)
         scored = len(ids) // _SCORED_SHARE
-        # A cache of 16 bits may hold infinities, behind which all probabilities are NaN.
-        kept = tuple(clean(part[:, :, :, :-scored])[0] for part in cache)
+        cache, kept = _caches(engine, ids, len(ids) - scored)
         if number in held:
             samples.append(HeldOutText(kept, Reference(engine, kept, ids[-scored:])))
         else:
@@ -177,6 +181,30 @@ def _prefill(
                 each.gradients.add(slope)
         progress(number + 1, len(cuts))
     return samples
+
+
+def _caches(engine: CalibrationEngine, ids: Sequence[int], end: int) -> tuple[Cache, Cache]:
+    """Return the cache of a context, with several snapshots of each state, and that of its first ``end`` tokens."""
+    parts, total = engine.spec.parts, len(ids)
+    states = [part.only.kind == "state" for part in parts]
+    marks = {end, *(total * step // _SNAPSHOTS for step in range(2, _SNAPSHOTS))} if any(states) else ()
+    pieces: list[Cache] = []
+    whole: Cache | None = None
+    for first, last in pairwise(sorted({0, *marks, total})):
+        pieces.append(prefill_classes(engine, ids[first:last], whole))
+        before = pieces[-1] if whole is None else whole
+        whole = tuple(
+            piece if whole is None or state else torch.cat((one, piece), dim=3)
+            for one, piece, state in zip(before, pieces[-1], states, strict=True)
+        )
+        if last == end or not marks:
+            kept = whole
+    # A cache of 16 bits may hold infinities, behind which all probabilities are NaN.
+    clear = (
+        clean(one if state else one[:, :, :, :end], largest_number(part))[0]
+        for one, part, state in zip(kept, parts, states, strict=True)
+    )
+    return tuple(torch.cat(part, dim=3) for part in zip(*pieces, strict=True)), tuple(clear)
 
 
 def _found(spec: KVSpec, chosen: Chosen, samples: int) -> str:

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import torch
 
-from kvabr.codec.ac import check_class, has_ac
 from kvabr.codec.base import GroupContext, codec, names
+from kvabr.codec.columns import check_class, has_ac
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import clean, cut, decode_group, encode_group, largest_number, payload_of
 from kvabr.codec.profile import Profile, joined
@@ -334,13 +334,18 @@ def _shorter(total: int, continuation: int) -> str:
 
 
 def compute_cache(
-    engine: Engine, tokens: Sequence[int], progress: Callable[[int, int], None] = lambda _done, _all: None
+    engine: Engine,
+    tokens: Sequence[int],
+    progress: Callable[[int, int], None] = lambda _done, _all: None,
+    *,
+    spec: KVSpec | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the exact cache of a prompt, computed in pieces, in the engine's dtype.
 
-    It is a tensor per layer class, [layer, K/V, head, token, dim], each of all tokens, or of all snapshots of a state.
+    It is a tensor per layer class, [layer, K/V, head, token, dim], each of all tokens, or of all snapshots of a state;
+    which there are, ``spec`` says, by default the engine's.
     """
-    total, parts = len(tokens), engine.spec.parts
+    total, parts = len(tokens), (spec or engine.spec).parts
     if not total:
         raise UsageError("a prompt takes at least 1 token")
     snapshots = [snapshot_ends(part, total) for part in parts]
@@ -381,6 +386,7 @@ def publish(
     store: FrameStore,
     *,
     group_tokens: int | None = None,
+    snapshots_every: int | None = None,
     source: str = "",
     salt: bytes = b"",
     max_passes: int = MAX_PASSES,
@@ -398,6 +404,8 @@ def publish(
             small and without a transform, and published with it.
         store: keeps every frame and the profile, and gives frames back for measuring; as a rule an asset's writer.
         group_tokens: tokens per group; None: as in the engine's spec.
+        snapshots_every: tokens between two snapshots of a state, a multiple of the group's; None: as in the engine's
+            spec.
         source: what the prompt is, in words, for the catalog.
         salt: a tenant's secret, see `kvabr.types.naming.chain`. It is not kept, so `Prompt.sealed` must tie the token
             ids to the catalog.
@@ -406,15 +414,16 @@ def publish(
         progress: called after every step.
         tell: called, in words, with what is unusual about the cache.
 
-    Raises `ForeignError` if the profile is of another model, `FormatError` if a group cannot have that many tokens.
+    Raises `ForeignError` if the profile is of another model, `FormatError` if a group cannot have that many tokens or
+    snapshots do not lie between groups, and `UsageError` if the model has no states to take them of.
     """
-    spec = engine.spec if group_tokens is None else replace(engine.spec, group_tokens=group_tokens)
+    spec = _published(engine.spec, group_tokens, snapshots_every)
     needing = needs_profile(tracks)
     if needing:
         check_class(spec, next(track for track in tracks if codec(track).needs_profile))
         if profile is not None:
             profile.check(spec)
-    exact = compute_cache(engine, prompt.tokens, partial(progress, "prefill"))
+    exact = compute_cache(engine, prompt.tokens, partial(progress, "prefill"), spec=spec)
     if needing and profile is None:
         profile = own_profile(spec, exact)
         tell(
@@ -462,6 +471,21 @@ def publish(
         catalog, sample_mixes(catalog), reference, prompt.tokens, frames.decode, progress=partial(progress, "mix")
     )
     return replace(catalog, mixes=tuple(Mix(mix.tracks, six(mix.predicted), six(mix.measured)) for mix in mixes))
+
+
+def _published(spec: KVSpec, group_tokens: int | None, snapshots_every: int | None) -> KVSpec:
+    """Return the spec of what is published of a model with this one."""
+    if group_tokens is not None:
+        spec = replace(spec, group_tokens=group_tokens)
+    if snapshots_every is None:
+        return spec
+    states = [each.kind == "state" for each in spec.classes]
+    if not any(states):
+        raise UsageError(f"{spec.model} has no recurrent states to take snapshots of")
+    pairs = zip(spec.classes, states, strict=True)
+    return replace(
+        spec, classes=tuple(replace(each, interval=snapshots_every) if state else each for each, state in pairs)
+    )
 
 
 def needs_raw(spec: KVSpec) -> bool:

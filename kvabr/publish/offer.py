@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvabr.codec.ac import check_class
+from kvabr.codec.columns import check_class
 from kvabr.codec.base import codec
 from kvabr.codec.profile import Profile
 from kvabr.publish.encoder import RAW, FrameEncoder, needs_raw, ordered_tracks, pointless, six

@@ -14,6 +14,7 @@ from statistics import fmean
 import torch
 
 from kvabr.codec.analysis import Analysis
+from kvabr.codec.columns import turned, turned_back
 from kvabr.codec.fit import FitConfig
 from kvabr.codec.native import coder
 from kvabr.codec.quantiser import SINGLE, quantise
@@ -57,10 +58,12 @@ class _Class:
     """One layer class: what its coefficients become at a step, without the entropy coder, which loses nothing."""
 
     def __init__(self, transform: Transform, config: FitConfig, caches: Sequence[torch.Tensor]) -> None:
-        self._transform, self._caches = transform, caches
+        self._transform, self._part = transform, transform.structure.spec
+        self._caches = [turned(cache, self._part) for cache in caches]
+        config = config.of(self._part)
         self._step, self._dead, self._sinks = config.steps[SINGLE], config.dead.get(SINGLE, 0.0), config.sinks
         analysis = Analysis(transform)
-        self._coefficients = [analysis.analyse(cache, 0) for cache in caches]
+        self._coefficients = [analysis.analyse(cache, 0) for cache in self._caches]
 
     def coded(self, number: int, factor: float) -> torch.Tensor:
         """Return a cache as a player would have it."""
@@ -71,7 +74,7 @@ class _Class:
         out = torch.empty_like(cache)
         coder.synthesise(self._transform, (index * FINE).short().numpy(), step, 0, out)
         out[:, :, :, aside] = cache[:, :, :, aside]
-        return out
+        return turned_back(out, self._part)
 
 
 class StepSearch:
@@ -87,9 +90,10 @@ class StepSearch:
     ) -> None:
         """Take the transforms of all layer classes, in the order of `KVSpec.parts`, and samples, at least one."""
         self._samples, self._progress = samples, progress
-        caches = zip(*(sample.cache for sample in samples), strict=True)
+        caches = list(zip(*(sample.cache for sample in samples), strict=True))
         self._classes = [_Class(made, config, own) for made, own in zip(transforms, caches, strict=True)]
-        sizes = [part.elements_per_token for part in spec.parts]
+        tokens = [sum(cache.shape[3] for cache in own) for own in caches]  # rows of a state
+        sizes = [count * part.elements_per_token for count, part in zip(tokens, spec.parts, strict=True)]
         self._shares = [size / sum(sizes) for size in sizes]
         several = len(sizes) > 1
         self._done, self._all = 0, len(sizes) * _ROUNDS * several + _MORE_ROUNDS + (0 if several else _ROUNDS)

@@ -1,4 +1,4 @@
-"""The AC tracks of every kind of layer class: windows, chunks, latents, one vector for both, unlike keys and values."""
+"""The AC tracks of every kind of class: windows, chunks, latents, states, K = V, unlike keys and values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.numpy import load, save
 
-from kvabr.codec.ac import has_ac
 from kvabr.codec.base import GroupContext
+from kvabr.codec.columns import coded_spec, has_ac, turned, turned_back
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.native import coder
@@ -206,10 +206,103 @@ def test_heads_that_no_decoder_takes_are_refused():
         plain(huge)
 
 
-def test_there_is_no_ac_of_states():
-    state = LayerClass("state", (0,), 2, 8, 8, "float32")
-    hybrid = KVSpec("test/hybrid", "tokenizer", (state, LayerClass("full", (1,), 2, 8, 8, "float16")))
+STATES = {
+    "recurrent": LayerClass("state", (0, 2), 3, 24, 40, "float32", role="recurrent"),
+    "convolution": LayerClass("state", (0, 2), 1, 300, 4, "bfloat16", role="convolution"),
+    "none but one": LayerClass("state", (0, 2), 2, 5, 1, "float32", role="scan"),
+}
+HYBRID = KVSpec("test/hybrid", "tokenizer", (*STATES.values(), LayerClass("full", (1,), 2, 8, 8, "float16")))
+STATE_PARTS = dict(zip(STATES, HYBRID.parts, strict=False))
+
+
+def snapshots_of(part, count=1, seed=0):
+    """Sums of keys times values: the rows have scales and causes in common, in each head its own."""
+    layers, _, heads, rows, columns = part.shape(part.rows)
+    fixed, dice = (torch.Generator().manual_seed(each) for each in (97, 1000 + seed))
+    keys = torch.randn(layers, heads, rows, 3, generator=fixed) * (2.0 ** torch.arange(-4, 4)).repeat(rows)[:rows, None]
+    made = [keys @ torch.randn(layers, heads, 3, columns, generator=dice) for _ in range(count)]
+    noise = (0.03 * torch.randn(each.shape, generator=dice) for each in made)
+    return torch.cat([each + more for each, more in zip(made, noise, strict=True)], dim=2)[:, None]
+
+
+@pytest.fixture(scope="module")
+def hybrid_profile():
+    made = [
+        fit(part, lambda part=part: (snapshots_of(part, 8, seed) for seed in (101, 102))) for part in HYBRID.parts[:3]
+    ]
+    return joined(HYBRID, [*made, fitted(HYBRID.parts[3])])
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_columns_of_a_state_stand_for_tokens(name):
+    part = STATE_PARTS[name]
+    coded, kv = coded_spec(part), snapshots_of(part, 3)
+    columns = turned(kv, part)
+    assert tuple(columns.shape) == coded.shape(3 * part.only.v_dim)
+    assert coded.only.k_dim <= 128
+    assert torch.equal(turned_back(columns, part), kv)
+    # One column of the second snapshot: all its rows, those of a wide one in pieces.
+    one = kv[1, 0, 0, part.rows : 2 * part.rows, 0]
+    pieces = part.rows // coded.only.k_dim
+    assert torch.equal(columns[1, 0, :pieces, part.only.v_dim].flatten(), one)
+    full = HYBRID.parts[3]
+    assert turned(kv, full) is turned_back(kv, full) is kv
+
+
+@pytest.mark.parametrize("name", ["recurrent", "convolution"])
+def test_states_play_and_are_finer_with_every_layer(hybrid_profile, name):
+    part = STATE_PARTS[name]
+    profile = Profile.from_bytes(hybrid_profile.to_bytes())
+    kv, context = snapshots_of(part, seed=1), GroupContext(part, 5000, part.rows, profile, memo={})
+    frames, errors = [], []
+    for track in LAYERS:
+        frames.append(encode_group(kv, track, context, CHUNK, 0, [bytes(payload_of(frame)) for frame in frames]))
+        # In a cache of several snapshots, and in 16 bits: the tensor is neither contiguous nor of the state's type.
+        room = torch.full(part.shape(2 * part.rows), float("nan"), dtype=torch.bfloat16)
+        out = room[:, :, :, part.rows :]
+        decode_group(frames[-1], track, context, CHUNK, 0, out, [payload_of(frame) for frame in frames[:-1]])
+        assert bool(room[:, :, :, : part.rows].isnan().all())
+        errors.append(error(kv, out.float()))
+    assert all(finer < coarser / 2 for coarser, finer in pairwise(errors))
+    assert errors[3] < 3e-3
+    if name == "recurrent":  # what rows have in common is not paid for
+        plain_bits = len(encode_group(kv, "Int4", GroupContext(part, 5000, part.rows), CHUNK, 0))
+        assert sum(map(len, frames)) < plain_bits
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_every_path_decodes_the_same_state(hybrid_profile, monkeypatch, name):
+    part = STATE_PARTS[name]
+    context, kv = GroupContext(part, 384, part.rows, hybrid_profile), snapshots_of(part, seed=3)
+    kv[0, 0, 0, 0, 0] = 1e30  # beyond 16 bits: its column is stored as it is, as far as FP16 reaches
+    frame = encode_group(kv, "AC-5x", context, CHUNK, 3)
+    found = {}
+    for path in coder.available_paths():
+        monkeypatch.setenv(coder.VARIABLE, path)
+        found[path] = torch.empty_like(kv)
+        decode_group(frame, "AC-5x", context, CHUNK, 3, found[path])
+    assert all(torch.equal(out, found["reference"]) for out in found.values())
+    assert float(found["reference"][0, 0, 0, 0, 0]) == 65504.0
+    kv[0, 0, 0, :, 0], found["reference"][0, 0, 0, :, 0] = 0, 0
+    assert error(kv, found["reference"]) < 5e-3
+
+
+def test_a_state_without_a_transform_has_a_profile_of_its_own():
+    part = STATE_PARTS["convolution"]
+    kv = snapshots_of(part, seed=2)
+    made = fit(part, lambda: [kv], FitConfig(transform=False, classes=16))
+    assert (made.sinks, made.spec) == (0, part)
+    out, context = torch.empty_like(kv), GroupContext(part, 128, part.rows, made)
+    decode_group(encode_group(kv, "AC-5x", context, CHUNK, 0), "AC-5x", context, CHUNK, 0, out)
+    assert error(kv, out) < 0.02
+    with pytest.raises(FormatError, match="a cache of shape"):
+        fit(part, lambda: [kv[:, :, :, :299]])
+
+
+def test_states_of_too_many_pieces_have_no_ac():
+    wide = KVSpec("test/wide", "tokenizer", (LayerClass("state", (0,), 1000, 256, 8, "float32"),))
     assert has_ac(SPEC)
-    assert not has_ac(hybrid)
-    with pytest.raises(FormatError, match="AC-5x: there is no AC for the states of test/hybrid"):
-        encode_group(torch.zeros(hybrid.parts[0].shape(8)), "AC-5x", GroupContext(hybrid.parts[0], 0, 8), CHUNK, 0)
+    assert has_ac(HYBRID)
+    assert not has_ac(wide)
+    with pytest.raises(FormatError, match=r"AC-5x: there is no AC for the states of test/wide .* too long"):
+        encode_group(torch.zeros(wide.shape(256)), "AC-5x", GroupContext(wide, 0, 256), CHUNK, 0)

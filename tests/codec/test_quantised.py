@@ -9,6 +9,7 @@ import torch
 
 from kvabr.codec.base import GroupContext
 from kvabr.codec.container import header_bytes
+from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import clean, decode_group, decode_payload, encode_group, payload_of
 from kvabr.codec.native import coder
 from kvabr.codec.quantised import codes_of, convert, numbers_of, scales_of
@@ -166,3 +167,32 @@ def test_by_default_nothing_is_published_that_has_no_fewer_bits():
     assert made.isdisjoint({"FP16", "BF16", "FP8", "Int8"})
     assert "Raw" not in ordered_tracks(None)
     assert ordered_tracks(["FP16", "Raw"], spec_of("latent")) == ("FP16", "Raw")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_ac_codes_the_numbers(name):
+    """Whatever the scales are: a profile fitted to the codes knows the numbers, as one fitted to these does."""
+    spec = spec_of(name)
+    dice = torch.Generator().manual_seed(5)
+    mixing = torch.randn(6, torch.Size(spec.shape(1)).numel(), generator=dice)
+
+    def numbers():
+        layers, halves, heads, _, dim = spec.shape(1)
+        made = (
+            (torch.randn(300, 6, generator=dice) @ mixing).view(300, layers, halves, heads, dim).permute(1, 2, 3, 0, 4)
+        )
+        return made * scales_of(spec) * 2
+
+    seen = [codes_of(numbers(), spec) for _ in range(2)]
+    made = fit(spec, lambda: seen, FitConfig(stack_layers=1, sinks=0, outliers=0.0))
+    kv = codes_of(numbers(), spec)
+    wanted = numbers_of(kv, spec)
+    context = GroupContext(spec, 0, 300, made)
+    frame = encode_group(kv, "AC-5x", context, CHUNK, 0)
+    assert len(frame) < len(encode_group(kv, "Int8", context, CHUNK, 0)) / 2
+    out, again = torch.empty(kv.shape), torch.empty_like(kv)
+    for there in (out, again):
+        decode_group(frame, "AC-5x", context, CHUNK, 0, there)
+    assert same(again, codes_of(out, spec))
+    for mine, theirs in zip(out, wanted, strict=True):
+        assert float((mine - theirs).norm() / theirs.norm()) < 0.12

@@ -133,7 +133,7 @@ class _Batch:
                 begin = int(parts[depth, group, 0]) * 2 - HEAD.size
                 piece = np.frombuffer(payload, dtype=np.uint8)
                 data[begin : begin + len(piece)] = piece
-        rope = jobs[0].transform.structure.spec.rope
+        rope = jobs[0].transform.structure.coded.rope
         turns = torch.zeros((2, len(jobs), stride, rope_shape(rope)[0] // 2))
         for group, job in enumerate(jobs):
             tokens = job.out.shape[3]
@@ -192,7 +192,7 @@ def _synthesise(
     outs: Sequence[torch.Tensor],
 ) -> None:
     """Turn indices into elements."""
-    device, structure, spec = index.device, transform.structure, transform.structure.spec
+    device, structure, spec = index.device, transform.structure, transform.structure.coded
     rotary, interleaved = rope_shape(spec.rope)
     tables = _transform_tables(transform, device)
     made = torch.empty((batch.groups, tables.outputs, batch.stride), dtype=torch.int16, device=device)
@@ -306,7 +306,7 @@ class _TransformTables(NamedTuple):
 def _transform_tables(transform: Transform, device: torch.device) -> _TransformTables:
     def make() -> _TransformTables:
         structure = transform.structure
-        places = np.zeros((structure.spec.layers, structure.halves, 3), dtype=np.int32)
+        places = np.zeros((structure.coded.layers, structure.halves, 3), dtype=np.int32)
         stacks, outputs = [], 0
         for number, (stack, matrix) in enumerate(zip(structure.stacks, transform.stack, strict=True)):
             trailing = structure.trailing_rows(number).start

@@ -200,7 +200,7 @@ def _target(transform: Transform, step: float, first_token: int, out: torch.Tens
     if not own:
         there = torch.empty(out.shape, dtype=out.dtype if out.dtype in DTYPES else torch.float32)
     tokens = out.shape[3]
-    turns = rope_tables(transform.structure.spec.rope, first_token, tokens)
+    turns = rope_tables(transform.structure.coded.rope, first_token, tokens)
     yield (there.data_ptr(), DTYPES[there.dtype], there.stride(), tokens, transform.scale(step), *turns)
     if not own:
         out.copy_(there)
@@ -214,7 +214,7 @@ def _depth(model: CoderModel) -> Any:
 def _transform(transform: Transform, path: str) -> Any:
     def make() -> Any:
         structure, block = transform.structure, transform.block
-        spec, more = structure.spec, (structure.halves, rope_first(structure.spec.rope))
+        spec, more = structure.coded, (structure.halves, rope_first(structure.coded.rope))
         return _kvcoder.transform(
             path,
             (spec.layers, spec.kv_heads, structure.dim, structure.block_heads, *(more if more != (2, 0) else ())),

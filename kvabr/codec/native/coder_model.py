@@ -225,7 +225,7 @@ class DecodeJob:
 
 def check_cache(transform: Transform, cache: torch.Tensor) -> None:
     """Raise a `FormatError` unless a tensor can hold a cache of the transform's spec."""
-    wanted = transform.structure.spec.shape(cache.shape[3] if cache.ndim == 5 else 0)
+    wanted = transform.structure.coded.shape(cache.shape[3] if cache.ndim == 5 else 0)
     if tuple(cache.shape) != wanted or not cache.shape[3] or not cache.is_floating_point():
         raise FormatError(f"{tuple(cache.shape)} {cache.dtype} cannot hold a cache of {wanted}")
 

@@ -136,7 +136,7 @@ def decode_indices(
 
 def synthesise(transform: Transform, z: NDArray[np.int16], step: float, first_token: int, out: torch.Tensor) -> None:
     """Turn coefficients, [row, token] int16 from `dequantise`, into a cache; see `DecodeJob` for the rest."""
-    structure, spec = transform.structure, transform.structure.spec
+    structure, spec = transform.structure, transform.structure.coded
     tokens, scale = z.shape[1], transform.scale(step)
     blocks, width = structure.per_layer, structure.width
     for number, (stack, matrix) in enumerate(zip(structure.stacks, transform.stack, strict=True)):

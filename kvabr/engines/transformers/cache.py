@@ -166,6 +166,18 @@ def _put_state(cache: Any, place: int, only: LayerClass, state: torch.Tensor, mo
         layer.has_previous_state[number] = True
 
 
+def replace_states(cache: Any) -> None:
+    """Have the layers of a cache replace a recurrent state that changes: overwritten, it has no gradient."""
+    for layer in getattr(cache, "layers", ()):
+        if hasattr(layer, "recurrent_states"):
+
+            def update(states: torch.Tensor, state_idx: int = 0, *, layer: Any = layer, **_: Any) -> torch.Tensor:
+                layer.recurrent_states[state_idx] = states
+                return states
+
+            layer.update_recurrent_state = update
+
+
 def _number(role: str) -> int:
     """Return which of its layer's states of one kind a role means."""
     base = next((name for name in (RECURRENT, SCAN, CONVOLUTION) if role.startswith(name)), None)

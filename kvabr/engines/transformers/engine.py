@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from kvabr.engines.adapters import require
-from kvabr.engines.transformers.cache import cache_argument, is_state, new_cache, read_cache, whole_cache
+from kvabr.engines.transformers.cache import (
+    cache_argument,
+    is_state,
+    new_cache,
+    read_cache,
+    replace_states,
+    whole_cache,
+)
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
@@ -122,6 +129,7 @@ class TransformersEngine:
         with torch.enable_grad():
             leaves = tuple(part.detach().to(self.dtype, copy=True).requires_grad_() for part in kv)
             ids, cache, start = self._begin(tokens, leaves)
+            replace_states(cache)
             logits = self.model(**self._given(cache, ids, start)).logits[0].float()
             likely = torch.log_softmax(logits, dim=-1)
             if not bool(torch.isfinite(likely.detach()).all()):

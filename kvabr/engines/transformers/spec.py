@@ -67,10 +67,10 @@ def spec_of(
             None: only one, at the end of what is published.
 
     Layers that differ in kind, window or shape are classes of their own; so are states and indexer keys, which a layer
-    may keep besides its keys and values (`kvabr.engines.transformers.cache`). Layers that keep nothing have no number.
-    The keys of a class are described as rotated if one embedding explains those of all its layers; with full attention
-    in every layer, those of the first. A state that the model keeps in float32 is published as such, whatever ``dtype``
-    is.
+    may keep besides its keys and values (`kvabr.engines.transformers.cache`). Where keys and values are one vector, it
+    is published once. Layers that keep nothing have no number. The keys of a class are described as rotated if one
+    embedding explains those of all its layers; with full attention in every layer, those of the first. A state that the
+    model keeps in float32 is published as such, whatever ``dtype`` is.
 
     Raises:
         ModelError: a layer keeps something that is not known here.
@@ -85,7 +85,7 @@ def spec_of(
         pair = layers[place] if place < len(layers) else None
         if pair is not None:
             kind, window = ("full", None) if whole_windows else told[place]
-            shape = int(pair[0].shape[0]), int(pair[0].shape[2]), int(pair[1].shape[2])
+            shape = int(pair[0].shape[0]), int(pair[0].shape[2]), 0 if _is_one(*pair) else int(pair[1].shape[2])
             found.setdefault(_Alike(kind, window, *shape, dtype), []).append(index)
             pairs[index] = pair
         for other in others[index]:
@@ -138,6 +138,11 @@ def _others(model: Any, dtype: str) -> tuple[list[int], list[list[_Alike]]]:
             own.append(_Alike("state", None, heads, rows, columns, "float32" if wide else dtype, role))
         found.append(own)
     return places, found
+
+
+def _is_one(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return whether a layer has one vector per token that is key and value: all numbers of the probe are equal."""
+    return bool(keys.any()) and torch.equal(keys, values)
 
 
 def _kinds(model: Any, name: str) -> list[tuple[str, int | None]]:

@@ -14,7 +14,7 @@ from kvabr.codec.group import cut, decode_group, encode_group
 from kvabr.codec.profile import Profile
 from kvabr.engines.transformers import cache_publisher, play_cache_async, publish_cache
 from kvabr.engines.transformers.cache import cache_kv
-from kvabr.publish.calibrate import SEARCH, calibrate, stages
+from kvabr.publish.calibrate import SEARCH, _caches, calibrate, stages
 from kvabr.publish.encoder import own_profile
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
@@ -70,7 +70,7 @@ TEXTS = {"a": "what it says about windows, and what it does not " * 30}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Gemma3", "DeepSeek V3"])
+@pytest.mark.parametrize("name", ["Gemma3", "DeepSeek V3", "Kimi Linear", "Bamba", "Jamba", "LFM2", "MiniMax"])
 def test_a_model_of_several_classes_is_calibrated(name):
     loaded, seen = Loaded(name), []
     profile = calibrate(loaded, TEXTS, contexts=3, tokens=240, progress=lambda *at: seen.append(at))
@@ -81,8 +81,19 @@ def test_a_model_of_several_classes_is_calibrated(name):
     done = dict.fromkeys(stage for stage, _, _ in seen)
     assert [stage for stage in stages(spec) if stage in done or "stacks" not in stage] == list(done)
     assert seen == [(stage, number, 3) for stage in done for number in (1, 2, 3)]
-    if len(spec.classes) > 1:
+    if name == "Gemma3":
         assert stages(spec)[1] == "window64: means"
+
+
+def test_a_calibration_takes_several_snapshots_of_each_context():
+    engine = tiny("Kimi Linear", dtype=torch.float32)
+    every, kept = _caches(engine, IDS[:240], 180)
+    exact, last = (engine.prefill_classes(IDS[:end]) for end in (180, 240))
+    for part, many, one, cut_there, at_end in zip(engine.spec.parts, every, kept, exact, last, strict=True):
+        rows = part.rows if part.only.kind == "state" else 240
+        assert many.shape[3] == (7 * rows if part.only.kind == "state" else rows)
+        torch.testing.assert_close(one, cut_there)
+        torch.testing.assert_close(many[:, :, :, -rows:], at_end)
 
 
 @pytest.mark.slow

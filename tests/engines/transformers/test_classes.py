@@ -33,6 +33,8 @@ CLASSES = {
     "DeepSeek V2": {"full": (0, 1, 2)},
     "DeepSeek V3.2": {"full": (0, 1, 2), "latent-indexer": (0, 1, 2)},
     "GLM DSA": {"full": (0, 1, 2), "latent-indexer": (0, 1, 2)},
+    "DeepSeek V4": {"window64": (0, 1, 2)},
+    "Gemma 4": {"window64": (0,), "full": (1,)},
 }
 ROPES = {
     "Gemma3": [RopeSpec(1e4, 8), RopeSpec(1e6, 8)],

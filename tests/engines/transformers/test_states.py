@@ -11,16 +11,18 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.codec.base import GroupContext
 from kvabr.codec.group import cut, decode_group, encode_group
+from kvabr.codec.profile import Profile
 from kvabr.engines.transformers import cache_publisher, play_cache_async, prefill_prompt, publish_cache
 from kvabr.engines.transformers.cache import new_cache, read_cache, states_of
-from kvabr.publish.encoder import MemoryFrames, compute_cache, ordered_tracks, publish
+from kvabr.publish.encoder import MemoryFrames, compute_cache, ordered_tracks, own_profile, publish
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset import Prompt
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import time_prefills
-from kvabr.types.errors import ModelError, PlayError, UsageError
+from kvabr.types.errors import FormatError, ModelError, PlayError, UsageError
+from kvabr.types.naming import LAYERS
 from kvabr.types.units import units_of
 from tests.client.virtual import virtual
 from tests.engines.transformers.text import IDS, PREFIX
@@ -49,8 +51,8 @@ def engine(request):
     return tiny(request.param)
 
 
-def published(engine, root, ids=PREFIX, tracks=("Raw", "Int8")):
-    publisher = cache_publisher(engine, root, tracks=tracks)
+def published(engine, root, ids=PREFIX, tracks=("Raw", "Int8"), profile=None):
+    publisher = cache_publisher(engine, root, tracks=tracks, profile=profile)
     outcome = publish_cache(publisher, engine, prefill_prompt(engine, ids), ids)
     publisher.close()
     assert outcome.result().verdict == "published", outcome.result()
@@ -126,6 +128,24 @@ async def test_a_prompt_without_a_snapshot_is_computed(engine, library):
     assert same(ready.cache, prefilled(engine, ids[:339]))
     one = await ready_from(library, engine, [5])
     assert (one.tokens, continued(engine, one.cache, [5]).shape[1]) == (0, 1)
+
+
+@virtual
+async def test_states_play_on_ac_tracks(engine, tmp_path):
+    """Whatever the model's layers keep, it has all levels: what is played is what the codec made."""
+    spec, exact = engine.spec, compute_cache(engine, PREFIX[:COVERED])
+    profile = Profile.from_bytes(own_profile(spec, exact).to_bytes())
+    library = published(engine, tmp_path, tracks=LAYERS, profile=profile)
+    ready = await ready_from(library, engine, policy="fixed:AC-L0", recompute=False)
+    played = ready.played
+    assert (ready.tokens, ready.problem, set(played.coverage)) == (COVERED, None, {"AC-L0"})
+    for unit in played.catalog.units:
+        context = GroupContext(spec.parts[unit.part], unit.first, unit.tokens, profile)
+        kv, there = cut(exact, unit, spec), played.parts[unit.part]
+        wanted = torch.empty(kv.shape, dtype=there.dtype)
+        decode_group(encode_group(kv, "AC-L0", context, "ab" * 32, 0), "AC-L0", context, "ab" * 32, 0, wanted)
+        first = 0 if spec.classes[unit.part].kind == "state" else unit.first
+        assert torch.equal(there[:, :, :, first : first + unit.tokens], wanted)
 
 
 @virtual
@@ -270,12 +290,12 @@ async def test_snapshots_within_a_prompt(tmp_path):
 
 def test_a_prompt_is_encoded_with_measured_losses():
     """As `kvabr encode` does: the losses of every level of every state are measured, and the exact one has none."""
-    engine = tiny("Qwen3-Next", snapshots_every=128)
+    engine = tiny("Qwen3-Next")
     tracks = ordered_tracks(["Raw", "BF16", "FP8", "Int8", "Int4"])
     assert "Raw" in ordered_tracks(None, engine.spec)
-    catalog = publish(
-        engine, Prompt(tuple(IDS[:200]), tuple(IDS[200:230])), tracks, None, MemoryFrames(), max_passes=40
-    )
+    prompt = Prompt(tuple(IDS[:200]), tuple(IDS[200:230]))
+    how = {"max_passes": 40, "snapshots_every": 128}
+    catalog = publish(engine, prompt, tracks, None, MemoryFrames(), **how)
     part = engine.spec.names.index(RECURRENT)
     assert [unit.first for unit in catalog.units if unit.part == part] == [128, 200]
     early, state = (index for index, unit in enumerate(catalog.units) if unit.part == part)
@@ -287,6 +307,10 @@ def test_a_prompt_is_encoded_with_measured_losses():
     shorter = catalog.prefix(1)
     there = next(index for index, unit in enumerate(shorter.units) if unit.part == part)
     assert shorter.track("Int4").loss[there] == catalog.track("Int4").loss[state]
+    with pytest.raises(FormatError, match="snapshots every 100 tokens do not lie between groups of 128"):
+        publish(engine, prompt, tracks, None, MemoryFrames(), snapshots_every=100)
+    with pytest.raises(UsageError, match="tiny/Mistral has no recurrent states"):
+        publish(tiny("Mistral"), prompt, tracks, None, MemoryFrames(), snapshots_every=128)
 
 
 ERRORS = {"Raw": 0.0, "BF16": 3e-3, "FP8": 4e-2, "Int8": 1.5e-2}

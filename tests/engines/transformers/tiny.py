@@ -47,6 +47,24 @@ ATTENTION = {
     "DeepSeek V3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
     "DeepSeek V2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**LATENT, "topk_method": "greedy"}),
     "DeepSeek V3.2": ("DeepseekV32Config", "DeepseekV32ForCausalLM", INDEXED),
+    "DeepSeek V4": (
+        "DeepseekV4Config",
+        "DeepseekV4ForCausalLM",
+        {
+            "head_dim": 16, "num_key_value_heads": 1, "q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2,
+            "partial_rotary_factor": 0.5, "moe_intermediate_size": 16, "n_routed_experts": 2, "num_experts_per_tok": 1,
+            "sliding_window": 64, "layer_types": [SLIDES] * 3, "mlp_layer_types": ["moe"] * 3, "hc_mult": 2,
+        },
+    ),
+    "Gemma 4": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            "sliding_window": 64, "layer_types": [SLIDES, FULL, SLIDES, FULL], "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2, "attention_k_eq_v": True, "global_head_dim": 16, "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256,
+        },
+    ),
     "GLM DSA": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", INDEXED),
 }  # fmt: skip
 """Models whose layers keep something of every token."""
