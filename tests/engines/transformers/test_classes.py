@@ -12,10 +12,11 @@ import torch
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.engines.transformers import Steps, cache_publisher, play_cache_async, publish_cache
+from kvabr.engines.transformers.cache import read_cache
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import PlayError
+from kvabr.types.errors import ModelError, PlayError
 from kvabr.types.kv import RopeSpec
 from tests.client.virtual import virtual
 from tests.engines.transformers.text import IDS, PREFIX, cold
@@ -44,6 +45,8 @@ ROPES = {
     "DeepSeek V2": [RopeSpec(1e4, 8, "interleaved", first=16)],
     "DeepSeek V3.2": [RopeSpec(1e4, 8, "half", first=16), None],
     "GLM DSA": [RopeSpec(1e4, 8, "half", first=16), None],
+    "DeepSeek V4": [RopeSpec(1e4, 8, "interleaved", first=8)],
+    "Gemma 4": [RopeSpec(1e4, 8), None],
 }
 SLOW = PrefillCost.from_rate(100.0)
 
@@ -96,6 +99,21 @@ def test_classes_may_be_scaled_apart_and_layers_of_one_that_disagree_count_as_no
     assert spec.classes[1].rope == replace(RopeSpec(1e6, 8), frequencies=(0.125, *spec.classes[1].rope.frequencies[1:]))
     mixed = tiny("Llama 4 mixed").spec
     assert dict(zip(mixed.names, (each.rope for each in mixed.classes), strict=True)) == {"chunked128": None}
+
+
+def test_one_vector_that_is_key_and_value_is_published_once():
+    engine = tiny("DeepSeek V4")
+    only = engine.spec.only
+    assert (only.k_dim, only.v_dim) == (16, 0)
+    kv = read_cache(prefilled(engine, PREFIX, whole=True), engine.spec, 0, 400)[0]
+    assert kv.shape == (3, 1, 1, 400, 16)
+    # Gemma 4 has one projection for both, but norms and turns only the keys: these are two.
+    assert [(each.k_dim, each.v_dim) for each in tiny("Gemma 4").spec.classes] == [(8, 8), (16, 16)]
+
+
+def test_layers_that_compress_tokens_are_refused_by_name():
+    with pytest.raises(ModelError, match="layer 1 is heavily_compressed_attention; kvabr needs layers that keep"):
+        tiny("DeepSeek V4 compressed")
 
 
 @virtual

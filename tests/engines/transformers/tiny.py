@@ -80,6 +80,10 @@ APART = {
             },
         },
     ),
+    "DeepSeek V4 compressed": (
+        *ATTENTION["DeepSeek V4"][:2],
+        {**ATTENTION["DeepSeek V4"][2], "layer_types": [SLIDES, "heavily_compressed_attention", SLIDES]},
+    ),
     "Llama 4 mixed": (*ATTENTION["Llama 4"][:2], {**ATTENTION["Llama 4"][2], "layer_types": [CHUNKED] * 3}),
 }
 """Models whose layers rotate keys differently."""
