@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from inspect import signature
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -39,6 +40,8 @@ differ in the last of 16 digits, and a model's own float32 frequencies in the 7t
 _TOLERANCE = 1e-3
 _COARSE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Maximum error of a rotated key, relative to the largest; models that compute in 16 bits round sines and keys."""
+_ANOTHER = 0.02
+"""Relative difference between two states of a first layer that is more than rounding, in 16 bits, too."""
 _SAME = 1e-5
 """Maximum relative difference between float32 and float64 frequencies."""
 Scaled = tuple[list[float], float]
@@ -73,7 +76,7 @@ def spec_of(
     model keeps in float32 is published as such, whatever ``dtype`` is.
 
     Raises:
-        ModelError: a layer keeps something that is not known here.
+        ModelError: a layer keeps something that is not known here, or the model does not go on from its own cache.
     """
     told = _kinds(model, name)
     positions = _probe_positions(model)
@@ -81,6 +84,8 @@ def spec_of(
     found: dict[_Alike, list[int]] = {}
     pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     places, others = _others(model, dtype)
+    if any(each.kind == "state" for own in others for each in own):
+        _check_continues(model, name)
     for index, place in enumerate(places):
         pair = layers[place] if place < len(layers) else None
         if pair is not None:
@@ -138,6 +143,34 @@ def _others(model: Any, dtype: str) -> tuple[list[int], list[list[_Alike]]]:
             own.append(_Alike("state", None, heads, rows, columns, "float32" if wide else dtype, role))
         found.append(own)
     return places, found
+
+
+@torch.inference_mode()
+def _check_continues(model: Any, name: str) -> None:
+    """Raise a `ModelError` unless a prompt in two pieces leaves the states that it leaves at once.
+
+    In transformers 5.19, Mamba-1's layers (Jamba) begin every run of several tokens with an empty state.
+    """
+    ids = torch.arange(100, 100 - _PROBED, -1, device=model.device)[None]
+    found = []
+    for cuts in ((0, _PROBED), (0, _PROBED - 2, _PROBED)):
+        cache = new_cache(model, whole=True)
+        for first, last in pairwise(cuts):
+            positions = torch.arange(first, last, device=model.device)[None]
+            given = {"position_ids": positions} if _takes_positions(model) else {}
+            model.base_model(input_ids=ids[:, first:last], use_cache=True, **{cache_argument(model): cache}, **given)
+        found.append(states_of(cache))
+    checked: set[str] = set()
+    for layer, role in sorted(found[0]):
+        if role in checked:  # further layers' inputs are rounded
+            continue
+        checked.add(role)
+        state, other = (states[layer, role].float() for states in found)
+        if not float((other - state).norm()) <= _ANOTHER * float(state.norm()):
+            raise ModelError(
+                f"{name}: behind a cache, layer {layer} computes another {role} state than for the prompt at once: "
+                "transformers does not go on from the one that it has, so a played cache would be ignored"
+            )
 
 
 def _is_one(keys: torch.Tensor, values: torch.Tensor) -> bool:

@@ -121,14 +121,6 @@ STATES = {
             "initializer_range": 0.1,
         },
     ),
-    "Jamba": (
-        "JambaConfig",
-        "JambaForCausalLM",
-        {
-            "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
-            "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
-        },
-    ),
     "LFM2": ("Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", FULL, "conv"], "conv_L_cache": 3}),
     "MiniMax": (
         "MiniMaxConfig", "MiniMaxForCausalLM", {"layer_types": [FULL, LINEAR, FULL], "block_size": 32, **EXPERTS},
@@ -143,13 +135,24 @@ STATES = {
     ),
 }  # fmt: skip
 """Models with layers whose state stands for all tokens; only the last has nothing else."""
+IGNORED = {
+    "Jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {
+            "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+            "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
+        },
+    ),
+}  # fmt: skip
+"""Models whose layers do not go on from the state of their cache."""
 
 
 def tiny(name, *, dtype=torch.bfloat16, kept="bfloat16", **options):
     """The engine of a model by its name here; ``kept`` is the element type of its published caches."""
     import transformers
 
-    config, kind, changes = (ATTENTION | APART | STATES)[name]
+    config, kind, changes = (ATTENTION | APART | STATES | IGNORED)[name]
     torch.manual_seed(0)
     made = getattr(transformers, config)(**(SMALL | changes))
     # Not made in float32 and cast: that would round the frequencies of the rotary embedding, too.
