@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvabr.codec.columns import check_class
 from kvabr.codec.base import codec
+from kvabr.codec.columns import check_class
 from kvabr.codec.profile import Profile
 from kvabr.publish.encoder import RAW, FrameEncoder, needs_raw, ordered_tracks, pointless, six
 from kvabr.store.asset import FrameStore
