@@ -57,9 +57,11 @@ def turned(kv: torch.Tensor, part: KVSpec) -> torch.Tensor:
     only = part.only
     if only.kind != "state":
         return kv
-    pieces = _pieces(only.k_dim)
-    split = kv.unflatten(3, (-1, pieces, only.k_dim // pieces))  # [layer, 1, head, snapshot, piece, row, column]
-    return split.permute(0, 1, 2, 4, 3, 6, 5).flatten(4, 5).flatten(2, 3)
+    count = _pieces(only.k_dim)
+    layers, _, heads, rows, columns = kv.shape
+    split = kv.reshape(layers, 1, heads, -1, count, only.k_dim // count, columns)  # [..., snapshot, piece, row, column]
+    pieces, wide = heads * count, rows // only.k_dim * columns
+    return split.permute(0, 1, 2, 4, 3, 6, 5).reshape(layers, 1, pieces, wide, only.k_dim // count)
 
 
 def turned_back(columns: torch.Tensor, part: KVSpec) -> torch.Tensor:
@@ -67,8 +69,9 @@ def turned_back(columns: torch.Tensor, part: KVSpec) -> torch.Tensor:
     only = part.only
     if only.kind != "state":
         return columns
-    split = columns.unflatten(3, (-1, only.v_dim)).unflatten(2, (only.heads, -1))
-    return split.permute(0, 1, 2, 4, 3, 6, 5).flatten(3, 5)
+    layers, _, pieces, _, dim = columns.shape
+    split = columns.reshape(layers, 1, only.heads, pieces // only.heads, -1, only.v_dim, dim)
+    return split.permute(0, 1, 2, 4, 3, 6, 5).reshape(layers, 1, only.heads, -1, only.v_dim)
 
 
 def _pieces(rows: int) -> int:
