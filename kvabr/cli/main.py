@@ -25,7 +25,8 @@ from kvabr.types.errors import KvabrError, UsageError, did_you_mean
 COMMANDS = {
     "demo": ("demo:add", "a first look in a few seconds, without model or network"),
     "doctor": ("doctor:add", "report what is installed, what is missing, and whether an origin answers"),
-    "encode": ("encode:add", "publish the KV cache of a text"),
+    "encode": ("encode:add", "publish the KV cache of a text, with what each track loses"),
+    "prefill": ("prefill:add", "publish the KV cache of a text while it is being computed"),
     "inspect": ("inspect:add", "show the tracks of an asset"),
     "calibrate": ("calibrate:add", "make the codec profile of a model"),
     "serve": ("serve:add", "publish assets over the network"),

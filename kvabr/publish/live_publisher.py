@@ -113,8 +113,9 @@ class LivePublisher:
     def close(self) -> None:
         """End what is still growing, and close the publisher."""
         for production in tuple(self._growing):
-            production.fail("the publisher is closed")
-            self.publisher.wake(production)
+            if not production.ended:
+                production.fail("the publisher is closed")
+                self.publisher.wake(production)
         self.publisher.close()
 
 
@@ -157,7 +158,10 @@ class LiveSlot:
         self._wake()
 
     def fail(self, reason: str) -> None:
-        """Say that no more tokens come. What was handed over becomes the asset of a shorter prompt."""
+        """Say that no more tokens come. What was handed over becomes the asset of a shorter prompt.
+
+        After `end`, or another `fail`: leave the rest of the work. What was published so far is the asset.
+        """
         self.production.fail(reason)
         self._wake()
 
@@ -271,7 +275,7 @@ class LiveProduction(Production):
         if not self._over:
             self._over = True
             self._tell(LiveEnd(self._key, reason))
-        elif self._late:
+        elif self._late and not self._hurry:
             index, kv, tracks = self._late.pop(0)
             encoder = frames.group(index, kv)
             for track in tracks:

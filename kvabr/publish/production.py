@@ -77,7 +77,7 @@ class Production:
         self._frames: FrameEncoder | None = None
         self._writer: AssetWriter | None = None
         self._pieces = _Pieces(offer.spec, tokens)
-        self._ended, self._reason = False, ""
+        self._ended, self._reason, self._hurry = False, "", False
         self._next = 0
         """The group of tokens that is encoded next."""
 
@@ -105,11 +105,16 @@ class Production:
                 self._reason = f"the cache ended after {self._pieces.tokens} of {self.tokens} tokens"
             self._ended = True
 
+    @property
+    def ended(self) -> bool:
+        """Whether no more tokens come."""
+        return self._ended
+
     def fail(self, reason: str) -> None:
-        """Say that no more tokens come, and why."""
+        """Say that no more tokens come, and why; after `end` or another `fail`, that the rest of the work is left."""
         with self.lock:
-            if not self._ended:
-                self._ended, self._reason = True, reason or "it was given up"
+            self._hurry = self._ended
+            self._ended, self._reason = True, self._reason or reason or "it was given up"
 
     def has_work(self) -> bool:
         """Return whether a step would do anything; under `lock`."""
@@ -146,7 +151,7 @@ class Production:
             self._frames = frames
             return
         with self.lock:
-            whole, ended = self._next < self._pieces.whole, self._ended
+            whole, ended = self._next < self._pieces.whole and not self._hurry, self._ended
             taken = self._pieces.take(self._next) if whole else []
             lag = self._pieces.lag(self._next) if whole else 0
         if whole:

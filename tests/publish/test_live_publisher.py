@@ -384,6 +384,20 @@ def test_closing_ends_what_still_grows(tmp_path):
     assert len(outcomes) == 1
 
 
+def test_an_end_that_is_given_up_leaves_what_was_offered(tmp_path):
+    """Interrupted while the tracks are made that were not offered."""
+    steps = Steps(tmp_path, edge=("Int4",))
+    steps.hand(0, 70)
+    steps.production.end()
+    while "FP16" not in {path.parent.name for path in tmp_path.rglob("*.kvg")}:
+        steps.production.step()
+    steps.production.fail("interrupted")
+    outcome = steps.work()
+    assert (outcome.verdict, outcome.why, outcome.tokens) == ("failed", "interrupted", 70)
+    catalog = FolderAsset.open(tmp_path / name_of(SPEC)).catalog
+    assert [track.name for track in catalog.tracks] == ["Int4"]
+
+
 def test_finished_caches_are_published_beside_those_that_grow(tmp_path):
     made, outcomes = LivePublisher(publisher(tmp_path, queue=2)), {}
     slot = made.begin(TOKENS, pace=PACE, done=lambda outcome: outcomes.update(live=outcome))

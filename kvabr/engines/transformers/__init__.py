@@ -8,7 +8,8 @@
 
 The longest cached prefix is played; groups that do not come in time are computed where they are missing (mode
 ``hole``), and the model computes what no cache covers. `play_cache_async` is the same for asyncio. `publish_cache`
-publishes what a prefill computed, and `Steps` lets upgrades into a cache while ``generate()`` reads it.
+publishes what a prefill computed, `prefill_live` while it computes, and `Steps` lets upgrades into a cache while
+``generate()`` reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvabr.engines.adapters import Adapter
 if TYPE_CHECKING:
     from kvabr.engines.transformers.engine import TransformersEngine
     from kvabr.engines.transformers.model_loader import engine_of
-    from kvabr.engines.transformers.publish import cache_publisher, prefill_prompt, publish_cache
+    from kvabr.engines.transformers.publish import cache_publisher, prefill_live, prefill_prompt, publish_cache
     from kvabr.engines.transformers.ready_cache import ReadyCache, Steps, play_cache, play_cache_async
     from kvabr.engines.transformers.spec import spec_of
 
@@ -34,6 +35,7 @@ __all__ = [
     "engine_of",
     "play_cache",
     "play_cache_async",
+    "prefill_live",
     "prefill_prompt",
     "publish_cache",
     "spec_of",
@@ -59,6 +61,7 @@ _HOMES = {
     "engine_of": "model_loader",
     "play_cache": "ready_cache",
     "play_cache_async": "ready_cache",
+    "prefill_live": "publish",
     "prefill_prompt": "publish",
     "publish_cache": "publish",
     "spec_of": "spec",

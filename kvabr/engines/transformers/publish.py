@@ -7,7 +7,8 @@ same prompt can be played to there, and any that begins alike. `prefill_prompt` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
@@ -23,15 +24,19 @@ from kvabr.engines.transformers.cache import (
     cache_kv,
     has_states,
     new_cache,
+    read_cache,
     snapshots_of,
     states_of,
 )
-from kvabr.engines.transformers.engine import TransformersEngine
+from kvabr.engines.transformers.engine import CHUNK, TransformersEngine
 from kvabr.engines.transformers.ready_cache import prompt_ids
+from kvabr.publish.live_publisher import LivePublisher, LiveSlot
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile
 from kvabr.types.catalog import Catalog
+from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.kv import KVSpec
+from kvabr.types.units import snapshot_ends
 
 
 def cache_publisher(
@@ -159,6 +164,105 @@ def prefill_prompt(engine: TransformersEngine, tokens: Sequence[int] | torch.Ten
             snapshots[last] = {where: state.clone() for where, state in states_of(cache).items()}
     setattr(cache, SNAPSHOTS, snapshots)
     return cache
+
+
+def prefill_live(
+    live: LivePublisher,
+    engine: TransformersEngine,
+    tokens: Sequence[int] | torch.Tensor,
+    *,
+    pace: PrefillCost | None = None,
+    salt: bytes = b"",
+    run_tokens: int = CHUNK,
+    begun: Callable[[LiveSlot], object] = lambda _slot: None,
+    progress: Callable[[int, int], object] = lambda _done, _all: None,
+) -> tuple[Any, Future[PublishOutcome]]:
+    """Compute the cache of a prompt, and publish it meanwhile, so that others can play it while it grows.
+
+    If the model fails, or the caller interrupts it, what was computed is published as the cache of a shorter prompt.
+
+    Args:
+        live: from `kvabr.publish.live_publisher.LivePublisher`, of a `cache_publisher`.
+        engine: the model.
+        tokens: ids of the prompt. To generate text behind it with ``generate()``, leave its last token out.
+        pace: what a prefill costs here; None: as the publisher's prior says if it is of this model, else a short
+            prefill is timed.
+        salt: a tenant's secret, see `kvabr.types.naming.chain`.
+        run_tokens: tokens that are computed at a time, except at the end: there the runs become shorter, down to one
+            group, so that little is left to publish when the last token is computed.
+        begun: called once the prompt is announced, unless it cannot be published.
+        progress: called with the tokens done, and those in all.
+
+    Returns:
+        The cache, as by `prefill_prompt`, and the outcome, as by `publish_cache`.
+
+    Raises:
+        UsageError: there is more than one prompt, or runs of no tokens.
+        ModelError: the tokens do not fit the model.
+    """
+    ids, spec = prompt_ids(engine, tokens), engine.spec
+    engine.check(ids)
+    marks = {end for part in spec.parts for end in snapshot_ends(part, len(ids))}
+    ends = runs(len(ids), run_tokens, spec.group_tokens, marks)
+    done: Future[PublishOutcome] = Future()
+    slot = live.begin(ids, pace=pace or _pace(live, engine, ids), salt=salt, done=done.set_result)
+    if isinstance(slot, LiveSlot):
+        begun(slot)
+    else:
+        done.set_result(PublishOutcome(slot))
+    cache, given = new_cache(engine.model, whole=True), torch.tensor([ids], dtype=torch.long, device=engine.device)
+    try:
+        for first, last in pairwise((0, *ends)):
+            engine.extend(cache, given[:, first:last], first)
+            if isinstance(slot, LiveSlot):
+                slot.groups(first, _run(cache, spec, first, last, len(ids)), last - first)
+            progress(last, len(ids))
+    except BaseException as error:
+        if isinstance(slot, LiveSlot):
+            slot.fail(str(error) or type(error).__name__)
+        raise
+    if isinstance(slot, LiveSlot):
+        slot.end()
+    return cache, done
+
+
+def runs(tokens: int, most: int, group_tokens: int, marks: Iterable[int] = ()) -> list[int]:
+    """Return the ends of the runs in which a prompt is computed: as long as allowed, and shorter towards the end.
+
+    Each run but the last ends with a group of tokens or at a mark.
+    """
+    if most < 1:
+        raise UsageError(f"a prefill by runs of {most} tokens; give at least 1")
+    ends, first = [], 0
+    while first < tokens:
+        half = -(-(tokens - first) // (2 * group_tokens)) * group_tokens
+        longest = max(group_tokens, most // group_tokens * group_tokens)
+        limit = min(first + min(half, longest), tokens)
+        first = min((mark for mark in marks if first < mark < limit), default=limit)
+        ends.append(first)
+    return ends
+
+
+def _run(cache: Any, spec: KVSpec, first: int, last: int, tokens: int) -> tuple[torch.Tensor, ...]:
+    """Copy the run of tokens that a cache ends with; of a state its snapshot, if the prompt has one there."""
+    pairs = zip(read_cache(cache, spec, first, last), spec.parts, strict=True)
+    return tuple(
+        kv[:, :, :, :0] if part.only.kind == "state" and last not in snapshot_ends(part, tokens) else kv
+        for kv, part in pairs
+    )
+
+
+def _pace(live: LivePublisher, engine: TransformersEngine, ids: Sequence[int]) -> PrefillCost:
+    """Return what a prefill costs here, roughly."""
+    prior = live.publisher.offer.prior
+    if prior.prefill is not None and prior.spec.model == engine.spec.model:
+        return prior.prefill
+    first = ids[: engine.spec.group_tokens]
+    for _ in range(2):  # the first takes longer
+        began_s = time.perf_counter()
+        engine.prefill_classes(first)
+        seconds = time.perf_counter() - began_s
+    return PrefillCost.from_rate(len(first) / seconds)
 
 
 def _last_snapshot(cache: object, spec: KVSpec, tokens: int) -> int:

@@ -1,0 +1,227 @@
+"""`kvabr prefill`: compute the KV cache of a text, and publish it, with --live while it is being computed."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvabr.cli.options import add_salt_option, check_writable, load
+from kvabr.types.errors import AssetError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvabr.engines.transformers.engine import TransformersEngine
+    from kvabr.engines.transformers.model_loader import LoadedModel
+    from kvabr.publish.live_publisher import LivePublisher, LiveSlot
+    from kvabr.publish.publisher import PublishOutcome
+
+_EPILOG = """\
+a prefill here, and a decoder elsewhere that plays its cache while it grows:
+  kvabr serve assets --dev                                            (prints the URL and the fingerprint)
+  kvabr prefill --text book.txt --tokens 4096 --out assets --live     (in another terminal)
+  kvabr fetch URL --fingerprint HEX --text book.txt --model smollm2   (at any time: before it ends, too)
+
+Without --live the cache is published once it is complete, as an engine with kvabr does. With --live every group of
+tokens can be played a moment after it was computed; what a player has when the prefill ends is all but the last group.
+
+Nothing is measured, which is what `kvabr encode` takes its time for: the losses that a player counts with are those of
+--prior, an asset of the same model. The AC layers, which a slow link needs, take a profile (`kvabr calibrate`).
+
+Ctrl-C, and a model that fails: what was computed stays, as the cache of a shorter prompt. So it does if the process is
+killed, if `kvabr serve` runs in that folder.
+"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Declare the command."""
+    parser.description = (
+        "Run a model over a text and publish its KV cache in a folder that `kvabr serve` serves; with --live, players "
+        "get it while it is being computed."
+    )
+    parser.epilog = _EPILOG
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to take the prompt from (UTF-8)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens of the prompt (default: all of the text)")
+    parser.add_argument(
+        "-o", "--out", type=Path, required=True, metavar="FOLDER", help="folder of assets; it need not exist yet"
+    )
+    parser.add_argument("--live", action="store_true", help="let it be played while it is being computed")
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        metavar="smollm2|DIR",
+        help="the model: SmolLM2-135M from its package, or a folder with a transformers model (default: smollm2)",
+    )
+    parser.add_argument(
+        "--tracks",
+        nargs="+",
+        metavar="TRACK",
+        help="tracks to make (default: FP16 Int8 Int4, with a profile AC-L0 to L3)",
+    )
+    parser.add_argument(
+        "--edge",
+        nargs="+",
+        metavar="TRACK",
+        help="with --live: tracks to make at once, the others at the end (default: the AC layers if there are any)",
+    )
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="codec profile of the model (default: the shipped one for smollm2)"
+    )
+    parser.add_argument(
+        "--prior", metavar="ASSET", help="asset or catalog that the losses are taken from (default: one of smollm2)"
+    )
+    parser.add_argument(
+        "--run-tokens", type=int, default=512, metavar="N", help="tokens computed at a time (default: 512)"
+    )
+    add_salt_option(parser)
+    parser.add_argument("--json", type=Path, metavar="F", help="write what happened, as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compute and publish."""
+    from rich.console import Console
+
+    from kvabr.cli.display import plain, write_json
+    from kvabr.engines.transformers.publish import cache_publisher, find_profile
+    from kvabr.publish.live_publisher import LivePublisher
+    from kvabr.store.asset_folder import asset_version
+    from kvabr.store.files import read_salt
+    from kvabr.store.locations import open_catalog
+    from kvabr.types.naming import chain
+
+    # Check everything that does not need the model before loading it.
+    text = _checked_text(args)
+    salt = read_salt(args.salt_file)
+    prior = None if args.prior is None else open_catalog(args.prior)[0]
+    console = Console(stderr=True)
+    loaded = load(args.model, console)
+    engine, ids = loaded.engine, _prompt(loaded, text, args.tokens)
+    spec, profile = engine.spec, find_profile(engine.spec, args.profile)
+    name = chain(ids, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)[-1]
+    if asset_version(args.out / name) is not None:
+        plain(f"this cache is published already: {args.out / name}")
+        return 0
+    publisher = cache_publisher(engine, args.out, profile=profile, prior=prior, tracks=args.tracks)
+    live = LivePublisher(publisher, edge=args.edge)
+    began_s = time.perf_counter()
+    try:
+        outcome, prefill_s = _prefill(args, live, engine, ids, salt, console)
+    finally:
+        live.close()
+    seconds = time.perf_counter() - began_s
+    if outcome.verdict not in ("published", "known"):
+        raise AssetError(f"{args.out}: not published ({outcome.why}){_left(outcome)}")
+    result = {
+        "schema": "kvabr.prefill/1",
+        "asset": str(args.out / name),
+        "model": spec.model,
+        "tokens": len(ids),
+        "live": args.live,
+        "verdict": outcome.verdict,
+        "bytes": outcome.bytes,
+        "left_out": outcome.left_out,
+        "prefill_s": round(prefill_s, 3),
+        "seconds": round(seconds, 3),
+    }
+    write_json(args.json, result)
+    if outcome.verdict == "known":
+        plain(f"another process is publishing this cache: {args.out / name}")
+        return 0
+    if outcome.left_out:
+        plain(f"encoding was slower than the prefill: while the cache grew, {outcome.left_out} frames were not offered")
+    plain(f"asset: {args.out / name} ({len(ids)} tokens, prefill {prefill_s:.1f} s, all {seconds:.1f} s)")
+    return 0
+
+
+def _checked_text(args: argparse.Namespace) -> str:
+    """Return the text; raise `UsageError` for options that cannot work."""
+    from kvabr.publish.encoder import ordered_tracks
+    from kvabr.store.files import read_text
+
+    text = read_text(args.text)
+    if not text.strip():
+        raise UsageError(f"--text {args.text}: is empty; name a file with a text")
+    for option, value in (("--tokens", args.tokens), ("--run-tokens", args.run_tokens)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} must be at least 1")
+    if args.edge is not None and not args.live:
+        raise UsageError("--edge says what can be played while the cache grows: add --live")
+    for tracks in (args.tracks, args.edge):
+        ordered_tracks(tracks)
+    check_writable(args.json)
+    return text
+
+
+def _prefill(
+    args: argparse.Namespace,
+    live: LivePublisher,
+    engine: TransformersEngine,
+    ids: list[int],
+    salt: bytes,
+    console: Console,
+) -> tuple[PublishOutcome, float]:
+    """Compute the cache and publish it; return the outcome, and the seconds that the prefill took."""
+    from kvabr.cli.display import StageBar, plain
+    from kvabr.engines.transformers.publish import prefill_live
+    from kvabr.publish.encoder import compute_cache
+    from kvabr.publish.publisher import PublishOutcome, Slot
+
+    done: Future[PublishOutcome] = Future()
+    began_s = time.perf_counter()
+    ended_s = began_s
+    growing: list[LiveSlot] = []
+
+    def progress(tokens: int, total: int) -> None:
+        nonlocal ended_s
+        ended_s = time.perf_counter()
+        bar("prefill", tokens, total)
+
+    def begun(slot: LiveSlot) -> None:
+        nonlocal began_s
+        began_s = time.perf_counter()  # it was timed before
+        growing.append(slot)
+        plain(f"can be played from now on: {engine.spec.model}/{slot.chunks[-1]}")
+
+    try:
+        with StageBar({"prefill": "prefill (tokens)"}, console) as bar:
+            if args.live:
+                _, done = prefill_live(
+                    live, engine, ids, salt=salt, run_tokens=args.run_tokens, begun=begun, progress=progress
+                )
+            elif isinstance(slot := live.publisher.reserve(ids, salt), Slot):
+                slot.fill(compute_cache(engine, ids, progress), done.set_result)
+            else:
+                done.set_result(PublishOutcome(slot))
+            try:
+                return done.result(), ended_s - began_s
+            except KeyboardInterrupt:
+                for each in growing:
+                    each.fail("interrupted")
+                raise
+    except KeyboardInterrupt:
+        live.close()
+        left = [_left(outcome) for slot in growing if (outcome := slot.production.outcome) is not None]
+        raise KeyboardInterrupt(*(text.removeprefix("; ") for text in left if text)) from None
+
+
+def _left(outcome: PublishOutcome) -> str:
+    return f"; the cache of its first {outcome.tokens} tokens is published" if outcome.tokens else ""
+
+
+def _prompt(loaded: LoadedModel, text: str, tokens: int | None) -> list[int]:
+    """Return the token ids of the prompt; raise `UsageError` if the text or the model is too short."""
+    ids, context = loaded.encode(text), loaded.engine.context
+    wanted = len(ids) if tokens is None else tokens
+    if len(ids) < wanted:
+        raise UsageError(
+            f"the text has {len(ids)} tokens, --tokens {wanted}: give a longer text, or --tokens {len(ids)}"
+        )
+    if wanted > context:
+        raise UsageError(
+            f"{wanted} tokens do not fit {loaded.engine.spec.model}, which sees {context} at most: --tokens {context}"
+        )
+    return ids[:wanted]
