@@ -1,0 +1,52 @@
+"""What levels cost a trained model with latents and states (`tools/train-hybrid`), on text that it has not seen.
+
+`tools/bench-hybrid` measures the same with more contexts; its tables are in docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvabr.engines.transformers.model_loader import load_model
+from kvabr.publish.encoder import MemoryFrames, publish
+from kvabr.publish.publisher import read_profile
+from kvabr.publish.texts import measuring_texts
+from kvabr.store.asset import Prompt
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+MODEL = Path(__file__).parents[2] / "data" / "hybrid"
+TRACKS = ("Raw", "BF16", "FP8", "Int8", "Int4", "AC-L0", "AC-L1", "AC-L2", "AC-L3", "AC-5x")
+
+
+@pytest.fixture(scope="module")
+def catalog():
+    loaded = load_model(str(MODEL))
+    profile = read_profile(MODEL.parent / "hybrid.profile.safetensors")
+    ids = loaded.encode(measuring_texts()["manual"])[:768]
+    prompt = Prompt(tuple(ids[:640]), tuple(ids[640:]))
+    return publish(loaded.engine, prompt, TRACKS, profile, MemoryFrames(), max_passes=16, time_engine=False)
+
+
+def test_the_model_has_latents_and_states(catalog):
+    assert set(catalog.spec.names) == {"full", "state-recurrent", "state-convolution"}
+    assert sum(path.stat().st_size for path in MODEL.parent.rglob("*") if path.is_file()) <= 8_000_000
+
+
+def test_levels_lose_what_their_bits_say(catalog):
+    kl = {track.name: track.measured.kl for track in catalog.tracks}
+    assert kl["Raw"] < 1e-6
+    assert kl["Int8"] <= 1e-4
+    assert kl["FP8"] <= 1e-3
+    assert kl["AC-L0"] > kl["AC-L1"] > kl["AC-L2"] > kl["AC-L3"]
+
+
+def test_ac_loses_less_than_int4_at_fewer_bytes(catalog):
+    sizes = {track.name: track.total_bytes for track in catalog.to_play.tracks}
+    kl = {track.name: track.measured.kl for track in catalog.tracks}
+    layers = sum(sizes[f"AC-L{depth}"] for depth in range(4))
+    assert layers < 0.75 * sizes["Int4"]
+    assert sizes["AC-5x"] < 0.6 * sizes["Int4"]
+    assert kl["AC-L3"] < kl["AC-5x"] < kl["Int4"]
