@@ -21,6 +21,7 @@ HELP = {
     "lookups_unfit": "Requests whose caches depend on more than their tokens",
     "lookups_unplayed": "Requests with a prefix at the origin and no room to play it before their deadline",
     "plays": "Plays begun",
+    "plays_live": "Plays of caches that were still being computed",
     "plays_cut": "Plays that brought less than wanted",
     "plays_failed": "Plays that brought nothing because of an error",
     "plays_aborted": "Plays cancelled because their request ended or had no use for them any more",

@@ -268,6 +268,8 @@ class WorkerHalf:
         except Exception as error:  # noqa: BLE001  # the request must go on
             self._failure(error)
         else:
+            if prefix.live is not None:
+                self.counts.add("plays_live")
             for name in ("bytes_fetched", "bytes_wasted", "loss"):
                 self.counts.add(name, getattr(prefix, name))
             return prefix, max(

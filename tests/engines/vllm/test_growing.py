@@ -15,8 +15,10 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.kv import LayerClass
 from tests.client.served import LIMIT_S, Served
 from tests.engines.vllm.halves import TOKENS, Bench, exact, near, request
+from tests.engines.vllm.origin import ServedFolder
 from tests.engines.vllm.test_groups import bench_of as windows_of
 from tests.engines.vllm.test_groups import check, load, numbers, prefill
+from tests.toymodel import SPEC
 
 pytestmark = pytest.mark.process
 
@@ -228,6 +230,49 @@ def test_what_is_known_or_lossy_does_not_grow(served, tmp_path):
             assert bench.worker.counts.take()[verdict] == 1
     finally:
         bench.close()
+
+
+def found(bench, asked):
+    ids = asked.prompt_token_ids
+    return bench.client.begin(lambda client: client.find(ids, model=SPEC)).result(LIMIT_S)
+
+
+def test_another_engine_plays_it_while_it_is_computed(tmp_path, mode):
+    (tmp_path / "out").mkdir()
+    origin = ServedFolder(tmp_path / "out", tmp_path, quic="aioquic")
+    served = SimpleNamespace(url=f"moqt://127.0.0.1:{origin.port}/", fingerprint=origin.fingerprint)
+    first, second = live(served, tmp_path / "out"), Bench(served, mode=mode)
+    try:
+        asked = asking(first)
+        compute(first, asked, 20)
+        wanted = request("d", tokens=[*TOKENS[:64], 1, 2])
+        wait_for(lambda: found(second, wanted))
+        if mode == "promise-first":
+            count, _ = second.matched(wanted)
+            second.scheduler.allocated(wanted, [list(range(20))], count)
+            second.step()
+        else:
+            while not second.worker._plays:
+                assert second.scheduler.matched(wanted, 0) == (None, False)
+                second.step()
+        for tokens in (20, 24, 6):
+            compute(first, asked, tokens)
+        assert first.scheduler.finished(asked, [list(range(1, 10))])
+        if mode == "promise-first":
+            assert second.steps() == (set(), {"d"}, set())
+        else:
+            count, _ = second.matched(wanted)
+            second.scheduler.allocated(wanted, [list(range(20))], count)
+            second.step()
+        assert count == 64
+        assert near(second.blocks(list(range(8))), exact(0, 64))
+        counted = second.worker.counts.take()
+        assert (counted["plays_live"], counted["tokens_loaded"]) == (1, 64)
+        first.steps()
+    finally:
+        first.close()
+        second.close()
+        origin.close()
 
 
 def test_one_that_is_not_wanted_does_not_grow(served, tmp_path):
