@@ -40,7 +40,8 @@ class VllmSettings(EngineSettings):
 
     deadline_s: Seconds = 2.0
     """TTFT deadline of a request, seconds. A request may bring its own: ``kv_transfer_params={"deadline_s": 0.5}``; the
-    other keys there are ``play`` (false: compute everything) and ``publish`` (false: do not publish it)."""
+    other keys there are ``play`` (false: compute everything), ``publish`` (false: do not publish it) and ``live``
+    (false: publish it when it has ended)."""
     mode: Mode = "play-first"
     """``play-first``: play into host memory, then promise vLLM the tokens that are in place. ``promise-first``: promise
     the tokens, play into the request's blocks, and report those that did not come as failed."""

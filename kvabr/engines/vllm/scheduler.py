@@ -113,7 +113,11 @@ class SchedulerHalf:
             self._completed.arrived(request)
             if self._model.caches.states:
                 self._boundaries.arrived(request)
-            if self._growth is not None and self._published(request):
+            if (
+                self._growth is not None
+                and self._published(request)
+                and _params(request).get("live", True) is not False
+            ):
                 self._growth.arrived(request)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -369,7 +373,7 @@ class SchedulerHalf:
 
 
 def _params(request: Any) -> dict[str, Any]:
-    """Return a request's own parameters: ``deadline_s``, ``play`` (false: compute everything), ``publish``."""
+    """Return a request's own parameters, see `VllmSettings.deadline_s`."""
     given = getattr(request, "kv_transfer_params", None)
     return given if isinstance(given, dict) else {}
 

@@ -275,6 +275,20 @@ def test_another_engine_plays_it_while_it_is_computed(tmp_path, mode):
         origin.close()
 
 
+def test_one_that_is_to_be_published_at_the_end(served, tmp_path):
+    bench = live(served, tmp_path / "out")
+    try:
+        asked = asking(bench, kv_transfer_params={"live": False})
+        compute(bench, asked, 70)
+        assert not list((tmp_path / "out").iterdir())
+        assert bench.scheduler.finished(asked, [list(range(1, 10))])
+        assert bench.steps()[0] == {"p"}
+        bench.published()
+        assert bench.worker.counts.take()["published"] == 1
+    finally:
+        bench.close()
+
+
 def test_one_that_is_not_wanted_does_not_grow(served, tmp_path):
     bench = live(served, tmp_path / "out")
     try:
