@@ -220,7 +220,9 @@ class Publications:
         self._counts.add("copy_seconds", time.thread_time() - began_s)
 
     def _keep_states(self, snapshot: SnapshotRequest) -> None:
-        """Keep the states that the step has left."""
+        """Keep the states that the step has left, or began with; not those of a play with losses."""
+        if snapshot.chunk in self._engine.lossy:
+            return
         began_s = time.thread_time()
         try:
             self._states.keep(snapshot.chunk, self._engine.blocks.snapshot(snapshot.blocks))

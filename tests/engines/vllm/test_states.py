@@ -255,6 +255,27 @@ def test_a_state_that_was_not_kept_is_not_published(served, tmp_path):
         bench.close()
 
 
+def test_a_state_that_was_played_with_losses_is_not_kept(served, tmp_path, mode):
+    bench = bench_of(served, tmp_path / "out", policy="fixed:Raw", mode=mode)
+    try:
+        asked = request(tokens=[*TOKENS[:64], 99])
+        count, _ = bench.matched(asked)
+        bench.scheduler.allocated(asked, OTHERS, count)
+        bench.steps()
+        for lossy in (True, False):
+            if lossy:  # as a track with losses would be
+                bench.worker._lossy.update(dict.fromkeys(bench.scheduler._chain_of(asked)))
+            again = request(f"r{lossy}", tokens=asked.prompt_token_ids, num_computed_tokens=64)
+            bench.scheduler.arrived(again)
+            bench.running, bench.tables = {again.request_id: 1}, {again.request_id: OTHERS}
+            bench.step()
+            bench.running = {}
+            assert bool(bench.worker._publications._states._kept) != lossy
+            bench.worker._lossy.clear()
+    finally:
+        bench.close()
+
+
 def test_a_damaged_state_is_computed(served, mode, tmp_path):
     (frame,) = (tmp_path / "assets").glob("*/groups/Raw.state-recurrent/*.kvg")
     data = bytearray(frame.read_bytes())
