@@ -99,6 +99,11 @@ class RealEngine:
         self.settle()
         assert self.llm.reset_prefix_cache()
 
+    def finds(self, prompt):
+        """Whether the origin has something of a prompt, complete or growing."""
+        spec = self.half._model.spec
+        return self.client.begin(lambda client: client.find(prompt, model=spec, any_dtype=True)).result() is not None
+
     def counted(self):
         """What was counted since the last time, by vLLM's own metrics and not by looking into the connector."""
         now = {
