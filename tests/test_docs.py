@@ -31,6 +31,8 @@ NAMES = {
     "kvabr.engines",
     "kvabr.catalog",
     "kvabr.changes",
+    "kvabr.edge",
+    "kvabr.live",
     "kvabr.models",
     "kvabr.toml",
 }

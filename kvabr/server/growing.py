@@ -49,6 +49,11 @@ class GrowingPublication(Publication):
         self._watchers[key] = changed
         return lambda: self._watchers.pop(key, None) and None
 
+    @property
+    def watched(self) -> bool:
+        """Whether somebody waits for more of it."""
+        return bool(self._watchers)
+
     async def reached(self, group: int) -> None:
         """Wait until a group exists, or can no longer appear."""
         changed = asyncio.Event()
@@ -119,8 +124,7 @@ def why_none(
     """Return code and reason for a FETCH of which no group exists: one that would wait hears if none will."""
     if isinstance(error, LeftOutError):
         return RequestCode.DOES_NOT_EXIST, str(error)
-    waits = bool(message.parameters.fill_timeout) and isinstance(publication, GrowingPublication)
-    if not waits or publication.growing:
+    if publication.growing or not message.parameters.fill_timeout:
         return RequestCode.INVALID_RANGE, str(error)
     return RequestCode.DOES_NOT_EXIST, publication.failure or f"{error}, and is complete"
 

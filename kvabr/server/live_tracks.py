@@ -99,8 +99,11 @@ class GrowingAsset(ABC):
     dear = False
     """See `Publication.dear`."""
 
-    def __init__(self, live: LiveCatalog) -> None:
-        """Begin without groups; `FormatError` if the catalog names what cannot be served."""
+    def __init__(self, live: LiveCatalog, text: BytesPublication | None = None) -> None:
+        """Begin without groups; ``text`` is the live catalog as it came, if it did.
+
+        Takes time for a long prompt. Raises `FormatError` if the catalog names what cannot be served.
+        """
         check_names(live.catalog)
         catalog = self.catalog = live.catalog
         self.live = live
@@ -116,7 +119,7 @@ class GrowingAsset(ABC):
                 level = LiveLevel(self, part, track.name, [track.bytes[index] for index in own])
                 self.levels[level.name] = level
         self.edge = EdgeTrack(self)
-        self.text = BytesPublication(live.dumps().encode())
+        self.text = BytesPublication(live.dumps().encode()) if text is None else text
         """The live catalog."""
         self.chunks = 0
         """Groups of tokens that are published."""
@@ -130,6 +133,11 @@ class GrowingAsset(ABC):
     def namespace(self) -> TrackNamespace:
         """Name of the whole prompt."""
         return self.catalog.namespace
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody waits for more of it."""
+        return any(track.watched for track in (self.edge, *self.levels.values()))
 
     @abstractmethod
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:

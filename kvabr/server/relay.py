@@ -17,12 +17,13 @@ from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import decoders
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.interface import Connection, GroupRequest, read_all
-from kvabr.server.changes import MAX_CHANGES_BYTES, ChangeLog, Changes, changes_track, position_in
+from kvabr.server.changes import MAX_CHANGES_BYTES, ChangeLog, Changes, changes_track, mark_of, position_in
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.metrics import Metrics
 from kvabr.server.publication import ArrivingGroup, BytesPublication, CatalogLevel, Publication
 from kvabr.server.relay_catalogs import LEAST_BYTES, Answer, AssetFacts, Catalogs, is_small, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
+from kvabr.server.relay_live import LiveRelay, RelayedAsset, relayed_asset_of
 from kvabr.store.group_store import FolderGroupStore, MemoryGroupStore, TieredGroupStore
 from kvabr.types.errors import (
     AssetError,
@@ -32,7 +33,15 @@ from kvabr.types.errors import (
     TransportError,
     UnauthorizedError,
 )
-from kvabr.types.naming import CATALOG_TRACK, CHANGES_TRACK, MODELS_NAMESPACE, TrackNamespace
+from kvabr.types.naming import (
+    CATALOG_TRACK,
+    CHANGES_TRACK,
+    EDGE_TRACK,
+    LIVE_TRACK,
+    MODELS_NAMESPACE,
+    TrackNamespace,
+    is_live,
+)
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -101,6 +110,8 @@ class Relay:
             on_revoked=self._revoked,
         )
         """Catalogs, lookups and profiles."""
+        self.live = LiveRelay(upstream, self.catalogs, self.groups, log, self._live_gone)
+        """Assets that are being prefilled."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -113,6 +124,7 @@ class Relay:
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
+        await self.live.close()
         self.catalogs.close()
         await self.groups.close()
         if self._tasks:
@@ -132,6 +144,8 @@ class Relay:
     def holds(self, grant: Grant, publication: Publication) -> bool:
         """See `Source.holds`."""
         del grant
+        if (asset := relayed_asset_of(publication)) is not None:
+            return not asset.gone
         return not (isinstance(publication, RelayedTrack) and publication.facts.withdrawn)
 
     def listen(self, changed: Callable[[], None]) -> None:
@@ -148,10 +162,14 @@ class Relay:
         del grant, at_once
         if track.startswith(CHANGES_TRACK):
             raise BlockingIOError(f"{track}: must be waited for")
+        asset = self.live.find(namespace)
+        if asset is not None and (found := asset.track(track)) is not None and (is_live(track) or not asset.over):
+            return found
         answer = self.catalogs.fresh(namespace, track if is_small(track) else CATALOG_TRACK)
-        if answer is None:
+        if answer is None and (asset is None or is_small(track)):
             raise BlockingIOError(f"{track}: must be asked for")
-        return self._track(answer, track)
+        found = None if answer is None else self._track(answer, track)
+        return asset.track(track) if found is None and asset is not None else found
 
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
         """See `Source.find_soon`."""
@@ -161,10 +179,20 @@ class Relay:
                 raise RequestError(_REFUSED, code=RequestCode.UNAUTHORIZED)
             return BytesPublication((await self._changes.after(position)).dumps())
         try:
+            complete, live = (self.catalogs.last(namespace, name) for name in (CATALOG_TRACK, LIVE_TRACK))
+            if track == EDGE_TRACK or (live is not None and complete is None and not is_small(track)):
+                return (await self.live.begin(namespace)).track(track)
             answer = await self.catalogs.get(namespace, track if is_small(track) else CATALOG_TRACK)
+            return self._track(answer, track)
+        except NotFoundError:
+            return None if is_small(track) or track == EDGE_TRACK else await self._growing(namespace, track)
+
+    async def _growing(self, namespace: TrackNamespace, track: str) -> Publication | None:
+        """Return a level of an asset that has no ordinary catalog."""
+        try:
+            return (await self.live.begin(namespace)).track(track)
         except NotFoundError:
             return None
-        return self._track(answer, track)
 
     def _track(self, answer: Answer, track: str) -> Publication | None:
         if is_small(track):
@@ -189,7 +217,17 @@ class Relay:
         self._changes.add([facts.mark])
         self._tell()
 
+    def _live_gone(self, asset: RelayedAsset) -> None:
+        """An asset that grew was removed: drop what came of it, and pass that on to the relays behind this one."""
+        frames = {level.frame(group).digest for level in asset.levels.values() for group in range(level.groups)}
+        kept = self.catalogs.named({level.frame(0).digest for level in asset.levels.values() if level.groups})
+        why = NotFoundError("the asset was removed or replaced", code=RequestCode.DOES_NOT_EXIST)
+        self._drop({digest.hex() for digest in frames if digest} - kept, why)
+        self._changes.add([mark_of(asset.namespace)])
+        self._tell()
+
     def _revoked(self) -> None:
+        self.live.taken_back(lambda _: True)
         self._drop(None, UnauthorizedError(_REFUSED))
         self._changes.add(everything=True)
         self._tell()
@@ -224,6 +262,8 @@ class Relay:
         if changes.everything:
             self.catalogs.doubt_everything()
         self.catalogs.withdraw(changes.marks)
+        for asset in self.live.taken_back(lambda asset: mark_of(asset.namespace) in changes.marks):
+            self._live_gone(asset)
         self._changes.add(changes.marks, everything=changes.everything)
         self._tell()
 

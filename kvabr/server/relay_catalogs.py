@@ -25,7 +25,16 @@ from kvabr.store.lru import ByteLru
 from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_PROFILE_BYTES, Catalog
 from kvabr.types.errors import FormatError, NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
-from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PREFIX_TRACK, PROFILE_TRACK, TrackNamespace
+from kvabr.types.live import LiveCatalog
+from kvabr.types.naming import (
+    CATALOG_TRACK,
+    LIVE_TRACK,
+    MODELS_TRACK,
+    PROFILE_TRACK,
+    TrackNamespace,
+    is_live,
+    is_lookup,
+)
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -48,11 +57,12 @@ _AWAY = (RequestCode.TIMEOUT, RequestCode.GOING_AWAY, RequestCode.EXCESSIVE_LOAD
 """Codes of an origin that cannot answer now, which say nothing about what it has."""
 
 _Name = tuple[TrackNamespace, str]
+_Sha256 = bytes
 
 
 def is_small(track: str) -> bool:
     """Return whether a track has one small group, fetched whole: a catalog, lookup, profile, or list of models."""
-    return track in (CATALOG_TRACK, PROFILE_TRACK, MODELS_TRACK) or track.startswith(PREFIX_TRACK)
+    return track in (CATALOG_TRACK, PROFILE_TRACK, MODELS_TRACK, LIVE_TRACK) or is_lookup(track)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -103,17 +113,25 @@ def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFact
         specs_from_json(data)
         return None
     catalog = Catalog.loads(data)
-    check_names(catalog)
-    if track == CATALOG_TRACK:
-        right = catalog.namespace == namespace
-    else:
-        right = (catalog.namespace.model, catalog.chunks[0]) == (namespace.model, namespace.prompt)
-    if not right:
-        raise FormatError("a catalog of another prompt")
+    _check_name(catalog, namespace, whole=track == CATALOG_TRACK)
     tracks = catalog.published.values()
     digests = {one.name: b"".join(bytes.fromhex(digest) for digest in one.digests) for one in tracks}
     sizes = {one.name: array("Q", one.bytes) for one in tracks}
     return AssetFacts(catalog.namespace, digest, catalog.spec, catalog.tokens, sizes, digests)
+
+
+def check_live(namespace: TrackNamespace, track: str, data: bytes) -> TrackNamespace:
+    """Check a live catalog against the name it was asked for by; return its own. Raises `FormatError`."""
+    catalog = LiveCatalog.loads(data).catalog
+    _check_name(catalog, namespace, whole=track == LIVE_TRACK)
+    return catalog.namespace
+
+
+def _check_name(catalog: Catalog, namespace: TrackNamespace, *, whole: bool) -> None:
+    check_names(catalog)
+    right = (catalog.namespace.model, catalog.chunks[0]) == (namespace.model, namespace.prompt)
+    if not (catalog.namespace == namespace if whole else right):
+        raise FormatError("a catalog of another prompt")
 
 
 @dataclass(slots=True)
@@ -128,6 +146,8 @@ class Answer:
     """Seconds that fetching it took."""
     doubted: bool = False
     """Whether something that came later contradicts it."""
+    live: TrackNamespace | None = None
+    """Of which asset it is, if it is a live catalog."""
 
     @property
     def memory(self) -> int:
@@ -194,6 +214,10 @@ class Catalogs:
         fresh_s = max(self.FRESH_S, min(_MAX_FRESH_S, _FRESH_PER_FETCH * answer.took_s))
         return None if answer.doubted or age_s >= fresh_s else answer
 
+    def last(self, namespace: TrackNamespace, track: str) -> Answer | None:
+        """Return the last answer, which may be old."""
+        return self._answers.peek((namespace, track))
+
     async def get(self, namespace: TrackNamespace, track: str) -> Answer:
         """Return a small track as the origin has it now; its last answer while the origin is away.
 
@@ -237,6 +261,11 @@ class Catalogs:
         """Drop assets that the origin has removed or replaced, by their marks."""
         self._withdrawals += 1
         self._drop(lambda facts: facts.mark in marks, "asset removed or replaced")
+        self._drop_live(lambda namespace: mark_of(namespace) in marks)
+
+    def forget_live(self, namespace: TrackNamespace) -> None:
+        """Ask again for the live catalog of a name."""
+        self._drop_live(lambda other: other == namespace)
 
     def doubt_everything(self) -> None:
         """Ask again for everything before it is next used, as long as the origin answers."""
@@ -292,8 +321,9 @@ class Catalogs:
                     why = f"{track[:80]}: the relay has no room for it now; give it more --memory"
                     raise RequestError(why, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
             data = bytes(download.data)
-            publication, facts = await loop.run_in_executor(
-                decoders(), lambda: (BytesPublication(data), check_small(namespace, track, data))
+            check = check_live if is_live(track) else check_small
+            publication, found = await loop.run_in_executor(
+                decoders(), lambda: (BytesPublication(data), check(namespace, track, data))
             )
         except FormatError as error:
             self._log.warning("origin refused", track=track[:80], model=namespace.model, why=str(error))
@@ -304,7 +334,11 @@ class Catalogs:
         if revocations != self._revocations:
             raise RequestError("the origin refuses the relay's token", code=RequestCode.UNAUTHORIZED)
         doubted = withdrawals != self._withdrawals
+        facts = found if isinstance(found, AssetFacts) else None
         answer = Answer(publication, facts, loop.time(), loop.time() - start_s, doubted)
+        if isinstance(found, TrackNamespace):
+            answer.live = found
+            self._answers.replace((found, LIVE_TRACK), answer)
         if facts is not None:
             # The answer to a lookup is a catalog.
             catalog = facts.namespace, CATALOG_TRACK
@@ -332,12 +366,21 @@ class Catalogs:
             self._log.info(event, model=facts.namespace.model, prompt=facts.namespace.prompt[:16])
             self._on_dropped(facts)
 
-    def named_besides(self, gone: AssetFacts) -> set[str]:
-        """Return the SHA-256, hex, of groups that other assets have, of those that share groups with this one.
+    def _drop_live(self, chosen: Callable[[TrackNamespace], bool]) -> None:
+        for name in list(self._answers):
+            answer = self._answers.peek(name)
+            if answer is not None and answer.live is not None and chosen(answer.live):
+                del self._answers[name]
 
-        Assets share groups only as parts of a common prefix, so such an asset has the same first group.
+    def named_besides(self, gone: AssetFacts) -> set[str]:
+        """Return the SHA-256, hex, of groups that other assets have, of those that share groups with this one."""
+        return self.named({digests[:_DIGEST_BYTES] for digests in gone.digests.values()}, gone)
+
+    def named(self, firsts: Collection[_Sha256], gone: AssetFacts | None = None) -> set[str]:
+        """Return the SHA-256, hex, of groups of assets whose first group has one of these SHA-256, besides one asset.
+
+        Assets share groups only as parts of a common prefix, so those that share any have the same first group.
         """
-        firsts = {digests[:_DIGEST_BYTES] for digests in gone.digests.values()}
         others = [one for one in self._known if one is not gone and not one.withdrawn and one.shares(firsts)]
         return {digest for one in others for digest in one.all_digests()}
 

@@ -31,11 +31,18 @@ SILENCE_S = 2.0
 """Seconds without a byte on the whole connection after which a group is asked for again."""
 IDLE_READ_S = 10.0
 """Seconds after which a complete group that nobody reads any more gives up its memory, if others wait for room."""
+MOST_HELD = 8
+"""Requests that the origin holds at a time, for groups that are not published yet."""
+_HELD_SHARE = 1 / 4
+"""Share of the bound on transfers that these may come to together."""
 _PAUSE_S = 0.1
 _BUSY_S = 1.0
+_URGENT, _LEAST_URGENT = 0, 255
 
 _Key = tuple[str, int]
 """SHA-256, hex, and bytes of a group."""
+_Place = tuple[TrackNamespace, str, int]
+"""Where a group is published."""
 
 
 @dataclass(eq=False, slots=True)
@@ -139,6 +146,26 @@ class TransferReader(ArrivingGroup):
         self.groups.leave(self.transfer, self)
 
 
+class HeldGroup:
+    """A request for a group that is not published yet, which the origin holds."""
+
+    def __init__(self, download: Download, limit: int) -> None:
+        """Wait for the first bytes."""
+        self.download, self.limit = download, limit
+        self.first = asyncio.ensure_future(download.read())
+        self.first.add_done_callback(lambda done: done.cancelled() or done.exception())  # who takes it over looks
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended without a byte."""
+        return self.first.done() and (self.first.cancelled() or self.first.exception() is not None)
+
+    def cancel(self) -> None:
+        """Give it up."""
+        self.first.cancel()
+        self.download.cancel()
+
+
 class RelayGroups:
     """All groups on their way through a relay, and the store of those that have come."""
 
@@ -166,6 +193,7 @@ class RelayGroups:
         self._admitted: set[GroupTransfer] = set()
         """Those that count towards the bound: on their way, or complete and still read."""
         self._waiting: dict[GroupTransfer, asyncio.Future[None]] = {}
+        self._held: dict[_Place, HeldGroup] = {}
         self._looking: asyncio.TimerHandle | None = None
         self._numbers = count()
         self.bytes = 0
@@ -206,6 +234,36 @@ class RelayGroups:
         self.reprioritise(transfer)
         return reader
 
+    def hold(self, request: GroupRequest) -> None:
+        """Have the origin hold a request for a group of which neither size nor digest is known, if there is room."""
+        place = _place(request)
+        if (before := self._held.get(place)) is not None:
+            if not before.failed:
+                return
+            del self._held[place]
+        most_bytes = int(_HELD_SHARE * self._limit)
+        if len(self._held) < MOST_HELD and sum(one.limit for one in self._held.values()) + request.limit <= most_bytes:
+            self._held[place] = HeldGroup(self._upstream.request(request, _URGENT), request.limit)
+
+    def release(self, request: GroupRequest, digest: bytes, objects: tuple[ObjectSpan, ...]) -> None:
+        """Take over a group that was published by now, if a request for it is held; arguments as of `open`.
+
+        It is brought and kept even if nobody reads it: it is on its way already.
+        """
+        place = _place(request)
+        if place not in self._held:
+            return
+        if self.has(digest, request.limit):
+            self._unhold(place)
+            return
+        reader = self.open(request, digest, objects, _LEAST_URGENT, lambda: self._brought(reader))
+
+    def release_all(self, namespace: TrackNamespace) -> None:
+        """Give up what is held of an asset."""
+        for place in [place for place in self._held if place[0] == namespace]:
+            if not any(_place(transfer.request) == place for transfer in self._transfers.values()):
+                self._unhold(place)
+
     def leave(self, transfer: GroupTransfer, reader: TransferReader) -> None:
         """Remove a reader; the last one to leave ends the transfer."""
         if reader not in transfer.readers:
@@ -241,6 +299,8 @@ class RelayGroups:
 
     async def close(self) -> None:
         """End all transfers."""
+        for place in list(self._held):
+            self._unhold(place)
         tasks = [one.task for one in (*self._admitted, *self._waiting) if one.task is not None]
         for task in tasks:
             task.cancel()
@@ -263,6 +323,7 @@ class RelayGroups:
         finally:
             # Later requests find it in the store, or start anew.
             self._forget(transfer)
+            self._unhold(_place(transfer.request))
             if not transfer.complete or not transfer.readers:
                 self._release(transfer)
 
@@ -300,35 +361,53 @@ class RelayGroups:
             TimeoutError: the origin has fallen silent.
         """
         request, size, result, received = transfer.request, transfer.size, "failed", 0
-        download = transfer.download = self._upstream.fetch(
-            request.namespace, request.track, request.group, priority=transfer.priority, limit=size, exact=True
-        )
+        held = self._held.pop(_place(request), None)
+        first = None if held is None or held.failed else held.first
+        if held is not None and first is not None:
+            download = held.download
+            download.prioritise(transfer.priority)
+        else:
+            download = self._upstream.fetch(
+                request.namespace, request.track, request.group, priority=transfer.priority, limit=size, exact=True
+            )
+        transfer.download = download
         try:
-            while received < size and (part := await self._read(download)):
+            while received < size and (part := await self._read(download, first)):
+                first = None
                 received += len(part)
                 self._metrics.downloaded_bytes_total.inc(len(part))
                 # A download that began again is behind what was available already, and must not take that back.
                 if len(transfer.data) < received < size:
                     transfer.tell(download.data[:received])
             result, data = "damaged", download.data
-            loop = asyncio.get_running_loop()
-            if len(data) != size or not await loop.run_in_executor(decoders(), download.has_digest, transfer.digest):
-                why = "the origin sent a group whose SHA-256 is not the one in its catalog"
-                raise RequestError(why, code=RequestCode.MALFORMED_TRACK)
+            await self._check(transfer, download)
             await self._store.put(transfer.digest, data)
             result = "done"
         except asyncio.CancelledError:
             result = "cancelled"
             raise
+        except RequestError as error:
+            if first is None:
+                raise
+            raise TimeoutError from error  # it was held for too long, and must be asked for again
         finally:
             transfer.download = None
             download.cancel()
             self._metrics.downloads_total.labels(result).inc()
         return data
 
-    async def _read(self, download: Download) -> memoryview:
+    @staticmethod
+    async def _check(transfer: GroupTransfer, download: Download) -> None:
+        """Raise a `RequestError` unless a group is the one that was expected."""
+        loop = asyncio.get_running_loop()
+        right = len(download.data) == transfer.size
+        if not right or not await loop.run_in_executor(decoders(), download.has_digest, transfer.digest):
+            why = "the origin sent a group whose SHA-256 is not the one in its catalog"
+            raise RequestError(why, code=RequestCode.MALFORMED_TRACK)
+
+    async def _read(self, download: Download, reading: asyncio.Future[memoryview] | None = None) -> memoryview:
         """Read from a download; raise `TimeoutError` once nothing more comes on the whole connection."""
-        reading = asyncio.ensure_future(download.read())
+        reading = asyncio.ensure_future(download.read()) if reading is None else reading
         try:
             while True:
                 before = self._upstream.stats().bytes_received
@@ -380,6 +459,23 @@ class RelayGroups:
             transfer.tell(error=slow)
         self._looking = loop.call_later(1.0, self._look) if self._waiting else None
 
+    def _brought(self, reader: ArrivingGroup) -> None:
+        """Close the reader of a group that was held, once it has come."""
+        try:
+            done = reader.available == reader.size
+        except TransportError:
+            done = True
+        if done:
+            asyncio.get_running_loop().call_soon(reader.close)
+
+    def _unhold(self, place: _Place) -> None:
+        if (held := self._held.pop(place, None)) is not None:
+            held.cancel()
+
     def _forget(self, transfer: GroupTransfer) -> None:
         if self._transfers.get(transfer.key) is transfer:
             del self._transfers[transfer.key]
+
+
+def _place(request: GroupRequest) -> _Place:
+    return request.namespace, request.track, request.group

@@ -17,11 +17,14 @@ from kvabr.server import (
     changes,
     grants,
     limits,
+    live_assets,
+    live_tracks,
     published_assets,
     pushing,
     relay,
     relay_catalogs,
     relay_groups,
+    relay_live,
 )
 from kvabr.server import server as servers
 from kvabr.server.limits import ServerLimits
@@ -64,6 +67,8 @@ ROWS = {
     "requests that a peer of draft 16 may have open": [f"{responder.REQUEST_WINDOW}"],
     "messages of draft 16 that ask for nothing": [f"{session._MAX_IDLE_MESSAGES:,}"],
     "`held-per-connection`, `held-s`": [f"{DEFAULTS.held_per_connection}, {DEFAULTS.held_s:g} s"],
+    "origin: assets that grow": [f"{live_assets.MOST_LIVE}; {live_assets.MOST_LIVE}, for {live_assets.LINGER_S:g} s"],
+    "origin: news of one asset": [size(live_tracks.MAX_NEWS_BYTES), f"{live_assets.STALLED_S:g} s"],
     "groups of one subscription": [f"{pushing.MOST_STREAMS}"],
     "streams of a subscription": [sizes(requester.MAX_EARLY_OBJECTS_BYTES), sizes(requester.MAX_PARTIAL_BYTES)],
     "`requests-per-s`": [f"{DEFAULTS.requests_per_s:,.0f}"],
@@ -98,6 +103,11 @@ ROWS = {
         f"{share(relay._CATALOGS_SHARE)} of `--memory`, at least {size(relay_catalogs.LEAST_BYTES)}",
     ],
     "relay: `--memory`": [size(relay.MEMORY_BYTES)],
+    "relay: assets that grow": [f"{relay_live.MOST_LIVE}; after {relay_live.IDLE_S:g} s"],
+    "relay: requests that its origin holds": [
+        f"{relay_live._AHEAD} of an asset, {relay_live._MOST_ASKED} in all",
+        f"{relay_groups.MOST_HELD}, a quarter" if relay_groups._HELD_SHARE == 1 / 4 else "another share",
+    ],
     "relay: lookups asked": [f"{relay_catalogs._MAX_ASKING:,}"],
     "relay: a group that does not come": [f"{relay_groups.PATIENCE_S:g} s"],
     "relay: names that do not exist": ["nothing is kept"],

@@ -1,0 +1,224 @@
+"""Assets that are being prefilled, played through relays: each byte leaves the origin once, each end is passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import shutil
+
+import pytest
+
+from kvabr.moqt.codes import RequestCode
+from kvabr.server import relay_live
+from kvabr.server.grants import Grant, Grants
+from kvabr.store.asset_folder import frame_path
+from kvabr.store.live_folder import LiveFolderWriter, live_folders, new_key
+from kvabr.types.live import LiveEnd
+from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK
+from tests.faults.test_guests import until
+from tests.server.live import SPACE, decoder, live_origin
+from tests.server.relays import relay_before, sent
+from tests.store.test_live_folder import GROUPS, TRACKS, final, frame, live, publish
+
+pytestmark = pytest.mark.process
+TOKEN = "of the relay"  # noqa: S105  # of a test
+EVERYTHING = {(group, track.name): frame(group, track.name) for group in range(GROUPS) for track in TRACKS}
+
+
+@pytest.fixture
+def root(tmp_path):
+    made = tmp_path / "root"
+    made.mkdir()
+    return made
+
+
+def grants(pattern):
+    return Grants([Grant("relay", (pattern,), token_sha256=hashlib.sha256(TOKEN.encode()).hexdigest())])
+
+
+@contextlib.asynccontextmanager
+async def chain(root, tls, *, relays=1, token=None, grants=None):
+    """An origin and relays behind each other; yields the origin and the last relay."""
+    async with contextlib.AsyncExitStack() as stack:
+        first = server = await stack.enter_async_context(live_origin(root, tls, grants=grants))
+        for _ in range(relays):
+            server = await relay_before(stack, server, tls, token=token)
+            token = None
+        yield first, server
+
+
+async def produce(writer, key, *, origin=None, waiting=0):
+    """Publish all groups, each once as many requests are held at the origin, and end."""
+    for group in range(GROUPS):
+        if origin is not None:
+            await until(lambda: held(origin) >= waiting)
+        publish(writer, group, key)
+    writer.commit(final())
+    writer.tell(LiveEnd(key))
+
+
+def held(server):
+    return max((len(peer._waiting.held) for peer in server.peers), default=0)
+
+
+@pytest.mark.parametrize("relays", [1, 2])
+async def test_each_byte_leaves_the_origin_once(root, tls, relays):
+    """For two who play at the edge, for one who comes late, and for one who comes when it is complete."""
+    key = new_key()
+    async with (
+        chain(root, tls, relays=relays) as (origin, relay),
+        decoder(relay) as one,
+        decoder(relay) as two,
+        decoder(relay) as late,
+    ):
+        with LiveFolderWriter(root / "asset") as writer:
+            writer.begin(live(key))
+            assert await one.found() == await two.found() == live(key)
+            following = [asyncio.ensure_future(player.follow()) for player in (one, two)]
+            # Four requests for news and three for groups, however many wait at the relay.
+            await until(lambda: held(origin) == 7)
+            await until(lambda: sum(len(peer._waiting.held) for peer in relay.peers) == 12)
+            assert held(origin) == 7
+            publish(writer, 0, key)
+            assert (await late.news(0)).group == 0
+            following.append(asyncio.ensure_future(late.follow()))
+            for group in (1, 2):
+                publish(writer, group, key)
+            writer.commit(final())
+            writer.tell(LiveEnd(key))
+            for frames, reason in await asyncio.gather(*following):
+                assert (frames, reason) == (EVERYTHING, "")
+        assert json.loads(await late.complete()) == final().to_json()
+        for group in range(GROUPS):
+            for track in TRACKS:
+                assert (await late.get(track.name, group)).data == frame(group, track.name)
+        counts = sent(origin)
+        assert {name: counts[name] for name in ("FP16", "Int4")} == {"FP16": GROUPS, "Int4": GROUPS}
+        assert counts[EDGE_TRACK] == GROUPS + 1
+        assert counts[LIVE_TRACK] == 1
+        await until(lambda: held(origin) == 0)
+        all_of_them = origin.metrics.value("kvabr_bytes_sent_total")
+        async with decoder(origin) as alone:
+            await alone.found()
+            assert await alone.follow() == (EVERYTHING, "")
+            await alone.complete()
+        one_alone = origin.metrics.value("kvabr_bytes_sent_total") - all_of_them
+        assert all_of_them <= 1.01 * one_alone
+        assert not relay.source.groups._held
+        await until(lambda: not relay.source.groups)
+
+
+async def test_the_end_of_a_producer_is_passed_on(root, tls):
+    key = new_key()
+    async with chain(root, tls) as (_, relay), decoder(relay) as player:
+        with LiveFolderWriter(root / "asset") as writer:
+            writer.begin(live(key))
+            await player.found()
+            following = asyncio.ensure_future(player.follow())
+            publish(writer, 0, key)
+            await player.news(0)
+            waiting = player.ask("FP16", 2)
+            writer.tell(LiveEnd(key, "out of memory"))
+            frames, reason = await following
+            assert (len(frames), reason) == (2, "out of memory")
+            refused = await player.answer(waiting)
+            assert (refused.code, refused.reason) == (RequestCode.DOES_NOT_EXIST, "out of memory")
+            assert (await player.get("FP16")).data == frame(0, "FP16")
+            assert (await player.get("FP16", 1)).code is not None
+
+
+async def test_what_does_not_exist_is_not_followed(root, tls):
+    async with chain(root, tls) as (_, relay), decoder(relay) as player:
+        for track in (LIVE_TRACK, EDGE_TRACK, "FP16"):
+            assert (await player.get(track)).code == RequestCode.DOES_NOT_EXIST
+        assert await player.lookups() == [None, None]
+        assert len(relay.source.live) == 0
+
+
+@pytest.mark.parametrize("how", ["narrowed", "removed"])
+async def test_what_the_origin_takes_back_is_taken_back_here(root, tls, how):
+    key = new_key()
+    (root / "a").mkdir()
+    async with chain(root, tls, token=TOKEN, grants=grants("a/*")) as (origin, relay), decoder(relay) as player:
+        with LiveFolderWriter(root / "a" / "asset") as writer:
+            writer.begin(live(key))
+            await player.found()
+            publish(writer, 0, key)
+            assert (await player.get("FP16")).data == frame(0, "FP16")
+            waiting = [player.ask(track, 1) for track in (EDGE_TRACK, "FP16")]
+            await until(lambda: sum(len(peer._waiting.held) for peer in relay.peers) == 2)
+            if how == "narrowed":
+                origin.source.regrant(grants("b/*"))
+            else:
+                shutil.rmtree(next(iter(live_folders(root / "a"))))
+            for number in waiting:
+                assert (await player.answer(number)).code == RequestCode.DOES_NOT_EXIST
+            for track in (LIVE_TRACK, EDGE_TRACK, "FP16"):
+                assert (await player.get(track)).code == RequestCode.DOES_NOT_EXIST
+            assert len(relay.source.live) == 0
+            await until(lambda: not relay.source.store.memory.total_bytes)
+
+
+async def test_a_group_that_is_not_what_the_news_say_is_passed_to_nobody(root, tls):
+    key = new_key()
+    async with chain(root, tls) as (origin, relay), decoder(relay) as player:
+        with LiveFolderWriter(root / "asset") as writer:
+            writer.begin(live(key))
+            await player.found()
+            waiting = player.ask("FP16")
+            await until(lambda: held(origin) == 5)
+            (asset,) = origin.source.live.assets
+            take = asset.take
+
+            def spoil(message):
+                path = frame_path(asset.folder.path, 0, "FP16")
+                path.write_bytes(bytes(path.stat().st_size))
+                take(message)
+
+            asset.take = spoil
+            publish(writer, 0, key)
+            answer = await player.answer(waiting)
+            assert answer.data is None
+            assert (await player.get("Int4")).data == frame(0, "Int4")
+
+
+async def test_an_origin_that_is_started_again_while_something_grows(root, tls):
+    key = new_key()
+    async with contextlib.AsyncExitStack() as stack:
+        with LiveFolderWriter(root / "asset") as writer:
+            async with live_origin(root, tls) as origin:
+                port = origin.address[1]
+                relay = await relay_before(stack, origin, tls)
+                player = await stack.enter_async_context(decoder(relay))
+                writer.begin(live(key))
+                await player.found()
+                following = asyncio.ensure_future(player.follow())
+                publish(writer, 0, key)
+                await player.news(0)
+            publish(writer, 1, key)
+            async with live_origin(root, tls, port=port):
+                publish(writer, 2, key)
+                writer.commit(final())
+                writer.tell(LiveEnd(key))
+                assert await following == (EVERYTHING, "")
+
+
+async def test_an_asset_that_nobody_asks_for_is_forgotten(root, tls, monkeypatch):
+    key = new_key()
+    monkeypatch.setattr(relay_live, "HOLD_S", 0.2)
+    async with chain(root, tls) as (_, relay), decoder(relay) as player:
+        with LiveFolderWriter(root / "asset") as writer:
+            writer.begin(live(key))
+            await player.found()
+            publish(writer, 0, key)
+            await player.news(0)
+            assert len(relay.source.live) == 1
+            monkeypatch.setattr(relay_live, "IDLE_S", 0.0)
+            await until(lambda: len(relay.source.live) == 0)
+            monkeypatch.setattr(relay_live, "IDLE_S", 60.0)
+            assert (await player.news(0)).group == 0
+            monkeypatch.setattr(relay_live, "MOST_LIVE", 0)
+            other = type(SPACE)(SPACE.model, "1" * 64)
+            assert (await player.get(EDGE_TRACK, namespace=other)).code == RequestCode.EXCESSIVE_LOAD
