@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from lmcache.utils import CacheEngineKey
@@ -94,6 +96,9 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
             min_tokens=1 if config.save_unfull_chunk else chunk_tokens,
             unplaced="the position of a chunk is not known: LMCache did not cut it from a prompt's tokens here",
         )
+        if self._store.publisher is not None:
+            # LMCache frees the memory of its chunks before it closes this storage, which may still be encoding them.
+            memory.close = partial(_close_both, self._store.publisher.close, memory.close)
         self.metrics = self._store.client.metrics
         self._put: dict[str, None] = {}
 
@@ -205,3 +210,10 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         """Return a chunk's key as text, with the model's name from the settings."""
         rest = key.to_string().removeprefix(key.model_name)
         return f"{self._settings.model or key.model_name}{rest}"
+
+
+def _close_both(first: Callable[[], object], then: Callable[[], object]) -> None:
+    try:
+        first()
+    finally:
+        then()

@@ -145,9 +145,25 @@ def test_the_memory_of_a_chunk_is_kept_until_it_is_encoded(tmp_path, engine):
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0), conn._loop).result(300.0)
     assert chunk.get_ref_count() == 2
     go_on.set()
-    thread.submit(lambda: None).result(300.0)
+    conn._store.publisher.close()
     assert chunk.get_ref_count() == 1
     chunk.ref_count_down()
+
+
+def test_what_waits_is_published_before_lmcache_frees_its_memory(tmp_path, engine):
+    """Or the publisher would read memory that is gone, and end the process."""
+    conn = connector(engine(publish=str(tmp_path / "assets")))
+    chunk = conn._memory.allocate(conn.meta_shapes[0], conn.meta_dtypes[0], conn.meta_fmt)
+    as_kv(chunk.tensor, conn._store.spec).zero_()
+    go_on = threading.Event()
+    conn._store.publisher._thread.submit(go_on.wait, 300.0)
+    asyncio.run_coroutine_threadsafe(conn.put(CacheEngineKey("test/model", 1, 0, 78, torch.float16), chunk), conn._loop)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), conn._loop).result(300.0)
+    chunk.ref_count_down()
+    threading.Timer(0.2, go_on.set).start()
+    LMCacheEngineBuilder.destroy("engine-0")
+    (asset,) = (tmp_path / "assets").iterdir()
+    assert len(list(asset.glob("groups/FP16/*"))) == 2
 
 
 def test_a_folder_that_another_rank_has_is_done_without(origin, engine, tmp_path):
