@@ -219,12 +219,17 @@ def _encoding_thread() -> ThreadPoolExecutor:
     threads = torch.get_num_threads()
     made = ThreadPoolExecutor(1, "kvabr-publish", initializer=_be_nice)
     made.submit(int).result()
-    torch.set_num_threads(threads)  # what was set in the thread is also the default of threads to come
+    _use(threads)  # what was set in the thread is also the default of threads to come
     return made
 
 
 def _be_nice() -> None:
     torch.get_num_threads()  # takes the default, once for each thread
-    torch.set_num_threads(1)
+    _use(1)
     with contextlib.suppress(OSError, AttributeError):  # threads have no priority of their own except on Linux
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def _use(threads: int) -> None:
+    # vLLM's workers for CPUs put a function in the place of `torch.set_num_threads` that does nothing.
+    torch._C.set_num_threads(threads)  # noqa: SLF001

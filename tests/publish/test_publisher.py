@@ -200,3 +200,17 @@ def test_heads_of_a_rank_have_a_name_of_their_own():
     shard = with_heads(SPEC, range(1, 2))
     assert shard.kv_heads == 1
     assert shard.model != SPEC.model
+
+
+def test_it_encodes_on_one_core_even_where_torch_must_not_be_told(tmp_path, monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # as vLLM does in its workers for CPUs
+        made = Publisher(tmp_path, SPEC, prior=default_catalog())
+        assert made._thread.submit(torch.get_num_threads).result() == 1
+        assert torch.get_num_threads() == 2
+        made.close()
+    finally:
+        monkeypatch.undo()
+        torch.set_num_threads(before)
