@@ -40,6 +40,12 @@ def special(codes: torch.Tensor) -> torch.Tensor:
     return (codes.view(torch.uint8) & 0x7F) >= _SPECIAL[codes.dtype]
 
 
+def any_special(codes: torch.Tensor) -> bool:
+    """Return whether a tensor in float8, not empty and contiguous, has NaN or infinity."""
+    # The largest magnitude is found several times faster than each one is compared.
+    return int((codes.view(torch.uint8) & 0x7F).amax()) >= _SPECIAL[codes.dtype]
+
+
 def all_finite(kv: torch.Tensor) -> bool:
     """Return whether a tensor of any float dtype has neither NaN nor infinity."""
     return not bool((special(kv) if is_quantised(kv.dtype) else ~torch.isfinite(kv)).any())

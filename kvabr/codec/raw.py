@@ -15,7 +15,7 @@ import torch
 from kvabr.codec.floats import place_numbers
 from kvabr.codec.native import placing
 from kvabr.codec.payload import Separable, not_finite, place
-from kvabr.codec.quantised import codes_of, is_quantised, scales_of, special
+from kvabr.codec.quantised import any_special, codes_of, is_quantised, scales_of
 from kvabr.types.kv import KVSpec
 
 
@@ -47,7 +47,7 @@ class Raw(Separable):
                 raise not_finite(self.name)
             return
         codes = units.view(own)
-        if bool(special(codes).any()):
+        if any_special(codes):
             raise not_finite(self.name)
         layers, both, heads, tokens, dim = flat.shape
         codes = codes.reshape(tokens, layers, both, heads, dim).permute(1, 2, 3, 0, 4)
