@@ -35,7 +35,7 @@ _FRAME_BYTES = 256
 """Bytes that a frame may have besides its numbers."""
 
 
-class Offer:
+class TrackOffer:
     """The tracks of one model's caches, and what is expected of them."""
 
     def __init__(

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from kvabr.publish.encoder import FrameEncoder
-from kvabr.publish.offer import Offer
+from kvabr.publish.offer import TrackOffer
 from kvabr.store.asset import AssetWriter
 from kvabr.types.errors import FormatError, KvabrError
 from kvabr.types.kv import KVSpec
@@ -47,7 +47,7 @@ class Production:
 
     def __init__(
         self,
-        offer: Offer,
+        offer: TrackOffer,
         make_writer: Callable[[], AssetWriter],
         chunks: Sequence[str],
         tokens: int,

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from kvabr.codec.profile import Profile
-from kvabr.publish.offer import Offer
+from kvabr.publish.offer import TrackOffer
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
 from kvabr.store.locations import Location, open_store
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
@@ -60,7 +60,7 @@ class Publisher:
             max_bytes: bound on what engines publish there, see `kvabr.store.quota`; None: no bound.
             source: what the caches are, in words, for the catalogs.
         """
-        self.offer = Offer(spec, prior=prior, tracks=tracks, profile=profile, source=source)
+        self.offer = TrackOffer(spec, prior=prior, tracks=tracks, profile=profile, source=source)
         """The tracks."""
         self.store = open_store(location, create=True)
         self._quota = None if max_bytes is None else self.store.quota(max_bytes)

@@ -31,7 +31,7 @@ from kvabr.types.naming import chain
 _log = logging.getLogger("vllm.kvabr")
 
 
-class Engine(Protocol):
+class PublishingWorker(Protocol):
     """What publishing needs of the worker."""
 
     counts: ConnectorCounts
@@ -69,7 +69,9 @@ class Publishers:
 class Publications:
     """What one worker publishes."""
 
-    def __init__(self, engine: Engine, publishers: Publishers, model: ServedModel, copier: Copier, kept: int) -> None:
+    def __init__(
+        self, engine: PublishingWorker, publishers: Publishers, model: ServedModel, copier: Copier, kept: int
+    ) -> None:
         """Start; ``kept`` is the memory for what vLLM drops before a request ends, bytes."""
         self._engine, self._publishers, self._model, self._copier = engine, publishers, model, copier
         self._counts = engine.counts
