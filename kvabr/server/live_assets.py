@@ -262,8 +262,11 @@ class LiveAssets:
     def _poll(self, asset: FollowedAsset) -> None:
         try:
             asset.poll()
-        except (AssetError, FormatError) as error:
+        except FormatError as error:
             self._end(asset, str(error)[:300])
+        except AssetError as error:
+            self._log.warning("live asset unreadable", asset=asset.name, error=str(error))
+            self._end(asset, "its news cannot be read")  # players need not know paths
         if asset.over:
             self._outdated = True
 

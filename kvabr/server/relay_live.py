@@ -19,7 +19,7 @@ from kvabr.server.publication import ArrivingGroup, BytesPublication, Publicatio
 from kvabr.server.relay_catalogs import Catalogs, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
 from kvabr.types.errors import AssetError, NotFoundError, RequestError, TransportError
-from kvabr.types.live import MAX_EDGE_BYTES, EdgeMessage, LiveCatalog, parse_edge
+from kvabr.types.live import MAX_EDGE_BYTES, EdgeMessage, LiveCatalog, parse_edge, parse_edges
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, TrackNamespace
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ MOST_LIVE = 64
 """Assets that are followed at a time."""
 _AHEAD, _MOST_ASKED = 4, 16
 """News that are asked for before they exist, of one asset and of all; of each asset at least one."""
+_NEWS_BYTES, _FRAME_NEWS_BYTES = 1 << 10, 256
+"""Bytes of the news of a group, and of what they say of one frame, about."""
 _AHEAD_GROUPS = 8
 """Groups that are asked for before they exist, of one level."""
 _SLACK = 4
@@ -176,6 +178,7 @@ class LiveRelay:
         """Take the news of an asset until it has ended; some are asked for before they exist."""
         loop, asked = asyncio.get_running_loop(), dict[int, asyncio.Task[EdgeMessage | None]]()
         try:
+            await self._catch_up(asset)
             while not asset.over and (asset.watched or loop.time() - asset.asked_s < IDLE_S):
                 ahead = max(1, min(_AHEAD, _MOST_ASKED // len(self._assets)))
                 for group in range(asset.chunks, min(asset.chunks + ahead, len(asset.catalog.chunks) + 1)):
@@ -187,6 +190,22 @@ class LiveRelay:
             for task in asked.values():
                 task.cancel()
             await asyncio.gather(*asked.values(), return_exceptions=True)
+
+    async def _catch_up(self, asset: RelayedAsset) -> None:
+        """Take the news that exist already, many at a time; raises as `_news`."""
+        most = max(1, MAX_EDGE_BYTES // (_NEWS_BYTES + _FRAME_NEWS_BYTES * len(asset.levels)))
+        while not asset.over:
+            request = GroupRequest(asset.namespace, EDGE_TRACK, asset.chunks, MAX_EDGE_BYTES, groups=most)
+            try:
+                data = await read_all(self._upstream.request(request, _URGENT))
+            except TransportError:
+                return  # there are none, or the next request finds out why
+            messages = await asyncio.get_running_loop().run_in_executor(decoders(), parse_edges, data)
+            for message in messages:
+                if not asset.over:
+                    asset.take(message)
+            if len(messages) < most:
+                return
 
     async def _news(self, asset: RelayedAsset, group: int) -> EdgeMessage | None:
         """Return a message; None if it must be asked for again.

@@ -110,6 +110,22 @@ async def test_each_byte_leaves_the_origin_once(root, tls, relays):
         await until(lambda: not relay.source.groups)
 
 
+async def test_a_relay_that_comes_late_asks_for_all_news_at_once(root, tls):
+    key = new_key()
+    with LiveFolderWriter(root / "asset") as writer:
+        writer.begin(live(key))
+        for group in range(GROUPS):
+            publish(writer, group, key)
+        async with chain(root, tls) as (origin, relay), decoder(relay) as player:
+            await player.found()
+            following = asyncio.ensure_future(player.follow())
+            await until(lambda: relay.source.live.find(SPACE) and relay.source.live.find(SPACE).chunks == GROUPS)
+            writer.commit(final())
+            writer.tell(LiveEnd(key))
+            assert await following == (EVERYTHING, "")
+            assert sent(origin)[EDGE_TRACK] == 2
+
+
 async def test_the_end_of_a_producer_is_passed_on(root, tls):
     key = new_key()
     async with chain(root, tls) as (_, relay), decoder(relay) as player:
