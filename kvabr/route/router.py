@@ -5,13 +5,14 @@ free, and what earlier requests are still going to send, from its own decisions;
 
 Transfers may be minutes apart and last minutes. `LinkMemory` therefore mixes what the link has carried in the last
 seconds with what it usually carries: the older the last sample and the longer the transfer, the more the usual rate
-counts.
+counts. How fast trust in the last seconds fades, it learns from how well they would have foretold the rate before.
 Otherwise a single bad minute would close the link for good, since nothing more is sent over it.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 from kvabr.abr.estimator import Estimator
@@ -25,8 +26,12 @@ from kvabr.types.errors import UsageError
 
 LATELY_S = 1.0
 """Half-life of the mean of what a link has carried lately, seconds of a busy link."""
-RECENT_S = 16.0
-"""Half-life of the trust in that mean, seconds."""
+RECENT_S = (16.0, 4.0, 64.0)
+"""Half-lives of the trust in that mean, seconds: of these, the one that lately was right."""
+_FORETOLD_S = 8.0
+"""How long before it a rate is to be foretold, seconds."""
+_KEEP = 0.98
+"""What an error still counts after the next one."""
 USUAL_S = 300.0
 """Half-life of the memory of what it usually carries, seconds of a busy link."""
 _HORIZON_S = 60.0
@@ -41,7 +46,7 @@ class LinkMemory:
         estimator: Estimator,
         *,
         lately_s: float = LATELY_S,
-        recent_s: float = RECENT_S,
+        recent_s: tuple[float, ...] = RECENT_S,
         usual_s: float = USUAL_S,
     ) -> None:
         """Know nothing.
@@ -49,11 +54,14 @@ class LinkMemory:
         Args:
             estimator: Its lower bound, as a share of its rate, is that of the expected rate.
             lately_s: Half-life of the mean of what it carries lately, seconds of a busy link.
-            recent_s: Half-life of the trust in that mean, seconds.
+            recent_s: Half-lives of the trust in that mean, seconds; of equally good ones the first counts.
             usual_s: Half-life of the usual rate, seconds of a busy link.
         """
         self.estimator = estimator
-        self._recent_s = recent_s
+        self._errors = dict.fromkeys(recent_s, 0.0)
+        """How wrong each half-life would have been, as a decaying sum of shares of the usual rate."""
+        self._past: deque[tuple[float, float, float]] = deque(maxlen=64)
+        """When a sample ended, and both means then."""
         self._lately, self._usual = DecayingMean(lately_s), DecayingMean(usual_s)
         self._heard_s = -math.inf
 
@@ -62,9 +70,27 @@ class LinkMemory:
         if not (0 <= nbytes < math.inf and 0 < seconds < math.inf):
             return
         self.estimator.sample(nbytes, seconds, now)
+        self._judge(nbytes / seconds, now - seconds / 2)
         self._lately.add(nbytes / seconds, seconds)
         self._usual.add(nbytes / seconds, seconds)
         self._heard_s = max(self._heard_s, now)
+        self._past.append((now, self._lately.value(), self._usual.value()))
+
+    @property
+    def recent_s(self) -> float:
+        """Half-life of the trust in what the link carried lately, seconds."""
+        return min(self._errors, key=self._errors.__getitem__)
+
+    def _judge(self, rate: float, middle_s: float) -> None:
+        """Note how well each half-life would have foretold a rate some seconds before."""
+        before = [one for one in self._past if one[0] <= middle_s - _FORETOLD_S]
+        if not before or not self._usual.value():
+            return
+        at_s, lately, usual = before[-1]
+        for half_life_s, error in self._errors.items():
+            trust = 0.5 ** ((middle_s - at_s) / half_life_s)
+            wrong = abs(trust * lately + (1 - trust) * usual - rate) / usual if usual else 0.0
+            self._errors[half_life_s] = _KEEP * error + (1 - _KEEP) * wrong
 
     def rates(self, nbytes: float, now: float) -> tuple[float, float]:
         """Return the rate that is expected while the link carries ``nbytes`` from now on, and a lower bound.
@@ -75,7 +101,7 @@ class LinkMemory:
         if not usual:
             return 0.0, 0.0
         ahead_s = max(0.0, now - self._heard_s) + nbytes / usual / 2
-        trust = 0.5 ** (ahead_s / self._recent_s)
+        trust = 0.5 ** (ahead_s / self.recent_s)
         expected = trust * self._lately.value() + (1 - trust) * usual
         rate = self.estimator.rate()
         return expected, expected * min(1.0, self.estimator.lower_bound() / rate if rate > 0 else 1.0)

@@ -7,7 +7,7 @@ Remote prefill wins if::
 where the cache is sent while it is computed (`kvabr.route.forecast` has the exact terms, with prefixes in place on
 either side and bytes that are under way). ``C`` is the rate that the link is expected to have. Whether a deadline is
 met is judged by the lower bound of the estimate: a prefill elsewhere cannot be taken back. To the time of a request is
-added what it makes others wait, if the sites know their pressure.
+added what it makes others wait, as far as a `Router` knows.
 """
 
 from __future__ import annotations

@@ -137,10 +137,19 @@ def test_a_bad_minute_is_forgotten():
     soon, later = memory.rates(0.0, 612.0)[0], memory.rates(0.0, 1201.0)[0]
     assert soon == pytest.approx(1e6, rel=0.01)
     assert later == pytest.approx(1e7, rel=0.05)
-    assert memory.rates(1e9, 612.0)[0] > 7e6
+    assert memory.rates(1e9, 612.0)[0] > 4e6
     memory.sample(float("nan"), 1.0, 613.0)
     memory.sample(1.0, 0.0, 613.0)
     assert memory.rates(0.0, 612.0)[0] == soon
+
+
+@pytest.mark.parametrize(("slot_s", "half_life_s"), [(8, 4.0), (500, 64.0)])
+def test_trust_in_the_last_seconds_fades_as_fast_as_they_mislead(slot_s, half_life_s):
+    memory = LinkMemory(LastSample())
+    assert memory.recent_s == 16.0
+    for second in range(1, 2001):
+        memory.sample((1e6, 1e7)[second // slot_s % 2], 1.0, float(second))
+    assert memory.recent_s == half_life_s
 
 
 def test_a_router_learns_the_link_and_spreads_a_crowd():
