@@ -8,6 +8,8 @@
 - ``whole``: kvabr's rule without computing a beginning here while the end comes.
 - ``kvabr``: kvabr's rule.
 
+A day begins with a memory of the link, as with warm caches: what it carries in the mean.
+
 Two more know what nobody can, to show what a rule loses by not knowing it:
 
 - ``knows-link``: kvabr's rule, and what the link will carry.
@@ -36,6 +38,7 @@ from kvabr.route import (
     Router,
     break_even_tokens,
 )
+from kvabr.route.router import USUAL_S
 from kvabr.types.errors import UsageError, did_you_mean
 
 PRFAAS_TOKENS = 19_400
@@ -75,7 +78,7 @@ class _BreakEven:
     def __init__(self, shape: WorldShape) -> None:
         self._shape = shape
         self._memory = LinkMemory(Tracking())
-        self._memory.sample(shape.mean_rate, 1.0, 0.0)
+        self._memory.sample(USUAL_S * shape.mean_rate, USUAL_S, 0.0)
 
     def place(self, request: DayRequest, world: World, now: float) -> Choice:
         for end, nbytes, seconds in world.wire.samples(now):
@@ -99,7 +102,7 @@ class _Kvabr:
             both=both and shape.both,
             considerate=considerate,
         )
-        self._router.arrived(shape.mean_rate, 1.0, 0.0)
+        self._router.arrived(USUAL_S * shape.mean_rate, USUAL_S, 0.0)
 
     def place(self, request: DayRequest, world: World, now: float) -> Choice:
         for end, nbytes, seconds in world.wire.samples(now):
