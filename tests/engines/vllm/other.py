@@ -27,10 +27,12 @@ class OtherEngine:
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             text=True,
         )
-        self._answer()  # it is up
+        self._up = False  # it starts beside whatever else starts
 
     def begin(self, prompt, tokens=1, **params):
-        """Have it compute a prompt, and do not wait for the text."""
+        """Have it compute a prompt once it is up, and do not wait for the text."""
+        if not self._up:
+            self._up = bool(self._answer())
         self._process.stdin.write(json.dumps({"prompt": list(prompt), "tokens": tokens, "params": params}) + "\n")
         self._process.stdin.flush()
 
