@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from kvabr.cli.main import main
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.publish.encoder import MemoryFrames, publish
 from kvabr.publish.publisher import read_profile
 from kvabr.publish.texts import measuring_texts
 from kvabr.store.asset import Prompt
+from kvabr.store.asset_folder import FolderAsset
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -50,3 +52,19 @@ def test_ac_loses_less_than_int4_at_fewer_bytes(catalog):
     assert layers < 0.75 * sizes["Int4"]
     assert sizes["AC-5x"] < 0.6 * sizes["Int4"]
     assert kl["AC-L3"] < kl["AC-5x"] < kl["Int4"]
+
+
+def test_snapshots_of_states_are_encoded_inspected_and_refused_between_groups(tmp_path, capsys):
+    text, out = tmp_path / "text", tmp_path / "asset"
+    text.write_text(measuring_texts()["manual"][:400], encoding="utf-8")
+    words = ["encode", "--text", text, "--tokens", 256, "--continuation", 8, "--model", MODEL, "--out", out]
+    words += ["--tracks", "Raw", "Int8", "--snapshots-every"]
+    assert main([*map(str, words), "128"]) == 0
+    catalog = FolderAsset.open(out).catalog
+    states = [number for number, each in enumerate(catalog.spec.classes) if each.kind == "state"]
+    assert [unit.first for unit in catalog.units if unit.part in states] == [128, 128, 256, 256]
+    assert main(["inspect", str(out), "--check"]) == 0
+    capsys.readouterr()
+    assert main([*map(str, words), "100", "--force"]) == 1
+    assert "snapshots every 100 tokens do not lie between groups of 128" in capsys.readouterr().err
+    assert FolderAsset.open(out).catalog == catalog
