@@ -21,6 +21,19 @@ def save(folder, kind="Llama", **changes):
     return folder
 
 
+def begin_with(folder, letter):
+    """Have a saved tokenizer put a token before every text, as Gemma's and Llama's do; return the folder."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    path = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    token = tokenizer.token_to_id(letter)
+    tokenizer.post_processor = TemplateProcessing(single=f"{letter} $A", special_tokens=[(letter, token)])
+    tokenizer.save(path)
+    return folder
+
+
 def save_tokenizer(folder):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING
 
 from kvabr.cli.options import load
 from kvabr.types.errors import UsageError
+from kvabr.types.naming import LAYERS
 
 if TYPE_CHECKING:
     from kvabr.codec.fit import FitConfig
+    from kvabr.publish.target import Target
+    from kvabr.types.kv import KVSpec
+
+AC_TRACKS = (*LAYERS, "AC-5x")
+"""Tracks that steps can be chosen for."""
 
 _EPILOG = """\
 examples:
@@ -24,7 +30,8 @@ The AC tracks code a cache against statistics of the model: channel means, the t
 layers, quantiser steps, probability tables. They are calibrated once per model, on texts as diverse as its prompts, and
 every player fetches them once. More layers per stack and more components per layer make smaller caches and a larger
 profile; --step-scale makes all tracks smaller and coarser, or larger and finer. The same steps cost some models more
-than others: --target-kl measures, and chooses steps for each layer class; all AC tracks move with AC-5x.
+than others: --target-kl measures, and chooses steps for each layer class; all AC tracks move with AC-5x, or with the
+--target-track: AC-L0 or AC-L1 where links are slow and the first layers must be good enough.
 
 The model runs forwards over every context, and backwards through the last quarter of it, to find the channels in which
 errors matter. That takes minutes for a small model, and space for all caches twice in the temporary folder (TMPDIR).
@@ -82,6 +89,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="choose the steps of every layer class so that AC-5x loses at most X nats per token, measured on a sixth "
         "of the contexts (default: the same steps for every model)",
     )
+    parser.add_argument(
+        "--target-track", choices=AC_TRACKS, metavar="TRACK",
+        help=f"the track that --target-kl is for, a layer with those below it: {', '.join(AC_TRACKS)} (default: AC-5x)",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -91,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
     from kvabr.cli.display import StageBar
     from kvabr.codec.columns import check_class
-    from kvabr.publish.calibrate import CONTEXTS, SEARCH, calibrate, stages
+    from kvabr.publish.calibrate import CONTEXTS, calibrate
     from kvabr.publish.texts import calibration_texts
     from kvabr.store.files import read_text, write_file
 
@@ -106,15 +117,14 @@ def run(args: argparse.Namespace) -> int:
     spec = loaded.engine.spec
     check_class(spec, "AC")
     told: list[str] = []
-    titles = {stage: f"{stage} (contexts)" for stage in stages(spec)}
-    with StageBar({**titles, SEARCH: f"{SEARCH} (measurements)"}, console) as bar:
+    with StageBar(stage_titles(spec), console) as bar:
         profile = calibrate(
             loaded,
             texts,
             contexts=CONTEXTS if args.contexts is None else args.contexts,
             tokens=args.context_tokens,
             config=config,
-            target_kl=args.target_kl,
+            target=target_of(args.target_kl, args.target_track),
             progress=bar,
             tell=told.append,
         )
@@ -134,13 +144,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def stage_titles(spec: KVSpec) -> dict[str, str]:
+    """Return the stages of a calibration with their titles, for a progress bar."""
+    from kvabr.publish.calibrate import SEARCH, stages
+
+    return {stage: f"{stage} (contexts)" for stage in stages(spec)} | {SEARCH: f"{SEARCH} (measurements)"}
+
+
+def target_of(kl: float | None, track: str | None) -> Target | None:
+    """Return what ``--target-kl`` and ``--target-track`` ask for, None for nothing; raise a `UsageError` if invalid."""
+    from kvabr.publish.target import Target
+
+    if kl is None:
+        if track is not None:
+            raise UsageError("--target-track takes --target-kl: what may this track lose?")
+        return None
+    if not 1e-6 <= kl <= 1:
+        raise UsageError("--target-kl must be from 0.000001 to 1 nats per token")
+    return Target(kl) if track is None else Target(kl, track)
+
+
 def _config(args: argparse.Namespace) -> FitConfig:
     from kvabr.codec.fit import FitConfig
 
     if not 0.01 <= args.step_scale <= 100:
         raise UsageError("--step-scale must be from 0.01 to 100")
-    if args.target_kl is not None and not 1e-6 <= args.target_kl <= 1:
-        raise UsageError("--target-kl must be from 0.000001 to 1 nats per token")
+    target_of(args.target_kl, args.target_track)
     if args.target_kl is not None and args.step_scale != 1:
         raise UsageError("--target-kl chooses the steps itself: leave out --step-scale")
     if args.stack_layers is not None and args.stack_layers < 1:

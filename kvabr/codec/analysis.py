@@ -118,18 +118,32 @@ class Analysis:
         keys = channels.reshape(self.structure.coded.layers, self.structure.halves, -1, channels.shape[2])[:, 0]
         return keys.square().sum(dim=1)
 
-    def outlying(self, power: torch.Tensor) -> torch.Tensor:
-        """Return the tokens to store separately, [token] bool; only the loudest few if the calibration does not fit."""
-        loudness = (power.sqrt() / torch.from_numpy(self.transform.spread.copy())[:, None]).amax(dim=0)
-        most, threshold = 1 + len(loudness) // _TOKENS_PER_OUTLIER, self.transform.threshold
-        if len(loudness) > most:
-            threshold = max(threshold, float(loudness.topk(most + 1).values[-1]))
-        return loudness > threshold
+    def value_power(self, channels: torch.Tensor) -> torch.Tensor:
+        """Return the squared distance of each token's values from their mean, [layer, token] float32."""
+        values = channels.reshape(self.structure.spec.layers, self.structure.halves, -1, channels.shape[2])[:, -1]
+        return values.square().sum(dim=1)
+
+    def outlying(self, channels: torch.Tensor) -> torch.Tensor:
+        """Return the tokens to store separately, [token] bool, from the output of `centred`."""
+        values = None if self.transform.quiet is None else self.value_power(channels)
+        return self._outlying(self.key_power(channels), values)
+
+    def _outlying(self, keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
+        """Return the tokens to store separately; only the most outlying few if the calibration does not fit.
+
+        ``keys`` and ``values`` are powers, [layer, token]; the latter only if they count.
+        """
+        loudness = (keys.sqrt() / torch.from_numpy(self.transform.spread.copy())[:, None]).amax(dim=0)
+        out = _beyond(loudness, self.transform.threshold)
+        quiet = self.transform.quiet
+        if quiet is not None and values is not None:
+            out |= _beyond(-quietness(values, torch.from_numpy(quiet.usual.copy())), -quiet.threshold)
+        return out
 
     def coefficients(self, channels: torch.Tensor) -> Coefficients:
         """Transform the output of `centred`, which is overwritten."""
         structure = self.structure
-        power = self.key_power(channels)
+        outlying = self.outlying(channels)
         channels = self.normed(channels)
         rows = _empty(structure.rows, channels.shape[2])
         largest = torch.zeros((3, channels.shape[2]))
@@ -144,7 +158,7 @@ class Analysis:
             rest = parts[:, kept:]
             rows[structure.trailing_rows(number)].view(rest.shape).copy_(rest)
         largest[2] = torch.maximum(rows.amax(dim=0), -rows.amin(dim=0))
-        return Coefficients(rows, (largest / self._limits).amax(dim=0), largest[2], self.outlying(power))
+        return Coefficients(rows, (largest / self._limits).amax(dim=0), largest[2], outlying)
 
     def components(self, channels: torch.Tensor, stack: Stack) -> torch.Tensor:
         """Transform `normed` channels of one stack's blocks: [block of the stack, component, token] float32."""
@@ -200,7 +214,29 @@ class Analysis:
             largest = np.maximum.reduce(list(map(work, numbers)))
         peaks = torch.from_numpy(largest)
         reach = (peaks / self._limits).amax(dim=0)
-        return Coefficients(torch.from_numpy(rows), reach, peaks[2], self.outlying(torch.from_numpy(power)))
+        values: torch.Tensor | None = None
+        if self.transform.quiet is not None:
+            mean = torch.from_numpy(self.transform.mean[:, 1].astype(np.float32))
+            values = (group[:, 1].float() - mean[:, :, None]).square_().sum(dim=(1, 3))
+        return Coefficients(torch.from_numpy(rows), reach, peaks[2], self._outlying(torch.from_numpy(power), values))
+
+
+def quietness(power: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
+    """Return the distance of each token's values from their mean, in units of the usual one, mean over layers.
+
+    Args:
+        power: squared distances, [layer, token].
+        usual: [layer].
+    """
+    return (power.sqrt() / usual[:, None]).mean(dim=0)
+
+
+def _beyond(score: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Return which tokens, [token] bool, score more than a threshold: the highest of them, if these are many."""
+    most = 1 + len(score) // _TOKENS_PER_OUTLIER
+    if len(score) > most:
+        threshold = max(threshold, float(score.topk(most + 1).values[-1]))
+    return score > threshold
 
 
 def _empty(*shape: int) -> torch.Tensor:

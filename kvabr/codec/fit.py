@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.analysis import Analysis
+from kvabr.codec.analysis import Analysis, quietness
 from kvabr.codec.columns import turned
 from kvabr.codec.native.coder_model import TILE
 from kvabr.codec.profile import MAX_SINKS, MAX_STEP, ClassProfile, Depth
 from kvabr.codec.quantised import is_quantised, numbers_of
 from kvabr.codec.quantiser import SymbolCounts, coder_model, nested, quantise
 from kvabr.codec.rope import rotate
-from kvabr.codec.transform import LARGEST, NO_MATRIX, RUN, Structure, Transform, layered, plain, rounded
+from kvabr.codec.transform import LARGEST, NO_MATRIX, RUN, Quiet, Structure, Transform, layered, plain, rounded
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import FP16_MAX, KVSpec
 
@@ -43,6 +43,8 @@ STEPS = {"AC-L0": 3.3, "AC-L1": 1.1, "AC-L2": 1.1 / 3, "AC-L3": 1.1 / 9, "AC-5x"
 _ABSURD = 100.0
 """Ratio to the median beyond which a token's keys, or values, of a layer are treated as errors: one such number would
 make the quantiser so coarse that nothing else of its layer is left."""
+_WORTH = 20.0
+"""Tokens with quiet values are stored separately if they bear this many times their share of the gradients' power."""
 _BEYOND = 1e6
 """Clamp for indices: no table has symbols for larger ones, and integers must not overflow."""
 
@@ -68,6 +70,9 @@ class FitConfig:
     """Step of every depth; a channel's root mean square is about 1."""
     dead: Mapping[str, float] = field(default_factory=dict)
     """Dead zone of a depth's encoder, see `kvabr.codec.quantiser.quantise`; default 0."""
+    quiet: float = 0.01
+    """Maximum share of tokens that are also stored separately because their values are small, see
+    `kvabr.codec.transform.Quiet`. Gradients tell how many, and whether any: without them there are none."""
     sensitivity: float = 0.8
     """How far the transform follows the model's sensitivity, from 0 (not at all) to 1."""
     balance: float = 1.0
@@ -96,7 +101,7 @@ class FitConfig:
         """Return these options for one layer class: no column of a state is a sink, and no two heads have a cause."""
         if part.only.kind != "state":
             return self
-        return replace(self, sinks=0, outliers=0.0, stack_layers=1, kept=(0, 0), block_heads=1)
+        return replace(self, sinks=0, outliers=0.0, quiet=0.0, stack_layers=1, kept=(0, 0), block_heads=1)
 
 
 def fit(
@@ -138,7 +143,7 @@ def fit_transform(
     source = _Source(spec, caches, config.sinks, progress)
     # Until stacks are fitted, all components are rows.
     bare = replace(structure, stacks=tuple(replace(stack, kept=0) for stack in structure.stacks))
-    transform = _outliers(_means(bare, source), source, config.outliers)
+    transform = _outliers(_means(bare, source), source, config, gradients)
     transform = _channels(transform, source, config, gradients)
     if bare != structure:
         transform = _stacks(transform, structure, source)
@@ -221,15 +226,50 @@ def _means(structure: Structure, source: _Source) -> Transform:
     return Transform(structure, (total / count).half().numpy(), ones, None, none, quiet, float("inf"))
 
 
-def _outliers(transform: Transform, source: _Source, share: float) -> Transform:
-    """Measure the usual distance of keys from their mean, and the threshold that the given share of tokens exceeds."""
+def _outliers(transform: Transform, source: _Source, config: FitConfig, gradients: Caches | None) -> Transform:
+    """Measure the usual distance of keys from their mean, and the threshold that a share of the tokens exceeds.
+
+    With gradients, do the same with values that are near their mean, as far as the model minds errors in them.
+    """
     analysis = Analysis(transform)
-    power = [analysis.key_power(analysis.centred(bare)) for bare in source("outliers")]
-    every = torch.cat(power, dim=1)  # [layer, token]: few numbers
+    keys, values, minded = [], [], []
+    slopes = iter(gradients()) if gradients is not None and transform.structure.halves == 2 else None
+    for bare in source("outliers"):
+        channels = analysis.centred(bare)
+        keys.append(analysis.key_power(channels))
+        if slopes is not None:
+            slope = next(slopes)[:, :, :, source.sinks :].float().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            minded.append(slope.square().sum(dim=(0, 1, 2, 4)))
+            values.append(analysis.value_power(channels)[:, : len(minded[-1])])
+    every = torch.cat(keys, dim=1)  # [layer, token]: few numbers
     spread = every.double().mean(dim=1).clamp(min=_LEAST).sqrt().float()
     loudness = (every.sqrt() / spread[:, None]).amax(dim=0).numpy()
+    share = config.outliers
     threshold = float(np.quantile(loudness, 1 - share, method="higher")) if share else float("inf")
-    return replace(transform, spread=spread.numpy(), threshold=threshold)
+    quiet = _quiet(torch.cat(values, dim=1), torch.cat(minded), config.quiet) if values else None
+    return replace(transform, spread=spread.numpy(), threshold=threshold, quiet=quiet)
+
+
+def _quiet(power: torch.Tensor, minded: torch.Tensor, share: float) -> Quiet | None:
+    """Return how to tell quiet tokens, or None if the model minds errors in them little more than in others.
+
+    Args:
+        power: squared distance of values from their mean, [layer, token].
+        minded: squared gradients, [token].
+        share: maximum share of tokens.
+    """
+    usual = power.double().mean(dim=1).clamp(min=_LEAST).sqrt().float()
+    score = quietness(power, usual)
+    order = score.argsort()
+    most = int(share * len(order))
+    gained = minded[order].double().cumsum(dim=0) / minded.double().sum().clamp(min=1e-300)
+    worth = gained[:most] - _WORTH * torch.arange(1, most + 1) / len(order)
+    if not most or float(worth.max()) <= 0:
+        return None
+    # Halfway to the next token: others will not have the same numbers.
+    last = int(worth.argmax())
+    threshold = float(score[order[last : last + 2]].mean())
+    return Quiet(usual.numpy(), threshold) if 0 < threshold < 1 else None
 
 
 def _channels(transform: Transform, source: _Source, config: FitConfig, gradients: Caches | None) -> Transform:
@@ -244,7 +284,7 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
     slopes = iter(gradients()) if gradients is not None and config.transform else None
     for bare in source("channels"):
         channels = analysis.centred(bare)
-        usual = ~analysis.outlying(analysis.key_power(channels))
+        usual = ~analysis.outlying(channels)
         if slopes is not None:
             slope = source.slope(next(slopes)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             same = slope.transpose(3, 4).reshape(blocks, width, -1)[:, :, usual[: slope.shape[3]]]
@@ -316,7 +356,7 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
     scatters = [torch.zeros((size, size), dtype=torch.float64) for size in sizes]
     for bare in source("stacks"):
         channels = analysis.centred(bare)
-        channels = analysis.normed(channels[:, :, ~analysis.outlying(analysis.key_power(channels))])
+        channels = analysis.normed(channels[:, :, ~analysis.outlying(channels)])
         for stack, scatter in zip(structure.stacks, scatters, strict=True):
             if stack.kept:
                 across = analysis.components(channels, stack)[:, : stack.kept].reshape(len(scatter), -1)

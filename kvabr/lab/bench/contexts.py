@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from kvabr.engines.transformers.model_loader import LoadedModel
-from kvabr.publish.model import ScoringEngine
+from kvabr.publish.model import ScoringEngine, opened
 from kvabr.publish.texts import calibration_texts, measuring_texts, paragraphs
 from kvabr.store.files import read_text
 from kvabr.types.errors import UsageError
@@ -93,7 +93,7 @@ def check_unseen(texts: Mapping[str, str]) -> None:
 
 
 def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, continuation: int) -> list[Context]:
-    """Cut contexts out of texts, evenly spaced, without overlap.
+    """Cut contexts out of texts, evenly spaced, without overlap; each begins as prompts of the model do.
 
     Args:
         loaded: Model with its tokenizer.
@@ -122,8 +122,8 @@ def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, c
         for index in range(each):
             # Cut from the middle of equal shares, because texts begin and end with titles and tables.
             start = (2 * index + 1) * (len(ids) - each * length) // (2 * each) + index * length
-            part = ids[start : start + length]
-            out.append(Context(domain, index, tuple(part[:tokens]), tuple(part[tokens:])))
+            part = opened(loaded, ids[start : start + length])
+            out.append(Context(domain, index, part[:tokens], part[tokens : tokens + continuation]))
     return out
 
 

@@ -81,6 +81,11 @@ class CacheStore:
         part.replace(path)
         return made
 
+    @property
+    def folder(self) -> Path:
+        """Folder of this model."""
+        return self._folder
+
     def scratch(self, name: str) -> Path:
         """Return the path of a temporary file that two programs exchange."""
         return self._folder / name

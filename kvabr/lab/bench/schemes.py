@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-import kvabr.codec
+import kvabr
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.profile import Profile
@@ -109,7 +109,7 @@ class TrackScheme(Scheme):
     @property
     def key(self) -> str:
         """Return codec, profile, group size, and the digest of the codecs' sources."""
-        return f"{self._tracks[-1]}|{self._origin}|{self.group_tokens}|{codec_sources()}"
+        return f"{self._tracks[-1]}|{self._origin}|{self.group_tokens}|{sources('codec')}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
         """Encode like an origin and decode like a player, group by group."""
@@ -155,7 +155,7 @@ class OwnTrack(Scheme):
     @property
     def key(self) -> str:
         """Return track, group size, and the digest of the codecs' sources."""
-        return f"own|{self._track}|{self.group_tokens}|{codec_sources()}"
+        return f"own|{self._track}|{self.group_tokens}|{sources('codec')}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
         """Encode and decode like `TrackScheme`, counting the profile's bytes."""
@@ -221,10 +221,10 @@ class Kivi(Scheme):
 
 
 @cache
-def codec_sources() -> str:
-    """Return 8 hex digits that change with the codecs' sources, so that results of older sources are not reused."""
+def sources(package: str) -> str:
+    """Return 8 hex digits that change with a package's sources, so that results of older sources are not reused."""
     digest = hashlib.sha256()
-    folder = Path(next(iter(kvabr.codec.__path__)))
+    folder = Path(next(iter(kvabr.__path__))) / package
     for path in sorted(path for ending in ("py", "c", "h") for path in folder.rglob(f"*.{ending}")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]

@@ -14,8 +14,9 @@ from kvabr.codec.group import cut, decode_group, encode_group
 from kvabr.codec.profile import Profile
 from kvabr.engines.transformers import cache_publisher, play_cache_async, publish_cache
 from kvabr.engines.transformers.cache import cache_kv
-from kvabr.publish.calibrate import SEARCH, _caches, calibrate, stages
+from kvabr.publish.calibrate import SEARCH, _caches, calibrate, calibrate_scaled, stages
 from kvabr.publish.encoder import own_profile
+from kvabr.publish.target import Target
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.errors import UsageError
@@ -58,6 +59,8 @@ async def test_what_is_played_is_what_the_codec_made(name, tmp_path):
 
 class Loaded:
     """A model whose tokens are bytes."""
+
+    opening = ()
 
     def __init__(self, name):
         self.engine = tiny(name)
@@ -104,7 +107,7 @@ def test_steps_are_chosen_by_what_they_lose():
     steps = []
     for target in (1e-6, 1e-5):
         made = calibrate(
-            loaded, TEXTS, target_kl=target, tell=told.append, progress=lambda *at: seen.append(at), **options
+            loaded, TEXTS, target=Target(target), tell=told.append, progress=lambda *at: seen.append(at), **options
         )
         steps.append([made.of(part).depths["AC-5x"].step for part in loaded.engine.spec.parts])
         for part in loaded.engine.spec.parts:  # all depths move together
@@ -118,8 +121,32 @@ def test_steps_are_chosen_by_what_they_lose():
 
 
 @pytest.mark.slow
+def test_another_track_can_be_the_one_that_meets_the_target():
+    told = []
+    made = [
+        calibrate(Loaded("Gemma3"), TEXTS, target=Target(1e-5, track), tell=told.append, contexts=3, tokens=240)
+        for track in ("AC-L1", "AC-5x")
+    ]
+    assert "AC-L1 loses" in told[0]
+    assert "AC-5x loses" in told[1]
+    for part in made[0].spec.parts:
+        layer, single = (profile.of(part).depths for profile in made)
+        # Both have the step that loses as much.
+        assert layer["AC-L1"].step == pytest.approx(single["AC-5x"].step, rel=0.3)
+
+
+@pytest.mark.slow
+def test_profiles_for_several_scales_differ_in_steps_alone():
+    fine, usual = calibrate_scaled(Loaded("Gemma3"), TEXTS, scales=(0.5, 1.0), contexts=2, tokens=240)
+    assert usual.digest == calibrate(Loaded("Gemma3"), TEXTS, contexts=2, tokens=240).digest
+    for part in usual.spec.parts:
+        assert fine.of(part).depths["AC-L0"].step == usual.of(part).depths["AC-L0"].step / 2
+        assert (fine.of(part).transform.norm == usual.of(part).transform.norm).all()
+
+
+@pytest.mark.slow
 def test_a_loss_that_no_step_reaches_is_said_with_its_reason():
     with pytest.raises(UsageError, match=r"a KL of 1e-12 cannot be met: at the finest steps .* AC-5x loses .* nats"):
-        calibrate(Loaded("Gemma3"), TEXTS, contexts=2, tokens=240, target_kl=1e-12)
+        calibrate(Loaded("Gemma3"), TEXTS, contexts=2, tokens=240, target=Target(1e-12))
     with pytest.raises(UsageError, match="give at least 2"):
-        calibrate(Loaded("Gemma3"), {"a": "x" * 300}, contexts=1, tokens=240, target_kl=0.1)
+        calibrate(Loaded("Gemma3"), {"a": "x" * 300}, contexts=1, tokens=240, target=Target(0.1))

@@ -51,6 +51,13 @@ def test_rd_prints_tables_and_writes_every_file(capsys, tmp_path, model_folder, 
         ["--group-tokens", "128", "128"],
         ["--texts", "nowhere"],
         ["--domains", "klingon"],
+        ["--target-kl", "0.1"],
+        ["--calibrate", "0"],
+        ["--calibrate", "2", "--profile", "some"],
+        ["--calibrate", "2", "--target-track", "AC-L0"],
+        ["--calibrate", "2", "--target-kl", "0.1", "--target-track", "Int4"],
+        ["--calibrate", "2", "--target-kl", "2"],
+        ["--calibrate", "2", "--step-scale", "1", "1"],
     ],
 )
 def test_bad_options_are_found_before_the_model_is_loaded(capsys, tmp_path, options):
@@ -94,7 +101,7 @@ def test_codec_refuses_what_it_cannot_do(capsys):
     capsys.readouterr()
 
 
-def test_a_model_with_windows_is_measured_class_by_class_or_as_one(capsys, tmp_path, texts_folder):
+def windowed(tmp_path):
     import transformers
 
     config = transformers.Gemma3TextConfig(
@@ -105,9 +112,14 @@ def test_a_model_with_windows_is_measured_class_by_class_or_as_one(capsys, tmp_p
     folder = tmp_path / "gemma"
     transformers.Gemma3ForCausalLM(config).save_pretrained(folder)
     save_tokenizer(folder)
+    return folder
+
+
+def test_a_model_with_windows_is_measured_class_by_class_or_as_one(capsys, tmp_path, texts_folder):
     options = (
-        "--model", folder, "--texts", texts_folder, "--contexts", 1, "--tokens", 150, "--continuation", 16,
-        "--retrieval", 0, "--tracks", "AC-L1", "FP16", "--work", tmp_path / "work", "--peers", tmp_path,
+        "--model", windowed(tmp_path), "--texts", texts_folder, "--contexts", 1, "--tokens", 150,
+        "--continuation", 16, "--retrieval", 0, "--tracks", "AC-L1", "FP16", "--work", tmp_path / "work",
+        "--peers", tmp_path,
     )  # fmt: skip
     for how in ((), ("--whole-windows",)):
         status, out, err = rd(capsys, *options, "--json", tmp_path / "rd.json", *how)
@@ -115,3 +127,25 @@ def test_a_model_with_windows_is_measured_class_by_class_or_as_one(capsys, tmp_p
         assert "AC-L1 (own tables)" in out
         rows = {row["scheme"]: row for row in json.loads((tmp_path / "rd.json").read_text())["schemes"]}
         assert rows["FP16"]["kl"] < 1e-4
+
+
+def test_profiles_are_calibrated_once_and_kept(capsys, tmp_path, texts_folder, monkeypatch):
+    options = (
+        "--model", windowed(tmp_path), "--texts", texts_folder, "--contexts", 1, "--tokens", 150, "--continuation", 16,
+        "--retrieval", 0, "--tracks", "AC-L0", "AC-L1", "--work", tmp_path / "work", "--peers", tmp_path,
+        "--calibrate", 3, "--target-kl", 0.00001, "--target-track", "AC-L1", "--step-scale", 1, 0.5,
+    )  # fmt: skip
+    status, out, err = rd(capsys, *options, "--json", tmp_path / "rd.json")
+    assert status == 0, err
+    assert "AC-L1 loses" in out
+    first = json.loads((tmp_path / "rd.json").read_text())
+    bits = {row["scheme"]: row["bits"] for row in first["schemes"]}
+    assert bits["AC-L0"] < bits["AC-L0@x0.5"]
+    assert bits["AC-L1"] < bits["AC-L1@x0.5"]
+
+    def again(*_, **__):
+        raise AssertionError("calibrated again")
+
+    monkeypatch.setattr("kvabr.lab.bench.calibrated.calibrate_scaled", again)
+    assert rd(capsys, *options, "--json", tmp_path / "again.json")[0] == 0
+    assert json.loads((tmp_path / "again.json").read_text()) == first

@@ -5,10 +5,12 @@ from itertools import pairwise
 import pytest
 import torch
 
+from kvabr.engines.transformers.model_loader import load_model
 from kvabr.lab.bench.contexts import DEPTHS, DOMAINS, check_unseen, cut, plant, read_texts, recall, token_key
 from kvabr.publish.texts import calibration_texts, paragraphs
 from kvabr.types.errors import UsageError
 from tests.lab.bench.conftest import prose
+from tests.tinymodels import begin_with, save
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +54,15 @@ def test_contexts_are_spread_over_the_text_and_do_not_overlap(tiny):
     assert starts[0] > 0
     assert starts[-1] + 120 < len(ids)
     assert [one.name for one in made] == ["a-0", "a-1", "a-2", "a-3"]
+
+
+def test_contexts_begin_as_prompts_of_the_model_do(tmp_path):
+    loaded = load_model(str(begin_with(save(tmp_path), "!")))
+    text = "what it says " * 60
+    (context,) = cut(loaded, {"a": text}, 1, 200, 24)
+    assert context.tokens[0] == loaded.opening[0]
+    assert (len(context.tokens), len(context.continuation)) == (200, 24)
+    assert loaded.decode((*context.tokens[1:], *context.continuation)) in text
 
 
 def test_too_short_a_text_and_too_long_a_context_are_refused(tiny):
