@@ -1,0 +1,257 @@
+"""Plays of a cache that is being prefilled, over QUIC, from an origin that follows the folder of a producer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.client.result import IncompleteError
+from kvabr.moqt.codes import RequestCode
+from kvabr.moqt.wire import DRAFTS
+from kvabr.quic.connect import connect
+from kvabr.quic.connection import MAX_HELD, MAX_IN_FLIGHT
+from kvabr.quic.interface import GroupRequest, read_all
+from kvabr.server.certificates import check, development
+from kvabr.server.limits import ServerLimits
+from kvabr.server.metrics import Metrics
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.server.server import Server, Watcher
+from kvabr.store.live_folder import LiveFolderWriter, new_key
+from kvabr.types.errors import NotFoundError
+from kvabr.types.events import GroupsPublished
+from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames, parse_edges
+from kvabr.types.naming import EDGE_TRACK
+from tests.client.test_live import TOKENS, right
+from tests.faults.common import LIMIT_S, QUIET
+from tests.faults.test_guests import until
+from tests.toymodel import SPEC, toy_asset
+
+pytestmark = pytest.mark.process
+
+GROUPS = 10
+every = pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.alpn)
+
+
+@pytest.fixture(scope="module")
+def asset(tmp_path_factory):
+    return toy_asset(tmp_path_factory.mktemp("live") / "asset", ("FP16", "Int8", "Int4"), tokens=160)
+
+
+@pytest.fixture(scope="module")
+def tls():
+    with development() as made:
+        yield made
+
+
+@pytest.fixture
+def root(tmp_path):
+    made = tmp_path / "root"
+    made.mkdir()
+    return made
+
+
+class Writer:
+    """A producer in a folder, which takes one step at a time, in a thread."""
+
+    def __init__(self, asset, root):
+        self.asset, self.key, self.next = asset, new_key(), 0
+        self._writer = LiveFolderWriter(root / "asset")
+
+    async def __aenter__(self):
+        catalog = self.asset.catalog
+        tracks = tuple(replace(one, digests=(UNKNOWN,) * GROUPS, measured=None) for one in catalog.tracks)
+        seconds = tuple(0.001 * (group + 1) for group in range(GROUPS))
+        live = LiveCatalog(replace(catalog, tracks=tracks, mixes=()), seconds, self.key)
+        await asyncio.to_thread(self._writer.__enter__)
+        await asyncio.to_thread(self._writer.begin, live)
+        return self
+
+    async def __aexit__(self, *given):
+        await asyncio.to_thread(self._writer.__exit__, *given)
+
+    async def publish(self, groups=1):
+        for _ in range(groups):
+            await asyncio.to_thread(self._publish)
+
+    def _publish(self):
+        frames = {}
+        for track in self.asset.catalog.tracks:
+            frame = self.asset.frame(self.next, track.name)
+            self._writer.frame(self.next, track.name, frame)
+            frames[track.name] = len(frame), hashlib.sha256(frame).hexdigest()
+        self._writer.tell(PublishedFrames(self.key, self.next, float(self.next), frames))
+        self.next += 1
+
+    async def end(self):
+        await asyncio.to_thread(self._writer.tell, LiveEnd(self.key))
+        await asyncio.to_thread(self._writer.commit, self.asset.catalog)
+
+    async def fail(self, reason):
+        await asyncio.to_thread(self._writer.tell, LiveEnd(self.key, reason))
+
+
+@asynccontextmanager
+async def origin(root, tls, port=0):
+    metrics, published = Metrics(), PublishedAssets(root, None, QUIET)
+    limits = ServerLimits(held_s=LIMIT_S)
+    async with (
+        asyncio.timeout(LIMIT_S),
+        Watcher(published, QUIET, metrics),
+        Server(published, "127.0.0.1", port, tls, limits, QUIET, metrics) as server,
+    ):
+        yield server
+
+
+def dial(server, tls, **options):
+    return connect(f"moqt://127.0.0.1:{server.address[1]}/", fingerprint=check(tls).fingerprint, **options)
+
+
+class Seen(list):
+    """The events of a play."""
+
+    @property
+    def edge(self):
+        return max((event.edge for event in self if isinstance(event, GroupsPublished)), default=0)
+
+
+def playing(client, **options):
+    seen = Seen()
+    how = PlayOptions(log=seen.append, wait_for_producer_s=LIMIT_S, **options)
+    return asyncio.ensure_future(client.play(TOKENS, deadline=LIMIT_S, options=how)), seen
+
+
+@every
+async def test_a_cache_is_played_while_it_is_prefilled(asset, root, tls, draft):
+    async with (
+        origin(root, tls) as server,
+        dial(server, tls, drafts=(draft.alpn,)) as link,
+        AsyncClient(link, model=SPEC) as client,
+        Writer(asset, root) as writer,
+    ):
+        play, seen = playing(client)
+        for group in range(GROUPS):
+            await writer.publish()
+            await until(lambda group=group: seen.edge > group)
+        played = await play
+        assert link.protocol == draft.alpn
+        await writer.end()
+    assert right(played, asset)
+    assert played.live.published == GROUPS
+
+
+@pytest.mark.parametrize("before", [1, 9, 10])
+async def test_a_play_joins_at_any_time(asset, root, tls, before):
+    async with (
+        origin(root, tls) as server,
+        dial(server, tls) as link,
+        AsyncClient(link, model=SPEC) as client,
+        Writer(asset, root) as writer,
+    ):
+        await writer.publish(before)
+        play, seen = playing(client)
+        await until(lambda: seen.edge == before)
+        await writer.publish(GROUPS - before)
+        await writer.end()
+        assert right(await play, asset)
+        again = await client.play(TOKENS, deadline=LIMIT_S)  # one or the other
+        assert right(again, asset)
+
+
+async def test_two_plays_share_each_group(asset, root, tls):
+    async with (
+        origin(root, tls) as server,
+        dial(server, tls) as link,
+        AsyncClient(link, model=SPEC) as client,
+        Writer(asset, root) as writer,
+    ):
+        plays = [playing(client, policy="fixed:Int4") for _ in range(2)]
+        await until(lambda: all(play.get_name() for play, _ in plays) and len(server.source.live.assets) == 1)
+        for group in range(GROUPS):
+            await writer.publish()
+            await until(lambda group=group: all(seen.edge > group for _, seen in plays))
+        for play, _ in plays:
+            assert right(await play, asset)
+        base = asset.catalog.by_name["Int4"].total_bytes
+        assert link.stats().bytes_received < 1.5 * base + 40_000
+
+
+async def test_what_is_held_is_asked_for_again_after_the_origin_was_killed(asset, root, tls):
+    async with Writer(asset, root) as writer:
+        async with origin(root, tls) as server:
+            port = server.address[1]
+            client = AsyncClient(f"moqt://127.0.0.1:{port}/", fingerprint=check(tls).fingerprint, model=SPEC)
+            play, seen = playing(client)
+            await writer.publish(3)
+            await until(lambda: seen.edge == 3)
+        await writer.publish(2)
+        async with origin(root, tls, port):
+            await until(lambda: seen.edge == 5)
+            await writer.publish(5)
+            assert right(await play, asset)
+            await client.close()
+
+
+async def test_a_producer_that_fails_ends_the_play_with_its_reason(asset, root, tls):
+    async with (
+        origin(root, tls) as server,
+        dial(server, tls) as link,
+        AsyncClient(link, model=SPEC) as client,
+    ):
+        async with Writer(asset, root) as writer:
+            play, seen = playing(client)
+            await writer.publish(4)
+            await until(lambda: seen.edge == 4)
+            await writer.fail("out of memory")
+            with pytest.raises(IncompleteError, match="then it stopped: out of memory") as caught:
+                await play
+        assert right(caught.value.prefix, asset)
+        assert caught.value.prefix.tokens == 64
+
+
+@every
+async def test_what_the_peer_holds_takes_no_room_from_the_rest(asset, root, tls, draft):
+    async with (
+        origin(root, tls) as server,
+        dial(server, tls, drafts=(draft.alpn,)) as link,
+        Writer(asset, root) as writer,
+    ):
+        await until(lambda: server.source.live.assets)
+        space = asset.catalog.namespace
+        held = [GroupRequest(space, EDGE_TRACK, group % GROUPS, 1 << 16, wait_s=LIMIT_S) for group in range(60)]
+        downloads = [link.request(one, 0) for one in held]
+        waiting = [asyncio.ensure_future(read_all(download)) for download in downloads]
+        if draft.number < 18:  # which has no way to say that a request may wait
+            for task in waiting:
+                with pytest.raises(NotFoundError) as caught:
+                    await task
+                assert caught.value.code == RequestCode.INVALID_RANGE
+            return
+        (peer,) = server.peers
+        await until(lambda: len(peer._waiting.held) == MAX_HELD)
+        many = [GroupRequest(space, "kvabr.live", 0, 1 << 20) for _ in range(2 * MAX_IN_FLIGHT)]
+        texts = await asyncio.gather(*(read_all(link.request(one, 0)) for one in many))
+        assert len(set(texts)) == 1
+        assert len(peer._waiting.held) == MAX_HELD
+        await writer.publish(GROUPS)
+        news = await asyncio.gather(*waiting)
+        assert [parse_edges(data)[0].group for data in news] == [one.group for one in held]
+
+
+@every
+async def test_all_the_news_come_at_once(asset, root, tls, draft):
+    async with (
+        origin(root, tls) as server,
+        dial(server, tls, drafts=(draft.alpn,)) as link,
+        Writer(asset, root) as writer,
+    ):
+        await writer.publish(6)
+        await until(lambda: server.source.live.assets and server.source.live.assets[0].chunks == 6)
+        request = GroupRequest(asset.catalog.namespace, EDGE_TRACK, 2, 1 << 16, wait_s=LIMIT_S, groups=50)
+        data = await read_all(link.request(request, 0))
+        assert [message.group for message in parse_edges(data)] == [2, 3, 4, 5]
