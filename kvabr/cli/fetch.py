@@ -48,7 +48,8 @@ examples:
 
 Name the cache (`kvabr inspect` shows its name), or give the prompt: --text with --model, or --prompt. For a prompt,
 the longest prefix that the origin has is played. With --recompute the engine computes what would be late, and more
-where its time is worth it (--gpu-price). The deadline starts once the connection is up.
+where its time is worth it (--gpu-price). A cache that is still being prefilled is played, too: its groups come as they
+are published. The deadline starts once the connection is up.
 
 At the deadline the play ends, with --recompute as soon as the engine has completed it. If groups are missing then, the
 command says which, --out gets the tokens before them, and the exit status is 1; --patience 3 waits for three deadlines.
@@ -83,6 +84,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="smollm2|DIR",
         help="model of the tokens (default: that of --recompute, or the only one that the origin has)",
     )
+    which.add_argument(
+        "--wait-for-producer",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="wait this long for somebody to begin to prefill the prompt",
+    )
+    which.add_argument("--no-live", action="store_true", help="do not play a cache that is still being prefilled")
     add_salt_option(parser)
     how = parser.add_argument_group("how to play")
     add_deadline_option(how)
@@ -227,6 +236,8 @@ async def _fetch(
         salt=read_salt(args.salt_file),
         patience=args.patience,
         after=args.after,
+        live=not args.no_live,
+        wait_for_producer_s=args.wait_for_producer,
         log=lines.append if args.log is not None else None,
         telemetry=telemetry,
     )
@@ -311,6 +322,15 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
     ]
     if played.limited_by is not None:
         lines.append(f"more of the prompt is cached, but of its class {played.limited_by} no snapshot at its end")
+    if (live := played.live) is not None:
+        if live.complete_s is not None:
+            after_s = max(0.0, played.ttft_s - played.lookup_s - live.complete_s)
+            lines.append(f"prefilled meanwhile: in place {1000 * after_s:.0f} ms after the last group was published")
+        else:
+            why = "it was too late" if live.stopped is None else live.stopped
+            lines.append(f"prefilled meanwhile, up to group {live.published} of {groups}: {why}")
+        if live.sooner_alone_s is not None:
+            lines.append(f"this engine alone should have been {live.sooner_alone_s:.2f} s sooner than the producer")
     for who, text in (("cpu", "this machine's processor"), ("publisher", "the publisher")):
         if held := record.bytes_held_up.get(who):
             lines.append(f"{text} was the limit for {held:,} bytes, not the network")
@@ -352,6 +372,7 @@ def _result(
         "loss": played.loss,
         "tokens": played.tokens,
         "limited_by": played.limited_by,
+        "live": None if played.live is None else asdict(played.live),
         "tokens_recomputed": record.tokens_recomputed,
         "recompute_s": record.recompute_s,
         "bytes_fetched": record.bytes_fetched,

@@ -22,6 +22,8 @@ _COLOURS = ("red", "dark_orange", "yellow", "green", "cyan", "blue", "magenta", 
 _RECOMPUTED_COLOUR = "bright_white"
 _MAX_ROWS = 6
 """Rows of the track strip; a longer prompt has several groups per cell."""
+_UNPUBLISHED = "-"
+"""Stands for a group that its producer has not published yet."""
 _RATE_OVER_S = 0.5
 _PLAIN_EVERY_S = 0.5
 
@@ -71,9 +73,10 @@ class Overlay:
         """Return a snapshot as one line of text."""
         there = sum(track is not None for track in shot.tracks)
         rate = f"{_mbits(shot.rate)} (at least {_mbits(shot.lower_bound)})" if shot.rate else "rate not known yet"
+        edge = "" if shot.edge is None else f" of {shot.edge} published"
         return (
-            f"{shot.now:.2f} s: {there} of {len(shot.tracks)} groups in place, {shot.requests} on their way, {rate}, "
-            f"slack {_slack(shot.slack_s)}"
+            f"{shot.now:.2f} s: {there}{edge} of {len(shot.tracks)} groups in place, {shot.requests} on their way, "
+            f"{rate}, slack {_slack(shot.slack_s)}"
         )
 
     def _render(self) -> Group:
@@ -98,7 +101,7 @@ class Overlay:
             elif transfer is not None:
                 cells.append(("▁▂▃▄▅▆▇"[min(6, int(7 * transfer.share))], self._colour(transfer.track)))
             else:
-                cells.append(("·", "dim"))
+                cells.append((_UNPUBLISHED if shot.edge is not None and group >= shot.edge else "·", "dim"))
         return cells
 
     def _legend(self, shot: Snapshot) -> Text:
@@ -107,9 +110,12 @@ class Overlay:
         for track, count in sorted(counts.items(), key=lambda item: self._rank(item[0])):
             text.append("█ ", self._colour(track))
             text.append(f"{track} {count}   ")
-        missing = shot.tracks.count(None)
+        edge = len(shot.tracks) if shot.edge is None else shot.edge
+        missing, coming = shot.tracks[:edge].count(None), shot.tracks[edge:].count(None)
         if missing:
-            text.append(f"· missing {missing}", "dim")
+            text.append(f"· missing {missing}   ", "dim")
+        if coming:
+            text.append(f"{_UNPUBLISHED} not prefilled yet {coming}", "dim")
         return text
 
     def _figures(self, shot: Snapshot) -> list[Text]:
@@ -120,7 +126,12 @@ class Overlay:
         slack_style = "red" if shot.slack_s is None or shot.slack_s < 0 else "green"
         wasted = f" ({human(shot.bytes_wasted)} wasted)" if shot.bytes_wasted else ""
         engine = ", the engine computes" if shot.computing else ""
+        prefill = []
+        if shot.edge is not None:
+            last = f"the last one is expected in {max(0.0, shot.ends_s - shot.now):.2f} s"
+            prefill.append(Text(f"prefill   {shot.edge} of {len(shot.tracks)} groups published   {last}"))
         return [
+            *prefill,
             Text.assemble("rate      ", (_mbits(self._rate()), "bold"), f"   estimate {known}"),
             Text.assemble("slack     ", (_slack(shot.slack_s), slack_style), f"   {when}{engine}"),
             Text(

@@ -49,6 +49,10 @@ class Snapshot:
     computing: bool
     """Whether any group is left to the engine and not yet in place."""
     network: ConnectionStats
+    edge: int | None = None
+    """Groups that are published, of a cache that is still being prefilled; None once all are."""
+    ends_s: float = 0.0
+    """When the last group should be published, on the clock of `now`."""
 
     @classmethod
     def of(cls, session: Session, assembler: Assembler, network: ConnectionStats, now: float) -> Snapshot:
@@ -76,6 +80,8 @@ class Snapshot:
                 wanted == RECOMPUTED and there is None for wanted, there in zip(view.track_of, tracks, strict=True)
             ),
             network=network,
+            edge=view.edge if view.coming else None,
+            ends_s=view.ends_s,
         )
 
 

@@ -328,6 +328,19 @@ def test_the_overlay_shows_strip_rate_and_slack_on_a_terminal():
         assert part in text, part
 
 
+def test_the_overlay_shows_what_is_not_prefilled_yet():
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=90, color_system=None)
+    with Overlay("live", console) as overlay:
+        overlay.show(shot(edge=4, ends_s=1.25, tracks=("FP16", None, "Int4", None, None, None)))
+        assert "2 of 4 published of 6 groups in place" in overlay.line(
+            shot(edge=4, tracks=("FP16", "Int4", *[None] * 4))
+        )
+    text = screen.getvalue()
+    for part in ("█▄▲·--", "missing 2", "not prefilled yet 2", "4 of 6 groups published", "expected in 0.75 s"):
+        assert part in text, part
+
+
 def test_a_long_prompt_fits_and_its_worst_groups_show():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=40, color_system=None)

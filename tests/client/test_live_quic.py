@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import threading
+import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
+from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError
@@ -27,6 +31,7 @@ from kvabr.types.errors import NotFoundError
 from kvabr.types.events import GroupsPublished
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames, parse_edges
 from kvabr.types.naming import EDGE_TRACK
+from tests.client.served import Served
 from tests.client.test_live import TOKENS, right
 from tests.faults.common import LIMIT_S, QUIET
 from tests.faults.test_guests import until
@@ -61,39 +66,41 @@ class Writer:
 
     def __init__(self, asset, root):
         self.asset, self.key, self.next = asset, new_key(), 0
-        self._writer = LiveFolderWriter(root / "asset")
+        self.folder = LiveFolderWriter(root / "asset")
 
     async def __aenter__(self):
+        return await asyncio.to_thread(self.begin)
+
+    async def __aexit__(self, *given):
+        await asyncio.to_thread(self.folder.__exit__, *given)
+
+    def begin(self):
         catalog = self.asset.catalog
         tracks = tuple(replace(one, digests=(UNKNOWN,) * GROUPS, measured=None) for one in catalog.tracks)
         seconds = tuple(0.001 * (group + 1) for group in range(GROUPS))
-        live = LiveCatalog(replace(catalog, tracks=tracks, mixes=()), seconds, self.key)
-        await asyncio.to_thread(self._writer.__enter__)
-        await asyncio.to_thread(self._writer.begin, live)
+        self.folder.__enter__()
+        self.folder.begin(LiveCatalog(replace(catalog, tracks=tracks, mixes=()), seconds, self.key))
         return self
-
-    async def __aexit__(self, *given):
-        await asyncio.to_thread(self._writer.__exit__, *given)
 
     async def publish(self, groups=1):
         for _ in range(groups):
-            await asyncio.to_thread(self._publish)
+            await asyncio.to_thread(self.step)
 
-    def _publish(self):
+    def step(self):
         frames = {}
         for track in self.asset.catalog.tracks:
             frame = self.asset.frame(self.next, track.name)
-            self._writer.frame(self.next, track.name, frame)
+            self.folder.frame(self.next, track.name, frame)
             frames[track.name] = len(frame), hashlib.sha256(frame).hexdigest()
-        self._writer.tell(PublishedFrames(self.key, self.next, float(self.next), frames))
+        self.folder.tell(PublishedFrames(self.key, self.next, float(self.next), frames))
         self.next += 1
 
     async def end(self):
-        await asyncio.to_thread(self._writer.tell, LiveEnd(self.key))
-        await asyncio.to_thread(self._writer.commit, self.asset.catalog)
+        await asyncio.to_thread(self.folder.tell, LiveEnd(self.key))
+        await asyncio.to_thread(self.folder.commit, self.asset.catalog)
 
     async def fail(self, reason):
-        await asyncio.to_thread(self._writer.tell, LiveEnd(self.key, reason))
+        await asyncio.to_thread(self.folder.tell, LiveEnd(self.key, reason))
 
 
 @asynccontextmanager
@@ -110,6 +117,23 @@ async def origin(root, tls, port=0):
 
 def dial(server, tls, **options):
     return connect(f"moqt://127.0.0.1:{server.address[1]}/", fingerprint=check(tls).fingerprint, **options)
+
+
+class Followed(Served):
+    """An origin in a thread that looks for growing assets, as `kvabr serve` does."""
+
+    def start(self):
+        super().start()
+        self._watcher = Watcher(self._server.source, QUIET, Metrics())
+        self._loop.call(self._watcher.__aenter__())
+
+    @property
+    def peers(self):
+        return list(self._server.peers)
+
+    def kill(self):
+        self._loop.call(self._watcher.__aexit__(None, None, None))
+        super().kill()
 
 
 class Seen(list):
@@ -255,3 +279,46 @@ async def test_all_the_news_come_at_once(asset, root, tls, draft):
         request = GroupRequest(asset.catalog.namespace, EDGE_TRACK, 2, 1 << 16, wait_s=LIMIT_S, groups=50)
         data = await read_all(link.request(request, 0))
         assert [message.group for message in parse_edges(data)] == [2, 3, 4, 5]
+
+
+@pytest.mark.usefixtures("alone")
+def test_fetch_plays_what_is_being_prefilled(asset, root, tmp_path, capsys):
+    """The producer publishes each group when the player waits for it."""
+    served = Followed(root, tmp_path)
+    writer = Writer(asset, root).begin()
+    problems = []
+
+    def produce():
+        try:
+            for _ in range(GROUPS):
+                end_s = time.monotonic() + LIMIT_S
+                while not any(peer._waiting.held for peer in served.peers):
+                    assert time.monotonic() < end_s, "nobody waits"
+                    time.sleep(0.01)
+                writer.step()
+            writer.folder.tell(LiveEnd(writer.key))
+            writer.folder.commit(asset.catalog)
+        except Exception as error:  # noqa: BLE001  # for the test
+            problems.append(error)
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    tokens, result, log = (tmp_path / name for name in ("tokens.json", "r.json", "l.jsonl"))
+    tokens.write_text(json.dumps(TOKENS))
+    words = ("fetch", served.url, "--ca", served.pem, "--deadline", 300, "--prompt", tokens, "--json", result)
+    try:
+        assert main([str(word) for word in (*words, "--log", log, "--wait-for-producer", 300)]) == 0
+        said = capsys.readouterr().out
+        assert "160 of 160 tokens in place" in said
+        assert "ms after the last group was published" in said
+        assert json.loads(result.read_text())["live"]["published"] == GROUPS
+        edges = [event["edge"] for event in map(json.loads, log.read_text().splitlines()) if "edge" in event]
+        assert edges[-1] == GROUPS
+        thread.join()
+        assert main([str(word) for word in (*words, "--no-live")]) == 0
+    finally:
+        thread.join()
+        writer.folder.__exit__(None, None, None)
+        served.close()
+    assert problems == []
+    assert json.loads(result.read_text())["live"] is None

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from kvabr.replay.experiment import ReplayOptions
+from kvabr.replay.producer import Producer
 from kvabr.replay.run import Matrix, replay
 from kvabr.types.cost import PrefillCost
 from kvabr.types.events import DecisionMade
@@ -31,8 +32,21 @@ def sample():
     return copy.deepcopy(_played())
 
 
+@cache
+def _live():
+    options = ReplayOptions(2.0, 0.03, 0.4, producer=Producer(1.2))
+    matrix = Matrix(catalog(12, layered=True), tuple(worlds()[1:2]), ("anytime",), options, starts=1, timelines=-1)
+    report = replay(matrix, jobs=1)
+    return report.result, report.timelines
+
+
+def live_sample():
+    """A play of a cache of 12 groups that is prefilled meanwhile, in 1.2 seconds."""
+    return copy.deepcopy(_live())
+
+
 def hostile():
-    """The same, with a trace, a family, a policy, a reason and a model that have `HOSTILE` names."""
+    """The same as `sample`, with a trace, a family, a policy, a reason and a model that have `HOSTILE` names."""
     result, timelines = sample()
     for run in result["runs"]:
         run["trace_family"] = HOSTILE if run["trace"] == result["runs"][0]["trace"] else run["trace_family"]

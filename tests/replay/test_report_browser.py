@@ -17,7 +17,7 @@ import pytest
 
 from kvabr.replay.report import write_page
 from kvabr.types.events import DecisionMade
-from tests.replay.report_samples import early_base, hostile, sample
+from tests.replay.report_samples import early_base, hostile, live_sample, sample
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -183,6 +183,16 @@ def test_everything_is_drawn_without_a_complaint(page):
     requests = sum(event.name == "request" for event in shown["log"])
     assert rows(page, ".timeline .wait") == requests
     assert rows(page, ".timeline .deadline") == 1
+
+
+def test_a_prefill_that_goes_on_meanwhile_has_a_lane_and_an_edge(browser, tmp_path):
+    write_page(tmp_path / "page.html", *live_sample())
+    browser.open(tmp_path / "page.html")
+    assert rows(browser, ".timeline rect.prefill") == 12
+    assert rows(browser, ".timeline path.edge") == 1
+    assert "live edge" in browser.js("document.querySelector('.timeline').textContent")
+    assert not browser.js("/NaN|undefined/.test(document.querySelector('.timeline').outerHTML)")
+    assert browser.problems == []
 
 
 def test_every_play_can_be_shown(page):

@@ -10,7 +10,7 @@ import pytest
 from kvabr.replay.report import write_log, write_perfetto
 from kvabr.types.errors import AssetError
 from kvabr.types.events import DecisionMade
-from tests.replay.report_samples import HOSTILE, hostile, sample
+from tests.replay.report_samples import HOSTILE, hostile, live_sample, sample
 
 
 def test_the_log_round_trips(tmp_path):
@@ -106,6 +106,16 @@ def test_the_trace_shows_what_the_log_holds(tmp_path):
     assert counters == {
         "link capacity (Mbit/s)", "estimate (Mbit/s)", "lower bound (Mbit/s)", "slack (s)", "received (MB)",
     }  # fmt: skip
+
+
+def test_the_trace_has_a_lane_for_a_prefill_that_goes_on_meanwhile(tmp_path):
+    result, timelines = live_sample()
+    found = events(tmp_path, result, timelines)
+    (lane,) = {e["tid"] for e in found if e["name"] == "thread_name" and e["args"]["name"] == "prefill"}
+    spans = [e for e in found if e["ph"] == "X" and e["tid"] == lane]
+    assert [span["args"]["edge"] for span in spans] == list(range(1, 13))
+    assert spans[0]["ts"] == 0
+    assert spans[-1]["ts"] + spans[-1]["dur"] == pytest.approx(1.2e6, rel=0.1)
 
 
 @pytest.mark.parametrize("write", [write_log, write_perfetto])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvabr.client import lookup
+from kvabr.client import live_feed, lookup
 from kvabr.client.options import Limits
 from kvabr.codec import profile
 from kvabr.moqt import encoding, requester, responder, session, wire
@@ -126,6 +126,10 @@ ROWS = {
     "group, from its catalog": [f"{lookup._MAX_TIMES_FP16} x FP16 + {size(lookup._SLACK_BYTES)}"],
     "client: received and not read yet": [size(backend.CONNECTION_WINDOW), f"{size(backend.STREAM_WINDOW)} a stream"],
     "client: requests in flight": [f"{connection.MAX_IN_FLIGHT}"],
+    "client: requests that a peer holds": [f"{connection.MAX_HELD}"],
+    "client: base of a group whose size": [
+        f"{live_feed._TIMES_EXPECTED} x expected + {size(live_feed._SLACK_BYTES)}", f"{live_feed._MOST_UNITS}",
+    ],
     "client: plays": [f"{CLIENT.plays}, {CLIENT.waiting}"],
     "client: groups kept": [sizes(CLIENT.memory_bytes, CLIENT.disk_bytes)],
     "metrics: names of tracks": [f"{prometheus.MAX_LABEL_VALUES}"],

@@ -32,6 +32,7 @@ from kvabr.replay.report.timeline import (
     computations,
     end_of,
     estimates,
+    published,
     requests,
     significant,
     start_of,
@@ -48,6 +49,7 @@ FIELDS = {
         *("t", "kind", "group", "track", "request", "reason", "rate", "lower", "ttfb", "slack", "alternatives"),
     ),
     "computed": ("start", "end", "first", "last"),
+    "published": ("t", "edge"),
 }
 """Columns of a play's lists. Tracks are indices; -1 is ``recomputed``, None is no track."""
 
@@ -199,6 +201,7 @@ def _play(run: Run, timeline: Timeline, places: dict[str, int], losses: Mapping[
             for item in flights
         ],
         "computed": [[_time(c.start_s), _time(c.end_s), c.first, c.last] for c in computations(log)],
+        "published": [[_time(t), edge] for t, edge in published(log)],
         "decisions": decisions,
         "left_out": left_out,
         "stopped": None if ttft is None or ttft >= deadline else _stop(stopped(log, flights), decisions, run, losses),

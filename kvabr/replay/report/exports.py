@@ -1,8 +1,8 @@
 """Timelines for other tools: the log as JSON lines, and a trace for ui.perfetto.dev.
 
 A trace has one process per play, in the JSON form of Chrome's trace events. Each process has tracks for the play
-(deadline and delivery), decisions, network, decoder and engine, and counters (link capacity, estimate, lower bound,
-bytes received, slack). Times are microseconds since the play began.
+(deadline and delivery), decisions, prefill, network, decoder and engine, and counters (link capacity, estimate, lower
+bound, bytes received, slack). Times are microseconds since the play began.
 Format: Trace Event Format, phases M (metadata), X (complete), i (instant) and C (counter).
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvabr.replay.report.queries import Result, Run, Timeline, number
-from kvabr.replay.report.timeline import Request, capacity, computations, end_of, lanes, requests, start_of
+from kvabr.replay.report.timeline import Request, capacity, computations, end_of, lanes, published, requests, start_of
 from kvabr.store.files import write_text
 from kvabr.types.events import (
     DecisionMade,
@@ -65,7 +65,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-_PLAY, _DECISIONS, _ENGINE, _DECODER, _NETWORK = 1, 2, 3, 1000, 2000
+_PLAY, _DECISIONS, _PREFILL, _ENGINE, _DECODER, _NETWORK = 1, 2, 3, 4, 1000, 2000
 """Thread numbers; decoder and network have one per lane."""
 _MBIT = 8e-6
 """Bytes per second to megabits per second."""
@@ -116,6 +116,7 @@ def _play(run: Run, timeline: Timeline, pid: int) -> Iterator[Slice]:
         yield {"ph": "i", "s": "p", "tid": _PLAY, "ts": _us(deadline), "name": "deadline", "args": args}
     for event in log:
         yield from _instant(event)
+    yield from _prefill(log)
     flights = requests(log)
     yield from _network(flights)
     yield from _decoder(flights)
@@ -148,6 +149,17 @@ def _instant(event: PlayEvent) -> Iterator[Slice]:
             yield _counter("slack (s)", event.t, event.slack_s)
     if isinstance(event, ProgressMade):
         yield _counter("received (MB)", event.t, event.received / 1e6)
+
+
+def _prefill(log: list[PlayEvent]) -> Iterator[Slice]:
+    """Show what a producer published while the play went on, from one of its groups to the next."""
+    before_s, before = 0.0, 0
+    for t, edge in published(log):
+        if not before:
+            yield _thread(_PREFILL, "prefill")
+        title = f"groups {before} to {edge - 1}" if edge - before > 1 else f"group {before}"
+        yield _span(_PREFILL, title, before_s, t, {"edge": edge})
+        before_s, before = t, edge
 
 
 def _network(flights: list[Request]) -> Iterator[Slice]:

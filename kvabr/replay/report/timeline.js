@@ -27,6 +27,7 @@ function layout(play, width) {
   add("requests", clamp(play.groups_total * 4, 96, 280), 30);
   add("decoder", 12, 8);
   if (play.computed.length) add("engine", 12, 6);
+  if (play.published.length) add("prefill", 12, 6);
   if (other) add("rival", panels.requests.height, 30);
   add("slack", 88, 30);
   return { play, other, width, from, to, x, time, panels, height: top + MARGIN.bottom, right: MARGIN.left + inner };
@@ -46,6 +47,7 @@ function drawTimeline() {
   inPlot.append(ratePanel(area, root), requestPanel(area, root), decoderPanel(area, root), slackPanel(area, root));
   if (area.other) inPlot.append(requestPanel(area, root, area.other, area.panels.rival));
   if (area.panels.engine) inPlot.append(enginePanel(area, root));
+  if (area.panels.prefill) inPlot.append(prefillPanel(area, root));
   // Titles stay readable where the lines of milestones cross them.
   root.append(milestones(area), ...root.querySelectorAll(".heading"));
   const cursor = svg("g", { class: "cursor", visibility: "hidden" },
@@ -209,6 +211,7 @@ function requestPanel(area, root, play = area.play, panel = area.panels.requests
     ["key-wait", "\u25a0", "waiting for the first byte"],
     ...(kinds.has("cancelled") || kinds.has("failed") ? [["key-cancel", "\u25a8", "cancelled or failed"]] : []),
     ...(play.computed.length ? [["key-engine", "\u25a0", "recomputed"]] : []),
+    ...(play.published.length ? [["key-edge", "\u2501", "live edge"]] : []),
   ]);
   for (const group of ticks(0, play.groups_total - 1, 4)) sideText(root, rowOf(area, group, 1, panel)[0] + 2, String(group));
   const found = play.computed.map(([start, end, first, last]) => {
@@ -232,7 +235,15 @@ function requestPanel(area, root, play = area.play, panel = area.panels.requests
       found.push(svg("rect", { ...box(start, end), class: `overlay hatched ${ended}${known(first) ? "" : " unheard"}` }));
     }
   }
-  return svg("g", { class: "requests" }, found, stopMark(area, play, panel));
+  return svg("g", { class: "requests" }, found, liveEdge(area, play, panel), stopMark(area, play, panel));
+}
+
+/** How many groups existed when, as the player learned it: what lies below the line was not prefilled yet. */
+function liveEdge(area, play, panel) {
+  if (!play.published.length) return null;
+  const y = (edge) => panel.top + (edge / play.groups_total) * panel.height;
+  const steps = play.published.map((row) => `H${area.x(row[COL.published.t]).toFixed(1)}V${y(row[COL.published.edge]).toFixed(1)}`);
+  return svg("path", { class: "edge", d: `M${area.x(0).toFixed(1)} ${panel.top}${steps.join("")}` });
 }
 
 /** Half the width of the sign at which a play was stopped, and of where it can be clicked. */
@@ -281,6 +292,20 @@ function enginePanel(area, root) {
   return svg("g", {}, area.play.computed.map(([start, end]) => {
     const box = { x: area.x(start), width: Math.max(1, area.x(end) - area.x(start) - 0.5), y: panel.top, height: panel.height };
     return [svg("rect", { ...box, class: "engine" }), svg("rect", { ...box, class: "overlay weaved" })];
+  }));
+}
+
+/** What the producer prefilled meanwhile, from one news of it to the next. */
+function prefillPanel(area, root) {
+  const panel = area.panels.prefill;
+  sideText(root, panel.top + panel.height / 2, "prefill");
+  let [start, before] = [0, 0];
+  return svg("g", {}, area.play.published.map((row) => {
+    const [from, [end, edge]] = [start, [row[COL.published.t], row[COL.published.edge]]];
+    const text = `${plural(edge - before, "group")} prefilled by ${seconds(end)}`;
+    [start, before] = [end, edge];
+    const box = { x: area.x(from), width: Math.max(1, area.x(end) - area.x(from) - 0.5), y: panel.top, height: panel.height };
+    return svg("rect", { ...box, class: "prefill" }, titled(text));
   }));
 }
 

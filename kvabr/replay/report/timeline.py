@@ -14,6 +14,7 @@ from kvabr.types.events import (
     DecisionMade,
     FirstByteReceived,
     GroupDecoded,
+    GroupsPublished,
     PlayEvent,
     PlayStarted,
     ProgressMade,
@@ -117,6 +118,11 @@ def computations(log: Sequence[PlayEvent]) -> list[Computation]:
     end = end_of(log)
     found += [Computation(t, end, *span, finished=False) for span, t in begun.items()]
     return sorted(found, key=lambda item: item.start_s)
+
+
+def published(log: Sequence[PlayEvent]) -> list[tuple[float, int]]:
+    """Return when the player knew of how many groups of a cache that was still being prefilled: (seconds, groups)."""
+    return [(event.t, event.edge) for event in log if isinstance(event, GroupsPublished)]
 
 
 def stopped(log: Sequence[PlayEvent], flights: Sequence[Request]) -> DecisionMade | None:
