@@ -189,7 +189,10 @@ class PublishedAssets:
             self._look_at_grants()
 
     def _models(self, grant: Grant) -> Publication:
-        specs = sorted(self._view(grant).models.values(), key=lambda spec: spec.model)
+        growing = () if self.live is None else self.live.assets
+        live = [one.catalog.spec for one in growing if grant.may_read(one.name, one.namespace.model)]
+        known = {spec.digest(): spec for spec in (*live, *self._view(grant).models.values())}
+        specs = sorted(known.values(), key=lambda spec: spec.model)
         return BytesPublication(json.dumps({"models": [spec.to_json() for spec in specs]}).encode())
 
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
