@@ -19,6 +19,8 @@ from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.events import GroupsPublished, ProducerStopped, RequestSent, SoonerAlone
+from tests.client.classes import HYBRID, SLIDING, WINDOWS, published
+from tests.client.classes import link as linked
 from tests.client.live import Producer
 from tests.client.virtual import virtual
 from tests.memory_transport import MemoryConnection, MemoryLink
@@ -458,3 +460,22 @@ async def test_a_wait_for_the_producer_is_no_slow_link(producer):
     asked = [(event.group, event.track) for event in events if isinstance(event, RequestSent)]
     assert len(asked) == len(set(asked))
     assert played.coverage[0] == "FP16"
+
+
+@pytest.mark.parametrize("spec", [SLIDING, HYBRID, WINDOWS], ids=lambda spec: spec.model)
+@virtual
+async def test_groups_of_several_layer_classes_come_as_they_are_published(spec, tmp_path):
+    tokens = list(range(3, 150))
+    complete = published(tmp_path, spec, tokens)
+    producer = Producer(complete.assets[0])
+    options = PlayOptions(policy="fixed:Int8")
+    async with linked(complete) as link, AsyncClient(link, model=spec) as client:
+        wanted = await client.play(tokens, deadline=30, options=options)
+    async with origin(producer) as link, AsyncClient(link, model=spec) as client, working(producer, 1.0):
+        played = await client.play(tokens, deadline=30, options=options)
+        found = await client.find(tokens, within_s=60)
+    assert found.live is not None
+    assert played.coverage == wanted.coverage
+    assert played.spans == wanted.spans
+    assert all(map(torch.equal, played.parts, wanted.parts))
+    assert played.live.published == len(played.coverage)
