@@ -124,7 +124,7 @@ class Link:
 
 
 def run(job: Job, producer: Producer, decoders: Sequence[Decoder] = ()) -> tuple[Prefill, list[Decoded]]:
-    """Compute a prompt, and play it on all decoders at once; raises `TransportError` if a process fails."""
+    """Compute a prompt, and play it on all decoders at once; raises `KvabrError` if a process fails."""
     played = [] if job.kind == "alone" else decoders
     for decoder in played:
         decoder.send(job)
@@ -157,7 +157,11 @@ def _produce(pipe: Connection, model: str, folder: Path, tracks: Sequence[str] |
             _job(live, engine, Job(tuple(warm)), times)
             pipe.send(engine.spec)
             while True:
-                pipe.send(_job(live, engine, pipe.recv(), times))
+                job = pipe.recv()
+                try:
+                    pipe.send(_job(live, engine, job, times))
+                except KvabrError as error:
+                    pipe.send(str(error))
         except (KvabrError, OSError, ImportError) as error:
             pipe.send(str(error) or repr(error))
 
@@ -205,7 +209,10 @@ async def _serve(pipe: Connection, url: str, fingerprint: str, quic: Quic, spec:
         pipe.send(True)
         while True:
             job = await asyncio.to_thread(pipe.recv)
-            pipe.send(await _play(client, spec, job))
+            try:
+                pipe.send(await _play(client, spec, job))
+            except KvabrError as error:
+                pipe.send(str(error))
 
 
 async def _play(client: AsyncClient, spec: KVSpec, job: Job) -> Decoded:
