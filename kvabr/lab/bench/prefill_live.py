@@ -39,6 +39,7 @@ Kind = Literal["alone", "live", "end"]
 
 _PATIENCE_S = 600.0
 _RETRY_S = 0.005
+"""Seconds between lookups of what an origin is about to notice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +125,18 @@ class Link:
 
 
 def run(job: Job, producer: Producer, decoders: Sequence[Decoder] = ()) -> tuple[Prefill, list[Decoded]]:
-    """Compute a prompt, and play it on all decoders at once; raises `KvabrError` if a process fails."""
-    played = [] if job.kind == "alone" else decoders
-    for decoder in played:
-        decoder.send(job)
-    producer.send(job)
-    found = [_checked(child.answer()) for child in (producer, *played)]
-    return found[0], found[1:]
+    """Compute a prompt, and play it on all decoders at once; raises `KvabrError` if a process fails.
+
+    What is played while it is computed is asked for before; what is published at the end, once it is.
+    """
+    if job.kind == "live":
+        for decoder in decoders:
+            decoder.send(job)
+    prefill: Prefill = _checked(producer.ask(job))
+    if job.kind == "end":  # what nobody can play yet is not asked for
+        for decoder in decoders:
+            decoder.send(job)
+    return prefill, [_checked(decoder.answer()) for decoder in decoders if job.kind != "alone"]
 
 
 def _checked(answer: Any) -> Any:
