@@ -38,6 +38,8 @@ Kind = Literal["alone", "live", "end"]
 """Nothing is published; the cache is played while it is computed; it is published at the end."""
 
 _PATIENCE_S = 600.0
+_WAIT_S = 1.0
+"""Seconds for which a lookup waits for a producer; one that began and ended meanwhile is found by the next."""
 _RETRY_S = 0.005
 """Seconds between lookups of what an origin is about to notice."""
 
@@ -223,7 +225,7 @@ async def _serve(pipe: Connection, url: str, fingerprint: str, quic: Quic, spec:
 
 async def _play(client: AsyncClient, spec: KVSpec, job: Job) -> Decoded:
     asked_s = time.monotonic()
-    wait_s = job.deadline_s / 2 if job.kind == "live" else 0.0
+    wait_s = _WAIT_S if job.kind == "live" else 0.0
     options = PlayOptions(wait_for_producer_s=wait_s, **job.options)
     while True:
         began_s = time.monotonic()
