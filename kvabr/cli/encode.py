@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
     from kvabr.cli.display import StageBar, mix_rows, mix_table, plain, track_rows, track_table, write_json
     from kvabr.engines.transformers.publish import find_profile
-    from kvabr.publish.encoder import cut_prompt, ordered_tracks, publish
+    from kvabr.publish.encoder import ordered_tracks, publish
+    from kvabr.publish.texts import cut_prompt
     from kvabr.store.files import read_salt, read_text
     from kvabr.store.locations import open_store
 

@@ -18,7 +18,7 @@ from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import clean, cut, decode_group, encode_group, largest_number, payload_of
 from kvabr.codec.profile import Profile, joined
 from kvabr.codec.threads import CORES
-from kvabr.publish.model import ScoringEngine, TextModel, opened
+from kvabr.publish.model import ScoringEngine
 from kvabr.publish.quality import MAX_PASSES, Reference, measure_mixes, measure_quality, sample_mixes
 from kvabr.store.asset import FrameStore, Prompt
 from kvabr.types.catalog import Catalog, Mix, Quality, Track
@@ -55,9 +55,6 @@ _OWN_CLASSES = 16
 """Classes of rows in a profile that is estimated from one asset and travels with it."""
 
 _FP16_MAX = 65504.0
-
-_CHARACTERS_PER_TOKEN = 16
-"""More than any text has on average: how much of a long text is tokenised at first."""
 
 
 @dataclass(slots=True)
@@ -299,38 +296,6 @@ class GroupEncoder:
         frames.aside[track] += codec(track).aside(payload_of(frame), self._context)
         frames.bytes[track][self._group] = len(frame)
         frames.digests[track][self._group] = hashlib.sha256(frame).hexdigest()
-
-
-def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int) -> Prompt:
-    """Return the first tokens of a text as a prompt, and the ones after it as its continuation.
-
-    Raises `UsageError` if the text is too short, or the model cannot see that many tokens.
-    """
-    if tokens < 1 or continuation < 2:
-        raise UsageError("a prompt takes at least 1 token, and a continuation at least 2 to measure the loss on")
-    wanted, context = tokens + continuation, model.engine.context
-    if wanted > context:
-        raise UsageError(
-            f"{tokens} tokens and {continuation} of continuation do not fit {model.engine.spec.model}, which sees "
-            f"{context} at most: give {_shorter(context, continuation)}"
-        )
-    head = text[: wanted * _CHARACTERS_PER_TOKEN]
-    ids = opened(model, model.encode(head))
-    # The cut may fall within a word, so tokens near it do not count.
-    if len(head) < len(text) and len(ids) < wanted + 16:
-        ids = opened(model, model.encode(text))
-    if len(ids) < wanted:
-        raise UsageError(
-            f"the text has {len(ids)} tokens, but {tokens} and {continuation} of continuation were asked for: give a "
-            f"longer text, or {_shorter(len(ids), continuation)}"
-        )
-    return Prompt(tuple(ids[:tokens]), tuple(ids[tokens:wanted]))
-
-
-def _shorter(total: int, continuation: int) -> str:
-    """Return which options leave room for both parts in ``total`` tokens."""
-    left = total - continuation
-    return f"at most --tokens {left}" if left > 0 else "a smaller --continuation"
 
 
 def compute_cache(

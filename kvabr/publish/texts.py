@@ -11,13 +11,17 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from kvabr.types.errors import AssetError
+from kvabr.publish.model import TextModel, opened
+from kvabr.store.asset import Prompt
+from kvabr.types.errors import AssetError, UsageError
 
 _MEASURING_MODULES = ("calendar", "heapq", "textwrap", "zipfile")
 
 
 _SYLLABLES = ("ka", "lo", "mi", "ran", "to", "vel", "zu", "shi", "ber", "dan", "gor", "hul", "ith", "jo", "nex", "pra")
 _RECORDS = 600
+_CHARACTERS_PER_TOKEN = 16
+"""More than any text has on average: how much of a long text is tokenised at first."""
 
 
 def calibration_texts() -> dict[str, str]:
@@ -92,3 +96,35 @@ def _licence() -> str | None:
         if path.is_file():
             return path.read_text(encoding="utf-8")
     return None
+
+
+def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int) -> Prompt:
+    """Return the first tokens of a text as a prompt, and the ones after it as its continuation.
+
+    Raises `UsageError` if the text is too short, or the model cannot see that many tokens.
+    """
+    if tokens < 1 or continuation < 2:
+        raise UsageError("a prompt takes at least 1 token, and a continuation at least 2 to measure the loss on")
+    wanted, context = tokens + continuation, model.engine.context
+    if wanted > context:
+        raise UsageError(
+            f"{tokens} tokens and {continuation} of continuation do not fit {model.engine.spec.model}, which sees "
+            f"{context} at most: give {_shorter(context, continuation)}"
+        )
+    head = text[: wanted * _CHARACTERS_PER_TOKEN]
+    ids = opened(model, model.encode(head))
+    # The cut may fall within a word, so tokens near it do not count.
+    if len(head) < len(text) and len(ids) < wanted + 16:
+        ids = opened(model, model.encode(text))
+    if len(ids) < wanted:
+        raise UsageError(
+            f"the text has {len(ids)} tokens, but {tokens} and {continuation} of continuation were asked for: give a "
+            f"longer text, or {_shorter(len(ids), continuation)}"
+        )
+    return Prompt(tuple(ids[:tokens]), tuple(ids[tokens:wanted]))
+
+
+def _shorter(total: int, continuation: int) -> str:
+    """Return which options leave room for both parts in ``total`` tokens."""
+    left = total - continuation
+    return f"at most --tokens {left}" if left > 0 else "a smaller --continuation"

@@ -9,8 +9,8 @@ import torch
 from kvabr.codec.profile import Profile
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.publish.calibrate import STAGES, calibrate, cut_contexts
-from kvabr.publish.encoder import cut_prompt
 from kvabr.publish.model import opened
+from kvabr.publish.texts import cut_prompt
 from kvabr.types.errors import ModelError, UsageError
 from tests import tinymodels
 

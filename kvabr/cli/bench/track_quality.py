@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.cli.encode import STAGES
     from kvabr.cli.options import load
     from kvabr.engines.transformers.publish import find_profile
-    from kvabr.publish.encoder import MemoryFrames, cut_prompt, ordered_tracks, publish
-    from kvabr.publish.texts import measuring_texts
+    from kvabr.publish.encoder import MemoryFrames, ordered_tracks, publish
+    from kvabr.publish.texts import cut_prompt, measuring_texts
     from kvabr.store.files import read_text
 
     if args.tokens < 1 or args.continuation < 2:

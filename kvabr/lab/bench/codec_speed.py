@@ -30,8 +30,7 @@ from kvabr.lab.bench import coder_speed as raw
 from kvabr.lab.bench import synthetic
 from kvabr.lab.bench.other_codecs import CacheGenQuantiser, PeerProcess
 from kvabr.lab.bench.schemes import track_chain
-from kvabr.publish.encoder import cut_prompt
-from kvabr.publish.texts import measuring_texts
+from kvabr.publish.texts import cut_prompt, measuring_texts
 from kvabr.types.kv import KVSpec
 
 ROUNDS = 5
