@@ -216,7 +216,7 @@ def _prompt(loaded: LoadedModel, text: str, tokens: int | None) -> list[int]:
     """Return the token ids of the prompt; raise `UsageError` if the text or the model is too short."""
     from kvabr.publish.model import opened
 
-    ids, context = opened(loaded, loaded.encode(text)), loaded.engine.context
+    ids, context = list(opened(loaded, loaded.encode(text))), loaded.engine.context
     wanted = len(ids) if tokens is None else tokens
     if len(ids) < wanted:
         raise UsageError(
