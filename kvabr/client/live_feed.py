@@ -44,8 +44,9 @@ _ROUND_TRIPS = 1.5
 """Round trips that what is asked for ahead must last."""
 _TIMES_EXPECTED, _SLACK_BYTES = 4, 64 << 10
 """Most bytes of a base frame whose size is not known: this multiple of what is expected, and so many more."""
-_NEWS_BYTES, _FRAME_NEWS_BYTES = 1 << 10, 256
-"""Most bytes of the news of a group, and of what they say of one frame."""
+_NEWS_BYTES, _FRAME_NEWS_BYTES = 8 << 10, 256
+"""Most bytes of the news of a group, and of what they say of one frame. The last news have a reason in JSON:
+500 characters of up to 12 bytes."""
 _URGENT = 0
 
 

@@ -201,22 +201,21 @@ async def test_a_producer_that_never_publishes(producer):
     assert caught.value.prefix is None
 
 
+@pytest.mark.parametrize("reason", ["the engine ran out of memory", "\U0001f4a5" * 500], ids=["usual", "longest"])
 @virtual
-async def test_a_producer_that_dies_ends_the_play_with_its_reason(producer, asset):
+async def test_a_producer_that_dies_ends_the_play_with_its_reason(producer, asset, reason):
     events = []
     async with origin(producer) as link:
         task = asyncio.ensure_future(play(link, deadline=20, log=events.append))
         await asyncio.sleep(1)
         producer.publish(3)
         await asyncio.sleep(1)
-        producer.end("the engine ran out of memory")
-        with pytest.raises(IncompleteError, match="then it stopped: the engine ran out of memory") as caught:
+        producer.end(reason)
+        with pytest.raises(IncompleteError, match=f"then it stopped: {reason[:20]}") as caught:
             await task
     assert asyncio.get_running_loop().time() - 1000 < 3
     assert right(caught.value.prefix, asset)
-    assert [(event.edge, event.reason) for event in events if isinstance(event, ProducerStopped)] == [
-        (3, "the engine ran out of memory")
-    ]
+    assert [(event.edge, event.reason) for event in events if isinstance(event, ProducerStopped)] == [(3, reason)]
 
 
 @virtual
