@@ -218,6 +218,15 @@ WRONG = {
 }
 
 
+async def test_whoever_finds_an_asset_finds_what_is_published_of_it(root):
+    key, source = new_key(), LiveAssets(root, QUIET)
+    with LiveFolderWriter(root / "asset") as writer:
+        writer.begin(live(key))
+        publish(writer, 0, key)
+        await source.look()
+        assert [asset.chunks for asset in source.assets] == [1]
+
+
 @pytest.mark.parametrize("told", WRONG.values(), ids=WRONG)
 async def test_what_a_producer_may_do_wrong_ends_the_tracks_with_a_reason(root, told):
     messages, reason, groups = told

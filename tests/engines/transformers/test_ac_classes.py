@@ -127,12 +127,15 @@ def test_another_track_can_be_the_one_that_meets_the_target():
         calibrate(Loaded("Gemma3"), TEXTS, target=Target(1e-5, track), tell=told.append, contexts=3, tokens=240)
         for track in ("AC-L1", "AC-5x")
     ]
-    assert "AC-L1 loses" in told[0]
-    assert "AC-5x loses" in told[1]
+    measured = [
+        float(line.split(f"{track} loses ")[1].split()[0]) for line, track in zip(told, ("AC-L1", "AC-5x"), strict=True)
+    ]
+    assert all(2e-6 < kl <= 1e-5 for kl in measured)
     for part in made[0].spec.parts:
         layer, single = (profile.of(part).depths for profile in made)
-        # Both have the step that loses as much.
-        assert layer["AC-L1"].step == pytest.approx(single["AC-5x"].step, rel=0.3)
+        assert layer["AC-L1"].step > layer["AC-5x"].step  # all depths move together
+        # Both have about the step that loses as much; the search stops within the target.
+        assert 0.25 < layer["AC-L1"].step / single["AC-5x"].step < 4
 
 
 @pytest.mark.slow
