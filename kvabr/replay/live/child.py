@@ -20,13 +20,15 @@ from kvabr.replay.workers import without_interrupts
 from kvabr.types.errors import TransportError
 
 _PATIENCE_S = 60.0
-"""Most seconds for a child to start, imports included, or to answer."""
 _GOODBYE_S = 2.0
 """Most seconds for a child to end by itself."""
 
 
 class Child:
     """A child process. A context manager: leaving it ends the process."""
+
+    patience_s = _PATIENCE_S
+    """Most seconds for it to start, imports included, or to answer."""
 
     def __init__(self, name: str, main: Callable[..., None], *arguments: object) -> None:
         """Start a process that runs ``main(pipe, *arguments)``, and wait until it is ready.
@@ -79,7 +81,7 @@ class Child:
             TransportError: the process is gone, or does not answer.
         """
         self.send(question)
-        return self._answer()
+        return self.answer()
 
     def close(self) -> None:
         """End the process; may be called twice."""
@@ -92,16 +94,17 @@ class Child:
 
     def _greeting(self) -> Any:
         """Return what the process sent when it was ready."""
-        said = self._answer()
+        said = self.answer()
         if isinstance(said, str):
             raise TransportError(f"the {self._name} of this replay cannot start: {said}")
         return said
 
-    def _answer(self) -> Any:
+    def answer(self) -> Any:
+        """Return the next message; raises as `ask`."""
         with suppress(EOFError, OSError):
-            if self._pipe.poll(_PATIENCE_S):
+            if self._pipe.poll(self.patience_s):
                 return self._pipe.recv()
-            raise TransportError(f"the {self._name} of this replay has not answered for {_PATIENCE_S:.0f} s")
+            raise TransportError(f"the {self._name} of this replay has not answered for {self.patience_s:.0f} s")
         raise self._gone()
 
     def _gone(self) -> TransportError:

@@ -19,17 +19,18 @@ from kvabr.types.errors import KvabrError
 class LiveOrigin(Child):
     """Runs the origin's process. A context manager: leaving it ends the process."""
 
-    def __init__(self, asset: str, backend: Quic) -> None:
+    def __init__(self, asset: str, backend: Quic, *, follow: bool = False) -> None:
         """Serve an asset on a free port of the loopback interface.
 
         Args:
-            asset: its location, a path or URL.
+            asset: its location, a path or URL; or a folder of assets.
             backend: the QUIC library, as for `kvabr serve --quic`.
+            follow: whether to notice what comes into that folder.
 
         Raises:
             TransportError: the server cannot start; the message says why.
         """
-        super().__init__("origin", _main, asset, backend)
+        super().__init__("origin", _main, asset, backend, follow)
         self.address: tuple[str, int]
         self.fingerprint: str
         self.address, self.fingerprint = self.greeting
@@ -44,31 +45,31 @@ class LiveOrigin(Child):
         return answer
 
 
-def _main(pipe: Connection, asset: str, backend: Quic) -> None:
+def _main(pipe: Connection, asset: str, backend: Quic, follow: bool) -> None:  # of a process
     with contextlib.suppress(BrokenPipeError):
         try:
-            asyncio.run(_serve(pipe, asset, backend))
+            asyncio.run(_serve(pipe, asset, backend, follow=follow))
         except (KvabrError, OSError, ImportError) as error:
             pipe.send(str(error) or repr(error))
 
 
-async def _serve(pipe: Connection, asset: str, backend: Quic) -> None:
+async def _serve(pipe: Connection, asset: str, backend: Quic, *, follow: bool) -> None:
     import structlog  # noqa: PLC0415  # all of these are of no use to the parent
 
     from kvabr.server import certificates  # noqa: PLC0415
     from kvabr.server.limits import ServerLimits  # noqa: PLC0415
     from kvabr.server.metrics import Metrics  # noqa: PLC0415
     from kvabr.server.published_assets import PublishedAssets  # noqa: PLC0415
-    from kvabr.server.server import Server  # noqa: PLC0415
+    from kvabr.server.server import Server, Watcher  # noqa: PLC0415
 
     log = structlog.wrap_logger(
         structlog.PrintLogger(sys.stderr), wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING)
     )
+    library, metrics = PublishedAssets(asset, None, log), Metrics()
     with certificates.development() as tls:
-        server = Server(
-            PublishedAssets(asset, None, log), "127.0.0.1", 0, tls, ServerLimits(), log, Metrics(), quic=backend
-        )
-        async with server:
+        server = Server(library, "127.0.0.1", 0, tls, ServerLimits(), log, metrics, quic=backend)
+        watcher = Watcher(library, log, metrics) if follow else contextlib.nullcontext()
+        async with watcher, server:
             pipe.send((server.address, certificates.check(tls).fingerprint))
             await _answer_until_the_end(pipe)
 

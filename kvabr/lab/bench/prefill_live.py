@@ -1,0 +1,296 @@
+"""One machine prefills, another decodes: a cache that is played while it is computed, measured with a real model.
+
+The producer, the origin, the link and the decoder are processes of their own, on one machine, whose clock they share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import Limits, PlayOptions
+from kvabr.client.result import NothingCached
+from kvabr.engines.transformers.cache import new_cache
+from kvabr.engines.transformers.engine import TransformersEngine
+from kvabr.engines.transformers.model_loader import load_model
+from kvabr.engines.transformers.publish import cache_publisher, prefill_live, publish_cache, runs
+from kvabr.publish.live_publisher import LivePublisher
+from kvabr.quic.backend import Quic
+from kvabr.replay.live.child import Child
+from kvabr.replay.live.lane import Conditions
+from kvabr.replay.live.shaper import Shaper
+from kvabr.replay.trace import BYTES_PER_MBIT, Trace
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import KvabrError
+from kvabr.types.kv import KVSpec
+
+Kind = Literal["alone", "live", "end"]
+"""Nothing is published; the cache is played while it is computed; it is published at the end."""
+
+_PATIENCE_S = 600.0
+_WAIT_S = 1.0
+"""Seconds for which a lookup waits for a producer; one that began and ended meanwhile is found by the next."""
+_RETRY_S = 0.005
+"""Seconds between lookups of what an origin is about to notice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """What a producer did; times in seconds of the machine's clock."""
+
+    began_s: float
+    runs: tuple[tuple[int, float], ...]
+    """Tokens that were computed, and when."""
+    told_s: tuple[float, ...] = ()
+    """When each group was published, if the cache was live."""
+    left_out: int = 0
+
+    @property
+    def ended_s(self) -> float:
+        """When the last token was computed."""
+        return self.runs[-1][1]
+
+    @property
+    def seconds(self) -> float:
+        """What it took."""
+        return self.ended_s - self.began_s
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a decoder got; times in seconds of the machine's clock."""
+
+    asked_s: float
+    ready_s: float
+    """When the cache was in place."""
+    groups_s: tuple[float, ...]
+    """When each group was in place, on the track it was handed over on."""
+    coverage: tuple[str, ...]
+    loss: float
+    bytes_fetched: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A prompt, and how it is produced and played."""
+
+    tokens: tuple[int, ...]
+    kind: Kind = "live"
+    run_tokens: int = 512
+    deadline_s: float = 60.0
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `kvabr.client.options.PlayOptions`."""
+
+
+class Producer(Child):
+    """A process with a model."""
+
+    patience_s = _PATIENCE_S
+
+    def __init__(self, model: str, folder: Path, tracks: Sequence[str] | None, warm: Sequence[int]) -> None:
+        """Load the model, and compute a prompt once, so that the first one that counts takes as long as the others."""
+        super().__init__("producer", _produce, model, folder, tracks, tuple(warm))
+        self.spec: KVSpec = self.greeting
+
+
+class Decoder(Child):
+    """A process that plays caches."""
+
+    patience_s = _PATIENCE_S
+
+    def __init__(self, url: str, fingerprint: str, quic: Quic, spec: KVSpec) -> None:
+        """Connect."""
+        super().__init__("decoder", _decode, url, fingerprint, quic, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link of one rate."""
+
+    mbit_s: float
+    rtt_s: float
+
+    def begin(self, shaper: Shaper) -> None:
+        """Shape."""
+        rate = self.mbit_s * BYTES_PER_MBIT
+        shaper.begin(Trace("link", "constant", (0.0,), (rate,), 3600.0), 0.0, Conditions(rtt_s=self.rtt_s))
+
+
+def run(job: Job, producer: Producer, decoders: Sequence[Decoder] = ()) -> tuple[Prefill, list[Decoded]]:
+    """Compute a prompt, and play it on all decoders at once; raises `KvabrError` if a process fails.
+
+    What is played while it is computed is asked for before; what is published at the end, once it is.
+    """
+    if job.kind == "live":
+        for decoder in decoders:
+            decoder.send(job)
+    prefill: Prefill = _checked(producer.ask(job))
+    if job.kind == "end":  # what nobody can play yet is not asked for
+        for decoder in decoders:
+            decoder.send(job)
+    return prefill, [_checked(decoder.answer()) for decoder in decoders if job.kind != "alone"]
+
+
+def _checked(answer: Any) -> Any:
+    if isinstance(answer, str):
+        raise KvabrError(answer)
+    return answer
+
+
+# ---------------------------------------------------------------- the producer's process
+
+
+def _produce(pipe: Connection, model: str, folder: Path, tracks: Sequence[str] | None, warm: Sequence[int]) -> None:
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        try:
+            engine = load_model(model).engine
+            times: list[float] = []
+
+            def clock() -> float:
+                times.append(time.monotonic())
+                return times[-1]
+
+            live = LivePublisher(cache_publisher(engine, folder, tracks=tracks), clock=clock)
+            _job(live, engine, Job(tuple(warm), "alone"), times)
+            _job(live, engine, Job(tuple(warm)), times)
+            pipe.send(engine.spec)
+            while True:
+                job = pipe.recv()
+                try:
+                    pipe.send(_job(live, engine, job, times))
+                except KvabrError as error:
+                    pipe.send(str(error))
+        except (KvabrError, OSError, ImportError) as error:
+            pipe.send(str(error) or repr(error))
+
+
+def _job(live: LivePublisher, engine: TransformersEngine, job: Job, times: list[float]) -> Prefill:
+    done: list[tuple[int, float]] = []
+    times.clear()
+
+    def progress(tokens: int, _all: int) -> None:
+        done.append((tokens, time.monotonic()))
+
+    if job.kind == "live":
+        _, outcome = prefill_live(
+            live, engine, job.tokens, pace=PrefillCost.from_rate(500.0), run_tokens=job.run_tokens, progress=progress
+        )
+        result = outcome.result()
+        if result.verdict != "published":
+            raise KvabrError(f"not published: {result.verdict} {result.why}")
+        return Prefill(times[0], tuple(done), tuple(times[1:]), result.left_out)
+    began_s = time.monotonic()
+    cache, ids = new_cache(engine.model, whole=True), torch.tensor([job.tokens], dtype=torch.long)
+    for first, last in pairwise((0, *runs(len(job.tokens), job.run_tokens, engine.spec.group_tokens))):
+        engine.extend(cache, ids[:, first:last], first)
+        progress(last, len(job.tokens))
+    if job.kind == "end":
+        publish_cache(live.publisher, engine, cache, job.tokens).result()
+    return Prefill(began_s, tuple(done))
+
+
+# ---------------------------------------------------------------- the decoder's process
+
+
+def _decode(pipe: Connection, url: str, fingerprint: str, quic: Quic, spec: KVSpec) -> None:
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        try:
+            asyncio.run(_serve(pipe, url, fingerprint, quic, spec))
+        except (KvabrError, OSError, ImportError) as error:
+            pipe.send(str(error) or repr(error))
+
+
+async def _serve(pipe: Connection, url: str, fingerprint: str, quic: Quic, spec: KVSpec) -> None:
+    limits = Limits(memory_bytes=0)
+    async with AsyncClient(url, fingerprint=fingerprint, quic=quic, limits=limits, timeout_s=60.0) as client:
+        await client.connect()
+        pipe.send(True)
+        while True:
+            job = await asyncio.to_thread(pipe.recv)
+            try:
+                pipe.send(await _play(client, spec, job))
+            except KvabrError as error:
+                pipe.send(str(error))
+
+
+async def _play(client: AsyncClient, spec: KVSpec, job: Job) -> Decoded:
+    asked_s = time.monotonic()
+    wait_s = _WAIT_S if job.kind == "live" else 0.0
+    options = PlayOptions(wait_for_producer_s=wait_s, **job.options)
+    while True:
+        began_s = time.monotonic()
+        played = await client.play(job.tokens, deadline=job.deadline_s, model=spec, options=options)
+        if not isinstance(played, NothingCached) and played.tokens == len(job.tokens):
+            break
+        if began_s > asked_s + job.deadline_s:
+            raise KvabrError("nothing was published")
+        await asyncio.sleep(_RETRY_S)
+    start_s = began_s + played.lookup_s
+    return Decoded(
+        asked_s,
+        began_s + played.ttft_s,
+        tuple(start_s + (group.ready_s or 0.0) for group in played.record.groups),
+        played.coverage,
+        played.loss,
+        played.record.bytes_fetched,
+    )
+
+
+# ---------------------------------------------------------------- a picture
+
+_WIDTH, _LEFT, _LANE = 900, 110, 46
+_STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#333}.p{fill:#8a7bc8}.n{fill:#4c9be8}.d{fill:#3aa57a}.l{stroke:#999}"
+    ".e{stroke:#c0392b;stroke-dasharray:4 3}"
+)
+
+
+def picture(prefill: Prefill, decoded: Decoded, title: str) -> str:
+    """Return an SVG of three lanes over time: tokens computed, groups published, groups in place."""
+    began_s, groups = prefill.began_s, len(decoded.groups_s)
+    last_s = max(decoded.ready_s, prefill.ended_s) - began_s
+    x: Callable[[float], float] = lambda at_s: _LEFT + (_WIDTH - _LEFT - 20) * (at_s - began_s) / last_s  # noqa: E731
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} 260" width="{_WIDTH}" height="260">',
+        f"<style>{_STYLE}</style>",
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{_LEFT}" y="22">{title}</text>',
+    ]
+    tops = [40 + lane * (_LANE + 16) for lane in range(3)]
+    for name, top in zip(("prefill", "live edge", "decoder"), tops, strict=True):
+        parts.append(f'<text x="8" y="{top + _LANE / 2 + 4}">{name}</text>')
+        parts.append(f'<line class="l" x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{top + _LANE}" y2="{top + _LANE}"/>')
+    total = prefill.runs[-1][0]
+    for (before, first_s), (tokens, at_s) in pairwise(((0, began_s), *prefill.runs)):
+        height = _LANE * tokens / total
+        parts.append(
+            f'<rect class="p" x="{x(first_s):.1f}" y="{tops[0] + _LANE - height:.1f}" '
+            f'width="{max(1.0, x(at_s) - x(first_s) - 1):.1f}" height="{height:.1f}">'
+            f"<title>tokens {before} to {tokens}: {at_s - first_s:.3f} s</title></rect>"
+        )
+    for lane, css, times in ((1, "n", prefill.told_s), (2, "d", decoded.groups_s)):
+        for group, at_s in enumerate(times):
+            height = _LANE * (group + 1) / max(1, groups)
+            track = f" on {decoded.coverage[group]}" if lane == 2 else ""
+            parts.append(
+                f'<rect class="{css}" x="{x(at_s) - 2:.1f}" y="{tops[lane] + _LANE - height:.1f}" width="4" '
+                f'height="{height:.1f}"><title>group {group}{track}: {at_s - began_s:.3f} s</title></rect>'
+            )
+    end = x(prefill.ended_s)
+    parts.append(f'<line class="e" x1="{end:.1f}" x2="{end:.1f}" y1="32" y2="{tops[2] + _LANE}"/>')
+    after_ms = 1e3 * (decoded.ready_s - prefill.ended_s)
+    low = tops[2] + _LANE + 18
+    parts.append(f'<text x="{_LEFT}" y="{low}">0 s</text>')
+    told = f"{last_s:.2f} s: in place {after_ms:.0f} ms after the last token"
+    parts.append(f'<text x="{_WIDTH - 20}" y="{low}" text-anchor="end">{told}</text></svg>')
+    return "\n".join(parts) + "\n"
