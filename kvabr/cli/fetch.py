@@ -89,7 +89,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="S",
-        help="wait this long for somebody to begin to prefill the prompt",
+        help="if nothing of the prompt is cached, wait this long for somebody to begin to prefill it; the deadline "
+        "counts meanwhile",
     )
     which.add_argument("--no-live", action="store_true", help="do not play a cache that is still being prefilled")
     add_salt_option(parser)
@@ -157,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(_HOW)
     if args.recompute is not None and args.prompt is None and args.text is None:
         raise UsageError("--recompute needs the prompt: --prompt or --text")
+    _check_wait(args, named=namespace is not None)
     check_writable(args.out, args.json, args.log, args.telemetry, args.metrics_file)
     if args.out is not None and args.out.exists() and not args.out.is_file():
         raise UsageError(f"--out {args.out}: is not an ordinary file; name another")
@@ -175,13 +177,31 @@ def run(args: argparse.Namespace) -> int:
         written = "" if args.out is None else f"; {args.out} has the first {result['tokens']:,} tokens"
         raise PlayError(result["incomplete"] + (written if result["tokens"] else unwritten))
     if not result["tokens"]:
-        raise PlayError(f"{_why_nothing(result['limited_by'])} ({result['lookup_s']:.2f} s){unwritten}")
+        raise PlayError(
+            f"{_why_nothing(result['limited_by'], args.wait_for_producer)} ({result['lookup_s']:.2f} s){unwritten}"
+        )
     return 0
 
 
-def _why_nothing(limited_by: str | None) -> str:
+def _check_wait(args: argparse.Namespace, *, named: bool) -> None:
+    """Raise `UsageError` if there is nothing that --wait-for-producer could wait for."""
+    if not args.wait_for_producer:
+        return
+    wait = f"--wait-for-producer {args.wait_for_producer:g}"
+    if args.no_live:
+        raise UsageError(f"{wait}: with --no-live nothing is played that a producer begins")
+    if named:
+        raise UsageError(f"{wait}: waits for a prompt, not for a name; give --text or --prompt instead of the name")
+    if args.wait_for_producer >= args.deadline:
+        raise UsageError(
+            f"{wait}: comes out of the deadline, which is {args.deadline:g} s; give a longer --deadline, for the "
+            "prefill as well"
+        )
+
+
+def _why_nothing(limited_by: str | None, waited: float) -> str:
     if limited_by is None:
-        return "nothing of this prompt is cached there"
+        return "nothing of this prompt is cached there" + (", and nobody has begun to prefill it" if waited else "")
     return f"no snapshot of {limited_by} is cached there that lies within this prompt"
 
 

@@ -73,9 +73,9 @@ class Overlay:
         """Return a snapshot as one line of text."""
         there = sum(track is not None for track in shot.tracks)
         rate = f"{_mbits(shot.rate)} (at least {_mbits(shot.lower_bound)})" if shot.rate else "rate not known yet"
-        edge = "" if shot.edge is None else f" of {shot.edge} published"
+        edge = "" if shot.edge is None else f", {shot.edge} published"
         return (
-            f"{shot.now:.2f} s: {there}{edge} of {len(shot.tracks)} groups in place, {shot.requests} on their way, "
+            f"{shot.now:.2f} s: {there} of {len(shot.tracks)} groups in place{edge}, {shot.requests} on their way, "
             f"{rate}, slack {_slack(shot.slack_s)}"
         )
 

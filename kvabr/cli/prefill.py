@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 a prefill here, and a decoder elsewhere that plays its cache while it grows:
-  kvabr serve assets --dev                                            (prints the URL and the fingerprint)
+  mkdir -p assets && kvabr serve assets --dev                         (prints the URL and the fingerprint)
   kvabr prefill --text book.txt --tokens 4096 --out assets --live     (in another terminal)
-  kvabr fetch URL --fingerprint HEX --text book.txt --model smollm2   (at any time: before it ends, too)
+  kvabr fetch URL --fingerprint HEX --text book.txt --model smollm2 --deadline 300   (once that says it can be played)
+
+The deadline has to cover what is left of the prefill. With --wait-for-producer 60 the fetch may come first.
 
 Without --live the cache is published once it is complete, as an engine with kvabr does. With --live every group of
 tokens can be played a moment after it was computed; what a player has when the prefill ends is all but the last group.

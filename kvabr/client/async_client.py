@@ -55,6 +55,8 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 
 _FIND_S = 5.0
+_WAIT_SHARE = 0.9
+"""Part of a lookup's time for which a producer is waited for; the rest is for the answers."""
 
 
 class AsyncClient:
@@ -232,7 +234,8 @@ class AsyncClient:
             clock = play.clock
             spec, prepared, limit = None, None, None
             try:
-                async with asyncio.timeout(lookup_time(clock, cost, len(tokens))):
+                lookup_s = lookup_time(clock, cost, len(tokens))
+                async with asyncio.timeout(lookup_s):
                     found, spec = await self._peer(peer).find(
                         play.connection,
                         tokens,
@@ -240,7 +243,7 @@ class AsyncClient:
                         any_group_tokens=any_size,
                         salt=options.salt,
                         live=options.live,
-                        wait_s=options.wait_for_producer_s,
+                        wait_s=min(options.wait_for_producer_s, _WAIT_SHARE * lookup_s),
                     )
                 if isinstance(found, Unplayable):
                     limit = found.limited_by

@@ -200,10 +200,11 @@ class LiveFeed:
         end: LiveEnd | None = None
         fault: FormatError | None = None
         for message in messages:
-            if isinstance(message, LiveEnd):
-                end = message
-                break
             try:
+                growing.check_key(message)
+                if isinstance(message, LiveEnd):
+                    end = message
+                    break
                 growing.publish(message)
             except FormatError as error:
                 fault = error

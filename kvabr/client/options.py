@@ -48,8 +48,8 @@ class PlayOptions:
     """Play caches that are still being prefilled, too: groups come as they are published. A complete cache of as many
     tokens is preferred."""
     wait_for_producer_s: float = 0.0
-    """If nothing of a prompt is cached, seconds of the deadline for which to wait for somebody to begin to prefill
-    it."""
+    """If nothing of a prompt is cached, seconds for which to wait for somebody to begin to prefill it. They come out of
+    the deadline; an engine that must begin to be in time begins."""
     salt: bytes = b""
     """Secret of the tenant, see `kvabr.types.naming.chain`."""
     out: torch.Tensor | None = None
@@ -76,7 +76,9 @@ class PlayOptions:
         if not 1 <= self.patience < math.inf:
             raise UsageError(f"patience is {self.patience} deadlines; it must be at least 1")
         if not 0 <= self.wait_for_producer_s < math.inf:
-            raise UsageError(f"to wait {self.wait_for_producer_s:g} s for a producer: give 0 or more seconds, finite")
+            raise UsageError(
+                f"waiting {self.wait_for_producer_s:g} s for a producer: must be 0 or more seconds, and finite"
+            )
         # Raise for unknown names and prices here, before anything is asked of the network.
         PlayerConfig(gpu_price=self.gpu_price, time_price=self.time_price)
         load_policy(self.policy)

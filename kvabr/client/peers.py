@@ -91,16 +91,19 @@ class ClientPeer:
         The model is a spec, a name at the peer, or None for the only one that the peer has. Under a name, the prompt is
         looked up in each group size and shape that the peer has, at most four; under a spec with ``any_group_tokens``,
         also in the other sizes. With ``live``, what is still being prefilled is found, too; if nothing is, it is looked
-        for again for ``wait_s`` seconds. Errors as `AsyncClient.find`.
+        for again for ``wait_s`` seconds, and the answer is there by then. Errors as `AsyncClient.find`.
         """
         lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype, live=live)
         clock = asyncio.get_running_loop().time
         end_s = clock() + (wait_s if live else 0.0)
-        while True:
-            answer = await self._find(connection, tokens, model, lookup, any_group_tokens=any_group_tokens)
-            if isinstance(answer[0], Found) or clock() + _AGAIN_S > end_s:
-                return answer
-            await asyncio.sleep(_AGAIN_S)
+        find = partial(self._find, connection, tokens, model, lookup, any_group_tokens=any_group_tokens)
+        answer = await find()
+        with contextlib.suppress(TimeoutError):  # what was answered last is still an answer
+            async with asyncio.timeout_at(end_s):
+                while not isinstance(answer[0], Found) and clock() + _AGAIN_S <= end_s:
+                    await asyncio.sleep(_AGAIN_S)
+                    answer = await find()
+        return answer
 
     async def _find(
         self,

@@ -214,8 +214,8 @@ class PlayState:
         if self._live is None or self._live.edge == self._catalog.groups:
             return lacking
         stopped = self._live.ended
-        why = "no more until now" if stopped is None else f"then it stopped: {stopped}"
-        return f"{lacking}; the producer has published {self._live.edge} of them, {why}"
+        why = "no more so far" if stopped is None else f"then it stopped: {stopped}"
+        return f"{lacking}; the producer has published {self._live.edge or 'none'}, {why}"
 
     def _note_published(self, live: LiveEdge, now: float) -> None:
         """Record how far the producer is, and say so if the engine would have been sooner alone."""

@@ -233,7 +233,7 @@ class LiveAssets:
             asset.settled = True
             if not asset.over:
                 whole = asset.chunks == len(asset.catalog.chunks) and asset.folder.is_at(asset.folder.asset_path)
-                self._end(asset, "" if whole else "its producer is gone")
+                self._end(asset, "" if whole else "its process is gone")
             await self._rescue(asset)
 
     async def tell(self) -> None:

@@ -40,7 +40,6 @@ from kvabr.types.naming import (
     LIVE_TRACK,
     MODELS_NAMESPACE,
     TrackNamespace,
-    is_live,
 )
 
 if TYPE_CHECKING:
@@ -163,7 +162,7 @@ class Relay:
         if track.startswith(CHANGES_TRACK):
             raise BlockingIOError(f"{track}: must be waited for")
         asset = self.live.find(namespace)
-        if asset is not None and (found := asset.track(track)) is not None and (is_live(track) or not asset.over):
+        if asset is not None and (found := asset.track(track)) is not None and (track == EDGE_TRACK or not asset.over):
             return found
         answer = self.catalogs.fresh(namespace, track if is_small(track) else CATALOG_TRACK)
         if answer is None and (asset is None or is_small(track)):

@@ -114,8 +114,11 @@ class LiveRelay:
         return len(self._assets)
 
     def find(self, namespace: TrackNamespace) -> RelayedAsset | None:
-        """Return an asset that is followed, or that ended while it was."""
+        """Return an asset that is followed, or that ended while it was and that nobody has begun again since."""
         asset = self._assets.get(namespace)
+        if asset is not None and asset.over and self._begun_again(asset):
+            self._forget(asset)
+            return None
         if asset is not None:
             asset.asked_s = asyncio.get_running_loop().time()
         return asset
@@ -154,6 +157,13 @@ class LiveRelay:
         for asset in self._assets.values():
             asset.abandon("the relay is going away")
         self._assets.clear()
+
+    def _begun_again(self, asset: RelayedAsset) -> bool:
+        """Return whether the origin has named another production of an asset since."""
+        answer = self._catalogs.last(asset.namespace, LIVE_TRACK)
+        if answer is None or answer.publication is asset.text:
+            return False
+        return bytes(answer.publication.open(0).data) != bytes(asset.text.open(0).data)
 
     def _begun(self, namespace: TrackNamespace, task: asyncio.Task[RelayedAsset]) -> None:
         self._beginning.pop(namespace, None)

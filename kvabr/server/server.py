@@ -1,4 +1,4 @@
-"""The server of origins and relays: MoQT drafts 18 and 16 over QUIC, by qh3 or aioquic, and its life as a process."""
+"""The server of origins and relays: MoQT over QUIC, by qh3 or aioquic, and its life as a process."""
 
 from __future__ import annotations
 

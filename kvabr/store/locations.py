@@ -42,7 +42,7 @@ def open_store(location: Location, *, must_exist: bool = False, create: bool = F
         return SCHEMES[scheme](str(location))
     path = Path(location)
     if must_exist and not path.is_dir():
-        raise AssetError(f"{path}: no such folder; give the folder that your assets are in")
+        raise AssetError(f"{path}: no such folder; give the folder that your assets are in, or make it first (mkdir)")
     if create:
         try:
             path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)

@@ -261,6 +261,11 @@ class GrowingCatalog:
         """When each group (unit) should be published, seconds since the producer began."""
         return [self.seconds[self.catalog.unit(group).chunk] for group in range(self.catalog.groups)]
 
+    def check_key(self, message: EdgeMessage) -> None:
+        """Raise `FormatError` if a message is of another production."""
+        if message.key != self.key:
+            raise FormatError("edge message: of another production of this cache")
+
     def publish(self, news: PublishedFrames) -> None:
         """Take the news of the next group of tokens; those behind the play are ignored.
 
@@ -268,8 +273,7 @@ class GrowingCatalog:
             FormatError: it is of another production, or of another group than the next one; a frame is too large; or
                 no track of a group stands alone.
         """
-        if news.key != self.key:
-            raise FormatError("edge message: of another production of this cache")
+        self.check_key(news)
         if self.complete:
             return
         if news.group != self.news:

@@ -143,6 +143,11 @@ def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
         (("--name", "NAME", "--deadline", "0"), 2, "deadline"),
         (("--name", "NAME", "--patience", "0.5"), 2, "patience"),
         (("--name", "NAME", "--policy", "hope"), 2, "unknown policy"),
+        (("--name", "NAME", "--wait-for-producer", "1"), 2, "not for a name"),
+        (("--prompt", "TOKENS", "--wait-for-producer", "1", "--no-live"), 2, "with --no-live"),
+        (("--prompt", "TOKENS", "--wait-for-producer", "2"), 2, "give a longer --deadline"),
+        (("--prompt", "TOKENS", "--wait-for-producer", "-1"), 2, "must be 0 or more seconds"),
+        (("--prompt", "NONE", "--wait-for-producer", "0.1"), 1, "and nobody has begun to prefill it"),
         (("--name", "m/" + "0" * 64), 1, "no such asset m/" + "0" * 64),
         (("--name", "NAME", "--out", "/nowhere/c.safetensors"), 2, "cannot be written"),
         (("--name", "NAME", "--recompute", "smollm2"), 2, "needs the prompt"),
@@ -156,7 +161,7 @@ def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
     ],
 )
 def test_what_is_refused_says_why(served, short, tmp_path, capsys, words, status, said):
-    files = {"TOKENS": list(TOKENS), "BAD": {"tokens": ["a"]}, "OTHER": list(reversed(TOKENS))}
+    files = {"TOKENS": list(TOKENS), "BAD": {"tokens": ["a"]}, "OTHER": list(reversed(TOKENS)), "NONE": [1, 2, 3]}
     for key, value in files.items():
         (tmp_path / key).write_text(json.dumps(value))
     filled = [name(short) if w == "NAME" else str(tmp_path / w) if w in files else w for w in words]
@@ -333,7 +338,7 @@ def test_the_overlay_shows_what_is_not_prefilled_yet():
     console = Console(file=screen, force_terminal=True, width=90, color_system=None)
     with Overlay("live", console) as overlay:
         overlay.show(shot(edge=4, ends_s=1.25, tracks=("FP16", None, "Int4", None, None, None)))
-        assert "2 of 4 published of 6 groups in place" in overlay.line(
+        assert "2 of 6 groups in place, 4 published, " in overlay.line(
             shot(edge=4, tracks=("FP16", "Int4", *[None] * 4))
         )
     text = screen.getvalue()

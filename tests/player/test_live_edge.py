@@ -189,7 +189,7 @@ def test_a_producer_that_stops_ends_a_play_once_all_it_published_is_in_place():
     while not ended:
         pushed = of(actions := [one for fetch in pushed for one in bring(play, fetch, 1.2)], FetchGroup)
         ended = of(actions, GiveUp)
-    assert "2 of 4 groups are still not in place; the producer has published 2 of them, then it stopped: killed" in (
+    assert "2 of 4 groups are still not in place; the producer has published 2, then it stopped: killed" in (
         ended[0].reason
     )
     assert play.record.live == LiveRecord(2, None, "killed", None)

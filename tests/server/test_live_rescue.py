@@ -79,7 +79,7 @@ async def test_a_producer_that_is_killed_leaves_a_shorter_asset(root, tls):
             assert (await late.news(0)).group == 0
             os.kill(process.pid, signal.SIGKILL)
             frames, reason = await following
-            assert reason == "its producer is gone"
+            assert reason == "its process is gone"
             assert frames == {(0, track.name): frame(0, track.name) for track in TRACKS}
         shorter = final(1)
         catalog = Catalog.loads(await late.complete(shorter.namespace))
@@ -100,10 +100,10 @@ async def test_what_was_published_is_kept_under_the_name_of_the_prompt_that_it_i
         pass
     source = await settled(root)
     (asset,) = source.live.assets
-    assert (asset.over, asset.edge.failure) == (True, "its producer is gone")
+    assert (asset.over, asset.edge.failure) == (True, "its process is gone")
     assert (
         whole(source.find(EVERYTHING, OFFER.namespace, EDGE_TRACK).open(groups))
-        == LiveEnd(asset.live.key, "its producer is gone").dumps()
+        == LiveEnd(asset.live.key, "its process is gone").dumps()
     )
     if not groups:
         assert list(root.iterdir()) == []

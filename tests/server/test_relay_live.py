@@ -145,6 +145,24 @@ async def test_the_end_of_a_producer_is_passed_on(root, tls):
             assert (await player.get("FP16", 1)).code is not None
 
 
+async def test_a_prompt_that_is_prefilled_again_after_its_producer_died(root, tls):
+    """What the relay knows of the first production is not told to those who play the second."""
+    first, second = new_key(), new_key()
+    async with chain(root, tls) as (_, relay), decoder(relay) as player:
+        with LiveFolderWriter(root / "asset") as writer:
+            writer.begin(live(first))
+            await player.found()
+            writer.tell(LiveEnd(first, "out of memory"))
+            assert await player.news(0) == LiveEnd(first, "out of memory")
+        with LiveFolderWriter(root / "asset") as writer:
+            writer.begin(live(second))
+            while (await player.found()).key != second:
+                pass  # the first answer is repeated for two seconds
+            publish(writer, 0, second)
+            assert (await player.news(0)).key == second
+            assert (await player.get("FP16")).data == frame(0, "FP16")
+
+
 async def test_what_does_not_exist_is_not_followed(root, tls):
     async with chain(root, tls) as (_, relay), decoder(relay) as player:
         for track in (LIVE_TRACK, EDGE_TRACK, "FP16"):

@@ -99,7 +99,9 @@ def test_no_root_and_a_root_that_is_not_there(tmp_path, capsys):
     assert kvabr("serve", "--dev") == 2
     assert "kvabr serve ROOT" in capsys.readouterr().err
     assert kvabr("serve", tmp_path / "nowhere", "--dev") == 1
-    assert "nowhere: no such folder" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "nowhere: no such folder" in error
+    assert "mkdir" in error
 
 
 def test_a_new_token_and_its_entry(capsys):
