@@ -190,7 +190,7 @@ def test_an_origin_that_dies_mid_play(world, mode):
     over = threading.Event()
 
     def kill():
-        while client.stats().bytes_received < before + (12 << 20) and not over.wait(0.01):
+        while client.stats().bytes_received < before + (24 << 20) and not over.wait(0.01):
             pass
         world.origin.kill()
 
