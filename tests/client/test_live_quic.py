@@ -301,7 +301,7 @@ def test_fetch_plays_what_is_being_prefilled(asset, root, tmp_path, capsys):
     tokens.write_text(json.dumps(TOKENS))
     words = ("fetch", served.url, "--ca", served.pem, "--deadline", 300, "--prompt", tokens, "--json", result)
     try:
-        assert main([str(word) for word in (*words, "--log", log, "--wait-for-producer", 300)]) == 0
+        assert main([str(word) for word in (*words, "--log", log, "--wait-for-producer", 200)]) == 0
         said = capsys.readouterr().out
         assert "160 of 160 tokens in place" in said
         assert "ms after the last group was published" in said

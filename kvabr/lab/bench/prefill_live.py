@@ -81,7 +81,7 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PrefillJob:
     """A prompt, and how it is produced and played."""
 
     tokens: tuple[int, ...]
@@ -92,7 +92,7 @@ class Job:
     """Of `kvabr.client.options.PlayOptions`."""
 
 
-class Producer(Child):
+class PrefillProducer(Child):
     """A process with a model."""
 
     patience_s = _PATIENCE_S
@@ -126,7 +126,7 @@ class Link:
         shaper.begin(Trace("link", "constant", (0.0,), (rate,), 3600.0), 0.0, Conditions(rtt_s=self.rtt_s))
 
 
-def run(job: Job, producer: Producer, decoders: Sequence[Decoder] = ()) -> tuple[Prefill, list[Decoded]]:
+def run(job: PrefillJob, producer: PrefillProducer, decoders: Sequence[Decoder] = ()) -> tuple[Prefill, list[Decoded]]:
     """Compute a prompt, and play it on all decoders at once; raises `KvabrError` if a process fails.
 
     What is played while it is computed is asked for before; what is published at the end, once it is.
@@ -161,8 +161,8 @@ def _produce(pipe: Connection, model: str, folder: Path, tracks: Sequence[str] |
                 return times[-1]
 
             live = LivePublisher(cache_publisher(engine, folder, tracks=tracks), clock=clock)
-            _job(live, engine, Job(tuple(warm), "alone"), times)
-            _job(live, engine, Job(tuple(warm)), times)
+            _job(live, engine, PrefillJob(tuple(warm), "alone"), times)
+            _job(live, engine, PrefillJob(tuple(warm)), times)
             pipe.send(engine.spec)
             while True:
                 job = pipe.recv()
@@ -174,7 +174,7 @@ def _produce(pipe: Connection, model: str, folder: Path, tracks: Sequence[str] |
             pipe.send(str(error) or repr(error))
 
 
-def _job(live: LivePublisher, engine: TransformersEngine, job: Job, times: list[float]) -> Prefill:
+def _job(live: LivePublisher, engine: TransformersEngine, job: PrefillJob, times: list[float]) -> Prefill:
     done: list[tuple[int, float]] = []
     times.clear()
 
@@ -223,7 +223,7 @@ async def _serve(pipe: Connection, url: str, fingerprint: str, quic: Quic, spec:
                 pipe.send(str(error))
 
 
-async def _play(client: AsyncClient, spec: KVSpec, job: Job) -> Decoded:
+async def _play(client: AsyncClient, spec: KVSpec, job: PrefillJob) -> Decoded:
     asked_s = time.monotonic()
     wait_s = _WAIT_S if job.kind == "live" else 0.0
     options = PlayOptions(wait_for_producer_s=wait_s, **job.options)

@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from kvabr.lab.bench.prefill_live import Decoded, Decoder, Job, Link, Prefill, Producer, picture, run
+from kvabr.lab.bench.prefill_live import Decoded, Decoder, Link, Prefill, PrefillJob, PrefillProducer, picture, run
 from kvabr.replay.live.origin import LiveOrigin
 from kvabr.replay.live.shaper import Shaper
 from kvabr.types.errors import KvabrError
@@ -22,24 +22,24 @@ def test_a_cache_is_played_while_another_process_computes_it(tmp_path):
     model, assets = tinymodels.save(tmp_path / "tiny"), tmp_path / "assets"
     assets.mkdir()
     with (
-        Producer(str(model), assets, ("FP16", "Int4"), IDS[:200]) as producer,
+        PrefillProducer(str(model), assets, ("FP16", "Int4"), IDS[:200]) as producer,
         LiveOrigin(str(assets), "aioquic", follow=True) as origin,
         Shaper(origin.address) as shaper,
         Decoder(f"moqt://127.0.0.1:{shaper.address[1]}/", origin.fingerprint, "aioquic", producer.spec) as decoder,
     ):
         Link(50.0, 0.02).begin(shaper)
         for kind, tokens in (("live", IDS[1:513]), ("end", IDS[2:514])):
-            prefill, (decoded,) = run(Job(tokens, kind, 128, 300.0), producer, [decoder])
+            prefill, (decoded,) = run(PrefillJob(tokens, kind, 128, 300.0), producer, [decoder])
             assert [done for done, _ in prefill.runs] == [128, 256, 384, 512]
             assert len(prefill.told_s) == (4 if kind == "live" else 0)
             assert len(decoded.coverage) == len(decoded.groups_s) == 4
             assert set(decoded.coverage) <= {"FP16", "Int4"}
             assert decoded.ready_s > prefill.ended_s
             assert decoded.bytes_fetched > 0
-        prefill, played = run(Job(IDS[3:515], "alone"), producer, [decoder])
+        prefill, played = run(PrefillJob(IDS[3:515], "alone"), producer, [decoder])
         assert played == []
         with pytest.raises(KvabrError, match="not published: known"):
-            run(Job(IDS[1:513]), producer)
+            run(PrefillJob(IDS[1:513]), producer)
 
 
 def test_the_picture_has_a_mark_for_each_run_and_group():
