@@ -43,10 +43,11 @@ _LEAST_AHEAD, _MOST_AHEAD, _MOST_UNITS = 2, 8, 16
 _ROUND_TRIPS = 1.5
 """Round trips that what is asked for ahead must last."""
 _TIMES_EXPECTED, _SLACK_BYTES = 4, 64 << 10
-"""Most bytes of a base frame whose size is not known: this multiple of what is expected, and so many more."""
-_NEWS_BYTES, _FRAME_NEWS_BYTES = 8 << 10, 256
-"""Most bytes of the news of a group, and of what they say of one frame. The last news have a reason in JSON:
-500 characters of up to 12 bytes."""
+"""Most bytes of a base frame whose size is not known: this multiple of what is expected, plus a slack."""
+_NEWS_BYTES, _FRAME_NEWS_BYTES = 1 << 10, 256
+"""Most bytes of the news of a group, and of what they say of one frame."""
+_END_BYTES = 7 << 10
+"""What the last news may take more: they have a reason in JSON, 500 characters of up to 12 bytes."""
 _URGENT = 0
 
 
@@ -245,7 +246,7 @@ class LiveFeed:
 
     async def _fetch_news(self, group: int, groups: int = 1) -> list[EdgeMessage]:
         """Return the news of up to ``groups`` groups, at least of the first, which is waited for."""
-        limit = min(MAX_EDGE_BYTES, groups * self._news_bytes)
+        limit = min(MAX_EDGE_BYTES, groups * self._news_bytes + _END_BYTES)
         namespace = self._catalog.namespace
         request = GroupRequest(namespace, EDGE_TRACK, group, limit, wait_s=HELD_S, groups=groups)
         pauses = _Pauses()

@@ -197,7 +197,7 @@ class LiveAssets:
         for asset in found.new:
             where = {"model": asset.namespace.model, "groups": len(asset.catalog.chunks)}
             self._log.info("live asset", asset=asset.name, **where)
-            self._poll(asset)  # whoever finds it finds what is published already
+            self._poll(asset)  # before it can be found: lookups see what is published
         now_s, ended = time.monotonic(), [asset for asset in self._assets if asset.over]
         for asset in self._assets:
             if asset.partial and asset in found.named:
