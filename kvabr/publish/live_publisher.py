@@ -260,8 +260,7 @@ class LiveProduction(Production):
         parts = self.offer.spec.parts
         made = {
             parts[unit.part].track_name(track): (frames.bytes[track][index], frames.digests[track][index])
-            for index, unit in enumerate(frames.units)
-            if unit.chunk == chunk
+            for index, unit in self._pieces.units(chunk)
             for track in frames.tracks
             if frames.bytes[track][index]
         }

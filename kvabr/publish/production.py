@@ -242,6 +242,10 @@ class _Pieces:
         end = min((chunk + 1) * self._spec.group_tokens, self._all)
         return sum(last >= end for last in self._runs) - 1
 
+    def units(self, chunk: int) -> list[tuple[int, Unit]]:
+        """Return the units that end with a group of tokens, and their indices."""
+        return self._units[chunk]
+
     def take(self, chunk: int) -> list[tuple[int, torch.Tensor]]:
         """Return the units of a group of tokens, by index, and forget those of the groups before."""
         return [(index, self._cut(unit)) for index, unit in self._units[chunk]]
