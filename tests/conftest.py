@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from kvabr.engines.transformers.model_loader import LoadedModel
     from kvabr.store.asset import Asset
+    from tests.seaweed import Seaweed
 
 # Shells start background jobs with Ctrl-C ignored, and some tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -44,10 +46,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use a fixture of the real model."""
+    """Mark the tests that use a fixture of the real model, or of a server."""
     for item in items:
+        if "seaweed_server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.process)
         if _MODEL_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.model)
+
+
+@pytest.fixture(scope="session")
+def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    """A real S3 server; see `seaweed`."""
+    from tests.seaweed import Seaweed
+
+    server = Seaweed(tmp_path_factory.mktemp("seaweed"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def seaweed(seaweed_server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Seaweed:
+    """A real S3 server, and the credentials of one who may do everything in the environment."""
+    for name, value in seaweed_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return seaweed_server
 
 
 @pytest.fixture(scope="session")

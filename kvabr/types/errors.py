@@ -90,6 +90,10 @@ class ConnectionLostError(TransportError):
     """The connection ended. Its requests are lost, but reconnecting may succeed."""
 
 
+class StoreError(TransportError):
+    """There is no such object store, or it lacks what kvabr needs."""
+
+
 class UnauthorizedError(ConnectionLostError):
     """The peer refused our token: it is missing, wrong, or was revoked."""
 

@@ -1,0 +1,470 @@
+"""A bucket: the few requests that kvabr sends to an object store, through obstore.
+
+Keys are those of `kvabr.store.objects.layout`; the URL's prefix, the version of the layout and the tenant come before
+them. Requests fail with subclasses of `TransportError` (`kvabr.store.objects.failures`), after at most two more tries.
+There are two ways to ask: methods to be awaited, and those for threads, whose names end in ``_sync``. For the first
+byte and between two pieces, reads wait 30 seconds; who has less time cancels them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import configparser
+import os
+import random
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvabr.store.objects.failures import Failure
+from kvabr.store.objects.url import CLOUDS, WEB, StoreUrl
+from kvabr.types.errors import NotFoundError, RequestError, StoreError, UsageError
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, GetResult, ObjectMeta
+    from obstore.store import AzureStore, ClientConfig, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
+
+    _Store = AzureStore | GCSStore | HTTPStore | LocalStore | MemoryStore | S3Store
+
+T = TypeVar("T")
+
+WAIT_S = 30
+"""Seconds that a read waits for the first byte, and for each further one."""
+_CONNECT_S = 5
+_TRIES = 3
+_BACKOFF_S = 0.1
+_WRITE_BYTES_PER_S = 1 << 20
+"""A write may take as long as it takes at this rate, and `WAIT_S` more."""
+_LISTED_AT_ONCE = 1000
+_DELETED_AT_ONCE = 1000
+_PROBERS = 6
+PART_BYTES = 32 << 10
+"""Pieces of a stream have at least as many bytes, but for the last one."""
+IMMUTABLE = "public, max-age=31536000, immutable"
+_CACHE_CONTROL = {"a": "public, max-age=5", "l": "no-store", "pin": "no-store", "x": "no-store", "probe": "no-store"}
+"""`Cache-Control` by the first part of a key; `IMMUTABLE` for the others."""
+_MEMORY: dict[str, MemoryStore] = {}
+"""Stores of this process by name."""
+_PROBED: set[str] = set()
+"""URLs of stores that were seen to honour conditional writes."""
+_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """An object without its bytes."""
+
+    key: str
+    size: int
+    etag: str
+    modified_s: float
+    """When it was written by the store's clock, seconds since 1970."""
+
+
+class Bucket:
+    """The objects of one tenant behind one URL. Its methods may be called from any thread."""
+
+    def __init__(self, where: StoreUrl) -> None:
+        """Take a parsed URL; nothing is asked for yet."""
+        self.where = where
+        self.url = str(where)
+        """Has no secrets."""
+        self.prefix = where.root
+        """Comes before every key."""
+        self._stores: dict[int, _Store] = {}
+        """By the seconds that a request may take, 0 for reads."""
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, url: str) -> Bucket:
+        """Return the bucket at a URL; raise `UsageError` if that is none of an object store, or obstore is missing."""
+        where = StoreUrl.parse(url)
+        _obstore()
+        return cls(where)
+
+    def __repr__(self) -> str:
+        return f"<Bucket {self.url}>"
+
+    # ------------------------------------------------------- reading
+
+    async def get(self, key: str, start: int = 0, end: int | None = None, *, limit: int) -> memoryview:
+        """Return bytes ``start`` to ``end`` of an object, or fewer if it ends before.
+
+        Raises `NotFoundError` if there is no such object, `RequestError` if it has more than ``limit`` bytes in that
+        range, ends before it, or if not all of it came.
+        """
+
+        async def once() -> memoryview:
+            result = await _obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
+            self._check(key, result, start, end, limit)
+            return self._whole(key, result, memoryview(await result.bytes_async()))
+
+        return await self._tried(key, "cannot be read", once)
+
+    def get_sync(self, key: str, start: int = 0, end: int | None = None, *, limit: int) -> memoryview:
+        """See `get`."""
+
+        def once() -> memoryview:
+            result = _obstore().get(self._reader(), self._path(key), options=_range(start, end))
+            self._check(key, result, start, end, limit)
+            return self._whole(key, result, memoryview(result.bytes()))
+
+        return self._tried_sync(key, "cannot be read", once)
+
+    async def stream(
+        self, key: str, start: int, end: int, *, part_bytes: int = PART_BYTES
+    ) -> AsyncIterator[memoryview]:
+        """Yield bytes ``start`` to ``end`` of an object as they come; raises as `get`. Closing it ends the request.
+
+        It is tried again only until the first bytes have come.
+        """
+
+        async def once() -> GetResult:
+            found: GetResult = await _obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
+            return found
+
+        result = await self._tried(key, "cannot be read", once)
+        self._check(key, result, start, end, end - start)
+        due = result.range[1] - result.range[0]
+        try:
+            async for part in result.stream(min_chunk_size=part_bytes):
+                due -= len(part)
+                if due < 0:
+                    break
+                yield memoryview(part)
+        except Exception as error:
+            raise self._failed(key, "cannot be read", error) from error
+        if due:
+            raise RequestError(f"{self.below(key)}: {abs(due)} bytes {'are missing' if due > 0 else 'too many'}")
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        """Return what is known of an object; None if there is none."""
+
+        async def once() -> ObjectInfo:
+            return self._info(await _obstore().head_async(self._reader(), self._path(key)))
+
+        try:
+            return await self._tried(key, "cannot be looked for", once)
+        except NotFoundError:
+            return None
+
+    def head_sync(self, key: str) -> ObjectInfo | None:
+        """See `head`."""
+        try:
+            return self._tried_sync(
+                key, "cannot be looked for", lambda: self._info(_obstore().head(self._reader(), self._path(key)))
+            )
+        except NotFoundError:
+            return None
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """Yield all objects whose keys begin with ``prefix``, which ends in a slash, or is empty: all."""
+        stream = self._listing(prefix)
+        while True:
+            try:
+                found = await anext(aiter(stream), None)
+            except Exception as error:
+                raise self._failed(prefix, "cannot be listed", error) from error
+            if found is None:
+                return
+            for meta in found:
+                yield self._info(meta)
+
+    def list_sync(self, prefix: str) -> Iterator[ObjectInfo]:
+        """See `list`."""
+        stream = self._listing(prefix)
+        while True:
+            try:
+                found = next(iter(stream), None)
+            except Exception as error:
+                raise self._failed(prefix, "cannot be listed", error) from error
+            if found is None:
+                return
+            for meta in found:
+                yield self._info(meta)
+
+    # ------------------------------------------------------- writing
+
+    async def put_new(self, key: str, data: bytes | memoryview) -> bool:
+        """Write an object unless there is one of that name; return whether it was written.
+
+        After a connection that broke, False may also mean that this very object was written before it did.
+        """
+        return await self._tried(key, "cannot be written", lambda: self._put(key, data, "create"))
+
+    def put_new_sync(self, key: str, data: bytes | memoryview) -> bool:
+        """See `put_new`."""
+        return self._tried_sync(key, "cannot be written", lambda: self._put_sync(key, data, "create"))
+
+    async def put(self, key: str, data: bytes | memoryview) -> None:
+        """Write an object, over what is there."""
+        await self._tried(key, "cannot be written", lambda: self._put(key, data, "overwrite"))
+
+    def put_sync(self, key: str, data: bytes | memoryview) -> None:
+        """See `put`."""
+        self._tried_sync(key, "cannot be written", lambda: self._put_sync(key, data, "overwrite"))
+
+    async def replace(self, key: str, data: bytes | memoryview, etag: str | None) -> bool:
+        """Write an object in the place of the version ``etag`` (None: of nothing); return whether it was written.
+
+        Raises `UsageError` where a store cannot do that, as folders cannot: plays and publishers must not need it.
+        """
+        if etag is None:
+            return await self.put_new(key, data)
+        try:
+            return await self._tried(key, "cannot be replaced", lambda: self._put(key, data, {"e_tag": etag}))
+        except NotFoundError:
+            return False
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; those that do not exist are none to delete."""
+        await asyncio.to_thread(self.delete_sync, keys)
+
+    def delete_sync(self, keys: Sequence[str]) -> None:
+        """See `delete`."""
+        for first in range(0, len(keys), _DELETED_AT_ONCE):
+            some = keys[first : first + _DELETED_AT_ONCE]
+            try:
+                self._delete(some)
+            except NotFoundError:
+                for key in some:  # a folder stops at the first that is gone
+                    self._delete_one(key)
+
+    async def probe(self) -> None:
+        """Raise `StoreError` if the store does not honour conditional writes; asks once per process and URL.
+
+        kvabr relies on them: of several publishers of one name, exactly one must win.
+        """
+        if self.url not in _PROBED:
+            await asyncio.to_thread(self.probe_sync)
+
+    def probe_sync(self) -> None:
+        """See `probe`."""
+        if self.url in _PROBED:
+            return
+        if self.where.scheme in WEB:
+            raise UsageError(f"{self.url}: an HTTP cache can only be read; publish to the store behind it")
+        key = f"probe/{secrets.token_hex(8)}"
+        with ThreadPoolExecutor(_PROBERS) as pool:
+            tries = [pool.submit(self.put_new_sync, key, b"%d" % number) for number in range(_PROBERS)]
+        won = [number for number, one in enumerate(tries) if one.result()]
+        kept = bytes(self.get_sync(key, limit=64))
+        if self.put_new_sync(key, b"late") or len(won) != 1 or kept != b"%d" % won[0]:
+            raise StoreError(
+                f"{self.url}: the store does not honour conditional writes (If-None-Match: *): {len(won)} of "
+                f"{_PROBERS} writers of one object were told that theirs was written. Publishers would overwrite each "
+                "other; upgrade the store, or use another"
+            )
+        try:
+            self.delete_sync([key])
+        except (StoreError, RequestError):
+            pass  # a few bytes, which the collector finds
+        except Exception as error:
+            if Failure.of(error.__cause__ or error).kind != "denied":
+                raise
+        with _LOCK:
+            _PROBED.add(self.url)
+
+    def below(self, key: str) -> str:
+        """Return what to call an object in messages."""
+        return f"{self.url.partition('?')[0].rstrip('/')}: {self.prefix.removeprefix(self.where.prefix + '/')}{key}"
+
+    # ------------------------------------------------------- one try
+
+    def _listing(self, prefix: str) -> Any:
+        return _obstore().list(self._reader(), self._path(prefix), chunk_size=_LISTED_AT_ONCE)
+
+    async def _put(self, key: str, data: bytes | memoryview, mode: Any) -> bool:
+        try:
+            await _obstore().put_async(self._writer(len(data)), self._path(key), data, **self._how(key, mode))
+        except Exception as error:  # noqa: BLE001  # raised again unless a condition did not hold
+            return self._lost_race(mode, error)
+        return True
+
+    def _put_sync(self, key: str, data: bytes | memoryview, mode: Any) -> bool:
+        try:
+            _obstore().put(self._writer(len(data)), self._path(key), data, **self._how(key, mode))
+        except Exception as error:  # noqa: BLE001  # raised again unless a condition did not hold
+            return self._lost_race(mode, error)
+        return True
+
+    def _lost_race(self, mode: Any, error: Exception) -> bool:
+        """Return False if a condition did not hold; raise everything else."""
+        if isinstance(error, NotImplementedError):
+            raise UsageError(f"{self.url}: this store has no conditional replace") from error
+        if mode != "overwrite" and Failure.of(error).kind == "conflict":
+            return False
+        raise error
+
+    def _how(self, key: str, mode: Any) -> dict[str, Any]:
+        how: dict[str, Any] = {"mode": mode, "use_multipart": False}
+        if self.where.scheme != "file":
+            control = _CACHE_CONTROL.get(key.partition("/")[0], IMMUTABLE)
+            how["attributes"] = {"Cache-Control": control, "Content-Type": "application/octet-stream"}
+        return how
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        store, paths = self._writer(0), [self._path(key) for key in keys]
+        self._tried_sync(keys[0], "cannot be deleted", lambda: _obstore().delete(store, paths))
+
+    def _delete_one(self, key: str) -> None:
+        try:
+            self._delete([key])
+        except NotFoundError:
+            return
+
+    # ------------------------------------------------------- checks and failures
+
+    def _check(self, key: str, result: GetResult, start: int, end: int | None, limit: int) -> None:
+        """Check the range that an answer says it has."""
+        (first, last), size = result.range, result.meta["size"]
+        wanted = size if end is None else min(end, size)
+        if (first, last) != (min(start, size), max(wanted, min(start, size))):
+            raise RequestError(f"{self.below(key)}: bytes {start} to {wanted} were asked for, {first} to {last} came")
+        if last - first > limit:
+            raise RequestError(f"{self.below(key)}: {last - first} bytes, more than the {limit} that this may have")
+
+    def _whole(self, key: str, result: GetResult, data: memoryview) -> memoryview:
+        first, last = result.range
+        if len(data) != last - first:
+            raise RequestError(f"{self.below(key)}: truncated, {len(data)} of {last - first} bytes came")
+        return data.toreadonly()
+
+    async def _tried(self, key: str, what: str, once: Callable[[], Awaitable[T]]) -> T:
+        for left in reversed(range(_TRIES)):
+            try:
+                return await once()
+            except Exception as error:  # noqa: BLE001  # raised again unless it may pass
+                delay_s = self._delay(key, what, error, left)
+            await asyncio.sleep(delay_s)
+        raise AssertionError
+
+    def _tried_sync(self, key: str, what: str, once: Callable[[], T]) -> T:
+        for left in reversed(range(_TRIES)):
+            try:
+                return once()
+            except Exception as error:  # noqa: BLE001  # raised again unless it may pass
+                delay_s = self._delay(key, what, error, left)
+            time.sleep(delay_s)
+        raise AssertionError
+
+    def _delay(self, key: str, what: str, error: Exception, left: int) -> float:
+        """Return the seconds to wait before the next of ``left`` tries; raise if there is none."""
+        if left and Failure.of(error).passes:
+            return _BACKOFF_S * 2.0 ** (_TRIES - left) * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+        raise self._failed(key, what, error) from error
+
+    def _failed(self, key: str, what: str, error: Exception) -> Exception:
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("obstore"):
+            return error  # ours, or a mistake
+        return Failure.of(error).error(self.below(key), what)
+
+    def _info(self, meta: ObjectMeta) -> ObjectInfo:
+        key = meta["path"].removeprefix("/").removeprefix(self.prefix)
+        return ObjectInfo(key, meta["size"], meta["e_tag"] or "", meta["last_modified"].timestamp())
+
+    def _path(self, key: str) -> str:
+        return self.prefix + key
+
+    # ------------------------------------------------------- obstore's stores
+
+    def _reader(self) -> _Store:
+        return self._store(0)
+
+    def _writer(self, size: int) -> _Store:
+        if self.where.scheme in WEB:
+            raise UsageError(f"{self.url}: an HTTP cache can only be read")
+        wanted_s = WAIT_S
+        while wanted_s < WAIT_S + size / _WRITE_BYTES_PER_S:
+            wanted_s *= 2
+        return self._store(wanted_s)
+
+    def _store(self, most_s: int) -> _Store:
+        # obstore's own time limits: a read may take long as a whole, but not from one piece to the next. That limit
+        # would also end uploads, which have one for the whole.
+        with self._lock:
+            if most_s not in self._stores:
+                limits: ClientConfig = {"connect_timeout": f"{_CONNECT_S}s"}
+                if most_s:
+                    limits["timeout"] = f"{most_s}s"
+                else:
+                    limits["read_timeout"], limits["timeout"] = f"{WAIT_S}s", "1d"
+                self._stores[most_s] = _made(self.where, limits, writes=bool(most_s))
+            return self._stores[most_s]
+
+
+def _range(start: int, end: int | None) -> GetOptions | None:
+    if end is not None:
+        return {"range": (start, end)}
+    return {"range": {"offset": start}} if start else None
+
+
+def _obstore() -> Any:
+    try:
+        import obstore  # noqa: PLC0415  # an extra, which loads a library
+    except ImportError as error:
+        raise UsageError("object stores need the package obstore: pip install 'kvabr[stores]'") from error
+    return obstore
+
+
+def _made(where: StoreUrl, limits: ClientConfig, *, writes: bool) -> _Store:
+    """Return obstore's store for a URL."""
+    from obstore import store as kinds  # noqa: PLC0415
+
+    scheme, bucket, never = where.scheme, where.bucket, {"max_retries": 0}
+    if scheme == "memory":
+        with _LOCK:
+            return _MEMORY.setdefault(bucket, kinds.MemoryStore())
+    if scheme == "file":
+        if not writes and not Path(bucket).is_dir():
+            raise StoreError(f"{where}: no such folder; publish something there first, or correct the URL")
+        return kinds.LocalStore(bucket, mkdir=writes)
+    if (where.endpoint or scheme).startswith("http:") or scheme == "http":
+        limits["allow_http"] = True
+    common: dict[str, Any] = {"client_options": limits, "retry_config": never}
+    if scheme in WEB:
+        return kinds.HTTPStore(f"{scheme}://{bucket}", **common)
+    settings: Mapping[str, Mapping[str, Any]] = {
+        "s3": {
+            "endpoint": where.endpoint or None,
+            "region": where.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION", "us-east-1"),
+            "virtual_hosted_style_request": False if where.endpoint else None,
+            **_aws_profile(where),
+        },
+        "gs": {"base_url": where.endpoint or None},
+        "az": {"endpoint": where.endpoint or None, "account_name": where.account or None},
+    }
+    options = {name: value for name, value in settings[scheme].items() if value is not None}
+    if where.anonymous:
+        options["skip_signature"] = True
+    make = partial(getattr(kinds, f"{CLOUDS[scheme]}Store"), **common)
+    try:
+        made: _Store = make(bucket, config=options)
+    except Exception as error:
+        raise UsageError(f"{where}: obstore refuses these settings ({type(error).__name__})") from error
+    return made
+
+
+def _aws_profile(where: StoreUrl) -> dict[str, str]:
+    """Return keys from the user's file of AWS profiles, which obstore does not read, or nothing."""
+    wanted = os.environ.get("AWS_PROFILE")
+    if where.anonymous or "AWS_ACCESS_KEY_ID" in os.environ:
+        return {}
+    path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser()
+    found = configparser.ConfigParser(interpolation=None)
+    try:
+        found.read(path, encoding="utf-8")
+        section = dict(found[wanted or "default"])
+    except (KeyError, OSError, ValueError, configparser.Error) as error:
+        if wanted:
+            raise UsageError(f"{path}: has no usable profile {wanted!r} (AWS_PROFILE)") from error
+        return {}
+    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key"}
+    names["aws_session_token"] = "session_token"  # noqa: S105 - a name
+    return {ours: section[theirs] for theirs, ours in names.items() if theirs in section}

@@ -1,0 +1,293 @@
+"""What objects are called and what is in them: names, spans, pointers, offers, and catalogs as they are stored.
+
+Under ``PREFIX/v1/TENANT/`` of a bucket:
+
+    o/<n>                offer n = 0, 1, 2 ...: a spec and its tracks
+    s/<offer>/<name>     span: up to `SPAN_GROUPS` groups of tokens on all tracks
+    i/<offer>/<key>      pointer: which span a group is in, of those that are not the last of theirs
+    a/<prompt digest>    catalog, written last
+    p/<sha256>           codec profile
+    g/<xx>/<sha256>      single group of a relay's or client's cache
+    probe/<random>       left behind by `Bucket.probe` where a publisher may not delete
+
+These are created once and never change, except that a user may replace a catalog. Everything here is bytes from an
+untrusted source: all sizes are bounded and all fields checked, and `FormatError` says what is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from kvabr.store.objects.fields import HEX16, HEX64, check_schema, json_object, list_of, whole
+from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_PROFILE_BYTES, Catalog
+from kvabr.types.catalog_json import MAX_GROUPS, MAX_TRACKS
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec
+from kvabr.types.naming import check_track_name
+
+SPAN_GROUPS = 16
+"""Groups of tokens in a span."""
+MAX_SPAN_BYTES = 5 << 30
+"""What S3 takes in one request."""
+MAX_OFFER_BYTES = 1 << 20
+MAX_OFFERS = 256
+MAX_STORED_CATALOG_BYTES = MAX_CATALOG_BYTES + (8 << 20)
+_MAX_FRONT_BYTES = 8 << 20
+MAX_SPAN_GROUPS = 256
+_MAX_WORDS = 4096
+
+OFFER_SCHEMA = "kvabr.offer/1"
+CATALOG_SCHEMA = "kvabr.stored-catalog/1"
+
+SPAN_NAME = re.compile(r"[0-9a-f]{16}(\.end)?")
+
+
+# ------------------------------------------------------- names
+
+
+def offer_key(number: int) -> str:
+    """Return the key of an offer."""
+    return f"o/{number}"
+
+
+def span_name(digest: str, *, end: bool = False) -> str:
+    """Return the name of the span whose last group has this chained digest.
+
+    ``end``: it is the last one of an asset with recurrent states, and has the snapshot at the asset's end.
+    """
+    return digest[:16] + (".end" if end else "")
+
+
+def span_key(offer: str, name: str) -> str:
+    """Return the key of a span."""
+    return f"s/{offer}/{name}"
+
+
+def pointer_key(offer: str, digest: str) -> str:
+    """Return the key of the pointer of the group with this chained digest."""
+    return f"i/{offer}/{digest[:16]}"
+
+
+def catalog_key(prompt: str) -> str:
+    """Return the key of the catalog of a prompt."""
+    return f"a/{prompt}"
+
+
+def profile_key(sha256: str) -> str:
+    """Return the key of a codec profile."""
+    return f"p/{sha256}"
+
+
+def group_key(sha256: str) -> str:
+    """Return the key of a single group."""
+    return f"g/{sha256[:2]}/{sha256}"
+
+
+def has_states(spec: KVSpec) -> bool:
+    """Return whether spans at the end of an asset have a name of their own."""
+    return any(each.kind == "state" for each in spec.classes)
+
+
+def span_names(spec: KVSpec, chunks: Sequence[str], span_groups: int = SPAN_GROUPS) -> list[str]:
+    """Return the names of the spans of an asset with these chained digests."""
+    lasts = [min(first + span_groups, len(chunks)) - 1 for first in range(0, len(chunks), span_groups)]
+    return [span_name(chunks[last], end=has_states(spec) and last == len(chunks) - 1) for last in lasts]
+
+
+# ------------------------------------------------------- offers
+
+
+class OfferedTrack(NamedTuple):
+    """A level that an offer's spans have."""
+
+    name: str
+    refines: str | None
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class StoreOffer:
+    """What all spans of one folder ``s/<id>`` have in common: a spec, and the tracks."""
+
+    spec: KVSpec
+    tracks: tuple[OfferedTrack, ...]
+    """Levels, each after the one that it refines; base first."""
+    profile: str | None = None
+    """SHA-256 of the codec profile."""
+    profile_bytes: int = 0
+    prefill: PrefillCost | None = None
+    loss_method: str = ""
+    span_groups: int = SPAN_GROUPS
+    digest: str = "sha256"
+    """Kind of the frames' digests."""
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.tracks) <= MAX_TRACKS:
+            raise FormatError(f"offer: {len(self.tracks)} tracks; 1 to {MAX_TRACKS} are allowed")
+        seen: set[str] = set()
+        for track in self.tracks:
+            check_track_name(track.name)
+            if track.name in seen or not (track.refines is None or track.refines in seen):
+                raise FormatError(f"offer: track {track.name} is there twice, or refines none that stands before it")
+            if not 0 <= track.decode_s < 1e9:
+                raise FormatError(f"offer: track {track.name} has a decode time that is negative or not a number")
+            seen.add(track.name)
+        if not 0 < self.span_groups <= MAX_SPAN_GROUPS:
+            raise FormatError(f"offer: spans of {self.span_groups} groups; 1 to {MAX_SPAN_GROUPS} are allowed")
+        if self.profile is not None and not HEX64.fullmatch(self.profile):
+            raise FormatError("offer: the profile's digest is not 64 hex digits")
+        if not 0 <= self.profile_bytes <= MAX_PROFILE_BYTES:
+            raise FormatError(f"offer: a profile of {self.profile_bytes} bytes")
+        if self.digest != "sha256":
+            raise FormatError(
+                f"offer: digests of kind {str(self.digest)[:40]!r}, which this version cannot check; upgrade kvabr"
+            )
+
+    @classmethod
+    def of(cls, catalog: Catalog) -> StoreOffer:
+        """Return the offer of an asset."""
+        return cls(
+            spec=catalog.spec,
+            tracks=tuple(OfferedTrack(track.name, track.refines, track.decode_s) for track in catalog.tracks),
+            profile=catalog.profile,
+            profile_bytes=catalog.profile_bytes,
+            prefill=catalog.prefill,
+            loss_method=catalog.loss_method[:_MAX_WORDS],
+        )
+
+    @cached_property
+    def id(self) -> str:
+        """16 hex digits that stand for all that decides the bytes of frames."""
+        decides = [
+            self.spec.digest().hex(),
+            [[track.name, track.refines] for track in self.tracks],
+            self.profile,
+            self.span_groups,
+            self.digest,
+        ]
+        return hashlib.sha256(b"kvabr.offer/1\0" + json.dumps(decides).encode()).hexdigest()[:16]
+
+    @cached_property
+    def published(self) -> tuple[str, ...]:
+        """Names of the tracks as published, one per level and class, in the order in which spans have them."""
+        return tuple(part.track_name(track.name) for track in self.tracks for part in self.spec.parts)
+
+    def dumps(self) -> bytes:
+        """Return the offer as an object."""
+        value: dict[str, Any] = {
+            "schema": OFFER_SCHEMA,
+            "id": self.id,
+            "span_groups": self.span_groups,
+            "digest": self.digest,
+            "spec": self.spec.to_json(),
+            "tracks": [track._asdict() for track in self.tracks],
+            "profile": self.profile,
+            "profile_bytes": self.profile_bytes,
+            "prefill": None if self.prefill is None else self.prefill.to_json(),
+            "loss_method": self.loss_method,
+        }
+        return json.dumps(value, indent=1).encode() + b"\n"
+
+    @classmethod
+    def loads(cls, data: bytes | memoryview) -> StoreOffer:
+        """Parse what `dumps` returned, from an untrusted source."""
+        value = json_object(data, MAX_OFFER_BYTES, "offer")
+        check_schema(value, OFFER_SCHEMA, "offer")
+        try:
+            profile, prefill = value["profile"], value["prefill"]
+            tracks = list_of(value["tracks"], MAX_TRACKS, "offer")
+            made = cls(
+                spec=KVSpec.from_json(value["spec"]),
+                tracks=tuple(
+                    OfferedTrack(
+                        str(one["name"]),
+                        None if one["refines"] is None else str(one["refines"]),
+                        float(one["decode_s"]),
+                    )
+                    for one in tracks
+                ),
+                profile=None if profile is None else str(profile),
+                profile_bytes=int(value["profile_bytes"]),
+                prefill=None if prefill is None else PrefillCost.from_json(prefill),
+                loss_method=str(value["loss_method"])[:_MAX_WORDS],
+                span_groups=int(value["span_groups"]),
+                digest=str(value["digest"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise FormatError(f"offer: a field is missing or has the wrong type ({error!r})") from error
+        if made.spec.part_of is not None or made.id != value.get("id"):
+            raise FormatError("offer: its id is not that of its spec and tracks")
+        return made
+
+
+# ------------------------------------------------------- catalogs
+
+
+@dataclass(frozen=True)
+class StoredCatalog:
+    """A catalog, and where in the store its frames are."""
+
+    offer: str
+    """Id of its `StoreOffer`."""
+    spans: tuple[str, ...]
+    """Names of its spans, in order, each of `span_groups` groups but the last."""
+    begins: tuple[int, ...]
+    """Bytes before the first frame in each span."""
+    span_groups: int
+    catalog: bytes
+    """Catalog's JSON, not checked here."""
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of its spans."""
+        return [span_key(self.offer, name) for name in self.spans]
+
+    def dumps(self) -> bytes:
+        """Return the object: a line of JSON, and the catalog."""
+        front = {
+            "schema": CATALOG_SCHEMA,
+            "offer": self.offer,
+            "span_groups": self.span_groups,
+            "spans": self.spans,
+            "begins": self.begins,
+        }
+        return json.dumps(front, separators=(",", ":")).encode() + b"\n" + self.catalog
+
+    @classmethod
+    def loads(cls, data: bytes | memoryview) -> StoredCatalog:
+        """Parse what `dumps` returned, from an untrusted source; the catalog itself is not looked at."""
+        if len(data) > MAX_STORED_CATALOG_BYTES:
+            raise FormatError(f"stored catalog: {len(data)} bytes, more than the {MAX_STORED_CATALOG_BYTES} allowed")
+        front, newline, rest = bytes(data).partition(b"\n")
+        if not newline:
+            raise FormatError("stored catalog: truncated, or no catalog")
+        value = json_object(front, _MAX_FRONT_BYTES, "stored catalog")
+        check_schema(value, CATALOG_SCHEMA, "stored catalog")
+        try:
+            span_groups = whole(value["span_groups"], 1, MAX_SPAN_GROUPS)
+            spans = list_of(value["spans"], MAX_GROUPS, "stored catalog")
+            begins = tuple(
+                whole(at, 1, MAX_SPAN_BYTES) for at in list_of(value["begins"], MAX_GROUPS, "stored catalog")
+            )
+            offer = str(value["offer"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"stored catalog: a field is missing or has the wrong type ({error!r})") from error
+        if not HEX16.fullmatch(offer) or not all(isinstance(each, str) and SPAN_NAME.fullmatch(each) for each in spans):
+            raise FormatError("stored catalog: names no offer, or a span that cannot be one")
+        if not 0 < len(spans) == len(begins):
+            raise FormatError("stored catalog: has no spans, or not a begin of each")
+        return cls(offer, tuple(spans), begins, span_groups, rest)
+
+    def parsed(self) -> Catalog:
+        """Return the catalog; raise `FormatError` if it is damaged, or does not fit the spans."""
+        catalog = Catalog.loads(self.catalog)
+        if list(self.spans) != span_names(catalog.spec, catalog.chunks, self.span_groups):
+            raise FormatError("stored catalog: its spans are not those of its groups")
+        return catalog

@@ -1,0 +1,75 @@
+"""URLs of object stores."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvabr.store.objects.url import StoreUrl, split_asset
+from kvabr.types.errors import UsageError
+
+DIGEST = "ab" * 32
+
+
+@pytest.mark.parametrize(
+    ("url", "root"),
+    [
+        ("s3://bucket", "v1/default/"),
+        ("s3://bucket/team/a?tenant=t1&endpoint=http://127.0.0.1:8333&region=eu-1", "team/a/v1/t1/"),
+        ("gs://bucket/x?anonymous=true", "x/v1/default/"),
+        ("az://container/x?account=me", "x/v1/default/"),
+        ("memory://name/x?tenant=b", "x/v1/b/"),
+        ("file:///a%20folder/of?layout=objects&tenant=b", "v1/b/"),
+        ("https://host:8080/x?tenant=b", "x/v1/b/"),
+    ],
+)
+def test_a_url_is_parsed_and_written_again(url, root):
+    parsed = StoreUrl.parse(url)
+    assert parsed.root == root
+    assert StoreUrl.parse(str(parsed)) == parsed
+    assert split_asset(url) == (parsed, None)
+    assert split_asset(parsed.below(DIGEST)) == (parsed, DIGEST)
+
+
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [
+        ("s4://bucket", "s3://BUCKET/PREFIX"),
+        ("s3://", "name of a bucket"),
+        ("s3://b:99999999", "not a URL"),
+        ("s3://b!cket/x", "name of a bucket"),
+        ("s3://bucket/a/../b", "a prefix has"),
+        ("s3://bucket/a//b", "a prefix has"),
+        ("s3://bucket/%00", "a prefix has"),
+        ("s3://bucket/x#y", "behind a #"),
+        ("s3://bucket?tenant=../x", "tenant"),
+        ("s3://bucket?tenant=UP", "tenant"),
+        ("s3://bucket?tenant=a&tenant=b", "twice"),
+        ("s3://bucket?tenent=a", "did you mean 'tenant'"),
+        ("s3://bucket?tenant", "NAME=VALUE"),
+        ("s3://bucket?anonymous=yes", "true or false"),
+        ("s3://bucket?endpoint=ftp://x", "endpoint"),
+        ("s3://bucket?endpoint=http://u:hidden@x", "endpoint"),
+        ("file:///x", "layout=objects"),
+        ("file://host/x?layout=objects", "layout=objects"),
+        ("memory://name?endpoint=http://x", "no option"),
+    ],
+)
+def test_a_wrong_url_is_refused(url, match):
+    with pytest.raises(UsageError, match=match):
+        StoreUrl.parse(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://user:hidden@bucket/x",
+        "s3://bucket/x?secret_access_key=hidden",
+        "s3://bucket/x?token=hidden",
+        "az://bucket/x?sig=hidden",
+        "https://me:hidden@host/x",
+    ],
+)
+def test_secrets_in_a_url_are_refused_and_not_repeated(url):
+    with pytest.raises(UsageError, match="AWS_ACCESS_KEY_ID") as caught:
+        StoreUrl.parse(url)
+    assert "hidden" not in str(caught.value)
