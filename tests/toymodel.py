@@ -9,6 +9,7 @@ import torch
 from kvabr.publish.encoder import publish
 from kvabr.store.asset import Asset, Prompt
 from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter
+from kvabr.types.digests import SHA256
 from kvabr.types.kv import KVSpec
 from tests import kvdata
 
@@ -69,12 +70,19 @@ def prompt(tokens: int = 70, continuation: int = 12) -> Prompt:
 
 
 def toy_asset(
-    path, tracks=("FP16", "Int8", "Int4"), *, profile=None, tokens: int = 70, force: bool = False, salt: bytes = b""
+    path,
+    tracks=("FP16", "Int8", "Int4"),
+    *,
+    profile=None,
+    tokens: int = 70,
+    force: bool = False,
+    salt: bytes = b"",
+    digest: str = SHA256,
 ) -> Asset:
     """Encode the toy model's cache into a folder: 5 groups of 16 tokens, the last one short."""
     made = prompt(tokens)
     with FolderAssetWriter(path, force=force) as writer:
-        catalog = publish(ToyModel(), made, tracks, profile, writer, salt=salt)
+        catalog = publish(ToyModel(), made, tracks, profile, writer, salt=salt, digest=digest)
         writer.prompt(made.sealed(catalog.namespace.prompt) if salt else made)
         writer.commit(catalog)
     return FolderAsset.open(path)

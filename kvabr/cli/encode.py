@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from kvabr.cli.options import add_salt_option, load
+from kvabr.cli.options import add_digest_option, add_salt_option, load
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS
 
@@ -69,6 +69,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="codec profile of the model (default: the shipped one for smollm2; otherwise estimated from the asset)",
     )
+    add_digest_option(parser)
     add_salt_option(parser)
     parser.add_argument("--force", action="store_true", help="replace an existing asset")
     parser.add_argument("--json", type=Path, metavar="F", help="write the measurements as JSON")
@@ -85,12 +86,14 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.publish.texts import cut_prompt
     from kvabr.store.files import read_salt, read_text
     from kvabr.store.locations import open_store
+    from kvabr.types.digests import check_kind
 
     # Check everything that does not need the model before loading it.
     text = read_text(args.text)
     if not text.strip():
         raise UsageError(f"--text {args.text}: is empty; name a file with a text")
     ordered_tracks(args.tracks)
+    check_kind(args.digest)
     salt = read_salt(args.salt_file)
     writer = open_store(args.out).writer(force=args.force)
     if args.tokens < 1 or args.continuation < 2:
@@ -114,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
             snapshots_every=args.snapshots_every,
             source=f"{args.text.name}, its first {args.tokens} tokens",
             salt=salt,
+            digest=args.digest,
             progress=bar,
             tell=unusual.append,
         )

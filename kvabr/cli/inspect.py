@@ -124,6 +124,7 @@ def _fetch_catalog(args: argparse.Namespace) -> Catalog:
 
 def _head(catalog: Catalog) -> None:
     from kvabr.cli.display import plain
+    from kvabr.types.digests import TITLES
 
     spec = catalog.spec
     classes = len(spec.classes)
@@ -142,6 +143,7 @@ def _head(catalog: Catalog) -> None:
         lines.append(f"prompts can share its first {', '.join(shown)} tokens: there are snapshots of its states")
     if catalog.source:
         lines.append(f"made from: {catalog.source}")
+    lines.append(f"digests of groups: {TITLES[catalog.digest_kind]}")
     lines.append(f"prompt digest: {catalog.namespace.prompt}")
     lines.append(f"name for kvabr fetch: #kvcache:{catalog.namespace.model}/{catalog.namespace.prompt}")
     if catalog.prefill is not None:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from kvabr.types.digests import KINDS, SHA256
 from kvabr.types.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -132,6 +133,17 @@ def add_salt_option(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="mix the bytes of this file into the prompt's digests, so that only its owners can name the prompt; "
         "make one with: head -c 32 /dev/urandom > F",
+    )
+
+
+def add_digest_option(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--digest``; `kvabr.types.digests.check_kind` checks its value."""
+    parser.add_argument(
+        "--digest",
+        choices=KINDS,
+        default=SHA256,
+        help="how readers check the groups: blake3 takes them less than half of the processor's time, but they need "
+        "kvabr[fast] (default: sha256)",
     )
 
 

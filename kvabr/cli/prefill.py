@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvabr.cli.options import add_salt_option, check_writable, load
+from kvabr.cli.options import add_digest_option, add_salt_option, check_writable, load
 from kvabr.types.errors import AssetError, UsageError
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-tokens", type=int, default=512, metavar="N", help="tokens computed at a time (default: 512)"
     )
+    add_digest_option(parser)
     add_salt_option(parser)
     parser.add_argument("--json", type=Path, metavar="F", help="write what happened, as JSON")
     parser.set_defaults(run=run)
@@ -93,11 +94,13 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.store.asset_folder import asset_version
     from kvabr.store.files import read_salt
     from kvabr.store.locations import open_catalog
+    from kvabr.types.digests import check_kind
     from kvabr.types.naming import chain
 
     # Check everything that does not need the model before loading it.
     text = _checked_text(args)
     salt = read_salt(args.salt_file)
+    check_kind(args.digest)
     prior = None if args.prior is None else open_catalog(args.prior)[0]
     console = Console(stderr=True)
     loaded = load(args.model, console)
@@ -107,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if asset_version(args.out / name) is not None:
         plain(f"this cache is published already: {args.out / name}")
         return 0
-    publisher = cache_publisher(engine, args.out, profile=profile, prior=prior, tracks=args.tracks)
+    publisher = cache_publisher(engine, args.out, profile=profile, prior=prior, tracks=args.tracks, digest=args.digest)
     live = LivePublisher(publisher, edge=args.edge)
     began_s = time.perf_counter()
     try:

@@ -34,6 +34,7 @@ from kvabr.codec.threads import CORES, decoder_threads
 from kvabr.player.decode_rates import DecodeRates, family
 from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, read_text, write_text
 from kvabr.types.catalog import Catalog, Track
+from kvabr.types.digests import digest_of
 from kvabr.types.errors import FormatError, KvabrError
 
 SPEEDS_FILE = "decode-rates.json"
@@ -147,7 +148,7 @@ def _timed_decode(
         lower = catalog.track(lower.refines)
         below.insert(0, payload_of(sample.frame(lower.name)))
     frame = sample.frame(track.name)
-    digest = hashlib.sha256(frame).hexdigest()
+    digest = digest_of(frame, catalog.digest_kind)
     out = torch.zeros(spec.shape(tokens), dtype=spec.torch_dtype, device=device)
     times = []
     for _ in range(_RUNS):

@@ -19,7 +19,9 @@ from typing import NamedTuple
 from kvabr.client.resources import decoders
 from kvabr.codec.base import codec
 from kvabr.quic.interface import Connection, read_all
-from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, catalog_limit
+from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
+from kvabr.types.catalog_json import MAX_TRACKS
+from kvabr.types.digests import require
 from kvabr.types.errors import (
     ConnectionLostError,
     ForeignError,
@@ -49,6 +51,13 @@ _SLACK_BYTES = 1 << 20
 _MAX_TIMES_FP16 = 4
 """Reject groups larger than this multiple of the exact cache plus the bytes above; a hostile catalog could exhaust
 memory."""
+_HEAD_BYTES = 256 << 10
+"""Bytes of a catalog that its number of groups says nothing about: spec, words, measurements."""
+_ENTRY_BYTES = 128
+"""Bytes of a catalog for one group of one track, at most: size, loss and digest, each on a line; and for its chunk."""
+_LEAST_GROUPS = 1024
+"""Groups for which a catalog always has room, as the longest cached prefix of a short prompt may be that of a long
+asset."""
 _URGENT = 0
 """Priority of what a play waits for."""
 
@@ -74,6 +83,11 @@ class Unplayable:
 
     limited_by: str
     """The layer class of the state."""
+
+
+def catalog_limit(groups: int) -> int:
+    """Return the bytes that a catalog may have which is asked for with a prompt of ``groups`` groups."""
+    return min(MAX_CATALOG_BYTES, _HEAD_BYTES + max(groups, _LEAST_GROUPS) * (MAX_TRACKS + 1) * _ENTRY_BYTES)
 
 
 async def fetch_small(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> bytes:
@@ -283,6 +297,7 @@ def _parse_live(data: bytes) -> Found:
 
 
 def _checked(catalog: Catalog) -> Catalog:
+    require(catalog.digest_kind)
     most = most_frame_bytes(catalog.spec)
     for track in catalog.tracks:
         if max(track.bytes) > most:

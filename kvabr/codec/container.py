@@ -3,7 +3,7 @@
     magic 4 | version 1 | track length 1 | spec digest 16 | chunk digest 32 | group 4 | first token 8 | tokens 4 |
     payload length 8 | CRC-32 of the payload 4 | track name | CRC-32 of all before 4 | payload
 
-All numbers are unsigned and little-endian. The checksums detect accidents, the catalog's SHA-256 of every frame
+All numbers are unsigned and little-endian. The checksums detect accidents, the catalog's digest of every frame
 manipulation; a reader that compares it need not compute the payload's CRC. The chunk digest binds a frame to one prompt
 and one place in it.
 
@@ -15,8 +15,6 @@ token.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 import struct
 import zlib
@@ -24,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvabr.codec.base import payload_layout
+from kvabr.types import digests
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import check_track_name
@@ -38,7 +37,7 @@ _CRC = struct.Struct("<I")
 
 
 HasDigest = Callable[[str], bool]
-"""Whether a frame has this SHA-256, hex."""
+"""Whether a frame has this digest, see `kvabr.types.digests`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ def unpack(
     Args:
         frame: the bytes.
         expect: the expected header, except ``payload_bytes``; None accepts any.
-        digest: expected SHA-256 of the frame, hex; None to rely on the payload's checksum.
+        digest: expected digest of the frame (`kvabr.types.digests`); None to rely on the payload's checksum.
         has_digest: compares ``digest`` for a caller that knows the frame's; None to compute it here.
 
     Raises:
@@ -109,12 +108,13 @@ def unpack(
     elif has_digest is not None:
         good = has_digest(digest)
     else:
-        good = hmac.compare_digest(hashlib.sha256(view).hexdigest(), digest)
+        good = digests.has_digest(digest, view)
     if not good and zlib.crc32(payload) != crc:
         raise FormatError("frame: the payload's checksum is wrong; it is corrupt, fetch it again")
     if not good and digest is not None:
         raise FormatError(
-            "frame: its SHA-256 is not the one in the catalog; fetch the catalog again, or use another peer"
+            f"frame: its {digests.TITLES[digests.kind_of(digest)]} is not the one in the catalog; "
+            "fetch the catalog again, or use another peer"
         )
     return header, payload
 

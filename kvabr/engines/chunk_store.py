@@ -196,6 +196,7 @@ class ChunkStore:
                 queue=settings.queue,
                 max_bytes=settings.publish_bytes,
                 source=source,
+                digest=settings.digest,
             )
         self.client = open_client(AsyncClient, settings)
 

@@ -24,6 +24,7 @@ from kvabr.client.options import Limits
 from kvabr.player.session_types import TIME_PRICE
 from kvabr.quic.backend import Quic
 from kvabr.quic.connect import parse_url
+from kvabr.types.digests import SHA256, check_kind
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
 
@@ -109,6 +110,9 @@ class EngineSettings(BaseModel):
     ships."""
     tracks: Names | None = None
     """Tracks to publish. None: the adapter's default."""
+    digest: Annotated[Text, _checked(check_kind)] = SHA256
+    """Digests of the groups that are published: ``sha256``, or ``blake3``, which takes less than half of the
+    processor's time and which readers need the extra ``fast`` for."""
     token: Annotated[Text | None, Field(repr=False)] = None
     """Token for the origin. None: the environment variable ``KVABR_TOKEN``, if set."""
     token_file: FilePath | None = None

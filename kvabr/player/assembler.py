@@ -34,7 +34,7 @@ class Layer(NamedTuple):
     frame: bytes | memoryview
     """Untrusted. The caller must not change it afterwards."""
     has_digest: HasDigest | None = None
-    """Compares the frame's SHA-256, for a caller that has computed it; None: it is computed here."""
+    """Compares the frame's digest, for a caller that has computed it; None: it is computed here."""
 
 
 class Placement(Enum):
@@ -126,7 +126,7 @@ class Assembler:
             group: the group that was requested.
             track: the track that was requested.
             frame: the bytes that came; untrusted. The caller must not change them afterwards.
-            has_digest: compares the frame's SHA-256, for a caller that has computed it; None: it is computed here.
+            has_digest: compares the frame's digest, for a caller that has computed it; None: it is computed here.
             below: layers that came with it and are not in place, lowest first; all are decoded together.
 
         Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +22,10 @@ from kvabr.publish.quality import MAX_PASSES, Reference, measure_mixes, measure_
 from kvabr.store.asset import FrameStore, Prompt
 from kvabr.types.catalog import Catalog, Mix, Quality, Track
 from kvabr.types.cost import PrefillCost
+from kvabr.types.digests import SHA256, digest_of, unknown
 from kvabr.types.engine import Engine, prefill_classes, time_prefills
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.live import UNKNOWN
 from kvabr.types.naming import TrackNamespace, chain
 from kvabr.types.units import cache_length, snapshot_ends, units_of
 
@@ -116,6 +115,7 @@ class FrameEncoder:
         store: FrameStore,
         *,
         position: int = 0,
+        digest: str = SHA256,
     ) -> None:
         """Prepare to encode.
 
@@ -127,15 +127,17 @@ class FrameEncoder:
             profile: side information; it is kept only if a track needs it.
             store: keeps the frames.
             position: tokens of the prompt that come before the cache.
+            digest: kind of the frames' digests, see `kvabr.types.digests`.
         """
+        self.digest = digest
         self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
         self.units = units_of(spec, tokens)
         self._profile = profile if needs_profile(tracks) else None
         self._store, self._position = store, position
         self.bytes: dict[str, list[int]] = {track: [0] * len(self.units) for track in tracks}
         """Size of every frame, by track and group; 0: it is not made yet."""
-        self.digests: dict[str, list[str]] = {track: [UNKNOWN] * len(self.units) for track in tracks}
-        """SHA-256 of every frame, by track and group."""
+        self.digests: dict[str, list[str]] = {track: [unknown(digest)] * len(self.units) for track in tracks}
+        """Digest of every frame, by track and group."""
         self.aside: dict[str, int] = dict.fromkeys(tracks, 0)
         """Tokens that a track stores uncoded because they are too unusual, see `kvabr.codec.base.Codec.aside`."""
         self.replaced = 0
@@ -243,7 +245,9 @@ class FrameEncoder:
                     name=track,
                     bytes=tuple((self.bytes if expected is None else expected)[track]),
                     loss=tuple(map(six, loss[track])),
-                    digests=tuple(self.digests[track]) if expected is None else (UNKNOWN,) * len(self.units),
+                    digests=tuple(self.digests[track])
+                    if expected is None
+                    else (unknown(self.digest),) * len(self.units),
                     refines=codec(track).refines,
                     decode_s=six(decode_s[track]),
                     measured=None if measured is None else measured[track],
@@ -295,7 +299,7 @@ class GroupEncoder:
         self._store.frame(unit.group, name(track), frame)
         frames.aside[track] += codec(track).aside(payload_of(frame), self._context)
         frames.bytes[track][self._group] = len(frame)
-        frames.digests[track][self._group] = hashlib.sha256(frame).hexdigest()
+        frames.digests[track][self._group] = digest_of(frame, frames.digest)
 
 
 def compute_cache(
@@ -354,6 +358,7 @@ def publish(
     snapshots_every: int | None = None,
     source: str = "",
     salt: bytes = b"",
+    digest: str = SHA256,
     max_passes: int = MAX_PASSES,
     time_engine: bool = True,
     progress: Progress = lambda _stage, _done, _all: None,
@@ -374,6 +379,7 @@ def publish(
         source: what the prompt is, in words, for the catalog.
         salt: a tenant's secret, see `kvabr.types.naming.chain`. It is not kept, so `Prompt.sealed` must tie the token
             ids to the catalog.
+        digest: kind of the frames' digests, see `kvabr.types.digests`.
         max_passes: forward passes for attributing losses to groups, see `kvabr.publish.quality`.
         time_engine: whether to time a few prefills for the catalog's cost model.
         progress: called after every step.
@@ -396,7 +402,7 @@ def publish(
             "times the bytes; `kvabr calibrate` makes a profile"
         )
     chunks = chain(prompt.tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
-    frames = FrameEncoder(spec, chunks, len(prompt.tokens), tracks, profile, store)
+    frames = FrameEncoder(spec, chunks, len(prompt.tokens), tracks, profile, store, digest=digest)
     frames.encode(exact, partial(progress, "encode"))
     if frames.replaced:
         tell(f"{frames.replaced:,} numbers of the cache were NaN, infinite or beyond FP16; they were replaced")

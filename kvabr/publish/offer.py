@@ -16,6 +16,7 @@ from kvabr.publish.encoder import RAW, FrameEncoder, needs_raw, ordered_tracks, 
 from kvabr.store.asset import FrameStore
 from kvabr.store.quota import NOT_MEASURED
 from kvabr.types.catalog import Catalog, Track
+from kvabr.types.digests import SHA256, check_kind
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import ITEM_BYTES, KVSpec
 from kvabr.types.naming import LAYERS
@@ -39,7 +40,14 @@ class TrackOffer:
     """The tracks of one model's caches, and what is expected of them."""
 
     def __init__(
-        self, spec: KVSpec, *, prior: Catalog, tracks: Sequence[str] | None, profile: Profile | None, source: str
+        self,
+        spec: KVSpec,
+        *,
+        prior: Catalog,
+        tracks: Sequence[str] | None,
+        profile: Profile | None,
+        source: str,
+        digest: str = SHA256,
     ) -> None:
         """Choose the tracks; the arguments are those of `kvabr.publish.publisher.Publisher`."""
         if tracks is None:
@@ -56,13 +64,16 @@ class TrackOffer:
         if profile is not None:
             profile.check(spec)
         self.spec, self.prior, self.profile, self._source = spec, prior, profile, source
+        self.digest = check_kind(digest)
 
     def encoder(self, chunks: Sequence[str], tokens: int, store: FrameStore, position: int | None = 0) -> FrameEncoder:
         """Return an encoder of one cache; without a position it has no tracks that need a profile."""
         tracks = self.tracks
         if position is None:
             tracks = tuple(track for track in tracks if not codec(track).needs_profile)
-        return FrameEncoder(self.spec, chunks, tokens, tracks, self.profile, store, position=position or 0)
+        return FrameEncoder(
+            self.spec, chunks, tokens, tracks, self.profile, store, position=position or 0, digest=self.digest
+        )
 
     def catalog(self, frames: FrameEncoder, expected: Sequence[str] | None = None) -> Catalog:
         """Return the catalog of what was encoded; with ``expected``, of these tracks of a cache to come."""

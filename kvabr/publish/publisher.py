@@ -21,6 +21,7 @@ from kvabr.publish.offer import TrackOffer
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
 from kvabr.store.locations import Location, open_store
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
+from kvabr.types.digests import SHA256
 from kvabr.types.errors import AssetError, FormatError, KvabrError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import chain
@@ -45,6 +46,7 @@ class Publisher:
         queue: int = 4,
         max_bytes: int | None = None,
         source: str = "",
+        digest: str = SHA256,
     ) -> None:
         """Open the store, and start.
 
@@ -59,8 +61,9 @@ class Publisher:
             queue: caches that may wait or be worked on; each is held in memory.
             max_bytes: bound on what engines publish there, see `kvabr.store.quota`; None: no bound.
             source: what the caches are, in words, for the catalogs.
+            digest: kind of the groups' digests, see `kvabr.types.digests`.
         """
-        self.offer = TrackOffer(spec, prior=prior, tracks=tracks, profile=profile, source=source)
+        self.offer = TrackOffer(spec, prior=prior, tracks=tracks, profile=profile, source=source, digest=digest)
         """The tracks."""
         self.store = open_store(location, create=True)
         self._quota = None if max_bytes is None else self.store.quota(max_bytes)

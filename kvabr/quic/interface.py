@@ -12,13 +12,13 @@ Rules for every transport:
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from kvabr.types.digests import has_digest
 from kvabr.types.events import Limit
 from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
 
@@ -35,7 +35,7 @@ class GroupRequest:
     exact: bool = False
     """Whether ``limit`` is the size, so that the buffer is allocated once."""
     digest: str | None = None
-    """SHA-256 of the group, hex, if a catalog told it."""
+    """The group's digest (`kvabr.types.digests`), if a catalog told it."""
     wait_s: float = 0.0
     """Seconds for which the peer may hold the request until the group is published; 0: it answers at once. A group that
     was not published in time, or a peer that holds no requests, ends the download with `NotFoundError`, whose code is
@@ -102,11 +102,11 @@ class Download(ABC):
         """
 
     def has_digest(self, digest: str) -> bool:
-        """Return whether `data`, which must be complete, has this SHA-256 (hex). Takes time: call it in a thread.
+        """Return whether `data`, which must be complete, has this digest. Takes time: call it in a thread.
 
         A download that others share computes the digest once for all of them.
         """
-        return hashlib.sha256(self.data).hexdigest() == digest
+        return has_digest(digest, self.data)
 
     @abstractmethod
     def prioritise(self, priority: int) -> None:
@@ -164,7 +164,7 @@ class Connection(ABC):
     def identify(  # noqa: B027  # most need not
         self, namespace: TrackNamespace, track: str, digests: Sequence[str]
     ) -> None:
-        """Tell the SHA-256 of a track's groups, hex: a connection with a store need not fetch them again.
+        """Tell the digests of a track's groups: a connection with a store need not fetch them again.
 
         The digest of a group that is never requested may be empty.
         """

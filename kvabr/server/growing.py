@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 from collections.abc import Awaitable, Callable
 
 from kvabr.codec.container import ObjectSpan
@@ -16,6 +15,7 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.moqt.messages import Fetch, Subscribe, TrackStatus
 from kvabr.server.fetch_range import InvalidRangeError, LeftOutError
 from kvabr.server.publication import Publication, PublishedGroup
+from kvabr.types.digests import digest_of
 
 LOOK_S = 0.1
 """Seconds between two looks for a track that somebody may be about to publish."""
@@ -86,7 +86,7 @@ class GrowingBytes(GrowingPublication):
 
     def append(self, data: bytes) -> None:
         """Publish the next group; raises as `grow`."""
-        digest = hashlib.sha256(data).digest()
+        digest = digest_of(data)
         group = PublishedGroup(memoryview(data), (ObjectSpan(0, 0, len(data)),), digest, shared=True)
         self.grow(self.groups + 1)
         self._published.append(group)

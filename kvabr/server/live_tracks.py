@@ -14,7 +14,7 @@ from kvabr.server.growing import GrowingBytes, GrowingPublication
 from kvabr.server.publication import ArrivingGroup, BytesPublication, Publication
 from kvabr.store.asset_index import check_names
 from kvabr.types.errors import AssetError, FormatError
-from kvabr.types.live import EdgeMessage, LiveCatalog, LiveEnd, PublishedFrames, parse_edge
+from kvabr.types.live import EdgeMessage, LiveCatalog, LiveEnd, PublishedFrames, check_kind, parse_edge
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, TrackNamespace
 from kvabr.types.units import Unit
 
@@ -27,8 +27,8 @@ class PublishedFrame(NamedTuple):
 
     unit: Unit
     size: int
-    digest: bytes
-    """SHA-256; empty if the producer left the group out."""
+    digest: str
+    """Empty if the producer left the group out."""
 
 
 class EdgeTrack(GrowingBytes):
@@ -57,7 +57,7 @@ class LiveLevel(GrowingPublication):
     def publish(self, unit: Unit, frame: tuple[int, str] | None) -> None:
         """Take the next group; None: the producer left it out, so it does not exist."""
         size, digest = frame or (0, "")
-        self._frames.append(PublishedFrame(unit, size, bytes.fromhex(digest)))
+        self._frames.append(PublishedFrame(unit, size, digest))
         self.grow(len(self._frames))
 
     def has(self, group: int) -> bool:
@@ -206,6 +206,7 @@ class GrowingAsset(ABC):
         return [message for message in messages if isinstance(message, PublishedFrames)]
 
     def _check(self, news: PublishedFrames) -> None:
+        check_kind(news, self.catalog.digest_kind)
         left = set(news.frames)
         for unit in self._units[news.group]:
             part, alone = self.catalog.spec.parts[unit.part], False

@@ -7,7 +7,6 @@ piece by piece as they are sent.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,6 +14,7 @@ from typing import Protocol
 from kvabr.codec.container import ObjectSpan, object_spans, slices
 from kvabr.server.grants import Grant
 from kvabr.store.asset import Asset, FrameReader
+from kvabr.types.digests import digest_of
 from kvabr.types.errors import AssetError, TransportError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
@@ -26,8 +26,8 @@ class ArrivingGroup(ABC):
 
     objects: tuple[ObjectSpan, ...]
     """Ascending IDs; they cover the group without gaps."""
-    digest: bytes
-    """SHA-256 of the whole group, for receivers that have no catalog."""
+    digest: str
+    """Digest of the whole group (`kvabr.types.digests`), for receivers that have no catalog."""
     size: int
     """Bytes of the whole group."""
     files: int = 0
@@ -57,9 +57,7 @@ class ArrivingGroup(ABC):
 class PublishedGroup(ArrivingGroup):
     """A group that is in memory."""
 
-    def __init__(
-        self, data: memoryview, objects: tuple[ObjectSpan, ...], digest: bytes, *, shared: bool = False
-    ) -> None:
+    def __init__(self, data: memoryview, objects: tuple[ObjectSpan, ...], digest: str, *, shared: bool = False) -> None:
         """Take the bytes; ``shared`` if they are kept elsewhere for as long as this may be open."""
         self.data, self.objects, self.digest, self.size = data, objects, digest, len(data)
         self.memory = 0 if shared else self.size
@@ -77,7 +75,7 @@ class PublishedGroup(ArrivingGroup):
 class OpenedGroup(ArrivingGroup):
     """A group of an asset in a store, in memory or in a file."""
 
-    def __init__(self, frame: FrameReader, objects: tuple[ObjectSpan, ...], digest: bytes) -> None:
+    def __init__(self, frame: FrameReader, objects: tuple[ObjectSpan, ...], digest: str) -> None:
         """Take over the frame."""
         self._frame, self.objects, self.digest, self.size = frame, objects, digest, frame.size
         self.files, self.memory = frame.files, 0 if frame.files else frame.size
@@ -216,9 +214,9 @@ class LevelPublication(CatalogLevel):
             raise AssetError(f"{self.asset.location}: was replaced or removed; ask for its catalog again")
         return frame
 
-    def digest(self, group: int) -> bytes:
-        """Return the SHA-256 of a group."""
-        return bytes.fromhex(self._track.digests[group])
+    def digest(self, group: int) -> str:
+        """Return the digest of a group."""
+        return self._track.digests[group]
 
 
 class BytesPublication(Publication):
@@ -227,8 +225,7 @@ class BytesPublication(Publication):
     groups = 1
 
     def __init__(self, data: bytes) -> None:
-        digest = hashlib.sha256(data).digest()
-        self._group = PublishedGroup(memoryview(data), slices(0, len(data)), digest, shared=True)
+        self._group = PublishedGroup(memoryview(data), slices(0, len(data)), digest_of(data), shared=True)
 
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
         """See `Publication.objects`."""

@@ -221,7 +221,7 @@ class Relay:
         frames = {level.frame(group).digest for level in asset.levels.values() for group in range(level.groups)}
         kept = self.catalogs.named({level.frame(0).digest for level in asset.levels.values() if level.groups})
         why = NotFoundError("the asset was removed or replaced", code=RequestCode.DOES_NOT_EXIST)
-        self._drop({digest.hex() for digest in frames if digest} - kept, why)
+        self._drop({digest for digest in frames if digest} - kept, why)
         self._changes.add([mark_of(asset.namespace)])
         self._tell()
 

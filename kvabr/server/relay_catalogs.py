@@ -23,6 +23,7 @@ from kvabr.server.publication import BytesPublication
 from kvabr.store.asset_index import check_names
 from kvabr.store.lru import ByteLru
 from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_PROFILE_BYTES, Catalog
+from kvabr.types.digests import RAW_BYTES, from_raw, raw, require
 from kvabr.types.errors import FormatError, NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
 from kvabr.types.live import LiveCatalog
@@ -50,14 +51,12 @@ _FRESH_PER_FETCH = 20.0
 """An answer is fresh for at least this multiple of the time that fetching it took, so that asking again costs at most
 5 % of the way to the origin."""
 _BUSY_S = 1.0
-_DIGEST_BYTES = 32
 _LIMITS = {PROFILE_TRACK: MAX_PROFILE_BYTES, MODELS_TRACK: MAX_MODELS_BYTES}
 """Bytes of small tracks that are no catalogs."""
 _AWAY = (RequestCode.TIMEOUT, RequestCode.GOING_AWAY, RequestCode.EXCESSIVE_LOAD, RequestCode.INTERNAL_ERROR)
 """Codes of an origin that cannot answer now, which say nothing about what it has."""
 
 _Name = tuple[TrackNamespace, str]
-_Sha256 = bytes
 
 
 def is_small(track: str) -> bool:
@@ -77,7 +76,9 @@ class AssetFacts:
     sizes: dict[str, array[int]]
     """By track, bytes of each group."""
     digests: dict[str, bytes]
-    """By track, SHA-256 of each group, end to end."""
+    """By track, digest of each group without its mark, end to end."""
+    digest_kind: str
+    """See `kvabr.types.digests`."""
     withdrawn: bool = False
     """Whether the origin has taken the asset back, so that nothing more of it may be sent."""
     mark: str = field(init=False)
@@ -86,17 +87,17 @@ class AssetFacts:
     def __post_init__(self) -> None:
         self.mark = mark_of(self.namespace)
 
-    def digest(self, track: str, group: int) -> bytes:
-        """Return the SHA-256 of a group."""
-        return self.digests[track][_DIGEST_BYTES * group : _DIGEST_BYTES * (group + 1)]
+    def digest(self, track: str, group: int) -> str:
+        """Return the digest of a group."""
+        return from_raw(self.digests[track][RAW_BYTES * group : RAW_BYTES * (group + 1)], self.digest_kind)
 
-    def shares(self, firsts: Collection[bytes]) -> bool:
-        """Return whether the first group of one of its tracks has one of these SHA-256."""
-        return any(digests[:_DIGEST_BYTES] in firsts for digests in self.digests.values())
+    def firsts(self) -> set[str]:
+        """Return the digests of the first groups of its tracks."""
+        return {self.digest(track, 0) for track, sizes in self.sizes.items() if sizes}
 
     def all_digests(self) -> set[str]:
-        """Return the SHA-256 of every group, hex."""
-        return {self.digest(track, group).hex() for track, sizes in self.sizes.items() for group in range(len(sizes))}
+        """Return the digest of every group."""
+        return {self.digest(track, group) for track, sizes in self.sizes.items() for group in range(len(sizes))}
 
 
 def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFacts | None:
@@ -114,16 +115,18 @@ def check_small(namespace: TrackNamespace, track: str, data: bytes) -> AssetFact
         return None
     catalog = Catalog.loads(data)
     _check_name(catalog, namespace, whole=track == CATALOG_TRACK)
+    require(catalog.digest_kind)
     tracks = catalog.published.values()
-    digests = {one.name: b"".join(bytes.fromhex(digest) for digest in one.digests) for one in tracks}
+    digests = {one.name: b"".join(map(raw, one.digests)) for one in tracks}
     sizes = {one.name: array("Q", one.bytes) for one in tracks}
-    return AssetFacts(catalog.namespace, digest, catalog.spec, catalog.tokens, sizes, digests)
+    return AssetFacts(catalog.namespace, digest, catalog.spec, catalog.tokens, sizes, digests, catalog.digest_kind)
 
 
 def check_live(namespace: TrackNamespace, track: str, data: bytes) -> TrackNamespace:
     """Check a live catalog against the name it was asked for by; return its own. Raises `FormatError`."""
     catalog = LiveCatalog.loads(data).catalog
     _check_name(catalog, namespace, whole=track == LIVE_TRACK)
+    require(catalog.digest_kind)
     return catalog.namespace
 
 
@@ -373,15 +376,17 @@ class Catalogs:
                 del self._answers[name]
 
     def named_besides(self, gone: AssetFacts) -> set[str]:
-        """Return the SHA-256, hex, of groups that other assets have, of those that share groups with this one."""
-        return self.named({digests[:_DIGEST_BYTES] for digests in gone.digests.values()}, gone)
+        """Return the digests of groups that other assets have, of those that share groups with this one."""
+        return self.named(gone.firsts(), gone)
 
-    def named(self, firsts: Collection[_Sha256], gone: AssetFacts | None = None) -> set[str]:
-        """Return the SHA-256, hex, of groups of assets whose first group has one of these SHA-256, besides one asset.
+    def named(self, firsts: set[str], gone: AssetFacts | None = None) -> set[str]:
+        """Return the digests of groups of assets whose first group has one of these digests, besides one asset.
 
         Assets share groups only as parts of a common prefix, so those that share any have the same first group.
         """
-        others = [one for one in self._known if one is not gone and not one.withdrawn and one.shares(firsts)]
+        others = [
+            one for one in self._known if one is not gone and not one.withdrawn and not firsts.isdisjoint(one.firsts())
+        ]
         return {digest for one in others for digest in one.all_digests()}
 
     def _naming(self, namespace: TrackNamespace) -> list[tuple[_Name, Answer]]:

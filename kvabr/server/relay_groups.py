@@ -40,7 +40,7 @@ _BUSY_S = 1.0
 _URGENT, _LEAST_URGENT = 0, 255
 
 _Key = tuple[str, int]
-"""SHA-256, hex, and bytes of a group."""
+"""Digest and bytes of a group."""
 _Place = tuple[TrackNamespace, str, int]
 """Where a group is published."""
 
@@ -112,7 +112,7 @@ class TransferReader(ArrivingGroup):
     on_more: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self.digest, self.size = bytes.fromhex(self.transfer.digest), self.transfer.size
+        self.digest, self.size = self.transfer.digest, self.transfer.size
         self.has_read = False
         self._error: TransportError | None = None
         self.memory = 0 if self.transfer.readers else self.size  # which counts for the player that came first
@@ -203,30 +203,28 @@ class RelayGroups:
         """Return how many groups are on their way, being read, or waiting for room."""
         return len(self._admitted) + len(self._waiting)
 
-    def has(self, digest: bytes, size: int) -> bool:
+    def has(self, digest: str, size: int) -> bool:
         """Return whether a group is in memory, or on its way."""
-        name = digest.hex()
-        return (name, size) in self._transfers or self._store.memory.held(name) is not None
+        return (digest, size) in self._transfers or self._store.memory.held(digest) is not None
 
     def open(
         self,
         request: GroupRequest,
-        digest: bytes,
+        digest: str,
         objects: tuple[ObjectSpan, ...],
         priority: int,
         on_more: Callable[[], None],
     ) -> ArrivingGroup:
         """Return a group that is in memory, or join its transfer, or start that.
 
-        ``request`` has the group's exact size, ``digest`` is its SHA-256; otherwise as `Publication.open`.
+        ``request`` has the group's exact size, ``digest`` is its own; otherwise as `Publication.open`.
         """
-        name = digest.hex()
-        held = self._store.memory.held(name)
+        held = self._store.memory.held(digest)
         if held is not None:
             return PublishedGroup(held, objects, digest)
-        transfer = self._transfers.get((name, request.limit))
+        transfer = self._transfers.get((digest, request.limit))
         if transfer is None:
-            transfer = GroupTransfer(request, name, next(self._numbers))
+            transfer = GroupTransfer(request, digest, next(self._numbers))
             self._transfers[transfer.key] = transfer
             transfer.task = asyncio.get_running_loop().create_task(self._bring(transfer))
         reader = TransferReader(self, transfer, request, objects, priority, on_more)
@@ -245,7 +243,7 @@ class RelayGroups:
         if len(self._held) < MOST_HELD and sum(one.limit for one in self._held.values()) + request.limit <= most_bytes:
             self._held[place] = HeldGroup(self._upstream.request(request, _URGENT), request.limit)
 
-    def release(self, request: GroupRequest, digest: bytes, objects: tuple[ObjectSpan, ...]) -> None:
+    def release(self, request: GroupRequest, digest: str, objects: tuple[ObjectSpan, ...]) -> None:
         """Take over a group that was published by now, if a request for it is held; arguments as of `open`.
 
         It is brought and kept even if nobody reads it: it is on its way already.
@@ -287,7 +285,7 @@ class RelayGroups:
             self._metrics.priority_changes_total.inc()
 
     async def drop(self, digests: Iterable[str] | None, error: TransportError) -> None:
-        """Break off transfers with an error, and delete kept groups: those of some digests (hex), or all."""
+        """Break off transfers with an error, and delete kept groups: those of some digests, or all."""
         chosen = None if digests is None else set(digests)
         for transfer in list(self._transfers.values()):
             if chosen is None or transfer.digest in chosen:
@@ -402,7 +400,7 @@ class RelayGroups:
         loop = asyncio.get_running_loop()
         right = len(download.data) == transfer.size
         if not right or not await loop.run_in_executor(decoders(), download.has_digest, transfer.digest):
-            why = "the origin sent a group whose SHA-256 is not the one in its catalog"
+            why = "the origin sent a group whose digest is not the one in its catalog"
             raise RequestError(why, code=RequestCode.MALFORMED_TRACK)
 
     async def _read(self, download: Download, reading: asyncio.Future[memoryview] | None = None) -> memoryview:

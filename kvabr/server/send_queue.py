@@ -16,13 +16,15 @@ from kvabr.server.budgets import Room
 from kvabr.server.fetch_range import GroupRange
 from kvabr.server.grants import EVERYTHING, Grant
 from kvabr.server.publication import ArrivingGroup, Publication
+from kvabr.types.digests import BLAKE3, SHA256, kind_of, raw
 from kvabr.types.errors import TransportError
-from kvabr.types.naming import PROPERTY_GROUP_BYTES, PROPERTY_GROUP_DIGEST
+from kvabr.types.naming import PROPERTY_GROUP_BLAKE3, PROPERTY_GROUP_BYTES, PROPERTY_GROUP_DIGEST
 
 MOST_AHEAD_BYTES, LEAST_AHEAD_BYTES = 256 << 10, 16 << 10
 """Bytes that QUIC is given ahead of what it has sent: one congestion window, within these bounds. A window is all that
 it can send before it asks again; more would let less urgent data in first on a slow link."""
 _PIECE = 64 << 10
+_DIGESTS = {SHA256: PROPERTY_GROUP_DIGEST, BLAKE3: PROPERTY_GROUP_BLAKE3}
 
 Piece = bytes | memoryview
 
@@ -185,7 +187,7 @@ class Sending:
         for part in self.ranges:
             yield _Payload(part.group, 0, 0)
             size, digest, objects = self._opened.size, self._opened.digest, self._opened.objects
-            properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, size), (PROPERTY_GROUP_DIGEST, digest))
+            properties: tuple[KeyValue, ...] = ((PROPERTY_GROUP_BYTES, size), (_DIGESTS[kind_of(digest)], raw(digest)))
             for index, span in enumerate(objects):
                 number = index if self.dense else span.object_id
                 if number < part.first_object or (part.end_object is not None and number >= part.end_object):

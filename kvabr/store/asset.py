@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Protocol, Self
 
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
+from kvabr.types.digests import TITLES, digest_of, has_digest
 from kvabr.types.errors import AssetError, ForeignError, FormatError
 from kvabr.types.naming import chain, prefix_key
 
@@ -212,9 +213,10 @@ class Asset(ABC):
             # A swapped frame has, as a rule, another size: "swapped" says more than "truncated".
             self._refuse_swapped(group, track)
             raise
-        if hashlib.sha256(data).hexdigest() != offer.digests[group]:
+        if not has_digest(offer.digests[group], data):
             self._refuse_swapped(group, track)
-            raise FormatError(f"{where}: damaged, its SHA-256 is not the one in the catalog; {_AGAIN}")
+            title = TITLES[self.catalog.digest_kind]
+            raise FormatError(f"{where}: damaged, its {title} is not the one in the catalog; {_AGAIN}")
         return data
 
     def frame_of(self, group: int, level: str) -> bytes:
@@ -256,7 +258,7 @@ class Asset(ABC):
         """Raise if the frame is a good one of another place in this asset."""
         part, largest = self._frame_part(group, track), max(max(each.bytes) for each in self.catalog.tracks)
         try:
-            digest = hashlib.sha256(self._read_part(part, largest)).hexdigest()
+            digest = digest_of(self._read_part(part, largest), self.catalog.digest_kind)
         except AssetError:
             return
         for other in self.catalog.published.values():

@@ -36,7 +36,8 @@ from kvabr.store.asset import (
 from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, FileVersion, PartialFolder, open_regular, sweep
 from kvabr.store.quota import FolderQuota
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
-from kvabr.types.catalog_json import SCHEMA
+from kvabr.types.catalog_json import SCHEMAS
+from kvabr.types.digests import SHA256
 from kvabr.types.errors import AssetError, FormatError, UsageError
 from kvabr.types.naming import check_track_name
 
@@ -369,7 +370,7 @@ def _is_asset(path: Path) -> bool:
     except FormatError:
         # A damaged or newer catalog still marks an asset if it begins like one.
         with (path / CATALOG).open("rb") as file:
-            return SCHEMA.rsplit("/", 1)[0].encode() in file.read(256)
+            return SCHEMAS[SHA256].rsplit("/", 1)[0].encode() in file.read(256)
     return True
 
 

@@ -15,6 +15,7 @@ import structlog
 
 from kvabr.store.asset import Asset, AssetStore, AssetVersion
 from kvabr.types.catalog import Catalog
+from kvabr.types.digests import TITLES, is_digest, kind_of
 from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import (
@@ -199,8 +200,9 @@ def check_names(catalog: Catalog) -> None:
         if space.full_name_bytes(track.name) > MAX_FULL_TRACK_NAME:
             raise FormatError(f"catalog: full track names are longer than {MAX_FULL_TRACK_NAME} bytes")
         # Not `all(map(...))`: one call for all of them would hold up the event loop.
-        if any(_DIGEST.fullmatch(digest) is None for digest in track.digests):
-            raise FormatError(f"catalog: track {track.name} has a digest that is not 64 hex digits")
+        if any(not is_digest(digest) or kind_of(digest) != catalog.digest_kind for digest in track.digests):
+            title = TITLES[catalog.digest_kind]
+            raise FormatError(f"catalog: track {track.name} has a digest that is not 64 hex digits of {title}")
     if catalog.profile is not None and not _DIGEST.fullmatch(catalog.profile):
         raise FormatError("catalog: the profile's digest is not 64 hex digits")
     if catalog.spec.model != space.model:

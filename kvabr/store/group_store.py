@@ -1,9 +1,9 @@
 """Stores of encoded groups, addressed by content: what each offers, in memory, in a folder, and memory over a folder.
 
-A group's SHA-256 identifies its prompt, codec and level, so it is also the permission to read it: plays learn digests
-from catalogs, which an origin shows only to those who may read them. Stores are bounded; the least recently used groups
-make room. Neither a damaged disk nor a bug may change a play, so a group is checked against its digest whenever all of
-it is read.
+A group's digest (`kvabr.types.digests`) identifies its prompt, codec and level, so it is also the permission to read
+it: plays learn digests from catalogs, which an origin shows only to those who may read them. Stores are bounded; the
+least recently used groups make room. Neither a damaged disk nor a bug may change a play, so a group is checked against
+its digest whenever all of it is read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import hashlib
 import os
 import re
 import threading
@@ -24,6 +23,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from kvabr.store.files import PARTIAL, open_regular, replacing
 from kvabr.store.lru import ByteLru
 from kvabr.store.memory import GROUPS
+from kvabr.types.digests import DIGEST, has_digest
 from kvabr.types.errors import AssetError, UsageError
 
 V = TypeVar("V")
@@ -38,13 +38,13 @@ class StoredGroup:
     """An entry of a listing."""
 
     digest: str
-    """SHA-256, 64 hex digits."""
+    """See `kvabr.types.digests`."""
     size: int
     """Bytes."""
 
 
 class GroupStore(Protocol):
-    """Immutable groups by SHA-256 (64 hex digits). Belongs to one event loop."""
+    """Immutable groups by digest, see `kvabr.types.digests`. Belongs to one event loop."""
 
     async def get(
         self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True
@@ -66,11 +66,6 @@ class GroupStore(Protocol):
 
     async def close(self) -> None:
         """Finish writing; release memory, files and connections."""
-
-
-def has_digest(digest: str, data: bytes | bytearray | memoryview) -> bool:
-    """Return whether the SHA-256 of ``data`` is ``digest``."""
-    return hashlib.sha256(data).hexdigest() == digest
 
 
 class LocalGroupStore(GroupStore, Generic[V]):
@@ -259,7 +254,7 @@ class TieredGroupStore(GroupStore):
 
 T = TypeVar("T")
 
-_NAME = re.compile(r"([0-9a-f]{64})\.group")
+_NAME = re.compile(rf"({DIGEST})\.group")
 _LOCK = "kvabr.lock"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 

@@ -26,6 +26,7 @@ from kvabr.store.asset import CATALOG, PROFILE, PROMPT, FrameReader
 from kvabr.store.asset_folder import FolderAssetWriter, frame_path, open_frame_in, sync_asset
 from kvabr.store.files import PARTIAL, open_regular
 from kvabr.types.catalog import Catalog
+from kvabr.types.digests import has_digest
 from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.live import (
     MAX_EDGE_BYTES,
@@ -256,7 +257,7 @@ class LiveFolder:
                 try:
                     frame = self.open_frame(unit.group, name, size)
                     try:
-                        if hashlib.sha256(frame.read(0, size)).hexdigest() != digest:
+                        if not has_digest(digest, frame.read(0, size)):
                             return unit.chunk
                     finally:
                         frame.close()

@@ -19,8 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvabr.types.catalog_json import MAX_GROUPS, MAX_TRACKS, SCHEMA, all_within, check_schema, read_fields
+from kvabr.types.catalog_json import MAX_GROUPS, MAX_TRACKS, SCHEMAS, all_within, check_schema, read_fields
 from kvabr.types.cost import PrefillCost
+from kvabr.types.digests import kind_of
 from kvabr.types.errors import AssetError, FormatError, UsageError, did_you_mean
 from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.kv import KVSpec
@@ -29,13 +30,6 @@ from kvabr.types.units import Span, Unit, count_of, cuts, hit, prefix_units, uni
 
 MAX_CATALOG_BYTES = 32 << 20
 """Bound on every catalog: 11 tracks of a million tokens in groups of 128 take 11 MB."""
-_HEAD_BYTES = 256 << 10
-"""Bytes of a catalog that its number of groups says nothing about: spec, words, measurements."""
-_ENTRY_BYTES = 128
-"""Bytes of a catalog for one group of one track, at most: size, loss and digest, each on a line; and for its chunk."""
-_LEAST_GROUPS = 1024
-"""Groups for which a catalog always has room, as the longest cached prefix of a short prompt may be that of a long
-asset."""
 MAX_PROFILE_BYTES = 1 << 29
 """Bytes of a codec profile, wherever it comes from."""
 _MAX_LOSS = 1e6
@@ -66,7 +60,7 @@ class Track:
     loss: tuple[float, ...]
     """Expected loss of each group on this track (including the layers below, if it refines one)."""
     digests: tuple[str, ...]
-    """SHA-256 of each group's frame, hex."""
+    """Digest of each group's frame, see `kvabr.types.digests`; all are of one kind."""
     refines: str | None = None
     """The track that must be in place for this one to decode; None for a track that stands alone."""
     decode_s: float = 0.0
@@ -148,6 +142,11 @@ class Catalog:
         return count_of(self.spec, self.tokens) if self.chosen is None else len(self.chosen)
 
     @property
+    def digest_kind(self) -> str:
+        """Kind of its groups' digests, see `kvabr.types.digests`."""
+        return kind_of(self.tracks[0].digests[0])
+
+    @property
     def every_token(self) -> bool:
         """Whether there is one class, of which every group is needed: then units are groups of tokens."""
         return len(self.spec.classes) == 1 and self.spec.only.kind in ("full", "latent")
@@ -201,7 +200,7 @@ class Catalog:
         return found
 
     def known_digests(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """Yield the name of every published track and the SHA-256 of its groups; "" for those not in this catalog."""
+        """Yield the name of every published track and the digests of its groups; "" for those not in this catalog."""
         for track in self.tracks:
             if self.every_token:
                 yield track.name, track.digests
@@ -384,7 +383,7 @@ class Catalog:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; equal catalogs give equal values."""
         return {
-            "schema": SCHEMA,
+            "schema": SCHEMAS[self.digest_kind],
             "namespace": {"model": self.namespace.model, "prompt": self.namespace.prompt},
             "spec": self.spec.to_json(),
             "tokens": self.tokens,
@@ -423,7 +422,7 @@ class Catalog:
     def _from_fields(cls, value: dict[str, Any]) -> Catalog:
         check_schema(value.get("schema"))
         prefill, profile = value["prefill"], value["profile"]
-        return cls(
+        catalog = cls(
             namespace=TrackNamespace(str(value["namespace"]["model"]), str(value["namespace"]["prompt"])),
             spec=KVSpec.from_json(value["spec"]),
             tokens=int(value["tokens"]),
@@ -437,6 +436,9 @@ class Catalog:
             mixes=tuple(Mix(*each) for each in value["mixes"]),
             tracks=tuple(map(_track_from_json, value["tracks"])),
         )
+        if value["schema"] != (due := SCHEMAS[catalog.digest_kind]):
+            raise FormatError(f"catalog: {catalog.digest_kind} digests have the schema {due!r}")
+        return catalog
 
     @classmethod
     def read(cls, path: Path) -> Catalog:
@@ -490,8 +492,3 @@ def _track_to_json(track: Track) -> dict[str, Any]:
 
 def _track_from_json(value: dict[str, Any]) -> Track:
     return Track(**value | {"measured": None if value["measured"] is None else Quality(*value["measured"])})
-
-
-def catalog_limit(groups: int) -> int:
-    """Return the bytes that a catalog may have which is asked for with a prompt of ``groups`` groups."""
-    return min(MAX_CATALOG_BYTES, _HEAD_BYTES + max(groups, _LEAST_GROUPS) * (MAX_TRACKS + 1) * _ENTRY_BYTES)

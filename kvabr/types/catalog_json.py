@@ -9,15 +9,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from kvabr.types.digests import BLAKE3, SHA256
 from kvabr.types.errors import FormatError
 from kvabr.types.json_pieces import JsonPieces
 
-SCHEMA = "kvabr.catalog/1"
+SCHEMAS = {SHA256: "kvabr.catalog/1", BLAKE3: "kvabr.catalog/2"}
+"""Schemas of catalogs by the kind of their groups' digests: older versions refuse a kind that they cannot check."""
 MAX_GROUPS = 1 << 20
 MAX_TRACKS = 64
 _MAX_MIXES = 256
 _LEAST_GROUP_BYTES = 64
-"""Bytes of a catalog for one group, at least: a SHA-256 in hex."""
+"""Bytes of a catalog for one group, at least: a digest in hex."""
 _WORDS = "schema", "namespace", "spec", "source", "profile", "loss_method"
 _NUMBERS = "tokens", "position", "profile_bytes", "prefill"
 _PLAIN = frozenset((*_WORDS, *_NUMBERS))
@@ -39,10 +41,11 @@ def all_within(values: Sequence[float], least: float, most: float) -> bool:
 
 def check_schema(schema: object) -> None:
     """Raise a `FormatError` if a catalog was written by another version, or is none."""
-    if schema != SCHEMA:
+    if schema not in SCHEMAS.values():
+        known = " and ".join(map(repr, SCHEMAS.values()))
         newer = str(schema).startswith("kvabr.catalog/")
         hint = "it was written by another version: upgrade kvabr" if newer else "is this a catalog?"
-        raise FormatError(f"catalog: schema is {str(schema)[:80]!r}, this version reads {SCHEMA!r}; {hint}")
+        raise FormatError(f"catalog: schema is {str(schema)[:80]!r}, this version reads {known}; {hint}")
 
 
 def read_fields(pieces: JsonPieces) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A *live catalog* is a catalog whose sizes and losses are expected, not measured, and whose digests are not known yet,
 with the times at which groups should appear. *Edge messages* follow, one per group of tokens, in order: they say how
-large the frames are that ended with it, and their SHA-256. The last one says that the cache is complete, or why its
+large the frames are that ended with it, and their digests. The last one says that the cache is complete, or why its
 producer stopped. All of them carry the live catalog's key, so that the news of two productions never mix.
 """
 
@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, Track
+from kvabr.types.digests import is_digest, kind_of, unknown
 from kvabr.types.errors import FormatError
 from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.naming import TrackNamespace
@@ -27,11 +28,10 @@ MAX_EDGE_BYTES = 256 << 10
 """Most bytes of one edge message: there are at most a thousand tracks."""
 MAX_LIVE_BYTES = MAX_CATALOG_BYTES
 """Most bytes of a live catalog."""
-UNKNOWN = "0" * 64
-"""Stands for a digest that is not known yet."""
+UNKNOWN = unknown()
+"""Stands for a SHA-256 that is not known yet; see `kvabr.types.digests.unknown` for those of another kind."""
 _MAX_FRAME = 1 << 40
 _KEY = re.compile(r"[0-9a-f]{16}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _DECODER = json.JSONDecoder()
 
 
@@ -40,7 +40,7 @@ class LiveCatalog:
     """What is known of a cache when its prefill begins."""
 
     catalog: Catalog
-    """Its sizes and losses are expected ones; its digests are `UNKNOWN`."""
+    """Its sizes and losses are expected ones; its digests are unknown, and only say of which kind they will be."""
     seconds: tuple[float, ...]
     """For each group of tokens, when it should be published, seconds since the producer began; ascending."""
     key: str
@@ -99,7 +99,7 @@ class PublishedFrames:
     ready_s: float
     """When it was published, seconds since the producer began."""
     frames: Mapping[str, tuple[int, str]]
-    """Size and SHA-256 (hex) of its frames, by the name of the published track. Some tracks may be missing: then the
+    """Size and digest of its frames, by the name of the published track. Some tracks may be missing: then the
     producer had no time to encode them."""
 
     def dumps(self) -> bytes:
@@ -164,12 +164,18 @@ def _message(value: Any) -> EdgeMessage:
 
 
 def _frame(value: Any) -> tuple[int, str]:
-    size, sha256 = value
+    size, digest = value
     if type(size) is not int or not 0 < size <= _MAX_FRAME:
         raise FormatError(f"edge message: a frame of {str(size)[:40]} bytes")
-    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-        raise FormatError("edge message: a frame needs a SHA-256 of 64 hex digits")
-    return size, sha256
+    if not is_digest(digest):
+        raise FormatError("edge message: a frame needs a digest of 64 hex digits")
+    return size, digest
+
+
+def check_kind(news: PublishedFrames, kind: str) -> None:
+    """Raise `FormatError` if a digest is of another kind than those of the live catalog."""
+    if any(kind_of(digest) != kind for _, digest in news.frames.values()):
+        raise FormatError(f"edge message: group {news.group} has digests of another kind than {kind}")
 
 
 def published_catalog(live: LiveCatalog, news: Sequence[PublishedFrames]) -> Catalog | None:
@@ -222,11 +228,11 @@ class GrowingCatalog:
             wanted: what is played of its catalog (`Catalog.prefix`, `Catalog.suffix`, `Catalog.with_tracks`).
             most_bytes: the largest frame that is believed.
         """
-        self.key, self._most_bytes = live.key, most_bytes
+        self.key, self._most_bytes, self._kind = live.key, most_bytes, wanted.digest_kind
         self.seconds = live.seconds[wanted.offset : wanted.offset + len(wanted.chunks)]
         """When each group of tokens that is played should be published, seconds since the producer began."""
         self._sizes = {track.name: list(track.bytes) for track in wanted.tracks}
-        self._digests = {track.name: [UNKNOWN] * len(track.digests) for track in wanted.tracks}
+        self._digests = {track.name: [unknown(self._kind)] * len(track.digests) for track in wanted.tracks}
         # Only this class changes them, and only of groups that nobody may request yet.
         tracks = tuple(self._growing(track) for track in wanted.tracks)
         self.catalog = replace(wanted, tracks=tracks)
@@ -240,7 +246,7 @@ class GrowingCatalog:
         self.left_out: set[tuple[int, str]] = set()
         """Groups (units) and tracks that the producer had no time for."""
         self.known: dict[str, list[str]] = {}
-        """SHA-256 of the groups of every published track, by its name; "" for those that are not known yet."""
+        """Digests of the groups of every published track, by its name; "" for those that are not known yet."""
         for group in range(self.catalog.groups):
             for track in tracks:
                 name, number = self.catalog.address(group, track.name)
@@ -278,6 +284,7 @@ class GrowingCatalog:
             return
         if news.group != self.news:
             raise FormatError(f"edge message: group {news.group} came, {self.news} is next")
+        check_kind(news, self._kind)
         catalog, edge = self.catalog, self.edge
         while edge < catalog.groups and catalog.offset + catalog.unit(edge).chunk == news.group:
             self._publish(edge, news)

@@ -45,6 +45,8 @@ PROPERTY_GROUP_BYTES = 0x38
 """Object property of a group's first object: bytes of the whole group (an application's code point, moq-transport)."""
 PROPERTY_GROUP_DIGEST = 0x39
 """Object property of a group's first object: SHA-256 of the whole group."""
+PROPERTY_GROUP_BLAKE3 = 0x3B
+"""The same of an asset whose groups have BLAKE3 digests."""
 _KEY_BYTES = 8
 """Bytes of a digest in the name of a lookup. The client compares whole digests, so collisions are harmless."""
 _TRACK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")

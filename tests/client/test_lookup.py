@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 
 from kvabr.client import profiles
-from kvabr.client.lookup import fetch_catalog, find_prefix, playable
+from kvabr.client.lookup import catalog_limit, fetch_catalog, find_prefix, playable
 from kvabr.client.profiles import ProfileCache
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.types.catalog import MAX_CATALOG_BYTES, catalog_limit
+from kvabr.types.catalog import MAX_CATALOG_BYTES
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, RequestError
 from kvabr.types.naming import TrackNamespace
 from tests import assets, toymodel

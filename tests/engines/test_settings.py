@@ -43,6 +43,7 @@ def test_defaults_and_values(kind, tmp_path):
         ("quic", "tcp", "quic is 'tcp': it must be 'auto', "),
         ("tracks", "FP16", "tracks is 'FP16': it must be a list of names"),
         ("tracks", [], "tracks is .*: .*at least 1 item"),
+        ("digest", "md5", "digest is 'md5': no kind of digests is called 'md5'"),
         ("queue", 0, "queue is 0: it must be greater than or equal to 1"),
         ("queue", 1.5, "queue is 1.5: it must be a valid integer"),
         ("store_mib", -1, "store_mib is -1: it must be greater than or equal to 0"),

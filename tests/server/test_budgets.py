@@ -248,5 +248,5 @@ def test_no_more_files_than_the_process_may_open(monkeypatch):
 
 
 def test_a_group_that_is_kept_elsewhere_takes_no_room():
-    shared = PublishedGroup(memoryview(b"x" * 9), (), b"", shared=True)
+    shared = PublishedGroup(memoryview(b"x" * 9), (), "", shared=True)
     assert (shared.files, shared.memory) == (0, 0)

@@ -56,7 +56,7 @@ def test_the_objects_end_to_end_are_the_frame(pristine, track):
         assert level.size(group) == found.size == offer.bytes[group]
         frame = b"".join(found.read(span.begin, span.end) for span in found.objects)
         assert frame == frame_path(pristine.path, group, track).read_bytes()
-        assert found.digest == hashlib.sha256(frame).digest()
+        assert found.digest == hashlib.sha256(frame).hexdigest()
         first, last = shape.group_range(group, pristine.catalog.tokens)
         ids = [span.object_id for span in found.objects]
         assert len(ids) > 1
@@ -137,7 +137,7 @@ def test_bytes_at_hand_are_one_group_in_slices():
     found = one.open(0)
     assert one.groups == 1
     assert found.size == len(data)
-    assert found.digest == hashlib.sha256(data).digest()
+    assert found.digest == hashlib.sha256(data).hexdigest()
     assert [span.object_id for span in found.objects] == [0, 1, 2]
     assert b"".join(found.data[span.begin : span.end] for span in found.objects) == data
     assert max(span.end - span.begin for span in found.objects) == SLICE_BYTES

@@ -29,6 +29,7 @@ from tests.server.relays import (
     sent,
     until,
 )
+from tests.toymodel import toy_asset
 
 pytestmark = pytest.mark.process
 
@@ -262,3 +263,15 @@ async def test_a_request_that_is_cancelled_before_anything_is_looked_up(small, t
         gc.collect()
         assert relay.requests == 0
     assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
+
+
+async def test_groups_with_blake3_digests_pass_and_are_kept(tmp_path, tls, fresh):
+    small = toy_asset(tmp_path / "asset", ("Int4",), digest="blake3")
+    namespace = small.catalog.namespace
+    async with chain_of(small.path, tls) as (server, relay), await dialled(relay, "aioquic") as connection:
+        for _ in range(2):
+            assert await get(connection, namespace, "Int4", 1) == small.frame(1, "Int4")
+        assert sent(server) == {CATALOG_TRACK: 1, "Int4": 1}
+        kept = [one.digest async for one in relay.source.groups._store.list()]
+        assert kept == [small.catalog.track("Int4").digests[1]]
+        assert kept[0].startswith("b3-")

@@ -127,7 +127,7 @@ def test_what_a_catalog_must_say(asset, track, change, words):
         namespace = TrackNamespace(namespace.model, asset.catalog.chunks[0])
     facts = check_small(namespace, track, data)
     assert facts.sizes["Int4"][2] == len(asset.frame(2, "Int4"))
-    assert facts.digest("Int4", 2) == hashlib.sha256(asset.frame(2, "Int4")).digest()
+    assert facts.digest("Int4", 2) == hashlib.sha256(asset.frame(2, "Int4")).hexdigest()
     value = json.loads(data)
     change(value)
     with pytest.raises(FormatError, match=words):

@@ -32,7 +32,7 @@ class Track(Publication):
         if group == self._broken:
             raise AssetError("gone")
         self.opened.append(group)
-        return PublishedGroup(memoryview(bytes([group]) * self._size), self.objects(group), bytes(32))
+        return PublishedGroup(memoryview(bytes([group]) * self._size), self.objects(group), "0" * 64)
 
 
 class Quic:

@@ -115,8 +115,8 @@ ROWS = {
     "origin: folders": [f"{asset_folder.MAX_DEPTH} deep, {asset_folder.MAX_FOLDERS:,}"],
     "origin: frames that are read at once": [size(asset_folder.LOADED_BYTES)],
     "catalog asked for with a prompt": [
-        size(catalog._HEAD_BYTES), f"{(catalog.MAX_TRACKS + 1) * catalog._ENTRY_BYTES:,} bytes x groups",
-        f"counted as {catalog._LEAST_GROUPS:,} at least",
+        size(lookup._HEAD_BYTES), f"{(lookup.MAX_TRACKS + 1) * lookup._ENTRY_BYTES:,} bytes x groups",
+        f"counted as {lookup._LEAST_GROUPS:,} at least",
     ],
     "every catalog": [size(catalog.MAX_CATALOG_BYTES), f"{catalog.MAX_TRACKS} tracks", "2^20 groups"],
     "of a catalog decoded at once": [size(json_pieces.PIECE_BYTES)],

@@ -10,6 +10,7 @@ import pytest
 
 from kvabr.store.group_store import FolderGroupStore, MemoryGroupStore, StoredGroup, TieredGroupStore
 from kvabr.store.lru import ByteLru
+from kvabr.types.digests import digest_of
 from kvabr.types.errors import AssetError, UsageError
 
 DICE = random.Random(7)
@@ -51,6 +52,32 @@ async def test_every_store_keeps_the_contract(store):
     assert await store.get(digest, 10, 30) is None
     assert not [each async for each in store.list()]
     assert (len(store), store.total_bytes, store.damaged) == (0, 0, 0)
+
+
+async def test_digests_of_two_kinds_are_two_groups(store):
+    digest, data = group(40)
+    other = digest_of(data, "blake3")
+    assert await store.put(digest, data)
+    assert await store.put(other, data)
+    assert await store.get(digest) == await store.get(other) == data
+    mixed = f"b3-{digest}"  # what has the wrong kind is as good as damaged
+    await store.put(mixed, data)
+    assert await store.get(mixed) is None
+    assert mixed not in store
+
+
+async def test_a_folder_finds_groups_of_both_kinds_again(tmp_path):
+    digest, data = group()
+    names = (digest, digest_of(data, "blake3"))
+    store = FolderGroupStore(tmp_path, 350)
+    for name in names:
+        await store.put(name, data)
+    await store.close()
+    (tmp_path / digest).write_bytes(data)  # not a group's name
+    store = FolderGroupStore(tmp_path, 350)
+    assert len(store) == 2
+    assert [await store.get(name) for name in names] == [data, data]
+    await store.close()
 
 
 async def test_the_least_recently_used_make_room():

@@ -120,6 +120,15 @@ def test_sizes_and_digests_become_known_group_by_group():
     assert growing.complete
 
 
+def test_news_with_digests_of_another_kind_are_refused():
+    growing, marked = growing_of(4), dict.fromkeys(NAMES, (1000, "b3-" + "0" * 64))
+    message = replace(news(0, NAMES), frames=marked)
+    assert parse_edge(message.dumps()) == message
+    with pytest.raises(FormatError, match="digests of another kind than sha256"):
+        growing.publish(message)
+    assert growing.edge == 0
+
+
 def test_a_shorter_play_ends_with_its_own_last_group():
     growing = growing_of(2)
     for group in range(4):

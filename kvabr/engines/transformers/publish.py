@@ -34,6 +34,7 @@ from kvabr.publish.live_publisher import LivePublisher, LiveSlot
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
+from kvabr.types.digests import SHA256
 from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.units import snapshot_ends
@@ -48,6 +49,7 @@ def cache_publisher(
     tracks: Sequence[str] | None = None,
     queue: int = 4,
     most_bytes: int | None = None,
+    digest: str = SHA256,
 ) -> Publisher:
     """Return a publisher for `publish_cache`; close it at the end.
 
@@ -62,6 +64,7 @@ def cache_publisher(
         queue: caches that may wait or be encoded at once.
         most_bytes: size limit of what engines publish in that folder: caches computed longest ago are removed first.
             None: unlimited.
+        digest: kind of the groups' digests, see `kvabr.types.digests`.
 
     Raises:
         UsageError: a track needs a profile or is missing in the prior, or the folder cannot be made.
@@ -76,6 +79,7 @@ def cache_publisher(
         queue=queue,
         max_bytes=most_bytes,
         source="a prefill of transformers",
+        digest=digest,
     )
 
 

@@ -307,6 +307,7 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
         queue=settings.queue,
         max_bytes=settings.publish_bytes,
         source=f"computed by vLLM {vllm.__version__}",
+        digest=settings.digest,
     )
     return Publishers(publisher, LivePublisher(publisher) if settings.publish_live else None)
 

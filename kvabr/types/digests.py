@@ -1,0 +1,107 @@
+"""Digests of groups: SHA-256, or BLAKE3, which takes less than half of the processor's time.
+
+A digest is text that says its kind: 64 hex digits are a SHA-256, ``b3-`` and 64 hex digits a BLAKE3. All groups of an
+asset have digests of one kind. Prompts, specs, profiles and catalogs are always named by SHA-256.
+
+BLAKE3 needs the package ``blake3`` (extra ``fast``). Nothing is believed unchecked where it is missing: a catalog with
+such digests is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from functools import cache
+
+from kvabr.types.errors import FormatError, UsageError, did_you_mean
+
+SHA256 = "sha256"
+BLAKE3 = "blake3"
+KINDS = (SHA256, BLAKE3)
+"""Kinds of digests, the default first."""
+RAW_BYTES = 32
+"""Bytes of a digest of either kind without its mark."""
+TITLES = {SHA256: "SHA-256", BLAKE3: "BLAKE3"}
+"""What to call them in messages."""
+_MARKS = {SHA256: "", BLAKE3: "b3-"}
+DIGEST = r"(?:b3-)?[0-9a-f]{64}"
+"""Pattern of a digest of any kind."""
+_DIGEST = re.compile(DIGEST)
+
+Buffer = bytes | bytearray | memoryview
+
+
+def is_digest(text: object) -> bool:
+    """Return whether something is a digest of any kind."""
+    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
+
+
+def kind_of(digest: str) -> str:
+    """Return the kind of a digest; of what is none, SHA-256."""
+    return BLAKE3 if digest.startswith(_MARKS[BLAKE3]) else SHA256
+
+
+def digest_of(data: Buffer, kind: str = SHA256) -> str:
+    """Return the digest of a contiguous buffer; a `FormatError` if this kind cannot be computed here."""
+    return _MARKS[kind] + _hasher(kind)(data)
+
+
+def has_digest(digest: str, data: Buffer) -> bool:
+    """Return whether ``data`` has a digest, which may be any text; raises as `digest_of`."""
+    return digest_of(data, kind_of(digest)) == digest
+
+
+def raw(digest: str) -> bytes:
+    """Return the 32 bytes of a digest without its mark; a `FormatError` if it is none."""
+    if not is_digest(digest):
+        raise FormatError(f"a group's digest has 64 hex digits, perhaps after b3-, not {str(digest)[:80]!r}")
+    return bytes.fromhex(digest[-2 * RAW_BYTES :])
+
+
+def from_raw(data: bytes, kind: str = SHA256) -> str:
+    """Return the digest of a kind with these 32 bytes."""
+    return _MARKS[kind] + data.hex()
+
+
+def unknown(kind: str = SHA256) -> str:
+    """Return what stands for a digest of a kind that is not known yet."""
+    return from_raw(bytes(RAW_BYTES), kind)
+
+
+def require(kind: str) -> None:
+    """Raise a `FormatError` that says what to install if digests of this kind cannot be computed here."""
+    _hasher(kind)
+
+
+def check_kind(kind: str) -> str:
+    """Return the kind of digests that a publisher is to use; a `UsageError` if there is none, or it needs a package."""
+    if kind not in KINDS:
+        raise UsageError(f"no kind of digests is called {kind!r}{did_you_mean(kind, KINDS)}; use {' or '.join(KINDS)}")
+    try:
+        require(kind)
+    except FormatError as error:
+        raise UsageError(str(error)) from error
+    return kind
+
+
+@cache
+def _hasher(kind: str) -> Callable[[Buffer], str]:
+    """Return what computes the hex digits of a kind; it lets other threads run while it hashes a large buffer."""
+    if kind == SHA256:
+        return _sha256
+    try:
+        from blake3 import blake3  # noqa: PLC0415  # optional
+    except ImportError as error:
+        raise FormatError(
+            "BLAKE3 digests need the package blake3, which is missing here: pip install 'kvabr[fast]'"
+        ) from error
+
+    def hashed(data: Buffer) -> str:
+        return str(blake3(data).hexdigest())
+
+    return hashed
+
+
+def _sha256(data: Buffer) -> str:
+    return hashlib.sha256(data).hexdigest()
