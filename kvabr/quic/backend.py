@@ -53,8 +53,9 @@ _PEER_CLOSED = "Native peer close"
 _TOO_LONG = "capacity exhausted"
 """Part of qh3's message when a packet does not fit."""
 _GONE = "reserved stream is missing"
-"""Part of qh3's message when it wanted to send on a stream that is gone. It then forgets what else it has put into the
-packet: other streams may be left that it never sends, and nothing says so."""
+"""Part of qh3's message when data that it had set aside to send again is of a stream that was acknowledged meanwhile,
+and is gone: after a loss, or where acknowledgements come late. qh3 2.1 then drops the packet, and never sends what
+other streams had set aside; nothing says so."""
 _LOST_PACKETS = 64
 """Packets that may be lost so in a row."""
 _STUCK = "stream reservation is already active"

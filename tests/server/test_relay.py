@@ -38,9 +38,15 @@ pytestmark = pytest.mark.process
 async def test_a_group_is_fetched_once_for_two_hundred_players(library, small, tls, fresh):
     async with chain_of(small.path, tls, quic=library) as (server, relay), contextlib.AsyncExitStack() as stack:
         connections = [await stack.enter_async_context(await dialled(relay, library)) for _ in range(20)]
-        namespace = small.catalog.namespace
-        fetches = [get(connection, namespace, "FP16", 3) for connection in connections for _ in range(10)]
-        got = await asyncio.gather(*fetches)
+
+        async def fetched(connection):
+            try:
+                return await get(connection, small.catalog.namespace, "FP16", 3)
+            except ConnectionLostError:  # by qh3, if acknowledgements come late; players dial again, too
+                async with await dialled(relay, library) as another:
+                    return await fetched(another)
+
+        got = await asyncio.gather(*(fetched(connection) for connection in connections for _ in range(10)))
         assert len(got) == 200
         assert set(got) == {small.frame(3, "FP16")}
         assert sent(server) == {CATALOG_TRACK: 1, "FP16": 1}
