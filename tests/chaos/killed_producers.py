@@ -51,7 +51,7 @@ from kvabr.types.naming import (
     chain,
     prefix_track,
 )
-from tests.client.test_live import right
+from tests.client.live import right
 from tests.toymodel import SPEC, prompt, toy_asset
 
 TOKENS = prompt(160).tokens

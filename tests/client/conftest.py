@@ -10,6 +10,7 @@ import torch
 from kvabr.codec.fit import fit
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
+from tests.client.live import Producer
 from tests.memory_transport import MemoryConnection, MemoryLink
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
@@ -59,3 +60,14 @@ def alone(monkeypatch, tmp_path):
     """Neither what this user's client keeps on disk nor a token in the environment matters."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("KVABR_TOKEN", raising=False)
+
+
+@pytest.fixture(scope="module")
+def asset(tmp_path_factory):
+    """An asset for live plays: 10 groups on three tracks; Int4 is the base."""
+    return toy_asset(tmp_path_factory.mktemp("live") / "asset", ("FP16", "Int8", "Int4"), tokens=160)
+
+
+@pytest.fixture
+def producer(asset):
+    return Producer(asset)

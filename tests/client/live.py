@@ -1,14 +1,21 @@
-"""A cache that is published while it is played: a producer that a test moves from group to group."""
+"""A cache that is published while it is played: a producer that a test moves from group to group, and plays of it."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import torch
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.player.assembler import Assembler
 from kvabr.server.growing import GrowingBytes
 from kvabr.server.publication import BytesPublication
+from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames
 from kvabr.types.naming import (
     CATALOG_TRACK,
@@ -19,8 +26,13 @@ from kvabr.types.naming import (
     parse_prefix_track,
     prefix_key,
 )
+from tests.memory_transport import MemoryConnection, MemoryLink
+from tests.toymodel import SPEC, prompt
 
 KEY = "0123456789abcdef"
+TOKENS = prompt(160).tokens
+GROUPS = 10
+"""Of the asset."""
 
 
 class Producer:
@@ -112,3 +124,43 @@ class Producer:
         if track in (LIVE_TRACK, EDGE_TRACK) and not self.forgotten:
             return text if track == LIVE_TRACK else self.news
         return self.levels.get(track)
+
+
+def right(found, asset, skip=0):
+    """Whether a result has, of every group, exactly what the frame on its track decodes to."""
+    catalog = asset.catalog.suffix(skip)
+    assembler = Assembler(catalog)
+    sizes = [catalog.group_tokens(group) for group in range(len(found.coverage))]
+    begin = 0
+    for group, (track, size) in enumerate(zip(found.coverage, sizes, strict=True)):
+        place = found.kv[:, :, :, begin : begin + size]
+        if track != RECOMPUTED:
+            assembler.put(group, track, asset.frame(skip + group, track))
+            if not torch.equal(place, assembler._place(group)):
+                return False
+        elif not place.abs().sum() > 0:
+            return False
+        begin += size
+    return begin == found.kv.shape[3] == found.tokens
+
+
+@asynccontextmanager
+async def origin(producer, rate=1e6, rtt_s=0.02, **options):
+    async with MemoryConnection(producer.find, MemoryLink(rate, rtt_s), **options) as link:
+        yield link
+
+
+@asynccontextmanager
+async def working(producer, pace_s, chunks=None):
+    """A producer at work."""
+    task = asyncio.ensure_future(producer.run(pace_s, chunks))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def play(link, deadline=30.0, engine=None, tokens=TOKENS, **options):
+    async with AsyncClient(link, model=None if engine else SPEC) as client:
+        return await client.play(tokens, deadline=deadline, engine=engine, options=PlayOptions(**options))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,75 +12,19 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.engine_hook import StepGate
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, NothingCached
-from kvabr.player.assembler import Assembler
 from kvabr.server.publication import BytesPublication
-from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.events import GroupsPublished, ProducerStopped, RequestSent, SoonerAlone
-from kvabr.types.live import LiveEnd
+from kvabr.types.events import GroupsPublished, SoonerAlone
 from tests.client.classes import HYBRID, SLIDING, WINDOWS, published
 from tests.client.classes import link as linked
-from tests.client.live import Producer
+from tests.client.live import GROUPS, TOKENS, Producer, origin, play, right, working
 from tests.client.virtual import virtual
 from tests.memory_transport import MemoryConnection, MemoryLink
-from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
+from tests.toymodel import SPEC, ToyModel
 
-TOKENS = prompt(160).tokens
-GROUPS = 10
 SLOW = PrefillCost.from_rate(1.0)
 """An engine that is of no help."""
-
-
-@pytest.fixture(scope="module")
-def asset(tmp_path_factory):
-    """10 groups on three tracks; Int4 is the base."""
-    return toy_asset(tmp_path_factory.mktemp("live") / "asset", ("FP16", "Int8", "Int4"), tokens=160)
-
-
-@pytest.fixture
-def producer(asset):
-    return Producer(asset)
-
-
-def right(found, asset, skip=0):
-    """Whether a result has, of every group, exactly what the frame on its track decodes to."""
-    catalog = asset.catalog.suffix(skip)
-    assembler = Assembler(catalog)
-    sizes = [catalog.group_tokens(group) for group in range(len(found.coverage))]
-    begin = 0
-    for group, (track, size) in enumerate(zip(found.coverage, sizes, strict=True)):
-        place = found.kv[:, :, :, begin : begin + size]
-        if track != RECOMPUTED:
-            assembler.put(group, track, asset.frame(skip + group, track))
-            if not torch.equal(place, assembler._place(group)):
-                return False
-        elif not place.abs().sum() > 0:
-            return False
-        begin += size
-    return begin == found.kv.shape[3] == found.tokens
-
-
-@asynccontextmanager
-async def origin(producer, rate=1e6, rtt_s=0.02, **options):
-    async with MemoryConnection(producer.find, MemoryLink(rate, rtt_s), **options) as link:
-        yield link
-
-
-@asynccontextmanager
-async def working(producer, pace_s, chunks=None):
-    """A producer at work."""
-    task = asyncio.ensure_future(producer.run(pace_s, chunks))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-
-
-async def play(link, deadline=30.0, engine=None, tokens=TOKENS, **options):
-    async with AsyncClient(link, model=None if engine else SPEC) as client:
-        return await client.play(tokens, deadline=deadline, engine=engine, options=PlayOptions(**options))
 
 
 @virtual
@@ -100,18 +43,6 @@ async def test_groups_come_as_they_are_published(producer, asset):
     assert played.live.published == 10
     assert 9.9 < played.live.complete_s < 10.1
     assert played.live.stopped is played.live.sooner_alone_s is None
-
-
-@virtual
-async def test_the_base_is_on_its_way_before_its_news(producer):
-    """The round trip is long, and each group is here half of one after it was published."""
-    sent = []
-    note = lambda ask: sent.append((ask.track, ask.group))  # noqa: E731
-    async with origin(producer, rtt_s=0.5, faults=note) as link, working(producer, 2.0):
-        played = await play(link, policy="fixed:Int4")
-    assert played.met
-    assert played.ttft_s < 20.3
-    assert [group for track, group in sent if track == "Int4"] == list(range(GROUPS))  # once each
 
 
 @pytest.mark.parametrize("before", [0, 1, 5, 9, 10])
@@ -165,21 +96,6 @@ async def test_an_asset_is_played_by_its_name(producer, asset):
 
 
 @virtual
-async def test_what_has_become_complete_meanwhile_is_told_by_its_catalog(producer, asset):
-    producer.publish(2)
-    async with origin(producer) as link:
-        task = asyncio.ensure_future(play(link, deadline=20))
-        await asyncio.sleep(1)
-        producer.publish(7, tell=False)
-        producer.publish(tell=False)
-        producer.forgotten = True
-        producer.news.finish("forgotten")
-        played = await task
-    assert right(played, asset)
-    assert played.ttft_s < 5
-
-
-@virtual
 async def test_a_producer_that_stalls_ends_the_play_at_its_deadline(producer, asset):
     async with origin(producer) as link, working(producer, 0.5, chunks=6):
         with pytest.raises(IncompleteError, match=r"4 of 10 groups .* published 6, no more so far") as caught:
@@ -198,33 +114,6 @@ async def test_a_producer_that_never_publishes(producer):
             await play(link, deadline=3)
         assert 2.9 < asyncio.get_running_loop().time() - 1000 < 3.1
     assert caught.value.prefix is None
-
-
-@pytest.mark.parametrize("reason", ["the engine ran out of memory", "\U0001f4a5" * 500], ids=["usual", "longest"])
-@virtual
-async def test_a_producer_that_dies_ends_the_play_with_its_reason(producer, asset, reason):
-    events = []
-    async with origin(producer) as link:
-        task = asyncio.ensure_future(play(link, deadline=20, log=events.append))
-        await asyncio.sleep(1)
-        producer.publish(3)
-        await asyncio.sleep(1)
-        producer.end(reason)
-        with pytest.raises(IncompleteError, match=f"then it stopped: {reason[:20]}") as caught:
-            await task
-    assert asyncio.get_running_loop().time() - 1000 < 3
-    assert right(caught.value.prefix, asset)
-    assert [(event.edge, event.reason) for event in events if isinstance(event, ProducerStopped)] == [(3, reason)]
-
-
-@virtual
-async def test_the_end_of_another_production_is_not_that_of_this_one(producer):
-    producer.publish(3)
-    producer.news.append(LiveEnd("f" * 16, "the first one died").dumps())
-    async with origin(producer) as link:
-        with pytest.raises(IncompleteError, match="of another production") as caught:
-            await play(link, deadline=20)
-    assert "the first one died" not in str(caught.value)
 
 
 @virtual
@@ -326,68 +215,6 @@ async def test_upgrades_go_on_after_the_play(producer, asset):
 
 
 @virtual
-async def test_what_the_producer_left_out_is_not_asked_for(producer, asset):
-    sent = []
-    async with origin(producer, faults=lambda ask: sent.append((ask.track, ask.group))) as link:
-        task = asyncio.ensure_future(play(link))
-        await asyncio.sleep(1)
-        producer.publish(4)
-        producer.publish(left_out=("FP16", "Int8"))
-        producer.publish(left_out=("Int4",))
-        producer.publish(4)
-        played = await task
-    assert played.coverage[4] == "Int4"
-    assert right(played, asset)
-    assert not {("FP16", 4), ("Int8", 4)} & set(sent)
-
-
-@virtual
-async def test_a_frame_that_is_not_what_the_news_said_is_not_used(producer, asset):
-    """A producer that lies about a digest: the group comes on another track."""
-    async with origin(producer) as link, working(producer, 0.2, chunks=2):
-        task = asyncio.ensure_future(play(link, deadline=20))
-        await asyncio.sleep(1)
-        producer.publish(spoil=lambda name, frame: frame[:-1] + bytes([frame[-1] ^ 1]) if name == "Int4" else frame)
-        producer.publish(spoil=lambda name, frame: frame + b"x" if name == "Int4" else frame)
-        producer.publish(6)
-        played = await task
-    assert right(played, asset)
-    assert "Int4" not in played.coverage[2:4]
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda data: data.replace(b'"group":2', b'"group":3'), "group 3 came, 2 is next"),
-        (lambda data: data.replace(b"0123456789abcdef", b"0123456789abcdee"), "another production"),
-        (lambda _: b"nonsense", "edge message"),
-        (lambda _: b"", "edge message"),
-        (lambda _: b"[" * 1000, "edge message"),
-        (lambda data: data.replace(b'"Int4":[', b'"Int4":[1000000'), "no cache needs so many"),
-    ],
-)
-@virtual
-async def test_news_that_make_no_sense_end_the_play_with_what_is_in_place(producer, change, says, asset):
-    async with origin(producer) as link:
-        task = asyncio.ensure_future(play(link, deadline=5))
-        await asyncio.sleep(1)
-        producer.publish(2)
-        await asyncio.sleep(0.5)
-        append = producer.news.append
-        producer.news.append = lambda data: append(change(data))
-        producer.publish()
-        if change(b"data"):
-            with pytest.raises(IncompleteError, match=says) as caught:
-                await task
-        else:  # nothing comes: it is asked for again
-            with pytest.raises(IncompleteError) as caught:
-                await task
-    assert caught.value.prefix.tokens == 32
-    assert right(caught.value.prefix, asset)
-    assert asyncio.get_running_loop().time() - 1000 < 5.2
-
-
-@virtual
 async def test_a_live_catalog_that_makes_no_sense_is_refused(producer):
     good = producer.find
 
@@ -405,21 +232,6 @@ async def test_a_connection_that_is_lost_ends_the_play(producer):
         with pytest.raises(IncompleteError) as caught:
             await play(link, deadline=8)
     assert caught.value.prefix.tokens == 48
-
-
-@virtual
-async def test_plays_share_what_they_wait_for(producer, asset):
-    sent = []
-    note = lambda ask: sent.append((ask.track, ask.group))  # noqa: E731
-    async with (
-        origin(producer, faults=note) as link,
-        AsyncClient(link, model=SPEC) as client,
-        working(producer, 1.0),
-    ):
-        both = await asyncio.gather(*(client.play(TOKENS, deadline=30) for _ in range(2)))
-    assert all(right(played, asset) for played in both)
-    assert len([group for track, group in sent if track == "Int4"]) == GROUPS
-    assert len([group for track, group in sent if track == "kvabr.edge"]) <= GROUPS + 1
 
 
 @virtual
@@ -454,33 +266,6 @@ async def test_a_wait_beyond_the_deadline_ends_before_it(producer):
 def test_a_wait_that_makes_no_sense(seconds):
     with pytest.raises(UsageError, match="for a producer"):
         PlayOptions(wait_for_producer_s=seconds)
-
-
-@virtual
-async def test_a_cancelled_play_leaves_nothing(producer):
-    async with origin(producer) as link:
-        task = asyncio.ensure_future(play(link))
-        await asyncio.sleep(1)
-        producer.publish(2)
-        await asyncio.sleep(1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert link.downloads == 0
-        assert not producer.news._watchers
-
-
-@virtual
-async def test_a_wait_for_the_producer_is_no_slow_link(producer):
-    """Nothing is asked for again, abandoned or counted as silence while the producer is slow."""
-    events = []
-    async with origin(producer) as link, working(producer, 25.0):
-        played = await play(link, deadline=300, log=events.append)
-    assert played.met
-    assert played.record.abandoned == 0
-    asked = [(event.group, event.track) for event in events if isinstance(event, RequestSent)]
-    assert len(asked) == len(set(asked))
-    assert played.coverage[0] == "FP16"
 
 
 @pytest.mark.parametrize("spec", [SLIDING, HYBRID, WINDOWS], ids=lambda spec: spec.model)

@@ -30,21 +30,15 @@ from kvabr.types.errors import NotFoundError
 from kvabr.types.events import GroupsPublished
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames, parse_edges
 from kvabr.types.naming import EDGE_TRACK
+from tests.client.live import GROUPS, TOKENS, right
 from tests.client.served import Served
-from tests.client.test_live import TOKENS, right
 from tests.faults.common import LIMIT_S, QUIET
 from tests.faults.test_guests import until
-from tests.toymodel import SPEC, toy_asset
+from tests.toymodel import SPEC
 
 pytestmark = pytest.mark.process
 
-GROUPS = 10
 every = pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.alpn)
-
-
-@pytest.fixture(scope="module")
-def asset(tmp_path_factory):
-    return toy_asset(tmp_path_factory.mktemp("live") / "asset", ("FP16", "Int8", "Int4"), tokens=160)
 
 
 @pytest.fixture(scope="module")

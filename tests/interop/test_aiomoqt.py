@@ -22,7 +22,7 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.server import Server
 from tests.faults.common import LIMIT_S, QUIET
 from tests.server.conftest import tls  # noqa: F401  # a fixture
-from tests.server.test_growing import SPACE, Tracks, data
+from tests.server.tracks import SPACE, Tracks, data
 
 _ROOT = Path(__file__).parents[2]
 _PEER = Path(os.environ.get("KVABR_PEERS", _ROOT / ".peers")) / "aiomoqt"

@@ -10,6 +10,7 @@ from kvabr.moqt.events import Answered, Ready, Received
 from kvabr.moqt.filters import Filter
 from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.wire import DRAFTS
+from kvabr.server.growing import GrowingBytes
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.server import Server
@@ -17,7 +18,7 @@ from tests.faults.common import LIMIT_S, QUIET
 from tests.faults.rude import rude_client
 from tests.faults.test_guests import until
 from tests.server.conftest import tls  # noqa: F401  # a fixture
-from tests.server.test_growing import SPACE, GrowingBytes, Tracks, data
+from tests.server.tracks import SPACE, Tracks, data
 
 moq = pytest.importorskip("moq", reason="moq-rs is not installed")
 from tests.interop.test_moq_rs import accepting, path_of, routed  # noqa: E402  # it needs moq

@@ -1,348 +1,52 @@
-"""Tracks that grow while they are served: subscriptions, requests behind the edge, and every end."""
+"""Tracks that grow: the track itself, and requests behind its edge. `test_pushing` has subscriptions."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 
 import pytest
 
-from kvabr.codec.container import ObjectSpan
-from kvabr.moqt.codes import PublishDoneCode, RequestCode
-from kvabr.moqt.events import Answered, Ended, Received, Refused, Stop, SubscriptionDone, SubscriptionEnding
+from kvabr.moqt.codes import RequestCode
+from kvabr.moqt.events import Answered, Ended, Refused, SubscriptionDone
 from kvabr.moqt.filters import Filter
 from kvabr.moqt.messages import TrackStatus
-from kvabr.moqt.objects import ObjectHeader
 from kvabr.moqt.parameters import Parameters
-from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFT_20, DRAFTS, Location
-from kvabr.server.grants import EVERYTHING
+from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFT_20
 from kvabr.server.growing import GrowingBytes
-from kvabr.server.limits import ServerLimits
-from kvabr.server.metrics import Metrics
-from kvabr.server.publication import BytesPublication
-from kvabr.server.pushing import MOST_STREAMS
-from kvabr.server.server import Server
-from kvabr.types.errors import AssetError
-from kvabr.types.naming import TrackNamespace
-from tests.faults.common import LIMIT_S, QUIET
-from tests.faults.rude import rude_client
 from tests.faults.test_guests import until
+from tests.server.tracks import LONG_MS, SPACE, data, every, growing, serving
 
 pytestmark = pytest.mark.process
 
-SPACE = TrackNamespace("test/model", "0" * 64)
-every = pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.alpn)
-LONG_MS = int(LIMIT_S * 1000)
+
+async def test_a_track_that_has_ended():
+    track = GrowingBytes()
+    with pytest.raises(ValueError, match="got -1"):
+        track.grow(-1)
+    track.append(b"x")
+    track.finish("why")
+    track.finish("another reason")
+    assert (track.growing, track.failure, track.groups) == (False, "why", 1)
+    with pytest.raises(ValueError, match="has ended"):
+        track.append(b"y")
+    with pytest.raises(IndexError, match="1 groups so far"):
+        track.open(1)
 
 
-class Tracks:
-    """A source with the tracks that a test puts there."""
-
-    def __init__(self) -> None:
-        self.tracks, self.readable, self.listeners = {}, True, []
-
-    def admit(self, token):
-        return EVERYTHING
-
-    def renewed(self, grant):
-        return grant
-
-    def holds(self, grant, publication):
-        return self.readable
-
-    def listen(self, changed):
-        self.listeners.append(changed)
-
-    def find(self, grant, namespace, track, *, at_once=False):
-        return self.tracks.get(track)
-
-    async def find_soon(self, grant, namespace, track):
-        return self.tracks.get(track)
-
-
-class Wide(GrowingBytes):
-    """Groups of three objects, of which one cannot be read."""
-
-    broken = -1
-
-    def objects(self, group):
-        size = self.open(0).size
-        return tuple(ObjectSpan(100 * at, size * at // 3, size * (at + 1) // 3) for at in range(3))
-
-    def open(self, group, priority=128, on_more=lambda: None):
-        if group == self.broken:
-            raise AssetError("the file is gone")
-        opened = super().open(group)
-        size = opened.size
-        opened.objects = tuple(ObjectSpan(100 * at, size * at // 3, size * (at + 1) // 3) for at in range(3))
-        return opened
-
-
-class Served:
-    """A server, its tracks, and one connection to it."""
-
-    def __init__(self, source, server, end) -> None:
-        self.source, self.server, self.end = source, server, end
-
-    def subscribe(self, track="live", **parameters):
-        number = self.end.session.subscribe(SPACE.fields(), track.encode(), Parameters(**parameters))
-        self.end.settle_and_send()
-        return number
-
-    def fetch(self, start, end, track="live", **parameters):
-        arguments = Location(*start), Location(*end), Parameters(**parameters)
-        number = self.end.session.fetch(SPACE.fields(), track.encode(), *arguments)
-        self.end.settle_and_send()
-        return number
-
-    def cancel(self, number):
-        self.end.session.requester.cancel(number)
-        self.end.settle_and_send()
-
-    def update(self, number, **parameters):
-        assert self.end.session.requester.update(number, Parameters(**parameters))
-        self.end.settle_and_send()
-
-    def told(self, *kinds):
-        return [event for event in self.end.events if isinstance(event, kinds)]
-
-    async def soon(self, *kinds, count=1):
-        """Return the events of some kinds once there are enough of them."""
-        await until(lambda: len(self.told(*kinds)) >= count or self.end.over.done())
-        assert len(self.told(*kinds)) >= count, self.end.over.result()
-        return self.told(*kinds)
-
-    def groups(self, number):
-        """What was pushed or fetched completely, by group, as (object, payload) each."""
-        out, streams = {}, {}
-        for event in self.end.events:
-            if isinstance(event, Received) and event.request_id == number:
-                for item in event.items:
-                    if isinstance(item, ObjectHeader):
-                        streams[event.stream] = item.group
-                        out.setdefault(item.group, []).append((item.object, b""))
-                    else:
-                        at, payload = out[streams[event.stream]][-1]
-                        out[streams[event.stream]][-1] = at, payload + bytes(item)
-        return out
-
-    @property
-    def requests(self):
-        return self.server.requests
-
-
-@asynccontextmanager
-async def serving(tls, draft=DRAFT_18, **limits):
-    source = Tracks()
-    async with (
-        asyncio.timeout(LIMIT_S),
-        Server(source, "127.0.0.1", 0, tls, ServerLimits(**limits), QUIET, Metrics()) as server,
-        rude_client(server.address, draft=draft) as end,
-    ):
-        yield Served(source, server, end)
-
-
-def growing(served, *groups, kind=GrowingBytes, track="live"):
-    made = served.source.tracks[track] = kind()
-    for data in groups:
-        made.append(data)
-    return made
-
-
-def data(group, size=300):
-    return bytes([group]) * size
-
-
-@every
-async def test_groups_are_pushed_as_they_appear_until_the_track_ends(draft, tls):
-    async with serving(tls, draft) as served:
-        track = growing(served, data(0), data(1))
-        number = served.subscribe()
-        (answer,) = await served.soon(Answered)
-        assert answer.message.parameters.largest == (1, 0)
-        for group in range(2, 6):
-            track.append(data(group, 70_000))
-            await served.soon(Ended, count=group - 1)
-        before = served.fetch((0, 0), (1, 0))
-        await served.soon(Ended, count=5)
-        assert served.groups(before) == {0: [(0, data(0))], 1: [(0, data(1))]}
-        track.append(data(6))
-        track.finish()
-        await served.soon(SubscriptionDone)
-        assert served.groups(number) == {
-            group: [(0, data(group, 300 if group == 6 else 70_000))] for group in range(2, 7)
-        }
-        (ending,) = served.told(SubscriptionEnding)
-        assert (ending.message.code, ending.message.streams) == (PublishDoneCode.TRACK_ENDED, 5)
-        late = served.subscribe()
-        await served.soon(SubscriptionDone, count=2)
-        assert served.groups(late) == {}
-        await until(lambda: served.requests == 0)
-        assert track._watchers == {}
-
-
-async def test_a_producer_that_dies(tls):
-    """Its reason is told; what it has published can be fetched."""
-    async with serving(tls) as served:
-        track = growing(served)
-        number = served.subscribe()
-        (answer,) = await served.soon(Answered)
-        assert answer.message.parameters.largest is None
-        track.append(data(0))
-        track.finish("the engine was stopped")
-        await served.soon(SubscriptionDone)
-        assert served.groups(number) == {0: [(0, data(0))]}
-        (ending,) = served.told(SubscriptionEnding)
-        assert (ending.message.code, ending.message.reason) == (
-            PublishDoneCode.INTERNAL_ERROR,
-            "the engine was stopped",
-        )
-        again = served.fetch((0, 0), (9, 0))
-        await served.soon(Ended, count=2)
-        assert served.groups(again) == {0: [(0, data(0))]}
-        assert served.told(Answered)[-1].message.end_of_track
-
-
-async def test_many_groups_at_once_wait_for_each_other(tls):
-    """At most some streams of a subscription are open, in the order of the groups."""
-    async with serving(tls) as served:
-        track = growing(served)
-        number = served.subscribe(priority=7)
-        await served.soon(Answered)
-        (peer,) = served.server.peers
-        for group in range(40):
-            track.append(data(group))
-        await until(lambda: len(peer._queue) > 0 or served.told(Ended))
-        assert len(peer._queue) <= MOST_STREAMS
-        await served.soon(Ended, count=40)
-        assert sorted(served.groups(number)) == list(range(40))
-        assert len(served.server.peers) == 1
-
-
-@every
-async def test_a_filter_with_an_end(draft, tls):
-    """Since draft 20 a subscription outlives its filter, and ends with the track."""
-    async with serving(tls, draft) as served:
-        track = growing(served, kind=Wide)
-        number = served.subscribe(filter=Filter(Location(1, 150), None, 2))
-        await served.soon(Answered)
-        for group in range(4):
-            track.append(data(group))
-        if draft.fetch_by_filter:
-            await served.soon(Ended, count=2)
-            track.finish()
-        await served.soon(SubscriptionDone)
-        (ending,) = served.told(SubscriptionEnding)
-        ended = PublishDoneCode.TRACK_ENDED if draft.fetch_by_filter else PublishDoneCode.SUBSCRIPTION_ENDED
-        assert ending.message.code == ended
-        assert {group: [at for at, _ in found] for group, found in served.groups(number).items()} == {
-            1: [200], 2: [0, 100, 200],
-        }  # fmt: skip
-
-
-async def test_a_subscription_that_pauses(tls):
-    """FORWARD 0: what appears meanwhile is not pushed, but named as the largest object to fetch from."""
-    async with serving(tls) as served:
-        track = growing(served)
-        number = served.subscribe(forward=0)
-        await served.soon(Answered)
-        (peer,) = served.server.peers
-        (subscription,) = peer._pushing
-        track.append(data(0))
-        await until(lambda: subscription.next == 1)
-        served.update(number, forward=1, priority=3)
-        await until(lambda: subscription.forward and subscription.priority == 3)
-        track.append(data(1))
-        await served.soon(Ended)
-        served.update(number, filter=Filter(Location(3, 0)))
-        await until(lambda: subscription.next == 3)
-        track.append(data(2))
-        track.append(data(3))
-        await served.soon(Ended, count=2)
-        assert list(served.groups(number)) == [1, 3]
-
-
-async def test_a_subscription_that_is_cancelled(tls):
-    async with serving(tls) as served:
-        track = growing(served)
-        number = served.subscribe()
-        await served.soon(Answered)
-        (peer,) = served.server.peers
-        track.append(data(0, 5_000_000))
-        await served.soon(Received)
-        served.cancel(number)
-        await until(lambda: served.requests == 0)
-        assert len(peer._pushing) == len(peer._queue) == 0
-        assert track._watchers == {}
-        track.append(data(1))
-        assert not served.end.over.done()
-
-
-async def test_a_group_that_is_not_wanted(tls):
-    """The subscriber stops its stream; the next ones come."""
-    async with serving(tls) as served:
-        track = growing(served)
-        number = served.subscribe()
-        await served.soon(Answered)
-        track.append(data(0, 5_000_000))
-        (received,) = (await served.soon(Received))[:1]
-        served.end._carry_out(Stop(received.stream, 1))
-        served.end.driver.transmit()
-        await served.soon(Ended)
-        assert served.told(Ended)[0].reset is not None
-        track.append(data(1))
-        track.finish()
-        await served.soon(SubscriptionDone)
-        assert served.groups(number)[1] == [(0, data(1))]
-
-
-async def test_a_group_that_cannot_be_read(tls):
-    """It ends the subscription, with a reason."""
-    async with serving(tls) as served:
-        track = growing(served, kind=Wide)
-        number = served.subscribe()
-        await served.soon(Answered)
-        track.append(data(0))
-        await served.soon(Ended)
-        track.broken = 1
-        track.append(data(1))
-        (ending,) = await served.soon(SubscriptionEnding)
-        assert ending.message.code == PublishDoneCode.INTERNAL_ERROR
-        assert ending.message.reason == "group 1 cannot be read"
-        assert sorted(served.groups(number)) == [0]
-        await until(lambda: served.requests == 0)
-
-
-async def test_what_may_no_longer_be_read(tls):
-    async with serving(tls) as served:
-        growing(served)
-        served.subscribe()
-        await served.soon(Answered)
-        served.source.readable = False
-        (peer,) = served.server.peers
-        peer.reconsider(0.0)
-        await served.soon(Refused)
-        await until(lambda: served.requests == 0)
-        assert not served.end.over.done()
-
-
-async def test_a_server_that_goes_away(tls):
-    """Subscriptions end after what is being sent, and what waits is refused."""
-    async with serving(tls) as served:
-        track = growing(served, data(0))
-        served.subscribe()
-        await served.soon(Answered)
-        served.fetch((5, 0), (5, 0), fill_timeout=LONG_MS)
-        (peer,) = served.server.peers
-        await until(lambda: len(peer._waiting.held) == 1)
-        assert not peer.busy
-        peer.say_goaway(1.0)
-        (ending,) = await served.soon(SubscriptionEnding)
-        assert ending.message.code == PublishDoneCode.GOING_AWAY
-        (refused,) = await served.soon(Refused)
-        assert refused.message.code == RequestCode.GOING_AWAY
-        track.append(data(1))
-        await until(lambda: served.requests == 0)
+async def test_watchers_hear_once_in_a_turn():
+    track, heard = GrowingBytes(), []
+    unwatch = track.watch(lambda: heard.append(track.groups))
+    track.append(b"x")
+    track.append(b"y")
+    assert heard == []
+    await asyncio.sleep(0)
+    assert heard == [2]
+    unwatch()
+    unwatch()
+    track.finish()
+    await asyncio.sleep(0)
+    assert heard == [2]
+    await track.reached(7)
 
 
 # ------------------------------------------------------------------ behind the edge
@@ -436,23 +140,6 @@ async def test_a_name_that_is_none_is_not_waited_for(tls):
         assert refused.message.code == RequestCode.DOES_NOT_EXIST
 
 
-async def test_a_stream_is_stopped_while_its_subscription_is_cancelled(tls):
-    """Both are heard before either is acted on."""
-    async with serving(tls) as served:
-        track = growing(served)
-        number = served.subscribe()
-        await served.soon(Answered)
-        for group in range(20):
-            track.append(data(group, 1_000_000))
-        (received,) = (await served.soon(Received))[:1]
-        served.end._carry_out(Stop(received.stream, 1))
-        served.cancel(number)
-        await until(lambda: served.requests == 0)
-        growing(served, data(0), track="other")
-        served.subscribe("other")
-        await served.soon(Answered, count=2)
-
-
 async def test_draft_16_waits_for_nothing(tls):
     async with serving(tls, DRAFT_16) as served:
         served.subscribe("none")
@@ -481,44 +168,3 @@ async def test_the_state_of_a_growing_track(tls):
         await served.soon(Answered)
         assert served.told(Answered)[0].request_id == number
         assert not served.end.over.done()
-
-
-async def test_tracks_that_are_complete_end_at_once(tls):
-    async with serving(tls) as served:
-        served.source.tracks["whole"] = BytesPublication(b"all of it")
-        served.subscribe("whole")
-        await served.soon(SubscriptionDone)
-        assert served.told(Answered)[0].message.parameters.largest == (0, 0)
-
-
-# ------------------------------------------------------------------ the track itself
-
-
-async def test_a_track_that_has_ended():
-    track = GrowingBytes()
-    with pytest.raises(ValueError, match="got -1"):
-        track.grow(-1)
-    track.append(b"x")
-    track.finish("why")
-    track.finish("another reason")
-    assert (track.growing, track.failure, track.groups) == (False, "why", 1)
-    with pytest.raises(ValueError, match="has ended"):
-        track.append(b"y")
-    with pytest.raises(IndexError, match="1 groups so far"):
-        track.open(1)
-
-
-async def test_watchers_hear_once_in_a_turn():
-    track, heard = GrowingBytes(), []
-    unwatch = track.watch(lambda: heard.append(track.groups))
-    track.append(b"x")
-    track.append(b"y")
-    assert heard == []
-    await asyncio.sleep(0)
-    assert heard == [2]
-    unwatch()
-    unwatch()
-    track.finish()
-    await asyncio.sleep(0)
-    assert heard == [2]
-    await track.reached(7)
