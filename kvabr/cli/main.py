@@ -35,6 +35,7 @@ COMMANDS = {
     "replay": ("replay:add", "play an asset over network traces"),
     "route": ("route:add", "decide where to prefill: here, or at a site whose cache comes over the network"),
     "lab": ("lab:add", "play a matrix of policies, traces and conditions, and compare"),
+    "crowd": ("crowd:add", "simulate very many players of one asset behind a tree of caches"),
     "tune": ("tune:add", "tune a policy's parameters, with cross-validation"),
     "report": ("lab:add_report", "one page for what `kvabr lab` played"),
     "policies": ("listings:add_policies", "list the ABR policies"),
