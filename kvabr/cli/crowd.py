@@ -12,7 +12,7 @@ from kvabr.cli.options import check_writable, seconds
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvabr.lab.crowd import Flow, Play, Tree
+    from kvabr.lab.crowd import Flow, RatePlay, Tree
     from kvabr.types.catalog import Catalog
 
 SCHEMA = "kvabr.crowd/1"
@@ -193,7 +193,7 @@ def _tree(args: argparse.Namespace) -> Tree:
     )
 
 
-def _row(tree: Tree, found: Flow, plays: list[Play]) -> dict[str, Any]:
+def _row(tree: Tree, found: Flow, plays: list[RatePlay]) -> dict[str, Any]:
     from kvabr.replay.summary import percentile
 
     ends = [play.stays_s for play in plays]

@@ -14,15 +14,17 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvabr.abr.policies import DEFAULT
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import UsageError
+
+Floats = NDArray[np.float64]
 
 _SPAN_GROUPS = 16
 """Groups of tokens that one object of a bucket holds."""
@@ -35,7 +37,7 @@ _RATES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class CacheMachine:
     """What one machine of a kind carries."""
 
     kind: str
@@ -58,9 +60,9 @@ class Machine:
 
 _GBIT, _GB, _KIB, _GIB = 1.25e8, 1e9, 1024.0, 1024.0**3
 MACHINES = {
-    "nginx": Machine("nginx", 90 * _GBIT, 16, 0.10 / _GB, 0.4 * _KIB, 64 * _KIB, 64 * _GIB),
-    "nginx-tls": Machine("nginx-tls", 90 * _GBIT, 16, 0.89 / _GB, 40 * _KIB, 64 * _KIB, 64 * _GIB),
-    "relay": Machine("relay", 90 * _GBIT, 1, 2.9 / _GB, 120 * _KIB, 700 * _KIB, 16 * _GIB),
+    "nginx": CacheMachine("nginx", 90 * _GBIT, 16, 0.10 / _GB, 0.4 * _KIB, 64 * _KIB, 64 * _GIB),
+    "nginx-tls": CacheMachine("nginx-tls", 90 * _GBIT, 16, 0.89 / _GB, 40 * _KIB, 64 * _KIB, 64 * _GIB),
+    "relay": CacheMachine("relay", 90 * _GBIT, 1, 2.9 / _GB, 120 * _KIB, 700 * _KIB, 16 * _GIB),
 }
 """Kinds of caches: 16 cores and a card of 100 Gbit/s; `kvabr relay` is one process on one core. Processor time and
 memory were measured on loopback."""
@@ -104,9 +106,9 @@ class Crowd:
 class Tree:
     """Caches between the players and the store: players are at edges, edges at middle caches, if there are any."""
 
-    edge: Machine
+    edge: CacheMachine
     edges: int
-    middle: Machine | None = None
+    middle: CacheMachine | None = None
     middles: int = 0
     store: Store = field(default_factory=Store)
 
@@ -124,7 +126,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
+class RatePlay:
     """What one play over one rate came to."""
 
     rate: float
@@ -175,7 +177,7 @@ class PlayTable:
         """The least of the rates at which a play meets its deadline; infinite if none does."""
         return min((play.rate for play in self.plays if play.met), default=math.inf)
 
-    def play(self, rates: Sequence[float], step_s: float) -> Play:
+    def play(self, rates: Sequence[float], step_s: float) -> RatePlay:
         """Play once over rates of ``step_s`` seconds each, bytes per second, the last of which goes on."""
         times = tuple(step_s * index for index in range(len(rates)))
         floor = 1e-3 * max(rates)
@@ -186,7 +188,7 @@ class PlayTable:
         stays = 10 * self.crowd.deadline_s if run["ttft_s"] is None else run["ttft_s"]
         levels = {group["track"] for group in run["groups"]}
         spans = math.ceil(self.catalog.groups / _SPAN_GROUPS)
-        return Play(
+        return RatePlay(
             rate=float(np.mean(rates)),
             stays_s=stays,
             received=run["bytes_fetched"] * self.scale,
@@ -195,15 +197,19 @@ class PlayTable:
             requests=spans * (1 + len(levels)),
         )
 
-    def stays_s(self, rates: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def stays_s(self, rates: Floats) -> Floats:
         """Return how long players stay at constant rates, seconds."""
         stays = np.array([play.stays_s for play in self.plays])
-        return np.interp(np.log(np.maximum(rates, 1e-9)), self._rates, stays)
+        return self._at(rates, stays)
 
-    def loss(self, rates: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def loss(self, rates: Floats) -> Floats:
         """Return the loss of plays at constant rates, nats per generated token."""
         losses = np.array([play.loss for play in self.plays])
-        return np.interp(np.log(np.maximum(rates, 1e-9)), self._rates, losses)
+        return self._at(rates, losses)
+
+    def _at(self, rates: Floats, values: Floats) -> Floats:
+        found: Floats = np.interp(np.log(np.maximum(rates, 1e-9)), self._rates, values)
+        return found
 
 
 @dataclass(frozen=True)
@@ -211,13 +217,13 @@ class Flow:
     """What the players of one edge got."""
 
     step_s: float
-    shares: np.ndarray[Any, np.dtype[np.float64]]
+    shares: Floats
     """Bytes per second of each player who is there, by step."""
-    active: np.ndarray[Any, np.dtype[np.float64]]
+    active: Floats
     """Players who are there, by step."""
-    losses: np.ndarray[Any, np.dtype[np.float64]]
+    losses: Floats
     """Loss of those who came in a step."""
-    met: np.ndarray[Any, np.dtype[np.bool_]]
+    met: NDArray[np.bool_]
     """Whether those who came in a step had a complete cache by their deadline."""
 
     @property
@@ -262,7 +268,7 @@ def flow(table: PlayTable, tree: Tree) -> Flow:
     return Flow(step_s, np.array(shares), np.array(active), table.loss(means), met)
 
 
-def drawn(table: PlayTable, found: Flow, players: int, seed: int) -> Iterator[Play]:
+def drawn(table: PlayTable, found: Flow, players: int, seed: int) -> Iterator[RatePlay]:
     """Yield the plays of some players, by the policy itself over the rates that the flow had."""
     draw = random.Random(seed)  # noqa: S311  # not for secrets
     coming = len(found.losses)

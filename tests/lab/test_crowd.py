@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from kvabr.cli.main import main
-from kvabr.lab.crowd import MACHINES, Crowd, Machine, PlayTable, Store, Tree, drawn, fewest, flow, loads
+from kvabr.lab.crowd import MACHINES, CacheMachine, Crowd, PlayTable, Store, Tree, drawn, fewest, flow, loads
 from kvabr.types.errors import UsageError
 from tests.catalogs import catalog
 
-SMALL = Machine("small", 4e6, 4, 1e-9, 1e3, 1e4, 1e9)
+SMALL = CacheMachine("small", 4e6, 4, 1e-9, 1e3, 1e4, 1e9)
 CROWD = Crowd(players=2000, within_s=5.0, access=2e6, deadline_s=1.0, rtt_s=0.01)
 
 
