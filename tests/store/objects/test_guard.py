@@ -1,0 +1,145 @@
+"""Publishers say what they are about to name, wait for collectors, and do not bring back what has expired."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvabr.store.objects.bucket import Bucket
+from kvabr.store.objects.guard import BlockingObjects, PublishGuard, blocking_touch, finish
+from kvabr.store.objects.leases import (
+    Note,
+    Runtime,
+    Timing,
+    expire,
+    pin,
+    read_note,
+    store_time,
+    tombstone_key,
+    tombstones,
+    unpin,
+    unswept,
+)
+from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError
+
+MODEL = "test/model"
+
+
+def guard(bucket, age_s=0.0, wait_s=0.0):
+    spans = ["s/offer/one", "p/profile"]
+    return PublishGuard(
+        bucket, model=MODEL, catalog="prompt", spans=spans, age_s=age_s, timing=Timing(wait_s=wait_s, poll_s=0.0)
+    )
+
+
+def keys(bucket, prefix=""):
+    return [found.key for found in bucket.list_sync(prefix)]
+
+
+def test_an_intent_names_what_is_published_until_that_is_done(store_url):
+    bucket = Bucket.open(store_url)
+    with guard(bucket) as held:
+        (key,) = keys(bucket, "l/i/")
+        assert Note.loads(bucket.get_sync(key, limit=1000)).keys == ("a/prompt", "s/offer/one", "p/profile")
+        assert held.may_reuse(-math.inf)
+        held.check()
+    assert not keys(bucket)
+
+
+def test_a_publisher_waits_for_a_sweep_of_its_spans(store_url):
+    bucket = Bucket.open(store_url)
+    bucket.put_sync("x/sweep/1", Note(("s/offer/two",)).dumps())
+    with guard(bucket):
+        pass
+    bucket.put_sync("x/sweep/2", Note(("s/offer/one",)).dumps())
+    with pytest.raises(AssetError, match="a collector has been deleting"), guard(bucket):
+        pass
+    assert not keys(bucket, "l/")
+
+
+async def test_a_dead_collectors_sweep_ends_by_the_stores_clock():
+    bucket = Bucket.open("memory://sweep")
+    await bucket.put("x/sweep/1", Note(("s/offer/one",)).dumps())
+    written_s = (await bucket.head("x/sweep/1")).modified_s
+    for age_s, free in ((0.0, False), (99.0, False), (101.0, True), (-5000.0, False)):
+        timing = Timing(sweep_s=100.0, wait_s=0.0, poll_s=0.0)
+        runtime = Runtime(now=itertools.count(0.0, 0.1).__next__, sleep=_none)
+        assert await unswept(bucket, ["s/offer/one"], written_s + age_s, timing, runtime) == free
+
+
+async def _none(_seconds):
+    pass
+
+
+def test_what_expired_is_not_published_again(store_url):
+    bucket = Bucket.open(store_url)
+    objects = BlockingObjects(bucket)
+    at_s = finish(expire(objects, MODEL))
+    assert finish(tombstones(objects)) == {MODEL: at_s}
+    with guard(bucket) as held:  # computed after it
+        assert not held.may_reuse(at_s - 1)
+        assert "kvabr store gc" in held.stale_message("s/offer/one")
+        finish(expire(objects, MODEL, at_s + 1e6))
+        with pytest.raises(AssetError, match="from before its expiry"):
+            held.check()
+    with pytest.raises(AssetError, match="from before its expiry"), guard(bucket, age_s=10.0):
+        pass
+    assert finish(expire(objects, MODEL, 5.0)) == at_s + 1e6, "an earlier expiry replaced a later one"
+    assert keys(bucket) == [tombstone_key(MODEL)]
+    with pytest.raises(UsageError, match="name the model"):
+        finish(expire(objects, ""))
+
+
+def test_a_slow_publisher_does_not_trust_its_intent(store_url):
+    bucket = Bucket.open(store_url)
+    held = PublishGuard(bucket, model=MODEL, catalog="prompt", spans=[], timing=Timing(intent_s=-1.0))
+    with held, pytest.raises(AssetError, match="took so long"):
+        held.check()
+
+
+def test_only_what_is_there_is_pinned(store_url):
+    bucket = Bucket.open(store_url)
+    objects = BlockingObjects(bucket)
+    with pytest.raises(NotFoundError, match="kvabr store ls"):
+        finish(pin(objects, "prompt", 60.0))
+    assert not keys(bucket)
+    bucket.put_sync("a/prompt", b"catalog")
+    until_s = finish(pin(objects, "prompt", 60.0))
+    assert abs(until_s - 60.0 - finish(store_time(objects))) < 60.0
+    assert finish(unpin(objects, "prompt"))
+    assert not finish(unpin(objects, "prompt"))
+
+
+def test_uses_are_counted(store_url):
+    bucket = Bucket.open(store_url)
+    bucket.put_sync("a/prompt", b"catalog")
+    for _ in range(3):
+        blocking_touch(bucket, "prompt")
+    assert finish(read_note(BlockingObjects(bucket), "l/a/prompt")).uses == 3
+    bucket.put_sync("l/a/prompt", b"damaged")
+    blocking_touch(bucket, "prompt")
+    assert finish(read_note(BlockingObjects(bucket), "l/a/prompt")).uses == 1
+    assert finish(read_note(BlockingObjects(bucket), "l/a/other")) is None
+
+
+def test_a_damaged_note_says_where_it_is(store_url):
+    bucket = Bucket.open(store_url)
+    bucket.put_sync("x/sweep/1", b"{}")
+    with pytest.raises(FormatError, match=r"x/sweep/1: note: not"), guard(bucket):
+        pass
+
+
+@given(st.lists(st.text()), st.text(), st.floats(allow_nan=False), st.integers(0, 1 << 40))
+def test_notes_survive(names, model, until_s, uses):
+    note = Note(tuple(names), model, until_s, uses)
+    assert Note.loads(note.dumps()) == note
+
+
+@given(st.binary() | st.sampled_from([b'{"schema":"kvabr.note/2"}', b'{"schema":"kvabr.note/1","keys":5}', b"[]"]))
+def test_strange_notes_are_refused(data):
+    with pytest.raises(FormatError):
+        Note.loads(data)
