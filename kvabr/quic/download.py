@@ -52,12 +52,26 @@ class ReceiveBuffer:
         """Copy a part behind those before it; the caller has checked the limit."""
         end = self._size + len(part)
         if end > len(self._memory):
-            room = self.limit if self._exact else min(self.limit, max(end, 2 * len(self._memory), _MIN_ROOM))
-            grown = GROUPS.take(room)
-            grown[: self._size] = self._memory[: self._size]
-            self._memory = grown
+            self._grow(end)
         self._memory[self._size : end] = part
         self._size = end
+
+    def _grow(self, end: int) -> None:
+        room = self.limit if self._exact else min(self.limit, max(end, 2 * len(self._memory), _MIN_ROOM))
+        grown = GROUPS.take(room)
+        grown[: self._size] = self._memory[: self._size]
+        self._memory = grown
+
+    def room(self, most: int) -> memoryview:
+        """Return memory behind what has come, for at most ``most`` further bytes; `took` says how many came."""
+        end = self._size + 1
+        if end > len(self._memory):
+            self._grow(end)
+        return self._memory[self._size : self._size + most]
+
+    def took(self, count: int) -> None:
+        """Note that so many bytes were written to what `room` returned."""
+        self._size += count
 
     def view(self, start: int = 0) -> memoryview:
         """Return the bytes from ``start`` on, read-only."""

@@ -18,9 +18,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from kvabr.store.objects.failures import Failure
 from kvabr.store.objects.url import CLOUDS, WEB, StoreUrl
@@ -44,6 +47,7 @@ _WRITE_BYTES_PER_S = 1 << 20
 _LISTED_AT_ONCE = 1000
 _DELETED_AT_ONCE = 1000
 _PROBERS = 6
+_SIGNED_FOR = timedelta(hours=1)
 PART_BYTES = 32 << 10
 """Pieces of a stream have at least as many bytes, but for the last one."""
 IMMUTABLE = "public, max-age=31536000, immutable"
@@ -188,6 +192,30 @@ class Bucket:
                 return
             for meta in found:
                 yield self._info(meta)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether `address` may be asked: the store needs neither TLS nor a proxy."""
+        direct = urlsplit(self._plain())
+        return bool(direct.hostname) and ("http" not in getproxies() or bool(proxy_bypass(str(direct.hostname))))
+
+    async def address(self, key: str) -> str:
+        """Return the URL of an object on plain HTTP, signed for GETs within an hour if we have credentials."""
+        path = self._path(key)
+        if self.where.scheme in WEB or self.where.anonymous:
+            return f"{self._plain()}/{quote(path)}"
+        try:
+            return str(await _obstore().sign_async(self._reader(), "GET", path, _SIGNED_FOR))
+        except Exception as error:
+            raise self._failed(key, "cannot be read", error) from error
+
+    def _plain(self) -> str:
+        """Return the URL without TLS that keys are below; empty if there is none."""
+        where = self.where
+        if where.scheme == "http":
+            return f"http://{where.bucket}"
+        plain = where.scheme == "s3" and where.endpoint.startswith("http:")
+        return f"{where.endpoint.rstrip('/')}/{where.bucket}" if plain else ""
 
     # ------------------------------------------------------- writing
 

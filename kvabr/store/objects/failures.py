@@ -64,6 +64,11 @@ class Failure:
         code = "" if coded is None else coded[1] or coded[2]
         return cls(_kind(error, text, status, code), status, code)
 
+    @classmethod
+    def of_status(cls, status: int) -> Failure:
+        """Return what an HTTP answer with a status says that is no success."""
+        return cls(_kind(ValueError(), "", status, ""), status)
+
     def error(self, where: str, what: str) -> TransportError:
         """Return the error to raise: ``what`` failed, for example "cannot be read", at the URL ``where``."""
         told = f" ({self.told})" if self.told else ""
