@@ -102,6 +102,8 @@ class ObjectAssetWriter:
 
 
 class ObjectAssetStore:
+    look_every_s = 0.0
+
     def __init__(self, url):
         self.location = url.rstrip("/")
         name, _, self._prefix = self.location.partition("://")[2].partition("/")
@@ -109,6 +111,9 @@ class ObjectAssetStore:
 
     def key(self, name):
         return "/".join(part for part in (self._prefix, name) if part not in ("", "."))
+
+    def prepare(self):
+        pass
 
     def list(self):
         found = {}

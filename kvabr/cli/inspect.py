@@ -159,7 +159,9 @@ def _check(asset: Asset) -> list[str]:
     from kvabr.replay.verify import load_profile
 
     bad: list[str] = []
-    parts: list[Callable[[], object]] = [lambda: load_profile(asset), asset.prompt]
+    parts: list[Callable[[], object]] = [lambda: load_profile(asset)]
+    if asset.keeps_prompt:
+        parts.append(asset.prompt)
     for name, track in asset.catalog.published.items():
         parts += [partial(asset.frame, group, name) for group in range(len(track.bytes))]
     for part in parts:

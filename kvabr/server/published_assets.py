@@ -66,6 +66,8 @@ class PublishedAssets:
         """Catalogs and profiles that were read lately, by their SHA-256."""
         self._cache_lock = threading.Lock()
         store = open_store(location, must_exist=True)
+        self.look_every_s = store.look_every_s
+        """See `AssetStore.look_every_s`."""
         self._index = AssetIndex(store, log, self._changed)
         self.live: LiveAssets | None = None
         """Those that are being prefilled, once somebody follows them; only folders can have such."""

@@ -222,7 +222,8 @@ class Watcher:
         self, library: PublishedAssets, log: FilteringBoundLogger, metrics: Metrics, *, every_s: float = WATCH_S
     ) -> None:
         """Prepare to look at the assets of ``library``, less often if that takes long."""
-        self._library, self._log, self._metrics, self._every_s = library, log, metrics, every_s
+        self._library, self._log, self._metrics = library, log, metrics
+        self._every_s = max(every_s, library.look_every_s)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:

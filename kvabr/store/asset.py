@@ -120,6 +120,8 @@ class Asset(ABC):
 
     local = True
     """Whether `open_frame` returns at once. A server reads frames of other stores in threads."""
+    keeps_prompt = True
+    """Whether this kind of store keeps the token ids of prompts."""
 
     def __init__(self, location: str, name: str, version: AssetVersion, catalog_data: bytes) -> None:
         """Parse the catalog.
@@ -327,8 +329,18 @@ class AssetStore(Protocol):
     def location(self) -> str:
         """Path or URL."""
 
+    @property
+    def look_every_s(self) -> float:
+        """Seconds that a server should leave between two looks for new assets, at least."""
+
+    def prepare(self) -> None:
+        """Make the store if it does not exist, and check that assets can be written there.
+
+        Raises `UsageError` or `AssetError`.
+        """
+
     def list(self) -> AssetListing:
-        """Find all assets without reading them."""
+        """Find all assets without reading them; `AssetError` if the store cannot be reached."""
 
     def version(self, name: str) -> AssetVersion | None:
         """Return the version of an asset, None if there is none; `AssetError` if the store cannot be reached."""

@@ -107,6 +107,8 @@ class FolderAsset(Asset):
 class FolderAssetStore:
     """An `AssetStore`: a folder that is an asset, or has assets in it, at most `MAX_DEPTH` levels down."""
 
+    look_every_s = 0.0
+
     def __init__(self, root: Path) -> None:
         """Take the folder, which need not exist yet."""
         self.root = root
@@ -115,6 +117,13 @@ class FolderAssetStore:
     def location(self) -> str:
         """The folder's path."""
         return str(self.root)
+
+    def prepare(self) -> None:
+        """See `AssetStore.prepare`."""
+        try:
+            self.root.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{self.root}: this folder to publish in cannot be made ({error.strerror})") from error
 
     def list(self) -> AssetListing:
         """See `AssetStore.list`. Looks once into each folder that is not hidden; links to folders count."""

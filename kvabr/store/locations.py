@@ -8,7 +8,6 @@ from urllib.parse import unquote, urlsplit
 
 from kvabr.store.asset import Asset, AssetStore
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
-from kvabr.store.files import PRIVATE_FOLDER
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, UsageError
 
@@ -17,10 +16,20 @@ Location = str | Path
 
 
 def _folder(url: str) -> AssetStore:
-    return FolderAssetStore(Path(unquote(urlsplit(url).path)))
+    parts = urlsplit(url)
+    return _objects(url) if parts.query else FolderAssetStore(Path(unquote(parts.path)))
 
 
-SCHEMES: dict[str, Callable[[str], AssetStore]] = {"file": _folder}
+def _objects(url: str) -> AssetStore:
+    from kvabr.store.objects.asset_store import ObjectAssetStore  # noqa: PLC0415  # needs an extra
+
+    return ObjectAssetStore(url)
+
+
+SCHEMES: dict[str, Callable[[str], AssetStore]] = {
+    "file": _folder,
+    **dict.fromkeys(("s3", "gs", "az", "memory"), _objects),
+}
 """Stores by URL scheme; each takes the URL. Import a client library inside the function."""
 
 
@@ -33,22 +42,18 @@ def is_store(location: Location) -> bool:
 def open_store(location: Location, *, must_exist: bool = False, create: bool = False) -> AssetStore:
     """Return the store at a path or URL; a folder that does not exist may be created, or be an `AssetError`.
 
-    Raises `UsageError` if there is no such kind of store, or the folder cannot be created.
+    Raises `UsageError` if there is no such kind of store; with ``create`` also as `AssetStore.prepare`.
     """
     if not is_store(location):
         raise UsageError(f"{location}: stores are folders or {', '.join(f'{name}://' for name in SCHEMES)}")
     scheme, separator, _ = str(location).partition("://")
-    if separator:
-        return SCHEMES[scheme](str(location))
     path = Path(location)
-    if must_exist and not path.is_dir():
+    if not separator and must_exist and not path.is_dir():
         raise AssetError(f"{path}: no such folder; give the folder that your assets are in, or make it first (mkdir)")
+    store = SCHEMES[scheme](str(location)) if separator else FolderAssetStore(path)
     if create:
-        try:
-            path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{path}: this folder to publish in cannot be made ({error.strerror})") from error
-    return FolderAssetStore(path)
+        store.prepare()
+    return store
 
 
 def open_asset(location: Location) -> Asset:

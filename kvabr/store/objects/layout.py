@@ -288,6 +288,10 @@ class StoredCatalog:
     def parsed(self) -> Catalog:
         """Return the catalog; raise `FormatError` if it is damaged, or does not fit the spans."""
         catalog = Catalog.loads(self.catalog)
+        self.check(catalog)
+        return catalog
+
+    def check(self, catalog: Catalog) -> None:
+        """Raise `FormatError` unless the spans are those of this catalog."""
         if list(self.spans) != span_names(catalog.spec, catalog.chunks, self.span_groups):
             raise FormatError("stored catalog: its spans are not those of its groups")
-        return catalog

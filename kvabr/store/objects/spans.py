@@ -12,7 +12,7 @@ import json
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -236,6 +236,24 @@ def head_of(catalog: Catalog, span: int, units: Sequence[tuple[int, Unit]], span
                 )
     tokens = min((first + len(digests)) * size, catalog.tokens) - first * size
     return SpanHead(digests, first, tokens, catalog.position, tuple(tracks))
+
+
+def listing(catalog: Catalog, heads: Sequence[SpanHead]) -> Catalog:
+    """Return the catalog of an asset with the sizes, digests and losses that the heads of its spans have."""
+    units, size, spec = units_of(catalog.spec, catalog.tokens), len(heads[0].digests), catalog.spec
+    tracks = []
+    for track in catalog.tracks:
+        names = [part.track_name(track.name) for part in spec.parts]
+        places = [(heads[unit.chunk // size].by_name[names[unit.part]], unit.group) for unit in units]
+        tracks.append(
+            replace(
+                track,
+                bytes=tuple(found.bytes[group - found.first] for found, group in places),
+                digests=tuple(found.digests[group - found.first] for found, group in places),
+                loss=tuple(found.loss[group - found.first] for found, group in places),
+            )
+        )
+    return replace(catalog, tracks=tuple(tracks))
 
 
 # ------------------------------------------------------- pointers
