@@ -126,14 +126,12 @@ class Bucket:
     ) -> AsyncIterator[memoryview]:
         """Yield bytes ``start`` to ``end`` of an object as they come; raises as `get`. Closing it ends the request.
 
-        It is tried again only until the first bytes have come.
+        Nothing is tried again: who plays knows whether that is worth it.
         """
-
-        async def once() -> GetResult:
-            found: GetResult = await _obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
-            return found
-
-        result = await self._tried(key, "cannot be read", once)
+        try:
+            result = await _obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
+        except Exception as error:
+            raise self._failed(key, "cannot be read", error) from error
         self._check(key, result, start, end, end - start)
         due = result.range[1] - result.range[0]
         try:

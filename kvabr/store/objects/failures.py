@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from kvabr.moqt.codes import RequestCode
 from kvabr.store.objects.url import CREDENTIALS
 from kvabr.types.errors import (
     ConnectionLostError,
@@ -73,7 +74,7 @@ class Failure:
         """Return the error to raise: ``what`` failed, for example "cannot be read", at the URL ``where``."""
         told = f" ({self.told})" if self.told else ""
         if self.kind == "absent":
-            return NotFoundError(f"{where}: there is no such object")
+            return NotFoundError(f"{where}: there is no such object", code=RequestCode.DOES_NOT_EXIST)
         if self.kind == "bucket":
             return StoreError(f"{where}: the bucket does not exist{told}; make it, or correct the URL or the endpoint")
         if self.kind == "clock":
@@ -88,7 +89,8 @@ class Failure:
                 "but not list is refused for objects that do not exist, too"
             )
         if self.kind == "busy":
-            return RequestError(f"{where}: {what}: the store is overloaded{told}; try again later", retry_after_s=5.0)
+            told = f"{where}: {what}: the store is overloaded{told}; try again later"
+            return RequestError(told, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=5.0)
         if self.kind == "lost":
             return ConnectionLostError(f"{where}: {what}: the store did not answer, or the connection broke{told}")
         if self.kind == "range":

@@ -4,10 +4,10 @@ Under ``PREFIX/v1/TENANT/`` of a bucket:
 
     o/<n>                offer n = 0, 1, 2 ...: a spec and its tracks
     s/<offer>/<name>     span: up to `SPAN_GROUPS` groups of tokens on all tracks
-    i/<offer>/<key>      pointer: which span a group is in, of those that are not the last of theirs
+    i/<offer>/<key>      pointer: which span a group is in; not of the last group of a full span, which has its name
     a/<prompt digest>    catalog, written last
     p/<sha256>           codec profile
-    g/<xx>/<sha256>      single group of a relay's or client's cache
+    g/<xx>/<digest>      single group of a relay's or client's cache
     probe/<random>       left behind by `Bucket.probe` where a publisher may not delete
 
 These are created once and never change, except that a user may replace a catalog. Everything here is bytes from an
@@ -28,6 +28,7 @@ from kvabr.store.objects.fields import HEX16, HEX64, check_schema, json_object, 
 from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_PROFILE_BYTES, Catalog
 from kvabr.types.catalog_json import MAX_GROUPS, MAX_TRACKS
 from kvabr.types.cost import PrefillCost
+from kvabr.types.digests import KINDS, SHA256
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import check_track_name
@@ -85,9 +86,9 @@ def profile_key(sha256: str) -> str:
     return f"p/{sha256}"
 
 
-def group_key(sha256: str) -> str:
-    """Return the key of a single group."""
-    return f"g/{sha256[:2]}/{sha256}"
+def group_key(digest: str) -> str:
+    """Return the key of a single group with this digest, of any kind."""
+    return f"g/{digest[-64:][:2]}/{digest}"
 
 
 def has_states(spec: KVSpec) -> bool:
@@ -125,7 +126,7 @@ class StoreOffer:
     prefill: PrefillCost | None = None
     loss_method: str = ""
     span_groups: int = SPAN_GROUPS
-    digest: str = "sha256"
+    digest: str = SHA256
     """Kind of the frames' digests."""
 
     def __post_init__(self) -> None:
@@ -145,9 +146,9 @@ class StoreOffer:
             raise FormatError("offer: the profile's digest is not 64 hex digits")
         if not 0 <= self.profile_bytes <= MAX_PROFILE_BYTES:
             raise FormatError(f"offer: a profile of {self.profile_bytes} bytes")
-        if self.digest != "sha256":
+        if self.digest not in KINDS:
             raise FormatError(
-                f"offer: digests of kind {str(self.digest)[:40]!r}, which this version cannot check; upgrade kvabr"
+                f"offer: digests of kind {self.digest[:40]!r}, which this version does not know; upgrade kvabr"
             )
 
     @classmethod
@@ -160,6 +161,7 @@ class StoreOffer:
             profile_bytes=catalog.profile_bytes,
             prefill=catalog.prefill,
             loss_method=catalog.loss_method[:_MAX_WORDS],
+            digest=catalog.digest_kind,
         )
 
     @cached_property

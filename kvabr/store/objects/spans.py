@@ -20,6 +20,7 @@ from kvabr.store.objects.fields import check_magic, digests_of, json_object, lis
 from kvabr.store.objects.layout import MAX_SPAN_BYTES, MAX_SPAN_GROUPS, SPAN_GROUPS, SPAN_NAME, StoreOffer
 from kvabr.types.catalog import Catalog
 from kvabr.types.catalog_json import MAX_GROUPS, MAX_TRACKS
+from kvabr.types.digests import is_digest, kind_of
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.naming import check_track_name
 from kvabr.types.units import Unit, units_of
@@ -50,7 +51,7 @@ class SpanTrack:
     """Number of the first unit among those of its class."""
     bytes: tuple[int, ...]
     digests: tuple[str, ...]
-    """SHA-256 of each frame, hex."""
+    """Digest of each frame, see `kvabr.types.digests`."""
     loss: tuple[float, ...]
 
 
@@ -165,7 +166,7 @@ def parse_head(data: bytes | memoryview) -> SpanHead:
                     check_track_name(one["name"]),
                     whole(one["first"], 0, MAX_GROUPS),
                     tuple(whole(size, 1, MAX_SPAN_BYTES) for size in list_of(one["bytes"], MAX_SPAN_GROUPS, "span")),
-                    digests_of(one["digests"], MAX_SPAN_GROUPS),
+                    tuple(_digest(each) for each in list_of(one["digests"], MAX_SPAN_GROUPS, "span")),
                     tuple(_loss(each) for each in list_of(one["loss"], MAX_SPAN_GROUPS, "span")),
                 )
                 for one in tracks
@@ -195,6 +196,8 @@ def check_span(head: SpanHead, offer: StoreOffer, digests: Sequence[str] | None 
     whole, size = len(head.digests) * offer.spec.group_tokens, offer.spec.group_tokens
     if not whole - size < head.tokens <= whole:
         raise FormatError(f"span {head.digests[-1][:16]}: {head.tokens} tokens do not make {len(head.digests)} groups")
+    if any(kind_of(digest) != offer.digest for track in head.tracks for digest in track.digests):
+        raise FormatError(f"span {head.digests[-1][:16]}: has digests of another kind than its offer")
     names = [track.name for track in head.tracks]
     if [name for name in offer.published if name in head.by_name] != names:
         raise FormatError(f"span {head.digests[-1][:16]}: has other tracks than its offer")
@@ -259,6 +262,11 @@ def listing(catalog: Catalog, heads: Sequence[SpanHead]) -> Catalog:
 # ------------------------------------------------------- pointers
 
 
+def pointed(head: SpanHead, span_groups: int = SPAN_GROUPS) -> tuple[str, ...]:
+    """Return the chained digests of the groups of a span that have a pointer: all but that which names a full span."""
+    return head.digests[: span_groups - 1]
+
+
 def encode_pointer(name: str, head: bytes) -> bytes:
     """Return the pointer to a span, given its name and what `encode_head` made of its head."""
     return _POINTER.pack(_POINTER_MAGIC, _POINTER_VERSION, len(name)) + name.encode() + head
@@ -298,6 +306,12 @@ def _unpacked(packed: bytes) -> bytes:
     if not reader.eof or reader.unused_data:
         raise FormatError("span: its head is truncated, too long, or followed by something else")
     return data
+
+
+def _digest(value: Any) -> str:
+    if not is_digest(value):
+        raise FormatError("span: what should be the digest of a frame is none")
+    return str(value)
 
 
 def _loss(value: Any) -> float:

@@ -40,6 +40,7 @@ from kvabr.store.objects.spans import (
     head_of,
     listing,
     parse_head,
+    pointed,
     units_by_span,
 )
 from kvabr.types.catalog import Catalog
@@ -218,7 +219,7 @@ class ObjectAssetWriter:
             (pointer_key(offer.id, digest), names[span.number], span)
             for span in spans
             if span.head is not None
-            for digest in span.head.digests[:-1]
+            for digest in pointed(span.head, offer.span_groups)
         ]
         _each(
             _SMALL_AT_ONCE,
