@@ -89,6 +89,7 @@ def test_what_excludes_an_option_of_the_command_line_is_taken_back(write):
         ("[fetsh]\ndeadline = 2", r"fetsh: no command \(did you mean 'fetch'\?\); sections are commands"),
         ("deadline = 2", r"deadline: an option outside a section"),
         ("[fetch\n", r"given\.toml: .*line 1"),
+        ("[fetch]\nx = " + "{a = " * 5000, r"too deep to be read"),
     ],
 )
 def test_mistakes_are_named_with_their_place(write, capsys, text, said):

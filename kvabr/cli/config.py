@@ -52,6 +52,8 @@ class Config:
 
         try:
             sections = tomllib.loads(path.read_text(encoding="utf-8"))
+        except RecursionError as error:
+            raise UsageError(f"{path}: tables or lists within each other, too deep to be read") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
             raise UsageError(f"{path}: {(error.strerror if isinstance(error, OSError) else None) or error}") from error
         for name, section in sections.items():
