@@ -93,6 +93,8 @@ class TimePlanner:
         """Bytes of the largest track, with the layers below it."""
         self._flying = np.zeros(groups, int) - 1
         """Track that is in flight for each group, or -1."""
+        self._added = 0
+        """See `View.added`."""
 
     def set(self, group: int, track: str | None, *, flying: bool = False, computed: bool = False) -> None:
         """Note that a group now has a track, or will have once what is in flight arrives; None: it is missing."""
@@ -115,6 +117,11 @@ class TimePlanner:
     def sync(self, view: View) -> None:
         """Take what every group has now."""
         settled = view.settled
+        if self._added != view.added:  # what could not be had may be there now
+            self._added = view.added
+            self._known = [(None, False)] * view.groups
+            for group in range(view.groups):
+                self.set(group, None)
         for group, track in enumerate(view.track_of):
             known = (track, group in settled)
             if known != self._known[group]:

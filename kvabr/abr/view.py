@@ -116,7 +116,10 @@ class View:
     settled: Settled = field(default_factory=Settled)
     """Groups that have arrived or are in place, with nothing in flight for them; these can be upgraded."""
     unavailable: AbstractSet[tuple[int, str]] = frozenset()
-    """Groups and tracks on which they have failed too often, for example because every copy was damaged."""
+    """Groups and tracks on which they have failed too often, for example because every copy was damaged; and those that
+    a producer has left out, or has not encoded yet."""
+    added: int = 0
+    """How often tracks were added to groups that existed without them; these have settled again, if they had before."""
     edge: int = field(init=False)
     """Groups that exist, the first ones: all of them, unless the cache is still being prefilled."""
     ends_s: float = 0.0

@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         plain(f"another process is publishing this cache: {args.out / name}")
         return 0
     if outcome.left_out:
-        plain(f"encoding was slower than the prefill: while the cache grew, {outcome.left_out} frames were not offered")
+        plain(f"encoding was slower than the prefill: {outcome.left_out} frames were offered only after its last token")
     plain(f"asset: {args.out / name} ({len(ids)} tokens, prefill {prefill_s:.1f} s, all {seconds:.1f} s)")
     return 0
 

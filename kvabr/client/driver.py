@@ -8,7 +8,7 @@ for when a play ends, and what they still bring is discarded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvabr.client.resources import cancel_all, decoders, on_engine, timed
 from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.moqt.codes import RequestCode
 from kvabr.player.assembler import Assembler, Layer
+from kvabr.player.live_edge import EdgeChanges
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, GiveUp, PlayerConfig, PlayRecord, Recompute
 from kvabr.quic.interface import Connection, Download
@@ -174,9 +175,9 @@ class Driver:
 
     # ------------------------------------------------------------- live edge
 
-    def published(self, edge: int, left_out: Iterable[tuple[int, str]], pushed: Collection[int]) -> None:
+    def published(self, edge: int, changes: EdgeChanges) -> None:
         """See `LiveFeed.run`."""
-        self._tell(partial(self.session.published, left_out=left_out, pushed=pushed), edge)
+        self._tell(partial(self.session.published, changes=changes), edge)
 
     def stopped(self, reason: str) -> None:
         """See `LiveFeed.run`."""

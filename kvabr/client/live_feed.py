@@ -1,8 +1,9 @@
 """Follows a cache that is still being prefilled, for one play: its news, and the base of groups before they exist.
 
-The news of a group of tokens say that it exists, how large its frames are, and what their SHA-256 is. News and base are
-asked for ahead: the peer holds the requests until there is something to send, so a group leaves the peer the moment it
-is published. What came of a group before its news waits undecoded.
+The news of a group of tokens say that it exists, how large its frames are, and what their SHA-256 is; further ones name
+the frames that were not encoded at first. News and base are asked for ahead: the peer holds the requests until there is
+something to send, so a group leaves the peer the moment it is published. What came of a group before its news waits
+undecoded.
 
 A peer is not believed. News must fit together (`GrowingCatalog`), and a base frame may have four times its expected
 size while its size is not known. A request that ends without an answer is made again for as long as the play lasts;
@@ -12,12 +13,13 @@ what ends the play is its deadline.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 from kvabr.client.lookup import fetch_catalog
 from kvabr.client.resources import cancel_all, decoders
 from kvabr.moqt.codes import RequestCode
+from kvabr.player.live_edge import EdgeChanges
 from kvabr.player.priorities import DEARER
 from kvabr.quic.interface import Connection, Download, GroupRequest, read_all
 from kvabr.types.catalog import Catalog
@@ -28,6 +30,7 @@ from kvabr.types.live import (
     GrowingCatalog,
     LiveEnd,
     PublishedFrames,
+    news_bytes,
     parse_edges,
 )
 from kvabr.types.naming import EDGE_TRACK
@@ -44,8 +47,6 @@ _ROUND_TRIPS = 1.5
 """Round trips that what is asked for ahead must last."""
 _TIMES_EXPECTED, _SLACK_BYTES = 4, 64 << 10
 """Most bytes of a base frame whose size is not known: this multiple of what is expected, plus a slack."""
-_NEWS_BYTES, _FRAME_NEWS_BYTES = 1 << 10, 256
-"""Most bytes of the news of a group, and of what they say of one frame."""
 _END_BYTES = 7 << 10
 """What the last news may take more: they have a reason in JSON, 500 characters of up to 12 bytes."""
 _URGENT = 0
@@ -54,11 +55,8 @@ _URGENT = 0
 class FeedListener(Protocol):
     """Takes what a feed has found out."""
 
-    def published(self, edge: int, left_out: Iterable[tuple[int, str]], pushed: Collection[int]) -> None:
-        """Take that the first ``edge`` groups exist; the base of the ``pushed`` ones was asked for ahead.
-
-        ``left_out``: groups and tracks that the producer had no time for.
-        """
+    def published(self, edge: int, changes: EdgeChanges) -> None:
+        """Take that the first ``edge`` groups exist, and what else has changed; see `Session.published`."""
 
     def stopped(self, reason: str) -> None:
         """Take that no more groups will exist, and why."""
@@ -133,7 +131,7 @@ class LiveFeed:
         self._asked = 0
         """Groups whose base was asked for ahead, or that existed before it could be."""
         self._news: dict[int, asyncio.Task[list[EdgeMessage]]] = {}
-        self._news_bytes = min(MAX_EDGE_BYTES, _NEWS_BYTES + _FRAME_NEWS_BYTES * len(growing.known))
+        self._news_bytes = news_bytes(len(growing.known))
         seconds = [*growing.seconds, 0.0]
         self._pace_s = max(seconds) / len(growing.seconds)
         self.published_s: float | None = None
@@ -180,12 +178,12 @@ class LiveFeed:
 
     async def _follow(self, listener: FeedListener) -> None:
         growing = self.growing
-        most = max(1, MAX_EDGE_BYTES // self._news_bytes)
+        most = MAX_EDGE_BYTES // self._news_bytes
         behind = True
-        while not growing.complete:
+        while not growing.settled:
             try:
                 if behind:
-                    messages = await self._fetch_news(growing.news, most)
+                    messages = await self._fetch_news(growing.order.messages, most)
                     behind = len(messages) >= most
                 else:
                     messages = await self._next_news()
@@ -197,28 +195,32 @@ class LiveFeed:
     def _take(self, messages: Iterable[EdgeMessage], listener: FeedListener) -> bool:
         """Take news in their order, and return whether nothing follows."""
         growing, before = self.growing, self.growing.edge
-        known = len(growing.left_out)
         end: LiveEnd | None = None
         fault: FormatError | None = None
+        added: list[tuple[int, str]] = []
         for message in messages:
             try:
-                growing.check_key(message)
+                growing.order.check_key(message)
                 if isinstance(message, LiveEnd):
                     end = message
+                    growing.end()
                     break
-                growing.publish(message)
+                added += growing.publish(message)
             except FormatError as error:
                 fault = error
                 break
-        if growing.complete:
+        if growing.complete and self.published_s is None:
             self.published_s = asyncio.get_running_loop().time()
         self._ask_ahead()
-        if growing.edge > before:
-            left_out = growing.left_out if len(growing.left_out) > known else ()
-            listener.published(growing.edge, left_out, [group for group in self._ahead if group < growing.edge])
-            for group in [group for group in self._ahead if group < growing.edge]:
-                self._ahead.pop(group).cancel()  # the play does not want it
-        if growing.complete:
+        pushed = [group for group in self._ahead if group < growing.edge]
+        new = range(before, growing.edge)
+        left_out = [
+            key for group in new for track in self._catalog.by_name if (key := (group, track)) in growing.left_out
+        ]
+        listener.published(growing.edge, EdgeChanges(left_out, added, dict(growing.coming), pushed))
+        for group in [group for group in self._ahead if group < growing.edge]:
+            self._ahead.pop(group).cancel()  # the play does not want it
+        if growing.settled or (growing.complete and end is not None):
             return True
         if fault is not None:
             raise fault
@@ -227,28 +229,27 @@ class LiveFeed:
         return end is not None
 
     def _stop(self, listener: FeedListener, reason: str) -> None:
-        self.reason = reason
+        if not self.growing.complete:
+            self.reason = reason
         listener.stopped(reason)
 
     async def _next_news(self) -> list[EdgeMessage]:
-        """Return the news of the next group, and ask for those of groups after it."""
-        loop, growing = asyncio.get_running_loop(), self.growing
-        last = self._catalog.offset + len(self._catalog.chunks)
-        for group in range(growing.news, min(growing.news + (self._window if self.holds else 1), last)):
-            if group not in self._news:
-                task = self._news[group] = loop.create_task(self._fetch_news(group))
+        """Return the next news, and ask for those that follow."""
+        loop, wanted = asyncio.get_running_loop(), self.growing.order.messages
+        for number in range(wanted, wanted + (self._window if self.holds else 1)):
+            if number not in self._news:
+                task = self._news[number] = loop.create_task(self._fetch_news(number))
                 task.add_done_callback(_retrieve)
-        wanted = growing.news
         try:
             return await self._news[wanted]
         finally:
             self._news.pop(wanted).cancel()
 
-    async def _fetch_news(self, group: int, groups: int = 1) -> list[EdgeMessage]:
-        """Return the news of up to ``groups`` groups, at least of the first, which is waited for."""
-        limit = min(MAX_EDGE_BYTES, groups * self._news_bytes + _END_BYTES)
+    async def _fetch_news(self, number: int, most: int = 1) -> list[EdgeMessage]:
+        """Return up to ``most`` news, given the number of the first, which is waited for."""
+        limit = min(MAX_EDGE_BYTES, most * self._news_bytes + _END_BYTES)
         namespace = self._catalog.namespace
-        request = GroupRequest(namespace, EDGE_TRACK, group, limit, wait_s=HELD_S, groups=groups)
+        request = GroupRequest(namespace, EDGE_TRACK, number, limit, wait_s=HELD_S, groups=most)
         pauses = _Pauses()
         while True:
             pauses.asked()
@@ -260,7 +261,7 @@ class LiveFeed:
             else:
                 messages = await asyncio.get_running_loop().run_in_executor(decoders(), parse_edges, data)
                 if not messages:
-                    raise FormatError(f"edge message of group {group}: it is empty")
+                    raise FormatError(f"edge message {number}: it is empty")
                 return messages
 
     async def _from_catalog(self) -> list[EdgeMessage]:
@@ -284,7 +285,7 @@ class LiveFeed:
                 return self._told_by(found.catalog)
 
     def _told_by(self, catalog: Catalog) -> list[EdgeMessage]:
-        ours, growing = self._catalog, self.growing
+        ours, order = self._catalog, self.growing.order
         chunks = catalog.chunks[ours.offset : ours.offset + len(ours.chunks)]
         if catalog.spec.digest() != ours.spec.digest() or chunks != ours.chunks:
             raise FormatError("the catalog of the complete asset is not that of the live one")
@@ -293,9 +294,13 @@ class LiveFeed:
             for track in catalog.tracks:
                 name, _ = catalog.address(group, track.name)
                 frames[catalog.unit(group).chunk][name] = track.bytes[group], track.digests[group]
+        wanted = {group: set(names) for group, names in order.coming.items()}
+        wanted |= {group: order.tracks(group) for group in range(order.groups, ours.offset + len(ours.chunks))}
         return [
-            PublishedFrames(growing.key, group, 0.0, frames[group])
-            for group in range(growing.news, ours.offset + len(ours.chunks))
+            PublishedFrames(
+                self.growing.key, group, 0.0, {name: frames[group][name] for name in names & frames[group].keys()}
+            )
+            for group, names in wanted.items()
         ]
 
     # ---------------------------------------------------------------- the base
@@ -310,7 +315,7 @@ class LiveFeed:
     def _ask_ahead(self) -> None:
         """Ask for the base of the next groups."""
         growing, catalog = self.growing, self._catalog
-        group, last = max(self._asked, growing.edge), growing.news - catalog.offset + self._window
+        group, last = max(self._asked, growing.edge), growing.order.groups - catalog.offset + self._window
         while (
             self.holds
             and group < catalog.groups

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES, check_cache
 from kvabr.codec.rope import backwards, rope_first, rope_shape, rotate
+from kvabr.codec.threads import encoder_threads
 from kvabr.codec.transform import FARTHEST, NO_MATRIX, ONE, Matrices, Stack, Structure, Transform
 from kvabr.types.errors import FormatError
 
@@ -192,7 +193,7 @@ class Analysis:
         return tuple(made)
 
     def _analyse_natively(self, group: torch.Tensor, first_token: int) -> Coefficients:
-        """Do it with stacks in parallel, on as many threads as torch would use; releases the GIL."""
+        """Do it with stacks in parallel, on as many threads as torch or `encoding_on` says; releases the GIL."""
         structure, tokens = self.structure, group.shape[3]
         if group.dtype not in DTYPES:
             group = group.float()
@@ -206,7 +207,8 @@ class Analysis:
             _kvanalysis.analyse(self._native[number], source, *turns, rows[first:last], largest, own)
             return largest
 
-        numbers, threads = range(len(self._native)), min(torch.get_num_threads(), len(self._native))
+        numbers = range(len(self._native))
+        threads = min(encoder_threads() or torch.get_num_threads(), len(numbers))
         if threads > 1:
             with ThreadPoolExecutor(threads, thread_name_prefix="kvabr-analyse") as pool:
                 largest = np.maximum.reduce(list(pool.map(work, numbers)))

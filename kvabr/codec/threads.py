@@ -1,4 +1,4 @@
-"""The cores of this process, and how the groups being decoded share them. Loads no torch."""
+"""The cores of this process, and how the groups being decoded, or encoded, share them. Loads no torch."""
 
 from __future__ import annotations
 
@@ -30,6 +30,26 @@ def decoder_threads() -> int:
     if not wanted.isdecimal() or not 1 <= int(wanted) <= _MAX_THREADS:
         raise UsageError(f"{VARIABLE} is {wanted!r}; give 1 to {_MAX_THREADS} threads that decode, or unset it")
     return int(wanted)
+
+
+_encoding = threading.local()
+
+
+@contextmanager
+def encoding_on(threads: int | None) -> Iterator[None]:
+    """Have groups that are encoded in this thread transformed in up to ``threads`` threads; None: as usual."""
+    before = encoder_threads()
+    _encoding.threads = threads
+    try:
+        yield
+    finally:
+        _encoding.threads = before
+
+
+def encoder_threads() -> int | None:
+    """Return the number of threads that `encoding_on` has set in this thread; None: as many as torch uses."""
+    found: int | None = getattr(_encoding, "threads", None)
+    return found
 
 
 class SharedCores:

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvabr.types.errors import UsageError
 
 _MOST_PACE = 4.0
 """The pace of the groups so far may differ from what was expected by this factor, to be believed of the rest."""
+_LATE, _LATE_S = 4.0, 0.25
+"""Layers that are later than this multiple of what was announced, and this many seconds, are not waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeChanges:
+    """What news say besides how many groups are published."""
+
+    left_out: Collection[tuple[int, str]] = ()
+    """Of the new groups, those and their tracks that do not exist, or not yet."""
+    added: Collection[tuple[int, str]] = ()
+    """Groups and tracks that exist now and did not before, although the group did."""
+    coming: Mapping[int, float] = field(default_factory=dict)
+    """All groups of which further tracks are still to follow, and the seconds after their last news at which they
+    should."""
+    pushed: Container[int] | None = None
+    """The groups whose base was asked for before they were published; None: all."""
+
+
+NO_CHANGES = EdgeChanges()
 
 
 class LiveEdge:
@@ -31,12 +52,31 @@ class LiveEdge:
         """Groups that were published when the first were seen: they may have been there for long."""
         self.ended: str | None = None
         """Why the producer stopped before the last group; None if it has not."""
+        self.coming: dict[int, tuple[float, float]] = {}
+        """Groups of which further tracks are to follow: when, and after how many seconds."""
 
     def reach(self, edge: int, now: float) -> None:
         """Note that the first ``edge`` groups are published now; those before `edge` were published earlier."""
         if not self.edge:
             self._first_s, self._firsts = now, edge
         self.edge, self._last_s = edge, now
+
+    def expect(self, coming: Mapping[int, float], now: float) -> None:
+        """Note of which groups further tracks are to follow, and in how many seconds from their news."""
+        before = self.coming
+        self.coming = {
+            group: before[group] if group in before and before[group][1] == rest_s else (now + rest_s, rest_s)
+            for group, rest_s in coming.items()
+        }
+
+    def rest_s(self, group: int, now: float) -> float | None:
+        """Return the seconds until further tracks of a group should follow; None if they are not to be waited for.
+
+        What is late is expected to take as long again.
+        """
+        due_s, announced_s = self.coming[group]
+        last_s = due_s + _LATE * announced_s + _LATE_S
+        return None if now >= last_s else min(abs(now - due_s), last_s - now)
 
     def ends_s(self, now: float) -> float:
         """Return when the last group should be published, or was, seconds since the play began."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec
 
@@ -55,6 +56,8 @@ _WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
 """Share of the deadline, and seconds, that what has arrived of a group waits for its other layers at most."""
 _WAITS = 4.0
 """Multiple of that after which a later request for the group no longer prolongs the wait."""
+_LEAST_LOOK_S = 0.01
+"""Least seconds after which a play that waits for layers considers again whether they are worth it."""
 _HURRY_TICKS = 1.5
 """Ticks before the last moment at which decoding must begin to be in time."""
 
@@ -118,6 +121,9 @@ class EventLog:
 
 class PlayState:
     """What a play knows about its groups, and the operations that change it."""
+
+    _look_s = math.inf
+    """When to consider again whether layers that are to follow are worth the wait."""
 
     def __init__(
         self,
@@ -228,6 +234,32 @@ class PlayState:
         if began and self._alone_s is not None and now + self._alone_s < ends_s:
             record.sooner_alone_s = ends_s - now - self._alone_s
             self._events.emit(SoonerAlone, now, self._alone_s, ends_s)
+
+    def _layers_pay(self, now: float) -> bool:
+        """Return whether the layers that a producer is still encoding save more than waiting for them costs."""
+        live, view, saved, soonest_s = self._live, self.view, 0.0, math.inf
+        self._look_s = math.inf
+        if live is None:
+            return False
+        for group in live.coming:
+            current, rest_s = view.track_of[group], live.rest_s(group, now)
+            if rest_s is None or current is None or current == RECOMPUTED:
+                continue
+            soonest_s, best = min(soonest_s, rest_s), 0.0
+            for track in view.ladder.stacks:
+                layers = view.layers(track, current)
+                if not layers or (group, layers[0]) not in view.unavailable:
+                    continue
+                nbytes = sum(view.bytes(group, layer) for layer in layers)
+                carried_s = nbytes / view.rate if view.rate > 0 else 0.0
+                if now + rest_s + view.ttfb_s + carried_s + view.decode_s(track) < view.deadline_s:
+                    gain = view.loss(group, current) - view.loss(group, track)
+                    best = max(best, gain - view.time_price * carried_s)
+            saved += best
+        if saved > 0.0 and saved > view.time_price * (soonest_s + view.ttfb_s):
+            self._look_s = now + max(soonest_s, _LEAST_LOOK_S)
+            return True
+        return False
 
     def _refresh(self, now: float) -> None:
         view = self.view

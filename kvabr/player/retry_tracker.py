@@ -43,6 +43,11 @@ class RetryTracker:
                 self.unavailable.update((group, one.name) for one in self._ladder.catalog.tracks)
         self._faults["transfer"] = f"last fault: {reason}"
 
+    def added(self, group: int, track: str) -> None:
+        """Note that a track of a group exists now that did not before."""
+        if self._failures[group, track] < self._attempts:
+            self.unavailable.discard((group, track))
+
     def engine_failed(self, reason: str) -> None:
         """Note that the engine failed."""
         self._faults["engine"] = f"the engine failed: {reason}"

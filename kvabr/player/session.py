@@ -18,7 +18,8 @@ layers that have arrived are decoded together (`PlayState._next_to_decode`). The
    A hole is never delivered: a play whose patience has ended with groups missing is given up, whatever is still being
    decoded. An engine may complete it beyond that, for as long as `ENGINE_PATIENCE` says.
 4. The groups of a live asset are absent until they are published, and not missing; a play does not end while some may
-   still come before the deadline, unless the engine has computed them.
+   still come before the deadline, unless the engine has computed them. Nor does it while layers are about to be
+   published that are worth the wait.
 5. A play for a prefix (`PrefixGoal`) never starts the engine. It is cut when the engine would start, when only the
    engine could bring another group, and at the deadline; the record says why.
 6. The session reads no clock: every event carries ``now``, and the driver calls `timer` at the time of `next_timer`.
@@ -26,13 +27,14 @@ layers that have arrived are decoded together (`PlayState._next_to_decode`). The
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from kvabr.abr.policy import Decision
 from kvabr.abr.view import Transfer
 from kvabr.player import abandon
 from kvabr.player.compute_queue import ComputeQueue
+from kvabr.player.live_edge import NO_CHANGES, EdgeChanges
 from kvabr.player.play_state import PlayState
 from kvabr.player.session_types import Action, Deliver, FetchGroup, GiveUp, GroupRecord, Recompute
 from kvabr.types.catalog import RECOMPUTED
@@ -65,37 +67,39 @@ class Session(PlayState):
         self._guard.start()
         self._advance(now)
 
-    def published(
-        self,
-        edge: int,
-        now: float,
-        left_out: Iterable[tuple[int, str]] = (),
-        pushed: Container[int] | None = None,
-    ) -> None:
+    def published(self, edge: int, now: float, changes: EdgeChanges = NO_CHANGES) -> None:
         """Take that the first ``edge`` groups of a live asset exist; their base, which is pushed, is on its way.
 
         Args:
             edge: the number of groups.
             now: when they were first known to exist.
-            left_out: groups and tracks that the producer had no time for.
-            pushed: the groups whose base was asked for before they were published; None: all. The base of the others
-                is requested as any group is.
+            changes: tracks that are missing, and those that were and exist now. The base of groups that were not asked
+                for before is requested as any group is.
         """
         live, view, lane = self._live, self.view, self._compute
-        if self.over or live is None or edge <= live.edge:
+        if self.over or live is None:
             return
-        new = range(live.edge, min(edge, view.groups))
-        live.reach(new.stop, now)
-        view.edge = new.stop
-        self._retries.unavailable.update(left_out)
-        self._note_published(live, now)
+        new = range(live.edge, max(live.edge, min(edge, view.groups)))
+        if not new and not changes.added and changes.coming.keys() == live.coming.keys():
+            return
+        live.expect(changes.coming, now)
+        self._retries.unavailable.update(changes.left_out)
+        for group, track in changes.added:
+            self._retries.added(group, track)
+            if group in view.settled:
+                view.settled.add(group)
+        view.added += bool(changes.added)
+        if new:
+            live.reach(new.stop, now)
+            view.edge = new.stop
+            self._note_published(live, now)
         base = view.ladder.cheapest
         for group in new:
             engine = group not in self._absent or (lane is not None and group in lane.chosen)
             if (group, base) in view.unavailable or engine:
                 continue
             decision = Decision.fetch(group, base, "the publisher pushes the base of what it publishes")
-            if pushed is None or group in pushed:
+            if changes.pushed is None or group in changes.pushed:
                 self._pushed.add(self._requests)
             self._request(group, (base,), decision, now, upgrade=False)
         self._sync_missing()
@@ -104,7 +108,11 @@ class Session(PlayState):
     def producer_stopped(self, reason: str, now: float) -> None:
         """Take that nothing more of a live asset will be published, and why."""
         live, lane = self._live, self._compute
-        if self.over or live is None or live.ended is not None or live.edge == self.view.groups:
+        if self.over or live is None or live.ended is not None:
+            return
+        live.coming.clear()
+        if live.edge == self.view.groups:
+            self._advance(now)
             return
         live.ended = reason
         if self.record.live is not None:
@@ -298,7 +306,7 @@ class Session(PlayState):
         """Return when the driver must call `timer`, seconds since the play began; None once the play is over."""
         if self.over:
             return None
-        ends = (self.view.deadline_s, self._patience_s(), self._next_tick_s)
+        ends = (self.view.deadline_s, self._patience_s(), self._next_tick_s, self._look_s)
         return min(end for end in ends if end > self.view.now or end == self._next_tick_s)
 
     def time_left(self, now: float) -> float:
@@ -334,7 +342,7 @@ class Session(PlayState):
 
     def _conclude(self, now: float, *, complete: bool) -> None:
         """End the play if nothing is left to ask for, to wait for, or to hope for."""
-        if self.over:
+        if self.over or (complete and self._layers_pay(now)):
             return
         stopped = self._live is not None and self._live.ended is not None
         if self._content and not self._anything_pending() and (complete or stopped or not self.view.coming):

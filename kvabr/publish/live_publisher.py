@@ -1,24 +1,30 @@
 """Publishes a cache while it is being computed, so that players have most of it when the prefill ends.
 
 An engine begins with the tokens alone and hands over their cache as it is computed; what `kvabr serve` serves grows
-with it (`kvabr.store.live_folder`). Every group of tokens is told once, with the frames that were made. If encoding
-lags behind the engine, the dearest tracks of a group are left out of that, never the cheapest one, and made at the end,
-when nobody waits for them: the asset that stays is complete.
+with it (`kvabr.store.live_folder`). A group of tokens is told of as soon as its cheapest track is encoded. Its other
+tracks follow, with news of their own, when no group waits for its cheapest one. So if encoding lags behind the engine
+it is they that come later, possibly only after the last token.
+
+Encoding delays the engine by no more than a small share of its time (`kvabr.publish.encoding_threads`): beyond that it
+takes what nobody else wants, and after the last token all that it can get.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
-from kvabr.codec.base import codec
-from kvabr.publish.encoder import FrameEncoder, ordered_tracks
+from kvabr.codec.threads import encoding_on
+from kvabr.publish.encoder import FrameEncoder, GroupEncoder, ordered_tracks
+from kvabr.publish.encoding_threads import SHARE, EncodingBudget
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict, total_bytes
 from kvabr.publish.publisher import Publisher, Slot
 from kvabr.store.asset import CATALOG, AssetWriter
@@ -34,6 +40,9 @@ from kvabr.types.naming import LAYERS
 Pace = Sequence[float] | PrefillCost
 """When groups of tokens will have been computed: seconds since the beginning for each, or what a prefill costs."""
 
+_MOST_HELD = 4
+"""Units whose transformed numbers are kept until their further tracks are made."""
+
 
 class LivePublisher:
     """Publishes caches that can be played while they grow, in the queue and the thread of a `Publisher`."""
@@ -43,7 +52,9 @@ class LivePublisher:
         publisher: Publisher,
         *,
         edge: Sequence[str] | None = None,
+        share: float = SHARE,
         clock: Callable[[], float] = time.monotonic,
+        on_told: Callable[[PublishedFrames], object] = lambda _: None,
     ) -> None:
         """Take a publisher into a folder, which goes on publishing finished caches, too.
 
@@ -51,15 +62,20 @@ class LivePublisher:
             publisher: says which tracks there are.
             edge: tracks that are made while an asset grows; the others are made at the end. None: the AC layers if they
                 are among the tracks, as they are what a link that is slower than the prefill can carry; else all.
+            share: of the time of a prefill, by which encoding may delay it where all processors are busy.
             clock: seconds.
+            on_told: called with all news, in an encoding thread.
 
         Raises:
-            UsageError: its store is no folder, or the tracks of the edge are not among all.
+            UsageError: its store is no folder, the tracks of the edge are not among all, or the share is none.
         """
         offer, store = publisher.offer, publisher.store
         if not isinstance(store, FolderAssetStore):
             raise UsageError(f"{store.location}: only what lies in a folder can be played while it grows")
+        if not 0 <= share <= 1:
+            raise UsageError(f"encoding may delay a prefill by a share of it from 0 to 1, not {share}")
         self.publisher, self.root, self.clock = publisher, store.root, clock
+        self.share, self.on_told = share, on_told
         layers = tuple(track for track in offer.tracks if track in LAYERS)
         self.edge = ordered_tracks(edge) if edge is not None else layers or offer.tracks
         """Tracks that are made while an asset grows."""
@@ -83,7 +99,7 @@ class LivePublisher:
             tokens: ids of the prompt.
             pace: when its groups will have been computed.
             salt: a tenant's secret, see `kvabr.types.naming.chain`.
-            done: called with the outcome, in the encoding thread.
+            done: called with the outcome, in an encoding thread.
 
         Raises:
             UsageError: these are no token ids, or the pace is not that of their groups.
@@ -186,19 +202,18 @@ class TrackCosts:
         seconds, elements = self._spent.get(track, (0.0, 0))
         return seconds / elements if elements else 0.0
 
-    def within(self, tracks: Sequence[str], share: float, base: str) -> tuple[str, ...]:
-        """Return the tracks that can be made in a share of the time for all: ``base``, and then the cheapest ones."""
-        if share >= 1:
-            return tuple(tracks)
-        left = share * sum(map(self.of, tracks)) - self.of(base)
-        chosen = {base}
-        while True:
-            ready = [track for track in tracks if track not in chosen and codec(track).refines in (None, *chosen)]
-            cheapest = min(ready, key=self.of, default=None)
-            if cheapest is None or self.of(cheapest) > left:
-                return tuple(track for track in tracks if track in chosen)
-            chosen.add(cheapest)
-            left -= self.of(cheapest)
+
+@dataclass(slots=True)
+class _PutOff:
+    """Tracks of a unit that are still to be made."""
+
+    chunk: int
+    """The group of tokens that the unit ends with."""
+    index: int
+    kv: torch.Tensor
+    tracks: tuple[str, ...]
+    encoder: GroupEncoder | None = None
+    """The one that made its cheapest track, which knows the rest half; None: begin anew."""
 
 
 class LiveProduction(Production):
@@ -219,13 +234,39 @@ class LiveProduction(Production):
         self._stack.callback(claim.release)
         self._costs, self._clock, self._tracks = publisher.costs, publisher.clock, publisher.edge
         self._seconds, self._key, self._began_s = tuple(seconds), new_key(), self._clock()
+        self._budget, self._on_told = EncodingBudget(publisher.share), publisher.on_told
         self._folder: LiveFolderWriter | None = None
         self._base = ""
-        self._late: list[tuple[int, torch.Tensor, tuple[str, ...]]] = []
-        """Groups (units) with tracks that are to be made at the end."""
-        self._left_out = 0
+        self._layers: deque[_PutOff] = deque()
+        """Further tracks of the edge, of groups that were told of."""
+        self._late: deque[_PutOff] = deque()
+        """The other tracks."""
+        self._left_out, self._encoding_s, self._idle_s = 0, 0.0, 0.0
         self._over = False
         """Whether the end was told."""
+
+    def patient(self) -> bool:
+        """See `Production.patient`: once the budget is spent, until the last token is there."""
+        return not self._ended and not self._budget.allows(self._clock() - self._began_s)
+
+    def spent(self, cpu_s: float, wall_s: float, *, patient: bool) -> None:
+        """See `Production.spent`."""
+        if self._ended:
+            return
+        self._encoding_s += cpu_s
+        if patient:
+            self._idle_s += cpu_s
+        else:
+            self._budget.spend(cpu_s, wall_s)
+
+    def has_work(self) -> bool:
+        """See `Production.has_work`."""
+        return super().has_work() or (self.outcome is None and bool(self._layers))
+
+    def step(self) -> None:
+        """See `Production.step`; after the last token on all cores."""
+        with encoding_on(len(os.sched_getaffinity(0)) if self._ended else None):
+            super().step()
 
     def _live_writer(self) -> AssetWriter:
         self._folder = LiveFolderWriter(self._path)
@@ -241,44 +282,82 @@ class LiveProduction(Production):
     def _live(self, frames: FrameEncoder, tracks: Sequence[str]) -> LiveCatalog:
         return LiveCatalog(self.offer.catalog(frames, expected=tracks), self._seconds, self._key)
 
-    def _encode(self, frames: FrameEncoder, chunk: int, units: Sequence[tuple[int, torch.Tensor]], lag: int) -> None:
-        tracks = self._costs.within(self._tracks, 1 / (1 + lag), self._base)
-        self._left_out += (len(self._tracks) - len(tracks)) * len(units)
-        rest = tuple(track for track in frames.tracks if track not in tracks)
+    def _encode(self, frames: FrameEncoder, chunk: int, units: Sequence[tuple[int, torch.Tensor]]) -> None:
+        layers = tuple(track for track in self._tracks if track != self._base)
+        late = tuple(track for track in frames.tracks if track not in self._tracks)
         for index, kv in units:
             encoder = frames.group(index, kv)
-            for track in tracks:
-                began_s = time.thread_time()
-                encoder.encode(track)
-                self._costs.add(track, time.thread_time() - began_s, kv.numel())
-            if rest:
-                self._late.append((index, kv, rest))
-        self._tell(self._news(frames, chunk))
+            self._make(encoder, self._base, kv.numel())
+            if layers:
+                held = encoder if len(self._layers) < _MOST_HELD else None
+                self._layers.append(_PutOff(chunk, index, kv, layers, held))
+            if late:
+                self._late.append(_PutOff(chunk, index, kv, late))
+        self._publish(frames, chunk, (self._base,), self._rest_s(layers) if layers else None)
+
+    def _catch_up(self, frames: FrameEncoder) -> None:
+        if not self._layers:
+            return
+        first = self._layers[0].chunk
+        while self._layers and self._layers[0].chunk == first:
+            self._finish(frames, self._layers.popleft())
+        if not self._over:
+            self._publish(frames, first, [track for track in self._tracks if track != self._base], None)
+
+    def _finish(self, frames: FrameEncoder, put_off: _PutOff) -> None:
+        """Make what was put off."""
+        encoder = put_off.encoder or frames.group(put_off.index, put_off.kv)
+        for track in put_off.tracks:
+            self._make(encoder, track, put_off.kv.numel())
+
+    def _make(self, encoder: GroupEncoder, track: str, elements: int) -> None:
+        began_s = time.thread_time()
+        encoder.encode(track)
+        self._costs.add(track, time.thread_time() - began_s, elements)
+
+    def _rest_s(self, tracks: Sequence[str]) -> float:
+        """Return the seconds after which all that was put off should be made: these tracks."""
+        return sum(put_off.kv.numel() for put_off in self._layers) * sum(map(self._costs.of, tracks))
 
     def _news(self, frames: FrameEncoder, chunk: int) -> PublishedFrames:
-        """Return the news of a group of tokens: all frames that are made of it."""
+        """Return news of all frames of a group of tokens that are made."""
+        units = self._pieces.units(chunk)
+        whole = all(frames.bytes[track][index] for index, _ in units for track in self._tracks)
+        return PublishedFrames(self._key, chunk, 0.0, self._made(frames, chunk, frames.tracks), None if whole else 0.0)
+
+    def _publish(self, frames: FrameEncoder, chunk: int, tracks: Collection[str], rest_s: float | None) -> None:
+        """Tell of these tracks of a group of tokens."""
+        made = self._made(frames, chunk, tracks)
+        if self._ended and self._pieces.lag(chunk):
+            self._left_out += len(made)
+        ready_s = max(0.0, self._clock() - self._began_s)
+        self._tell(message := PublishedFrames(self._key, chunk, ready_s, made, rest_s))
+        self._on_told(message)
+
+    def _made(self, frames: FrameEncoder, chunk: int, tracks: Collection[str]) -> dict[str, tuple[int, str]]:
+        """Return the frames of a group of tokens that are made, of some tracks, by their published names."""
         parts = self.offer.spec.parts
-        made = {
+        return {
             parts[unit.part].track_name(track): (frames.bytes[track][index], frames.digests[track][index])
             for index, unit in self._pieces.units(chunk)
-            for track in frames.tracks
+            for track in tracks
             if frames.bytes[track][index]
         }
-        return PublishedFrames(self._key, chunk, max(0.0, self._clock() - self._began_s), made)
 
     def _tell(self, message: EdgeMessage) -> None:
         assert self._folder is not None  # noqa: S101  # `_begin` came first
         self._folder.tell(message)
 
     def _end(self, frames: FrameEncoder, writer: AssetWriter, reason: str) -> None:
-        if not self._over:
+        if self._layers and not reason:
+            self._catch_up(frames)
+        elif not self._over:
             self._over = True
             self._tell(LiveEnd(self._key, reason))
+        elif self._layers and not self._hurry:
+            self._catch_up(frames)
         elif self._late and not self._hurry:
-            index, kv, tracks = self._late.pop(0)
-            encoder = frames.group(index, kv)
-            for track in tracks:
-                encoder.encode(track)
+            self._finish(frames, self._late.popleft())
         elif reason:
             self._shorten(frames, reason)
         elif (self._path / CATALOG).exists():  # a producer that could not see this one
@@ -286,8 +365,7 @@ class LiveProduction(Production):
         else:
             writer.commit(self.offer.catalog(frames))
             self.published = self.chunks[-1]
-            told = PublishOutcome("published", total_bytes(frames), tokens=self.tokens, left_out=self._left_out)
-            self.close(told)
+            self.close(self._outcome("published", total_bytes(frames), tokens=self.tokens))
 
     def _broken(self, why: str) -> None:
         if self._folder is not None and not self._over:
@@ -309,8 +387,10 @@ class LiveProduction(Production):
                     self._folder.commit(catalog, path)
                     self.published, tokens = path.name, catalog.tokens
                     size = sum(track.total_bytes for track in catalog.tracks)
-        told = PublishOutcome("failed", size, why, tokens=tokens, left_out=self._left_out)
-        self.close(told)
+        self.close(self._outcome("failed", size, why, tokens))
+
+    def _outcome(self, verdict: PublishVerdict, size: int, why: str = "", tokens: int = 0) -> PublishOutcome:
+        return PublishOutcome(verdict, size, why, tokens, self._left_out, self._encoding_s, self._idle_s)
 
     def _discard(self, folder: LiveFolderWriter, frames: FrameEncoder) -> None:
         """Remove the frames of a group that was not told: the disk may be full."""

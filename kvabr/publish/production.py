@@ -1,6 +1,6 @@
 """One cache on its way into a store: it comes in runs of tokens, and is encoded step by step, group by group.
 
-An engine's threads hand over what they have computed; one encoding thread takes the steps. A `Production` writes an
+An engine's threads hand over what they have computed; an encoding thread takes the steps. A `Production` writes an
 asset that appears at the end. `kvabr.publish.live_publisher` makes it one that is played while it grows.
 """
 
@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ from kvabr.publish.offer import TrackOffer
 from kvabr.store.asset import AssetWriter
 from kvabr.types.errors import FormatError, KvabrError
 from kvabr.types.kv import KVSpec
-from kvabr.types.units import Unit, snapshot_ends, units_of
+from kvabr.types.units import Unit, snapshot_ends, units_by_chunk, units_of
 
 PublishVerdict = Literal["full", "known", "published", "failed"]
 """The queue was full; the cache was published before; it is published now; or it could not be written."""
@@ -39,7 +40,12 @@ class PublishOutcome:
     """Tokens whose cache was published, if it was; of one that failed after it could be played, those of the shorter
     prompt that is left."""
     left_out: int = 0
-    """Frames that were not offered while the asset grew, because encoding was too slow; they were made at the end."""
+    """Frames that were offered only after the last token, although their group was not among the last ones, because
+    encoding was too slow."""
+    encoding_s: float = 0.0
+    """Processor time that encoding took until the last token was there."""
+    idle_s: float = 0.0
+    """What of it nobody else wanted: it was taken at idle priority."""
 
 
 class Production:
@@ -70,8 +76,11 @@ class Production:
         """Set when nothing is left to do."""
         self.published: str | None = None
         """Name of the asset that was published."""
-        self.queued = False
-        """Whether a step is in the encoding thread's queue; guarded by `lock`."""
+        self.waits_for: bool | None = None
+        """Whether a step is in the queue of the patient encoding thread, or of the other; None: in none. Guarded by
+        `lock`."""
+        self.stepping = False
+        """Whether a thread is at it; guarded by `lock`."""
         self._make_writer, self._position = make_writer, position
         self._stack = contextlib.ExitStack()
         self._frames: FrameEncoder | None = None
@@ -120,7 +129,14 @@ class Production:
         """Return whether a step would do anything; under `lock`."""
         return self.outcome is None and (self._frames is None or self._ended or self._next < self._pieces.whole)
 
-    # ------------------------------------------------------- the encoding thread
+    def patient(self) -> bool:
+        """Return whether the next step is for the thread that takes only what nobody else wants; under `lock`."""
+        return False
+
+    # ------------------------------------------------------- the encoding threads, one at a time
+
+    def spent(self, cpu_s: float, wall_s: float, *, patient: bool) -> None:
+        """Take what a step took: processor time, and time; ``patient``: in the patient thread."""
 
     def step(self) -> None:
         """Do one group's work; the outcome is there once all is done. Never raises."""
@@ -153,23 +169,27 @@ class Production:
         with self.lock:
             whole, ended = self._next < self._pieces.whole and not self._hurry, self._ended
             taken = self._pieces.take(self._next) if whole else []
-            lag = self._pieces.lag(self._next) if whole else 0
         if whole:
-            self._encode(self._frames, self._next, taken, lag)
+            self._encode(self._frames, self._next, taken)
             self._next += 1
         elif ended:
             self._end(self._frames, self._writer, self._reason)
+        else:
+            self._catch_up(self._frames)
 
     def _begin(self, frames: FrameEncoder) -> None:
         """Prepare for the first group."""
 
-    def _encode(self, frames: FrameEncoder, chunk: int, units: Sequence[tuple[int, torch.Tensor]], lag: int) -> None:
-        """Encode a group of tokens, whose units are given by their index; it waits for ``lag`` runs of tokens."""
-        del chunk, lag
+    def _encode(self, frames: FrameEncoder, chunk: int, units: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Encode a group of tokens, whose units are given by their index."""
+        del chunk
         for index, kv in units:
             encoder = frames.group(index, kv)
             for track in frames.tracks:
                 encoder.encode(track)
+
+    def _catch_up(self, frames: FrameEncoder) -> None:
+        """Do what was put off while there is nothing else to do."""
 
     def _end(self, frames: FrameEncoder, writer: AssetWriter, reason: str) -> None:
         """Publish the asset, unless there is a reason not to."""
@@ -195,10 +215,10 @@ class _Pieces:
         """By layer class: pieces, and the place of their first token (row of a state)."""
         self._done = [0] * len(spec.parts)
         """By layer class, tokens (rows) that were handed over."""
-        self._units: list[list[tuple[int, Unit]]] = [[] for _ in range(spec.groups(tokens))]
-        """By group of tokens, the units that end with it."""
-        for index, unit in enumerate(units_of(spec, tokens)):
-            self._units[unit.chunk].append((index, unit))
+        units = units_by_chunk(units_of(spec, tokens), spec.groups(tokens))
+        numbers = count()
+        self._units = [[(next(numbers), unit) for unit in each] for each in units]
+        """By group of tokens, the units that end with it, and their indices."""
         self._runs: list[int] = []
         """Tokens up to the end of each run."""
         self.tokens = 0

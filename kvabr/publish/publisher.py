@@ -5,11 +5,9 @@ Nothing is measured, see `kvabr.publish.offer`. What would make the engine wait 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +15,7 @@ from pathlib import Path
 import torch
 
 from kvabr.codec.profile import Profile
+from kvabr.publish.encoding_threads import encoding_thread
 from kvabr.publish.offer import TrackOffer
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
 from kvabr.store.locations import Location, open_store
@@ -28,12 +27,9 @@ from kvabr.types.naming import chain
 
 __all__ = ["PublishOutcome", "PublishVerdict", "Publisher", "Slot", "read_profile", "with_heads", "with_layers"]
 
-_NICENESS = 10
-"""Added to the encoding thread's niceness, so that the engine goes first."""
-
 
 class Publisher:
-    """Encodes and publishes caches in a thread of its own, group by group."""
+    """Encodes and publishes caches in threads of its own, group by group."""
 
     def __init__(
         self,
@@ -71,7 +67,8 @@ class Publisher:
         self._known: set[str] = set()
         """Assets that are being published."""
         self._lock = threading.Lock()
-        self._thread = _encoding_thread()
+        self._threads = {False: encoding_thread(), True: encoding_thread(patient=True)}
+        """The usual one, and the patient one."""
         self._closed = False
 
     def reserve(self, tokens: Sequence[int], salt: bytes = b"") -> Slot | PublishVerdict:
@@ -109,7 +106,8 @@ class Publisher:
     def close(self) -> None:
         """Publish what waits, and end."""
         self._closed = True
-        self._thread.shutdown(wait=True)
+        for thread in self._threads.values():
+            thread.shutdown(wait=True)
 
     def _give_back(self, name: str) -> None:
         with self._lock:
@@ -124,30 +122,45 @@ class Publisher:
         self.wake(made)
 
     def wake(self, production: Production) -> None:
-        """Have the encoding thread go on with a cache, if there is anything to do."""
+        """Have an encoding thread go on with a cache, if there is anything to do."""
         with production.lock:
-            if production.queued or not production.has_work():
+            if production.stepping or not production.has_work():
                 return
-            production.queued = True
+            patient = production.patient()
+            if production.waits_for in (patient, False):
+                return
+            production.waits_for = patient  # if it waited for the patient thread, that will find it gone
         try:
-            self._thread.submit(self._work, production)
+            self._threads[patient].submit(self._work, production, patient)
         except RuntimeError:
             production.close(PublishOutcome("failed", why="the publisher is closed"))
             self._over(production)
 
-    def _work(self, production: Production) -> None:
+    def _work(self, production: Production, patient: bool) -> None:
         """Do one step of a cache, and let the others have theirs before the next."""
+        with production.lock:
+            if production.waits_for is not patient:
+                return
+            production.waits_for, production.stepping = None, True
         while True:
+            began_s, cpu_s = time.monotonic(), time.thread_time()
             production.step()
+            production.spent(time.thread_time() - cpu_s, time.monotonic() - began_s, patient=patient)
             if production.outcome is not None:
                 self._over(production)
                 return
             with production.lock:
-                production.queued = production.has_work()
-                if not production.queued:
+                if not production.has_work():
+                    production.stepping = False
                     return
-            with contextlib.suppress(RuntimeError):  # the publisher is being closed: finish it here
-                self._thread.submit(self._work, production)
+                wanted = production.patient()
+                production.waits_for, production.stepping = wanted, False
+            try:
+                self._threads[wanted].submit(self._work, production, wanted)
+            except RuntimeError:  # the publisher is being closed: finish it here
+                with production.lock:
+                    production.waits_for, production.stepping = None, True
+            else:
                 return
 
     def _over(self, production: Production) -> None:
@@ -215,24 +228,3 @@ def with_layers(spec: KVSpec, layers: range) -> KVSpec:
     own = [one for each in spec.classes if (one := each.of_layers(layers)) is not None]
     classes = tuple(sorted(own, key=lambda one: (one.layers[0], one.role)))
     return replace(spec, classes=classes, model=f"{spec.model}+layers{layers.start}-{layers.stop - 1}")
-
-
-def _encoding_thread() -> ThreadPoolExecutor:
-    """Return a thread of low priority, in which torch uses one core: the others are the engine's."""
-    threads = torch.get_num_threads()
-    made = ThreadPoolExecutor(1, "kvabr-publish", initializer=_be_nice)
-    made.submit(int).result()
-    _use(threads)  # what was set in the thread is also the default of threads to come
-    return made
-
-
-def _be_nice() -> None:
-    torch.get_num_threads()  # takes the default, once for each thread
-    _use(1)
-    with contextlib.suppress(OSError, AttributeError):  # threads have no priority of their own except on Linux
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-
-
-def _use(threads: int) -> None:
-    # vLLM's workers for CPUs put a function in the place of `torch.set_num_threads` that does nothing.
-    torch._C.set_num_threads(threads)  # noqa: SLF001

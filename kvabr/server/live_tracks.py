@@ -14,7 +14,7 @@ from kvabr.server.growing import GrowingBytes, GrowingPublication
 from kvabr.server.publication import ArrivingGroup, BytesPublication, Publication
 from kvabr.store.asset_index import check_names
 from kvabr.types.errors import AssetError, FormatError
-from kvabr.types.live import EdgeMessage, LiveCatalog, LiveEnd, PublishedFrames, check_kind, parse_edge
+from kvabr.types.live import EdgeMessage, LiveCatalog, LiveEnd, NewsOrder, PublishedFrames, merged, parse_edge
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, TrackNamespace
 from kvabr.types.units import Unit
 
@@ -52,13 +52,17 @@ class LiveLevel(GrowingPublication):
         self._part, self._level = asset.live.catalog.spec.parts[part], level
         self.name = self._part.track_name(level)
         self.dear = asset.dear
-        self._frames: list[PublishedFrame] = []
+        self._frames: dict[int, PublishedFrame] = {}
 
     def publish(self, unit: Unit, frame: tuple[int, str] | None) -> None:
-        """Take the next group; None: the producer left it out, so it does not exist."""
+        """Take a group; None: the producer leaves it out, so it does not exist. Later ones appear after it."""
         size, digest = frame or (0, "")
-        self._frames.append(PublishedFrame(unit, size, digest))
-        self.grow(len(self._frames))
+        self._frames[unit.group] = PublishedFrame(unit, size, digest)
+        groups = self.groups
+        while groups in self._frames:
+            groups += 1
+        if groups > self.groups:
+            self.grow(groups)
 
     def has(self, group: int) -> bool:
         """See `Publication.has`."""
@@ -107,10 +111,9 @@ class GrowingAsset(ABC):
         check_names(live.catalog)
         catalog = self.catalog = live.catalog
         self.live = live
-        self._units: list[list[Unit]] = [[] for _ in catalog.chunks]
+        self.order = NewsOrder(live)
+        """The news so far."""
         units = list(map(catalog.unit, range(catalog.groups))) if catalog.every_token else catalog.units
-        for unit in units:
-            self._units[unit.chunk].append(unit)
         self.levels: dict[str, LiveLevel] = {}
         """By the names under which they are published."""
         for part in range(len(catalog.spec.parts)):
@@ -121,8 +124,6 @@ class GrowingAsset(ABC):
         self.edge = EdgeTrack(self)
         self.text = BytesPublication(live.dumps().encode()) if text is None else text
         """The live catalog."""
-        self.chunks = 0
-        """Groups of tokens that are published."""
         self.news_bytes = 0
         self.over = False
         """Whether nothing follows."""
@@ -133,6 +134,11 @@ class GrowingAsset(ABC):
     def namespace(self) -> TrackNamespace:
         """Name of the whole prompt."""
         return self.catalog.namespace
+
+    @property
+    def chunks(self) -> int:
+        """Groups of tokens that are published."""
+        return self.order.groups
 
     @property
     def watched(self) -> bool:
@@ -160,29 +166,25 @@ class GrowingAsset(ABC):
         """Take the next message.
 
         Raises:
-            FormatError: it is of another production, of another group than the next one, or of one that the catalog
-                does not have; it names a track that does not exist, or none that stands alone.
+            FormatError: as `NewsOrder.take`; or there are too many.
         """
-        if message.key != self.live.key:
-            raise FormatError("a message of another production")
         if isinstance(message, LiveEnd):
-            missing = len(self._units) - self.chunks
+            self.order.check_key(message)
+            missing = len(self.catalog.chunks) - self.chunks
             self.end(message.reason or (f"it ended before its last {missing} groups" if missing else ""))
             return
-        if message.group >= len(self._units):
-            raise FormatError(f"group {message.group} came, the live catalog has {len(self._units)}")
-        if message.group != self.chunks:
-            raise FormatError(f"group {message.group} came, {self.chunks} is next")
         data = message.dumps()
         if self.news_bytes + len(data) > MAX_NEWS_BYTES:
             raise FormatError(f"more than {MAX_NEWS_BYTES} bytes of news")
-        self._check(message)
-        for unit in self._units[message.group]:
+        begun = self.order.coming.get(message.group)
+        self.order.take(message)
+        names = self.order.tracks(message.group) if begun is None else begun
+        coming = self.order.coming.get(message.group, ())
+        for unit in self.order.units(message.group):
             part = self.catalog.spec.parts[unit.part]
-            for track in self.catalog.tracks:
-                name = part.track_name(track.name)
-                self.levels[name].publish(unit, message.frames.get(name))
-        self.chunks += 1
+            for name in map(part.track_name, self.catalog.by_name):
+                if name in names and name not in coming:
+                    self.levels[name].publish(unit, message.frames.get(name))
         self.news_bytes += len(data)
         self.edge.append(data)
 
@@ -190,6 +192,11 @@ class GrowingAsset(ABC):
         """Say that nothing follows; an empty reason: it is complete. Does nothing the second time."""
         if not self.over:
             self.over = True
+            for group, names in self.order.coming.items():
+                for unit in self.order.units(group):
+                    part = self.catalog.spec.parts[unit.part]
+                    for name in names & set(map(part.track_name, self.catalog.by_name)):
+                        self.levels[name].publish(unit, None)
             self.edge.append(LiveEnd(self.live.key, reason).dumps())
             for track in (*self.levels.values(), self.edge):
                 track.finish(reason)
@@ -201,20 +208,6 @@ class GrowingAsset(ABC):
             track.finish(reason)
 
     def news(self) -> list[PublishedFrames]:
-        """Return the news so far."""
-        messages = (parse_edge(bytes(self.edge.open(group).data)) for group in range(self.chunks))
-        return [message for message in messages if isinstance(message, PublishedFrames)]
-
-    def _check(self, news: PublishedFrames) -> None:
-        check_kind(news, self.catalog.digest_kind)
-        left = set(news.frames)
-        for unit in self._units[news.group]:
-            part, alone = self.catalog.spec.parts[unit.part], False
-            for track in self.catalog.tracks:
-                name = part.track_name(track.name)
-                alone |= name in news.frames and track.refines is None
-                left.discard(name)
-            if not alone:
-                raise FormatError(f"group {news.group} has no track that stands alone")
-        if left:
-            raise FormatError(f"group {news.group} has tracks that the live catalog lacks: {min(left)[:80]}")
+        """Return the news so far, one for each group of tokens."""
+        messages = (parse_edge(bytes(self.edge.open(number).data)) for number in range(self.order.messages))
+        return merged(message for message in messages if isinstance(message, PublishedFrames))

@@ -19,7 +19,7 @@ from kvabr.server.publication import ArrivingGroup, BytesPublication, Publicatio
 from kvabr.server.relay_catalogs import Catalogs, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
 from kvabr.types.errors import AssetError, NotFoundError, RequestError, TransportError
-from kvabr.types.live import MAX_EDGE_BYTES, EdgeMessage, LiveCatalog, parse_edge, parse_edges
+from kvabr.types.live import MAX_EDGE_BYTES, EdgeMessage, LiveCatalog, news_bytes, parse_edge, parse_edges
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, TrackNamespace
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ MOST_LIVE = 64
 """Assets that are followed at a time."""
 _AHEAD, _MOST_ASKED = 4, 16
 """News that are asked for before they exist, of one asset and of all; of each asset at least one."""
-_NEWS_BYTES, _FRAME_NEWS_BYTES = 1 << 10, 256
-"""Bytes of the news of a group, and of what they say of one frame, about."""
 _AHEAD_GROUPS = 8
 """Groups that are asked for before they exist, of one level."""
 _SLACK = 4
@@ -78,11 +76,10 @@ class RelayedAsset(GrowingAsset):
 
     def take(self, message: EdgeMessage) -> None:
         """See `GrowingAsset.take`; what the origin holds requests for is fetched, whoever may still want it."""
-        before = self.chunks
+        before = [(level, level.groups) for level in self.levels.values()]
         super().take(message)
-        for level in self.levels.values() if self.chunks > before else ():
-            group = level.groups - 1
-            if level.groups and level.has(group):
+        for level, groups in before:
+            for group in filter(level.has, range(groups, level.groups)):
                 frame = level.frame(group)
                 request = GroupRequest(self.namespace, level.name, group, frame.size)
                 self._groups.release(request, frame.digest, level.objects(group))
@@ -191,10 +188,10 @@ class LiveRelay:
             await self._catch_up(asset)
             while not asset.over and (asset.watched or loop.time() - asset.asked_s < IDLE_S):
                 ahead = max(1, min(_AHEAD, _MOST_ASKED // len(self._assets)))
-                for group in range(asset.chunks, min(asset.chunks + ahead, len(asset.catalog.chunks) + 1)):
-                    if group not in asked:
-                        asked[group] = loop.create_task(self._news(asset, group))
-                if (message := await asked.pop(asset.chunks)) is not None:
+                for number in range(asset.order.messages, asset.order.messages + ahead):
+                    if number not in asked:
+                        asked[number] = loop.create_task(self._news(asset, number))
+                if (message := await asked.pop(asset.order.messages)) is not None:
                     asset.take(message)
         finally:
             for task in asked.values():
@@ -203,9 +200,9 @@ class LiveRelay:
 
     async def _catch_up(self, asset: RelayedAsset) -> None:
         """Take the news that exist already, many at a time; raises as `_news`."""
-        most = max(1, MAX_EDGE_BYTES // (_NEWS_BYTES + _FRAME_NEWS_BYTES * len(asset.levels)))
+        most = MAX_EDGE_BYTES // news_bytes(len(asset.levels))
         while not asset.over:
-            request = GroupRequest(asset.namespace, EDGE_TRACK, asset.chunks, MAX_EDGE_BYTES, groups=most)
+            request = GroupRequest(asset.namespace, EDGE_TRACK, asset.order.messages, MAX_EDGE_BYTES, groups=most)
             try:
                 data = await read_all(self._upstream.request(request, _URGENT))
             except TransportError:
@@ -217,8 +214,8 @@ class LiveRelay:
             if len(messages) < most:
                 return
 
-    async def _news(self, asset: RelayedAsset, group: int) -> EdgeMessage | None:
-        """Return a message; None if it must be asked for again.
+    async def _news(self, asset: RelayedAsset, number: int) -> EdgeMessage | None:
+        """Return a message, given its number; None if it must be asked for again.
 
         Raises:
             TransportError: the origin has it no more, or refuses.
@@ -226,7 +223,7 @@ class LiveRelay:
         """
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
-        request = GroupRequest(asset.namespace, EDGE_TRACK, group, MAX_EDGE_BYTES, wait_s=HOLD_S)
+        request = GroupRequest(asset.namespace, EDGE_TRACK, number, MAX_EDGE_BYTES, wait_s=HOLD_S)
         try:
             return parse_edge(await read_all(self._upstream.request(request, _URGENT)))
         except RequestError as error:

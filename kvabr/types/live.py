@@ -1,8 +1,9 @@
 """Caches that are published while they are being prefilled: what is known at the start, and the news of each group.
 
 A *live catalog* is a catalog whose sizes and losses are expected, not measured, and whose digests are not known yet,
-with the times at which groups should appear. *Edge messages* follow, one per group of tokens, in order: they say how
-large the frames are that ended with it, and their digests. The last one says that the cache is complete, or why its
+with the times at which groups should appear. *Edge messages* follow. The first news of each group of tokens, in order,
+say how large the frames are that ended with it, and their digests. They may come when only the base is encoded; then
+they say so, and further news of the group name the rest. The last message says that the cache is complete, or why its
 producer stopped. All of them carry the live catalog's key, so that the news of two productions never mix.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
@@ -21,7 +22,7 @@ from kvabr.types.digests import is_digest, kind_of, unknown
 from kvabr.types.errors import FormatError
 from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.naming import TrackNamespace
-from kvabr.types.units import Unit, prefix_units, units_of
+from kvabr.types.units import Unit, prefix_units, units_by_chunk, units_of
 
 LIVE_SCHEMA = "kvabr.live/1"
 MAX_EDGE_BYTES = 256 << 10
@@ -30,7 +31,11 @@ MAX_LIVE_BYTES = MAX_CATALOG_BYTES
 """Most bytes of a live catalog."""
 UNKNOWN = unknown()
 """Stands for a SHA-256 that is not known yet; see `kvabr.types.digests.unknown` for those of another kind."""
+_NEWS_BYTES, _FRAME_NEWS_BYTES = 1 << 10, 256
+"""Most bytes of news, and of what they say of one frame."""
 _MAX_FRAME = 1 << 40
+_MOST_BEGUN = 0.25
+"""Share of the published groups that a shorter asset does without because only their base was encoded."""
 _KEY = re.compile(r"[0-9a-f]{16}")
 _DECODER = json.JSONDecoder()
 
@@ -91,7 +96,7 @@ class LiveCatalog:
 
 @dataclass(frozen=True, slots=True)
 class PublishedFrames:
-    """News: one more group of tokens is published."""
+    """News: one more group of tokens is published, or further frames of one that was announced before."""
 
     key: str
     group: int
@@ -99,12 +104,15 @@ class PublishedFrames:
     ready_s: float
     """When it was published, seconds since the producer began."""
     frames: Mapping[str, tuple[int, str]]
-    """Size and digest of its frames, by the name of the published track. Some tracks may be missing: then the
-    producer had no time to encode them."""
+    """Size and digest of its frames, by the name of the published track. Some tracks may be missing."""
+    rest_s: float | None = None
+    """Seconds after which the tracks should follow that no news of the group have named; None: they will not."""
 
     def dumps(self) -> bytes:
         """Return it as one line of JSON."""
-        value = {"key": self.key, "group": self.group, "ready_s": round(self.ready_s, 6)}
+        value: dict[str, Any] = {"key": self.key, "group": self.group, "ready_s": round(self.ready_s, 6)}
+        if self.rest_s is not None:
+            value["rest_s"] = round(self.rest_s, 6)
         frames = {name: list(frame) for name, frame in self.frames.items()}
         return json.dumps({**value, "frames": frames}, separators=(",", ":")).encode()
 
@@ -123,6 +131,11 @@ class LiveEnd:
 
 
 EdgeMessage = PublishedFrames | LiveEnd
+
+
+def news_bytes(tracks: int) -> int:
+    """Return the most bytes that news of a group with as many published tracks have."""
+    return min(MAX_EDGE_BYTES, _NEWS_BYTES + _FRAME_NEWS_BYTES * tracks)
 
 
 def parse_edge(data: bytes) -> EdgeMessage:
@@ -157,10 +170,11 @@ def _message(value: Any) -> EdgeMessage:
             raise FormatError("edge message: the reason of an end must be text")
         return LiveEnd(key, value["end"][:500])
     group, ready_s = value["group"], float(value["ready_s"])
-    if type(group) is not int or group < 0 or not 0 <= ready_s < math.inf:
-        raise FormatError("edge message: the group must be a whole number, its time a finite one, from zero")
+    rest_s = None if value.get("rest_s") is None else float(value["rest_s"])
+    if type(group) is not int or group < 0 or not all(0 <= time_s < math.inf for time_s in (ready_s, rest_s or 0.0)):
+        raise FormatError("edge message: the group must be a whole number, its times finite ones, from zero")
     frames = {str(name): _frame(frame) for name, frame in value["frames"].items()}
-    return PublishedFrames(key, group, ready_s, frames)
+    return PublishedFrames(key, group, ready_s, frames, rest_s)
 
 
 def _frame(value: Any) -> tuple[int, str]:
@@ -178,14 +192,31 @@ def check_kind(news: PublishedFrames, kind: str) -> None:
         raise FormatError(f"edge message: group {news.group} has digests of another kind than {kind}")
 
 
+def merged(news: Iterable[PublishedFrames]) -> list[PublishedFrames]:
+    """Return news of which each names all that is known of one group, in the order of the groups."""
+    found: dict[int, PublishedFrames] = {}
+    for message in news:
+        before = found.get(message.group)
+        frames = message.frames if before is None else {**before.frames, **message.frames}
+        found[message.group] = replace(message, frames=frames)
+    return [found[group] for group in sorted(found)]
+
+
 def published_catalog(live: LiveCatalog, news: Sequence[PublishedFrames]) -> Catalog | None:
-    """Return the ordinary catalog of what these news, from the first group on, have named; None if it cannot be played.
+    """Return the ordinary catalog of what these news have named; None if it cannot be played.
 
     It is that of the whole prompt, or of a shorter one. Its losses are the expected ones, and it has the tracks that no
-    group was left out of.
+    group was left out of. A few groups at the end that were still being encoded are left out, rather than the tracks
+    that they lack.
+
+    Args:
+        live: the live catalog.
+        news: one for each group of tokens, from the first on, see `merged`.
     """
     catalog = live.catalog
-    groups, _ = catalog.playable(min(len(news), len(catalog.chunks)))
+    many = min(len(news), len(catalog.chunks))
+    begun = next((count for count in range(many) if news[many - 1 - count].rest_s is None), many)
+    groups, _ = catalog.playable(many - begun if begun <= many * _MOST_BEGUN else many)
     while groups and (found := _shorter(catalog, news[:groups])) is None:
         groups, _ = catalog.playable(groups - 1)
     return found if groups else None
@@ -217,6 +248,72 @@ def _shorter(catalog: Catalog, news: Sequence[PublishedFrames]) -> Catalog | Non
     return replace(catalog, namespace=space, tokens=tokens, chunks=chunks, tracks=tuple(tracks.values()), mixes=())
 
 
+class NewsOrder:
+    """Checks that the news of one production fit together, and its live catalog: of use to all who take them."""
+
+    def __init__(self, live: LiveCatalog) -> None:
+        """Begin without news."""
+        self._key, self._catalog = live.key, live.catalog
+        self._units = None if live.catalog.every_token else units_by_chunk(live.catalog.units, len(live.catalog.chunks))
+        self.groups = 0
+        """Groups of tokens of which there were news."""
+        self.messages = 0
+        self.coming: dict[int, set[str]] = {}
+        """By group of tokens, the published tracks that are still to follow."""
+
+    def units(self, group: int) -> Sequence[Unit]:
+        """Return the units that end with a group of tokens."""
+        return (self._catalog.unit(group),) if self._units is None else self._units[group]
+
+    def tracks(self, group: int) -> set[str]:
+        """Return the names of the published tracks that have a frame of a group of tokens."""
+        parts = self._catalog.spec.parts
+        return {parts[unit.part].track_name(track) for unit in self.units(group) for track in self._catalog.by_name}
+
+    def check_key(self, message: EdgeMessage) -> None:
+        """Raise `FormatError` if a message is of another production."""
+        if message.key != self._key:
+            raise FormatError("a message of another production")
+
+    def take(self, news: PublishedFrames) -> None:
+        """Take the next message.
+
+        Raises:
+            FormatError: it is of another production; of another group than the next one, or one with more to come; or
+                of one that the catalog does not have. It names a track that does not exist, or that was named before;
+                of a new group, none that stands alone; or a digest of another kind.
+        """
+        self.check_key(news)
+        check_kind(news, self._catalog.digest_kind)
+        group, groups = news.group, len(self._catalog.chunks)
+        if group >= groups:
+            raise FormatError(f"group {group} came, the live catalog has {groups}")
+        if new := group == self.groups:
+            self._check_base(news)
+            due = self.tracks(group)
+        elif group in self.coming:
+            due = self.coming[group]
+            if not news.frames and news.rest_s is not None:
+                raise FormatError(f"news of group {group} with nothing new")
+        else:
+            raise FormatError(f"group {group} came, {self.groups} is next")
+        if wrong := news.frames.keys() - due:
+            what = "the live catalog lacks" if new else "no longer were to come"
+            raise FormatError(f"group {group} has tracks that {what}: {min(wrong)[:80]}")
+        self.coming.pop(group, None)
+        if news.rest_s is not None and (rest := due - news.frames.keys()):
+            self.coming[group] = rest
+        self.groups += new
+        self.messages += 1
+
+    def _check_base(self, news: PublishedFrames) -> None:
+        for unit in self.units(news.group):
+            part = self._catalog.spec.parts[unit.part]
+            alone = (part.track_name(track.name) for track in self._catalog.tracks if track.refines is None)
+            if not any(name in news.frames for name in alone):
+                raise FormatError(f"group {news.group} has no track that stands alone")
+
+
 class GrowingCatalog:
     """The catalog of one play of a live asset; its sizes and digests become known group by group."""
 
@@ -228,23 +325,27 @@ class GrowingCatalog:
             wanted: what is played of its catalog (`Catalog.prefix`, `Catalog.suffix`, `Catalog.with_tracks`).
             most_bytes: the largest frame that is believed.
         """
-        self.key, self._most_bytes, self._kind = live.key, most_bytes, wanted.digest_kind
+        self.key, self._most_bytes = live.key, most_bytes
+        self.order = NewsOrder(live)
+        """The news so far, also of groups that are not played."""
         self.seconds = live.seconds[wanted.offset : wanted.offset + len(wanted.chunks)]
         """When each group of tokens that is played should be published, seconds since the producer began."""
         self._sizes = {track.name: list(track.bytes) for track in wanted.tracks}
-        self._digests = {track.name: [unknown(self._kind)] * len(track.digests) for track in wanted.tracks}
-        # Only this class changes them, and only of groups that nobody may request yet.
+        self._digests = {track.name: [unknown(wanted.digest_kind)] * len(track.digests) for track in wanted.tracks}
+        # Only this class changes them, and only of what nobody may request yet.
         tracks = tuple(self._growing(track) for track in wanted.tracks)
         self.catalog = replace(wanted, tracks=tracks)
-        """Sizes and digests of groups from `edge` on are expected, and unknown."""
+        """Sizes and digests of groups from `edge` on, and of `left_out`, are expected, and unknown."""
         self.edge = 0
         """Groups (units) that are published: the first ones."""
         self.chunks = 0
         """Groups of tokens that are published, of those that are played."""
-        self.news = 0
-        """The group of tokens, counted from the asset's first, whose news come next."""
         self.left_out: set[tuple[int, str]] = set()
-        """Groups (units) and tracks that the producer had no time for."""
+        """Groups (units) and tracks that are published, but not on that track, or not yet."""
+        self.coming: dict[int, float] = {}
+        """Groups (units) of which further tracks are to follow, and after how many seconds."""
+        self._begun: dict[int, range] = {}
+        """By group of tokens, its units, as long as more of them is to follow."""
         self.known: dict[str, list[str]] = {}
         """Digests of the groups of every published track, by its name; "" for those that are not known yet."""
         for group in range(self.catalog.groups):
@@ -259,51 +360,66 @@ class GrowingCatalog:
 
     @property
     def complete(self) -> bool:
-        """Whether all that the play needs is published."""
+        """Whether every group that is played is published."""
         return self.chunks == len(self.catalog.chunks)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no news matter any more to this play."""
+        return self.complete and not self.coming
 
     @property
     def expected_s(self) -> list[float]:
         """When each group (unit) should be published, seconds since the producer began."""
         return [self.seconds[self.catalog.unit(group).chunk] for group in range(self.catalog.groups)]
 
-    def check_key(self, message: EdgeMessage) -> None:
-        """Raise `FormatError` if a message is of another production."""
-        if message.key != self.key:
-            raise FormatError("edge message: of another production of this cache")
+    def publish(self, news: PublishedFrames) -> list[tuple[int, str]]:
+        """Take the next news, and return what they add to groups (units) that were published: these, and the tracks.
 
-    def publish(self, news: PublishedFrames) -> None:
-        """Take the news of the next group of tokens; those behind the play are ignored.
+        News of groups that are not played change nothing.
 
         Raises:
-            FormatError: it is of another production, or of another group than the next one; a frame is too large; or
-                no track of a group stands alone.
+            FormatError: as `NewsOrder.take`; or a frame is too large, or no track of those played stands alone.
         """
-        self.check_key(news)
-        if self.complete:
-            return
-        if news.group != self.news:
-            raise FormatError(f"edge message: group {news.group} came, {self.news} is next")
-        check_kind(news, self._kind)
-        catalog, edge = self.catalog, self.edge
-        while edge < catalog.groups and catalog.offset + catalog.unit(edge).chunk == news.group:
-            self._publish(edge, news)
-            edge += 1
-        self.edge, self.news = edge, news.group + 1
-        self.chunks = max(0, self.news - catalog.offset)
+        order, catalog = self.order, self.catalog
+        new, units = news.group == order.groups, self._begun.get(news.group, range(0))
+        order.take(news)
+        if new:
+            end = self.edge
+            while end < catalog.groups and catalog.offset + catalog.unit(end).chunk == news.group:
+                end += 1
+            units = range(self.edge, end)
+        taken: list[tuple[int, str]] = []
+        for group in units:
+            made = [track for track in catalog.tracks if self._publish(group, track.name, news)]
+            if new and all(track.refines is not None for track in made):
+                raise FormatError(f"group {news.group} has no track that stands alone")
+            taken += [(group, track.name) for track in made]
+        if new:
+            self.edge, self.chunks = units.stop, max(0, min(order.groups - catalog.offset, len(catalog.chunks)))
+        self._begun.pop(news.group, None)
+        for group in units:
+            self.coming.pop(group, None)
+        if units and news.group in order.coming:
+            self._begun[news.group] = units
+            self.coming.update(dict.fromkeys(units, news.rest_s or 0.0))
+        return [] if new else taken
 
-    def _publish(self, group: int, news: PublishedFrames) -> None:
-        alone = False
-        for track in self.catalog.tracks:
-            name, number = self.catalog.address(group, track.name)
-            frame = news.frames.get(name)
-            if frame is None:
-                self.left_out.add((group, track.name))
-                continue
-            if frame[0] > self._most_bytes:
-                raise FormatError(f"edge message: a group of {name} with {frame[0]} bytes, no cache needs so many")
-            self._sizes[track.name][group], self._digests[track.name][group] = frame
-            self.known[name][number] = frame[1]
-            alone |= track.refines is None
-        if not alone:
-            raise FormatError(f"edge message: group {news.group} has no track that stands alone")
+    def end(self) -> None:
+        """Take that nothing follows."""
+        self.coming.clear()
+
+    def _publish(self, group: int, track: str, news: PublishedFrames) -> bool:
+        """Take a frame, and return whether there is one."""
+        name, number = self.catalog.address(group, track)
+        frame = news.frames.get(name)
+        if frame is None:
+            if not self.known[name][number]:
+                self.left_out.add((group, track))
+            return False
+        if frame[0] > self._most_bytes:
+            raise FormatError(f"edge message: a group of {name} with {frame[0]} bytes, no cache needs so many")
+        self._sizes[track][group], self._digests[track][group] = frame
+        self.known[name][number] = frame[1]
+        self.left_out.discard((group, track))
+        return True

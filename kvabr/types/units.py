@@ -8,7 +8,7 @@ them so: each has its own bytes, loss and track.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -71,6 +71,14 @@ def _apart(spec: KVSpec, part: int, tokens: int) -> int:
     """Return the tokens from one unit of a class to the next."""
     only = spec.classes[part]
     return spec.group_tokens if only.kind != "state" else only.interval or tokens
+
+
+def units_by_chunk(units: Iterable[Unit], chunks: int) -> list[list[Unit]]:
+    """Return the units that end with each of ``chunks`` groups of tokens."""
+    found: list[list[Unit]] = [[] for _ in range(chunks)]
+    for unit in units:
+        found[unit.chunk].append(unit)
+    return found
 
 
 def computed_shape(part: KVSpec, tokens: int) -> tuple[int, int, int, int, int]:

@@ -75,7 +75,7 @@ class Producer:
                     found[name] = self.asset.frame(number, name)
         return found
 
-    def publish(self, chunks=1, *, left_out=(), spoil=None, tell=True):
+    def publish(self, chunks=1, *, left_out=(), rest_s=None, spoil=None, tell=True):
         """Publish the next groups of tokens; ``spoil`` changes what is sent of a frame, given its name and bytes."""
         for _ in range(chunks):
             chunk = self.published
@@ -89,7 +89,16 @@ class Producer:
                 self.levels[name].append(frame if spoil is None else spoil(name, frame))
             self.published += 1
             if tell:
-                self.news.append(PublishedFrames(KEY, chunk, float(chunk), told).dumps())
+                self.news.append(PublishedFrames(KEY, chunk, float(chunk), told, rest_s).dumps())
+
+    def add(self, chunk, names, rest_s=None):
+        """Tell of further frames of a group of tokens."""
+        told = {
+            name: (len(frame), hashlib.sha256(frame).hexdigest())
+            for name, frame in self.frames(chunk).items()
+            if name in names
+        }
+        self.news.append(PublishedFrames(KEY, chunk, float(chunk), told, rest_s).dumps())
 
     async def run(self, pace_s, chunks=None):
         """Publish what is left at a pace, and end if that is all."""

@@ -10,13 +10,14 @@ from kvabr.abr import Ladder
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.player.builder import new_session
-from kvabr.player.live_edge import LiveEdge
+from kvabr.player.live_edge import EdgeChanges, LiveEdge
 from kvabr.player.session import Session
 from kvabr.player.session_types import (
     Deliver,
     FetchGroup,
     GiveUp,
     LiveRecord,
+    PlayerConfig,
     PrefixGoal,
     Recompute,
     UpgradeGoal,
@@ -102,7 +103,7 @@ def test_what_the_publisher_pushed_in_vain_is_fetched():
 def test_a_base_that_the_producer_left_out_is_fetched_on_another_track():
     play = session()
     play.start()
-    play.published(2, 1.0, left_out=[(1, "base"), (1, "layer-1"), (0, "Int8")])
+    play.published(2, 1.0, EdgeChanges(left_out=[(1, "base"), (1, "layer-1"), (0, "Int8")]))
     asked = of(play.actions(), FetchGroup)
     assert [(one.group, one.track, one.pushed) for one in asked] == [(0, "base", True), (1, "AC-5x", False)]
 
@@ -129,6 +130,69 @@ def test_publishing_again_or_less_or_more_than_there_is_does_nothing():
     assert not [one for one in of(play.actions(), FetchGroup) if one.pushed]
     play.published(9, 1.3)
     assert play.view.edge == 4
+
+
+LAYERS = [(3, name) for name in ("layer-1", "layer-2", "FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "AC-5x")]
+
+
+def at_the_last_base(price=1e-3, rest_s=0.1):
+    """A play of four groups that has the base of the last one, whose other tracks are to follow."""
+    play = session(config=PlayerConfig(time_price=price))
+    play.start()
+    pending, now = [], 0.0
+    for group in range(4):
+        now = max(now, EXPECTED[group])
+        last = group == 3
+        play.published(group + 1, now, EdgeChanges(LAYERS if last else (), coming={3: rest_s} if last else {}))
+        pending = of(play.actions(), FetchGroup)
+        while pending:
+            more = []
+            for one in pending:
+                now += 0.01
+                more += of(bring(play, one, now), FetchGroup)
+            pending = more
+    assert play.record.groups[3].track == "base"
+    return play, now
+
+
+def test_layers_that_are_about_to_exist_are_waited_for_and_requested():
+    play, now = at_the_last_base()
+    assert not play.over
+    assert play.view.arrived
+    play.published(4, now + 0.1, EdgeChanges(added=LAYERS))
+    asked = of(play.actions(), FetchGroup)
+    assert {one.group for one in asked} == {3}
+    assert asked[0].track == "layer-1"
+
+
+def test_layers_are_not_waited_for_where_time_is_dear():
+    play, _ = at_the_last_base(price=10.0)
+    assert play.over
+
+
+def test_layers_that_are_much_too_late_are_not_waited_for():
+    play, now = at_the_last_base(price=0.0)
+    while not play.over:
+        play.timer(now := play.next_timer())
+    assert 0.6 < now - EXPECTED[3] < 1.4  # four times as late as was announced, and a quarter of a second
+    assert play.record.met
+
+
+def test_a_producer_that_stops_ends_the_wait_for_layers():
+    play, now = at_the_last_base()
+    play.producer_stopped("killed", now)
+    assert play.over
+    assert play.record.met
+    assert play.record.live.stopped is None
+
+
+def test_what_failed_too_often_is_not_there_again_because_it_was_added():
+    play, now = at_the_last_base()
+    for _ in range(10):
+        play._retries.failed(3, "layer-1", "reset", upgrade=True)
+    play.published(4, now + 0.1, EdgeChanges(added=LAYERS))
+    assert (3, "layer-1") in play.view.unavailable
+    assert "layer-1" not in [one.track for one in of(play.actions(), FetchGroup)]
 
 
 def test_an_ordinary_play_has_no_edge():
@@ -230,7 +294,7 @@ def test_a_prefix_ends_where_its_producer_stopped():
 def test_the_base_of_what_was_not_asked_for_ahead_is_an_ordinary_request():
     play = session()
     play.start()
-    play.published(2, 1.0, pushed={1})
+    play.published(2, 1.0, EdgeChanges(pushed={1}))
     asked = of(play.actions(), FetchGroup)
     assert [(one.group, one.pushed) for one in asked] == [(0, False), (1, True)]
 

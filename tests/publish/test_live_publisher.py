@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvabr.data import default_catalog
-from kvabr.publish.live_publisher import LiveProduction, LivePublisher, LiveSlot, TrackCosts
+from kvabr.publish.live_publisher import LiveProduction, LivePublisher, LiveSlot
 from kvabr.publish.publisher import Publisher, Slot
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.files import NameClaim
@@ -43,8 +43,8 @@ def cache(spec, tokens=TOKENS):
     return tuple(found)
 
 
-def publisher(root, spec=SPEC, **options):
-    return Publisher(root, spec, **({"prior": default_catalog(), "source": "a test"} | options))
+def publisher(root, spec=SPEC, *, made_by=Publisher, **options):
+    return made_by(root, spec, **({"prior": default_catalog(), "source": "a test"} | options))
 
 
 def run_of(spec, kv, first, last):
@@ -127,9 +127,11 @@ def test_the_news_name_what_is_there(tmp_path):
         steps.hand(10, 33)
         steps.work()
         news = follower.read()
-        assert [message.group for message in news] == [0, 1]
+        assert [(message.group, sorted(message.frames)) for message in news] == [
+            (0, ["Int4"]), (1, ["Int4"]), (0, ["FP16", "Int8"]), (1, ["FP16", "Int8"])
+        ]  # fmt: skip
+        assert [message.rest_s is None for message in news] == [False, False, True, True]
         for message in news:
-            assert sorted(message.frames) == ["FP16", "Int4", "Int8"]
             for track, (size, _) in message.frames.items():
                 follower.open_frame(message.group, track, size).close()
                 assert 0.5 < live.catalog.track(track).bytes[message.group] / size < 2
@@ -137,7 +139,8 @@ def test_the_news_name_what_is_there(tmp_path):
         steps.production.end()
         assert steps.work().verdict == "published"
         news += follower.read()
-    assert [type(message) for message in news] == [PublishedFrames] * 5 + [LiveEnd]
+    assert [type(message) for message in news] == [PublishedFrames] * 10 + [LiveEnd]
+    assert [message.group for message in news[4:-1]] == [2, 3, 4, 2, 3, 4]
     assert news[-1].reason == ""
     asset = FolderAsset.open(tmp_path / name_of(SPEC))
     for message in news[:-1]:
@@ -174,55 +177,89 @@ def test_tracks_that_are_not_for_the_edge_are_made_at_the_end(tmp_path):
         assert [track.name for track in follower.live.catalog.tracks] == [*LAYERS]
         assert steps.work().verdict == "published"
         *news, _ = follower.read()
-        assert all(sorted(message.frames) == [*LAYERS] for message in news)
+        assert [sorted(message.frames) for message in news] == [["AC-L0"]] * 5 + [[*LAYERS[1:]]] * 5
     assert steps.production.outcome.left_out == 0
     whole = published(tmp_path / "once", profile=side).catalog
     assert FolderAsset.open(tmp_path / "live" / name_of(SPEC)).catalog == whole
     assert [track.name for track in whole.tracks] == ["FP16", "Int8", "Int4", *LAYERS]
 
 
-def test_what_lags_behind_is_offered_with_fewer_tracks_and_complete_in_the_end(tmp_path):
+def test_the_base_of_every_group_comes_before_the_layers_of_any(tmp_path):
+    """What follows the last token counts, unless its group was in the last run."""
     side = kvdata.profile(SPEC)
     steps = Steps(tmp_path / "live", profile=side)
-    for track, cost in zip(LAYERS, (4.0, 1.0, 2.0, 3.0), strict=True):
-        steps.made.costs.add(track, cost * 1e15, 10**15)  # what is measured on the way does not count beside it
     steps.production.step()
     (path,) = live_folders(tmp_path / "live")
     with LiveFolder(path) as follower:
-        for first in range(0, 64, 16):
-            steps.hand(first, first + 16)
+        steps.hand(0, 16)
+        steps.production.step()
+        steps.hand(16, 32)
+        steps.production.step()
+        steps.production.step()
+        told = [(message.group, len(message.frames)) for message in follower.read()]
+        assert told == [(0, 1), (1, 1), (0, 3)]
+        steps.hand(32, 64)
         steps.hand(64, 70)
         steps.production.end()
         assert steps.work().verdict == "published"
         *news, end = follower.read()
+    assert [(message.group, len(message.frames)) for message in news] == [
+        (2, 1), (3, 1), (4, 1), (1, 3), (2, 3), (3, 3), (4, 3)
+    ]  # fmt: skip
     assert end.reason == ""
-    assert [len(message.frames) for message in news] == [1, 1, 1, 2, 4]
-    assert all("AC-L0" in message.frames for message in news)
-    assert steps.production.outcome.left_out == 3 + 3 + 3 + 2
+    assert steps.production.outcome.left_out == 1 + 1 + 3 + 3 + 3
+    whole = published(tmp_path / "once", profile=side).catalog
+    assert FolderAsset.open(tmp_path / "live" / name_of(SPEC)).catalog == whole
+
+
+def test_news_say_when_the_rest_should_follow(tmp_path):
+    steps = Steps(tmp_path, profile=kvdata.profile(SPEC))
+    for track, cost in zip(LAYERS, (4.0, 1.0, 2.0, 3.0), strict=True):
+        steps.made.costs.add(track, cost * 1e9, 10**9)  # what is measured on the way does not count beside it
+    steps.production.step()
+    (path,) = live_folders(tmp_path)
+    with LiveFolder(path) as follower:
+        steps.hand(0, 32)
+        steps.work()
+        news = follower.read()
+    group = 16 * SPEC.elements_per_token
+    assert [message.rest_s for message in news[:2]] == pytest.approx([6.0 * group, 12.0 * group], rel=1e-3)
+    assert [message.rest_s for message in news[2:]] == [None, None]
+
+
+def test_what_waits_for_its_layers_is_bounded_and_the_rest_is_begun_anew(tmp_path):
+    side = kvdata.profile(SPEC)
+    steps = Steps(tmp_path / "live", profile=side)
+    steps.hand(0, 70)
+    while steps.production._next < 5:
+        steps.production.step()
+    assert [put_off.encoder is not None for put_off in steps.production._layers] == [True] * 4 + [False]
+    steps.production.end()
+    assert steps.work().verdict == "published"
     whole = published(tmp_path / "once", profile=side).catalog
     assert FolderAsset.open(tmp_path / "live" / name_of(SPEC)).catalog == whole
 
 
 def test_runs_of_several_groups_are_no_lag(tmp_path):
     steps = Steps(tmp_path)
-    steps.made.costs.add("FP16", 1e15, 10**15)
     steps.hand(0, 70)
     steps.production.end()
     assert steps.work().left_out == 0
 
 
-def test_which_tracks_fit():
-    costs = TrackCosts()
-    assert costs.within(LAYERS, 0.1, "AC-L0") == LAYERS  # nothing is known yet
-    for track, cost in zip(("AC-L0", "AC-L1", "AC-L2", "Int8"), (4, 3, 2, 1), strict=True):
-        costs.add(track, cost * 10.0, 10)
-    tracks = ("Int8", "AC-L0", "AC-L1", "AC-L2")
-    assert costs.within(tracks, 1.0, "AC-L0") == tracks
-    assert costs.within(tracks, 0.85, "AC-L0") == ("Int8", "AC-L0", "AC-L1")
-    assert costs.within(tracks, 0.5, "AC-L0") == ("Int8", "AC-L0")
-    assert costs.within(tracks, 0.4, "AC-L0") == ("AC-L0",)
-    assert costs.within(tracks, 0.0, "AC-L0") == ("AC-L0",)
-    assert costs.within(tracks, 0.5, "Int8") == ("Int8", "AC-L0")
+def test_a_producer_that_fails_between_a_base_and_its_layers_completes_them(tmp_path):
+    side = kvdata.profile(SPEC)
+    steps = Steps(tmp_path, profile=side)
+    steps.hand(0, 40)
+    while steps.production._next < 2:
+        steps.production.step()
+    (path,) = live_folders(tmp_path)
+    steps.production.fail("preempted")
+    with LiveFolder(path) as follower:
+        assert steps.work().tokens == 32
+        assert [type(message) for message in follower.read()] == [PublishedFrames] * 2 + [LiveEnd]
+    catalog = FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32])).catalog
+    assert {*LAYERS} < catalog.by_name.keys()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from kvabr.types.live import (
     LiveCatalog,
     LiveEnd,
     PublishedFrames,
+    merged,
     parse_edge,
     parse_edges,
     published_catalog,
@@ -93,6 +94,9 @@ def test_several_news_lie_one_behind_the_other():
         b'{"key":"0123456789abcdef","group":true,"ready_s":0,"frames":{}}',
         b'{"key":"0123456789abcdef","group":1,"ready_s":1e999,"frames":{}}',
         b'{"key":"0123456789abcdef","group":1,"ready_s":0,"frames":[]}',
+        b'{"key":"0123456789abcdef","group":1,"ready_s":0,"rest_s":-1,"frames":{}}',
+        b'{"key":"0123456789abcdef","group":1,"ready_s":0,"rest_s":1e999,"frames":{}}',
+        b'{"key":"0123456789abcdef","group":1,"ready_s":0,"rest_s":[],"frames":{}}',
         b'{"key":"0123456789abcdef","group":1,"ready_s":0,"frames":{"a":[0,"' + b"0" * 64 + b'"]}}',
         b'{"key":"0123456789abcdef","group":1,"ready_s":0,"frames":{"a":[5,"00"]}}',
         b'{"key":"0123456789abcdef","group":1,"ready_s":0,"frames":{"a":[5]}}',
@@ -144,6 +148,8 @@ def test_a_shorter_play_ends_with_its_own_last_group():
         (news(0, NAMES, key="f" * 16), "another production"),
         (news(0, ["layer-1", "layer-2"]), "no track that stands alone"),
         (news(0, ["unheard-of"]), "no track that stands alone"),
+        (news(0, [*NAMES, "unheard-of"]), "lacks: unheard-of"),
+        (news(4, NAMES), "the live catalog has 4"),
     ],
 )
 def test_news_that_do_not_fit_are_refused(message, says):
@@ -178,6 +184,83 @@ def test_what_was_not_encoded_is_left_out():
     growing.publish(news(0, ["base", "layer-1", "FP16"]))
     assert (0, "layer-2") in growing.left_out
     assert (0, "base") not in growing.left_out
+
+
+def test_what_is_encoded_later_is_added():
+    growing = growing_of(2)
+    assert growing.publish(replace(news(0, ["base"]), rest_s=0.5)) == []
+    assert (growing.edge, growing.coming) == (1, {0: 0.5})
+    assert {(0, name) for name in NAMES if name != "base"} == growing.left_out
+    assert growing.publish(news(1, NAMES)) == []
+    assert growing.complete
+    assert not growing.settled
+    added = growing.publish(replace(news(0, ["layer-1", "Int4"], size=7), rest_s=0.25))
+    assert sorted(added) == [(0, "Int4"), (0, "layer-1")]
+    assert growing.coming == {0: 0.25}
+    assert growing.catalog.track("layer-1").bytes[:1] == [7]
+    assert growing.known["layer-1"][0] == f"{0:064x}"
+    assert growing.publish(news(0, ["layer-2"])) == [(0, "layer-2")]
+    assert growing.settled
+    assert {(0, name) for name in NAMES if name not in {"base", "layer-1", "layer-2", "Int4"}} == growing.left_out
+
+
+def test_nothing_is_to_follow_once_nothing_is_missing_or_the_end_came():
+    growing = growing_of(2)
+    growing.publish(replace(news(0, NAMES), rest_s=1.0))
+    assert growing.coming == {}
+    growing.publish(replace(news(1, ["base"]), rest_s=1.0))
+    assert not growing.settled
+    growing.end()
+    assert growing.settled
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (news(0, ["base"]), "no longer were to come: base"),
+        (news(0, ["layer-1", "unheard-of"]), "no longer were to come: unheard-of"),
+        (replace(news(0, []), rest_s=1.0), "nothing new"),
+        (news(1, ["layer-1"]), "group 1 came, 2 is next"),
+        (news(3, NAMES), "group 3 came, 2 is next"),
+    ],
+)
+def test_additions_that_do_not_fit_are_refused(message, says):
+    growing = growing_of(4)
+    growing.publish(replace(news(0, ["base"]), rest_s=0.5))
+    growing.publish(news(1, ["base"]))
+    with pytest.raises(FormatError, match=says):
+        growing.publish(message)
+
+
+def test_a_play_of_a_part_takes_no_notice_of_what_is_added_elsewhere():
+    made = live()
+    growing = GrowingCatalog(made, made.catalog.suffix(2).prefix(1))
+    for group in range(4):
+        growing.publish(replace(news(group, ["base"]), rest_s=0.5))
+    assert growing.coming == {0: 0.5}
+    assert growing.publish(news(1, ["layer-1"])) == growing.publish(news(3, ["layer-1"])) == []
+    assert growing.publish(news(2, ["layer-1"])) == [(0, "layer-1")]
+    assert growing.settled
+
+
+def test_news_of_one_group_are_merged():
+    told = [replace(news(0, ["base"]), rest_s=0.5), replace(news(1, ["base"]), rest_s=0.5), news(0, NAMES[1:])]
+    found = merged(told)
+    assert [(message.group, sorted(message.frames), message.rest_s) for message in found] == [
+        (0, sorted({"base", *NAMES[1:]}), None), (1, ["base"], 0.5)
+    ]  # fmt: skip
+
+
+def test_a_shorter_asset_does_without_a_group_that_was_being_encoded_rather_than_without_its_tracks():
+    told = [news(group, NAMES) for group in range(4)]
+    told[3] = replace(news(3, ["base"]), rest_s=0.5)
+    found = published_catalog(live(), told)
+    assert (found.tokens, len(found.tracks)) == (384, len(NAMES))
+    told[1:3] = [replace(news(group, ["base"]), rest_s=0.5) for group in (1, 2)]  # that would be too much
+    found = published_catalog(live(), told)
+    assert (found.tokens, [track.name for track in found.tracks]) == (512, ["base"])
+    told[3] = news(3, ["base"])  # it was left out for good
+    assert published_catalog(live(), told).tokens == 512
 
 
 def test_groups_of_several_classes_appear_together():

@@ -86,7 +86,8 @@ class TimeSaver:
         """When the link was last as fast as it can be."""
         self._known_s = 0.0
         """When the rate was known first."""
-        self._over = False
+        self._over, self._added = False, 0
+        """Whether nothing more is worth its wait, and the tracks that had been added by then."""
 
     def request(self, view: View) -> Decision | None:
         """Request a missing group on its final track, or wait; None: its base is next."""
@@ -110,8 +111,9 @@ class TimeSaver:
 
     def upgrade(self, view: View) -> Decision | None:
         """Request what is worth its wait, wait, or end the play; None: the next layer of `anytime`, if `pays`."""
-        if self._over:
+        if self._over and self._added == view.added:
             return Decision.wait("the play is over")
+        self._over = False
         if view.rate <= 0:
             return self._probe(view)
         plan = self._plan_for(view, missing=False)
@@ -263,7 +265,7 @@ class TimeSaver:
     def _end(self, view: View) -> Decision:
         """End the play, or wait for what is in flight if that is worth it."""
         if not view.in_flight:
-            self._over = True
+            self._over, self._added = True, view.added
             if (found := self._times.next_best(view)) is None:
                 return Decision.finish("nothing can be improved")
             group, track, saving, price = found
@@ -280,5 +282,5 @@ class TimeSaver:
             return Decision.wait("nothing more is worth the wait")
         if self._hopes(view, saved):
             return Decision.wait("the link carries next to nothing; what is in flight shows when it recovers")
-        self._over = True
+        self._over, self._added = True, view.added
         return Decision.deliver("what is in flight is not worth the wait")

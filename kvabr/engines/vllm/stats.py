@@ -33,7 +33,7 @@ HELP = {
     "loss": "Expected loss of what was played, nats per generated token, summed over plays",
     "published": "Caches published",
     "published_live": "Caches that other nodes could play while they were computed",
-    "publish_left_out": "Frames not offered while their cache was computed, as encoding was too slow; made at the end",
+    "publish_left_out": "Frames offered only after their cache was computed, as encoding was too slow",
     "published_bytes": "Bytes of published caches, all tracks together",
     "publish_skipped_short": "Requests that computed less than one group",
     "publish_skipped_unfit": "Requests whose caches depend on more than their tokens",
