@@ -48,7 +48,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
     parser.description = "Report what is installed and what is missing, and whether an origin or relay can be reached."
     parser.epilog = _EPILOG
-    parser.add_argument("url", nargs="?", metavar="URL", help="moqt://HOST[:PORT]/ of an origin or a relay")
+    parser.add_argument("url", nargs="?", metavar="URL", help="moqt://HOST[:PORT]/ of an origin or a relay, or s3://BUCKET/PREFIX of a store")
     parser.add_argument("--json", type=Path, metavar="F", help="write the report as JSON")
     network.add_options(parser)
     parser.set_defaults(run=run)
@@ -208,13 +208,16 @@ def _origin(args: argparse.Namespace) -> list[Finding]:
 async def _ask(args: argparse.Namespace) -> list[Finding]:
     from kvabr.cli import network
     from kvabr.client.async_client import AsyncClient
+    from kvabr.client.origins import is_object_store
 
     began = time.monotonic()
     try:
         async with AsyncClient(args.url, **network.options(args)) as client:
             connection = await client.connect()
             took = f"connected in {1000 * (time.monotonic() - began):.0f} ms"
-            found = [Finding("origin", "ok", f"{args.url}: {took}, {connection.protocol}"), _certificate(args)]
+            found = [Finding("origin", "ok", f"{args.url}: {took}, {connection.protocol}")]
+            if not is_object_store(args.url):
+                found.append(_certificate(args))
             try:
                 models = sorted({spec.model for spec in await client.models()})
             except NotFoundError:

@@ -71,7 +71,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Play a KV cache from an origin or a relay before a deadline, show how it goes, and write it as safetensors."
     )
     parser.epilog = _EPILOG
-    parser.add_argument("url", metavar="URL", help="moqt://HOST[:PORT]/[#kvcache:MODEL/DIGEST]")
+    parser.add_argument("url", metavar="URL", help="moqt://HOST[:PORT]/ or s3://BUCKET/PREFIX, [#kvcache:MODEL/DIGEST]")
     which = parser.add_argument_group("which cache")
     name = which.add_argument("--name", metavar="MODEL/DIGEST", help="the cache's name")
     add_old_name(which, "--asset", name)
@@ -143,12 +143,12 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import write_json
-    from kvabr.quic.connect import asset_of, connect, parse_namespace
+    from kvabr.client.origins import asset_of, dialling, parse_namespace
 
     # Find every error that needs no network first.
     if not 0 < args.deadline < math.inf:
         raise UsageError(f"--deadline {args.deadline:g}: must be a positive number of seconds")
-    connect(args.url, **network.options(args))
+    dialling(args.url, **network.options(args))
     namespace = asset_of(args.url)
     if args.name is not None:
         if namespace is not None:

@@ -104,9 +104,9 @@ def _fetch_catalog(args: argparse.Namespace) -> Catalog:
     import asyncio
 
     from kvabr.client.lookup import fetch_catalog
-    from kvabr.quic.connect import asset_of, connect
+    from kvabr.client.origins import asset_of, dialling
 
-    connecting, namespace = connect(args.asset, **network.options(args)), asset_of(args.asset)
+    connecting, namespace = dialling(args.asset, **network.options(args)), asset_of(args.asset)
     if namespace is None:
         raise UsageError(f"{args.asset}: name an asset at that origin: #kvcache:MODEL/DIGEST at the end of the URL")
 

@@ -97,7 +97,7 @@ def parse_size(text: str) -> int:
 
 
 async def _relay(args: argparse.Namespace, memory: int) -> int:
-    from kvabr.quic.connect import asset_of, connect
+    from kvabr.client.origins import asset_of, dialling
     from kvabr.server.relay import Relay
     from kvabr.server.server import Server, run_until_signal
 
@@ -108,7 +108,7 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
     token = None if args.player_token_file is None else _player_token(args.player_token_file)
     with serving.prepared(args) as setup:
         log, metrics = setup.log, setup.metrics
-        async with connect(args.upstream, **network.options(args, "upstream_"), needed=False) as upstream:
+        async with dialling(args.upstream, **network.options(args, "upstream_"), needed=False) as upstream:
             if upstream.trouble is None:
                 log.info("upstream", url=args.upstream, quic=upstream.backend, protocol=upstream.protocol)
             else:

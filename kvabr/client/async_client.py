@@ -32,6 +32,7 @@ from kvabr.client.options import (
     engine_of,
     model_of,
 )
+from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.peer_history import history_at
 from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.play import Play
@@ -42,7 +43,6 @@ from kvabr.client.resources import decoders, in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner, R
 from kvabr.quic.backend import Quic
-from kvabr.quic.connect import connect, parse_namespace
 from kvabr.quic.interface import Connection
 from kvabr.store.files import sweep
 from kvabr.store.group_store import FolderGroupStore, MemoryGroupStore, TieredGroupStore
@@ -83,8 +83,9 @@ class AsyncClient:
         """Prepare. Nothing is dialled before `connect` or the first play.
 
         Args:
-            origin: an origin or a relay, ``moqt://host[:port]/``, or an open connection, which the caller closes after
-                this client. None: every play names its peer.
+            origin: an origin or a relay, ``moqt://host[:port]/``; an object store, ``s3://bucket/prefix`` and others
+                (`kvabr.client.origins`); or an open connection, which the caller closes after this client. None: every
+                play names its peer.
             token: access token from the origin's operator; None: the environment's ``KVABR_TOKEN``, if it is set.
             token_file: file with the token instead; read again for every dial, so that it may be replaced.
             ca: PEM file of certificates to trust instead of the system's.
@@ -159,7 +160,7 @@ class AsyncClient:
         """
         key = (url, token, token_file, ca, fingerprint, insecure, quic, timeout_s)
         if key not in self._peers:
-            connecting = connect(
+            connecting = dialling(
                 url, token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure,
                 quic=quic, timeout_s=timeout_s,
             )  # fmt: skip

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kvabr.client.resources import decoders
 from kvabr.codec.base import codec
-from kvabr.quic.interface import Connection, read_all
+from kvabr.quic.interface import Connection, PrefixFinder, read_all
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.catalog_json import MAX_TRACKS
 from kvabr.types.digests import require
@@ -152,7 +152,8 @@ async def find_prefix(
 ) -> Found | Unplayable | None:
     """Return the asset that shares the longest prefix with a prompt, cut to the shared groups; None if there is none.
 
-    A prompt of up to 321 groups takes one round trip, a longer one two. With ``any_dtype`` the cache's element type
+    An origin takes one round trip for a prompt of up to 321 groups, and two for a longer one; in a store the connection
+    looks itself (`Connection.finder`). With ``any_dtype`` the cache's element type
     need not be the spec's. With ``live``, assets that are still being prefilled are looked for at the same time; a
     complete one that shares as much is preferred.
 
@@ -166,16 +167,17 @@ async def find_prefix(
     best = await (lookup.any() if live else lookup.complete())
     if best is None:
         return None
-    if not best.groups:
-        return None if best.limited_by is None else Unplayable(best.limited_by)
     found = best.found
+    if found is None or not best.groups:
+        return None if best.limited_by is None else Unplayable(best.limited_by)
     return replace(found, catalog=found.catalog.prefix(best.groups), limited_by=best.limited_by)
 
 
 class _Answer(NamedTuple):
     """What a peer answered a lookup."""
 
-    found: Found
+    found: Found | None
+    """None: nothing of it can be played."""
     shared: int
     """Leading groups that are those of the prompt."""
     groups: int
@@ -208,6 +210,8 @@ class _Lookup:
 
     async def complete(self) -> _Answer | None:
         """Return the complete asset of which the most groups can be played."""
+        if self.origin.finder is not None:
+            return await self._found(self.origin.finder)
         best = await self._ask(prefix_track(self.digests))
         gap = prefix_gap(best.shared, len(self.digests)) if best is not None and best.shared else range(0)
         if best is not None and gap:
@@ -220,6 +224,18 @@ class _Lookup:
     async def live(self) -> _Answer | None:
         """Return the asset that is still being prefilled and shares the most groups."""
         return await self._ask(LIVE_PREFIX_TRACK + prefix_track(self.digests).removeprefix(PREFIX_TRACK))
+
+    async def _found(self, finder: PrefixFinder) -> _Answer | None:
+        """Return what a connection finds itself."""
+        prefix = await finder.find(self.spec, self.digests, any_dtype=self.any_dtype)
+        if prefix is None:
+            return None
+        if prefix.catalog is None:
+            return _Answer(None, 0, 0, prefix.limited_by)
+        catalog = await asyncio.get_running_loop().run_in_executor(decoders(), _checked, prefix.catalog)
+        shared = shared_groups(catalog, self.tokens, self.digests, self.salt)
+        groups, limit = catalog.playable(shared)
+        return _Answer(Found(catalog, prefix.sha256), shared, groups, limit or prefix.limited_by)
 
     async def _ask(self, track: str) -> _Answer | None:
         spec = self.spec

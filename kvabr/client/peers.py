@@ -11,8 +11,8 @@ from functools import partial
 
 from kvabr.client.lookup import Found, Unplayable, fetch_models, find_prefix
 from kvabr.client.metrics import ClientMetrics
+from kvabr.client.origins import Dialling
 from kvabr.client.shared_downloads import SharedDownloads
-from kvabr.quic.connect import Connecting
 from kvabr.quic.interface import Connection
 from kvabr.quic.reconnect import UnreachedConnection
 from kvabr.store.group_store import TieredGroupStore
@@ -35,7 +35,7 @@ class ClientPeer:
     """An origin or a relay; `AsyncClient.peer` makes it."""
 
     def __init__(
-        self, name: str, source: Connecting | Connection, store: TieredGroupStore, metrics: ClientMetrics
+        self, name: str, source: Dialling | Connection, store: TieredGroupStore, metrics: ClientMetrics
     ) -> None:
         """Dial nothing yet. ``source`` dials, or is an open connection, which stays open when this is closed."""
         self.name = name
@@ -44,7 +44,7 @@ class ClientPeer:
         self._asked_s = -math.inf
         """When the peer was asked for its models, on the event loop's clock."""
         self._store, self._metrics = store, metrics
-        self._connecting = source if isinstance(source, Connecting) else None
+        self._connecting = None if isinstance(source, Connection) else source
         self._downloads = SharedDownloads(source, store, metrics) if isinstance(source, Connection) else None
         self._stack = AsyncExitStack()
         self._dialling: asyncio.Task[SharedDownloads] | None = None

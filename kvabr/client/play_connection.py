@@ -185,6 +185,7 @@ class PlayConnection(Connection):
         """
         self._shared, self._place = shared, place
         self.backend, self.protocol = shared.connection.backend, shared.connection.protocol
+        self.finder = shared.connection.finder
         self._digests: dict[tuple[TrackNamespace, str], Sequence[str]] = {}
         self._downloads: set[PlayDownload] = set()
         self.left = False

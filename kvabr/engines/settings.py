@@ -21,9 +21,9 @@ from kvabr.abr.policies import DEFAULT
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client
 from kvabr.client.options import Limits
+from kvabr.client.origins import check_url
 from kvabr.player.session_types import TIME_PRICE
 from kvabr.quic.backend import Quic
-from kvabr.quic.connect import parse_url
 from kvabr.types.digests import SHA256, check_kind
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
@@ -74,7 +74,7 @@ StoreLocation = Annotated[Path | str, BeforeValidator(_location)]
 Names = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_tuple)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-Url = Annotated[Text, _checked(parse_url)]
+Url = Annotated[Text, _checked(check_url)]
 PolicyName = Annotated[Text, _checked(load_policy)]
 EstimatorName = Annotated[Text, _checked(load_estimator)]
 
@@ -90,7 +90,8 @@ class EngineSettings(BaseModel):
     """Keys whose values must not appear in messages."""
 
     url: Url | None = None
-    """Where caches are fetched: ``moqt://host:port/`` of an origin or a relay. None: nothing is fetched."""
+    """Where caches are fetched: ``moqt://host:port/`` of an origin or a relay, or ``s3://bucket/prefix`` and the like of
+    an object store. None: nothing is fetched."""
     publish: StoreLocation | None = None
     """Store that computed caches are written to, for `kvabr serve`: a folder or a URL. None: nothing is published."""
     deadline_s: Seconds = 1.0

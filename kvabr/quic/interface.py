@@ -16,10 +16,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
+from kvabr.types.catalog import Catalog
 from kvabr.types.digests import has_digest
 from kvabr.types.events import Limit
+from kvabr.types.kv import KVSpec
 from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
 
 
@@ -79,6 +81,36 @@ class ConnectionStats:
     """The transport's own estimate of what the path carries towards us, bytes per second."""
 
 
+@dataclass(frozen=True, slots=True)
+class FoundPrefix:
+    """What a `PrefixFinder` has of a prompt."""
+
+    catalog: Catalog | None
+    """Of an asset, as it would be published, that begins as the prompt does; its requests name its namespace. None: no
+    snapshot of a state is in what there is."""
+    limited_by: str | None = None
+    """The layer class for which there is less than of the others; None if there is none."""
+    sha256: str = ""
+    """Stands for what the catalog says, hex."""
+
+
+class PrefixFinder(Protocol):
+    """Finds the longest prefix of a prompt itself, where a peer has no lookups."""
+
+    async def find(self, spec: KVSpec, digests: Sequence[str], *, any_dtype: bool) -> FoundPrefix | None:
+        """Return what begins as a prompt with these chained digests does; None: nothing does.
+
+        Args:
+            spec: of the model; the number of a state's snapshots is up to the publisher.
+            digests: all chained digests of the prompt, whole.
+            any_dtype: the element type need not be the spec's.
+
+        Raises:
+            TransportError: the store cannot be asked.
+            FormatError: what it has does not fit together.
+        """
+
+
 class Download(ABC):
     """One group of one track on its way."""
 
@@ -132,6 +164,8 @@ class Connection(ABC):
     """Whether the peer wants new requests to go elsewhere (GOAWAY); requests under way may still finish."""
     trouble: str | None = None
     """What keeps the peer out of reach at the moment, in words; None if nothing is known to."""
+    finder: PrefixFinder | None = None
+    """Finds prefixes of prompts; None: the peer does, asked for a track (`kvabr.types.naming.prefix_track`)."""
     waits_its_turn: bool = False
     """Whether nothing comes because more urgent requests of others on the same path are served first."""
 

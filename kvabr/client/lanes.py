@@ -1,0 +1,198 @@
+"""Which byte ranges of a store's objects are fetched when: few lanes, adjoining ranges merged, the most urgent first.
+
+No I/O, no clock. Rules:
+
+1. A lane carries one GET at a time. Few lanes fill a link; more only fill its queue, and then what is urgent waits.
+2. What is most urgent goes first. Waiting pieces that adjoin it in the object go with it in one GET, up to `MOST_BYTES`,
+   if they are of the same kind: needed, needed on a dearer track, or an upgrade (`kvabr.player.priorities`).
+3. What waits is shared out among the free lanes: one GET for everything would leave them idle.
+4. The spare lane is for what is needed while the others carry what is needed less. After a cancelled GET bytes are still
+   on their way, and a request on a connection that was open all the time gets past them soonest.
+5. A GET ends once nobody wants the rest of it. If little is left, it is received to its end instead: an HTTP/1.1
+   connection survives only that, and a new one costs round trips.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvabr.player.priorities import DEARER, LEAST_URGENT
+
+LANES, SPARE_LANES = 4, 1
+MOST_BYTES = 1 << 20
+"""Bytes of a GET of several pieces, at most."""
+LEAST_BYTES = 64 << 10
+"""Bytes up to which pieces are not shared out among lanes."""
+KEEP_BYTES = 256 << 10
+"""Bytes that nobody wants and that are received all the same, so that the connection survives. As many are on their
+way, and come, when a GET is cancelled at 100 Mbit/s."""
+_NOTHING = 3
+"""Kind of a GET of which nobody wants the rest."""
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """Consecutive bytes of an object that somebody wants."""
+
+    key: str
+    """Name of the object."""
+    begin: int
+    """First byte that has not come yet."""
+    end: int
+    priority: int
+    """0 (most urgent) to 255."""
+    number: int = 0
+    """Pieces that were wanted before it: equals go in this order."""
+    transfer: Transfer | None = field(default=None, repr=False)
+    """The GET that carries it; None while it waits, and once it is over."""
+    wanted: bool = True
+
+    @property
+    def kind(self) -> int:
+        """What it is for: 0 is needed, 1 is needed on a dearer track, 2 is an upgrade."""
+        return (self.priority >= DEARER) + (self.priority >= LEAST_URGENT)
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """One GET: the bytes of one piece, or of several that adjoin one another."""
+
+    key: str
+    begin: int
+    end: int
+    pieces: list[Piece] = field(repr=False)
+    """By position; those that nobody wants any more are received and dropped."""
+    spare: bool
+    """Whether it is on the spare lane."""
+    at: int = 0
+    """The next byte to come."""
+
+    @property
+    def kind(self) -> int:
+        """Kind of the most urgent piece that is left; a kind of its own if there is none."""
+        return min((piece.kind for piece in self.pieces if piece.wanted), default=_NOTHING)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether to go on receiving: somebody wants something of the rest, or the rest is small."""
+        return self.kind < _NOTHING or self.end - self.at <= KEEP_BYTES
+
+    def take(self, part: memoryview) -> list[tuple[Piece, memoryview]]:
+        """Return what has come, at most the bytes up to `end`, for each piece that is wanted."""
+        taken = []
+        while part:
+            piece = self.pieces[0]
+            count = min(len(part), piece.end - self.at)
+            if piece.wanted:
+                piece.begin += count
+                taken.append((piece, part[:count]))
+            self.at += count
+            part = part[count:]
+            if self.at == piece.end:
+                del self.pieces[0]
+                piece.transfer = None
+        return taken
+
+
+class Lanes:
+    """Assigns what is wanted of one store to its lanes."""
+
+    def __init__(self, lanes: int = LANES, spare: int = SPARE_LANES) -> None:
+        """Begin with all lanes free."""
+        self._lanes, self._spare = lanes, spare
+        self._waiting: dict[Piece, None] = {}
+        self._busy: set[Transfer] = set()
+        self._wanted = 0
+
+    @property
+    def waiting(self) -> int:
+        """Pieces that wait for a lane."""
+        return len(self._waiting)
+
+    def want(self, key: str, begin: int, end: int, priority: int) -> Piece:
+        """Add bytes ``begin`` to ``end`` (at least one) of an object; `due` says when they are to be fetched."""
+        piece = Piece(key, begin, end, priority, self._wanted)
+        self._wanted += 1
+        self._waiting[piece] = None
+        return piece
+
+    def cancel(self, piece: Piece) -> Transfer | None:
+        """Drop a piece, and return the GET that is to be ended for it; None: there is none, or others need it.
+
+        Others may also need what comes far behind it: what `ended` returns is to wait again.
+        """
+        piece.wanted = False
+        self._waiting.pop(piece, None)
+        transfer = piece.transfer
+        if transfer is None:
+            return None
+        following = next((each for each in transfer.pieces if each.wanted), None)
+        if following is None:
+            return None if transfer.wanted else transfer
+        return transfer if following.begin - transfer.at > KEEP_BYTES else None
+
+    def prioritise(self, piece: Piece, priority: int) -> None:
+        """Change a piece's priority. A GET under way goes on as it is: HTTP/1.1 has no priorities."""
+        piece.priority = priority
+
+    def due(self) -> list[Transfer]:
+        """Return the GETs that are to begin now."""
+        begun = []
+        while self._waiting:
+            first = min(self._waiting, key=lambda piece: (piece.priority, piece.number))
+            transfer = self._begin(first)
+            if transfer is None:
+                break
+            begun.append(transfer)
+        return begun
+
+    def ended(self, transfer: Transfer) -> list[Piece]:
+        """Free the lane of a GET that has ended, however, and return the pieces that somebody wants the rest of.
+
+        They no longer wait; `again` makes one wait for its missing bytes.
+        """
+        self._busy.discard(transfer)
+        left = [piece for piece in transfer.pieces if piece.wanted]
+        for piece in transfer.pieces:
+            piece.transfer = None
+        transfer.pieces = []
+        return left
+
+    def again(self, piece: Piece) -> None:
+        """Make a piece wait again, for the bytes of it that have not come; it keeps its place among equals."""
+        self._waiting[piece] = None
+
+    # -------------------------------------------------------------- internals
+
+    def _begin(self, first: Piece) -> Transfer | None:
+        """Begin a GET with the most urgent piece and what adjoins it; None if there is no lane for it."""
+        free = self._lanes - sum(not transfer.spare for transfer in self._busy)
+        spare = free <= 0
+        if spare:
+            others = self._spare - sum(transfer.spare for transfer in self._busy)
+            if others <= 0 or all(transfer.kind <= first.kind for transfer in self._busy):
+                return None
+        alike = [piece for piece in self._waiting if piece.kind == first.kind]
+        total = sum(piece.end - piece.begin for piece in alike)
+        room = min(MOST_BYTES, max(LEAST_BYTES, -(-total // max(1, free))))
+        pieces = _adjoining(first, alike, room)
+        transfer = Transfer(first.key, pieces[0].begin, pieces[-1].end, pieces, spare, pieces[0].begin)
+        for piece in pieces:
+            del self._waiting[piece]
+            piece.transfer = transfer
+        self._busy.add(transfer)
+        return transfer
+
+
+def _adjoining(first: Piece, alike: list[Piece], room: int) -> list[Piece]:
+    """Return a piece with those that adjoin it behind and before, as many as fit into ``room`` bytes with it."""
+    own = [piece for piece in alike if piece.key == first.key and piece is not first]
+    behind, before = {piece.begin: piece for piece in own}, {piece.end: piece for piece in own}
+    pieces, room = [first], room - (first.end - first.begin)
+    while (piece := behind.get(pieces[-1].end)) is not None and piece.end - piece.begin <= room:
+        pieces.append(piece)
+        room -= piece.end - piece.begin
+    while (piece := before.get(pieces[0].begin)) is not None and piece.end - piece.begin <= room:
+        pieces.insert(0, piece)
+        room -= piece.end - piece.begin
+    return pieces

@@ -1,0 +1,121 @@
+"""Where caches are played from, by the scheme of a URL: origins and relays, object stores, HTTP caches in front of them.
+
+    moqt://HOST[:PORT]/                          an origin or a relay (`kvabr.quic.connect`)
+    s3://BUCKET/PREFIX, gs://..., az://...       an object store; its credentials come from the environment
+    http://HOST/PREFIX, https://...              the same objects through any HTTP cache
+    file:///PATH?layout=objects, memory://NAME   the same objects in a folder, or in this process (tests)
+
+Behind ``#`` an asset may be named, ``#kvcache:<model>/<prompt digest>``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from types import TracebackType
+
+from kvabr.client.store_connection import StoreConnection
+from kvabr.quic.backend import Quic
+from kvabr.quic.connect import Connecting, asset_of, connect, parse_namespace, parse_url
+from kvabr.quic.interface import Connection
+from kvabr.store.objects.bucket import Bucket
+from kvabr.store.objects.url import CLOUDS, WEB, split_asset
+from kvabr.types.errors import TransportError, UnauthorizedError, UsageError
+
+STORE_SCHEMES = (*CLOUDS, *WEB, "file", "memory")
+Dialling = AbstractAsyncContextManager[Connection]
+
+__all__ = ["STORE_SCHEMES", "Dialling", "asset_of", "check_url", "dialling", "is_object_store", "parse_namespace"]
+
+
+def is_object_store(url: str) -> bool:
+    """Return whether a URL is that of an object store, or of an HTTP cache in front of one."""
+    scheme, separator, _ = url.partition("://")
+    return bool(separator) and scheme in STORE_SCHEMES
+
+
+def check_url(url: str) -> None:
+    """Raise `UsageError` unless something can be played from a URL."""
+    if is_object_store(url):
+        _bucket_url(url)
+    else:
+        parse_url(url)
+
+
+def dialling(
+    url: str,
+    *,
+    token: str | None = None,
+    token_file: Path | None = None,
+    ca: Path | None = None,
+    fingerprint: str | None = None,
+    insecure: bool = False,
+    quic: Quic = "auto",
+    timeout_s: float = 5.0,
+    needed: bool = True,
+) -> Dialling:
+    """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.quic.connect`.
+
+    Raises:
+        UsageError: the URL or an option is wrong. From ``async with``:
+        TransportError: nothing can be played from there.
+    """
+    if not is_object_store(url):
+        return connect(
+            url, token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
+            timeout_s=timeout_s, needed=needed,
+        )  # fmt: skip
+    if not 0 < timeout_s < float("inf"):
+        raise UsageError(f"timeout {timeout_s:g} s: must be a positive number of seconds")
+    given = token is not None and token != os.environ.get("KVABR_TOKEN")
+    if given or insecure or (token_file, ca, fingerprint) != (None, None, None):
+        raise UsageError(
+            f"{url.partition('?')[0]}: tokens and certificates are for moqt:// URLs; the credentials of an object store "
+            "come from the environment, and its certificate is checked by the system"
+        )
+    return StoreDialling(_bucket_url(url), timeout_s, needed=needed)
+
+
+class StoreDialling(AbstractAsyncContextManager[Connection]):
+    """Opens a store; entering it gives a `Connection`."""
+
+    def __init__(self, url: str, timeout_s: float, *, needed: bool = True) -> None:
+        """Take the URL of a bucket; raise `UsageError` if the package for object stores is missing."""
+        self._bucket, self._timeout_s, self._needed = Bucket.open(url), timeout_s, needed
+        self._connection: StoreConnection | None = None
+
+    async def __aenter__(self) -> Connection:
+        connection = StoreConnection(self._bucket)
+        try:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await connection.open()
+            except TimeoutError as error:
+                raise TransportError(f"{self._bucket.url}: no answer within {self._timeout_s:.3g} s") from error
+        except TransportError as error:
+            if self._needed or isinstance(error, UnauthorizedError):
+                await connection.close()
+                raise
+            connection.trouble = str(error)
+        except BaseException:
+            await connection.close()
+            raise
+        self._connection = connection
+        return connection
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._connection is not None:
+            await self._connection.close()
+
+
+def _bucket_url(url: str) -> str:
+    """Return the URL of a bucket without the name of an asset."""
+    plain = url.partition("#")[0]
+    where, prompt = split_asset(plain)
+    if prompt is not None:
+        raise UsageError(f"{where}: to play one asset, name it behind the store's URL: {where}#kvcache:MODEL/{prompt}")
+    return plain

@@ -1,0 +1,424 @@
+"""A connection to an object store, or to an HTTP cache in front of one: requests for groups become ranges of spans.
+
+There is no peer to talk to, so what QUIC and an origin do otherwise is done here: which range goes when
+(`kvabr.client.lanes`), lookups (`kvabr.client.store_index`), timers for the first byte and for silence, and what
+limited a transfer. A request that fails leaves nothing behind that must be dialled again: the next one uses another
+connection of the pool, or opens one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable, Coroutine
+
+from kvabr.client.lanes import Lanes, Piece, Transfer
+from kvabr.client.resources import cancel_all
+from kvabr.client.store_index import StoreIndex
+from kvabr.moqt.codes import RequestCode
+from kvabr.quic.bottleneck import LimitWatch
+from kvabr.quic.download import ReceiveBuffer
+from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats, GroupRequest
+from kvabr.store.objects.bucket import PART_BYTES, Bucket
+from kvabr.store.objects.layout import profile_key
+from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError, UnauthorizedError
+from kvabr.types.events import Limit
+from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, is_live, is_lookup
+
+PROTOCOL = "kvabr.objects/1"
+FIRST_BYTE_S, SILENCE_S = 2.0, 2.0
+"""Seconds that a GET may take to its first byte, and that may pass without one; doubled for each further try. A player
+asks again for what stands still much sooner; these are for what no player watches."""
+_TRIES = 3
+_PART_S, _MOST_PART_BYTES = 0.005, 1 << 20
+"""Bytes are told of in pieces of as many seconds, and at most of as many bytes: each piece takes the processor a while,
+and estimators want to know when bytes came."""
+_LATE_S, _LATE_SHARE = 0.05, 2.0
+"""A first byte is late that came later than the soonest ones by this many seconds and this factor, while nothing else
+came either: then the store was slow, not the link."""
+_FORGET_S = 30.0
+"""Seconds after which the soonest first byte is no longer known: the path may have changed."""
+
+
+class StoreDownload(Download):
+    """One group of one track, or another small thing, from a store."""
+
+    def __init__(self, owner: StoreConnection, request: GroupRequest, priority: int) -> None:
+        self.stats = DownloadStats(time.monotonic())
+        self.request, self.priority = request, priority
+        self.piece: Piece | None = None
+        """What of an object it waits for; None before that is known, and once it is over."""
+        self.task: asyncio.Task[None] | None = None
+        """Finds out where it is, or gets it as a whole."""
+        self.over = False
+        """Whether nothing more will come."""
+        self._owner = owner
+        self._buffer = ReceiveBuffer(request.limit, exact=request.exact)
+        self._read = 0
+        self._limits: set[Limit] = set()
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def data(self) -> memoryview:
+        """See `Download.data`."""
+        return self._buffer.view()
+
+    async def read(self) -> memoryview:
+        """See `Download.read`."""
+        while self._read == len(self._buffer):
+            if self._error is not None:
+                raise self._error
+            if self.over:
+                break
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        part = self._buffer.view(self._read)
+        if part:
+            self._read += len(part)
+            self.stats.limit = next((by for by in ("cpu", "publisher") if by in self._limits), "network")
+            self._limits.clear()
+        return part
+
+    def prioritise(self, priority: int) -> None:
+        """See `Download.prioritise`; it changes when the request goes, not what is under way."""
+        self.priority = priority
+        if self.piece is not None:
+            self._owner.prioritise(self.piece, priority)
+
+    def cancel(self) -> None:
+        """See `Download.cancel`."""
+        self.fail(RequestError(f"{self.request}: cancelled", code=RequestCode.INTERNAL_ERROR))
+
+    # ---------------------------------------------------------- from the connection
+
+    def push(self, part: memoryview, limit: Limit) -> None:
+        """Take bytes that have come, and what limited them."""
+        if self.over:
+            return
+        if len(self._buffer) + len(part) > self.request.limit:
+            self._buffer.clear()
+            self._read = 0
+            self.fail(self.too_long())
+            return
+        if self.stats.first_byte_s is None:
+            self.stats.first_byte_s = time.monotonic()
+        self.stats.received += len(part)
+        self._limits.add(limit)
+        self._buffer.append(part)
+        self._wake()
+
+    def too_long(self) -> RequestError:
+        """Return the error that it is longer than its limit."""
+        longer = f"{self.request}: longer than the {self.request.limit} bytes expected"
+        return RequestError(longer, code=RequestCode.MALFORMED_TRACK)
+
+    def finish(self) -> None:
+        """End: all of it has come."""
+        if not self.over:
+            self.over, self.piece = True, None
+            self.stats.done_s = time.monotonic()
+            self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """End with an error; what has come can still be read."""
+        if not self.over:
+            self.over, self._error = True, error
+            self._owner.drop(self)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class StoreConnection(Connection):
+    """Plays out of one bucket; for one event loop."""
+
+    protocol = PROTOCOL
+
+    def __init__(self, bucket: Bucket) -> None:
+        """Ask for nothing yet; an event loop must be running."""
+        self.backend, self.peer = bucket.where.scheme, bucket.url
+        self.closed = False
+        self.trouble: str | None = None
+        self.index = self.finder = StoreIndex(bucket, self._answered)
+        self._bucket = bucket
+        self._lanes = Lanes()
+        self._finding: dict[asyncio.Task[None], StoreDownload] = {}
+        """Downloads of which is not known yet where they are, or that come as a whole."""
+        self._downloads: dict[Piece, StoreDownload] = {}
+        self._transfers: dict[Transfer, asyncio.Task[None]] = {}
+        self._silent: set[Transfer] = set()
+        """GETs that are ended because nothing came."""
+        self._tries: dict[Piece, int] = {}
+        """How often a GET with a piece has failed."""
+        self._starting: asyncio.Handle | None = None
+        self._bytes, self._heard_s = 0, -math.inf
+        self._rate = 0.0
+        """Of the last transfer, bytes per second."""
+        self._soonest = (math.inf, -math.inf)
+        """Seconds to the soonest first byte of late, and when it came."""
+        # Only what it knows of this processor is of use here: HTTP has no PING.
+        self._watch = LimitWatch(lambda: None, lambda: None)
+        self.gets = 0
+        """GETs of ranges so far."""
+
+    async def open(self) -> None:
+        """Find out whether the store can be read; raise `TransportError` if not."""
+        await self.index.open()
+
+    def request(self, request: GroupRequest, priority: int) -> Download:
+        """See `Connection.request`."""
+        download = StoreDownload(self, request, priority)
+        track, namespace = request.track, request.namespace
+        if self.closed:
+            download.fail(ConnectionLostError("this side closed the connection"))
+        elif track == CATALOG_TRACK:
+            self._find(download, lambda: self._whole(download, self.index.catalog(namespace)))
+        elif track == MODELS_TRACK:
+            self._find(download, lambda: self._whole(download, self.index.models()))
+        elif is_live(track) or is_lookup(track) or request.standing:
+            code = RequestCode.INVALID_RANGE if request.wait_s else RequestCode.DOES_NOT_EXIST
+            download.fail(NotFoundError(f"{request}: a store only has what is complete", code=code))
+        elif (place := self.index.place(namespace, track, request.group, request.digest)) is not None:
+            self._want(download, place)
+        else:
+            self._find(download, lambda: self._locate(download))
+        return download
+
+    def stats(self) -> ConnectionStats:
+        """See `Connection.stats`; the round trip is the time to the soonest first byte of late."""
+        seconds = self._soonest[0]
+        return ConnectionStats(rtt_s=seconds if math.isfinite(seconds) else None, bytes_received=self._bytes)
+
+    async def answers(self, within_s: float) -> bool:
+        """See `Connection.answers`."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.index.models(fresh=True)
+        except (TimeoutError, TransportError):
+            return False
+        return not self.closed
+
+    async def close(self) -> None:
+        """See `Connection.close`."""
+        if self.closed:
+            return
+        self.closed = True
+        tasks = {*self._finding, *self._transfers.values()}
+        for download in [*self._downloads.values(), *self._finding.values()]:
+            download.fail(ConnectionLostError("this side closed the connection"))
+        if self._starting is not None:
+            self._starting.cancel()
+        await cancel_all(tasks)
+        await self.index.close()
+
+    # ---------------------------------------------------------- from downloads
+
+    def prioritise(self, piece: Piece, priority: int) -> None:
+        """Change the priority of what waits."""
+        self._lanes.prioritise(piece, priority)
+
+    def drop(self, download: StoreDownload) -> None:
+        """End what is under way for a download that is over."""
+        task, download.task = download.task, None
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        piece, download.piece = download.piece, None
+        if piece is not None:
+            self._forget(piece)
+            transfer = self._lanes.cancel(piece)
+            if transfer is not None:
+                self._end(transfer)
+
+    # ---------------------------------------------------------- where things are
+
+    def _find(self, download: StoreDownload, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Do what a download needs before its range can be asked for, or all that it needs."""
+
+        async def run() -> None:
+            try:
+                await work()
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is for the reader
+                self._note(error)
+                download.fail(_told(error))
+
+        task = download.task = asyncio.get_running_loop().create_task(run())
+        self._finding[task] = download
+        task.add_done_callback(self._finding.pop)
+
+    async def _whole(self, download: StoreDownload, coming: Coroutine[None, None, bytes]) -> None:
+        data = await coming
+        self._received(len(data))
+        download.push(memoryview(data), self._watch.limit)
+        download.finish()
+
+    async def _locate(self, download: StoreDownload) -> None:
+        """Find out where a group is that no lookup told of, or a codec profile, and ask for it."""
+        request, namespace = download.request, download.request.namespace
+        place: tuple[str, int, int] | None
+        if request.track == PROFILE_TRACK:
+            place = profile_key(namespace.prompt), 0, await self.index.profile_bytes(namespace.prompt)
+        else:
+            if not self.index.knows(namespace):
+                await self.index.catalog(namespace)
+            place = self.index.place(namespace, request.track, request.group, request.digest)
+        if place is None:
+            code = RequestCode.INVALID_RANGE if request.wait_s else RequestCode.DOES_NOT_EXIST
+            raise NotFoundError(f"{request}: not found in {self.peer}", code=code)
+        download.task = None
+        self._want(download, place)
+
+    def _want(self, download: StoreDownload, place: tuple[str, int, int]) -> None:
+        key, begin, end = place
+        if end - begin > download.request.limit:
+            download.fail(download.too_long())
+            return
+        piece = download.piece = self._lanes.want(key, begin, end, download.priority)
+        self._downloads[piece] = download
+        self._start_soon()
+
+    # ---------------------------------------------------------- transfers
+
+    def _start_soon(self) -> None:
+        """Begin what is due once the requests of this moment are all there: they may go in one GET."""
+        if self._starting is None and not self.closed:
+            self._starting = asyncio.get_running_loop().call_soon(self._start)
+
+    def _start(self) -> None:
+        self._starting = None
+        loop = asyncio.get_running_loop()
+        for transfer in self._lanes.due():
+            tries = max(self._tries.get(piece, 0) for piece in transfer.pieces)
+            self._transfers[transfer] = loop.create_task(self._carry(transfer, 2.0**tries))
+            self.gets += 1
+
+    async def _carry(self, transfer: Transfer, patience: float) -> None:
+        """Receive the bytes of a transfer; ``patience`` multiplies the timers."""
+        begun_s = heard_s = time.monotonic()
+        late_until_s = -math.inf
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        error: Exception | None = None
+
+        def look(last_s: float) -> None:
+            nonlocal timer
+            if heard_s > last_s:
+                timer = loop.call_later(patience * SILENCE_S, look, heard_s)
+            elif task is not None:
+                self._silent.add(transfer)
+                task.cancel()
+
+        timer = loop.call_later(patience * FIRST_BYTE_S, look, heard_s)
+        part_bytes = int(min(_MOST_PART_BYTES, max(PART_BYTES, _PART_S * self._rate)))
+        try:
+            stream = self._bucket.stream(transfer.key, transfer.begin, transfer.end, part_bytes=part_bytes)
+            async with contextlib.aclosing(stream):
+                async for part in stream:
+                    now = time.monotonic()
+                    if heard_s == begun_s:
+                        late_until_s = self._first_byte(begun_s, now)
+                    heard_s = now
+                    self._received(len(part))
+                    self._deliver(transfer, part, "publisher" if now < late_until_s else self._watch.limit)
+            if (seconds := heard_s - begun_s) > 0:
+                self._rate = (transfer.end - transfer.begin) / seconds
+        except asyncio.CancelledError:
+            if transfer not in self._silent:
+                raise
+            silent = f"{transfer.key}: the store has sent nothing for {time.monotonic() - heard_s:.3g} s"
+            error = ConnectionLostError(silent)
+        except Exception as failure:  # noqa: BLE001  # whatever it is, it is for the readers
+            error = failure
+        finally:
+            timer.cancel()
+            self._silent.discard(transfer)
+            if self._transfers.pop(transfer, None) is not None:
+                self._settle(transfer, error)
+
+    def _deliver(self, transfer: Transfer, part: memoryview, limit: Limit) -> None:
+        for piece, own in transfer.take(part):
+            download = self._downloads.get(piece)
+            if download is not None:
+                download.push(own, limit)
+                if piece.begin == piece.end:
+                    self._forget(piece)
+                    download.finish()
+
+    def _settle(self, transfer: Transfer, error: Exception | None) -> None:
+        """Free the lane of a transfer that has ended; what is missing is asked for again, or has failed."""
+        left = self._lanes.ended(transfer)
+        if error is None and left:
+            error = RequestError(f"{transfer.key}: the store sent less than was asked for")
+        if error is not None:
+            self._note(error)
+            if isinstance(error, NotFoundError):
+                self.index.lost(transfer.key)
+        for piece in left:
+            self._tries[piece] = self._tries.get(piece, 0) + 1
+            lost = isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)
+            if lost and self._tries[piece] < _TRIES and not self.closed:
+                self._lanes.again(piece)
+            elif (download := self._downloads.pop(piece, None)) is not None:
+                self._forget(piece)
+                download.piece = None
+                download.fail(_told(error or RequestError("nothing came")))
+        self._start_soon()
+
+    def _end(self, transfer: Transfer) -> None:
+        """End a transfer that nobody waits for; what else it was to bring waits again."""
+        for piece in self._lanes.ended(transfer):
+            self._lanes.again(piece)
+        task = self._transfers.pop(transfer, None)
+        if task is not None:
+            task.cancel()
+        self._start_soon()
+
+    def _forget(self, piece: Piece) -> None:
+        self._downloads.pop(piece, None)
+        self._tries.pop(piece, None)
+
+    # ---------------------------------------------------------- what is seen of the path
+
+    def _received(self, count: int) -> None:
+        self._bytes += count
+        self._heard_s = time.monotonic()
+        self.trouble = None
+        self._watch.received(count)
+
+    def _answered(self, count: int, seconds: float) -> None:
+        """Take that a small object came, or the answer that there is none."""
+        self._received(count)
+        self._sooner(seconds)
+
+    def _first_byte(self, begun_s: float, now: float) -> float:
+        """Take the first byte of a transfer, and return until when the store is what limits it."""
+        usual = self._soonest[0]
+        quiet = now - max(begun_s, self._heard_s)
+        self._sooner(now - begun_s)
+        late = math.isfinite(usual) and quiet > max(usual + _LATE_S, _LATE_SHARE * usual)
+        return now + quiet if late else -math.inf
+
+    def _sooner(self, seconds: float) -> None:
+        least, at_s = self._soonest
+        now = time.monotonic()
+        if seconds <= least or now > at_s + _FORGET_S:
+            self._soonest = seconds, now
+
+    def _note(self, error: Exception) -> None:
+        """Remember what keeps the store out of reach; a refused request alone does not."""
+        if isinstance(error, TransportError) and not isinstance(error, RequestError):
+            self.trouble = str(error)
+
+
+def _told(error: Exception) -> Exception:
+    """Return an error for a reader: what the store was too busy for has the code for that."""
+    if isinstance(error, RequestError) and error.retry_after_s is not None and not error.code:
+        return RequestError(str(error), code=RequestCode.EXCESSIVE_LOAD, retry_after_s=error.retry_after_s)
+    return error

@@ -1,0 +1,423 @@
+"""What is known of a store: its offers, heads of its spans, and where the groups of the assets in use are.
+
+Reads small objects only. Nothing that comes is believed unchecked: `kvabr.store.objects.layout` parses it, in a thread,
+and a span is used only as far as its chained digests are those that were asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from cachetools import LRUCache, TTLCache
+
+from kvabr.client.resources import decoders
+from kvabr.client.span_search import Ask, SpanSearch
+from kvabr.quic.interface import FoundPrefix
+from kvabr.store.objects import layout, spans
+from kvabr.store.objects.bucket import Bucket
+from kvabr.store.objects.layout import StoredCatalog, StoreOffer
+from kvabr.store.objects.spans import SpanHead
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.errors import FormatError, NotFoundError, RequestError, UnauthorizedError
+from kvabr.types.kv import KVSpec
+from kvabr.types.naming import TrackNamespace
+from kvabr.types.units import hit, units_of, with_snapshots_of
+
+_FIRST_OFFERS, _MORE_OFFERS = 4, 8
+_OFFERS_S = 5.0
+"""Seconds for which there are believed to be no more offers; a prompt that is found does not ask for them."""
+_MAX_OFFERS_SEARCHED = 4
+_HEADS, _HEADS_S = 512, 60.0
+"""Heads that are kept, and for how many seconds: a collector may remove a span."""
+_PLACED = 4096
+"""Assets of which it is kept where their groups are."""
+_AT_ONCE = 64
+"""Small objects that are asked for at the same time."""
+_HEAD_ROOM = 512
+"""Bytes of a head besides its lists."""
+_ENTRY_BYTES = 64
+"""Bytes of a packed head for each frame and each group; the largest head that came corrects the guess."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the groups of an asset are: its spans."""
+
+    offer: str
+    names: tuple[str, ...]
+    heads: tuple[SpanHead, ...]
+
+    def place(self, track: str, group: int) -> tuple[str, int, int, str] | None:
+        """Return key, first byte, end and SHA-256 of a group of a published track; None if there is none."""
+        firsts, numbers = self._firsts.get(track, ([], []))
+        at = bisect_right(firsts, group) - 1
+        if at < 0:
+            return None
+        name, head = self.names[numbers[at]], self.heads[numbers[at]]
+        own = head.by_name[track]
+        if group - own.first >= len(own.bytes):
+            return None
+        return layout.span_key(self.offer, name), *head.place(track, group), own.digests[group - own.first]
+
+    @cached_property
+    def _firsts(self) -> dict[str, tuple[list[int], list[int]]]:
+        """By track: the number of the first unit in each span that has some, and which span that is."""
+        found: dict[str, tuple[list[int], list[int]]] = {}
+        for number, head in enumerate(self.heads):
+            for track in head.tracks:
+                firsts, numbers = found.setdefault(track.name, ([], []))
+                firsts.append(track.first)
+                numbers.append(number)
+        return found
+
+
+class StoreIndex:
+    """The small objects of one bucket, for one event loop."""
+
+    def __init__(self, bucket: Bucket, heard: Callable[[int, float], None] = lambda _size, _seconds: None) -> None:
+        """Ask for nothing yet; ``heard`` is told of every small object that came: bytes, and seconds that it took."""
+        self._bucket, self._heard = bucket, heard
+        self._offers: list[StoreOffer | None] = []
+        """By number; None for one that cannot be read, as of a newer version."""
+        self._offers_s = -math.inf
+        self._reading: asyncio.Task[None] | None = None
+        self._heads: TTLCache[tuple[str, str], tuple[str, SpanHead]] = TTLCache(_HEADS, _HEADS_S, time.monotonic)
+        """Name and head of spans, by offer and the digest or name that they were asked for by."""
+        self._gone: TTLCache[str, bool] = TTLCache(_HEADS, _HEADS_S, time.monotonic)
+        """Keys of spans that were not there although something named them, as a pointer may for a while."""
+        self._head_bytes: dict[str, int] = {}
+        self._placed: LRUCache[TrackNamespace, tuple[Placed, ...]] = LRUCache(_PLACED)
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._admitted = False
+        """Whether any object could be read: then a refusal means that there is none, as S3 tells those who may not
+        list."""
+        self.requests = 0
+        """GETs so far."""
+
+    # ------------------------------------------------------------- offers
+
+    async def open(self) -> None:
+        """Read the offers, unless they are known: raise `TransportError` if the store cannot be read."""
+        if not self._offers:
+            await self._read_offers()
+
+    async def models(self, *, fresh: bool = False) -> bytes:
+        """Return the list of models, as an origin tells it; ``fresh``: ask in any case."""
+        if fresh or time.monotonic() > self._offers_s + _OFFERS_S:
+            await self._read_offers()
+        specs = {offer.spec.digest(): offer.spec for offer in self._offers if offer is not None}
+        return json.dumps({"models": [spec.to_json() for spec in specs.values()]}).encode()
+
+    async def _read_offers(self) -> None:
+        """Read the offers that are not known yet; callers share one reading."""
+        if self._reading is None:
+            self._reading = asyncio.get_running_loop().create_task(self._read_new_offers())
+            self._reading.add_done_callback(self._read_done)
+        await asyncio.shield(self._reading)
+
+    def _read_done(self, task: asyncio.Task[None]) -> None:
+        self._reading = None
+        if not task.cancelled():
+            task.exception()  # for its waiters, if there are any left
+
+    async def _read_new_offers(self) -> None:
+        step = _FIRST_OFFERS
+        while (first := len(self._offers)) < layout.MAX_OFFERS:
+            numbers = range(first, min(first + step, layout.MAX_OFFERS))
+            found = await asyncio.gather(
+                *(self._get(layout.offer_key(number), layout.MAX_OFFER_BYTES) for number in numbers)
+            )
+            there = [data for data in found if data is not None]
+            self._offers += [_parsed_offer(data) for data in found[: len(there)] if data is not None]
+            if len(there) < len(numbers):
+                break
+            step = _MORE_OFFERS
+        self._offers_s = time.monotonic()
+
+    async def close(self) -> None:
+        """End what is being read."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait({self._reading})
+
+    # ------------------------------------------------------------- lookups
+
+    async def find(self, spec: KVSpec, digests: Sequence[str], *, any_dtype: bool) -> FoundPrefix | None:
+        """See `PrefixFinder.find`."""
+        await self.open()
+        tried = self._fitting(spec, any_dtype=any_dtype)
+        best = await self._best(tried, digests)
+        if best is None and time.monotonic() > self._offers_s + _OFFERS_S:
+            await self._read_offers()
+            more = [offer for offer in self._fitting(spec, any_dtype=any_dtype) if offer not in tried]
+            best = await self._best(more, digests)
+        return best
+
+    def _fitting(self, spec: KVSpec, *, any_dtype: bool) -> list[StoreOffer]:
+        """Return the offers of a spec, the latest first."""
+        found = []
+        for offer in reversed(self._offers):
+            if offer is not None:
+                wanted = with_snapshots_of(spec, offer.spec)
+                wanted = wanted.with_dtypes(offer.spec) if any_dtype else wanted
+                if wanted.digest() == offer.spec.digest():
+                    found.append(offer)
+        return found[:_MAX_OFFERS_SEARCHED]
+
+    async def _best(self, offers: Iterable[StoreOffer], digests: Sequence[str]) -> FoundPrefix | None:
+        """Return the longest prefix in any of some offers; raise an error only if nothing is found."""
+        answers = await asyncio.gather(*(self._search(offer, digests) for offer in offers), return_exceptions=True)
+        found = [answer for answer in answers if isinstance(answer, FoundPrefix)]
+        if not found:
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+        return max(found, key=lambda one: 0 if one.catalog is None else one.catalog.tokens, default=None)
+
+    async def _search(self, offer: StoreOffer, digests: Sequence[str]) -> FoundPrefix | None:
+        search = SpanSearch(digests, offer.span_groups, states=layout.has_states(offer.spec))
+        names: dict[int, str] = {}
+        while asks := search.wanted():
+            answers = dict(zip(asks, await self._ask(offer, asks, digests), strict=True))
+            names |= {id(head): name for name, head in filter(None, answers.values())}
+            search.take({ask: answer and answer[1] for ask, answer in answers.items()})
+        heads = tuple(search.found)
+        if not heads:
+            return None
+        placed = Placed(offer.id, tuple(names[id(head)] for head in heads), heads)
+        made = await asyncio.get_running_loop().run_in_executor(decoders(), found_prefix, offer, heads)
+        if made.catalog is not None:
+            self._keep(made.catalog.namespace, placed)
+        return made
+
+    async def _ask(
+        self, offer: StoreOffer, asks: Sequence[Ask], digests: Sequence[str]
+    ) -> list[tuple[str, SpanHead] | None]:
+        """Return name and head of each of some spans; None for what is not there, or is no span of this offer."""
+        keys = [(offer.id, f"{ask.kind} {digests[ask.group]}") for ask in asks]
+        unknown = [number for number, key in enumerate(keys) if key not in self._heads]
+        came = await asyncio.gather(*(self._read_head(offer, asks[at], digests[asks[at].group]) for at in unknown))
+        parsed = await asyncio.get_running_loop().run_in_executor(decoders(), partial(_parsed_heads, offer, came))
+        parsed = [None if each and layout.span_key(offer.id, each[0]) in self._gone else each for each in parsed]
+        for number, answer in zip(unknown, parsed, strict=True):
+            if answer is not None:
+                self._heads[keys[number]] = answer
+                known = self._head_bytes.get(offer.id, 0)
+                self._head_bytes[offer.id] = max(known, answer[1].begin)
+        fresh = dict(zip(unknown, parsed, strict=True))
+        return [fresh[number] if number in fresh else self._heads.get(key) for number, key in enumerate(keys)]
+
+    async def _read_head(self, offer: StoreOffer, ask: Ask, digest: str) -> tuple[str | None, memoryview] | None:
+        """Return a span's name and its first bytes, with all of its head; or None and a pointer; or None."""
+        if ask.kind == "pointer":
+            data = await self._get(layout.pointer_key(offer.id, digest), spans.MAX_POINTER_BYTES)
+            return None if data is None else (None, data)
+        name = layout.span_name(digest, end=ask.kind == "end")
+        key = layout.span_key(offer.id, name)
+        size = self._guess(offer)
+        data = await self._get(key, size, end=size)
+        if data is None:
+            return None
+        try:
+            missing = spans.head_bytes(data) - len(data)
+        except FormatError:
+            return None
+        if missing > 0 and len(data) == size:
+            rest = await self._get(key, missing, start=size, end=size + missing)
+            data = memoryview(bytes(data) + bytes(rest or b""))
+        return name, data
+
+    def _guess(self, offer: StoreOffer) -> int:
+        """Return how many bytes to ask for of a span so that its whole head is likely to be among them."""
+        known = self._head_bytes.get(offer.id)
+        if known is not None:
+            return min(known + known // 8, spans.MAX_HEAD_BYTES)
+        entries = offer.span_groups * (1 + len(offer.published))
+        return min(_HEAD_ROOM + _ENTRY_BYTES * entries, spans.HEAD_BYTES)
+
+    # ------------------------------------------------------------- assets
+
+    async def catalog(self, namespace: TrackNamespace) -> bytes:
+        """Return the catalog of an asset by its name, as it was published.
+
+        Raises:
+            NotFoundError: there is none.
+            RequestError: it is damaged, or of another model.
+        """
+        key = layout.catalog_key(namespace.prompt)
+        data = await self._get(key, layout.MAX_STORED_CATALOG_BYTES)
+        if data is None:
+            raise NotFoundError(f"no such asset {namespace.model}/{namespace.prompt} in {self._bucket.url}")
+        try:
+            stored, placed, model = await asyncio.get_running_loop().run_in_executor(decoders(), _parsed_catalog, data)
+        except FormatError as error:
+            raise RequestError(f"{self._bucket.below(key)}: {error}; publish it again") from error
+        if model != namespace.model:
+            raise NotFoundError(f"{self._bucket.below(key)}: is of the model {model}, not {namespace.model}")
+        self._keep(namespace, placed)
+        return stored.catalog
+
+    def place(self, namespace: TrackNamespace, track: str, group: int, digest: str | None) -> tuple[str, int, int] | None:
+        """Return key, first byte and end of a group of an asset that was found; None if it is not known.
+
+        Of several tracks of one name the one whose frame has the SHA-256 ``digest`` is meant.
+        """
+        found = [place for placed in self._placed.get(namespace, ()) if (place := placed.place(track, group)) is not None]
+        best = next((place for place in found if place[3] == digest), found[0] if found else None)
+        return None if best is None else best[:3]
+
+    def knows(self, namespace: TrackNamespace) -> bool:
+        """Return whether `place` knows of an asset."""
+        return namespace in self._placed
+
+    async def profile_bytes(self, sha256: str) -> int:
+        """Return the size of a codec profile; `NotFoundError` if there is none."""
+        sizes = (offer.profile_bytes for offer in self._offers if offer is not None and offer.profile == sha256)
+        size = next(sizes, None)
+        if size is None:
+            info = await self._bucket.head(layout.profile_key(sha256))
+            size = None if info is None else info.size
+        if not size:
+            raise NotFoundError(f"no codec profile {sha256} in {self._bucket.url}")
+        return size
+
+    def lost(self, key: str) -> None:
+        """Note that a span is gone: what was known of it is no longer believed, and a pointer to it not for a while."""
+        self._gone[key] = True
+        _, offer, name = key.split("/")
+        for known, (span, _) in list(self._heads.items()):
+            if known[0] == offer and span == name:
+                self._heads.pop(known, None)
+
+    # -------------------------------------------------------------- internals
+
+    def _keep(self, namespace: TrackNamespace, placed: Placed) -> None:
+        others = tuple(each for each in self._placed.get(namespace, ()) if each.offer != placed.offer)
+        self._placed[namespace] = (placed, *others[: _MAX_OFFERS_SEARCHED - 1])
+
+    async def _get(self, key: str, limit: int, *, start: int = 0, end: int | None = None) -> memoryview | None:
+        """Return an object, or bytes of it; None if there is none."""
+        async with self._turns:
+            self.requests += 1
+            begun_s = time.monotonic()
+            try:
+                data = await self._bucket.get(key, start, end, limit=limit)
+            except NotFoundError:
+                self._admitted = True
+                data = None
+            except UnauthorizedError:
+                if not self._admitted:
+                    raise
+                data = None
+            else:
+                self._admitted = True
+            self._heard(0 if data is None else len(data), time.monotonic() - begun_s)
+            return data
+
+
+def found_prefix(offer: StoreOffer, heads: Sequence[SpanHead]) -> FoundPrefix:
+    """Return what consecutive spans from the first group on make: a catalog, cut to what there are snapshots for.
+
+    Raises `FormatError` if they do not fit together.
+    """
+    spec, chunks = offer.spec, tuple(digest for head in heads for digest in head.digests)
+    size = spec.group_tokens
+    for head in heads[:-1]:
+        if head.tokens != offer.span_groups * size:
+            raise FormatError(f"span {head.digests[-1][:16]}: lacks tokens, although another follows it")
+    tokens = heads[-1].first * size + heads[-1].tokens
+    limited_by: str | None = None
+    units = units_of(spec, tokens)
+    listed = {(track.name, track.first + at) for head in heads for track in head.tracks for at in range(len(track.bytes))}
+    if any((spec.parts[unit.part].track_name(offer.tracks[0].name), unit.group) not in listed for unit in units):
+        # The last span is not the last of its asset: there is no snapshot of a state at its end.
+        groups, limited_by = hit(spec, len(chunks), tokens + 1)
+        if not groups:
+            return FoundPrefix(None, limited_by)
+        chunks, tokens = chunks[:groups], groups * size
+        units = units_of(spec, tokens)
+    tracks = []
+    for level in offer.tracks:
+        entries = _entries(heads, [part.track_name(level.name) for part in spec.parts])
+        try:
+            found = [entries[unit.part][unit.group] for unit in units]
+        except KeyError as error:
+            raise FormatError(f"spans: {level.name} lacks a group of {spec.names[0]} or another class") from error
+        sizes, digests, losses = zip(*found, strict=True)
+        tracks.append(Track(level.name, sizes, losses, digests, level.refines, level.decode_s))
+    catalog = Catalog(
+        namespace=TrackNamespace(spec.model, chunks[-1]),
+        spec=spec,
+        tokens=tokens,
+        chunks=chunks,
+        tracks=tuple(tracks),
+        profile=offer.profile,
+        profile_bytes=offer.profile_bytes,
+        prefill=offer.prefill,
+        loss_method=offer.loss_method,
+        position=heads[0].position,
+    )
+    tag = hashlib.sha256("".join(digest for track in tracks for digest in track.digests).encode()).hexdigest()
+    return FoundPrefix(catalog, limited_by, tag)
+
+
+def _entries(heads: Sequence[SpanHead], names: Sequence[str]) -> list[dict[int, tuple[int, str, float]]]:
+    """Return per class the size, SHA-256 and loss of each unit, by its number."""
+    found: list[dict[int, tuple[int, str, float]]] = []
+    for name in names:
+        own: dict[int, tuple[int, str, float]] = {}
+        for head in heads:
+            if (track := head.by_name.get(name)) is not None:
+                own |= zip(
+                    range(track.first, track.first + len(track.bytes)),
+                    zip(track.bytes, track.digests, track.loss, strict=True),
+                    strict=True,
+                )
+        found.append(own)
+    return found
+
+
+def _parsed_offer(data: memoryview) -> StoreOffer | None:
+    try:
+        return StoreOffer.loads(data)
+    except FormatError:
+        return None  # of a newer version, or damaged: players of this one find nothing in it
+
+
+def _parsed_heads(
+    offer: StoreOffer, came: Sequence[tuple[str | None, memoryview] | None]
+) -> list[tuple[str, SpanHead] | None]:
+    """Parse what `StoreIndex._read_head` returned; None for what is no span of this offer."""
+    found: list[tuple[str, SpanHead] | None] = []
+    for answer in came:
+        try:
+            if answer is None:
+                found.append(None)
+                continue
+            name, data = answer
+            pair = spans.parse_pointer(data) if name is None else (name, spans.parse_head(data))
+            spans.check_span(pair[1], offer)
+            found.append(pair)
+        except FormatError:
+            found.append(None)
+    return found
+
+
+def _parsed_catalog(data: memoryview) -> tuple[StoredCatalog, Placed, str]:
+    """Return a stored catalog, where its groups are, and its model."""
+    stored = StoredCatalog.loads(data)
+    catalog = stored.parsed()
+    listed = spans.units_by_span(catalog, stored.span_groups)
+    heads = [
+        replace(spans.head_of(catalog, number, units, stored.span_groups), begin=begin)
+        for number, (units, begin) in enumerate(zip(listed, stored.begins, strict=True))
+    ]
+    return stored, Placed(stored.offer, stored.spans, tuple(heads)), catalog.spec.model

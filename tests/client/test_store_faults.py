@@ -1,0 +1,271 @@
+"""What goes wrong between a play and a store: never a wrong cache, never a hang, always a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from kvabr.client import store_connection
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.client.origins import dialling
+from kvabr.client.result import IncompleteError, NothingCached
+from kvabr.moqt.codes import RequestCode
+from kvabr.quic.interface import read_all
+from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.objects.bucket import Bucket
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import ConnectionLostError, NotFoundError, PlayError, RequestError, TransportError
+from tests.client.served import LIMIT_S
+from tests.client.stored import Fault, WebServer, memory_url, put_asset
+from tests.client.test_play import close
+from tests.toymodel import SPEC, ToyModel, prompt
+
+TOKENS = prompt(70).tokens
+COST = PrefillCost(0.001, 0.002)
+
+
+@pytest.fixture
+def stored(root):
+    """URL of a store with one asset of one span, and the span's key."""
+    url = memory_url()
+    (key,) = put_asset(url, FolderAsset.open(root / "short"))
+    return url, key
+
+
+def on_data(key, fault, *, times=1 << 30):
+    """Return a function for `WebServer.faults`: GETs of data go wrong, the first ``times``; that of the head does not."""
+    seen = []
+
+    def faults(asked, before):
+        del before
+        if asked != key:
+            return None
+        seen.append(asked)
+        return fault if 2 <= len(seen) < 2 + times else None
+
+    return faults
+
+
+async def play(url, *, deadline=LIMIT_S, engine=None, **options):
+    cost = None if engine is None else COST
+    async with AsyncClient(url, options=PlayOptions(prefill_cost=cost, **options), engine=engine) as client:
+        return await client.play(TOKENS, deadline=deadline, model=SPEC)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(status=503), Fault(status=429), Fault(cut_after=100), Fault(replace=b"x" * 100_000)],
+    ids=["503", "429", "cut", "replaced"],
+)
+async def test_a_fault_that_passes_does_no_harm(stored, fault):
+    url, key = stored
+    async with WebServer(url, [on_data(key, fault, times=2)]) as server:
+        played = await play(server.url)
+    assert played.tokens == 70
+    assert close(played.kv)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(Fault(status=503), Fault(status=404), Fault(status=416), Fault(status=403), Fault(silent=True)),
+        *(Fault(cut_after=100), Fault(stop_after=100), Fault(replace=b"x" * 100_000), Fault(replace=b"x" * 10)),
+    ],
+    ids=["503", "gone", "range", "denied", "silent", "cut", "stops", "replaced", "shorter"],
+)
+async def test_what_cannot_be_fetched_is_computed(stored, fault):
+    url, key = stored
+    engine = ToyModel()
+    async with WebServer(url, [on_data(key, fault)]) as server:
+        played = await play(server.url, deadline=4.0, engine=engine)
+    assert played.tokens == 70
+    assert close(played.kv)
+    assert engine.prefilled
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (Fault(status=503), "overloaded"),
+        (Fault(status=404), "no such object"),
+        (Fault(status=403), "credentials"),
+        (Fault(replace=b"x" * 100_000), "SHA-256|damaged|not the"),
+    ],
+    ids=["503", "gone", "denied", "replaced"],
+)
+async def test_without_an_engine_the_error_says_what_is_wrong(stored, fault, why):
+    url, key = stored
+    lines = []
+    async with WebServer(url, [on_data(key, fault)]) as server:
+        with pytest.raises(IncompleteError) as caught:
+            await play(server.url, deadline=1.5, log=lines.append)
+    reasons = " ".join(str(getattr(line, "reason", "")) for line in lines) + str(caught.value)
+    assert any(word in reasons for word in why.split("|")), reasons
+
+
+async def test_a_store_that_falls_silent_does_not_keep_a_play_beyond_its_deadline(stored):
+    url, key = stored
+    async with WebServer(url, [on_data(key, Fault(silent=True))]) as server:
+        async with AsyncClient(server.url) as client:
+            await client.find(TOKENS, model=SPEC)
+            client_s, begun_s = time.thread_time(), time.monotonic()
+            with pytest.raises(IncompleteError, match="missing: 0 to 4|missing"):
+                await client.play(TOKENS, deadline=1.0, model=SPEC)
+            # Of the time beyond the deadline only what this thread did itself is the player's.
+            assert time.thread_time() - client_s < time.monotonic() - begun_s < LIMIT_S
+
+
+async def test_a_span_that_a_collector_took_is_computed_and_then_not_found(stored):
+    url, key = stored
+    async with AsyncClient(url, engine=ToyModel(), options=PlayOptions(prefill_cost=COST)) as client:
+        assert (await client.find(TOKENS, model=SPEC)).catalog.tokens == 70
+        await Bucket.open(url).delete([key])
+        played = await client.play(TOKENS, deadline=LIMIT_S, model=SPEC)
+        assert close(played.kv)
+        # The pointers to the span are still there; they are not believed any more.
+        assert await client.find(TOKENS, model=SPEC) is None
+
+
+async def test_a_catalog_whose_spans_are_gone_fails_with_a_reason(stored, short):
+    url, key = stored
+    await Bucket.open(url).delete([key])
+    async with AsyncClient(url) as client:
+        with pytest.raises(PlayError, match="no such object"):
+            await client.play_asset(short.namespace, deadline=2.0)
+
+
+@pytest.mark.parametrize("fault", [Fault(silent=True), Fault(stop_after=1000)], ids=["silent", "stops"])
+async def test_what_no_player_watches_is_asked_for_again(stored, short, fault, monkeypatch):
+    monkeypatch.setattr(store_connection, "FIRST_BYTE_S", 0.2)
+    monkeypatch.setattr(store_connection, "SILENCE_S", 0.2)
+    url, key = stored
+    size = short.by_name["FP16"].bytes[0]
+    async with WebServer(url, [on_data(key, fault, times=1)]) as server, dialling(server.url) as connection:
+        await connection.finder.find(SPEC, short.chunks, any_dtype=False)
+        download = connection.fetch(short.namespace, "FP16", 0, limit=size, exact=True)
+        assert len(await read_all(download)) == size
+        assert download.has_digest(short.by_name["FP16"].digests[0])
+        asked = [end - first for asked, first, end in server.asked if asked == key]
+    assert len(asked) == 3  # of the head, and twice of the group
+    assert asked[1] == size >= asked[2]
+
+
+async def test_a_store_that_stays_silent_fails_what_waits_for_it(stored, short, monkeypatch):
+    monkeypatch.setattr(store_connection, "FIRST_BYTE_S", 0.05)
+    url, key = stored
+    async with WebServer(url, [on_data(key, Fault(silent=True))]) as server, dialling(server.url) as connection:
+        await connection.finder.find(SPEC, short.chunks, any_dtype=False)
+        with pytest.raises(ConnectionLostError, match="sent nothing for"):
+            await read_all(connection.fetch(short.namespace, "FP16", 0, limit=short.by_name["FP16"].bytes[0]))
+        assert "sent nothing" in connection.trouble
+        assert not connection._transfers
+        assert not connection._tries
+
+
+async def test_a_store_that_is_too_busy_says_so_in_the_words_of_the_protocol(stored, short):
+    url, key = stored
+    async with WebServer(url, [on_data(key, Fault(status=503))]) as server, dialling(server.url) as connection:
+        await connection.finder.find(SPEC, short.chunks, any_dtype=False)
+        with pytest.raises(RequestError) as caught:
+            await read_all(connection.fetch(short.namespace, "FP16", 0, limit=1 << 20))
+    assert caught.value.code == RequestCode.EXCESSIVE_LOAD
+    assert caught.value.retry_after_s
+
+
+async def test_more_than_the_limit_is_refused(stored, short):
+    url, _ = stored
+    async with dialling(url) as connection:
+        await connection.finder.find(SPEC, short.chunks, any_dtype=False)
+        with pytest.raises(RequestError, match="longer than the 10 bytes"):
+            await read_all(connection.fetch(short.namespace, "FP16", 0, limit=10))
+        with pytest.raises(NotFoundError):
+            await read_all(connection.fetch(short.namespace, "FP16", 5, limit=1 << 20))
+        with pytest.raises(NotFoundError):
+            await read_all(connection.fetch(short.namespace, "FP8", 0, limit=1 << 20))
+
+
+async def test_offers_and_heads_of_another_version_are_left_alone(stored):
+    url, _ = stored
+    bucket = Bucket.open(url)
+    await bucket.put("o/1", b'{"schema": "kvabr.offer/9"}')
+    await bucket.put("o/2", b"not JSON at all")
+    played = await play(url)
+    assert close(played.kv)
+
+
+async def test_a_damaged_head_is_as_good_as_none(stored):
+    url, key = stored
+    bucket = Bucket.open(url)
+    data = bytearray(await bucket.get(key, limit=1 << 30))
+    data[60] ^= 1
+    await bucket.put(key, data)
+    for name in [info.key async for info in bucket.list("i/")]:
+        await bucket.put(name, b"damaged")
+    async with AsyncClient(url) as client:
+        assert isinstance(await client.play(TOKENS, deadline=LIMIT_S, model=SPEC), NothingCached)
+
+
+async def test_a_store_that_cannot_be_reached_is_an_error_that_says_so(stored):
+    url, _ = stored
+    async with WebServer(url) as server:
+        gone = server.url
+    async with AsyncClient(gone) as client:
+        with pytest.raises(TransportError, match="did not answer|cannot be read"):
+            await client.connect()
+        with pytest.raises(PlayError, match="did not answer|cannot be read"):
+            await client.play(TOKENS, deadline=5.0, model=SPEC)
+    async with dialling(gone, needed=False) as connection:
+        assert "did not answer" in connection.trouble
+        assert not await connection.answers(5.0)
+
+
+async def test_a_store_that_comes_back_is_used_again(stored, short):
+    url, _ = stored
+    async with WebServer(url) as server, dialling(server.url) as connection:
+        server.faults.append(lambda *_: Fault(status=503))
+        with pytest.raises(TransportError):
+            await read_all(connection.fetch(short.namespace, "FP16", 0, limit=1 << 20))
+        server.faults.clear()
+        assert await read_all(connection.fetch(short.namespace, "FP16", 0, limit=1 << 20))
+        assert connection.trouble is None
+
+
+async def test_closing_fails_what_is_under_way_and_leaves_nothing(stored, short):
+    url, key = stored
+    before = asyncio.all_tasks()
+    async with WebServer(url, [on_data(key, Fault(silent=True))]) as server:
+        async with dialling(server.url) as connection:
+            await connection.finder.find(SPEC, short.chunks, any_dtype=False)
+            reads = [
+                asyncio.create_task(read_all(connection.fetch(short.namespace, track, group, limit=1 << 20)))
+                for track in ("FP16", "Int8")
+                for group in range(5)
+            ]
+            while len([1 for asked, *_ in server.asked if asked == key]) < 2:
+                await asyncio.sleep(0.01)
+        for result in await asyncio.gather(*reads, return_exceptions=True):
+            assert isinstance(result, ConnectionLostError)
+        with pytest.raises(ConnectionLostError):
+            await read_all(connection.fetch(short.namespace, "FP16", 0, limit=1 << 20))
+        assert asyncio.all_tasks() - before <= server._tasks
+    assert asyncio.all_tasks() == before
+
+
+async def test_a_slow_store_is_not_taken_for_a_slow_link(stored, short):
+    url, key = stored
+    track = short.by_name["FP16"]
+
+    async def limits():
+        download = connection.fetch(short.namespace, "FP16", 0, limit=track.bytes[0], exact=True)
+        found = set()
+        while await download.read():
+            found.add(download.stats.limit)
+        return found
+
+    async with WebServer(url, [on_data(key, Fault(delay_s=1.0), times=1)]) as server, dialling(server.url) as connection:
+        await connection.finder.find(SPEC, short.chunks, any_dtype=False)
+        connection._soonest = (0.02, time.monotonic())
+        assert await limits() == {"publisher"}
