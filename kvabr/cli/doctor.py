@@ -48,7 +48,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
     parser.description = "Report what is installed and what is missing, and whether an origin or relay can be reached."
     parser.epilog = _EPILOG
-    parser.add_argument("url", nargs="?", metavar="URL", help="moqt://HOST[:PORT]/ of an origin or a relay, or s3://BUCKET/PREFIX of a store")
+    parser.add_argument(
+        "url",
+        nargs="?",
+        metavar="URL",
+        help="moqt://HOST[:PORT]/ of an origin or a relay, or s3://BUCKET/PREFIX of a store",
+    )
     parser.add_argument("--json", type=Path, metavar="F", help="write the report as JSON")
     network.add_options(parser)
     parser.set_defaults(run=run)

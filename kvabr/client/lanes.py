@@ -3,13 +3,14 @@
 No I/O, no clock. Rules:
 
 1. A lane carries one GET at a time. Few lanes fill a link; more only fill its queue, and then what is urgent waits.
-2. What is most urgent goes first. Waiting pieces that adjoin it in the object go with it in one GET, up to `MOST_BYTES`,
-   if they are of the same kind: needed, needed on a dearer track, or an upgrade (`kvabr.player.priorities`).
+2. What is most urgent goes first. Waiting pieces that adjoin it in the object go with it in one GET, up to
+   `MOST_BYTES`, if they are of the same kind: needed, needed on a dearer track, or an upgrade
+   (`kvabr.player.priorities`).
 3. What waits is shared out among the free lanes: one GET for everything would leave them idle.
-4. The spare lane is for what is needed while the others carry what is needed less. After a cancelled GET bytes are still
-   on their way, and a request on a connection that was open all the time gets past them soonest.
-5. A GET ends once nobody wants the rest of it. If little is left, it is received to its end instead: an HTTP/1.1
-   connection survives only that, and a new one costs round trips.
+4. The spare lane is for what is needed while the others carry what is needed less. After a cancelled GET bytes are
+   still on their way, and a request on a connection that was open all the time gets past them soonest.
+5. A GET is ended once nobody wants the rest of it. If little is left, it is received to its end instead, without a
+   lane: an HTTP/1.1 connection survives only that, and a new one costs round trips.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ KEEP_BYTES = 256 << 10
 way, and come, when a GET is cancelled at 100 Mbit/s."""
 _NOTHING = 3
 """Kind of a GET of which nobody wants the rest."""
+_MOST_RESTS = 4
+"""GETs of which nobody wants the rest and that are received to their end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,11 +75,6 @@ class Transfer:
         """Kind of the most urgent piece that is left; a kind of its own if there is none."""
         return min((piece.kind for piece in self.pieces if piece.wanted), default=_NOTHING)
 
-    @property
-    def wanted(self) -> bool:
-        """Whether to go on receiving: somebody wants something of the rest, or the rest is small."""
-        return self.kind < _NOTHING or self.end - self.at <= KEEP_BYTES
-
     def take(self, part: memoryview) -> list[tuple[Piece, memoryview]]:
         """Return what has come, at most the bytes up to `end`, for each piece that is wanted."""
         taken = []
@@ -102,6 +100,8 @@ class Lanes:
         self._lanes, self._spare = lanes, spare
         self._waiting: dict[Piece, None] = {}
         self._busy: set[Transfer] = set()
+        self._rests: dict[Transfer, None] = {}
+        """Transfers that go on without a lane, the oldest first."""
         self._wanted = 0
 
     @property
@@ -127,9 +127,13 @@ class Lanes:
         if transfer is None:
             return None
         following = next((each for each in transfer.pieces if each.wanted), None)
-        if following is None:
-            return None if transfer.wanted else transfer
-        return transfer if following.begin - transfer.at > KEEP_BYTES else None
+        if following is not None:
+            return transfer if following.begin - transfer.at > KEEP_BYTES else None
+        if transfer.end - transfer.at > KEEP_BYTES:
+            return transfer
+        self._busy.discard(transfer)
+        self._rests[transfer] = None
+        return next(iter(self._rests)) if len(self._rests) > _MOST_RESTS else None
 
     def prioritise(self, piece: Piece, priority: int) -> None:
         """Change a piece's priority. A GET under way goes on as it is: HTTP/1.1 has no priorities."""
@@ -152,6 +156,7 @@ class Lanes:
         They no longer wait; `again` makes one wait for its missing bytes.
         """
         self._busy.discard(transfer)
+        self._rests.pop(transfer, None)
         left = [piece for piece in transfer.pieces if piece.wanted]
         for piece in transfer.pieces:
             piece.transfer = None

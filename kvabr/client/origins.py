@@ -1,4 +1,4 @@
-"""Where caches are played from, by the scheme of a URL: origins and relays, object stores, HTTP caches in front of them.
+"""Where caches are played from, by the scheme of a URL: origins and relays, object stores, HTTP caches before these.
 
     moqt://HOST[:PORT]/                          an origin or a relay (`kvabr.quic.connect`)
     s3://BUCKET/PREFIX, gs://..., az://...       an object store; its credentials come from the environment
@@ -18,7 +18,7 @@ from types import TracebackType
 
 from kvabr.client.store_connection import StoreConnection
 from kvabr.quic.backend import Quic
-from kvabr.quic.connect import Connecting, asset_of, connect, parse_namespace, parse_url
+from kvabr.quic.connect import asset_of, connect, parse_namespace, parse_url
 from kvabr.quic.interface import Connection
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.url import CLOUDS, WEB, split_asset
@@ -72,8 +72,8 @@ def dialling(
     given = token is not None and token != os.environ.get("KVABR_TOKEN")
     if given or insecure or (token_file, ca, fingerprint) != (None, None, None):
         raise UsageError(
-            f"{url.partition('?')[0]}: tokens and certificates are for moqt:// URLs; the credentials of an object store "
-            "come from the environment, and its certificate is checked by the system"
+            f"{url.partition('?')[0]}: tokens and certificates are for moqt:// URLs; the credentials of an object "
+            "store come from the environment, and its certificate is checked by the system"
         )
     return StoreDialling(_bucket_url(url), timeout_s, needed=needed)
 

@@ -137,6 +137,36 @@ class StoreDownload(Download):
             self._waiter.set_result(None)
 
 
+class _Silence:
+    """Cancels the running task once nothing has come for too long."""
+
+    def __init__(self, first_s: float, further_s: float) -> None:
+        """Begin to wait: ``first_s`` seconds for the first bytes, then ``further_s`` for more."""
+        self.over = False
+        """Whether it has cancelled the task."""
+        self.seconds = first_s
+        self._further_s, self._parts = further_s, 0
+        self._task = asyncio.current_task()
+        self._timer = asyncio.get_running_loop().call_later(first_s, self._look, 0)
+
+    def heard(self) -> bool:
+        """Note that something has come; return whether it is the first."""
+        self._parts += 1
+        return self._parts == 1
+
+    def close(self) -> None:
+        """Stop waiting."""
+        self._timer.cancel()
+
+    def _look(self, parts: int) -> None:
+        if self._parts > parts:
+            self.seconds = self._further_s
+            self._timer = asyncio.get_running_loop().call_later(self.seconds, self._look, self._parts)
+        elif self._task is not None:
+            self.over = True
+            self._task.cancel()
+
+
 class StoreConnection(Connection):
     """Plays out of one bucket; for one event loop."""
 
@@ -154,8 +184,6 @@ class StoreConnection(Connection):
         """Downloads of which is not known yet where they are, or that come as a whole."""
         self._downloads: dict[Piece, StoreDownload] = {}
         self._transfers: dict[Transfer, asyncio.Task[None]] = {}
-        self._silent: set[Transfer] = set()
-        """GETs that are ended because nothing came."""
         self._tries: dict[Piece, int] = {}
         """How often a GET with a piece has failed."""
         self._starting: asyncio.Handle | None = None
@@ -301,46 +329,34 @@ class StoreConnection(Connection):
 
     async def _carry(self, transfer: Transfer, patience: float) -> None:
         """Receive the bytes of a transfer; ``patience`` multiplies the timers."""
-        begun_s = heard_s = time.monotonic()
-        late_until_s = -math.inf
-        loop = asyncio.get_running_loop()
-        task = asyncio.current_task()
         error: Exception | None = None
-
-        def look(last_s: float) -> None:
-            nonlocal timer
-            if heard_s > last_s:
-                timer = loop.call_later(patience * SILENCE_S, look, heard_s)
-            elif task is not None:
-                self._silent.add(transfer)
-                task.cancel()
-
-        timer = loop.call_later(patience * FIRST_BYTE_S, look, heard_s)
-        part_bytes = int(min(_MOST_PART_BYTES, max(PART_BYTES, _PART_S * self._rate)))
+        silence = _Silence(patience * FIRST_BYTE_S, patience * SILENCE_S)
         try:
-            stream = self._bucket.stream(transfer.key, transfer.begin, transfer.end, part_bytes=part_bytes)
-            async with contextlib.aclosing(stream):
-                async for part in stream:
-                    now = time.monotonic()
-                    if heard_s == begun_s:
-                        late_until_s = self._first_byte(begun_s, now)
-                    heard_s = now
-                    self._received(len(part))
-                    self._deliver(transfer, part, "publisher" if now < late_until_s else self._watch.limit)
-            if (seconds := heard_s - begun_s) > 0:
-                self._rate = (transfer.end - transfer.begin) / seconds
+            await self._receive(transfer, silence)
         except asyncio.CancelledError:
-            if transfer not in self._silent:
+            if not silence.over:
                 raise
-            silent = f"{transfer.key}: the store has sent nothing for {time.monotonic() - heard_s:.3g} s"
-            error = ConnectionLostError(silent)
+            error = ConnectionLostError(f"{transfer.key}: the store has sent nothing for {silence.seconds:.3g} s")
         except Exception as failure:  # noqa: BLE001  # whatever it is, it is for the readers
             error = failure
         finally:
-            timer.cancel()
-            self._silent.discard(transfer)
+            silence.close()
             if self._transfers.pop(transfer, None) is not None:
                 self._settle(transfer, error)
+
+    async def _receive(self, transfer: Transfer, silence: _Silence) -> None:
+        begun_s, late_until_s = time.monotonic(), -math.inf
+        part_bytes = int(min(_MOST_PART_BYTES, max(PART_BYTES, _PART_S * self._rate)))
+        parts = self._bucket.stream(transfer.key, transfer.begin, transfer.end, part_bytes=part_bytes)
+        async with contextlib.aclosing(parts):
+            async for part in parts:
+                now = time.monotonic()
+                if silence.heard():
+                    late_until_s = self._first_byte(begun_s, now)
+                self._received(len(part))
+                self._deliver(transfer, part, "publisher" if now < late_until_s else self._watch.limit)
+        if (seconds := time.monotonic() - begun_s) > 0:
+            self._rate = (transfer.end - transfer.begin) / seconds
 
     def _deliver(self, transfer: Transfer, part: memoryview, limit: Limit) -> None:
         for piece, own in transfer.take(part):

@@ -265,12 +265,16 @@ class StoreIndex:
         self._keep(namespace, placed)
         return stored.catalog
 
-    def place(self, namespace: TrackNamespace, track: str, group: int, digest: str | None) -> tuple[str, int, int] | None:
+    def place(
+        self, namespace: TrackNamespace, track: str, group: int, digest: str | None
+    ) -> tuple[str, int, int] | None:
         """Return key, first byte and end of a group of an asset that was found; None if it is not known.
 
         Of several tracks of one name the one whose frame has the SHA-256 ``digest`` is meant.
         """
-        found = [place for placed in self._placed.get(namespace, ()) if (place := placed.place(track, group)) is not None]
+        found = [
+            place for placed in self._placed.get(namespace, ()) if (place := placed.place(track, group)) is not None
+        ]
         best = next((place for place in found if place[3] == digest), found[0] if found else None)
         return None if best is None else best[:3]
 
@@ -336,7 +340,9 @@ def found_prefix(offer: StoreOffer, heads: Sequence[SpanHead]) -> FoundPrefix:
     tokens = heads[-1].first * size + heads[-1].tokens
     limited_by: str | None = None
     units = units_of(spec, tokens)
-    listed = {(track.name, track.first + at) for head in heads for track in head.tracks for at in range(len(track.bytes))}
+    listed = {
+        (track.name, track.first + at) for head in heads for track in head.tracks for at in range(len(track.bytes))
+    }
     if any((spec.parts[unit.part].track_name(offer.tracks[0].name), unit.group) not in listed for unit in units):
         # The last span is not the last of its asset: there is no snapshot of a state at its end.
         groups, limited_by = hit(spec, len(chunks), tokens + 1)

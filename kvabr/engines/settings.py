@@ -90,8 +90,8 @@ class EngineSettings(BaseModel):
     """Keys whose values must not appear in messages."""
 
     url: Url | None = None
-    """Where caches are fetched: ``moqt://host:port/`` of an origin or a relay, or ``s3://bucket/prefix`` and the like of
-    an object store. None: nothing is fetched."""
+    """Where caches are fetched: ``moqt://host:port/`` of an origin or a relay, or an object store, ``s3://bucket/prefix``
+    and the like. None: nothing is fetched."""
     publish: StoreLocation | None = None
     """Store that computed caches are written to, for `kvabr serve`: a folder or a URL. None: nothing is published."""
     deadline_s: Seconds = 1.0

@@ -34,9 +34,7 @@ def put_asset(url, asset):
     names, begins = layout.span_names(catalog.spec, catalog.chunks), []
     for number, (name, units) in enumerate(zip(names, spans.units_by_span(catalog), strict=True)):
         head = spans.head_of(catalog, number, units)
-        frames = [
-            asset.frame(track.first + at, track.name) for track in head.tracks for at in range(len(track.bytes))
-        ]
+        frames = [asset.frame(track.first + at, track.name) for track in head.tracks for at in range(len(track.bytes))]
         packed = spans.encode_head(head)
         begins.append(len(packed))
         bucket.put_new_sync(layout.span_key(offer.id, name), spans.encode_span(head, frames))
@@ -77,6 +75,8 @@ class WebServer:
     """(key, first byte, end) of each GET."""
     open: int = 0
     """Connections."""
+    silent: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a GET is not answered."""
 
     async def __aenter__(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -118,6 +118,7 @@ class WebServer:
         self.asked.append((key, first, end))
         await asyncio.sleep(fault.delay_s)
         if fault.silent:
+            self.silent.set()
             await asyncio.Event().wait()
         if fault.status is not None:
             status = fault.status

@@ -162,17 +162,28 @@ def test_a_get_of_which_nobody_wants_much_of_the_rest_is_ended_and_frees_its_lan
     assert [one.key for one in lanes.due()] == ["next"]
 
 
-def test_a_small_rest_is_received_to_its_end_so_that_the_connection_survives():
-    lanes = Lanes(lanes=1)
+def test_a_small_rest_is_received_to_its_end_without_a_lane():
+    lanes = Lanes(lanes=1, spare=0)
     (piece,) = want(lanes, [MOST_BYTES])
     (transfer,) = lanes.due()
     receive(lanes, transfer, MOST_BYTES - KEEP_BYTES)
     assert lanes.cancel(piece) is None
-    want(lanes, [K], key="urgent")
-    (urgent,) = lanes.due()  # and does not wait for it
-    assert urgent.spare
+    want(lanes, [K], key="next")
+    assert [one.key for one in lanes.due()] == ["next"]
     assert receive(lanes, transfer, KEEP_BYTES) == []
     assert transfer.at == transfer.end
+
+
+def test_only_a_few_rests_are_received():
+    lanes = Lanes(lanes=1, spare=0)
+    ended = []
+    for number in range(6):  # as of a player that asks again for what stands still
+        (piece,) = want(lanes, [K], key=str(number))
+        lanes.due()
+        if (transfer := lanes.cancel(piece)) is not None:
+            lanes.ended(transfer)
+            ended.append(transfer.key)
+    assert ended == ["0", "1"]
 
 
 def test_what_lies_far_behind_cancelled_bytes_is_asked_for_again_without_them():

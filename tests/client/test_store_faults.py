@@ -24,7 +24,7 @@ from tests.client.test_play import close
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(70).tokens
-COST = PrefillCost(0.001, 0.002)
+COST = PrefillCost(0.001, 0.03)  # a play fetches, and computes what does not come
 
 
 @pytest.fixture
@@ -36,17 +36,8 @@ def stored(root):
 
 
 def on_data(key, fault, *, times=1 << 30):
-    """Return a function for `WebServer.faults`: GETs of data go wrong, the first ``times``; that of the head does not."""
-    seen = []
-
-    def faults(asked, before):
-        del before
-        if asked != key:
-            return None
-        seen.append(asked)
-        return fault if 2 <= len(seen) < 2 + times else None
-
-    return faults
+    """Return a function for `WebServer.faults`: the first GETs of a span go wrong. Its head is found by a pointer."""
+    return lambda asked, before: fault if asked == key and before < times else None
 
 
 async def play(url, *, deadline=LIMIT_S, engine=None, **options):
@@ -81,9 +72,10 @@ async def test_what_cannot_be_fetched_is_computed(stored, fault):
     engine = ToyModel()
     async with WebServer(url, [on_data(key, fault)]) as server:
         played = await play(server.url, deadline=4.0, engine=engine)
+        assert key in [asked for asked, *_ in server.asked]
     assert played.tokens == 70
     assert close(played.kv)
-    assert engine.prefilled
+    assert engine.prefilled == 70
 
 
 @pytest.mark.parametrize(
@@ -92,7 +84,7 @@ async def test_what_cannot_be_fetched_is_computed(stored, fault):
         (Fault(status=503), "overloaded"),
         (Fault(status=404), "no such object"),
         (Fault(status=403), "credentials"),
-        (Fault(replace=b"x" * 100_000), "SHA-256|damaged|not the"),
+        (Fault(replace=b"x" * 100_000), "SHA-256|not a kvabr group"),
     ],
     ids=["503", "gone", "denied", "replaced"],
 )
@@ -108,25 +100,24 @@ async def test_without_an_engine_the_error_says_what_is_wrong(stored, fault, why
 
 async def test_a_store_that_falls_silent_does_not_keep_a_play_beyond_its_deadline(stored):
     url, key = stored
-    async with WebServer(url, [on_data(key, Fault(silent=True))]) as server:
-        async with AsyncClient(server.url) as client:
-            await client.find(TOKENS, model=SPEC)
-            client_s, begun_s = time.thread_time(), time.monotonic()
-            with pytest.raises(IncompleteError, match="missing: 0 to 4|missing"):
-                await client.play(TOKENS, deadline=1.0, model=SPEC)
-            # Of the time beyond the deadline only what this thread did itself is the player's.
-            assert time.thread_time() - client_s < time.monotonic() - begun_s < LIMIT_S
+    async with WebServer(url, [on_data(key, Fault(silent=True))]) as server, AsyncClient(server.url) as client:
+        lines = []
+        with pytest.raises(IncompleteError, match="missing"):
+            await client.play(TOKENS, deadline=1.0, model=SPEC, options=PlayOptions(log=lines.append))
+        assert lines[-1].t <= 1.1  # on the clock of the play, which ends the moment its timer is due
+        assert not (await client.connect())._downloads
 
 
 async def test_a_span_that_a_collector_took_is_computed_and_then_not_found(stored):
     url, key = stored
     async with AsyncClient(url, engine=ToyModel(), options=PlayOptions(prefill_cost=COST)) as client:
-        assert (await client.find(TOKENS, model=SPEC)).catalog.tokens == 70
+        found = await client.find(TOKENS, model=SPEC)
         await Bucket.open(url).delete([key])
-        played = await client.play(TOKENS, deadline=LIMIT_S, model=SPEC)
-        assert close(played.kv)
+        with pytest.raises(PlayError, match="no such object"):
+            await client.play_asset(found, deadline=1.0)
         # The pointers to the span are still there; they are not believed any more.
         assert await client.find(TOKENS, model=SPEC) is None
+        assert close((await client.play(TOKENS, deadline=LIMIT_S, model=SPEC)).kv)
 
 
 async def test_a_catalog_whose_spans_are_gone_fails_with_a_reason(stored, short):
@@ -149,8 +140,8 @@ async def test_what_no_player_watches_is_asked_for_again(stored, short, fault, m
         assert len(await read_all(download)) == size
         assert download.has_digest(short.by_name["FP16"].digests[0])
         asked = [end - first for asked, first, end in server.asked if asked == key]
-    assert len(asked) == 3  # of the head, and twice of the group
-    assert asked[1] == size >= asked[2]
+    assert asked[0] == size >= asked[1]
+    assert len(asked) == 2
 
 
 async def test_a_store_that_stays_silent_fails_what_waits_for_it(stored, short, monkeypatch):
@@ -213,9 +204,9 @@ async def test_a_store_that_cannot_be_reached_is_an_error_that_says_so(stored):
     async with WebServer(url) as server:
         gone = server.url
     async with AsyncClient(gone) as client:
-        with pytest.raises(TransportError, match="did not answer|cannot be read"):
+        with pytest.raises(TransportError, match="cannot be read"):
             await client.connect()
-        with pytest.raises(PlayError, match="did not answer|cannot be read"):
+        with pytest.raises(PlayError, match="cannot be read"):
             await client.play(TOKENS, deadline=5.0, model=SPEC)
     async with dialling(gone, needed=False) as connection:
         assert "did not answer" in connection.trouble
@@ -244,8 +235,7 @@ async def test_closing_fails_what_is_under_way_and_leaves_nothing(stored, short)
                 for track in ("FP16", "Int8")
                 for group in range(5)
             ]
-            while len([1 for asked, *_ in server.asked if asked == key]) < 2:
-                await asyncio.sleep(0.01)
+            await server.silent.wait()
         for result in await asyncio.gather(*reads, return_exceptions=True):
             assert isinstance(result, ConnectionLostError)
         with pytest.raises(ConnectionLostError):
@@ -265,7 +255,10 @@ async def test_a_slow_store_is_not_taken_for_a_slow_link(stored, short):
             found.add(download.stats.limit)
         return found
 
-    async with WebServer(url, [on_data(key, Fault(delay_s=1.0), times=1)]) as server, dialling(server.url) as connection:
+    async with (
+        WebServer(url, [on_data(key, Fault(delay_s=1.0), times=1)]) as server,
+        dialling(server.url) as connection,
+    ):
         await connection.finder.find(SPEC, short.chunks, any_dtype=False)
         connection._soonest = (0.02, time.monotonic())
         assert await limits() == {"publisher"}

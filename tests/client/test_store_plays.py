@@ -42,7 +42,9 @@ async def played(url, tokens=LONG, **options):
 async def test_a_prompt_is_played_as_from_an_origin(store, tokens):
     got = await played(store, tokens)
     assert isinstance(got, Played)
-    shared = next((n for n, pair in enumerate(zip(tokens, LONG, strict=False)) if pair[0] != pair[1]), min(len(tokens), 160))
+    shared = next(
+        (n for n, pair in enumerate(zip(tokens, LONG, strict=False)) if pair[0] != pair[1]), min(len(tokens), 160)
+    )
     assert got.tokens >= shared // 16 * 16 > 0
     assert close(got.kv, LONG[: got.tokens])
 
@@ -112,7 +114,9 @@ async def test_a_lookup_takes_a_round_and_adjoining_groups_one_get(root):
         assert len(server.asked) == 1
         first, end = server.asked[0][1:]
         assert end - first == sum(track.bytes[:4])
-        assert all(download.has_digest(track.digests[group]) for group, download in zip((3, 1, 2, 0), downloads, strict=True))
+        assert all(
+            download.has_digest(track.digests[group]) for group, download in zip((3, 1, 2, 0), downloads, strict=True)
+        )
 
 
 @pytest.mark.parametrize("spec", [SLIDING, INDEXED, WINDOWS, HYBRID], ids=lambda spec: spec.model.partition("/")[2])
@@ -147,10 +151,10 @@ async def test_a_play_leaves_nothing_behind(store):
         await played(server.url)
         assert asyncio.all_tasks() - before <= server._tasks
     async with AsyncClient(store) as client:
+        playing = asyncio.create_task(client.play(LONG, deadline=LIMIT_S, model=SPEC))
+        await asyncio.sleep(0)
+        playing.cancel()
         with pytest.raises(asyncio.CancelledError):
-            playing = asyncio.create_task(client.play(LONG, deadline=LIMIT_S, model=SPEC))
-            await asyncio.sleep(0)
-            playing.cancel()
             await playing
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == before
