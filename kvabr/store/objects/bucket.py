@@ -15,7 +15,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -123,7 +123,7 @@ class Bucket:
 
     async def stream(
         self, key: str, start: int, end: int, *, part_bytes: int = PART_BYTES
-    ) -> AsyncIterator[memoryview]:
+    ) -> AsyncGenerator[memoryview, None]:
         """Yield bytes ``start`` to ``end`` of an object as they come; raises as `get`. Closing it ends the request.
 
         Nothing is tried again: who plays knows whether that is worth it.
