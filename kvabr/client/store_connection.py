@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import random
 import time
 from collections.abc import Callable, Coroutine
 
@@ -31,7 +32,8 @@ PROTOCOL = "kvabr.objects/1"
 FIRST_BYTE_S, SILENCE_S = 2.0, 2.0
 """Seconds that a GET may take to its first byte, and that may pass without one; doubled for each further try. A player
 asks again for what stands still much sooner; these are for what no player watches."""
-_TRIES = 3
+_TRIES, _PAUSE_S = 3, 0.05
+"""GETs for the same bytes, and the pause before the next where the store is too busy; doubled each time."""
 _PART_S, _MOST_PART_BYTES = 0.005, 1 << 20
 """Bytes are told of in pieces of as many seconds, and at most of as many bytes: each piece takes the processor a while,
 and estimators want to know when bytes came."""
@@ -275,7 +277,7 @@ class StoreConnection(Connection):
                 await work()
             except Exception as error:  # noqa: BLE001  # whatever it is, it is for the reader
                 self._note(error)
-                download.fail(_told(error))
+                download.fail(error)
 
         task = download.task = asyncio.get_running_loop().create_task(run())
         self._finding[task] = download
@@ -377,15 +379,26 @@ class StoreConnection(Connection):
             if isinstance(error, NotFoundError):
                 self.index.lost(transfer.key)
         for piece in left:
-            self._tries[piece] = self._tries.get(piece, 0) + 1
-            lost = isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)
-            if lost and self._tries[piece] < _TRIES and not self.closed:
-                self._lanes.again(piece)
-            elif (download := self._downloads.pop(piece, None)) is not None:
-                self._forget(piece)
-                download.piece = None
-                download.fail(_told(error or RequestError("nothing came")))
+            self._try_again(piece, error or RequestError("nothing came"))
         self._start_soon()
+
+    def _try_again(self, piece: Piece, error: Exception) -> None:
+        """Ask again for the rest of a piece, soon; or give up."""
+        tries = self._tries[piece] = self._tries.get(piece, 0) + 1
+        busy = isinstance(error, RequestError) and error.code == RequestCode.EXCESSIVE_LOAD
+        lost = isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)
+        if (busy or lost) and tries < _TRIES and not self.closed:
+            pause_s = _PAUSE_S * 2.0**tries * random.uniform(0.5, 1.5) if busy else 0.0  # noqa: S311  # no secret
+            asyncio.get_running_loop().call_later(pause_s, self._again, piece)
+        elif (download := self._downloads.get(piece)) is not None:
+            self._forget(piece)
+            download.piece = None
+            download.fail(error)
+
+    def _again(self, piece: Piece) -> None:
+        if piece.wanted and not self.closed:
+            self._lanes.again(piece)
+            self._start_soon()
 
     def _end(self, transfer: Transfer) -> None:
         """End a transfer that nobody waits for; what else it was to bring waits again."""
@@ -431,10 +444,3 @@ class StoreConnection(Connection):
         """Remember what keeps the store out of reach; a refused request alone does not."""
         if isinstance(error, TransportError) and not isinstance(error, RequestError):
             self.trouble = str(error)
-
-
-def _told(error: Exception) -> Exception:
-    """Return an error for a reader: what the store was too busy for has the code for that."""
-    if isinstance(error, RequestError) and error.retry_after_s is not None and not error.code:
-        return RequestError(str(error), code=RequestCode.EXCESSIVE_LOAD, retry_after_s=error.retry_after_s)
-    return error
