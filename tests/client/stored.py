@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from kvabr.store.objects import layout, spans
+from kvabr.store.locations import open_store
+from kvabr.store.objects import layout
 from kvabr.store.objects.bucket import Bucket
 
 _RANGE = re.compile(rb"bytes=(\d+)-(\d*)")
@@ -22,27 +23,15 @@ def memory_url():
 
 def put_asset(url, asset):
     """Publish an asset of a folder in a store; return the keys of its spans."""
-    bucket, catalog = Bucket.open(url), asset.catalog
-    offer = layout.StoreOffer.of(catalog)
-    if catalog.profile is not None:
-        bucket.put_new_sync(layout.profile_key(catalog.profile), asset.profile_bytes())
-    for number in itertools.count():
-        if bucket.put_new_sync(layout.offer_key(number), offer.dumps()):
-            break
-        if layout.StoreOffer.loads(bucket.get_sync(layout.offer_key(number), limit=1 << 20)).id == offer.id:
-            break
-    names, begins = layout.span_names(catalog.spec, catalog.chunks), []
-    for number, (name, units) in enumerate(zip(names, spans.units_by_span(catalog), strict=True)):
-        head = spans.head_of(catalog, number, units)
-        frames = [asset.frame(track.first + at, track.name) for track in head.tracks for at in range(len(track.bytes))]
-        packed = spans.encode_head(head)
-        begins.append(len(packed))
-        bucket.put_new_sync(layout.span_key(offer.id, name), spans.encode_span(head, frames))
-        for digest in head.digests if len(head.digests) < layout.SPAN_GROUPS else head.digests[:-1]:
-            bucket.put_new_sync(layout.pointer_key(offer.id, digest), spans.encode_pointer(name, packed))
-    stored = layout.StoredCatalog(offer.id, tuple(names), tuple(begins), 16, catalog.dumps().encode())
-    bucket.put_new_sync(layout.catalog_key(catalog.namespace.prompt), stored.dumps())
-    return stored.keys
+    with open_store(url).writer() as writer:
+        for name, track in asset.catalog.published.items():
+            for group in range(len(track.bytes)):
+                writer.frame(group, name, asset.frame(group, name))
+        if asset.catalog.profile is not None:
+            writer.profile(asset.profile_bytes())
+        writer.commit(asset.catalog)
+    key = layout.catalog_key(asset.catalog.namespace.prompt)
+    return layout.StoredCatalog.loads(Bucket.open(url).get_sync(key, limit=1 << 30)).keys
 
 
 @dataclass
@@ -138,16 +127,3 @@ class WebServer:
     def _fault(self, key):
         before = sum(asked == key for asked, *_ in self.asked)
         return next((fault for each in self.faults if (fault := each(key, before)) is not None), Fault())
-
-
-def damaged(keys, number=0, **fault):
-    """Return a function for `WebServer.faults`: the GETs of data of some spans go wrong, not those of their heads."""
-    seen = []
-
-    def faults(key, before):
-        if key not in keys or before == 0:
-            return None
-        seen.append(key)
-        return replace(Fault(), **fault) if len(seen) > number else None
-
-    return faults
