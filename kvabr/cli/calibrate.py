@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvabr.cli.options import load
+from kvabr.cli.options import add_model_option, load
 from kvabr.types.errors import UsageError
 from kvabr.types.naming import LAYERS
 
@@ -44,9 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.description = "Run a model over texts and write the statistics that its AC tracks are coded with."
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "--model", default="smollm2", metavar="smollm2|DIR", help="the model, as for encode (default: smollm2)"
-    )
+    add_model_option(parser)
     parser.add_argument(
         "--text",
         type=Path,

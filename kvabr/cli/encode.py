@@ -6,7 +6,14 @@ import argparse
 import time
 from pathlib import Path
 
-from kvabr.cli.options import add_digest_option, add_salt_option, load
+from kvabr.cli.options import (
+    add_digest_option,
+    add_model_option,
+    add_salt_option,
+    add_text_option,
+    load,
+    prompt_text,
+)
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS
 
@@ -42,15 +49,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "track costs, and write everything into a folder: an asset."
     )
     parser.epilog = _EPILOG
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to take the prompt from (UTF-8)")
+    add_text_option(parser)
     parser.add_argument("--tokens", type=int, required=True, metavar="N", help="tokens of the prompt")
     parser.add_argument("-o", "--out", required=True, metavar="ASSET", help="folder to create")
-    parser.add_argument(
-        "--model",
-        default="smollm2",
-        metavar="smollm2|DIR",
-        help="the model: SmolLM2-135M from its package, or a folder with a transformers model (default: smollm2)",
-    )
+    add_model_option(parser)
     parser.add_argument(
         "--continuation", type=int, default=128, metavar="M", help="tokens to measure losses on (default: 128)"
     )
@@ -84,14 +86,12 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import ordered_tracks, publish
     from kvabr.publish.texts import cut_prompt
-    from kvabr.store.files import read_salt, read_text
+    from kvabr.store.files import read_salt
     from kvabr.store.locations import open_store
     from kvabr.types.digests import check_kind
 
     # Check everything that does not need the model before loading it.
-    text = read_text(args.text)
-    if not text.strip():
-        raise UsageError(f"--text {args.text}: is empty; name a file with a text")
+    text = prompt_text(args.text)
     ordered_tracks(args.tracks)
     check_kind(args.digest)
     salt = read_salt(args.salt_file)

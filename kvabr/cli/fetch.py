@@ -26,6 +26,7 @@ from kvabr.cli.options import (
     add_time_price_option,
     check_writable,
     load,
+    prompt_text,
 )
 from kvabr.types.errors import FormatError, KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
@@ -217,11 +218,7 @@ def _prompt(args: argparse.Namespace, console: Console) -> tuple[LoadedModel | N
         if args.text is not None:
             raise UsageError("--text needs --model, whose tokenizer turns it into tokens")
         return None, tokens
-    from kvabr.store.files import read_text
-
-    text = None if args.text is None else read_text(args.text)
-    if text is not None and not text.strip():
-        raise UsageError(f"--text {args.text}: is empty; name a file with a text")
+    text = None if args.text is None else prompt_text(args.text)
     loaded = load(wanted, console)
     if text is not None:
         tokens = tuple(loaded.encode(text))

@@ -1,4 +1,4 @@
-"""Options and option values that several commands share: addresses, the salt, files to write."""
+"""Options and option values that several commands share: addresses, models and texts, the salt, files to write."""
 
 from __future__ import annotations
 
@@ -123,6 +123,35 @@ def moqt_url(host: str, port: int) -> str:
     if is_wildcard(host):
         host = socket.gethostname()
     return f"moqt://[{host}]:{port}/" if ":" in host else f"moqt://{host}:{port}/"
+
+
+def add_text_option(parser: argparse._ActionsContainer) -> None:
+    """Declare ``--text``, the file of a prompt; `prompt_text` reads it."""
+    what = "text to take the prompt from (UTF-8)"
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help=what)
+
+
+def prompt_text(path: Path) -> str:
+    """Return the text that ``--text`` names.
+
+    Raises:
+        UsageError: It is empty, or cannot be read.
+    """
+    from kvabr.store.files import read_text
+
+    if not (text := read_text(path)).strip():
+        raise UsageError(f"--text {path}: is empty; name a file with a text")
+    return text
+
+
+def add_model_option(parser: argparse._ActionsContainer) -> None:
+    """Declare ``--model``; `load` loads it."""
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        metavar="smollm2|DIR",
+        help="the model: SmolLM2-135M from its package, or a folder with a transformers model (default: smollm2)",
+    )
 
 
 def add_salt_option(parser: argparse.ArgumentParser) -> None:

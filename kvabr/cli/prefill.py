@@ -8,7 +8,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvabr.cli.options import add_digest_option, add_salt_option, check_writable, load
+from kvabr.cli.options import (
+    add_digest_option,
+    add_model_option,
+    add_salt_option,
+    add_text_option,
+    check_writable,
+    load,
+    prompt_text,
+)
 from kvabr.types.errors import AssetError, UsageError
 
 if TYPE_CHECKING:
@@ -45,18 +53,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         "get it while it is being computed."
     )
     parser.epilog = _EPILOG
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to take the prompt from (UTF-8)")
+    add_text_option(parser)
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of the prompt (default: all of the text)")
     parser.add_argument(
         "-o", "--out", type=Path, required=True, metavar="FOLDER", help="folder of assets; it need not exist yet"
     )
     parser.add_argument("--live", action="store_true", help="let it be played while it is being computed")
-    parser.add_argument(
-        "--model",
-        default="smollm2",
-        metavar="smollm2|DIR",
-        help="the model: SmolLM2-135M from its package, or a folder with a transformers model (default: smollm2)",
-    )
+    add_model_option(parser)
     parser.add_argument(
         "--tracks",
         nargs="+",
@@ -145,11 +148,8 @@ def run(args: argparse.Namespace) -> int:
 def _checked_text(args: argparse.Namespace) -> str:
     """Return the text; raise `UsageError` for options that cannot work."""
     from kvabr.publish.encoder import ordered_tracks
-    from kvabr.store.files import read_text
 
-    text = read_text(args.text)
-    if not text.strip():
-        raise UsageError(f"--text {args.text}: is empty; name a file with a text")
+    text = prompt_text(args.text)
     for option, value in (("--tokens", args.tokens), ("--run-tokens", args.run_tokens)):
         if value is not None and value < 1:
             raise UsageError(f"{option} must be at least 1")

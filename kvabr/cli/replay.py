@@ -145,12 +145,16 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _add_live_options(parser: argparse.ArgumentParser) -> None:
     live = parser.add_argument_group(
-        "live",
+        "a real link",
         "Play real bytes: an origin, a link shaped by the trace and the player run as three processes over QUIC. The "
         "trace counts whole packets. The same plays are simulated as well, and the two compared. There is no recompute "
         "unless --prefill-rate is given; then a stand-in for the engine takes the time and computes nothing.",
     )
-    live.add_argument("--live", action="store_true", help="play over a real transport (needs --asset)")
+    live.add_argument(
+        "--live",
+        action="store_true",
+        help="play real bytes over a real link (needs --asset); caches that are still being prefilled: --producer",
+    )
     live.add_argument("--quic", choices=("aioquic", "qh3"), help="QUIC library (default: aioquic)")
     live.add_argument("--loss", type=float, metavar="PERCENT", help="packets lost at random in each direction")
 
@@ -226,7 +230,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
     from kvabr.replay.run import Matrix
 
     # The speed that an asset's publisher measured is a fair guess at the user's own engine; that of the shipped catalog
-    # is not. Live plays have no engine unless the user asks for one, because its stand-in would only take time.
+    # is not. Real plays have no engine unless the user asks for one, because its stand-in would only take time.
     cost = catalog.prefill if args.asset is not None and not args.live and args.producer is None else None
     if args.no_recompute:
         cost = None
@@ -316,13 +320,13 @@ def _check_live(args: argparse.Namespace) -> None:
         raise UsageError("--live plays real bytes: `kvabr encode` makes an asset, --asset names its folder")
     for name in ("rivals", "one_connection", "codel"):
         if args.live and getattr(args, name):
-            raise UsageError(f"--{name.replace('_', '-')} is for simulations: a live play has the link to itself")
+            raise UsageError(f"--{name.replace('_', '-')} is for simulations: a real play has the link to itself")
     if args.live and args.producer is not None:
         raise UsageError("--producer is for simulations: a live replay plays what is published")
     if args.live and args.decode_scale != 1.0:
         raise UsageError("--decode-scale is for simulations: with --live the groups are really decoded")
     if args.live and args.decoders != 1:
-        raise UsageError("--decoders is for simulations: a live play decodes in the client's threads")
+        raise UsageError("--decoders is for simulations: a real play decodes in the client's threads")
 
 
 def _replay_live(args: argparse.Namespace, matrix: Matrix, asset: Asset, on_progress: Callable[[int], None]) -> Report:

@@ -1,4 +1,4 @@
-"""CPU-time limit for policies and estimators that never return, in live plays and in replays.
+"""CPU-time limit for policies and estimators that never return, in real plays and in replays.
 
 One thread of the process looks after all limited calls. It reads the CPU time of the threads that run them, and raises
 `EndlessError` in a thread that has used too much. It ends when nothing is called any more. Sleep does not count, nor
@@ -25,7 +25,7 @@ T = TypeVar("T")
 MOST_PLAY_CPU_S = 20.0
 """Most CPU seconds of a simulated play: about a thousand times what it needs."""
 MOST_STEP_CPU_S = 5.0
-"""Most CPU seconds of one step of a live play, which asks the policy a few times: a thousand times what it needs."""
+"""Most CPU seconds of one step of a real play, which asks the policy a few times: a thousand times what it needs."""
 LEAST_STEP_CPU_S = 0.1
 """CPU seconds that a step may take even if the play's time is up."""
 _LOOK_S = 0.1
@@ -114,7 +114,7 @@ def limited_play(play: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.
 
 
 def limited_step(left_s: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Make one step of a live play, see `limited`; ``left_s``: seconds until the play should end."""
+    """Make one step of a real play, see `limited`; ``left_s``: seconds until the play should end."""
     return limited(min(MOST_STEP_CPU_S, max(LEAST_STEP_CPU_S, left_s)), call, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""The one place where sessions are built: for live plays, prefix plays of engines, upgrades and replays alike."""
+"""The one place where sessions are built: for real plays, prefix plays of engines, upgrades and replays alike."""
 
 from __future__ import annotations
 

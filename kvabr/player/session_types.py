@@ -85,7 +85,7 @@ class PlayerConfig:
     """Share of the deadline before which nothing is left to the engine: slow start makes every link look too slow."""
     give_up_after: float = 10.0
     """Deadlines after which an incomplete play ends; with an engine, some time later (`ENGINE_PATIENCE`). Replays wait
-    that long to see how late a play is. For a live play `PlayOptions.patience` counts, which is 1 by default."""
+    that long to see how late a play is. For a real play `PlayOptions.patience` counts, which is 1 by default."""
     gpu_price: float = GPU_PRICE
     """Price of a second of engine time, nats per token: near zero where the engine is idle, high where other requests
     wait for it. Infinite: the engine computes only what the network will not bring in time."""

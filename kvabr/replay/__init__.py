@@ -1,1 +1,1 @@
-"""Replay network traces: a link model, simulated and live plays, the clairvoyant bound, and reports."""
+"""Replay network traces: a link model, simulated and real plays, the clairvoyant bound, and reports."""

@@ -291,7 +291,7 @@ class _Link:
         )
 
     def when(self, nbytes: float) -> float:
-        """Return when so many bytes have arrived, seconds; infinite if they do not by ``until_s``."""
+        """Return when ``nbytes`` have arrived, seconds; infinite if they have not by ``until_s``."""
         index = int(np.searchsorted(self._carried, nbytes))
         if index == 0:
             return 0.0

@@ -30,7 +30,7 @@ Array = npt.NDArray[np.float64]
 PAYLOAD_SHARE = 0.948
 """Bytes of a cache per byte on the wire; the rest are headers.
 
-Measured over whole live plays on aioquic: of 1,228 bytes, 28 are UDP and IPv4, about 35 QUIC, less than one MoQT."""
+Measured over whole real plays on aioquic: of 1,228 bytes, 28 are UDP and IPv4, about 35 QUIC, less than one MoQT."""
 INITIAL_WINDOW = 10 * 1164
 """Payload in flight at the start of a connection: ten packets (RFC 9002, section 7.2)."""
 HANDSHAKE_BYTES = 2_000

@@ -28,7 +28,7 @@ class PlayOutcome:
     log: list[PlayEvent] | None
     link: list[tuple[float, float]] | None
     use: LinkUse | None = None
-    """Accounts for the link's bytes; None for a live play, and on a shared link."""
+    """Accounts for the link's bytes; None for a real play, and on a shared link."""
 
 
 def shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) -> None:

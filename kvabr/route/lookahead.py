@@ -21,7 +21,7 @@ from heapq import heapify, heapreplace
 from kvabr.route.forecast import BOTH, FETCH, LOCAL, REMOTE, Forecast
 
 _ALIKE = 8
-"""A choice has worn off when so many requests in a row wait the same after all of them."""
+"""A choice makes no difference any more once this many requests in a row wait the same, whichever was taken."""
 _SAME_S = 1e-6
 
 

@@ -53,7 +53,7 @@ class PlayStarted(PlayEvent):
 
     name: ClassVar[str] = "start"
     trace: str
-    """The trace of a replay; the QUIC library of a live play."""
+    """The trace of a replay; the QUIC library of a real play."""
     start_s: float
     """Where in the trace the play began, seconds."""
     policy: str

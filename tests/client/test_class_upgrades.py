@@ -7,31 +7,14 @@ import math
 import pytest
 import torch
 
-from kvabr.abr.policy import Decision, Policy
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from tests.client.classes import HYBRID, SLIDING, WINDOWS, link, numbers, published
+from tests.client.coarse import COARSE
 from tests.client.virtual import virtual
 
 TOKENS = list(range(150))
 SPECS = {"sliding": SLIDING, "hybrid": HYBRID, "windows": WINDOWS}
-
-
-class Coarse(Policy):
-    """Int8, and once that was handed over, FP16."""
-
-    def __init__(self):
-        self.late = True
-
-    def decide(self, view):
-        if (group := view.first_missing()) is not None:
-            self.late = False
-            return Decision.fetch(group, "Int8", "coarse")
-        if self.late:
-            for group in view.settled:
-                if view.track_of[group] != "FP16":
-                    return Decision.upgrade(group, "FP16", "better")
-        return Decision.finish("all there")
 
 
 @pytest.fixture(scope="module", params=SPECS)
@@ -53,7 +36,7 @@ async def test_every_class_but_states_gets_better_in_use(library, spec):
         write()
         return True
 
-    options = PlayOptions(policy=f"{__file__}:Coarse", after=math.inf)
+    options = PlayOptions(policy=COARSE, after=math.inf)
     async with link(library) as peer, AsyncClient(peer, model=spec, options=options) as client:
         played = await client.play(TOKENS, deadline=2.0)
         assert set(played.coverage) == {"Int8"}

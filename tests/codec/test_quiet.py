@@ -16,7 +16,7 @@ from tests.kvdata import cache, spec
 
 SHAPE = spec(3, 2, 32)
 EVERY = 150
-"""Every so many tokens, one is quiet."""
+"""One of this many tokens is quiet."""
 
 
 def quiet_cache(seed, tokens=400):

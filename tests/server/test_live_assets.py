@@ -218,7 +218,7 @@ WRONG = {
 }
 
 
-async def test_whoever_finds_an_asset_finds_what_is_published_of_it(root):
+async def test_a_lookup_that_finds_an_asset_finds_what_is_published_of_it(root):
     key, source = new_key(), LiveAssets(root, QUIET)
     with LiveFolderWriter(root / "asset") as writer:
         writer.begin(live(key))

@@ -57,7 +57,7 @@ class OnCpu(GPUConnectorInterface):
     """Moves chunks between LMCache and a cache, [K/V, layer, token, head x dim]."""
 
     def __init__(self, layers: int, width: int) -> None:
-        """Of so many layers; ``width`` is heads x dim."""
+        """Take the number of layers; ``width`` is heads x dim."""
         self._layers, self._width = layers, width
 
     def from_gpu(self, chunk, start, end, **kwargs):  # noqa: ANN001, ANN003, ANN201, D102

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvabr.cli.options import add_model_option, load
 from kvabr.types.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--retrieval", type=int, metavar="N", help="contexts to plant codes in, ten cases each (default: all; 0: none)"
     )
     how = parser.add_argument_group("what to measure")
-    how.add_argument("--model", default="smollm2", metavar="smollm2|DIR", help="as for encode (default: smollm2)")
+    add_model_option(how)
     how.add_argument(
         "--whole-windows", action="store_true",
         help="code a model with sliding windows as if all its layers had full attention (default: class by class)",
@@ -111,7 +112,6 @@ def run(args: argparse.Namespace) -> int:
 
     from kvabr.cli.calibrate import stage_titles
     from kvabr.cli.display import StageBar, table, write_json
-    from kvabr.cli.options import load
     from kvabr.engines.transformers.spec import spec_of
     from kvabr.lab.bench import rate_distortion as rd
     from kvabr.lab.bench import summary

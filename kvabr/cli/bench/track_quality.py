@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvabr.cli.options import add_model_option, load
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--continuation", type=int, default=256, metavar="M", help="tokens to measure losses on (default: 256)"
     )
-    parser.add_argument("--model", default="smollm2", metavar="smollm2|DIR", help="as for encode (default: smollm2)")
+    add_model_option(parser)
     parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="levels to measure (default: all)")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="codec profile, as for encode")
     parser.add_argument("--json", type=Path, metavar="F", help="write the tables as JSON")
@@ -56,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
 
     from kvabr.cli.display import StageBar, mix_rows, mix_table, track_rows, track_table, write_json
     from kvabr.cli.encode import STAGES
-    from kvabr.cli.options import load
     from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import MemoryFrames, ordered_tracks, publish
     from kvabr.publish.texts import cut_prompt, measuring_texts

@@ -1,7 +1,7 @@
 """The chart of tools/bench-speeds as SVG: time to the first token, and KL, over the rate of the link.
 
 There is a column for each cache that was played, with a panel for either number; all axes are logarithmic. A filled
-mark is a live play, a hollow one a simulated play with measured rates; a line is dashed where one end is simulated.
+mark is a real play, a hollow one a simulated play with measured rates; a line is dashed where one end is simulated.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def chart(shapes: Sequence[ShapeEntry], points: Sequence[Point]) -> str:
     parts = [_column(entry, points, ways, index) for index, entry in enumerate(drawn)]
     for index, name in enumerate(entries):
         parts.append(_entry(name, index, _LEFT + index % columns * _COLUMN, top + index // columns * 22))
-    note = "Filled marks: live plays over a shaped link. Hollow marks, dashed: simulated with rates measured here."
+    note = "Filled marks: real plays over a shaped link. Hollow marks, dashed: simulated with rates measured here."
     parts.append(label(_LEFT, height - 10, note, "axis"))
     return (
         f'<svg class="sp" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '

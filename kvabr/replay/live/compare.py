@@ -1,4 +1,4 @@
-"""Compare live plays with simulated ones, play by play and in total."""
+"""Compare real plays with simulated ones, play by play and in total."""
 
 from __future__ import annotations
 

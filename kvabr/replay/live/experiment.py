@@ -1,4 +1,4 @@
-"""One live play: dial through the link, play as `kvabr fetch` does, and record what the transport saw.
+"""One real play: dial through the link, play as `kvabr fetch` does, and record what the transport saw.
 
 A decode node keeps its connection open and has looked up the prompt before it plays. So the handshake, the catalog and
 the codec profile come before the clock and the trace start. With ``cold`` both start before the handshake.

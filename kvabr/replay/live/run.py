@@ -52,7 +52,7 @@ async def replay_live(
         raise UsageError("the origin of a live replay serves the asset that is played: give its folder with --asset")
     # Use the decode times of this machine, not the publisher's: the comparison is about the link.
     decode_scale = decode_speed(asset)
-    # A live player aims to end a little early, see `kvabr.client`; so must the simulated one.
+    # A real player aims to end a little early, see `kvabr.client`; so must the simulated one.
     careful = replace(matrix.options, guard_s=guard_s(matrix.options.deadline_s), decoders=decoder_threads())
     experiment = Experiment(matrix.catalog, careful)
     model = Experiment(matrix.catalog, replace(careful, decode_scale=decode_scale))

@@ -83,7 +83,7 @@ const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"
 /** A tick's label: no digits that say nothing. */
 const trimmed = (text) => text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
 
-/** Round numbers from low to high, about so many. */
+/** About `about` round numbers from low to high. */
 function ticks(low, high, about) {
   const span = high - low;
   if (!(span > 0)) return [low];

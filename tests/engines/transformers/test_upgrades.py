@@ -8,12 +8,12 @@ import threading
 import pytest
 import torch
 
-from kvabr.abr.policy import Decision, Policy
 from kvabr.client.blocking import Client
 from kvabr.client.options import PlayOptions
 from kvabr.engines.transformers import Steps, play_cache
 from kvabr.engines.transformers.cache import cache_kv
 from kvabr.types.errors import PlayError
+from tests.client.coarse import COARSER
 from tests.client.served import LIMIT_S, Served
 from tests.engines.transformers.text import IDS, cold
 
@@ -80,7 +80,7 @@ def test_a_step_that_fails_does_not_lock_the_cache(engine, coarse):
 
 def test_late_upgrades_of_a_play_reach_the_cache(link, engine):
     """A policy that begins with the coarsest is handed over at once, and bettered while the text is generated."""
-    options = PlayOptions(policy=f"{__file__}:Coarse", recompute=False, after=math.inf)
+    options = PlayOptions(policy=COARSER, recompute=False, after=math.inf)
     ready = play_cache(link, engine, IDS, deadline=LIMIT_S, options=options)
     assert set(ready.played.coverage) == {"Int4"}
     assert ready.upgrades is not None
@@ -93,23 +93,6 @@ def test_late_upgrades_of_a_play_reach_the_cache(link, engine):
     assert torch.equal(held, ready.played.kv)
     exact = engine.prefill(IDS[:400])
     assert torch.allclose(held, exact, rtol=2e-3, atol=2e-3)
-
-
-class Coarse(Policy):
-    """Int4, and once that was handed over, FP16."""
-
-    def __init__(self):
-        self.late = True
-
-    def decide(self, view):
-        if (group := view.first_missing()) is not None:
-            self.late = False
-            return Decision.fetch(group, "Int4", "coarse")
-        if self.late:
-            for group in view.settled:
-                if view.track_of[group] != "FP16":
-                    return Decision.upgrade(group, "FP16", "better")
-        return Decision.finish("all there")
 
 
 def test_an_origin_that_has_gone_and_no_engine(root, engine, tmp_path):

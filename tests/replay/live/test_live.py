@@ -1,4 +1,4 @@
-"""Live plays, whole: three processes, real QUIC, real decoding, short traces."""
+"""Live replays, whole: three processes, real QUIC, real decoding, short traces."""
 
 import asyncio
 import dataclasses
@@ -53,7 +53,7 @@ def shaper(origin):
 
 
 def alike(run, simulated):
-    """`tools/bench-live` measures how close they really are: a busy machine, or a lost packet, makes a play late."""
+    """`tools/bench-real-link` measures how close they are: a busy machine, or a lost packet, makes a play late."""
     return run["ttft_s"] >= 0.75 * simulated["ttft_s"]
 
 
