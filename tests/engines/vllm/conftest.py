@@ -28,6 +28,24 @@ def mode(request):
     return request.param
 
 
+@pytest.fixture(scope="module")
+def world(request, tmp_path_factory):
+    """What the tests of a module share with the real vLLM: the module's `World`."""
+    world = request.module.World(tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def engine_mode(world, mode):
+    """The engine of a world plays in one mode, and in the other; whatever happened, nothing of its plays is left."""
+    world.engine.use(mode)
+    yield
+    world.engine.settle()
+    assert world.engine.worker._plays == {}
+    assert world.engine.half._promises is None or world.engine.half._promises.held_bytes == 0
+
+
 @pytest.fixture
 def bench(served, mode):
     bench = Bench(served, mode=mode)

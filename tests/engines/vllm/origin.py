@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from kvabr.server.certificates import ServerTls, check, make
@@ -42,6 +43,13 @@ class ServedFolder:
 
     def log(self):
         return self._log.read_text()
+
+    def wait_for_assets(self, count=1):
+        """Wait until this number of assets has been noticed."""
+        end_s = time.monotonic() + 300
+        while self.log().count("asset added") < count:
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
 
     def kill(self):
         self._process.kill()

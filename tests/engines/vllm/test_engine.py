@@ -18,9 +18,9 @@ from kvabr.replay.trace import BYTES_PER_MBIT, Trace
 from kvabr.types.catalog import Catalog
 from tests.engines.smollm2_folder import smollm2_folder
 from tests.engines.vllm.engine import TEXT, RealEngine, prompts_of
-from tests.engines.vllm.origin import ServedFolder
+from tests.engines.vllm.world import VllmWorld
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("engine_mode")]
 
 DEADLINE_S = 60.0
 """Enough for 16 caches through a machine that has other things to do."""
@@ -32,29 +32,16 @@ def constant(mbit):
     return Trace(f"constant/{mbit}", "constant", (0.0,), (mbit * BYTES_PER_MBIT,), 1000.0)
 
 
-class World:
+class World(VllmWorld):
     """One engine, one origin behind a link, and what 16 prompts say when vLLM computes all of it."""
 
     def __init__(self, folder):
+        super().__init__(folder)
         model = Path(os.environ.get("KVABR_SMOLLM2") or folder / "smollm2")
         names = smollm2_folder(model)
-        self.assets = folder / "assets"
-        self.assets.mkdir()
-        self.origin = ServedFolder(self.assets, folder)
         self.link = Shaper(self.origin.address, Conditions(rtt_s=0.01))
-        extra = {
-            "url": f"moqt://127.0.0.1:{self.link.address[1]}/",
-            "fingerprint": self.origin.fingerprint,
-            "publish": str(self.assets),
-            "deadline_s": DEADLINE_S,
-            "tracks": ["FP16"],
-            "policy": "fixed:FP16",
-            "quic": "qh3",
-            "queue": 32,
-            "store_mib": 0,
-            "prefill_rate": 100.0,  # slower than it is, so that plays wait for the network and not for their turn
-            **names,
-        }
+        url = f"moqt://127.0.0.1:{self.link.address[1]}/"
+        extra = self.playing(url=url, deadline_s=DEADLINE_S, queue=32, **names) | self.publishing("FP16")
         self.engine = RealEngine(model, extra)
         self.prompts = prompts_of(self.engine.tokens(TEXT))
         self.cold = []
@@ -64,13 +51,6 @@ class World:
             self.engine.forget()
         self.cold_s = time.monotonic() - began_s
         self.engine.counted()
-
-    def wait_for_assets(self, count):
-        """Wait until the origin has noticed this number of assets."""
-        end_s = time.monotonic() + 300
-        while self.origin.log().count("asset added") < count:
-            assert time.monotonic() < end_s
-            time.sleep(0.05)
 
     def asset_of(self, prompt):
         """The folder of the asset that a prompt's own computation made."""
@@ -90,31 +70,13 @@ class World:
         return texts, self.engine.counted(), time.monotonic() - began_s
 
     def close(self):
-        self.engine.close()
+        super().close()
         self.link.close()
-        self.origin.close()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    world = World(tmp_path_factory.mktemp("world"))
-    yield world
-    world.close()
 
 
 @pytest.fixture(autouse=True)
 def open_link(world):
     world.link.open(Conditions(rtt_s=0.01))
-
-
-@pytest.fixture(params=["play-first", "promise-first"], autouse=True)
-def mode(request, world):
-    world.engine.use(request.param)
-    yield request.param
-    world.engine.settle()
-    # Whatever happened: no play, no memory and no promise is left.
-    assert world.engine.worker._plays == {}
-    assert world.engine.half._promises is None or world.engine.half._promises.held_bytes == 0
 
 
 def test_says_which_version_it_ran(record_property):
@@ -126,7 +88,7 @@ def test_says_which_version_it_ran(record_property):
 
 
 def test_sixteen_requests_at_once_play_what_was_published(world, mode):
-    world.wait_for_assets(16)
+    world.origin.wait_for_assets(16)
     texts, counted, took_s = world.run()
     print(
         f"16 hits, {mode}: {took_s:.1f} s, of {world.cold_s:.1f} s to compute all; longest wait for a first token "

@@ -7,7 +7,6 @@ tools/gemma-model made, so does Gemma 3 270M.
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -18,75 +17,44 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm mak
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import PlayError
 from tests.engines.vllm.engine import TEXT, RealEngine
-from tests.engines.vllm.origin import ServedFolder
 from tests.engines.vllm.tinies import tiny_gemma
+from tests.engines.vllm.world import SMALL, VllmWorld
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("engine_mode")]
 
 GEMMA = os.environ.get("KVABR_GEMMA")
 
 
-class World:
+class World(VllmWorld):
     """An engine, an origin, one published prompt, and what vLLM says when it computes everything."""
 
     def __init__(self, folder, model, *, block, length, shared, most, exact="FP16", **options):
         from tokenizers import Tokenizer
 
-        self.assets = folder / "assets"
-        self.assets.mkdir()
-        self.origin = ServedFolder(self.assets, folder)
-        extra = {
-            "url": f"moqt://127.0.0.1:{self.origin.port}/",
-            "fingerprint": self.origin.fingerprint,
-            "publish": str(self.assets),
-            "deadline_s": 60.0,
-            "tracks": [exact, "Int8" if exact == "FP16" else "Int4"],
-            "policy": f"fixed:{exact}",
-            "quic": "qh3",
-            "prefill_rate": 100.0,
-            "store_mib": 0,
-        }
-        options |= {
-            "max_model_len": most,
-            "block_size": block,
-            "skip_tokenizer_init": True,
-            "max_num_batched_tokens": 256,
-        }
+        super().__init__(folder)
+        tracks = self.publishing(exact, "Int8" if exact == "FP16" else "Int4")
+        options |= SMALL | {"max_model_len": most, "block_size": block}
         self.exact = exact
-        self.engine = RealEngine(model, extra, **options)
+        self.engine = RealEngine(model, self.playing(policy=f"fixed:{exact}") | tracks, **options)
         ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(TEXT).ids
         self.prompt, self.shared = ids[:length], shared
         self.other = [*ids[:shared], *ids[length : length + 200]]
         self.cold = self.computed(self.prompt, publish=True)
         self.other_cold = self.computed(self.other)
         self.model = self.engine.half._model
-        end_s = time.monotonic() + 300
-        while self.origin.log().count("asset added") < 1:
-            assert time.monotonic() < end_s
-            time.sleep(0.05)
+        self.origin.wait_for_assets()
         (self.asset,) = (path.parent for path in self.assets.glob("*/catalog.json"))
         self.last = (length - 1) // self.model.block * self.model.block
         self.last = min(self.last, Catalog.read(self.asset / "catalog.json").tokens)
 
     def computed(self, prompt, *, publish=False):
         """What vLLM says without any cache."""
-        self.engine.forget()
-        (text,) = self.engine.generate([prompt], 16, kv_transfer_params={"play": False, "publish": publish})
+        text, _ = self.says(prompt, play=False, publish=publish)
         self.engine.forget()
         return text
 
-    def played(self, prompt=None, *, forget=True, **params):
-        if forget:
-            self.engine.forget()
-        self.engine.counted()
-        given = {"publish": False} | params
-        (text,) = self.engine.generate([self.prompt if prompt is None else prompt], 16, kv_transfer_params=given)
-        self.engine.settle()
-        return text, self.engine.counted()
-
-    def close(self):
-        self.engine.close()
-        self.origin.close()
+    def played(self, prompt=None, **more):
+        return self.says(self.prompt if prompt is None else prompt, **more)
 
 
 @pytest.fixture(
@@ -104,15 +72,6 @@ def world(request, tmp_path_factory):
         world = World(folder, Path(GEMMA), block=128, length=1200, shared=800, most=2048)
     yield world
     world.close()
-
-
-@pytest.fixture(params=["play-first", "promise-first"], autouse=True)
-def mode(request, world):
-    world.engine.use(request.param)
-    yield request.param
-    world.engine.settle()
-    assert world.engine.worker._plays == {}
-    assert world.engine.half._promises is None or world.engine.half._promises.held_bytes == 0
 
 
 def test_windows_have_tables_of_their_own(world):

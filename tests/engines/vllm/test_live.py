@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
 
 from tests.engines.vllm.engine import TEXT, RealEngine
-from tests.engines.vllm.origin import ServedFolder
 from tests.engines.vllm.other import OtherEngine
 from tests.engines.vllm.tinies import tiny_gemma
+from tests.engines.vllm.world import SMALL, VllmWorld
 
 pytestmark = pytest.mark.model
 
@@ -19,38 +19,18 @@ IDS = list(TEXT[:4000].encode())
 SAID = 16
 
 
-class World:
+class World(VllmWorld):
     """A producer with layers of windows and of full attention, an origin, and a consumer."""
 
     def __init__(self, folder):
-        model, self.assets = tiny_gemma(folder / "model"), folder / "assets"
-        self.assets.mkdir()
-        self.origin = ServedFolder(self.assets, folder)
-        options = {"max_model_len": 768, "block_size": 32, "skip_tokenizer_init": True, "max_num_batched_tokens": 64}
-        publishing = {"publish": str(self.assets), "tracks": ["FP16"], "publish_live": True}
-        self.producer = OtherEngine(model, publishing, "kv_producer", **options)
-        playing = {
-            "url": f"moqt://127.0.0.1:{self.origin.port}/",
-            "fingerprint": self.origin.fingerprint,
-            "deadline_s": 60.0,
-            "policy": "fixed:FP16",
-            "quic": "qh3",
-            "prefill_rate": 10.0,
-            "store_mib": 0,
-        }
-        self.engine = RealEngine(model, playing, "kv_consumer", **options)
+        super().__init__(folder)
+        model, options = tiny_gemma(folder / "model"), SMALL | {"max_num_batched_tokens": 64}
+        self.producer = OtherEngine(model, self.publishing("FP16", publish_live=True), "kv_producer", **options)
+        self.engine = RealEngine(model, self.playing(prefill_rate=10.0), "kv_consumer", **options)
 
     def close(self):
         self.producer.close()
-        self.engine.close()
-        self.origin.close()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    world = World(tmp_path_factory.mktemp("world"))
-    yield world
-    world.close()
+        super().close()
 
 
 @pytest.mark.parametrize("mode", ["play-first", "promise-first"])

@@ -7,85 +7,42 @@ receives (vLLM 0.32, `CPUModelRunner.warming_up_model`).
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
 
 from tests.engines.vllm.engine import TEXT, RealEngine
-from tests.engines.vllm.origin import ServedFolder
 from tests.engines.vllm.other import OtherEngine
 from tests.engines.vllm.tinies import tiny_gemma
+from tests.engines.vllm.world import SMALL, VllmWorld
 
 pytestmark = pytest.mark.model
 
 
-class World:
+class World(VllmWorld):
+    """An engine of two stages, and an origin."""
+
     def __init__(self, folder):
+        super().__init__(folder)
         self.model = tiny_gemma(folder / "model")
-        self.assets = folder / "assets"
-        self.assets.mkdir()
-        self.origin = ServedFolder(self.assets, folder)
-        self.extra = {
-            "url": f"moqt://127.0.0.1:{self.origin.port}/",
-            "fingerprint": self.origin.fingerprint,
-            "publish": str(self.assets),
-            "deadline_s": 60.0,
-            "tracks": ["FP16"],
-            "policy": "fixed:FP16",
-            "quic": "qh3",
-            "prefill_rate": 100.0,
-            "store_mib": 0,
-        }
-        self.options = {
-            "max_model_len": 768,
-            "block_size": 32,
-            "skip_tokenizer_init": True,
-            "max_num_batched_tokens": 256,
-        }
         self.engine = RealEngine(
             self.model,
-            self.extra,
+            self.playing() | self.publishing("FP16"),
             pipeline_parallel_size=2,
             enforce_eager=False,
             compilation_config={"mode": 2, "backend": "eager"},
-            **self.options,
+            **SMALL,
         )
         ids = list(TEXT[:2000].encode())
         self.prompt, self.other = ids[:500], ids[700:1200]
-
-    def says(self, prompt, **params):
-        self.engine.forget()
-        self.engine.counted()
-        given = {"publish": False} | params
-        (text,) = self.engine.generate([prompt], 16, kv_transfer_params=given)
-        self.engine.settle()
-        return list(text), self.engine.counted()
-
-    def wait_for_assets(self, count):
-        end_s = time.monotonic() + 300
-        while self.origin.log().count("asset added") < count:
-            assert time.monotonic() < end_s
-            time.sleep(0.05)
-
-    def close(self):
-        self.engine.close()
-        self.origin.close()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    world = World(tmp_path_factory.mktemp("world"))
-    yield world
-    world.close()
 
 
 @pytest.fixture(scope="module")
 def cold(world):
     """The text of a prompt that both stages have published."""
     text, _ = world.says(world.prompt, play=False, publish=True)
-    world.wait_for_assets(2)
+    world.origin.wait_for_assets(2)
     return text
 
 
@@ -125,10 +82,10 @@ def test_one_stage_lacks_a_group(world, cold, mode):
 
 
 def test_stages_play_what_an_engine_with_all_layers_has_published(world, cold):
-    other = OtherEngine(world.model, {"publish": str(world.assets), "tracks": ["FP16"]}, "kv_producer", **world.options)
+    other = OtherEngine(world.model, world.publishing("FP16"), "kv_producer", **SMALL)
     said = other.generate(world.other, 16)
     other.close()
-    world.wait_for_assets(3)
+    world.origin.wait_for_assets(3)
     text, counted = world.says(world.other)
     assert text == said
     assert counted["tokens_loaded"] == 2 * 384

@@ -14,7 +14,7 @@ from kvabr.types.errors import PlayError
 from tests.engines.vllm.test_hybrid import World
 from tests.engines.vllm.tinies import tiny_delta
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("engine_mode")]
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +24,6 @@ def world(tmp_path_factory):
     world = World(folder, model, block=128, length=500, shared=300, most=768, exact="Raw", dtype="bfloat16")
     yield world
     world.close()
-
-
-@pytest.fixture(params=["play-first", "promise-first"], autouse=True)
-def mode(request, world):
-    world.engine.use(request.param)
-    yield request.param
-    world.engine.settle()
-    assert world.engine.worker._plays == {}
-    assert world.engine.half._promises is None or world.engine.half._promises.held_bytes == 0
 
 
 def test_states_have_tables_of_their_own(world):

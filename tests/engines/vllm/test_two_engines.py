@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm mak
 
 from tests.engines.vllm.engine import TEXT, RealEngine
 from tests.engines.vllm.layered import LAYERS
-from tests.engines.vllm.origin import ROOT, ServedFolder
+from tests.engines.vllm.origin import ROOT
 from tests.engines.vllm.other import OtherEngine
 from tests.engines.vllm.tinies import tiny_gemma
+from tests.engines.vllm.world import SMALL, VllmWorld
 
 pytestmark = pytest.mark.model
 
@@ -30,43 +30,22 @@ SAID = 48
 """Tokens that are compared."""
 
 
-class World:
+class World(VllmWorld):
     """What one engine has published and said, and another engine that has seen nothing."""
 
     def __init__(self, folder, model, *, block, length, most, tracks=("FP16", "Int8"), profile=None):
         from tokenizers import Tokenizer
 
-        assets = folder / "assets"
-        assets.mkdir()
+        super().__init__(folder)
         self.tracks = tracks
         self.prompt = Tokenizer.from_file(str(model / "tokenizer.json")).encode(TEXT).ids[:length]
-        self.origin = ServedFolder(assets, folder)
-        options = {
-            "max_model_len": most,
-            "block_size": block,
-            "skip_tokenizer_init": True,
-            "max_num_batched_tokens": 256,
-        }
-        publishing = {"publish": str(assets), "tracks": list(tracks)}
-        if profile is not None:
-            publishing["profile"] = str(profile)
-        producer = OtherEngine(model, publishing, "kv_producer", **options)
+        options = SMALL | {"max_model_len": most, "block_size": block}
+        more = {} if profile is None else {"profile": str(profile)}
+        producer = OtherEngine(model, self.publishing(*tracks, **more), "kv_producer", **options)
         self.cold = producer.generate(self.prompt, SAID)
         producer.close()
-        end_s = time.monotonic() + 300
-        while "asset added" not in self.origin.log():
-            assert time.monotonic() < end_s
-            time.sleep(0.05)
-        playing = {
-            "url": f"moqt://127.0.0.1:{self.origin.port}/",
-            "fingerprint": self.origin.fingerprint,
-            "deadline_s": 60.0,
-            "policy": "fixed:FP16",
-            "quic": "qh3",
-            "prefill_rate": 100.0,
-            "store_mib": 0,
-        }
-        self.engine = RealEngine(model, playing, "kv_consumer", **options)
+        self.origin.wait_for_assets()
+        self.engine = RealEngine(model, self.playing(), "kv_consumer", **options)
         self.last = (length - 1) // self.engine.half._model.block * self.engine.half._model.block
         self.last = min(self.last, length // 128 * 128)
 
@@ -74,15 +53,7 @@ class World:
         """What the other engine says behind the cache on a track, and its counters."""
         worker = self.engine.worker
         worker._settings = worker._settings.model_copy(update={"policy": POLICIES.get(track, f"fixed:{track}")})
-        self.engine.forget()
-        self.engine.counted()
-        (text,) = self.engine.generate([self.prompt], SAID)
-        self.engine.settle()
-        return list(text), self.engine.counted()
-
-    def close(self):
-        self.engine.close()
-        self.origin.close()
+        return self.says(self.prompt, SAID)
 
 
 def gemma_profile(folder):

@@ -1,0 +1,46 @@
+"""What the tests of a module share with the real vLLM: an engine, and an origin that serves what is published."""
+
+from __future__ import annotations
+
+from tests.engines.vllm.origin import ServedFolder
+
+SMALL = {"max_model_len": 768, "block_size": 32, "skip_tokenizer_init": True, "max_num_batched_tokens": 256}
+"""Options of an engine with a small model, which computes a prompt in several steps."""
+
+
+class VllmWorld:
+    """Subclasses make `engine`."""
+
+    def __init__(self, folder):
+        self.assets = folder / "assets"
+        self.assets.mkdir()
+        self.origin = ServedFolder(self.assets, folder)
+
+    def playing(self, **more):
+        """Settings of an engine that plays on one track, with time enough for a busy machine."""
+        return {
+            "url": f"moqt://127.0.0.1:{self.origin.port}/",
+            "fingerprint": self.origin.fingerprint,
+            "deadline_s": 60.0,
+            "policy": "fixed:FP16",
+            "quic": "qh3",
+            "prefill_rate": 100.0,  # slower than it is, so that plays wait for the network and not for their turn
+            "store_mib": 0,
+        } | more
+
+    def publishing(self, *tracks, **more):
+        """Settings of an engine that publishes what the origin serves."""
+        return {"publish": str(self.assets), "tracks": list(tracks), **more}
+
+    def says(self, prompt, tokens=16, *, forget=True, **params):
+        """What the engine says after a prompt, and what was counted meanwhile; it publishes nothing unless told to."""
+        if forget:
+            self.engine.forget()
+        self.engine.counted()
+        (text,) = self.engine.generate([prompt], tokens, kv_transfer_params={"publish": False} | params)
+        self.engine.settle()
+        return list(text), self.engine.counted()
+
+    def close(self):
+        self.engine.close()
+        self.origin.close()
