@@ -6,7 +6,7 @@ copy of the span's head. The first round asks for the heads of all full spans, a
 group; the second for the pointers inside the first span that is not there. More than `_AT_ONCE` spans are searched for
 17-ary first, so that a long prompt of which little is cached costs few requests.
 
-Nothing that comes is believed: a head counts only as far as its whole digests are those of the prompt.
+Nothing that comes is believed: a head counts only as far as its digests are those of the prompt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class SpanSearch:
     """The search for one prompt in one offer. Ask for what `wanted` returns until that is nothing, then see `found`."""
 
     def __init__(self, digests: Sequence[str], span_groups: int, *, states: bool = False) -> None:
-        """Begin with the chained digests of the prompt; ``states``: the spec has a class of them."""
+        """Begin with the chained digests of the prompt, or the beginnings of them that are in the names of objects.
+
+        ``states``: the spec has a class of them.
+        """
         self._digests, self._size, self._states = digests, span_groups, states
         self._full = len(digests) // span_groups
         self._heads: dict[int, SpanHead] = {}
@@ -84,7 +87,7 @@ class SpanSearch:
 
     def _shared(self, head: SpanHead) -> int:
         own = self._digests[head.first :]
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(head.digests, own, strict=False)))
+        return sum(1 for _ in takewhile(lambda pair: pair[0].startswith(pair[1]), zip(head.digests, own, strict=False)))
 
     def _run(self) -> int:
         """Return how many full spans are there from the first one on."""

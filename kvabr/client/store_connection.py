@@ -213,7 +213,9 @@ class StoreConnection(Connection):
             self._find(download, lambda: self._whole(download, self.index.catalog(namespace)))
         elif track == MODELS_TRACK:
             self._find(download, lambda: self._whole(download, self.index.models()))
-        elif is_live(track) or is_lookup(track) or request.standing:
+        elif is_lookup(track) and not is_live(track):
+            self._find(download, lambda: self._whole(download, self.index.lookup(namespace, track)))
+        elif is_live(track) or request.standing:
             code = RequestCode.INVALID_RANGE if request.wait_s else RequestCode.DOES_NOT_EXIST
             download.fail(NotFoundError(f"{request}: a store only has what is complete", code=code))
         elif (place := self.index.place(namespace, track, request.group, request.digest)) is not None:

@@ -18,6 +18,7 @@ from functools import cached_property, partial
 
 from cachetools import LRUCache, TTLCache
 
+from kvabr.client.lanes import LANES, SPARE_LANES
 from kvabr.client.resources import decoders
 from kvabr.client.span_search import Ask, SpanSearch
 from kvabr.quic.interface import FoundPrefix
@@ -28,10 +29,11 @@ from kvabr.store.objects.spans import SpanHead
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import FormatError, NotFoundError, RequestError, UnauthorizedError
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import TrackNamespace
+from kvabr.types.naming import TrackNamespace, parse_prefix_track
 from kvabr.types.units import hit, units_of, with_snapshots_of
 
-_FIRST_OFFERS, _MORE_OFFERS = 4, 8
+_FIRST_OFFERS, _MORE_OFFERS = LANES + SPARE_LANES, 8
+"""Offers that are asked for at the same time. The first also open the connections that plays need."""
 _OFFERS_S = 5.0
 """Seconds for which there are believed to be no more offers; a prompt that is found does not ask for them."""
 _MAX_OFFERS_SEARCHED = 4
@@ -106,7 +108,7 @@ class StoreIndex:
 
     async def open(self) -> None:
         """Read the offers, unless they are known: raise `TransportError` if the store cannot be read."""
-        if not self._offers:
+        if math.isinf(self._offers_s):
             await self._read_offers()
 
     async def models(self, *, fresh: bool = False) -> bytes:
@@ -161,6 +163,28 @@ class StoreIndex:
             best = await self._best(more, digests)
         return best
 
+    async def lookup(self, namespace: TrackNamespace, track: str) -> bytes:
+        """Return what a relay asks for by the name of a lookup: the catalog of the longest prefix.
+
+        Of a prompt so long that the name has not all of its groups, at most the first one's span is found.
+
+        Raises:
+            NotFoundError: there is none.
+            TransportError: the store cannot be asked.
+        """
+        try:
+            keys = [layout.span_name(namespace.prompt), *(key.hex() for key in parse_prefix_track(track))]
+        except FormatError as error:
+            raise NotFoundError(str(error)) from error
+        await self.open()
+        offers = [
+            offer for offer in reversed(self._offers) if offer is not None and offer.spec.model == namespace.model
+        ]
+        best = await self._best(offers[:_MAX_OFFERS_SEARCHED], keys)
+        if best is None or best.catalog is None:
+            raise NotFoundError(f"nothing of this prompt is in {self._bucket.url}")
+        return best.catalog.dumps().encode()
+
     def _fitting(self, spec: KVSpec, *, any_dtype: bool) -> list[StoreOffer]:
         """Return the offers of a spec, the latest first."""
         found = []
@@ -202,7 +226,7 @@ class StoreIndex:
         self, offer: StoreOffer, asks: Sequence[Ask], digests: Sequence[str]
     ) -> list[tuple[str, SpanHead] | None]:
         """Return name and head of each of some spans; None for what is not there, or is no span of this offer."""
-        keys = [(offer.id, f"{ask.kind} {digests[ask.group]}") for ask in asks]
+        keys = [(offer.id, f"{ask.kind} {layout.span_name(digests[ask.group])}") for ask in asks]
         unknown = [number for number, key in enumerate(keys) if key not in self._heads]
         came = await asyncio.gather(*(self._read_head(offer, asks[at], digests[asks[at].group]) for at in unknown))
         parsed = await asyncio.get_running_loop().run_in_executor(decoders(), partial(_parsed_heads, offer, came))
