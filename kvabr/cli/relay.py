@@ -52,7 +52,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--upstream",
         required=True,
         metavar="URL",
-        help="the origin: moqt://HOST[:PORT]/; with the #kvcache:... of an asset the relay prints how to fetch that",
+        help="the origin: moqt://HOST[:PORT]/, or an object store, s3://BUCKET/PREFIX; with the #kvcache:... of an "
+        "asset the relay prints how to fetch that",
     )
     serving.add_options(parser, "relay", " towards the players")
     parser.add_argument(
