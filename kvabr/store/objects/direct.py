@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from kvabr.store.objects.bucket import PART_BYTES, Bucket
 from kvabr.store.objects.failures import Failure
-from kvabr.types.errors import ConnectionLostError, RequestError
+from kvabr.types.errors import ConnectionLostError, RequestError, TransportError
 
 _MOST_HEAD_BYTES = 16 << 10
 _MOST_IDLE = 8
@@ -78,8 +78,9 @@ class DirectReader:
         ).encode("ascii")
         idle = self._idle.setdefault((host, port), [])
         while True:
-            used = bool(idle)
-            link = idle.pop() if idle else await self._dial(host, port)
+            link = _open_one(idle)
+            used = link is not None
+            link = link or await self._dial(host, port)
             try:
                 exchange = _Exchange(link, self._bucket.below(key), begin, end)
                 stays = await exchange.run(request, sink, part_bytes)
@@ -99,6 +100,16 @@ class DirectReader:
             else:
                 link.close()
             return
+
+    async def warm(self, count: int) -> None:
+        """Open connections until ``count`` wait for requests, which then need no round trip for it; never raises."""
+        with suppress(TransportError, ValueError):
+            url = urlsplit(await self._bucket.address(""))
+            host, port = url.hostname or "", url.port or 80
+            idle = self._idle.setdefault((host, port), [])
+            wanted = range(min(count, _MOST_IDLE) - len(idle))
+            made = await asyncio.gather(*(self._dial(host, port) for _ in wanted), return_exceptions=True)
+            idle += [link for link in made if isinstance(link, socket.socket)]
 
     async def close(self) -> None:
         """Close the connections that are not in use; cancel what is received before."""
@@ -128,6 +139,20 @@ class DirectReader:
         except (OSError, TimeoutError) as error:
             last = error if isinstance(error, OSError) and error.strerror else last
         raise ConnectionLostError(f"{self._bucket.url}: cannot be reached ({last.strerror or last})")
+
+
+def _open_one(idle: list[socket.socket]) -> socket.socket | None:
+    """Take a connection on which nothing has come; close those that the server has ended."""
+    while idle:
+        link = idle.pop()
+        try:
+            link.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return link
+        except OSError:
+            pass
+        link.close()
+    return None
 
 
 class _StaleError(Exception):

@@ -114,6 +114,19 @@ async def test_a_connection_that_the_server_closed_meanwhile_is_replaced():
         assert peer.connections == 3
 
 
+async def test_connections_are_opened_ahead():
+    async with Peer(serve) as peer:
+        await peer.reader.warm(5)
+        assert peer.reader.dialled == 5
+        sinks = [Memory(9) for _ in range(5)]
+        await asyncio.gather(*(peer.reader.receive("k", 7, 16, sink) for sink in sinks))
+        await peer.reader.warm(5)
+        assert peer.connections == peer.reader.dialled == 5
+    reader = DirectReader.of(Bucket.open("http://127.0.0.1:1/nobody"))
+    await reader.warm(2)  # says nothing: who asks for something is told
+    assert not any(reader._idle.values())
+
+
 async def test_a_whole_object_may_come_as_one():
     whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(DATA) + DATA
     async with Peer(whole, most=1) as peer:
