@@ -15,14 +15,15 @@ import random
 import time
 from collections.abc import Callable, Coroutine
 
-from kvabr.client.lanes import Lanes, Piece, Transfer
+from kvabr.client.lanes import LANES, SPARE_LANES, Lanes, Piece, Transfer
 from kvabr.client.resources import cancel_all
+from kvabr.client.store_download import Arriving, Silence, StoreDownload
 from kvabr.client.store_index import StoreIndex
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.bottleneck import LimitWatch
-from kvabr.quic.download import ReceiveBuffer
-from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats, GroupRequest
+from kvabr.quic.interface import Connection, ConnectionStats, Download, GroupRequest
 from kvabr.store.objects.bucket import PART_BYTES, Bucket
+from kvabr.store.objects.direct import DirectReader
 from kvabr.store.objects.layout import profile_key
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.events import Limit
@@ -44,131 +45,6 @@ _FORGET_S = 30.0
 """Seconds after which the soonest first byte is no longer known: the path may have changed."""
 
 
-class StoreDownload(Download):
-    """One group of one track, or another small thing, from a store."""
-
-    def __init__(self, owner: StoreConnection, request: GroupRequest, priority: int) -> None:
-        self.stats = DownloadStats(time.monotonic())
-        self.request, self.priority = request, priority
-        self.piece: Piece | None = None
-        """What of an object it waits for; None before that is known, and once it is over."""
-        self.task: asyncio.Task[None] | None = None
-        """Finds out where it is, or gets it as a whole."""
-        self.over = False
-        """Whether nothing more will come."""
-        self._owner = owner
-        self._buffer = ReceiveBuffer(request.limit, exact=request.exact)
-        self._read = 0
-        self._limits: set[Limit] = set()
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def data(self) -> memoryview:
-        """See `Download.data`."""
-        return self._buffer.view()
-
-    async def read(self) -> memoryview:
-        """See `Download.read`."""
-        while self._read == len(self._buffer):
-            if self._error is not None:
-                raise self._error
-            if self.over:
-                break
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        part = self._buffer.view(self._read)
-        if part:
-            self._read += len(part)
-            self.stats.limit = next((by for by in ("cpu", "publisher") if by in self._limits), "network")
-            self._limits.clear()
-        return part
-
-    def prioritise(self, priority: int) -> None:
-        """See `Download.prioritise`; it changes when the request goes, not what is under way."""
-        self.priority = priority
-        if self.piece is not None:
-            self._owner.prioritise(self.piece, priority)
-
-    def cancel(self) -> None:
-        """See `Download.cancel`."""
-        self.fail(RequestError(f"{self.request}: cancelled", code=RequestCode.INTERNAL_ERROR))
-
-    # ---------------------------------------------------------- from the connection
-
-    def push(self, part: memoryview, limit: Limit) -> None:
-        """Take bytes that have come, and what limited them."""
-        if self.over:
-            return
-        if len(self._buffer) + len(part) > self.request.limit:
-            self._buffer.clear()
-            self._read = 0
-            self.fail(self.too_long())
-            return
-        if self.stats.first_byte_s is None:
-            self.stats.first_byte_s = time.monotonic()
-        self.stats.received += len(part)
-        self._limits.add(limit)
-        self._buffer.append(part)
-        self._wake()
-
-    def too_long(self) -> RequestError:
-        """Return the error that it is longer than its limit."""
-        longer = f"{self.request}: longer than the {self.request.limit} bytes expected"
-        return RequestError(longer, code=RequestCode.MALFORMED_TRACK)
-
-    def finish(self) -> None:
-        """End: all of it has come."""
-        if not self.over:
-            self.over, self.piece = True, None
-            self.stats.done_s = time.monotonic()
-            self._wake()
-
-    def fail(self, error: Exception) -> None:
-        """End with an error; what has come can still be read."""
-        if not self.over:
-            self.over, self._error = True, error
-            self._owner.drop(self)
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-class _Silence:
-    """Cancels the running task once nothing has come for too long."""
-
-    def __init__(self, first_s: float, further_s: float) -> None:
-        """Begin to wait: ``first_s`` seconds for the first bytes, then ``further_s`` for more."""
-        self.over = False
-        """Whether it has cancelled the task."""
-        self.seconds = first_s
-        self._further_s, self._parts = further_s, 0
-        self._task = asyncio.current_task()
-        self._timer = asyncio.get_running_loop().call_later(first_s, self._look, 0)
-
-    def heard(self) -> bool:
-        """Note that something has come; return whether it is the first."""
-        self._parts += 1
-        return self._parts == 1
-
-    def close(self) -> None:
-        """Stop waiting."""
-        self._timer.cancel()
-
-    def _look(self, parts: int) -> None:
-        if self._parts > parts:
-            self.seconds = self._further_s
-            self._timer = asyncio.get_running_loop().call_later(self.seconds, self._look, self._parts)
-        elif self._task is not None:
-            self.over = True
-            self._task.cancel()
-
-
 class StoreConnection(Connection):
     """Plays out of one bucket; for one event loop."""
 
@@ -180,7 +56,8 @@ class StoreConnection(Connection):
         self.closed = False
         self.trouble: str | None = None
         self.index = self.finder = StoreIndex(bucket, self._answered)
-        self._bucket = bucket
+        self._bucket, self._direct = bucket, DirectReader.of(bucket)
+        self._warming: asyncio.Task[None] | None = None
         self._lanes = Lanes()
         self._finding: dict[asyncio.Task[None], StoreDownload] = {}
         """Downloads of which is not known yet where they are, or that come as a whole."""
@@ -201,6 +78,9 @@ class StoreConnection(Connection):
 
     async def open(self) -> None:
         """Find out whether the store can be read; raise `TransportError` if not."""
+        if self._direct is not None:
+            # The ranges that come first need not wait for their connections.
+            self._warming = asyncio.get_running_loop().create_task(self._direct.warm(LANES + SPARE_LANES))
         await self.index.open()
 
     def request(self, request: GroupRequest, priority: int) -> Download:
@@ -244,12 +124,16 @@ class StoreConnection(Connection):
             return
         self.closed = True
         tasks = {*self._finding, *self._transfers.values()}
+        if self._warming is not None:
+            tasks.add(self._warming)
         for download in [*self._downloads.values(), *self._finding.values()]:
             download.fail(ConnectionLostError("this side closed the connection"))
         if self._starting is not None:
             self._starting.cancel()
         await cancel_all(tasks)
         await self.index.close()
+        if self._direct is not None:
+            await self._direct.close()
 
     # ---------------------------------------------------------- from downloads
 
@@ -287,8 +171,7 @@ class StoreConnection(Connection):
 
     async def _whole(self, download: StoreDownload, coming: Coroutine[None, None, bytes]) -> None:
         data = await coming
-        self._received(len(data))
-        download.push(memoryview(data), self._watch.limit)
+        download.push(memoryview(data), self.received(len(data)))
         download.finish()
 
     async def _locate(self, download: StoreDownload) -> None:
@@ -334,7 +217,7 @@ class StoreConnection(Connection):
     async def _carry(self, transfer: Transfer, patience: float) -> None:
         """Receive the bytes of a transfer; ``patience`` multiplies the timers."""
         error: Exception | None = None
-        silence = _Silence(patience * FIRST_BYTE_S, patience * SILENCE_S)
+        silence = Silence(patience * FIRST_BYTE_S, patience * SILENCE_S)
         try:
             await self._receive(transfer, silence)
         except asyncio.CancelledError:
@@ -348,28 +231,28 @@ class StoreConnection(Connection):
             if self._transfers.pop(transfer, None) is not None:
                 self._settle(transfer, error)
 
-    async def _receive(self, transfer: Transfer, silence: _Silence) -> None:
-        begun_s, late_until_s = time.monotonic(), -math.inf
+    async def _receive(self, transfer: Transfer, silence: Silence) -> None:
+        begun_s, arriving = time.monotonic(), Arriving(self, transfer, silence)
         part_bytes = int(min(_MOST_PART_BYTES, max(PART_BYTES, _PART_S * self._rate)))
-        parts = self._bucket.stream(transfer.key, transfer.begin, transfer.end, part_bytes=part_bytes)
-        async with contextlib.aclosing(parts):
-            async for part in parts:
-                now = time.monotonic()
-                if silence.heard():
-                    late_until_s = self._first_byte(begun_s, now)
-                self._received(len(part))
-                self._deliver(transfer, part, "publisher" if now < late_until_s else self._watch.limit)
+        span = transfer.key, transfer.begin, transfer.end
+        if self._direct is not None:
+            await self._direct.receive(*span, arriving, part_bytes=part_bytes)
+        else:
+            async with contextlib.aclosing(self._bucket.stream(*span, part_bytes=part_bytes)) as parts:
+                async for part in parts:
+                    arriving.push(part)
         if (seconds := time.monotonic() - begun_s) > 0:
             self._rate = (transfer.end - transfer.begin) / seconds
 
-    def _deliver(self, transfer: Transfer, part: memoryview, limit: Limit) -> None:
-        for piece, own in transfer.take(part):
-            download = self._downloads.get(piece)
-            if download is not None:
-                download.push(own, limit)
-                if piece.begin == piece.end:
-                    self._forget(piece)
-                    download.finish()
+    def wanting(self, piece: Piece) -> StoreDownload | None:
+        """Return the download that a piece is for; None if nobody wants it any more."""
+        return self._downloads.get(piece)
+
+    def advanced(self, piece: Piece, download: StoreDownload) -> None:
+        """End a download if all of its piece has come."""
+        if piece.begin == piece.end:
+            self._forget(piece)
+            download.finish()
 
     def _settle(self, transfer: Transfer, error: Exception | None) -> None:
         """Free the lane of a transfer that has ended; what is missing is asked for again, or has failed."""
@@ -417,18 +300,20 @@ class StoreConnection(Connection):
 
     # ---------------------------------------------------------- what is seen of the path
 
-    def _received(self, count: int) -> None:
+    def received(self, count: int, *, late: bool = False) -> Limit:
+        """Take that bytes came, ``late`` if the store kept them waiting; return what limited them."""
         self._bytes += count
         self._heard_s = time.monotonic()
         self.trouble = None
         self._watch.received(count)
+        return "publisher" if late else self._watch.limit
 
     def _answered(self, count: int, seconds: float) -> None:
         """Take that a small object came, or the answer that there is none."""
-        self._received(count)
+        self.received(count)
         self._sooner(seconds)
 
-    def _first_byte(self, begun_s: float, now: float) -> float:
+    def first_byte(self, begun_s: float, now: float) -> float:
         """Take the first byte of a transfer, and return until when the store is what limits it."""
         usual = self._soonest[0]
         quiet = now - max(begun_s, self._heard_s)

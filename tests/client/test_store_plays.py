@@ -11,6 +11,7 @@ from kvabr.client.lookup import fetch_catalog, find_prefix
 from kvabr.client.options import PlayOptions
 from kvabr.client.origins import dialling
 from kvabr.client.result import NothingCached, Played
+from kvabr.quic.download import ReceiveBuffer
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.objects.bucket import Bucket
 from kvabr.types.errors import NotFoundError, UsageError
@@ -183,3 +184,20 @@ async def test_a_folder_of_objects_is_played(tmp_path, root):
     put_asset(url, FolderAsset.open(root / "short"))
     assert (await played(url, SHORT)).tokens == 70
     assert Bucket.open(url).url == url
+
+
+async def test_groups_of_a_plain_web_server_are_received_in_place(store, monkeypatch):
+    copied, append = [], ReceiveBuffer.append
+
+    def counting(buffer, part):
+        if buffer._exact:
+            copied.append(len(part))
+        append(buffer, part)
+
+    monkeypatch.setattr(ReceiveBuffer, "append", counting)
+    monkeypatch.setattr(Bucket, "stream", None)  # nothing comes through obstore but what is small
+    async with WebServer(store) as server:
+        got = await played(server.url, policy="fixed:FP16")
+    assert set(got.coverage) == {"FP16"}
+    assert close(got.kv, LONG, error=1e-5)
+    assert copied == []
