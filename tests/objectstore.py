@@ -138,6 +138,9 @@ class ObjectAssetStore:
             raise UsageError(f"{self.location}/{name}: this asset exists; add --force to replace it")
         return ObjectAssetWriter(self.bucket, self.key(name))
 
+    def touch(self, name):
+        pass
+
     def quota(self, max_bytes):
         raise UsageError(f"{self.location}: has no quota of {max_bytes} bytes")
 

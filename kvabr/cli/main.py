@@ -42,6 +42,7 @@ COMMANDS = {
     "estimators": ("listings:add_estimators", "list the bandwidth estimators"),
     "engines": ("listings:add_engines", "list the serving engines that play through kvabr"),
     "traces": ("traces:add", "inspect, import or synthesise network traces"),
+    "store": ("store:add", "list, pin, expire, collect, check and copy what a store holds"),
     "bench": ("bench:add", "measure codecs: quality, rate against distortion, speed"),
     "completion": ("completion:add", "print a completion script for bash or zsh"),
 }

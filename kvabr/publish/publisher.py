@@ -93,8 +93,7 @@ class Publisher:
                 return "known"
             try:
                 if self.store.version(name) is not None:
-                    if self._quota is not None:
-                        self._quota.touch(name)
+                    (self.store if self._quota is None else self._quota).touch(name)
                     return "known"
             except KvabrError:  # a share that is gone, a folder that must not be entered: the engine goes on
                 return "failed"

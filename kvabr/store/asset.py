@@ -357,6 +357,9 @@ class AssetStore(Protocol):
         Raises `AssetError` if something else than an asset is there, `UsageError` if an asset needs ``force``.
         """
 
+    def touch(self, name: str) -> None:
+        """Note that an asset was computed or looked for again, so that it stays longer. Never raises."""
+
     def quota(self, max_bytes: int) -> AssetQuota:
         """Return a quota for what engines publish here; `UsageError` if this kind of store cannot limit it."""
 

@@ -10,6 +10,7 @@ with a group, the group can read it too, except for `prompt.json`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -34,6 +35,7 @@ from kvabr.store.asset import (
     Prompt,
 )
 from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, FileVersion, PartialFolder, open_regular, sweep
+from kvabr.store.folder_notes import check_expiry, remove_folder_asset
 from kvabr.store.quota import FolderQuota
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.catalog_json import SCHEMAS
@@ -159,6 +161,12 @@ class FolderAssetStore:
     def writer(self, name: str = ".", *, force: bool = False) -> FolderAssetWriter:
         """See `AssetStore.writer`."""
         return FolderAssetWriter(self.root / name, force=force)
+
+    def touch(self, name: str) -> None:
+        """See `AssetStore.touch`."""
+        with contextlib.suppress(OSError):
+            # Not the catalog's own time: by that an origin sees that an asset was replaced.
+            os.utime(self.root / name)
 
     def quota(self, max_bytes: int) -> FolderQuota:
         """See `AssetStore.quota`."""
@@ -290,6 +298,8 @@ class FolderAssetWriter:
         """Check that the folder ``path`` may be made or replaced; see `AssetStore.writer`."""
         self._path = path
         self._partial: PartialFolder | None = None
+        self._begun_s = 0.0
+        """When writing began, by the file system's clock."""
         self._mode, self._folder_mode = PRIVATE, PRIVATE_FOLDER
         if path.is_symlink() or (path.exists() and not _is_asset(path) and not _is_empty(path)):
             raise AssetError(f"{path}: exists and is not an asset of kvabr; it is left alone, choose another path")
@@ -304,6 +314,7 @@ class FolderAssetWriter:
             if parent.stat().st_mode & stat.S_ISGID:
                 self._mode, self._folder_mode = PRIVATE | stat.S_IRGRP, PRIVATE_FOLDER | stat.S_IRGRP | stat.S_IXGRP
             self._partial = PartialFolder(self._path, self._folder_mode)
+            self._begun_s = self._partial.path.stat().st_mtime
         except OSError as error:
             raise AssetError(f"{self._path}: cannot be made ({error.strerror})") from error
         return self
@@ -333,13 +344,17 @@ class FolderAssetWriter:
         """See `AssetWriter.commit`."""
         self._write(Path(CATALOG), catalog.dumps().encode())
         partial = self._open_partial()
+        check_expiry(self._path, catalog.spec.model, self._begun_s)
         try:
             sync_asset(partial, files=not self.syncs)
-            if self._path.exists():
-                _exchange(partial, self._path)
-            else:
+            if not (self._path.exists() and _exchange(partial, self._path)):
                 partial.rename(self._path)
             _sync(self._path.parent)
+            try:
+                check_expiry(self._path, catalog.spec.model, self._begun_s)
+            except AssetError:  # it expired meanwhile, and may have been looked for before it was there
+                remove_folder_asset(self._path)
+                raise
         except OSError as error:
             raise self._failure(self._path, error) from error
 
@@ -387,13 +402,15 @@ def _is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-def _exchange(new: Path, old: Path) -> None:
-    """Swap two folders in one step, so that both names exist at every moment."""
+def _exchange(new: Path, old: Path) -> bool:
+    """Swap two folders in one step, so that both names exist at every moment; return False if ``old`` is gone."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is not None and not rename(
         _AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), ctypes.c_uint(_RENAME_EXCHANGE)
     ):
-        return
+        return True
+    if not old.exists():  # removed meanwhile
+        return False
     # Not Linux, or a file system that cannot swap: two renames, the first of which is undone if the second fails.
     aside = Path(tempfile.mkdtemp(prefix=f".{old.name}.", suffix=".old", dir=old.parent))
     old.rename(aside)
@@ -403,6 +420,7 @@ def _exchange(new: Path, old: Path) -> None:
         aside.rename(old)
         raise
     shutil.rmtree(aside, ignore_errors=True)
+    return True
 
 
 def sync_asset(path: Path, *, files: bool = True) -> None:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NoReturn
 
 from kvabr.store.asset import CATALOG, PROFILE, PROMPT, Asset, AssetListing, AssetVersion, FrameReader, LoadedFrame
 from kvabr.store.objects.bucket import Bucket, ObjectInfo
+from kvabr.store.objects.guard import blocking_touch
 from kvabr.store.objects.layout import catalog_key, profile_key
 from kvabr.store.objects.reading import as_asset_errors, read_catalog
 from kvabr.store.objects.spans import SpanHead, head_of, units_by_span
 from kvabr.store.objects.url import split_asset
 from kvabr.store.objects.writer import ObjectAssetWriter
-from kvabr.types.errors import AssetError, FormatError, UsageError
+from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError
 from kvabr.types.units import unit_of
 
 MAX_LISTED = 1 << 18
 """Assets of a store that are looked at."""
 LOOK_EVERY_S = 5.0
+_TOUCH_EVERY_S = 600.0
 _AT_ONCE = 8
 _KNOWN_SPANS = 1 << 17
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -117,6 +122,8 @@ class ObjectAssetStore:
         self._sizes: dict[str, int] = {}
         """Bytes of the spans that were found, by key."""
         self._known: dict[str, AssetVersion] = {}
+        self._touched: dict[str, float] = {}
+        """When leases were renewed, by prompt digest."""
 
     @property
     def location(self) -> str:
@@ -180,11 +187,22 @@ class ObjectAssetStore:
             raise UsageError(f"{self.bucket.where.below(prompt)}: this asset exists; add --force to replace it")
         return ObjectAssetWriter(self.bucket, prompt, force=force)
 
+    def touch(self, name: str) -> None:
+        """See `AssetStore.touch`. Renews the lease, but not of the same asset all the time."""
+        prompt, now = self._only if name == "." else name, time.monotonic()
+        if prompt is None or now - self._touched.get(prompt, -math.inf) < _TOUCH_EVERY_S:
+            return
+        if len(self._touched) > _KNOWN_SPANS:
+            self._touched.clear()
+        self._touched[prompt] = now
+        with contextlib.suppress(KvabrError):
+            blocking_touch(self.bucket, prompt)
+
     def quota(self, max_bytes: int) -> NoReturn:
         """Raise `UsageError`: many publishers share an object store, so none of them counts its bytes."""
         raise UsageError(
             f"{self.location}: an engine cannot keep an object store within {max_bytes:,} bytes; leave the bound out, "
-            "and let `kvabr store` remove what is not used"
+            "and let `kvabr store gc` remove what is not used"
         )
 
     def check_sizes(self, sizes: dict[str, int], what: str) -> None:

@@ -16,11 +16,11 @@ from kvabr.store.objects.leases import (
     CATALOGS,
     INTENTS,
     TIMING,
+    LeaseTiming,
     Note,
     Objects,
     Runtime,
     StoredObject,
-    Timing,
     read_note,
     tombstone_key,
     touch,
@@ -97,7 +97,7 @@ class AsyncPublishGuard:
         catalog: str,
         spans: Iterable[str],
         age_s: float = 0.0,
-        timing: Timing = TIMING,
+        timing: LeaseTiming = TIMING,
         runtime: Runtime | None = None,
     ) -> None:
         """Take what will be published; nothing is written yet.
@@ -181,7 +181,7 @@ class PublishGuard:
         catalog: str,
         spans: Iterable[str],
         age_s: float = 0.0,
-        timing: Timing = TIMING,
+        timing: LeaseTiming = TIMING,
     ) -> None:
         """See `AsyncPublishGuard`."""
         runtime = Runtime(sleep=_blocking_sleep)
@@ -201,6 +201,11 @@ class PublishGuard:
 
     def __exit__(self, *_: object) -> None:
         finish(self._guard.__aexit__())
+
+    @property
+    def is_choosy(self) -> bool:
+        """Whether there are times for which `may_reuse` says no."""
+        return not self.may_reuse(-math.inf)
 
     def may_reuse(self, modified_s: float) -> bool:
         """See `AsyncPublishGuard.may_reuse`."""

@@ -8,9 +8,9 @@ Both write a note before they look, so of two that meet at least the second sees
   pins that are new, and only then deletes what nobody wants. Then the sweep goes.
 - A pin is written before its catalog is looked for, and so is a tombstone before what it expires.
 
-A publisher waits while a sweep names its spans. What a killed process left is ignored after a while: a sweep after
-`Timing.sweep_s`, an intent after `Timing.intent_s`, by the store's clock. The living stop well before, by their own
-monotonic clocks. A wrong local clock does no harm: ages are differences of the store's own times.
+A publisher waits while a sweep names its spans. What a killed process left is ignored after a while (`LeaseTiming`), by
+the store's clock; the living stop well before, by their own monotonic clocks. A wrong local clock does no harm: ages
+are differences of the store's own times.
 
     l/i/<random>        intent          l/a/<prompt digest>  lease: its age is the time since the last use
     l/e/<random>        eviction: spans of evicted catalogs, kept for a grace; its age counts
@@ -82,7 +82,7 @@ class Objects(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class LeaseTiming:
     """How long notes are believed. All who use a bucket need the same."""
 
     intent_s: float = 3600.0
@@ -105,7 +105,7 @@ class Timing:
         return self.sweep_s / 3
 
 
-TIMING = Timing()
+TIMING = LeaseTiming()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ async def read_note(objects: Objects, key: str) -> Note | None:
         raise FormatError(f"{key}: {error}; remove it if nothing else uses this bucket") from error
 
 
-async def sweeps(objects: Objects, keys: Iterable[str], now_s: float, timing: Timing) -> bool:
+async def sweeps(objects: Objects, keys: Iterable[str], now_s: float, timing: LeaseTiming) -> bool:
     """Return whether a living collector is about to delete one of ``keys``."""
     wanted = frozenset(keys)
     for found in (await listing(objects, SWEEPS)).values():
@@ -208,7 +208,7 @@ async def sweeps(objects: Objects, keys: Iterable[str], now_s: float, timing: Ti
     return False
 
 
-async def unswept(objects: Objects, keys: Sequence[str], now_s: float, timing: Timing, runtime: Runtime) -> bool:
+async def unswept(objects: Objects, keys: Sequence[str], now_s: float, timing: LeaseTiming, runtime: Runtime) -> bool:
     """Wait until no collector is about to delete one of ``keys``; return False if that takes too long."""
     begin = runtime.now()
     while await sweeps(objects, keys, now_s + runtime.now() - begin, timing):
@@ -240,7 +240,7 @@ async def store_time(objects: Objects) -> float:
 
 
 async def pin(
-    objects: Objects, catalog: str, seconds: float, timing: Timing = TIMING, runtime: Runtime | None = None
+    objects: Objects, catalog: str, seconds: float, timing: LeaseTiming = TIMING, runtime: Runtime | None = None
 ) -> float:
     """Keep an asset for a time that begins now, and return when it ends by the store's clock.
 
@@ -266,11 +266,12 @@ async def unpin(objects: Objects, catalog: str) -> bool:
 async def expire(objects: Objects, model: str, before_s: float | None = None) -> float:
     """Write a model's tombstone and return its time: what is older is garbage, and is not published again.
 
-    ``before_s`` is a time of the store's clock; None: now. A tombstone is never replaced by one of an earlier time.
+    ``before_s`` is a time of the store's clock; None: now, up to the next whole second, because some stores tell no
+    fractions. A tombstone is never replaced by one of an earlier time.
     """
     if not model:
         raise UsageError("name the model whose caches expire")
-    at_s = await store_time(objects) if before_s is None else before_s
+    at_s = math.floor(await store_time(objects)) + 1.0 if before_s is None else before_s
     before = await read_note(objects, tombstone_key(model))
     at_s = at_s if before is None else max(at_s, before.until_s)
     await objects.put(tombstone_key(model), Note(model=model, until_s=at_s).dumps())

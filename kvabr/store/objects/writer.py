@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedRandom
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 from kvabr.store.asset import Prompt
 from kvabr.store.objects.bucket import Bucket
+from kvabr.store.objects.guard import PublishGuard, blocking_touch
 from kvabr.store.objects.layout import (
     MAX_OFFERS,
     StoredCatalog,
@@ -30,6 +31,7 @@ from kvabr.store.objects.layout import (
     span_key,
     span_names,
 )
+from kvabr.store.objects.leases import TIMING, LeaseTiming
 from kvabr.store.objects.reading import as_asset_errors, read_head, read_offers
 from kvabr.store.objects.spans import (
     SpanHead,
@@ -74,6 +76,9 @@ class _Span:
 class ObjectAssetWriter:
     """An `AssetWriter`. Frames lie in a temporary file until `commit` sends them."""
 
+    timing: ClassVar[LeaseTiming] = TIMING
+    """How long it and collectors believe each other; all who use a bucket need the same."""
+
     def __init__(self, bucket: Bucket, prompt: str | None, *, force: bool = False) -> None:
         """Prepare to write the asset of a prompt digest, None: of the one that the catalog has."""
         self._bucket, self._prompt, self._force = bucket, prompt, force
@@ -81,6 +86,7 @@ class ObjectAssetWriter:
         self._frames: dict[tuple[str, int], tuple[int, int]] = {}
         """Begin and end in the file, by track and group."""
         self._profile = b""
+        self._begun_s = time.monotonic()
         self.reused = 0
         """Spans that were there already."""
         self.published = False
@@ -140,28 +146,45 @@ class ObjectAssetWriter:
         bucket, offer = self._bucket, StoreOffer.of(catalog)
         if self._prompt is None and not self._force and bucket.head_sync(catalog_key(prompt)) is not None:
             raise UsageError(f"{bucket.where.below(prompt)}: this asset exists; add --force to replace it")
-        if catalog.profile is not None:
-            if hashlib.sha256(self._profile).hexdigest() != catalog.profile:
-                raise UsageError("the profile that was written is not the one that the catalog names")
-            if bucket.head_sync(profile_key(catalog.profile)) is None:
-                bucket.put_new_sync(profile_key(catalog.profile), self._profile)
-        self._put_offer(offer)
+        profile = None if catalog.profile is None else profile_key(catalog.profile)
+        if profile is not None and hashlib.sha256(self._profile).hexdigest() != catalog.profile:
+            raise UsageError("the profile that was written is not the one that the catalog names")
         names = span_names(catalog.spec, catalog.chunks, offer.span_groups)
         spans = [
             _Span(number, span_key(offer.id, names[number]), units)
             for number, units in enumerate(units_by_span(catalog, offer.span_groups))
         ]
-        _each(_SPANS_AT_ONCE, lambda span: self._put_span(catalog, offer, span), spans)
-        self.reused = sum(span.reused for span in spans)
-        self._put_pointers(offer, spans, names)
-        stored = self._stored(catalog, offer, spans, names)
-        if self._force:
-            bucket.put_sync(catalog_key(prompt), stored)
-            self.published = True
-        else:
-            self.published = bucket.put_new_sync(catalog_key(prompt), stored)
-        if self.published:
-            self._keep(catalog, offer, spans, names, stored)
+        named = [span.key for span in spans] + ([] if profile is None else [profile])
+        age_s = time.monotonic() - self._begun_s
+        guard = PublishGuard(
+            bucket, model=catalog.spec.model, catalog=prompt, spans=named, age_s=age_s, timing=self.timing
+        )
+        with guard:
+            if profile is not None and bucket.head_sync(profile) is None:
+                bucket.put_new_sync(profile, self._profile)
+            self._put_offer(offer)
+            _each(_SPANS_AT_ONCE, lambda span: self._put_span(catalog, offer, span), spans)
+            self.reused = sum(span.reused for span in spans)
+            self._refuse_expired(guard, spans)
+            self._put_pointers(offer, spans, names)
+            stored = self._stored(catalog, offer, spans, names)
+            guard.check()
+            if self._force:
+                bucket.put_sync(catalog_key(prompt), stored)
+                self.published = True
+            else:
+                self.published = bucket.put_new_sync(catalog_key(prompt), stored)
+            if self.published:
+                self._keep(catalog, offer, spans, names, stored)
+            else:
+                blocking_touch(bucket, prompt)
+
+    def _refuse_expired(self, guard: PublishGuard, spans: Sequence[_Span]) -> None:
+        """Raise `AssetError` if a span that was there is from before its model's expiry."""
+        for span in spans if guard.is_choosy else ():
+            info = self._bucket.head_sync(span.key) if span.reused else None
+            if info is not None and not guard.may_reuse(info.modified_s):
+                raise AssetError(guard.stale_message(self._bucket.below(span.key)))
 
     def _put_offer(self, offer: StoreOffer) -> None:
         """Write the offer under the next number, unless it has one."""

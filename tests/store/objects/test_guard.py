@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.guard import BlockingObjects, PublishGuard, blocking_touch, finish
 from kvabr.store.objects.leases import (
+    LeaseTiming,
     Note,
     Runtime,
-    Timing,
     expire,
     pin,
     read_note,
@@ -32,7 +32,7 @@ MODEL = "test/model"
 def guard(bucket, age_s=0.0, wait_s=0.0):
     spans = ["s/offer/one", "p/profile"]
     return PublishGuard(
-        bucket, model=MODEL, catalog="prompt", spans=spans, age_s=age_s, timing=Timing(wait_s=wait_s, poll_s=0.0)
+        bucket, model=MODEL, catalog="prompt", spans=spans, age_s=age_s, timing=LeaseTiming(wait_s=wait_s, poll_s=0.0)
     )
 
 
@@ -66,7 +66,7 @@ async def test_a_dead_collectors_sweep_ends_by_the_stores_clock():
     await bucket.put("x/sweep/1", Note(("s/offer/one",)).dumps())
     written_s = (await bucket.head("x/sweep/1")).modified_s
     for age_s, free in ((0.0, False), (99.0, False), (101.0, True), (-5000.0, False)):
-        timing = Timing(sweep_s=100.0, wait_s=0.0, poll_s=0.0)
+        timing = LeaseTiming(sweep_s=100.0, wait_s=0.0, poll_s=0.0)
         runtime = Runtime(now=itertools.count(0.0, 0.1).__next__, sleep=_none)
         assert await unswept(bucket, ["s/offer/one"], written_s + age_s, timing, runtime) == free
 
@@ -78,7 +78,8 @@ async def _none(_seconds):
 def test_what_expired_is_not_published_again(store_url):
     bucket = Bucket.open(store_url)
     objects = BlockingObjects(bucket)
-    at_s = finish(expire(objects, MODEL))
+    _with_folder(bucket)
+    at_s = finish(expire(objects, MODEL, finish(store_time(objects)) - 5.0))
     assert finish(tombstones(objects)) == {MODEL: at_s}
     with guard(bucket) as held:  # computed after it
         assert not held.may_reuse(at_s - 1)
@@ -89,14 +90,27 @@ def test_what_expired_is_not_published_again(store_url):
     with pytest.raises(AssetError, match="from before its expiry"), guard(bucket, age_s=10.0):
         pass
     assert finish(expire(objects, MODEL, 5.0)) == at_s + 1e6, "an earlier expiry replaced a later one"
-    assert keys(bucket) == [tombstone_key(MODEL)]
+    assert keys(bucket, "x/") == [tombstone_key(MODEL)]
     with pytest.raises(UsageError, match="name the model"):
         finish(expire(objects, ""))
 
 
+def test_a_model_expires_up_to_the_next_whole_second(store_url):
+    bucket = Bucket.open(store_url)
+    before_s = finish(store_time(BlockingObjects(_with_folder(bucket))))
+    at_s = finish(expire(BlockingObjects(bucket), MODEL))
+    assert at_s == int(at_s)
+    assert at_s > before_s
+
+
+def _with_folder(bucket):
+    bucket.put_sync("probe/one", b"")
+    return bucket
+
+
 def test_a_slow_publisher_does_not_trust_its_intent(store_url):
     bucket = Bucket.open(store_url)
-    held = PublishGuard(bucket, model=MODEL, catalog="prompt", spans=[], timing=Timing(intent_s=-1.0))
+    held = PublishGuard(bucket, model=MODEL, catalog="prompt", spans=[], timing=LeaseTiming(intent_s=-1.0))
     with held, pytest.raises(AssetError, match="took so long"):
         held.check()
 
@@ -106,7 +120,7 @@ def test_only_what_is_there_is_pinned(store_url):
     objects = BlockingObjects(bucket)
     with pytest.raises(NotFoundError, match="kvabr store ls"):
         finish(pin(objects, "prompt", 60.0))
-    assert not keys(bucket)
+    assert not keys(bucket, "pin/")
     bucket.put_sync("a/prompt", b"catalog")
     until_s = finish(pin(objects, "prompt", 60.0))
     assert abs(until_s - 60.0 - finish(store_time(objects))) < 60.0

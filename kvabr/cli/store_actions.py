@@ -1,0 +1,329 @@
+"""What `kvabr store` does: runs the library, and shows the result."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+
+from kvabr.cli.display import StageBar, human, plain, table, write_json
+from kvabr.cli.interrupt import run_async
+from kvabr.cli.options import check_writable
+from kvabr.store.library import rules
+from kvabr.store.library.collect import Collected
+from kvabr.store.library.copying import copy_assets
+from kvabr.store.library.library import Inventory, Library, full_name
+from kvabr.store.library.opening import open_library
+from kvabr.store.library.rules import Holding, Rules, evictions, total_bytes
+from kvabr.store.locations import open_store
+from kvabr.types.errors import AssetError, NotFoundError, UsageError
+
+_STAGES = {
+    "catalogs": "reading catalogs",
+    "listing": "listing objects",
+    "evicting": "removing assets",
+    "sweeping": "removing spans",
+    "tidying": "removing notes",
+    "spans": "checking spans",
+    "checking": "checking assets",
+    "copying": "copying assets",
+}
+_SHOWN = 20
+"""Removed assets that are listed one by one."""
+
+
+def ls(args: argparse.Namespace) -> int:
+    """List the assets."""
+    check_writable(args.json)
+    library, found = _inventory(args)
+    held = [each for each in found.holdings if args.model in (None, each.model)]
+    shared = _shared(found.holdings)
+    rows = [
+        (
+            each.name if len(each.name) != 64 else each.name[:16],
+            each.model,
+            f"{each.tokens:,}",
+            human(each.bytes),
+            human(_own(each, shared)),
+            _time(found.now_s - each.created_s),
+            _time(found.now_s - max(each.used_s, each.created_s)),
+            _pin(each, found.now_s),
+            "yes" if each.measured else "",
+        )
+        for each in held
+    ]
+    columns = ("name", "model", "tokens", "bytes", "own", "age", "used", "pinned", "measured")
+    spare = ("measured", "own", "age", "tokens")
+    Console().print(table(None, columns, rows, left=("name",), fold=("model",), spare=spare))
+    _say_damaged(found)
+    plain(f"{len(held)} assets, {human(total_bytes(held))}")
+    write_json(
+        args.json,
+        {
+            "schema": "kvabr.store-ls/1",
+            "store": library.location,
+            "tenant": library.tenant,
+            "now_s": found.now_s,
+            "assets": [_row(each, shared) for each in held],
+            "damaged": dict(found.damaged),
+        },
+    )
+    return 0
+
+
+def du(args: argparse.Namespace) -> int:
+    """Show how many bytes models and tracks take."""
+    check_writable(args.json)
+    library, found = _inventory(args)
+    models: dict[str, list[Holding]] = defaultdict(list)
+    for each in found.holdings:
+        models[each.model].append(each)
+    rows, tracks = [], []
+    for model, held in sorted(models.items()):
+        pinned = [each for each in held if each.is_pinned(found.now_s)]
+        rows.append((model, str(len(held)), human(total_bytes(held)), human(total_bytes(pinned))))
+        sizes: dict[str, int] = defaultdict(int)
+        for each in held:
+            for track, size in each.tracks.items():
+                sizes[track] += size
+        tracks += [(model, track, size) for track, size in sizes.items()]
+    out = Console()
+    title = f"tenant {library.tenant}" if library.tenant else None
+    out.print(table(title, ("model", "assets", "bytes", "pinned"), rows, fold=("model",)))
+    shown = [(model, track, human(size)) for model, track, size in tracks]
+    out.print(table("each asset's own count", ("model", "track", "bytes"), shown, fold=("model",), left=("track",)))
+    _say_damaged(found)
+    total = total_bytes(found.holdings)
+    others = f"; {human(found.unnamed_bytes)} that no asset names, {human(found.cached_bytes)} of cached groups"
+    plain(f"{len(found.holdings)} assets, {human(total)}" + (others if library.tenant else ""))
+    write_json(
+        args.json,
+        {
+            "schema": "kvabr.store-du/1",
+            "store": library.location,
+            "tenant": library.tenant,
+            "assets": len(found.holdings),
+            "bytes": total,
+            "unnamed_bytes": found.unnamed_bytes,
+            "cached_bytes": found.cached_bytes,
+            "models": {model: {"assets": len(held), "bytes": total_bytes(held)} for model, held in models.items()},
+            "tracks": [{"model": model, "track": track, "bytes": size} for model, track, size in tracks],
+            "damaged": dict(found.damaged),
+        },
+    )
+    return 0
+
+
+def pin(args: argparse.Namespace) -> int:
+    """Keep an asset for a time."""
+    seconds = rules.duration(args.time) if args.until is None else None
+    until_s = None if args.until is None else rules.date(args.until)
+    library, found = _inventory(args)
+    name = full_name(found, args.name)
+    if seconds is None:
+        seconds = (until_s or 0.0) - found.now_s
+    if seconds <= 0:
+        raise UsageError("a pin must end in the future")
+    until_s = run_async(library.pin(name, seconds))
+    plain(f"{name}: pinned until {_date(until_s)} UTC")
+    return 0
+
+
+def unpin(args: argparse.Namespace) -> int:
+    """End the pin of an asset."""
+    library, found = _inventory(args)
+    name = full_name(found, args.name)
+    if not run_async(library.unpin(name)):
+        raise NotFoundError(f"{name}: is not pinned")
+    plain(f"{name}: no longer pinned")
+    return 0
+
+
+def expire(args: argparse.Namespace) -> int:
+    """Write the tombstone, and collect."""
+    check_writable(args.json)
+    before_s = None if args.before is None else rules.date(args.before)
+    if args.dry_run:
+        _, found = _inventory(args)
+        at_s = found.now_s if before_s is None else before_s
+        gone = evictions(found.holdings, Rules(), found.now_s, {args.model: at_s})
+        gone = [each for each in gone if each.holding.model == args.model]
+        _say_gone(Collected(evicted=gone, kept=len(found.holdings) - len(gone)), dry_run=True)
+        return 0
+    library = open_library(args.store)
+    at_s = run_async(library.expire(args.model, before_s))
+    plain(f"{args.model}: everything from before {_date(at_s)} UTC has expired")
+    done = _collect(library, Rules(), args)
+    if done.busy:
+        plain("somebody is publishing some of it at the moment: run `kvabr store gc` again in a while")
+    return 0
+
+
+def gc(args: argparse.Namespace) -> int:
+    """Collect."""
+    check_writable(args.json)
+    kept = Rules(
+        grace_s=rules.duration(args.grace),
+        ttl_s=math.inf if args.ttl is None else rules.duration(args.ttl),
+        model_ttl_s=rules.model_durations(args.model_ttl),
+        max_age_s=math.inf if args.max_age is None else rules.duration(args.max_age),
+        max_bytes=None if args.max_bytes is None else rules.size(args.max_bytes),
+        order=args.evict,
+        keep_measured=not args.measured,
+    )
+    cache_ttl_s = None if args.cache_ttl is None else rules.duration(args.cache_ttl)
+    _collect(open_library(args.store), kept, args, cache_ttl_s)
+    return 0
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Check everything."""
+    check_writable(args.json)
+    library = open_library(args.store)
+    with StageBar(_STAGES) as bar:
+        bad = run_async(library.verify(deep=args.deep, repair=args.repair, progress=bar))
+    for each in bad:
+        plain(f"{each.name}: {each.what}; {'removed' if each.repaired else each.advice}")
+    left = [each for each in bad if not each.repaired]
+    write_json(
+        args.json,
+        {
+            "schema": "kvabr.store-verify/1",
+            "store": library.location,
+            "deep": args.deep,
+            "damages": [{"name": each.name, "what": each.what, "repaired": each.repaired} for each in bad],
+        },
+    )
+    if left:
+        raise AssetError(f"{library.location}: {len(left)} damaged")
+    plain("nothing is damaged" if not bad else f"{len(bad)} removed, the rest is undamaged")
+    return 0
+
+
+def copy(args: argparse.Namespace) -> int:
+    """Copy assets."""
+    check_writable(args.json)
+    source, target = open_store(args.store, must_exist=True), open_store(args.target, create=True)
+    expired = run_async(open_library(args.target).expired())
+    with StageBar(_STAGES) as bar:
+        done = copy_assets(source, target, names=args.name, model=args.model, expired=expired, progress=bar)
+    for name in done.expired:
+        plain(f"{name}: not copied, its model has expired at {target.location} since it was published")
+    for name, why in done.failed.items():
+        plain(f"{name}: not copied: {why}")
+    plain(f"{len(done.assets)} assets copied, {human(done.bytes)}; {len(done.kept)} were there already")
+    write_json(
+        args.json,
+        {
+            "schema": "kvabr.store-copy/1",
+            "copied": done.assets,
+            "kept": done.kept,
+            "expired": done.expired,
+            "failed": done.failed,
+            "bytes": done.bytes,
+        },
+    )
+    if done.failed:
+        raise AssetError(f"{len(done.failed)} assets were not copied")
+    return 0
+
+
+def _inventory(args: argparse.Namespace) -> tuple[Library, Inventory]:
+    library = open_library(args.store)
+    with StageBar(_STAGES) as bar:
+        found: Inventory = run_async(library.inventory(bar))
+    return library, found
+
+
+def _collect(library: Library, kept: Rules, args: argparse.Namespace, cache_ttl_s: float | None = None) -> Collected:
+    with StageBar(_STAGES) as bar:
+        done = run_async(library.collect(kept, dry_run=args.dry_run, cache_ttl_s=cache_ttl_s, progress=bar))
+    _say_gone(done, dry_run=args.dry_run)
+    value: dict[str, Any] = {
+        "schema": "kvabr.store-gc/1",
+        "store": library.location,
+        "tenant": library.tenant,
+        "dry_run": args.dry_run,
+        "evicted": [{"name": each.holding.name, "reason": each.reason} for each in done.evicted],
+        "damaged": done.damaged,
+    }
+    counts = ("kept", "spans", "pointers", "profiles", "groups", "bytes", "waiting", "busy", "swept")
+    write_json(args.json, value | {name: getattr(done, name) for name in counts})
+    return done
+
+
+def _say_gone(done: Collected, *, dry_run: bool) -> None:
+    removed = "would be removed" if dry_run else "removed"
+    for each in done.evicted[:_SHOWN]:
+        plain(f"{each.holding.name}: {removed}, {each.reason}")
+    if len(done.evicted) > _SHOWN:
+        plain(f"... and {len(done.evicted) - _SHOWN} more")
+    for name, why in done.damaged.items():
+        plain(f"{name}: damaged: {why}; see kvabr store verify")
+    plain(f"{len(done.evicted)} assets {removed}, {done.kept} stay; {human(done.bytes)} freed")
+    counted = {"spans": done.spans, "pointers": done.pointers, "profiles": done.profiles, "cached groups": done.groups}
+    if any(counted.values()):
+        plain(", ".join(f"{count:,} {what}" for what, count in counted.items() if count) + f" {removed}")
+    if done.waiting:
+        plain(f"{done.waiting:,} spans that nothing names stay for their grace")
+    if done.busy:
+        plain(f"{done.busy:,} stay because somebody began to use them meanwhile")
+    if not done.swept:
+        plain("no spans are removed while there are catalogs that cannot be read: they may name any of them")
+
+
+def _say_damaged(found: Inventory) -> None:
+    for name, what in found.damaged.items():
+        plain(f"{name}: damaged: {what}; see kvabr store verify")
+
+
+def _shared(holdings: Iterable[Holding]) -> dict[str | bytes, int]:
+    """Return how many assets have each part."""
+    counts: dict[str | bytes, int] = defaultdict(int)
+    for each in holdings:
+        for part in each.parts:
+            counts[part.key] += 1
+    return counts
+
+
+def _own(holding: Holding, shared: dict[str | bytes, int]) -> int:
+    return holding.own_bytes + sum(part.bytes for part in holding.parts if shared[part.key] == 1)
+
+
+def _row(each: Holding, shared: dict[str | bytes, int]) -> dict[str, Any]:
+    return {
+        "name": each.name,
+        "model": each.model,
+        "tokens": each.tokens,
+        "bytes": each.bytes,
+        "own_bytes": _own(each, shared),
+        "created_s": each.created_s,
+        "used_s": max(each.used_s, each.created_s),
+        "uses": each.uses,
+        "pinned_until_s": None if each.pinned_until_s == math.inf else each.pinned_until_s,
+        "measured": each.measured,
+        "tracks": dict(each.tracks),
+    }
+
+
+def _pin(each: Holding, now_s: float) -> str:
+    if each.pinned_until_s is None or not each.is_pinned(now_s):
+        return ""
+    return "damaged pin" if each.pinned_until_s == math.inf else f"for {_time(each.pinned_until_s - now_s)}"
+
+
+def _time(seconds: float) -> str:
+    """Return a time in its largest unit."""
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{max(seconds, 0.0):.0f}s"
+
+
+def _date(at_s: float) -> str:
+    return "for ever" if at_s > 1e11 else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at_s))

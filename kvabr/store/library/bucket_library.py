@@ -1,0 +1,160 @@
+"""Managing one tenant's assets in a bucket."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kvabr.store.library.checking import BucketCheck
+from kvabr.store.library.collect import Collected, Collector
+from kvabr.store.library.library import Damage, Inventory, silent
+from kvabr.store.library.rules import Rules
+from kvabr.store.library.survey import Manifest, Progress, survey
+from kvabr.store.objects import leases
+from kvabr.store.objects.bucket import Bucket
+from kvabr.store.objects.layout import StoredCatalog, StoreOffer, pointer_key, profile_key, span_key
+from kvabr.store.objects.leases import CATALOGS, Runtime
+from kvabr.store.objects.spans import head_bytes, parse_head, parse_pointer
+from kvabr.store.quota import NOT_MEASURED
+from kvabr.types.errors import FormatError, TransportError, UsageError
+from kvabr.types.kv import KVSpec
+
+LANES = 32
+"""Requests at once."""
+
+
+class BucketLayout:
+    """A `ObjectFormat`: that of `kvabr.store.objects.layout`."""
+
+    def manifest(self, key: str, data: bytes | memoryview) -> Manifest:
+        """See `ObjectFormat.manifest`. The catalog itself is not checked: gc has to read thousands of them."""
+        stored = StoredCatalog.loads(data)
+        try:
+            value = json.loads(stored.catalog)
+            spec, profile = KVSpec.from_json(value["spec"]), value["profile"]
+            return Manifest(
+                model=spec.model,
+                tokens=int(value["tokens"]),
+                spans=tuple(stored.keys),
+                profile=None if profile is None else profile_key(str(profile)),
+                pointers=tuple(pointer_key(stored.offer, str(digest)) for digest in value["chunks"]),
+                tracks={str(track["name"]): sum(map(int, track["bytes"])) for track in value["tracks"]},
+                span_tokens=spec.group_tokens * stored.span_groups,
+                measured=not str(value["loss_method"]).startswith(NOT_MEASURED),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise FormatError(f"{key}: its catalog is damaged ({error!r})") from error
+
+    def head_bytes(self, data: bytes | memoryview) -> int:
+        """See `ObjectFormat.head_bytes`."""
+        return head_bytes(data)
+
+    def pointers_of(self, key: str, head: bytes | memoryview) -> tuple[str, ...]:
+        """See `ObjectFormat.pointers_of`."""
+        offer = key.split("/")[1]
+        return tuple(pointer_key(offer, digest) for digest in parse_head(head).digests)
+
+    def target_of(self, key: str, data: bytes | memoryview) -> str:
+        """See `ObjectFormat.target_of`."""
+        return span_key(key.split("/")[1], parse_pointer(data)[0])
+
+    def offer(self, data: bytes | memoryview) -> tuple[str, str, str | None]:
+        """See `ObjectFormat.offer`."""
+        found = StoreOffer.loads(data)
+        return found.id, found.spec.model, None if found.profile is None else profile_key(found.profile)
+
+
+class BucketLibrary:
+    """A `Library` over a bucket."""
+
+    def __init__(
+        self, bucket: Bucket, runtime: Runtime | None = None, timing: leases.LeaseTiming = leases.TIMING
+    ) -> None:
+        """Take the bucket; nothing is asked for yet."""
+        self._bucket, self._runtime, self._timing = bucket, runtime or Runtime(lanes=LANES), timing
+
+    @property
+    def location(self) -> str:
+        """See `Library.location`."""
+        return self._bucket.url
+
+    @property
+    def tenant(self) -> str:
+        """See `Library.tenant`."""
+        return self._bucket.where.tenant
+
+    async def inventory(self, progress: Progress = silent) -> Inventory:
+        """See `Library.inventory`. Lists all objects, and reads all catalogs and leases."""
+        now_s = await self._time()
+        found = await survey(self._bucket, BucketLayout(), now_s, self._runtime, progress, count_uses=True)
+        held = [found.holding(catalog) for catalog in sorted(found.manifests)]
+        named = {part.key for each in held for part in each.parts}
+        damaged = {key.removeprefix(CATALOGS): what for key, what in found.unreadable.items()}
+        unnamed = sum(info.size for key, info in found.spans.items() if key not in named)
+        cached = sum(info.size for info in found.groups.values())
+        return Inventory(now_s, tuple(held), damaged, unnamed, cached)
+
+    async def _time(self) -> float:
+        """Return the store's time; this machine's for those who may only read."""
+        try:
+            return await leases.store_time(self._bucket)
+        except TransportError:
+            return time.time()
+
+    async def pin(self, name: str, seconds: float) -> float:
+        """See `Library.pin`."""
+        return await leases.pin(self._bucket, name, seconds, self._timing, self._runtime)
+
+    async def unpin(self, name: str) -> bool:
+        """See `Library.unpin`."""
+        return await leases.unpin(self._bucket, name)
+
+    async def expire(self, model: str, before_s: float | None = None) -> float:
+        """See `Library.expire`."""
+        return await leases.expire(self._bucket, model, before_s)
+
+    async def expired(self) -> Mapping[str, float]:
+        """See `Library.expired`."""
+        return await leases.tombstones(self._bucket)
+
+    async def collect(
+        self, rules: Rules, *, dry_run: bool = False, cache_ttl_s: float | None = None, progress: Progress = silent
+    ) -> Collected:
+        """See `Library.collect`."""
+        collector = Collector(
+            self._bucket,
+            BucketLayout(),
+            rules,
+            timing=self._timing,
+            runtime=self._runtime,
+            progress=progress,
+            dry_run=dry_run,
+            cache_ttl_s=float("inf") if cache_ttl_s is None else cache_ttl_s,
+        )
+        return await collector.run()
+
+    async def verify(self, *, deep: bool = False, repair: bool = False, progress: Progress = silent) -> list[Damage]:
+        """See `Library.verify`."""
+        found = await survey(self._bucket, BucketLayout(), await self._time(), self._runtime, progress)
+        checked = BucketCheck(self._bucket, found, self._runtime, progress, deep)
+        await checked.run()
+        if not (repair and checked.damages):
+            return checked.damages
+        collector = Collector(
+            self._bucket,
+            BucketLayout(),
+            Rules(),
+            timing=self._timing,
+            runtime=self._runtime,
+            progress=progress,
+            broken=checked.catalogs,
+            bad_spans=checked.spans,
+            bad_pointers=checked.pointers,
+        )
+        done = await collector.run()
+        gone = {each.holding.name for each in done.evicted}
+        if done.busy:
+            raise UsageError("somebody uses what is damaged at the moment; try again")
+        return [replace(each, repaired=each.name in gone or each.name in checked.pointers) for each in checked.damages]

@@ -1,0 +1,218 @@
+"""Managing a folder of assets. Each asset owns its files, so its collection is the removal of whole assets.
+
+The time of an asset's last use is that of its folder, which publishers renew (`kvabr.store.quota`). Pins and removals
+take turns by a lock. All times are the file system's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvabr.store.asset import AssetVersion
+from kvabr.store.asset_folder import FolderAsset, FolderAssetStore, asset_version
+from kvabr.store.eviction import Part, part_seconds
+from kvabr.store.folder_notes import (
+    REMOVED,
+    expire_folder_model,
+    expired_models,
+    folder_time,
+    locked,
+    pin_end_s,
+    pin_folder_asset,
+    remove_folder_asset,
+    unpin_folder_asset,
+)
+from kvabr.store.library.collect import Collected
+from kvabr.store.library.library import Damage, Inventory, silent
+from kvabr.store.library.rules import Eviction, Holding, Rules, evictions
+from kvabr.store.library.survey import Progress
+from kvabr.store.quota import NOT_MEASURED
+from kvabr.types.errors import AssetError, FormatError, KvabrError, NotFoundError, UsageError
+
+_NANO = 1e-9
+
+
+class FolderLibrary:
+    """A `Library` over a folder of assets."""
+
+    def __init__(self, store: FolderAssetStore) -> None:
+        """Take the folder."""
+        self._store, self._root = store, store.root
+
+    @property
+    def location(self) -> str:
+        """See `Library.location`."""
+        return self._store.location
+
+    @property
+    def tenant(self) -> str:
+        """See `Library.tenant`."""
+        return ""
+
+    async def inventory(self, progress: Progress = silent) -> Inventory:
+        """See `Library.inventory`. Reads all catalogs."""
+        held, damaged = [], {}
+        versions = self._store.list().versions
+        for number, (name, version) in enumerate(sorted(versions.items())):
+            progress("catalogs", number, len(versions))
+            try:
+                held.append(self._holding(name, version))
+            except (AssetError, FormatError) as error:
+                damaged[name] = str(error)
+        return Inventory(self._time(), tuple(held), damaged)
+
+    def _time(self) -> float:
+        """Return the file system's time; this machine's for those who may only read."""
+        try:
+            return folder_time(self._root)
+        except AssetError:
+            return time.time()
+
+    async def pin(self, name: str, seconds: float) -> float:
+        """See `Library.pin`."""
+        with locked(self._root):
+            if asset_version(self._root / name) is None:
+                raise NotFoundError(f"{name}: no such asset in {self._root}")
+            until_s = folder_time(self._root) + seconds
+            pin_folder_asset(self._root, name, until_s)
+        return until_s
+
+    async def unpin(self, name: str) -> bool:
+        """See `Library.unpin`."""
+        with locked(self._root):
+            return unpin_folder_asset(self._root, name)
+
+    async def expire(self, model: str, before_s: float | None = None) -> float:
+        """See `Library.expire`."""
+        if not model:
+            raise UsageError("name the model whose caches expire")
+        with locked(self._root):
+            return expire_folder_model(self._root, model, folder_time(self._root) if before_s is None else before_s)
+
+    async def expired(self) -> Mapping[str, float]:
+        """See `Library.expired`."""
+        return expired_models(self._root)
+
+    async def collect(
+        self, rules: Rules, *, dry_run: bool = False, cache_ttl_s: float | None = None, progress: Progress = silent
+    ) -> Collected:
+        """See `Library.collect`. Several at once do no harm; a folder has no single groups (``cache_ttl_s``)."""
+        if cache_ttl_s is not None:
+            raise UsageError(f"{self._root}: has no single groups, which only buckets cache (--cache-ttl)")
+        found, done = await self.inventory(progress), Collected()
+        done.damaged.update(found.damaged)
+        gone = evictions(found.holdings, rules, found.now_s, expired_models(self._root))
+        for number, each in enumerate(gone):
+            if each.holding.name == "." and not dry_run:
+                raise UsageError(f"{self._root}: is one asset; give the folder that it lies in")
+            if dry_run or self._remove(each, found.now_s):
+                done.evicted.append(each)
+                done.bytes += each.holding.bytes
+            else:
+                done.busy += 1
+            progress("evicting", number + 1, len(gone))
+        done.kept = len(found.holdings) + len(found.damaged) - len(done.evicted)
+        if not dry_run:
+            self._tidy(found.now_s - rules.grace_s)
+        return done
+
+    async def verify(self, *, deep: bool = False, repair: bool = False, progress: Progress = silent) -> list[Damage]:
+        """See `Library.verify`."""
+        bad = []
+        names = sorted(self._store.list().versions)
+        for number, name in enumerate(names):
+            progress("checking", number, len(names))
+            try:
+                _check(self._store.open(name), deep=deep)
+            except KvabrError as error:
+                repaired = False
+                if repair and name != ".":
+                    with locked(self._root), contextlib.suppress(OSError):
+                        remove_folder_asset(self._root / name)
+                        unpin_folder_asset(self._root, name)
+                        repaired = True
+                bad.append(Damage(name, str(error), repaired=repaired))
+        return bad
+
+    def _holding(self, name: str, version: AssetVersion) -> Holding:
+        asset = self._store.open(name)
+        catalog, size = asset.catalog, _folder_bytes(asset.path)
+        created_s = version.modified_ns * _NANO
+        group_tokens = catalog.spec.group_tokens
+        parts = []
+        for group, digest in enumerate(catalog.chunks):
+            first = group * group_tokens
+            tokens = min(group_tokens, catalog.tokens - first)
+            parts.append(Part(digest, 0, tokens, part_seconds(first, tokens)))
+        return Holding(
+            name=name,
+            model=catalog.spec.model,
+            tokens=catalog.tokens,
+            created_s=created_s,
+            used_s=max(created_s, _modified_s(asset.path)),
+            bytes=size,
+            own_bytes=size,
+            pinned_until_s=pin_end_s(self._root, name),
+            measured=not catalog.loss_method.startswith(NOT_MEASURED),
+            parts=tuple(parts),
+            tracks={track.name: track.total_bytes for track in catalog.tracks},
+        )
+
+    def _remove(self, each: Eviction, now_s: float) -> bool:
+        """Remove an asset unless it was pinned, used or replaced meanwhile."""
+        held = each.holding
+        path = self._root / held.name
+        with locked(self._root):
+            pin_s, version = pin_end_s(self._root, held.name), asset_version(path)
+            if version is None or version.modified_ns * _NANO != held.created_s:
+                return False
+            if each.reason != "expired" and pin_s is not None and now_s < pin_s:
+                return False
+            if each.reason in ("unused", "over the quota") and _modified_s(path) > held.used_s:
+                return False
+            try:
+                remove_folder_asset(path)
+            except OSError as error:
+                raise AssetError(f"{path}: cannot be removed ({error.strerror})") from error
+            unpin_folder_asset(self._root, held.name)
+        return True
+
+    def _tidy(self, before_s: float) -> None:
+        """Remove what killed processes were removing."""
+        for folder, names, _ in os.walk(self._root):
+            for name in [name for name in names if name.startswith(".")]:
+                names.remove(name)
+                path = Path(folder, name)
+                with contextlib.suppress(OSError):
+                    if name.endswith(REMOVED) and _modified_s(path) < before_s:
+                        shutil.rmtree(path, ignore_errors=True)
+            if (Path(folder) / "groups").is_dir():
+                names.clear()
+
+
+def _check(asset: FolderAsset, *, deep: bool) -> None:
+    asset.check_parts()
+    for track in asset.catalog.published.values() if deep else ():
+        for group in range(len(track.bytes)):
+            asset.frame(group, track.name)
+
+
+def _modified_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _folder_bytes(path: Path) -> int:
+    total = 0
+    for folder, _, files in os.walk(path):
+        for file in files:
+            with contextlib.suppress(OSError):
+                total += (Path(folder) / file).lstat().st_size
+    return total

@@ -1,0 +1,256 @@
+"""What a bucket holds, at one look: listings, and what each catalog names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvabr.store.eviction import Part, part_seconds
+from kvabr.store.library.rules import Holding
+from kvabr.store.objects.leases import (
+    CATALOGS,
+    EVICTIONS,
+    GROUPS,
+    INTENTS,
+    LEASES,
+    OFFERS,
+    PINS,
+    POINTERS,
+    PROFILES,
+    SPANS,
+    LeaseTiming,
+    Note,
+    Objects,
+    Runtime,
+    StoredObject,
+    is_young,
+    listing,
+    read_note,
+    tombstones,
+)
+from kvabr.types.catalog import MAX_CATALOG_BYTES
+from kvabr.types.errors import FormatError, NotFoundError
+
+FIRST_BYTES = 16 << 10
+"""What is read first of a span; its head as a rule."""
+MAX_SMALL_BYTES = (1 << 20) + (1 << 16)
+"""Bound on the heads of spans, pointers and offers."""
+Progress = Callable[[str, int, int], object]
+"""Hears of a stage: its name, how much of it is done, and how much there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a catalog of a bucket names."""
+
+    model: str
+    tokens: int
+    spans: tuple[str, ...]
+    """Names of its spans, in the order of the prompt."""
+    profile: str | None = None
+    """Name of its profile."""
+    pointers: tuple[str, ...] = ()
+    """Names that the pointers of its groups have, where there are such."""
+    tracks: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of each track."""
+    span_tokens: int = 0
+    """Tokens of a span, the last one may have fewer."""
+    measured: bool = False
+
+
+class ObjectFormat(Protocol):
+    """How to read the objects of a bucket. All methods raise `FormatError` for damaged bytes."""
+
+    def manifest(self, key: str, data: bytes | memoryview) -> Manifest:
+        """Return what a catalog names."""
+
+    def head_bytes(self, data: bytes | memoryview) -> int:
+        """Return how many bytes the head of a span takes, from the first `FIRST_BYTES` of the span."""
+
+    def pointers_of(self, key: str, head: bytes | memoryview) -> tuple[str, ...]:
+        """Return the names that the pointers to the groups of a span have, from the first bytes of the span."""
+
+    def target_of(self, key: str, data: bytes | memoryview) -> str:
+        """Return the name of the span that a pointer points to."""
+
+    def offer(self, data: bytes | memoryview) -> tuple[str, str, str | None]:
+        """Return an offer's ID, which is part of the names of its spans, its model, and the name of its profile."""
+
+
+@dataclass(slots=True)
+class Survey:
+    """What a bucket holds for one tenant."""
+
+    now_s: float
+    """The store's time."""
+    catalogs: dict[str, StoredObject] = field(default_factory=dict)
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    """By the catalog's name."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Catalogs that are damaged, and how."""
+    leases: dict[str, StoredObject] = field(default_factory=dict)
+    uses: dict[str, int] = field(default_factory=dict)
+    """By lease, where they were counted."""
+    pins: dict[str, StoredObject] = field(default_factory=dict)
+    pin_ends_s: dict[str, float] = field(default_factory=dict)
+    """By the catalog's name."""
+    expired: Mapping[str, float] = field(default_factory=dict)
+    """By model, the time before which everything is expired."""
+    models: dict[str, str] = field(default_factory=dict)
+    """By offer ID."""
+    profile_of: dict[str, str] = field(default_factory=dict)
+    """Names of profiles by offer ID."""
+    spans: dict[str, StoredObject] = field(default_factory=dict)
+    pointers: dict[str, StoredObject] = field(default_factory=dict)
+    profiles: dict[str, StoredObject] = field(default_factory=dict)
+    groups: dict[str, StoredObject] = field(default_factory=dict)
+    """Single groups that relays and clients cached."""
+    just_evicted: set[str] = field(default_factory=set)
+    """Spans that would be kept for a grace if this were no dry run."""
+
+    def missing(self, catalog: str) -> list[str]:
+        """Return the spans that a catalog names and that were not there."""
+        return [span for span in self.manifests[catalog].spans if span not in self.spans]
+
+    def model_of_span(self, span: str) -> str:
+        """Return the model of a span; an empty string if its offer is not known."""
+        return self.models.get(span.split("/")[1], "")
+
+    def is_stale(self, span: str) -> bool:
+        """Return whether a span is older than its model's expiry."""
+        return self.spans[span].modified_s < self.expired.get(self.model_of_span(span), -math.inf)
+
+    def holding(self, catalog: str) -> Holding:
+        """Return what managing needs to know of a catalog that could be read."""
+        found, manifest, digest = self.catalogs[catalog], self.manifests[catalog], catalog.removeprefix(CATALOGS)
+        lease = self.leases.get(f"{LEASES}{digest}")
+        parts, before = [], 0
+        for span in manifest.spans:
+            tokens = min(manifest.span_tokens, manifest.tokens - before)
+            size = self.spans[span].size if span in self.spans else 0
+            parts.append(Part(span, size, tokens, part_seconds(before, tokens)))
+            before += tokens
+        written_s = [self.spans[span].modified_s for span in manifest.spans if span in self.spans]
+        return Holding(
+            name=digest,
+            model=manifest.model,
+            tokens=manifest.tokens,
+            created_s=found.modified_s,
+            used_s=found.modified_s if lease is None else max(lease.modified_s, found.modified_s),
+            bytes=found.size + sum(part.bytes for part in parts),
+            own_bytes=found.size,
+            uses=self.uses.get(f"{LEASES}{digest}", 0),
+            pinned_until_s=self.pin_ends_s.get(catalog),
+            measured=manifest.measured,
+            parts=tuple(parts),
+            tracks=manifest.tracks,
+            oldest_s=min(written_s, default=math.inf),
+        )
+
+
+async def read_manifests(
+    objects: Objects,
+    layout: ObjectFormat,
+    catalogs: Iterable[str],
+    runtime: Runtime,
+    progress: Progress = lambda *_: None,
+) -> tuple[dict[str, Manifest], dict[str, str]]:
+    """Return what catalogs name, and what is wrong with those that are damaged; those that are gone are left out."""
+    names = list(catalogs)
+    found, bad = dict[str, Manifest](), dict[str, str]()
+
+    async def read(key: str) -> None:
+        try:
+            found[key] = layout.manifest(key, await objects.get(key, limit=MAX_CATALOG_BYTES + (1 << 20)))
+        except NotFoundError:
+            pass
+        except FormatError as error:
+            bad[key] = str(error)
+        progress("catalogs", len(found) + len(bad), len(names))
+
+    await runtime.spread(map(read, names))
+    return found, bad
+
+
+async def survey(
+    objects: Objects,
+    layout: ObjectFormat,
+    now_s: float,
+    runtime: Runtime,
+    progress: Progress = lambda *_: None,
+    *,
+    count_uses: bool = False,
+) -> Survey:
+    """Look at everything that a tenant has; ``count_uses`` also reads each lease.
+
+    Catalogs come first: what they name was written before them, so it is in the later listings unless it was deleted.
+    """
+    found = Survey(now_s)
+    found.catalogs = await listing(objects, CATALOGS)
+    found.manifests, found.unreadable = await read_manifests(objects, layout, found.catalogs, runtime, progress)
+    found.leases, found.pins = await listing(objects, LEASES), await listing(objects, PINS)
+    found.pin_ends_s = await pin_ends(objects, found.pins)
+    found.expired = await tombstones(objects)
+    for key in await listing(objects, OFFERS):
+        offer, model, profile = layout.offer(await objects.get(key, limit=MAX_SMALL_BYTES))
+        found.models[offer] = model
+        if profile is not None:
+            found.profile_of[offer] = profile
+    if count_uses:
+
+        async def read(key: str) -> None:
+            note = await read_note(objects, key)
+            found.uses[key] = 0 if note is None else note.uses
+
+        await runtime.spread(map(read, found.leases))
+    for number, prefix in enumerate((SPANS, POINTERS, PROFILES, GROUPS)):
+        progress("listing", number, 4)
+        listed = await listing(objects, prefix)
+        if prefix == SPANS:
+            found.spans = listed
+        elif prefix == POINTERS:
+            found.pointers = listed
+        elif prefix == PROFILES:
+            found.profiles = listed
+        else:
+            found.groups = listed
+    progress("listing", 4, 4)
+    return found
+
+
+async def pin_ends(objects: Objects, pins: Iterable[str]) -> dict[str, float]:
+    """Return when the last pin of each asset ends, by the name of the catalog.
+
+    A damaged pin never ends, so that nothing is lost by it.
+    """
+    ends = dict[str, float]()
+    for key in pins:
+        try:
+            note = await read_note(objects, key)
+        except FormatError:
+            note = Note(until_s=math.inf)
+        if note is not None:
+            catalog = f"{CATALOGS}{key.split('/')[1]}"
+            ends[catalog] = max(note.until_s, ends.get(catalog, -math.inf))
+    return ends
+
+
+async def protected(objects: Objects, now_s: float, timing: LeaseTiming) -> set[str]:
+    """Return the names of everything that publishers are about to name."""
+    return await _named_in(objects, INTENTS, now_s, timing.intent_s)
+
+
+async def recently_evicted(objects: Objects, now_s: float, grace_s: float) -> set[str]:
+    """Return the names of everything that catalogs named which were evicted within the grace."""
+    return await _named_in(objects, EVICTIONS, now_s, grace_s)
+
+
+async def _named_in(objects: Objects, prefix: str, now_s: float, seconds: float) -> set[str]:
+    named = set[str]()
+    for found in (await listing(objects, prefix)).values():
+        if is_young(found.modified_s, now_s, seconds):
+            note = await read_note(objects, found.key)
+            named.update(() if note is None else note.keys)
+    return named

@@ -1,0 +1,294 @@
+"""Folders and buckets are managed alike."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvabr.store.asset_folder import FolderAssetStore, frame_path
+from kvabr.store.folder_notes import folder_time
+from kvabr.store.library.copying import copy_assets
+from kvabr.store.library.library import full_name
+from kvabr.store.library.opening import open_library
+from kvabr.store.library.rules import Rules, total_bytes
+from kvabr.store.locations import open_store
+from kvabr.store.objects.bucket import Bucket
+from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError
+from tests.store.library.assets import LEVELS, LONG, MODEL, new_place, publish
+
+NOTHING_STAYS = Rules(grace_s=0.0, ttl_s=0.0)
+
+
+@pytest.fixture(params=["folder", "memory", "file"])
+def place(request, tmp_path):
+    return new_place(request.param, tmp_path)
+
+
+def is_bucket(place):
+    return "://" in str(place)
+
+
+def names(place):
+    return set(open_store(place).list().versions)
+
+
+async def test_assets_are_listed_with_what_they_take(place):
+    first, second = publish(place, LONG[:128]), publish(place, LONG, measured=True)
+    other = publish(place, LONG[:20], model="test/other")
+    library = open_library(place)
+    assert library.tenant == ("default" if is_bucket(place) else "")
+    found = await library.inventory()
+    held = {each.name: each for each in found.holdings}
+    assert held.keys() == {first, second, other}
+    assert [held[name].tokens for name in (first, second, other)] == [128, 200, 20]
+    assert held[other].model == "test/other"
+    assert held[second].measured
+    assert not held[first].measured
+    assert held[first].tracks == dict.fromkeys(LEVELS, 32 * 200)
+    assert held[first].bytes > 2 * 32 * 200
+    assert all(abs(found.now_s - each.created_s) < 3600 for each in held.values())
+    shared = held[first].bytes + held[second].bytes - total_bytes([held[first], held[second]])
+    assert shared > 2 * 32 * 200 if is_bucket(place) else shared == 0
+    assert full_name(found, first) == full_name(found, first[:12]) == first
+    for text, what in (("", "3 assets"), ("x", "no asset")):
+        with pytest.raises(NotFoundError, match=what):
+            full_name(found, text)
+
+
+async def test_pins_keep_what_the_rules_do_not(place):
+    first, second = publish(place, LONG[:128]), publish(place, LONG)
+    library = open_library(place)
+    until_s = await library.pin(first, 3600.0)
+    found = await library.inventory()
+    assert {each.name for each in found.holdings if each.is_pinned(found.now_s)} == {first}
+    assert 3500 < until_s - found.now_s <= 3601
+    dry = await library.collect(NOTHING_STAYS, dry_run=True)
+    assert [each.holding.name for each in dry.evicted] == [second]
+    assert names(place) == {first, second}
+    done = await library.collect(NOTHING_STAYS)
+    assert [(each.holding.name, each.reason) for each in done.evicted] == [(second, "unused")]
+    assert done.kept == 1
+    assert done.bytes == dry.bytes > 0
+    assert names(place) == {first}
+    open_store(place).open(first).check_parts()
+    assert await library.unpin(first)
+    assert not await library.unpin(first)
+    await library.collect(NOTHING_STAYS)
+    assert names(place) == set()
+    with pytest.raises(NotFoundError, match=first):
+        await library.pin(first, 60.0)
+
+
+async def test_use_renews_a_lease(place):
+    name = publish(place, LONG[:20])
+    store, library = open_store(place), open_library(place)
+    before = (await library.inventory()).holdings[0].used_s
+    if not is_bucket(place):
+        os.utime(Path(place) / name, (before - 1000, before - 1000))
+    store.touch(name)
+    store.touch("f" * 64)
+    assert (await library.inventory()).holdings[0].used_s >= before
+
+
+async def test_an_expired_model_goes_and_is_not_published_again(place):
+    old, other = publish(place, LONG[:20]), publish(place, LONG[:20], model="test/other")
+    library = open_library(place)
+    await library.pin(old, 3600.0)
+    at_s = await library.expire(MODEL, (await library.inventory()).now_s + 3600.0)
+    assert await library.expired() == {MODEL: at_s}
+    done = await library.collect(Rules())
+    assert [(each.holding.name, each.reason) for each in done.evicted] == [(old, "expired")]
+    assert names(place) == {other}
+    with pytest.raises(AssetError, match=r"from before its expiry|of a model that expired"):
+        publish(place, LONG[:40])
+    assert names(place) == {other}
+    assert await library.expire(MODEL, 5.0) == at_s
+    with pytest.raises(UsageError, match="name the model"):
+        await library.expire("")
+
+
+async def test_damage_is_found_and_removed(place):
+    good, bad, short = publish(place, LONG[:20]), publish(place, LONG[100:130]), publish(place, LONG[150:190])
+    library = open_library(place)
+    assert await library.verify(deep=True) == []
+    if is_bucket(place):
+        bucket = Bucket.open(place)
+        manifest = {each.name: each.parts[0].key for each in (await library.inventory()).holdings}
+        data = bytearray(bucket.get_sync(manifest[bad], limit=1 << 20))
+        data[-1] ^= 1
+        bucket.put_sync(manifest[bad], bytes(data))
+        bucket.delete_sync([manifest[short]])
+    else:
+        path = frame_path(Path(place) / bad, 3, "FP16")
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        frame_path(Path(place) / short, 1, "Int4").unlink()
+    await library.pin(short, 60.0)
+    found = await library.verify()
+    assert [each.name for each in found] == [short]
+    assert "missing" in found[0].what
+    found = await library.verify(deep=True)
+    assert {each.name for each in found} >= {bad, short}
+    assert not any(each.repaired for each in found)
+    found = await library.verify(deep=True, repair=True)
+    assert all(each.repaired for each in found)
+    assert names(place) == {good}
+    assert await library.verify(deep=True) == []
+    assert publish(place, LONG[100:130]) == bad  # what was damaged is not adopted
+    assert await library.verify(deep=True) == []
+
+
+async def test_copies_between_all_kinds(place, tmp_path):
+    published = {publish(place, LONG[:100]), publish(place, LONG)}
+    for target in (tmp_path / "warm", f"file://{tmp_path}/cold?layout=objects"):
+        done = copy_assets(open_store(place), open_store(target, create=True))
+        assert set(done.assets) == published
+        assert done.bytes == (25 + 50) * 2 * 200
+        assert await open_library(target).verify(deep=True) == []
+        for name in published:
+            assert open_store(target).open(name).catalog.tracks == open_store(place).open(name).catalog.tracks
+        again = copy_assets(open_store(place), open_store(target))
+        assert (again.assets, set(again.kept)) == ([], published)
+        shutil.rmtree(tmp_path / ("warm" if isinstance(target, Path) else "cold"))
+    target = open_store(tmp_path / "other", create=True)
+    assert copy_assets(open_store(place), target, model="unknown").assets == []
+    assert copy_assets(open_store(place), target, expired={MODEL: 1e12}).expired == sorted(published)
+    with pytest.raises(UsageError, match="has no asset nothing"):
+        copy_assets(open_store(place), target, names=["nothing"])
+
+
+async def test_a_damaged_frame_is_not_copied(tmp_path):
+    source = tmp_path / "source"
+    name, good = publish(source, LONG[:20]), publish(source, LONG[:40])
+    path = frame_path(source / name, 1, "FP16")
+    path.write_bytes(bytes(len(path.read_bytes())))
+    done = copy_assets(open_store(source), open_store(f"memory://{tmp_path.name}", create=True))
+    assert done.assets == [good]
+    assert "SHA-256" in done.failed[name]
+
+
+async def test_a_bucket_keeps_what_others_share(tmp_path):
+    place = new_place("memory", tmp_path)
+    short, long = publish(place, LONG[:128]), publish(place, LONG)
+    library, bucket = open_library(place), Bucket.open(place)
+    await library.pin(short, 3600.0)
+    done = await library.collect(NOTHING_STAYS)
+    assert [each.holding.name for each in done.evicted] == [long]
+    assert done.spans == 2
+    assert done.pointers > 0
+    left = [found.key async for found in bucket.list("s/")]
+    assert len(left) == 2
+    assert await library.verify(deep=True) == []
+    await library.unpin(short)
+    done = await library.collect(NOTHING_STAYS)
+    assert done.spans == 2
+    assert [found.key async for found in bucket.list("")] == ["o/0"]
+
+
+async def test_a_quota_of_a_bucket_counts_shared_spans_once(tmp_path):
+    place = new_place("memory", tmp_path)
+    publish(place, LONG[:128])
+    publish(place, LONG)
+    library = open_library(place)
+    total = total_bytes((await library.inventory()).holdings)
+    assert (await library.collect(Rules(grace_s=0.0, max_bytes=total))).evicted == []
+    done = await library.collect(Rules(grace_s=0.0, max_bytes=total - 1, order="lru"))
+    assert [each.reason for each in done.evicted] == ["over the quota"]
+    assert total_bytes((await library.inventory()).holdings) < total
+
+
+async def test_old_cached_groups_go(tmp_path):
+    place = new_place("memory", tmp_path)
+    publish(place, LONG[:20])
+    await Bucket.open(place).put("g/ab/abc", b"12345")
+    library = open_library(place)
+    assert (await library.inventory()).cached_bytes == 5
+    assert (await library.collect(Rules(), cache_ttl_s=3600.0)).groups == 0
+    assert (await library.collect(Rules(), cache_ttl_s=0.0)).groups == 1
+    assert (await library.inventory()).cached_bytes == 0
+
+
+async def test_a_second_collector_stands_back(tmp_path):
+    place = new_place("memory", tmp_path)
+    publish(place, LONG[:20])
+    await Bucket.open(place).put("l/gc", b'{"schema":"kvabr.note/1"}')
+    with pytest.raises(UsageError, match="another collector"):
+        await open_library(place).collect(Rules())
+
+
+async def test_a_folder_that_cannot_be_collected_says_so(tmp_path):
+    name = publish(tmp_path / "assets", LONG[:20])
+    one = open_library(tmp_path / "assets" / name)
+    with pytest.raises(UsageError, match="is one asset; give the folder"):
+        await one.collect(NOTHING_STAYS)
+    with pytest.raises(UsageError, match="no single groups"):
+        await one.collect(Rules(), cache_ttl_s=1.0)
+    with pytest.raises(AssetError, match="no such folder"):
+        open_library(tmp_path / "nowhere")
+
+
+async def test_a_writer_notices_that_its_model_expired_while_it_committed(tmp_path, monkeypatch):
+    """The tombstone comes between the writer's first look and the asset's name."""
+    place = tmp_path / "assets"
+    place.mkdir()
+    plain = Path.rename
+
+    def rename(path, target):
+        moved = plain(path, target)
+        if str(target).startswith(str(place)) and len(Path(target).name) == 64:
+            monkeypatch.setattr(Path, "rename", plain)
+            asyncio.run(open_library(place).expire(MODEL, folder_time(place) + 60.0))
+        return moved
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(AssetError, match="from before its expiry"):
+        await asyncio.to_thread(publish, place, LONG[:20])
+    assert names(place) == set()
+
+
+async def test_a_damaged_pin_keeps_and_a_damaged_tombstone_stops(tmp_path):
+    place = tmp_path / "assets"
+    name = publish(place, LONG[:20])
+    library = open_library(place)
+    await library.pin(name, 60.0)
+    (pin,) = (place / ".kvabr" / "pin").iterdir()
+    pin.write_bytes(b"{")
+    assert (await library.collect(NOTHING_STAYS)).evicted == []
+    await library.expire(MODEL, 5.0)
+    (tombstone,) = (place / ".kvabr" / "expired").iterdir()
+    tombstone.write_bytes(b"[]")
+    with pytest.raises(FormatError, match="not a note"):
+        await library.collect(NOTHING_STAYS)
+
+
+async def test_what_a_killed_collector_was_removing_goes_after_the_grace(tmp_path):
+    place = tmp_path / "assets"
+    name = publish(place, LONG[:20])
+    left = place / f".{name}.0000.old"
+    shutil.copytree(place / name, left)
+    library = open_library(place)
+    await library.collect(Rules())
+    assert left.exists()
+    os.utime(left, (1.0, 1.0))
+    await library.collect(Rules())
+    assert not left.exists()
+    assert FolderAssetStore(place).list().versions.keys() == {name}
+
+
+async def test_a_span_from_before_the_expiry_is_not_reused(tmp_path):
+    place = new_place("memory", tmp_path)
+    publish(place, LONG[:128])
+    library = open_library(place)
+    await library.expire(MODEL, (await library.inventory()).now_s)
+    with pytest.raises(AssetError, match="finish that with: kvabr store gc"):
+        publish(place, LONG)
+    done = await library.collect(Rules())
+    assert [each.reason for each in done.evicted] == ["expired"]
+    name = publish(place, LONG)
+    assert names(place) == {name}
+    assert await library.verify(deep=True) == []
