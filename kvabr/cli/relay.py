@@ -23,11 +23,11 @@ a first try, next to `kvabr serve assets --dev` on the same machine:
   kvabr relay --upstream moqt://localhost:4443/ --upstream-fingerprint HEX --bind 127.0.0.1:4444 --dev
 
 A group is fetched from the origin once, however many players wait for it, and passed on as it comes. It is kept, in
-memory and in the folder of --disk, if its SHA-256 is the one in the asset's catalog; a wrong group is broken off at its
-end. What the origin removes or replaces is dropped at once, and everything is dropped if the origin takes the relay's
-token back; the players' connections are closed then. Of an origin that does not tell of changes, catalogs and lookups
-are asked for again after two seconds. While the origin cannot be reached, the relay serves what
-it has, and keeps trying; it also starts without its origin. Which groups the folder of --disk holds only the origin's
+memory and in the folder or object store of --disk, if its digest is the one in the asset's catalog; a wrong group is
+broken off at its end. What the origin removes or replaces is dropped at once, and everything is dropped if the origin
+takes the relay's token back; the players' connections are closed then. Of an origin that does not tell of changes,
+catalogs and lookups are asked for again after two seconds. While the origin cannot be reached, the relay serves what it
+has, and keeps trying; it also starts without its origin. Which groups the folder of --disk holds only the origin's
 catalogs tell, so a relay that has just started serves nothing before it has reached the origin once.
 
 --memory bounds the groups; catalogs and lookups take up to an eighth of it in addition (at least 64 MiB).
@@ -60,10 +60,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--memory", default="1GiB", metavar="BYTES", help="groups kept in memory, as 800MiB or 4GiB (default: 1GiB)"
     )
     parser.add_argument(
-        "--disk", type=Path, metavar="DIR", help="also keep groups in this folder, which survives a restart"
+        "--disk",
+        "--cache",
+        metavar="DIR|URL",
+        help="also keep groups in this folder, which survives a restart, or in an object store, which relays can share",
     )
     parser.add_argument(
-        "--disk-gib", type=float, default=16.0, metavar="N", help="size of that folder in GiB (default: 16)"
+        "--disk-gib",
+        type=float,
+        default=16.0,
+        metavar="N",
+        help="size of that folder in GiB (default: 16); stores are not bounded",
     )
     needed = "token that players must show (default: everyone may enter)"
     player_token = parser.add_argument("--player-token-file", type=Path, metavar="F", help=needed)

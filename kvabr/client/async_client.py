@@ -45,7 +45,8 @@ from kvabr.client.runner import PlayRunner, R
 from kvabr.quic.backend import Quic
 from kvabr.quic.interface import Connection
 from kvabr.store.files import sweep
-from kvabr.store.group_store import FolderGroupStore, MemoryGroupStore, TieredGroupStore
+from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
+from kvabr.store.locations import open_groups
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
@@ -116,7 +117,7 @@ class AsyncClient:
         memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
         disk = None
         if bounds.disk is not None:
-            disk = FolderGroupStore(Path(bounds.disk), bounds.disk_bytes, executor=decoders())
+            disk = open_groups(os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders())
         self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
         self.metrics.show_store(self.store)
         folder = None if cache is None else Path(cache)

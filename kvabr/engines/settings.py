@@ -128,10 +128,11 @@ class EngineSettings(BaseModel):
     """QUIC library."""
     store_mib: Annotated[int, Field(ge=0)] = 256
     """Memory for encoded groups that later requests may want, MiB."""
-    disk: FilePath | None = None
-    """Folder for the same, of one process: other ranks use memory only. None: memory only."""
+    disk: StoreLocation | None = None
+    """Folder for the same, of one process: other ranks use memory only. Or the URL of an object store, which all may
+    share. None: memory only."""
     disk_mib: Annotated[int, Field(ge=0)] = 16384
-    """Size of ``disk``, MiB."""
+    """Size of the folder ``disk``, MiB."""
     cache: FilePath | None = None
     """Folder that keeps codec profiles and the speed of the origin's link from one process to the next. None: they are
     not kept."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from kvabr.client.metrics import ClientMetrics
@@ -24,7 +23,8 @@ from kvabr.server.publication import ArrivingGroup, BytesPublication, CatalogLev
 from kvabr.server.relay_catalogs import LEAST_BYTES, Answer, AssetFacts, Catalogs, is_small, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
 from kvabr.server.relay_live import LiveRelay, RelayedAsset, relayed_asset_of
-from kvabr.store.group_store import FolderGroupStore, MemoryGroupStore, TieredGroupStore
+from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
+from kvabr.store.locations import Location, open_groups
 from kvabr.types.errors import (
     AssetError,
     FormatError,
@@ -71,7 +71,7 @@ class Relay:
         metrics: Metrics,
         *,
         memory_bytes: int = MEMORY_BYTES,
-        disk: Path | None = None,
+        disk: Location | None = None,
         disk_bytes: int = 0,
         token: str | None = None,
     ) -> None:
@@ -84,8 +84,8 @@ class Relay:
             metrics: receives counts; the downloads' metrics are registered with it.
             memory_bytes: bound on groups in memory. Catalogs and lookups take up to an eighth of it in addition, at
                 least `LEAST_BYTES`.
-            disk: folder for groups that memory has no room for, as for `FolderGroupStore`; None: there is none.
-            disk_bytes: bound on that folder.
+            disk: folder or object store for groups that memory has no room for, see `open_groups`; None: there is none.
+            disk_bytes: bound on that.
             token: token that players must show; None: everyone may enter.
         """
         self._log, self._metrics, self._upstream = log, metrics, upstream
@@ -94,7 +94,9 @@ class Relay:
         self._changes = ChangeLog()
         self._following: asyncio.Task[None] | None = None
         transit_bytes = int(_TRANSIT_SHARE * memory_bytes)
-        folder = None if disk is None else FolderGroupStore(disk, disk_bytes, executor=decoders())
+        folder = None
+        if disk is not None:
+            folder = open_groups(disk, disk_bytes, executor=decoders(), on_failure=self._store_failed)
         memory = MemoryGroupStore(memory_bytes - transit_bytes, executor=decoders())
         self.store = TieredGroupStore(memory, folder, on_change=self._show)
         """Groups that are kept."""
@@ -274,6 +276,9 @@ class Relay:
         task = asyncio.get_running_loop().create_task(self.groups.drop(digests, error))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _store_failed(self, why: str) -> None:
+        self._log.warning("groups are kept in memory only for a while", error=why)
 
     def _show(self) -> None:
         self._metrics.buffered_bytes.set(self.store.memory.total_bytes)

@@ -310,7 +310,7 @@ class RelayGroups:
     async def _bring(self, transfer: GroupTransfer) -> None:
         try:
             await self._admit(transfer)
-            data = await self._store.get(transfer.digest) if transfer.digest in self._store else None
+            data = await self._store.get(transfer.digest)
             data = data or await self._from_origin(transfer)
             transfer.read_s = asyncio.get_running_loop().time()
             transfer.tell(data)

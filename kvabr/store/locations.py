@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvabr.store.asset import Asset, AssetStore
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
+from kvabr.store.group_store import FolderGroupStore, LocalGroupStore
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, UsageError
 
@@ -54,6 +57,30 @@ def open_store(location: Location, *, must_exist: bool = False, create: bool = F
     if create:
         store.prepare()
     return store
+
+
+def open_groups(
+    location: Location,
+    max_bytes: int,
+    *,
+    executor: Executor | None = None,
+    on_failure: Callable[[str], object] = lambda _why: None,
+) -> LocalGroupStore[Any]:
+    """Return the store of single groups in a folder, or at the URL of an object store.
+
+    Args:
+        location: a folder, which is made if necessary, or a URL.
+        max_bytes: bound, see `FolderGroupStore` and `ObjectGroupStore`.
+        executor: computes digests.
+        on_failure: hears why an object store cannot be used for a while.
+
+    Raises as `FolderGroupStore`, or `UsageError` for a URL of something else.
+    """
+    if "://" not in str(location):
+        return FolderGroupStore(Path(location), max_bytes, executor=executor)
+    from kvabr.store.objects.group_store import ObjectGroupStore  # noqa: PLC0415  # needs an extra
+
+    return ObjectGroupStore(str(location), max_bytes, executor=executor, on_failure=on_failure)
 
 
 def open_asset(location: Location) -> Asset:

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from kvabr.store.group_store import FolderGroupStore, MemoryGroupStore, StoredGroup, TieredGroupStore
+from kvabr.store.locations import open_groups
 from kvabr.store.lru import ByteLru
 from kvabr.types.digests import digest_of
 from kvabr.types.errors import AssetError, UsageError
@@ -21,13 +22,15 @@ def group(size=100):
     return hashlib.sha256(data).hexdigest(), memoryview(data)
 
 
-@pytest.fixture(params=["memory", "folder", "tiered"])
+@pytest.fixture(params=["memory", "folder", "tiered", "objects"])
 async def store(request, tmp_path):
     """A store of 350 bytes of each kind."""
     if request.param == "memory":
         made = MemoryGroupStore(350)
     elif request.param == "folder":
         made = FolderGroupStore(tmp_path, 350)
+    elif request.param == "objects":
+        made = open_groups(f"memory://groups-{DICE.randrange(1 << 60)}", 350)
     else:
         made = TieredGroupStore(MemoryGroupStore(150), FolderGroupStore(tmp_path, 350))
     yield made

@@ -9,31 +9,28 @@ byte and between two pieces, reads wait 30 seconds; who has less time cancels th
 from __future__ import annotations
 
 import asyncio
-import configparser
-import os
 import random
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from kvabr.store.objects.failures import Failure
-from kvabr.store.objects.url import CLOUDS, WEB, StoreUrl
+from kvabr.store.objects.obstore_clients import endpoint_of, load_obstore, make_client
+from kvabr.store.objects.url import WEB, StoreUrl
 from kvabr.types.errors import NotFoundError, RequestError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
-    from obstore.store import AzureStore, ClientConfig, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
+    from obstore.store import ClientConfig
 
-    _Store = AzureStore | GCSStore | HTTPStore | LocalStore | MemoryStore | S3Store
+    from kvabr.store.objects.obstore_clients import ObstoreClient
 
 T = TypeVar("T")
 
@@ -53,8 +50,6 @@ PART_BYTES = 32 << 10
 IMMUTABLE = "public, max-age=31536000, immutable"
 _CACHE_CONTROL = {"a": "public, max-age=5", "l": "no-store", "pin": "no-store", "x": "no-store", "probe": "no-store"}
 """`Cache-Control` by the first part of a key; `IMMUTABLE` for the others."""
-_MEMORY: dict[str, MemoryStore] = {}
-"""Stores of this process by name."""
 _PROBED: set[str] = set()
 """URLs of stores that were seen to honour conditional writes."""
 _LOCK = threading.Lock()
@@ -81,7 +76,7 @@ class Bucket:
         """Has no secrets."""
         self.prefix = where.root
         """Comes before every key."""
-        self._stores: dict[int, _Store] = {}
+        self._stores: dict[int, ObstoreClient] = {}
         """By the seconds that a request may take, 0 for reads."""
         self._lock = threading.Lock()
 
@@ -89,7 +84,7 @@ class Bucket:
     def open(cls, url: str) -> Bucket:
         """Return the bucket at a URL; raise `UsageError` if that is none of an object store, or obstore is missing."""
         where = StoreUrl.parse(url)
-        _obstore()
+        load_obstore()
         return cls(where)
 
     def __repr__(self) -> str:
@@ -105,7 +100,7 @@ class Bucket:
         """
 
         async def once() -> memoryview:
-            result = await _obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
+            result = await load_obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
             self._check(key, result, start, end, limit)
             return self._whole(key, result, memoryview(await result.bytes_async()))
 
@@ -115,7 +110,7 @@ class Bucket:
         """See `get`."""
 
         def once() -> memoryview:
-            result = _obstore().get(self._reader(), self._path(key), options=_range(start, end))
+            result = load_obstore().get(self._reader(), self._path(key), options=_range(start, end))
             self._check(key, result, start, end, limit)
             return self._whole(key, result, memoryview(result.bytes()))
 
@@ -129,7 +124,7 @@ class Bucket:
         Nothing is tried again: who plays knows whether that is worth it.
         """
         try:
-            result = await _obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
+            result = await load_obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
         except Exception as error:
             raise self._failed(key, "cannot be read", error) from error
         self._check(key, result, start, end, end - start)
@@ -149,7 +144,7 @@ class Bucket:
         """Return what is known of an object; None if there is none."""
 
         async def once() -> ObjectInfo:
-            return self._info(await _obstore().head_async(self._reader(), self._path(key)))
+            return self._info(await load_obstore().head_async(self._reader(), self._path(key)))
 
         try:
             return await self._tried(key, "cannot be looked for", once)
@@ -160,7 +155,7 @@ class Bucket:
         """See `head`."""
         try:
             return self._tried_sync(
-                key, "cannot be looked for", lambda: self._info(_obstore().head(self._reader(), self._path(key)))
+                key, "cannot be looked for", lambda: self._info(load_obstore().head(self._reader(), self._path(key)))
             )
         except NotFoundError:
             return None
@@ -203,7 +198,7 @@ class Bucket:
         if self.where.scheme in WEB or self.where.anonymous:
             return f"{self._plain()}/{quote(path)}"
         try:
-            return str(await _obstore().sign_async(self._reader(), "GET", path, _SIGNED_FOR))
+            return str(await load_obstore().sign_async(self._reader(), "GET", path, _SIGNED_FOR))
         except Exception as error:
             raise self._failed(key, "cannot be read", error) from error
 
@@ -212,8 +207,9 @@ class Bucket:
         where = self.where
         if where.scheme == "http":
             return f"http://{where.bucket}"
-        plain = where.scheme == "s3" and where.endpoint.startswith("http:")
-        return f"{where.endpoint.rstrip('/')}/{where.bucket}" if plain else ""
+        endpoint = endpoint_of(where)
+        plain = where.scheme == "s3" and endpoint.startswith("http:")
+        return f"{endpoint.rstrip('/')}/{where.bucket}" if plain else ""
 
     # ------------------------------------------------------- writing
 
@@ -304,18 +300,18 @@ class Bucket:
     # ------------------------------------------------------- one try
 
     def _listing(self, prefix: str) -> Any:
-        return _obstore().list(self._reader(), self._path(prefix), chunk_size=_LISTED_AT_ONCE)
+        return load_obstore().list(self._reader(), self._path(prefix), chunk_size=_LISTED_AT_ONCE)
 
     async def _put(self, key: str, data: bytes | memoryview, mode: Any) -> bool:
         try:
-            await _obstore().put_async(self._writer(len(data)), self._path(key), data, **self._how(key, mode))
+            await load_obstore().put_async(self._writer(len(data)), self._path(key), data, **self._how(key, mode))
         except Exception as error:  # noqa: BLE001  # raised again unless a condition did not hold
             return self._lost_race(mode, error)
         return True
 
     def _put_sync(self, key: str, data: bytes | memoryview, mode: Any) -> bool:
         try:
-            _obstore().put(self._writer(len(data)), self._path(key), data, **self._how(key, mode))
+            load_obstore().put(self._writer(len(data)), self._path(key), data, **self._how(key, mode))
         except Exception as error:  # noqa: BLE001  # raised again unless a condition did not hold
             return self._lost_race(mode, error)
         return True
@@ -337,7 +333,7 @@ class Bucket:
 
     def _delete(self, keys: Sequence[str]) -> None:
         store, paths = self._writer(0), [self._path(key) for key in keys]
-        self._tried_sync(keys[0], "cannot be deleted", lambda: _obstore().delete(store, paths))
+        self._tried_sync(keys[0], "cannot be deleted", lambda: load_obstore().delete(store, paths))
 
     def _delete_one(self, key: str) -> None:
         try:
@@ -400,10 +396,10 @@ class Bucket:
 
     # ------------------------------------------------------- obstore's stores
 
-    def _reader(self) -> _Store:
+    def _reader(self) -> ObstoreClient:
         return self._store(0)
 
-    def _writer(self, size: int) -> _Store:
+    def _writer(self, size: int) -> ObstoreClient:
         if self.where.scheme in WEB:
             raise UsageError(f"{self.url}: an HTTP cache can only be read")
         wanted_s = WAIT_S
@@ -411,7 +407,7 @@ class Bucket:
             wanted_s *= 2
         return self._store(wanted_s)
 
-    def _store(self, most_s: int) -> _Store:
+    def _store(self, most_s: int) -> ObstoreClient:
         # obstore's own time limits: a read may take long as a whole, but not from one piece to the next. That limit
         # would also end uploads, which have one for the whole.
         with self._lock:
@@ -421,7 +417,7 @@ class Bucket:
                     limits["timeout"] = f"{most_s}s"
                 else:
                     limits["read_timeout"], limits["timeout"] = f"{WAIT_S}s", "1d"
-                self._stores[most_s] = _made(self.where, limits, writes=bool(most_s))
+                self._stores[most_s] = make_client(self.where, limits, writes=bool(most_s))
             return self._stores[most_s]
 
 
@@ -429,68 +425,3 @@ def _range(start: int, end: int | None) -> GetOptions | None:
     if end is not None:
         return {"range": (start, end)}
     return {"range": {"offset": start}} if start else None
-
-
-def _obstore() -> Any:
-    try:
-        import obstore  # noqa: PLC0415  # an extra, which loads a library
-    except ImportError as error:
-        raise UsageError("object stores need the package obstore: pip install 'kvabr[stores]'") from error
-    return obstore
-
-
-def _made(where: StoreUrl, limits: ClientConfig, *, writes: bool) -> _Store:
-    """Return obstore's store for a URL."""
-    from obstore import store as kinds  # noqa: PLC0415
-
-    scheme, bucket, never = where.scheme, where.bucket, {"max_retries": 0}
-    if scheme == "memory":
-        with _LOCK:
-            return _MEMORY.setdefault(bucket, kinds.MemoryStore())
-    if scheme == "file":
-        if not writes and not Path(bucket).is_dir():
-            raise StoreError(f"{where}: no such folder; publish something there first, or correct the URL")
-        return kinds.LocalStore(bucket, mkdir=writes)
-    if (where.endpoint or scheme).startswith("http:") or scheme == "http":
-        limits["allow_http"] = True
-    common: dict[str, Any] = {"client_options": limits, "retry_config": never}
-    if scheme in WEB:
-        return kinds.HTTPStore(f"{scheme}://{bucket}", **common)
-    settings: Mapping[str, Mapping[str, Any]] = {
-        "s3": {
-            "endpoint": where.endpoint or None,
-            "region": where.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION", "us-east-1"),
-            "virtual_hosted_style_request": False if where.endpoint else None,
-            **_aws_profile(where),
-        },
-        "gs": {"base_url": where.endpoint or None},
-        "az": {"endpoint": where.endpoint or None, "account_name": where.account or None},
-    }
-    options = {name: value for name, value in settings[scheme].items() if value is not None}
-    if where.anonymous:
-        options["skip_signature"] = True
-    make = partial(getattr(kinds, f"{CLOUDS[scheme]}Store"), **common)
-    try:
-        made: _Store = make(bucket, config=options)
-    except Exception as error:
-        raise UsageError(f"{where}: obstore refuses these settings ({type(error).__name__})") from error
-    return made
-
-
-def _aws_profile(where: StoreUrl) -> dict[str, str]:
-    """Return keys from the user's file of AWS profiles, which obstore does not read, or nothing."""
-    wanted = os.environ.get("AWS_PROFILE")
-    if where.anonymous or "AWS_ACCESS_KEY_ID" in os.environ:
-        return {}
-    path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser()
-    found = configparser.ConfigParser(interpolation=None)
-    try:
-        found.read(path, encoding="utf-8")
-        section = dict(found[wanted or "default"])
-    except (KeyError, OSError, ValueError, configparser.Error) as error:
-        if wanted:
-            raise UsageError(f"{path}: has no usable profile {wanted!r} (AWS_PROFILE)") from error
-        return {}
-    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key"}
-    names["aws_session_token"] = "session_token"  # noqa: S105 - a name
-    return {ours: section[theirs] for theirs, ours in names.items() if theirs in section}

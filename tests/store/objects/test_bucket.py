@@ -159,6 +159,13 @@ def test_keys_of_a_profile_are_used(seaweed, monkeypatch, tmp_path):
         Bucket.open(seaweed.url()).put_new_sync("s/a", b"x")
 
 
+def test_the_endpoint_may_come_from_the_environment(seaweed, monkeypatch):
+    url = seaweed.url()
+    Bucket.open(url).put_new_sync("s/a", b"x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.endpoint)
+    assert Bucket.open(url.partition("?")[0]).head_sync("s/a").size == 1
+
+
 def test_without_obstore_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(UsageError, match=r"kvabr\[stores\]"):

@@ -1,0 +1,201 @@
+"""Stores that fail: overloaded, without conditional writes, cutting answers short, or lying about ranges."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+
+from kvabr.store.locations import open_store
+from kvabr.store.objects import bucket as bucket_module
+from kvabr.store.objects.bucket import Bucket
+from kvabr.types.errors import (
+    AssetError,
+    ConnectionLostError,
+    RequestError,
+    StoreError,
+    TransportError,
+    UnauthorizedError,
+    UsageError,
+)
+from tests.store.objects.flaky import ERROR, FlakyStore
+from tests.store.objects.publishing import PLAIN, check, put
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setattr(bucket_module, "_BACKOFF_S", 0.001)
+
+
+@pytest.fixture
+def flaky():
+    made: list[FlakyStore] = []
+
+    def make(*args, **options):
+        made.append(FlakyStore(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def every(count, status, code=b"SlowDown"):
+    """Answer all requests with an error but each ``count``-th."""
+    seen = [0]
+
+    def trouble(request):
+        seen[0] += 1
+        if count and seen[0] % count == 0:
+            return False
+        request.answer(status, ERROR % code)
+        return True
+
+    return trouble
+
+
+async def test_a_store_that_is_overloaded_for_a_moment_is_asked_again(flaky):
+    server = flaky(every(3, 503))
+    bucket = Bucket.open(server.url)
+    assert await bucket.put_new("s/a", b"0123")
+    assert bytes(await bucket.get("s/a", limit=9)) == b"0123"
+    assert bucket.head_sync("s/a").size == 4
+    assert len(server.requests) == 9
+
+
+@pytest.mark.parametrize("status", [503, 429, 500])
+async def test_a_storm_of_refusals_ends_after_three_tries(flaky, status):
+    server = flaky(every(0, status))
+    bucket = Bucket.open(server.url)
+    with pytest.raises(RequestError, match=f"overloaded \\({status} SlowDown\\)") as caught:
+        await bucket.get("s/a", limit=9)
+    assert caught.value.retry_after_s
+    assert len(server.requests) == 3
+    with pytest.raises(RequestError, match="overloaded"):
+        [part async for part in bucket.stream("s/a", 0, 9)]
+    assert len(server.requests) == 4  # who plays decides whether to ask again
+    with pytest.raises(AssetError, match="overloaded"):
+        open_store(server.url).list()
+    with pytest.raises(AssetError, match="overloaded"):
+        put(server.url, PLAIN, [1, 2, 3])
+
+
+def test_a_publisher_survives_a_store_that_refuses_two_of_three_requests(flaky):
+    seen = Counter()
+
+    def trouble(request):
+        seen[request.command, request.path] += 1
+        if seen[request.command, request.path] % 3 == 0 or "/probe/" in request.path:
+            return False
+        request.answer(503, ERROR % b"SlowDown")
+        return True
+
+    server = flaky(trouble)
+    catalog, _ = put(server.url, PLAIN, list(range(20)))
+    server.trouble = lambda _request: False
+    assert check(open_store(server.url).open(catalog.namespace.prompt)) == catalog
+
+
+def test_a_store_without_conditional_writes_is_found_out_before_anything_is_published(flaky):
+    server = flaky(conditional=False)
+    with pytest.raises(AssetError, match="does not honour conditional writes"):
+        open_store(server.url, create=True)
+    with pytest.raises(AssetError, match="does not honour conditional writes"):
+        put(server.url, PLAIN, [1, 2, 3])
+    assert all("/probe/" in key for key in server.objects)
+    with pytest.raises(StoreError, match="upgrade the store"):
+        Bucket.open(server.url).probe_sync()
+
+
+def test_a_store_that_knows_no_conditions_is_named(flaky):
+    def trouble(request):
+        if "If-None-Match" in request.headers:
+            request.answer(501, ERROR % b"NotImplemented")
+            return True
+        return False
+
+    with pytest.raises(AssetError, match=r"cannot be written \(501 NotImplemented\)"):
+        put(flaky(trouble).url, PLAIN, [1, 2, 3])
+
+
+def test_a_store_is_probed_once_by_a_process(flaky):
+    server = flaky()
+    for _ in range(3):
+        open_store(server.url).prepare()
+    assert len({key for method, key in server.requests if method == "PUT"}) == 1
+
+
+async def test_answers_that_are_cut_short_or_of_another_range_are_refused(flaky):
+    answers = {}
+
+    def trouble(request):
+        if request.command == "GET" and answers:
+            request.answer(**answers)
+            request.close_connection = True
+            return True
+        return False
+
+    server = flaky(trouble)
+    bucket = Bucket.open(server.url)
+    await bucket.put_new("s/a", bytes(1000))
+    wrong = [
+        {"status": 206, "body": bytes(50), "length": "100", "Content_Range": "bytes 0-99/1000"},  # cut short
+        {"status": 206, "body": bytes(100), "Content_Range": "bytes 100-199/1000"},  # another range
+        {"status": 200, "body": bytes(1000)},  # no range at all
+        {"status": 206, "body": bytes(100)},  # does not say which
+    ]
+    for answer in wrong:
+        answers.clear()
+        answers.update(answer)
+        with pytest.raises(TransportError, match="s/a"):
+            await bucket.get("s/a", 0, 100, limit=100)
+        with pytest.raises(TransportError, match="s/a"):
+            [part async for part in bucket.stream("s/a", 0, 100)]
+    answers.clear()
+    assert len(await bucket.get("s/a", 0, 100, limit=100)) == 100
+
+
+async def test_a_store_that_says_nothing_is_not_waited_for(flaky, monkeypatch):
+    monkeypatch.setattr(bucket_module, "WAIT_S", 1)
+
+    def silent(_request):
+        time.sleep(30)
+        return False
+
+    with pytest.raises(ConnectionLostError, match="did not answer"):
+        await Bucket.open(flaky(silent).url).get("s/a", limit=1)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "match"),
+    [
+        (403, b"RequestTimeTooSkewed", UnauthorizedError, "clock is wrong"),
+        (403, b"AccessDenied", UnauthorizedError, "refuses these credentials"),
+        (404, b"NoSuchBucket", StoreError, "bucket does not exist"),
+        (400, b"Strange", RequestError, "400 Strange"),
+    ],
+)
+def test_refusals_are_told_in_words(flaky, status, code, kind, match):
+    server = flaky(every(0, status, code))
+    with pytest.raises(kind, match=match):
+        Bucket.open(server.url).get_sync("s/a", limit=1)
+    assert len(server.requests) == 1
+
+
+async def test_an_http_cache_is_read_and_not_written(flaky):
+    server = flaky()
+    await Bucket.open(server.url).put_new("s/a", b"0123456789")
+    cache = Bucket.open(server.web_url)
+    assert bytes(await cache.get("s/a", limit=10)) == b"0123456789"
+    assert bytes(await cache.get("s/a", 2, 4, limit=2)) == b"23"
+    assert b"".join([part async for part in cache.stream("s/a", 5, 10)]) == b"56789"
+    assert (await cache.head("s/a")).size == 10
+    assert await cache.head("s/b") is None
+    for write in (cache.put_new("s/b", b"x"), cache.put("s/b", b"x"), cache.probe()):
+        with pytest.raises(UsageError, match="only be read"):
+            await write
