@@ -39,7 +39,7 @@ def test_defaults_and_values(kind, tmp_path):
         ("deadline_s", "2", "deadline_s is '2': it must be a valid number"),
         ("deadline_s", float("nan"), "deadline_s is nan: it must be "),
         ("url", "", "url is '': "),
-        ("url", "http://origin.example/", "url is 'http://origin.example/': .*moqt://"),
+        ("url", "ftp://origin.example/", "url is 'ftp://origin.example/': .*moqt://"),
         ("quic", "tcp", "quic is 'tcp': it must be 'auto', "),
         ("tracks", "FP16", "tracks is 'FP16': it must be a list of names"),
         ("tracks", [], "tracks is .*: .*at least 1 item"),
