@@ -9,60 +9,36 @@ from typing import TYPE_CHECKING
 
 from kvabr.client.lanes import Piece, Transfer
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic.download import ReceiveBuffer
-from kvabr.quic.interface import Download, DownloadStats, GroupRequest
+from kvabr.quic.download import BufferedDownload
+from kvabr.quic.interface import GroupRequest
 from kvabr.types.errors import RequestError
 from kvabr.types.events import Limit
 
 if TYPE_CHECKING:
     from kvabr.client.store_connection import StoreConnection
 
+_BY_WEIGHT: tuple[Limit, ...] = ("cpu", "publisher")
+"""If several of these held up one read, the first is reported."""
 _DROPPED_BYTES = 64 << 10
 """Bytes that nobody wants and that are received at a time."""
 
 
-class StoreDownload(Download):
+class StoreDownload(BufferedDownload):
     """One group of one track, or another small thing, from a store."""
 
     def __init__(self, owner: StoreConnection, request: GroupRequest, priority: int) -> None:
-        self.stats = DownloadStats(time.monotonic())
-        self.request, self.priority = request, priority
+        super().__init__(request, priority)
         self.piece: Piece | None = None
         """What of an object it waits for; None before that is known, and once it is over."""
         self.task: asyncio.Task[None] | None = None
         """Finds out where it is, or gets it as a whole."""
-        self.over = False
-        """Whether nothing more will come."""
         self._owner = owner
-        self._buffer = ReceiveBuffer(request.limit, exact=request.exact)
-        self._read = 0
         self._limits: set[Limit] = set()
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
 
-    @property
-    def data(self) -> memoryview:
-        """See `Download.data`."""
-        return self._buffer.view()
-
-    async def read(self) -> memoryview:
-        """See `Download.read`."""
-        while self._read == len(self._buffer):
-            if self._error is not None:
-                raise self._error
-            if self.over:
-                break
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        part = self._buffer.view(self._read)
-        if part:
-            self._read += len(part)
-            self.stats.limit = next((by for by in ("cpu", "publisher") if by in self._limits), "network")
-            self._limits.clear()
-        return part
+    def _limited_by(self) -> Limit:
+        limit: Limit = next((by for by in _BY_WEIGHT if by in self._limits), "network")
+        self._limits.clear()
+        return limit
 
     def prioritise(self, priority: int) -> None:
         """See `Download.prioritise`; it changes when the request goes, not what is under way."""
@@ -123,10 +99,6 @@ class StoreDownload(Download):
             self.over, self._error = True, error
             self._owner.drop(self)
             self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class Silence:

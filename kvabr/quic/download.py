@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from kvabr.moqt.codes import RequestCode, ResetCode, name_of
@@ -12,6 +13,7 @@ from kvabr.moqt.objects import Item, ObjectHeader, RangeEnd
 from kvabr.quic.interface import Download, DownloadStats, GroupRequest
 from kvabr.store.memory import GROUPS
 from kvabr.types.errors import NotFoundError, RequestError, TransportError
+from kvabr.types.events import Limit
 from kvabr.types.naming import CATALOG_TRACK, PROPERTY_GROUP_BYTES
 
 if TYPE_CHECKING:
@@ -82,32 +84,23 @@ class ReceiveBuffer:
         self._memory, self._size = memoryview(b""), 0
 
 
-class QuicDownload(Download):
-    """One FETCH."""
+class BufferedDownload(Download):
+    """A download into one buffer; subclasses fill it and call `_wake`."""
 
-    def __init__(self, owner: QuicConnection, request: GroupRequest, fields: tuple[bytes, ...], priority: int) -> None:
-        """Begin without bytes; `fields` are those of the namespace as the peer is asked for it."""
+    def __init__(self, request: GroupRequest, priority: int) -> None:
         self.stats = DownloadStats(time.monotonic())
-        self.request, self.fields, self.priority = request, fields, priority
-        self.request_id: int | None = None
-        """Set once it has been asked for."""
+        self.request, self.priority = request, priority
         self.over = False
         """Whether nothing more will come."""
-        self._owner = owner
         self._buffer = ReceiveBuffer(request.limit, exact=request.exact)
         self._read = 0
-        self._error: TransportError | None = None
+        self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def data(self) -> memoryview:
         """See `Download.data`."""
         return self._buffer.view()
-
-    @property
-    def held(self) -> bool:
-        """Whether the peer may be waiting for the group to be published: its silence says nothing about the path."""
-        return self.request.wait_s > 0 and not self.stats.received
 
     async def read(self) -> memoryview:
         """See `Download.read`."""
@@ -124,8 +117,36 @@ class QuicDownload(Download):
         part = self._buffer.view(self._read)
         if part:
             self._read += len(part)
-            self.stats.limit = self._owner.watch.limit
+            self.stats.limit = self._limited_by()
         return part
+
+    @abstractmethod
+    def _limited_by(self) -> Limit:
+        """Return what limited what has come since the last read."""
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class QuicDownload(BufferedDownload):
+    """One FETCH."""
+
+    def __init__(self, owner: QuicConnection, request: GroupRequest, fields: tuple[bytes, ...], priority: int) -> None:
+        """Begin without bytes; `fields` are those of the namespace as the peer is asked for it."""
+        super().__init__(request, priority)
+        self.fields = fields
+        self.request_id: int | None = None
+        """Set once it has been asked for."""
+        self._owner = owner
+
+    @property
+    def held(self) -> bool:
+        """Whether the peer may be waiting for the group to be published: its silence says nothing about the path."""
+        return self.request.wait_s > 0 and not self.stats.received
+
+    def _limited_by(self) -> Limit:
+        return self._owner.watch.limit
 
     def prioritise(self, priority: int) -> None:
         """See `Download.prioritise`. Draft 16 cannot do it safely, so there it only counts before the request goes."""
@@ -216,10 +237,6 @@ class QuicDownload(Download):
         if not self.over:
             self.fail(error)
             self._owner.drop(self)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 def _declared_bytes(header: ObjectHeader) -> int:
