@@ -15,12 +15,11 @@ from kvabr.route.forecast import (
     Place,
     PrefillSite,
     RouteLink,
-    break_even_tokens,
     forecasts,
-    remote_lengths,
 )
+from kvabr.route.lengths import break_even_tokens, remote_lengths
 from kvabr.route.lookahead import Lookahead
-from kvabr.route.router import LinkMemory, Router
+from kvabr.route.router import LinkMemory, Router, RouteRequest
 from kvabr.route.rule import Route, decide
 
 __all__ = [
@@ -37,6 +36,7 @@ __all__ = [
     "PrefillSite",
     "Route",
     "RouteLink",
+    "RouteRequest",
     "Router",
     "break_even_tokens",
     "decide",

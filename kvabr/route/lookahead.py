@@ -26,7 +26,7 @@ _SAME_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class _Demand:
+class Demand:
     """What a request of the past would have taken, if it had met no queue."""
 
     at_s: float
@@ -65,7 +65,7 @@ class Queues:
         if one.place == BOTH:
             heapreplace(self.here, max(self.here[0], now) + one.front_s)
 
-    def serve(self, one: _Demand, now: float, byte_s: float) -> float:
+    def serve(self, one: Demand, now: float, byte_s: float) -> float:
         """Let a request go where it has its first token soonest; return the seconds until then."""
         here, there = self.here, self.there
         here_s = max(now, here[0])
@@ -105,8 +105,13 @@ class Lookahead:
             stretches: Stretches of the past that are let happen again for each decision.
             ahead: Requests in each of them.
         """
-        self._kept: deque[_Demand] = deque(maxlen=kept)
+        self._kept: deque[Demand] = deque(maxlen=kept)
         self._stretches, self._ahead = stretches, ahead
+
+    @property
+    def kept(self) -> tuple[Demand, ...]:
+        """The requests that it remembers, in the order in which they came."""
+        return tuple(self._kept)
 
     def note(self, options: Sequence[Forecast], now: float) -> None:
         """Remember a request by what each place would have done with it."""
@@ -115,7 +120,7 @@ class Lookahead:
         if not math.isfinite(remote.ttft_s):
             return
         self._kept.append(
-            _Demand(
+            Demand(
                 now,
                 local.prefill_s,
                 remote.prefill_s,
@@ -146,9 +151,8 @@ class Lookahead:
             rate: Bytes per second that it carries.
             now: The time, on the same clock.
         """
-        kept = list(self._kept)
-        ahead = min(self._ahead, len(kept) // 2)
-        if rate <= 0 or ahead < 1 or len(options) < 2:
+        stretches = self.stretches(now) if rate > 0 and len(options) > 1 else []
+        if not stretches:
             return tuple(options)
         byte_s = 1 / rate
         starts = []
@@ -158,24 +162,31 @@ class Lookahead:
                 begun.put(one, now, byte_s)
             starts.append(begun)
         waits = [0.0] * len(options)
-        room = len(kept) - ahead - 1
-        stretches = min(self._stretches, room + 1)
-        for number in range(stretches):
-            first = 1 + room * number // max(1, stretches - 1)
-            self._again(kept[first - 1 : first + ahead], starts, waits, byte_s, now)
+        for begun_s, stretch in stretches:
+            self._again(stretch, starts, waits, byte_s, now - begun_s)
         least = min(waits)
         pairs = zip(options, waits, strict=True)
-        return tuple(replace(one, others_s=(wait - least) / stretches) for one, wait in pairs)
+        return tuple(replace(one, others_s=(wait - least) / len(stretches)) for one, wait in pairs)
+
+    def stretches(self, now: float) -> list[tuple[float, Sequence[Demand]]]:  # noqa: ARG002  # for what knows more
+        """Return what may come after now: when each stretch began, and who came then."""
+        kept = list(self._kept)
+        ahead = min(self._ahead, len(kept) // 2)
+        if ahead < 1:
+            return []
+        room = len(kept) - ahead - 1
+        count = min(self._stretches, room + 1)
+        firsts = [1 + room * number // max(1, count - 1) for number in range(count)]
+        return [(kept[first - 1].at_s, kept[first : first + ahead]) for first in firsts]
 
     @staticmethod
     def _again(
-        past: Sequence[_Demand], starts: Sequence[Queues], waits: list[float], byte_s: float, now: float
+        stretch: Sequence[Demand], starts: Sequence[Queues], waits: list[float], byte_s: float, later_s: float
     ) -> None:
-        begun_s = past[0].at_s
         states = [Queues(one.here, one.there, one.link) for one in starts]
         alike = 0
-        for one in past[1:]:
-            at_s = now + one.at_s - begun_s
+        for one in stretch:
+            at_s = one.at_s + later_s
             if alike >= _ALIKE or all(state.idle(at_s) for state in states):
                 return
             least, most = math.inf, 0.0

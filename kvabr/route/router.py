@@ -7,6 +7,9 @@ Transfers may be minutes apart and last minutes. `LinkMemory` therefore mixes wh
 seconds with what it usually carries: the older the last sample and the longer the transfer, the more the usual rate
 counts. How fast trust in the last seconds fades, it learns from how well they would have foretold the rate before.
 Otherwise a single bad minute would close the link for good, since nothing more is sent over it.
+
+A link over which little is sent is little known. A sample that ends a silence therefore stands for two seconds of it:
+a small transfer every two seconds, sent only to measure the idle link, shows what it carries as well as use does.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.estimators.classic import DecayingMean
@@ -34,6 +38,8 @@ _KEEP = 0.98
 """What an error still counts after the next one."""
 USUAL_S = 300.0
 """Half-life of the memory of what it usually carries, seconds of a busy link."""
+_STANDS_S = 2.0
+"""Silence for which the sample that ends it stands, at most, seconds."""
 _HORIZON_S = 60.0
 """Horizon of the estimate of the link: as long as a long transfer."""
 
@@ -71,8 +77,9 @@ class LinkMemory:
             return
         self.estimator.sample(nbytes, seconds, now)
         self._judge(nbytes / seconds, now - seconds / 2)
-        self._lately.add(nbytes / seconds, seconds)
-        self._usual.add(nbytes / seconds, seconds)
+        stands_s = max(seconds, min(now - self._heard_s, _STANDS_S))
+        self._lately.add(nbytes / seconds, stands_s)
+        self._usual.add(nbytes / seconds, stands_s)
         self._heard_s = max(self._heard_s, now)
         self._past.append((now, self._lately.value(), self._usual.value()))
 
@@ -105,6 +112,22 @@ class LinkMemory:
         expected = trust * self._lately.value() + (1 - trust) * usual
         rate = self.estimator.rate()
         return expected, expected * min(1.0, self.estimator.lower_bound() / rate if rate > 0 else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """A request, and what it finds."""
+
+    tokens: int
+    """Length of the prompt."""
+    cached: tuple[int, int] = (0, 0)
+    """Tokens at its beginning whose cache is in place, locally and remotely."""
+    queue_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds until a worker is free, locally and remotely."""
+    backlog_bytes: float = 0.0
+    """Bytes of earlier requests that are computed and have not arrived."""
+    deadline_s: float | None = None
+    """Seconds until the first token is due; None: no deadline."""
 
 
 class Router:
@@ -161,56 +184,39 @@ class Router:
         """Note that ``nbytes`` came over the busy link within ``seconds``, ending at ``now``."""
         self.memory.sample(nbytes, seconds, now)
 
-    def route(
-        self,
-        tokens: int,
-        now: float,
-        *,
-        cached: tuple[int, int] = (0, 0),
-        queue_s: tuple[float, float] = (0.0, 0.0),
-        backlog_bytes: float = 0.0,
-        deadline_s: float | None = None,
-    ) -> Route:
+    def route(self, request: RouteRequest, now: float) -> Route:
         """Decide where a prompt is prefilled, and count on its being done.
 
         Args:
-            tokens: Length of the prompt.
+            request: The prompt, and what it finds.
             now: The time, seconds, on any clock that does not go back.
-            cached: Tokens at its beginning whose cache is in place, locally and remotely.
-            queue_s: Seconds until a worker is free, locally and remotely.
-            backlog_bytes: Bytes of earlier requests that are computed and have not arrived.
-            deadline_s: Seconds from now until the first token is due; None: no deadline.
 
         Raises:
-            UsageError: An argument is out of range.
+            UsageError: A number is out of range.
         """
-        options = self.options(tokens, now, cached=cached, queue_s=queue_s, backlog_bytes=backlog_bytes)
-        found = choose(options, deadline_s=deadline_s, margin_s=self._margin_s)
+        options = self.options(request, now)
+        found = choose(options, deadline_s=request.deadline_s, margin_s=self._margin_s)
         self.take(options, found.chosen, now)
         return found
 
-    def options(
-        self,
-        tokens: int,
-        now: float,
-        *,
-        cached: tuple[int, int] = (0, 0),
-        queue_s: tuple[float, float] = (0.0, 0.0),
-        backlog_bytes: float = 0.0,
-    ) -> tuple[Forecast, ...]:
-        """Return what every place would do with a prompt, and what that costs others; see `route`.
+    def options(self, request: RouteRequest, now: float) -> tuple[Forecast, ...]:
+        """Return what every place would do with a prompt, and what that costs others.
 
         A caller that chooses by itself tells with `take` what it chose.
+
+        Raises:
+            UsageError: A number is out of range.
         """
+        cached, queue_s, backlog_bytes = request.cached, request.queue_s, request.backlog_bytes
         local, remote = (PrefillSite(self._costs[each], queue_s[each], cached[each]) for each in (0, 1))
         here, there = self._free
         _correct(here, now, queue_s[0])
         _correct(there, now, queue_s[1])
-        lacking = max(0, tokens - cached[0]) * self.cache.per_token + self.cache.constant
+        lacking = max(0, request.tokens - cached[0]) * self.cache.per_token + self.cache.constant
         rate, bound = self.memory.rates(backlog_bytes + lacking, now)
         coming = self._still_coming(now)
         link = RouteLink(rate, self._rtt_s, backlog_bytes, self._live, coming, bound)
-        found = forecasts(tokens, local, remote, link, self.cache, both=self._both)
+        found = forecasts(request.tokens, local, remote, link, self.cache, both=self._both)
         if not self._considerate:
             return found
         free_s = now + link.seconds(backlog_bytes + math.fsum(nbytes for _, _, nbytes in coming))

@@ -113,15 +113,15 @@ def decide(
     Raises:
         UsageError: An argument is out of range.
     """
-    if deadline_s is not None and not deadline_s > 0:
-        raise UsageError(f"the deadline is {deadline_s} s; it must be positive")
-    if not 0 <= margin_s < math.inf:
-        raise UsageError(f"the margin is {margin_s} s; give a number that is not negative")
     return choose(forecasts(tokens, local, remote, link, cache, both=both), deadline_s=deadline_s, margin_s=margin_s)
 
 
 def choose(options: Sequence[Forecast], *, deadline_s: float | None = None, margin_s: float = 0.0) -> Route:
     """Choose among forecasts; see `decide`."""
+    if deadline_s is not None and not deadline_s > 0:
+        raise UsageError(f"the deadline is {deadline_s} s; it must be positive")
+    if not 0 <= margin_s < math.inf:
+        raise UsageError(f"the margin is {margin_s} s; give a number that is not negative")
     due_s = math.inf if deadline_s is None else deadline_s
     in_time = [one for one in options if one.bound_s <= due_s] if deadline_s is not None else list(options)
     if in_time:

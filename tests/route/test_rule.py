@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvabr.abr.estimators.classic import LastSample
-from kvabr.route import CacheSize, LinkMemory, Lookahead, PrefillSite, RouteLink, Router, decide, forecasts
+from kvabr.route import (
+    CacheSize,
+    LinkMemory,
+    Lookahead,
+    PrefillSite,
+    RouteLink,
+    Router,
+    RouteRequest,
+    decide,
+    forecasts,
+)
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from tests.test_imports import loaded
@@ -89,18 +100,18 @@ def crowded(**options):
     router = Router(SLOW, FAST, SIZE, rtt_s=0.04, both=False, **options)
     router.arrived(9.9e5, 1.0, 0.0)
     for number in range(60):
-        assert router.route(100, 1 + 0.2 * number).place == "local"
+        assert router.route(RouteRequest(100), 1 + 0.2 * number).place == "local"
     return router
 
 
 def test_a_long_prompt_leaves_the_queue_that_short_ones_need():
-    assert crowded(considerate=False).route(20_000, 13.0).place == "local"
-    found = crowded().route(20_000, 13.0)
+    assert crowded(considerate=False).route(RouteRequest(20_000), 13.0).place == "local"
+    found = crowded().route(RouteRequest(20_000), 13.0)
     assert found.place == "remote"
     assert "what is sooner would make other requests wait" in found.reason
     assert found.chosen.others_s < found.options[0].others_s
     # Others can go elsewhere too: with more workers nobody waits.
-    assert crowded(workers=(2, 1)).route(20_000, 13.0).place == "local"
+    assert crowded(workers=(2, 1)).route(RouteRequest(20_000), 13.0).place == "local"
 
 
 def test_nothing_is_known_of_others_at_first():
@@ -117,13 +128,13 @@ def test_a_router_knows_what_its_own_prefills_still_send():
     # 100,000 tokens: ten seconds of prefill there, and as many MB, which the link carries in one second.
     router = Router(SLOW, FAST, SIZE, rtt_s=0.0, considerate=False)
     router.arrived(1e8, 1.0, 0.0)
-    assert router.route(100_000, 1.0).place == "remote"
-    one = router.options(1000, 2.0, queue_s=(50.0, 0.0))[1]
+    assert router.route(RouteRequest(100_000), 1.0).place == "remote"
+    one = router.options(RouteRequest(1000, queue_s=(50.0, 0.0)), 2.0)[1]
     # Nine tenths are not computed: they do not stand in the way, and leave nine tenths of the link.
     assert one.ttft_s == pytest.approx(0.1, abs=0.02)
-    big = router.options(20_000, 2.0, cached=(0, 19_999), queue_s=(50.0, 0.0))[1]
+    big = router.options(RouteRequest(20_000, (0, 19_999), (50.0, 0.0)), 2.0)[1]
     assert big.ttft_s == pytest.approx(2e7 / 9e7, abs=0.01)
-    late = router.options(1000, 12.0, queue_s=(50.0, 0.0), backlog_bytes=9e7)[1]
+    late = router.options(RouteRequest(1000, (0, 0), (50.0, 0.0), 9e7), 12.0)[1]
     assert late.ttft_s == pytest.approx(0.9, abs=0.02)
 
 
@@ -143,6 +154,19 @@ def test_a_bad_minute_is_forgotten():
     assert memory.rates(0.0, 612.0)[0] == soon
 
 
+def test_a_small_sample_after_a_silence_stands_for_it():
+    memory = LinkMemory(LastSample())
+    for second in range(1, 601):
+        memory.sample(1e7, 1.0, second)
+    for number in range(1, 4):
+        memory.sample(1e4, 0.01, 600 + 2.0 * number)
+    assert memory.rates(0.0, 606.0)[0] == pytest.approx(1e6, rel=0.15)
+    # Together they are ten milliseconds of a busy link otherwise, which hardly count.
+    for number in range(3):
+        memory.sample(1e5, 0.01, 606 + 0.01 * (number + 1))
+    assert memory.rates(0.0, 606.03)[0] < 1.5e6
+
+
 @pytest.mark.parametrize(("slot_s", "half_life_s"), [(8, 4.0), (500, 64.0)])
 def test_trust_in_the_last_seconds_fades_as_fast_as_they_mislead(slot_s, half_life_s):
     memory = LinkMemory(LastSample())
@@ -154,13 +178,16 @@ def test_trust_in_the_last_seconds_fades_as_fast_as_they_mislead(slot_s, half_li
 
 def test_a_router_learns_the_link_and_spreads_a_crowd():
     router = Router(SLOW, FAST, SIZE, rtt_s=0.04, both=False)
-    assert router.route(5000, 0.0).place == "local"
+    assert router.route(RouteRequest(5000), 0.0).place == "local"
     for second in range(1, 20):
         router.arrived(1e7, 1.0, float(second))
-    assert router.route(5000, 20.0).place == "remote"
-    first = router.route(200, 21.0, queue_s=(0.0, 1.0))
+    assert router.route(RouteRequest(5000), 20.0).place == "remote"
+    first = router.route(RouteRequest(200, queue_s=(0.0, 1.0)), 21.0)
     assert first.place == "local"
-    assert router.route(20_000, 22.0, cached=(0, 19_900), queue_s=(0.0, 90.0), deadline_s=30.0).met
+    due = RouteRequest(20_000, cached=(0, 19_900), queue_s=(0.0, 90.0), deadline_s=30.0)
+    assert router.route(due, 22.0).met
+    with pytest.raises(UsageError, match="the deadline is 0 s"):
+        router.route(replace(due, deadline_s=0), 23.0)
     with pytest.raises(UsageError, match="a round trip of inf s"):
         Router(SLOW, FAST, SIZE, rtt_s=float("inf"))
     with pytest.raises(UsageError, match="0 and 1 workers"):

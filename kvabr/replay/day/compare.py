@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from kvabr.replay.day.oracle import search
 from kvabr.replay.day.requests import DayRequest
-from kvabr.replay.day.rules import KVABR, RULES, play_day, rule_of
+from kvabr.replay.day.rules import KVABR, RULES, play_rule
 from kvabr.replay.day.world import DayOutcome, WorldShape
 from kvabr.route import PLACES
 from kvabr.types.errors import UsageError
@@ -39,6 +40,9 @@ class DayResult:
     shares: dict[str, float]
     """Share of requests at each place."""
     note: str = ""
+    elsewhere_s: float = 0.0
+    """What the requests that went elsewhere than under the oracle take longer than there, in seconds per request of the
+    day. What the others take longer is the rest of the difference between both means: they wait longer."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -53,6 +57,7 @@ class DayResult:
             "bytes": round(self.bytes),
             "shares": {place: round(share, 6) for place, share in self.shares.items()},
             "note": self.note,
+            "elsewhere_s": round(self.elsewhere_s, 6),
         }
 
 
@@ -72,6 +77,11 @@ def summary(rule: str, outcomes: Sequence[DayOutcome], deadline_s: float, note: 
         {place: places[place] / count for place in PLACES},
         note,
     )
+
+
+def _elsewhere(mine: Sequence[DayOutcome], known: Sequence[DayOutcome]) -> float:
+    pairs = zip(mine, known, strict=True)
+    return math.fsum(one.ttft_s - best.ttft_s for one, best in pairs if one.place != best.place) / len(known)
 
 
 def compare(
@@ -104,7 +114,7 @@ def compare(
     names = [*rules, *(f"threshold:{tokens}" for tokens in THRESHOLDS)]
     days: dict[str, list[DayOutcome]] = {}
     for number, name in enumerate(names):
-        days[name] = play_day(requests, shape, rule_of(name, shape))
+        days[name] = play_rule(name, requests, shape)
         on_progress("rules", number + 1, len(names))
     means = {name: fmean(outcome.ttft_s for outcome in day) for name, day in days.items()}
     best = min((name for name in names if name.startswith("threshold:")), key=lambda name: means[name])
@@ -121,5 +131,8 @@ def compare(
             on_progress("oracle", steps[0], sweeps * len(requests))
 
         known = search(requests, [one.choice for one in start], shape, sweeps=sweeps, on_progress=progress)
+        found = [
+            replace(one, elsewhere_s=_elsewhere(days[one.rule], known)) if one.rule in days else one for one in found
+        ]
         found.append(summary(ORACLE, known, deadline_s, "knows the link and all that comes"))
     return found

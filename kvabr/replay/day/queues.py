@@ -13,6 +13,10 @@ _FORGET_S = 60.0
 """Busy times that ended so long ago are forgotten."""
 _SAMPLE_S = 1.0
 """Longest stretch of a busy link that is reported as one sample."""
+PROBE_S, PROBE_BYTES = 2.0, 65_536.0
+"""How often an idle link is probed, and with how many bytes."""
+_GIVE_UP_S = 1.0
+"""How long a probe is waited for."""
 
 
 class BusyTimes:
@@ -102,6 +106,11 @@ class WorkerPool:
         """Return when a worker is free for the first time, from ``after`` on."""
         return min(_first(jobs, after, 0.0) for jobs in self._jobs)
 
+    def gap(self, ready: float, seconds: float) -> tuple[float, float]:
+        """Return from when a worker could do something first, and until when it has nothing else to do."""
+        begin, jobs = min((_first(jobs, ready, seconds), jobs) for jobs in self._jobs)
+        return begin, next((job[0] for job in jobs if job[0] >= begin), math.inf)
+
     def work(self, ready: float, seconds: float, forecast: float, now: float) -> float:
         """Let the worker that is free first do something; return when it begins."""
         self._forget(now)
@@ -132,13 +141,14 @@ class SharedWire:
         self._capacity, self._busy = capacity, BusyTimes()
         self._coming: list[tuple[float, float, float]] = []
         """When each piece is through, when it is ready, and its bytes: a heap."""
-        self._seen_s = 0.0
+        self._seen_s = self._heard_s = 0.0
+        """When samples were asked for last, and when the last one ended."""
 
     def copy(self) -> SharedWire:
         """Return a copy."""
         made = SharedWire(self._capacity)
         made._busy, made._coming = self._busy.copy(), self._coming[:]
-        made._seen_s = self._seen_s
+        made._seen_s, made._heard_s = self._seen_s, self._heard_s
         return made
 
     def send(self, ready: float, nbytes: float, after: float = 0.0) -> float:
@@ -175,16 +185,32 @@ class SharedWire:
             heapq.heappop(self._coming)
         self._busy.forget(now - _FORGET_S)
 
-    def samples(self, now: float) -> Iterator[tuple[float, float, float]]:
-        """Yield what a receiver saw since the last call, as long as the link was busy: end, bytes, seconds."""
-        for begin, end in self._busy.within(self._seen_s, now):
+    def samples(self, now: float, *, probes: bool = False) -> Iterator[tuple[float, float, float]]:
+        """Yield what a receiver saw since the last call: end, bytes, seconds of each sample.
+
+        Args:
+            now: The time.
+            probes: Whether the idle link is probed, too. Probes are so small that transfers do not feel them.
+        """
+        for begin, end in (*self._busy.within(self._seen_s, now), (now, now)):
+            if probes:
+                yield from self._probes(begin)
             count = math.ceil((end - begin) / _SAMPLE_S)
             for step in range(count):
                 low = begin + step * (end - begin) / count
                 high = begin + (step + 1) * (end - begin) / count
                 if high > low:
+                    self._heard_s = high
                     yield high, self._capacity.between(low, high), high - low
-        self._seen_s = now
+            self._seen_s = end
+
+    def _probes(self, until: float) -> Iterator[tuple[float, float, float]]:
+        while (at := max(self._seen_s, self._heard_s + PROBE_S)) < until:
+            end = min(self._capacity.when(at, PROBE_BYTES), at + _GIVE_UP_S)
+            if end > until:
+                break
+            self._heard_s = end
+            yield end, self._capacity.between(at, end), end - at
 
 
 class PrefixCache:

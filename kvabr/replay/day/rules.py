@@ -6,19 +6,22 @@
 - ``break-even``: remote beyond n*(C), from the link's estimate alone: neither queues nor caches there count.
 - ``selfish``: kvabr's rule for every request by itself; others do not count.
 - ``whole``: kvabr's rule without computing a beginning here while the end comes.
-- ``kvabr``: kvabr's rule.
+- ``unprobed``: kvabr's rule, which hears of the link only from the transfers themselves.
+- ``kvabr``: kvabr's rule. The idle link is probed.
 
 A day begins with a memory of the link, as with warm caches: what it carries in the mean.
 
-Two more know what nobody can, to show what a rule loses by not knowing it:
+Three more know what nobody can, to show what a rule loses by not knowing it:
 
 - ``knows-link``: kvabr's rule, and what the link will carry.
 - ``knows-present``: kvabr's rule, and how long the request will take at each place: the link, the prefills' true times,
-  and how transfers will share the link. It does not know later requests, as the oracle does.
+  and how transfers will share the link.
+- ``knows-later``: as ``knows-present``, and which requests come next, instead of which came lately.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -32,20 +35,23 @@ from kvabr.route import (
     REMOTE,
     Forecast,
     LinkMemory,
+    Lookahead,
     Place,
     PrefillSite,
     RouteLink,
     Router,
+    RouteRequest,
     break_even_tokens,
 )
+from kvabr.route.lookahead import Demand
 from kvabr.route.router import USUAL_S
 from kvabr.types.errors import UsageError, did_you_mean
 
 PRFAAS_TOKENS = 19_400
 KVABR = "kvabr"
-RULES = ("local", "remote", "prfaas", "break-even", "selfish", "whole", KVABR)
+RULES = ("local", "remote", "prfaas", "break-even", "selfish", "whole", "unprobed", KVABR)
 """Names of the rules; ``threshold:N`` is another for each number."""
-KNOWING = ("knows-link", "knows-present")
+KNOWING = ("knows-link", "knows-present", "knows-later")
 """Names of those that know more than a router can."""
 
 
@@ -81,7 +87,7 @@ class _BreakEven:
         self._memory.sample(USUAL_S * shape.mean_rate, USUAL_S, 0.0)
 
     def place(self, request: DayRequest, world: World, now: float) -> Choice:
-        for end, nbytes, seconds in world.wire.samples(now):
+        for end, nbytes, seconds in world.wire.samples(now, probes=True):
             self._memory.sample(nbytes, seconds, end)
         rate = self._memory.rates(0.0, now)[0]
         link = RouteLink(rate, world.rtt_s, live=self._shape.live)
@@ -91,7 +97,16 @@ class _BreakEven:
 
 
 class _Kvabr:
-    def __init__(self, shape: WorldShape, *, considerate: bool = True, both: bool = True) -> None:
+    def __init__(
+        self,
+        shape: WorldShape,
+        *,
+        considerate: bool = True,
+        both: bool = True,
+        probes: bool = True,
+        lookahead: Lookahead | None = None,
+    ) -> None:
+        self._probes = probes
         self._router = Router(
             shape.local.cost,
             shape.remote.cost,
@@ -101,23 +116,23 @@ class _Kvabr:
             live=shape.live,
             both=both and shape.both,
             considerate=considerate,
+            lookahead=lookahead,
         )
         self._router.arrived(USUAL_S * shape.mean_rate, USUAL_S, 0.0)
 
     def place(self, request: DayRequest, world: World, now: float) -> Choice:
-        for end, nbytes, seconds in world.wire.samples(now):
+        for end, nbytes, seconds in world.wire.samples(now, probes=self._probes):
             self._router.arrived(nbytes, seconds, end)
         here, there = world.view(request, now)
-        options = self._router.options(
+        found = RouteRequest(
             request.tokens,
-            now,
-            cached=(here.cached_tokens, there.cached_tokens),
-            queue_s=(here.queue_s, there.queue_s),
-            backlog_bytes=world.wire.backlog(now),
+            (here.cached_tokens, there.cached_tokens),
+            (here.queue_s, there.queue_s),
+            world.wire.backlog(now),
         )
-        index = min(
-            range(len(options)), key=[one.price_s for one in self._known(options, request, world, now)].__getitem__
-        )
+        options = self._router.options(found, now)
+        known = self._known(options, request, world, now)
+        index = min(range(len(known)), key=lambda each: known[each].price_s)
         self._router.take(options, options[index], now)
         return _choice(options[index])
 
@@ -130,6 +145,18 @@ class _Kvabr:
 class _KnowsPresent(_Kvabr):
     def _known(self, options: Sequence[Forecast], request: DayRequest, world: World, now: float) -> Sequence[Forecast]:
         return [replace(one, ttft_s=world.copy().serve(request, _choice(one), now).ttft_s) for one in options]
+
+
+class _LaterRequests(Lookahead):
+    """Knows who comes next, as far as a rule's choices do not change when they come."""
+
+    def __init__(self, before: Sequence[Demand], ahead: int = 24) -> None:
+        super().__init__(kept=1)
+        self._all, self._times, self._next = before, [one.at_s for one in before], ahead
+
+    def stretches(self, now: float) -> list[tuple[float, Sequence[Demand]]]:
+        first = bisect_right(self._times, now)
+        return [(now, self._all[first : first + self._next])]
 
 
 class _KnownLink(LinkMemory):
@@ -155,7 +182,7 @@ def _choice(one: Forecast) -> Choice:
 
 
 def rule_of(name: str, shape: WorldShape) -> DayRule:
-    """Return a fresh rule by its name.
+    """Return a fresh rule by its name; for ``knows-later`` see `play_rule`.
 
     Raises:
         UsageError: There is none of that name.
@@ -173,12 +200,25 @@ def rule_of(name: str, shape: WorldShape) -> DayRule:
         return _Fixed(REMOTE)
     if name == "break-even":
         return _BreakEven(shape)
-    if name in ("selfish", "whole", KVABR):
-        return _Kvabr(shape, considerate=name != "selfish", both=name != "whole")
+    if name in ("selfish", "whole", "unprobed", KVABR):
+        options = {"considerate": name != "selfish", "both": name != "whole", "probes": name != "unprobed"}
+        return _Kvabr(shape, **options)
     if name in KNOWING:
         return (_KnowsLink if name == "knows-link" else _KnowsPresent)(shape)
     names = (*RULES, *KNOWING)
     raise UsageError(f"no rule {name!r}{did_you_mean(name, names)}; there are {', '.join(names)} and threshold:TOKENS")
+
+
+def play_rule(name: str, requests: Sequence[DayRequest], shape: WorldShape) -> list[DayOutcome]:
+    """Return what becomes of every request under the rule of a name; see `rule_of`.
+
+    What ``knows-later`` knows of the requests to come is from playing the day once before with ``knows-present``.
+    """
+    if name != "knows-later":
+        return play_day(requests, shape, rule_of(name, shape))
+    memory = Lookahead(kept=len(requests))
+    play_day(requests, shape, _KnowsPresent(shape, lookahead=memory))
+    return play_day(requests, shape, _KnowsPresent(shape, lookahead=_LaterRequests(memory.kept)))
 
 
 def play_day(requests: Sequence[DayRequest], shape: WorldShape, rule: DayRule) -> list[DayOutcome]:

@@ -6,8 +6,9 @@ The model:
   does not keep a worker from others. A prefill takes what its cost says, times a factor that belongs to the request
   (log-normal): a router's forecasts are never quite right.
 - The link carries what the trace says. Requests share it: what was requested first goes first, and what is not computed
-  yet leaves room for others. A remote prefill sends in pieces while it computes. Meanwhile the local site may compute
-  the beginning itself, which then is not sent.
+  yet leaves room for others. A remote prefill sends in pieces while it computes.
+- Meanwhile the local site may compute from the front, as kvabr's player does: what stands before the planned front is
+  held back, of what stands behind it the last goes first, and both end where they meet.
 - Each site keeps the caches of prompts, least recently used out. The local site, where all decoding is done, has every
   prompt and its answer after that; the remote one what it prefilled.
 
@@ -18,8 +19,11 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import insort
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple, Self
 
 from kvabr.replay.day.queues import PrefixCache, SharedWire, WorkerPool
@@ -83,6 +87,15 @@ class Choice(NamedTuple):
     place: Place
     front_tokens: int = 0
     """For `BOTH`: up to where the local site computes; what stands behind comes over the link."""
+
+
+class _Piece(NamedTuple):
+    """A part of a prompt's cache that is sent in one go."""
+
+    begin: int
+    until: int
+    ready: float
+    """When it is computed and could be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +207,7 @@ class World:
         if there > here:
             size = self.shape.cache
             nbytes = (there - here) * size.per_token + size.constant
-            ready = self._carry([(now + self.rtt_s / 2, there - here)])
+            ready = self._carry([_Piece(here, there, now + self.rtt_s / 2)], there)
         before = max(here, there)
         forecast_s = self.shape.local.cost.seconds(before, tokens - before)
         begin = self._here.work(ready, luck * forecast_s, forecast_s, now)
@@ -208,31 +221,80 @@ class World:
         there = self._whole(self._kept_there, request, free)
         # What is on its way here anyway is not sent twice.
         here = self._whole(self._kept_here, request, free)
-        front_end = front_s = 0.0
-        if choice.place == BOTH and (front := size.whole_groups(choice.front_tokens, tokens)) > here:
-            before = self._whole(self._kept_here, request, now)
-            forecast_s = self.shape.local.cost.seconds(before, front - before)
-            front_s = luck[0] * forecast_s
-            front_end = self._here.work(now, front_s, forecast_s, now) + front_s
-            here = front
         forecast_s = cost.seconds(there, tokens - there)
         begin = self._there.work(now + half_s, luck[1] * forecast_s, forecast_s, now)
         end = begin + luck[1] * forecast_s
-        pieces = []
-        if there > here:
-            known = now + half_s if self._whole(self._kept_there, request, now) >= there else begin
-            pieces.append((known if self.shape.live else end, there - here))
-        at = max(here, there)
-        for n in self._cut(tokens - at):
+        front = size.whole_groups(choice.front_tokens, tokens) if choice.place == BOTH else 0
+        known = now + half_s if self._whole(self._kept_there, request, now) >= there else begin
+        pieces, at = [], here
+        for n in (*self._known(there - here, front - here), *self._cut(tokens - max(here, there))):
             at += n
-            pieces.append((begin + luck[1] * cost.seconds(there, at - there) if self.shape.live else end, n))
-        arrived = self._carry(pieces)
-        step_s = luck[0] * self.shape.local.cost.seconds(tokens - 1, 1)
-        nbytes = (tokens - here) * size.per_token + size.constant
+            ready = known if at <= there else begin + luck[1] * cost.seconds(there, at - there)
+            pieces.append(_Piece(at - n, at, ready if self.shape.live else end))
+        if front > here:
+            # What stands before the front is held back until the other site has computed everything.
+            pieces = [one._replace(ready=max(one.ready, end)) if one.until <= front else one for one in pieces]
+            made = self._meet(request, luck[0], now, choice, pieces)
+        else:
+            step_s = luck[0] * self.shape.local.cost.seconds(tokens - 1, 1)
+            nbytes = (tokens - here) * size.per_token + size.constant
+            made = DayOutcome(Choice(REMOTE), self._carry(pieces, tokens) + step_s - now, 0.0, 0.0, nbytes)
         self._kept_there.add(request.parts, end)
-        ttft_s = max(arrived, front_end) + step_s - now
-        chosen = Choice(BOTH, choice.front_tokens) if front_s else Choice(REMOTE)
-        return DayOutcome(chosen, ttft_s, front_s, luck[1] * forecast_s, nbytes)
+        return replace(made, remote_s=luck[1] * forecast_s)
+
+    def _meet(
+        self, request: DayRequest, luck: float, now: float, choice: Choice, pieces: Sequence[_Piece]
+    ) -> DayOutcome:
+        """Compute from the front while pieces come, of those that are ready the last first, until both meet."""
+        tokens, cost = request.tokens, self.shape.local.cost
+        before = self._whole(self._kept_here, request, now)
+        forecast_s = cost.seconds(before, choice.front_tokens - before)
+        begin, until = self._here.gap(now, luck * forecast_s)
+        coming = deque(sorted(pieces, key=lambda piece: (piece.ready, piece.begin)))
+        ready: list[_Piece] = []
+        # The engine computes what is missing in its order, and skips what is in place.
+        missing = {one: luck * (cost.seconds(one.begin, one.until - one.begin) - cost.constant_s) for one in pieces}
+        starts = begin + luck * cost.seconds(before, max(0, pieces[0].begin - before))
+        left_s, step_s = sum(missing.values()), luck * cost.seconds(tokens - 1, 1)
+        sent = decoded = nbytes = 0.0
+        met = ends = starts + left_s if starts + left_s <= until else math.inf
+        while missing and (at := sent if ready else max(sent, coming[0].ready)) < met:
+            while coming and coming[0].ready <= at:
+                insort(ready, coming.popleft())
+            piece = ready.pop()
+            if starts + sum(takes for one, takes in missing.items() if one.begin <= piece.begin) <= at <= until:
+                ready.clear()  # the engine was here before; so it was at the earlier ones
+                if not coming:
+                    break
+                continue
+            amount = self._bytes(piece.until - piece.begin, last=piece.until == tokens)
+            sent = self.wire.send(at, amount)
+            nbytes += amount
+            decoded = self._decoded(decoded, sent, piece.until - piece.begin)
+            left_s -= missing.pop(piece)
+            there = max(decoded, starts + left_s if missing else now)
+            end = there if pieces[-1] in missing else there + step_s
+            if end < ends and (not missing or starts + left_s <= until):
+                met, ends = there, end
+            if there == decoded:
+                break
+        local_s = max(0.0, min(met, until) - begin)
+        if local_s:
+            self._here.work(begin, local_s, forecast_s, now)
+        chosen = Choice(BOTH, choice.front_tokens) if local_s else Choice(REMOTE)
+        return DayOutcome(chosen, ends - now, local_s, 0.0, nbytes)
+
+    def _known(self, tokens: int, front: int) -> list[int]:
+        """Return the lengths of pieces of what is in place at the other site, with a cut at the planned front."""
+        if tokens <= 0 or front <= 0:
+            return [tokens] if tokens > 0 else []
+        group = self.shape.cache.group_tokens
+        most = max(1, -(-tokens // group // max(1, self.shape.pieces))) * group
+        found = []
+        for begin, until in pairwise((0, *([front] if front < tokens else []), tokens)):
+            full, rest = divmod(until - begin, most)
+            found += [most] * full + ([rest] if rest else [])
+        return found
 
     def _cut(self, tokens: int) -> list[int]:
         """Return the lengths of pieces of whole groups: one group, twice as many, ..., and the same back.
@@ -250,17 +312,25 @@ class World:
         full, rest = divmod(left - 2 * sum(ramp), most)
         return [n * group for n in (*ramp, *[most] * full, *([rest] if rest else []), *reversed(ramp))] + [last]
 
-    def _carry(self, pieces: list[tuple[float, int]]) -> float:
-        """Carry and decode pieces, each ready at a time; return when the last one is in place."""
-        size, half_s = self.shape.cache, self.rtt_s / 2
-        decoded, sent = 0.0, 0.0
-        for index, (ready, tokens) in enumerate(pieces):
-            constant = size.constant if index == len(pieces) - 1 else 0.0
-            sent = self.wire.send(ready, tokens * size.per_token + constant, sent)
-            group = min(tokens, size.group_tokens)
-            # A piece is decoded group by group as it comes; what is left when it is complete is one group.
-            decoded = max(decoded + (tokens - group) * size.decode_s, sent + half_s) + group * size.decode_s
+    def _carry(self, pieces: list[_Piece], tokens: int) -> float:
+        """Carry and decode pieces of a prompt in their order; return when the last one is in place."""
+        decoded = sent = 0.0
+        for piece in pieces:
+            length = piece.until - piece.begin
+            sent = self.wire.send(piece.ready, self._bytes(length, last=piece.until == tokens), sent)
+            decoded = self._decoded(decoded, sent, length)
         return decoded
+
+    def _bytes(self, tokens: int, *, last: bool) -> float:
+        size = self.shape.cache
+        return tokens * size.per_token + (size.constant if last else 0.0)
+
+    def _decoded(self, before: float, sent: float, tokens: int) -> float:
+        """Return when a piece is decoded that is through at a time, behind another."""
+        size = self.shape.cache
+        group = min(tokens, size.group_tokens)
+        # A piece is decoded group by group as it comes; what is left when it is complete is one group.
+        return max(before + (tokens - group) * size.decode_s, sent + self.rtt_s / 2) + group * size.decode_s
 
 
 class Day:

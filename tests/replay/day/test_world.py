@@ -13,7 +13,7 @@ from kvabr.replay.day.compare import BEST, ORACLE, compare
 from kvabr.replay.day.oracle import candidates, replay_choices, search
 from kvabr.replay.day.queues import BusyTimes, PrefixCache, SharedWire, WorkerPool
 from kvabr.replay.day.requests import TOKEN_S, DayRequest, DayShape, day_of_requests, shared_parts
-from kvabr.replay.day.rules import PRFAAS_TOKENS, RULES, play_day, rule_of
+from kvabr.replay.day.rules import PRFAAS_TOKENS, RULES, play_day, play_rule, rule_of
 from kvabr.replay.day.world import Choice, Day, SiteShape, World, WorldShape
 from kvabr.replay.link import FIRST_BYTE_S, Capacity
 from kvabr.replay.trace import Trace
@@ -118,19 +118,53 @@ def test_the_beginning_is_computed_here_while_the_end_comes():
     for front in (0, 2560, 4224, 8320):
         (outcome,) = played(one, [Choice(BOTH, front)], world)
         found[front] = outcome.ttft_s
-        assert outcome.local_s == pytest.approx(front / 1000)
-        assert outcome.bytes == pytest.approx((12_800 - front) * 1000)
+        assert outcome.local_s == pytest.approx(outcome.ttft_s - 0.001 if front else 0.0)
         assert outcome.place == (BOTH if front else REMOTE)
     assert found[0] == pytest.approx(times(one, [REMOTE], world)[0]) == pytest.approx(6.5, rel=0.03)
-    assert found[2560] == pytest.approx(5.2, rel=0.08)
-    assert found[4224] < found[2560]
-    assert found[8320] == pytest.approx(8.32 + 0.001)
+    # Together they make 3,000 tokens a second, from when the first behind the front is there.
+    assert min(found.values()) > 12.8 / 3
+    assert found[4224] == pytest.approx((12.8 + 2 * 0.55) / 3, rel=0.05)
+    assert max(found[2560], found[8320]) < 5.3
     (forecast,) = [
         each
         for each in forecasts(12_800, PrefillSite(SLOW), PrefillSite(FAST), RouteLink(2e6, 0.044), world.cache)
         if each.place == BOTH
     ]
     assert forecast.ttft_s == pytest.approx(times(one, [Choice(BOTH, forecast.front_tokens)], world)[0], rel=0.03)
+
+
+def test_the_sites_meet_elsewhere_than_planned_if_the_link_fails_or_is_fast():
+    one = [request(0, 0.0, 12_800)]
+    outage = Trace("gone", "gone", (0.0, 1.0, 1000.0), (2e6, 0.0, 2e6), 2000.0)
+    (failed,) = played(one, [Choice(BOTH, 4224)], shape(trace=outage))
+    # What came in the first second need not be computed; with the rest, so is the first token.
+    assert 11.0 < failed.ttft_s < 12.8
+    assert failed.local_s == failed.ttft_s
+    assert played(one, [REMOTE], shape(trace=outage))[0].ttft_s > 1000
+    (fast,) = played(one, [Choice(BOTH, 8320)], shape(trace=link(1e8)))
+    assert fast.ttft_s == pytest.approx(12_800 / 8000, rel=0.1)
+    assert fast.local_s < 2
+    # A worker that has something else to do keeps out of it: then all is sent.
+    far = [request(0, 0.0, 50_000), request(1, 0.0, 12_800)]
+    assert played(far, [LOCAL, Choice(BOTH, 4224)], shape())[1].place == REMOTE
+
+
+def test_an_idle_link_is_probed():
+    rates = Trace("two", "two", (0.0, 10.0, 20.0), (1e6, 2e4, 1e6), 40.0)
+    wire = SharedWire(Capacity(rates, slow_start=False))
+    wire.send(3.0, 1e6)
+    found = [(round(end, 3), round(nbytes / seconds)) for end, nbytes, seconds in wire.samples(15.0, probes=True)]
+    assert found == [
+        (2.066, 1_000_000),
+        (4.0, 1_000_000),
+        (6.066, 1_000_000),
+        (8.131, 1_000_000),
+        (11.131, 20_000),
+        (14.131, 20_000),
+    ]
+    assert list(wire.copy().samples(16.0, probes=True)) == []
+    assert len(list(wire.samples(18.0, probes=True))) == 1
+    assert list(wire.samples(30.0)) == []
 
 
 def test_what_sites_have_from_the_start():
@@ -264,6 +298,7 @@ def test_rules_do_what_they_say():
     assert places("selfish") == places("kvabr") == places("knows-link") == places("knows-present") == [BOTH, BOTH]
     thin = shape(trace=link(1e5))
     assert [one.place for one in play_day(day, thin, rule_of("break-even", thin))] == [LOCAL, LOCAL]
+    assert [one.place for one in play_rule("knows-later", day, world)] == [BOTH, BOTH]
     for name in ("nearest", "threshold:many"):
         with pytest.raises(UsageError, match=name):
             rule_of(name, world)
