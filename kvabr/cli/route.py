@@ -36,7 +36,8 @@ floor, scaled to the model's own cache (--kv-bytes).
 --day replays a day of generated requests (arrivals, lengths and shared prefixes from the seed) over two sites whose
 prefills queue and whose caches share the link: always local, always remote, PrfaaS's threshold, the best fixed
 threshold in hindsight, the length n*(C), kvabr's rule, and with --oracle a search that knows everything. `selfish` is
-kvabr's rule without regard for other requests, `whole` the same rule without `both`.
+kvabr's rule without regard for other requests, `whole` the same rule without `both`, `unprobed` without probes of the
+idle link.
 """
 
 

@@ -11,8 +11,8 @@ tokens whose cache is in place here and elsewhere (whole groups; the last token 
   that was computed, from the first group on; when the link is through with everything, from what was in place there on.
   Then follow half a round trip, the decoding of the last group, and the engine's step for the first token.
 - ``both``: as ``remote``, and meanwhile the first k tokens are computed here and not sent. The k is chosen at which the
-  link is through when the k tokens are computed, or less if a smaller k leaves nothing to gain. It must save 5 %. The k
-  is a plan: a player that computes from the front while it loads from the back ends where both meet.
+  link is through when the k tokens are computed, or less if a smaller k leaves nothing to gain. It must save
+  2 %. The k is a plan: a player that computes from the front while it loads from the back ends where both meet.
 - ``fetch``: what is in place there beyond h is fetched, and n - r tokens are prefilled here.
 
 Requests share the link in the order in which they were routed. What earlier ones have ready goes first; what they are
@@ -36,7 +36,7 @@ REMOTE: Place = "remote"
 BOTH: Place = "both"
 FETCH: Place = "fetch"
 PLACES = (LOCAL, REMOTE, BOTH, FETCH)
-_LEAST_GAIN = 0.05
+_LEAST_GAIN = 0.02
 """Share of the time that `BOTH` must save: it keeps workers of both sites busy."""
 MAX_TOKENS = 1 << 27
 """Longest prompt, as of a catalog: a million groups of 128 tokens."""

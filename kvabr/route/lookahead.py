@@ -26,7 +26,7 @@ _SAME_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class _Demand:
     """What a request of the past would have taken, if it had met no queue."""
 
     at_s: float
@@ -40,6 +40,8 @@ class Demand:
     fetch_s: float
     """Seconds of prefill here after fetching; infinity if there was nothing to fetch."""
     fetch_bytes: float
+    both: bool
+    """Whether both sites could work on it."""
 
 
 class Queues:
@@ -65,7 +67,7 @@ class Queues:
         if one.place == BOTH:
             heapreplace(self.here, max(self.here[0], now) + one.front_s)
 
-    def serve(self, one: Demand, now: float, byte_s: float) -> float:
+    def serve(self, one: _Demand, now: float, byte_s: float) -> float:
         """Let a request go where it has its first token soonest; return the seconds until then."""
         here, there = self.here, self.there
         here_s = max(now, here[0])
@@ -82,6 +84,17 @@ class Queues:
                 self.link = through_s
                 heapreplace(here, fetch_end)
                 return fetch_end - now
+        if one.both and here_s < remote_end and there_s < local_end:
+            # Both work on it, and end together: each does its share of the whole at its own rate.
+            carry_s = one.bytes * byte_s
+            start = max(there_s, self.link)
+            meets = (1 + here_s / one.local_s + start / carry_s) / (1 / one.local_s + 1 / carry_s)
+            meets = max(meets, last_s)
+            if meets + one.tail_s < min(local_end, remote_end) and meets > max(here_s, start):
+                heapreplace(here, meets)
+                heapreplace(there, computed_s)
+                self.link = meets
+                return meets + one.tail_s - now
         if local_end <= remote_end:
             heapreplace(here, local_end)
             return local_end - now
@@ -97,7 +110,7 @@ class Queues:
 class Lookahead:
     """Remembers requests, and lets them come again."""
 
-    def __init__(self, *, kept: int = 256, stretches: int = 16, ahead: int = 24) -> None:
+    def __init__(self, *, kept: int = 256, stretches: int = 40, ahead: int = 24) -> None:
         """Know nothing.
 
         Args:
@@ -105,22 +118,17 @@ class Lookahead:
             stretches: Stretches of the past that are let happen again for each decision.
             ahead: Requests in each of them.
         """
-        self._kept: deque[Demand] = deque(maxlen=kept)
-        self._stretches, self._ahead = stretches, ahead
+        self._kept: deque[_Demand] = deque(maxlen=kept)
+        self._most, self._ahead = stretches, ahead
 
-    @property
-    def kept(self) -> tuple[Demand, ...]:
-        """The requests that it remembers, in the order in which they came."""
-        return tuple(self._kept)
-
-    def note(self, options: Sequence[Forecast], now: float) -> None:
-        """Remember a request by what each place would have done with it."""
+    def note(self, options: Sequence[Forecast], now: float, *, both: bool = True) -> None:
+        """Remember a request by what each place would have done with it, or both sites together."""
         by = {one.place: one for one in options}
         local, remote, fetch = by[LOCAL], by[REMOTE], by.get(FETCH)
         if not math.isfinite(remote.ttft_s):
             return
         self._kept.append(
-            Demand(
+            _Demand(
                 now,
                 local.prefill_s,
                 remote.prefill_s,
@@ -129,6 +137,7 @@ class Lookahead:
                 remote.tail_s,
                 math.inf if fetch is None else fetch.prefill_s,
                 0.0 if fetch is None else fetch.bytes,
+                both and local.prefill_s > 0 and remote.bytes > 0,
             )
         )
 
@@ -151,7 +160,7 @@ class Lookahead:
             rate: Bytes per second that it carries.
             now: The time, on the same clock.
         """
-        stretches = self.stretches(now) if rate > 0 and len(options) > 1 else []
+        stretches = self._stretches() if rate > 0 and len(options) > 1 else []
         if not stretches:
             return tuple(options)
         byte_s = 1 / rate
@@ -168,20 +177,20 @@ class Lookahead:
         pairs = zip(options, waits, strict=True)
         return tuple(replace(one, others_s=(wait - least) / len(stretches)) for one, wait in pairs)
 
-    def stretches(self, now: float) -> list[tuple[float, Sequence[Demand]]]:  # noqa: ARG002  # for what knows more
+    def _stretches(self) -> list[tuple[float, Sequence[_Demand]]]:
         """Return what may come after now: when each stretch began, and who came then."""
         kept = list(self._kept)
         ahead = min(self._ahead, len(kept) // 2)
         if ahead < 1:
             return []
         room = len(kept) - ahead - 1
-        count = min(self._stretches, room + 1)
+        count = min(self._most, room + 1)
         firsts = [1 + room * number // max(1, count - 1) for number in range(count)]
         return [(kept[first - 1].at_s, kept[first : first + ahead]) for first in firsts]
 
     @staticmethod
     def _again(
-        stretch: Sequence[Demand], starts: Sequence[Queues], waits: list[float], byte_s: float, later_s: float
+        stretch: Sequence[_Demand], starts: Sequence[Queues], waits: list[float], byte_s: float, later_s: float
     ) -> None:
         states = [Queues(one.here, one.there, one.link) for one in starts]
         alike = 0

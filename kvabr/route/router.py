@@ -224,7 +224,7 @@ class Router:
 
     def take(self, options: Sequence[Forecast], chosen: Forecast, now: float) -> None:
         """Count on a request's being done as one of its options says, and remember it."""
-        self._lookahead.note(options, now)
+        self._lookahead.note(options, now, both=self._both)
         here, there = self._free
         if chosen.place in (LOCAL, FETCH):
             _give(here, now, max(chosen.ttft_s - chosen.prefill_s, 0.0), chosen.prefill_s)

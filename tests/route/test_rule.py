@@ -11,6 +11,7 @@ import pytest
 from kvabr.abr.estimators.classic import LastSample
 from kvabr.route import (
     CacheSize,
+    Forecast,
     LinkMemory,
     Lookahead,
     PrefillSite,
@@ -136,6 +137,32 @@ def test_a_router_knows_what_its_own_prefills_still_send():
     assert big.ttft_s == pytest.approx(2e7 / 9e7, abs=0.01)
     late = router.options(RouteRequest(1000, (0, 0), (50.0, 0.0), 9e7), 12.0)[1]
     assert late.ttft_s == pytest.approx(0.9, abs=0.02)
+
+
+def test_later_requests_may_go_to_both_sites_too():
+    # 10 s here, 10 s over the link: 5 s if both work on it.
+    one = [
+        Forecast("local", 10.0, "prefill", 0.0, 10.0, 0.0),
+        Forecast("remote", 10.1, "link", 0.0, 1.0, 1e7, tail_s=0.1),
+    ]
+    waits = {}
+    for both in (False, True):
+        known = Lookahead()
+        for at in range(4):
+            known.note(one, 100.0 * at, both=both)
+        free, crowded = known.priced(
+            [replace(one[0], place="local", prefill_s=0.0), replace(one[0], prefill_s=150.0)],
+            [0.0],
+            [0.0],
+            0.0,
+            1e6,
+            400.0,
+        )
+        assert free.others_s == 0.0
+        waits[both] = crowded.others_s
+    # The worker here is free 50 s too late. Then the link alone takes 10.1 s: instead of 10 s, or of 5.1 s.
+    assert waits[False] == pytest.approx(0.1)
+    assert waits[True] == pytest.approx(5.0)
 
 
 def test_a_bad_minute_is_forgotten():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from kvabr.replay.day.oracle import search
 from kvabr.replay.day.requests import DayRequest
-from kvabr.replay.day.rules import KVABR, RULES, play_rule
+from kvabr.replay.day.rules import KVABR, RULES, play_day, rule_of
 from kvabr.replay.day.world import DayOutcome, WorldShape
 from kvabr.route import PLACES
 from kvabr.types.errors import UsageError
@@ -91,6 +91,7 @@ def compare(
     deadline_s: float,
     sweeps: int = 2,
     rules: Sequence[str] = RULES,
+    played: Mapping[str, Sequence[DayOutcome]] | None = None,
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> list[DayResult]:
     """Play a day under every rule, the best fixed threshold and an oracle.
@@ -102,6 +103,7 @@ def compare(
             the least time.
         sweeps: Sweeps of the oracle's search; 0: no oracle.
         rules: Names of rules, with or without `KNOWING`.
+        played: What became of the requests under other rules, by their names.
         on_progress: Called with a stage (``rules``, ``oracle``), how many steps of it are done, and how many it has.
 
     Raises:
@@ -112,18 +114,19 @@ def compare(
     if not deadline_s > 0:
         raise UsageError(f"the deadline is {deadline_s} s; it must be positive")
     names = [*rules, *(f"threshold:{tokens}" for tokens in THRESHOLDS)]
-    days: dict[str, list[DayOutcome]] = {}
+    days: dict[str, Sequence[DayOutcome]] = dict(played or {})
+    others = list(days)
     for number, name in enumerate(names):
-        days[name] = play_rule(name, requests, shape)
+        days[name] = play_day(requests, shape, rule_of(name, shape))
         on_progress("rules", number + 1, len(names))
     means = {name: fmean(outcome.ttft_s for outcome in day) for name, day in days.items()}
     best = min((name for name in names if name.startswith("threshold:")), key=lambda name: means[name])
-    found = [summary(name, days[name], deadline_s) for name in rules if name != KVABR]
+    found = [summary(name, days[name], deadline_s) for name in (*rules, *others) if name != KVABR]
     found.append(summary(BEST, days[best], deadline_s, f"{best.partition(':')[2]} tokens, chosen in hindsight"))
     if KVABR in rules:
         found.append(summary(KVABR, days[KVABR], deadline_s))
     if sweeps:
-        start = days[min(names, key=lambda name: means[name])]
+        start = days[min(means, key=lambda name: means[name])]
         steps = [0]
 
         def progress(more: int) -> None:

@@ -138,7 +138,7 @@ class SharedWire:
     """The link, as far as it is not taken by what was requested before."""
 
     def __init__(self, capacity: Capacity) -> None:
-        self._capacity, self._busy = capacity, BusyTimes()
+        self._capacity, self._busy, self._shift_s = capacity, BusyTimes(), 0.0
         self._coming: list[tuple[float, float, float]] = []
         """When each piece is through, when it is ready, and its bytes: a heap."""
         self._seen_s = self._heard_s = 0.0
@@ -147,9 +147,20 @@ class SharedWire:
     def copy(self) -> SharedWire:
         """Return a copy."""
         made = SharedWire(self._capacity)
-        made._busy, made._coming = self._busy.copy(), self._coming[:]
+        made._busy, made._coming, made._shift_s = self._busy.copy(), self._coming[:], self._shift_s
         made._seen_s, made._heard_s = self._seen_s, self._heard_s
         return made
+
+    def shift(self, seconds: float) -> None:
+        """Let the link go on as it went on so much later."""
+        self._shift_s += seconds
+
+    def carried(self, begin: float, end: float) -> float:
+        """Return the bytes that it carries between two times."""
+        return self._capacity.between(begin + self._shift_s, end + self._shift_s)
+
+    def _when(self, begin: float, nbytes: float) -> float:
+        return self._capacity.when(begin + self._shift_s, nbytes) - self._shift_s
 
     def send(self, ready: float, nbytes: float, after: float = 0.0) -> float:
         """Carry bytes that are ready at a time, as soon as there is room after another; return when all are through."""
@@ -158,11 +169,11 @@ class SharedWire:
         for begin, until in self._busy.gaps(start) if start < self._busy.last_s else ((start, math.inf),):
             first = begin if first < 0 else first
             if until < math.inf:
-                room = self._capacity.between(begin, until)
+                room = self.carried(begin, until)
                 if room < left:
                     left -= room
                     continue
-            end = self._capacity.when(begin, left)
+            end = self._when(begin, left)
             break
         # All gaps before the last one are filled, so everything in between is busy now.
         self._busy.take(first, end)
@@ -176,8 +187,8 @@ class SharedWire:
     def rate(self, nbytes: float, now: float) -> float:
         """Return the rate at which bytes would go if nothing else did."""
         if nbytes <= 0:
-            return self._capacity.rate(now)
-        return nbytes / max(1e-9, self._capacity.when(now, nbytes) - now)
+            return self._capacity.rate(now + self._shift_s)
+        return nbytes / max(1e-9, self._when(now, nbytes) - now)
 
     def forget(self, now: float) -> None:
         """Drop what is over."""
@@ -201,16 +212,16 @@ class SharedWire:
                 high = begin + (step + 1) * (end - begin) / count
                 if high > low:
                     self._heard_s = high
-                    yield high, self._capacity.between(low, high), high - low
+                    yield high, self.carried(low, high), high - low
             self._seen_s = end
 
     def _probes(self, until: float) -> Iterator[tuple[float, float, float]]:
         while (at := max(self._seen_s, self._heard_s + PROBE_S)) < until:
-            end = min(self._capacity.when(at, PROBE_BYTES), at + _GIVE_UP_S)
+            end = min(self._when(at, PROBE_BYTES), at + _GIVE_UP_S)
             if end > until:
                 break
             self._heard_s = end
-            yield end, self._capacity.between(at, end), end - at
+            yield end, self.carried(at, end), end - at
 
 
 class PrefixCache:

@@ -11,17 +11,15 @@
 
 A day begins with a memory of the link, as with warm caches: what it carries in the mean.
 
-Three more know what nobody can, to show what a rule loses by not knowing it:
+Two more know what nobody can, to show what a rule loses by not knowing it:
 
 - ``knows-link``: kvabr's rule, and what the link will carry.
 - ``knows-present``: kvabr's rule, and how long the request will take at each place: the link, the prefills' true times,
-  and how transfers will share the link.
-- ``knows-later``: as ``knows-present``, and which requests come next, instead of which came lately.
+  and how transfers will share the link. It does not know later requests, as the oracle does.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -43,7 +41,6 @@ from kvabr.route import (
     RouteRequest,
     break_even_tokens,
 )
-from kvabr.route.lookahead import Demand
 from kvabr.route.router import USUAL_S
 from kvabr.types.errors import UsageError, did_you_mean
 
@@ -51,7 +48,7 @@ PRFAAS_TOKENS = 19_400
 KVABR = "kvabr"
 RULES = ("local", "remote", "prfaas", "break-even", "selfish", "whole", "unprobed", KVABR)
 """Names of the rules; ``threshold:N`` is another for each number."""
-KNOWING = ("knows-link", "knows-present", "knows-later")
+KNOWING = ("knows-link", "knows-present")
 """Names of those that know more than a router can."""
 
 
@@ -96,7 +93,9 @@ class _BreakEven:
         return _Threshold(threshold).place(request, world, now)
 
 
-class _Kvabr:
+class Kvabr:
+    """kvabr's rule."""
+
     def __init__(
         self,
         shape: WorldShape,
@@ -106,6 +105,15 @@ class _Kvabr:
         probes: bool = True,
         lookahead: Lookahead | None = None,
     ) -> None:
+        """Begin with a memory of what the link carries in the mean; the options are those of `Router`.
+
+        Args:
+            shape: Sites and link.
+            considerate: Whether the wait of other requests counts.
+            both: Whether both sites may work on a prompt.
+            probes: Whether the idle link is probed.
+            lookahead: What remembers requests (default: a new one).
+        """
         self._probes = probes
         self._router = Router(
             shape.local.cost,
@@ -121,6 +129,7 @@ class _Kvabr:
         self._router.arrived(USUAL_S * shape.mean_rate, USUAL_S, 0.0)
 
     def place(self, request: DayRequest, world: World, now: float) -> Choice:
+        """Return where a request goes that has just arrived."""
         for end, nbytes, seconds in world.wire.samples(now, probes=self._probes):
             self._router.arrived(nbytes, seconds, end)
         here, there = world.view(request, now)
@@ -134,7 +143,7 @@ class _Kvabr:
         known = self._known(options, request, world, now)
         index = min(range(len(known)), key=lambda each: known[each].price_s)
         self._router.take(options, options[index], now)
-        return _choice(options[index])
+        return choice_of(options[index])
 
     def _known(self, options: Sequence[Forecast], request: DayRequest, world: World, now: float) -> Sequence[Forecast]:
         """Return the forecasts by which to choose."""
@@ -142,21 +151,9 @@ class _Kvabr:
         return options
 
 
-class _KnowsPresent(_Kvabr):
+class _KnowsPresent(Kvabr):
     def _known(self, options: Sequence[Forecast], request: DayRequest, world: World, now: float) -> Sequence[Forecast]:
-        return [replace(one, ttft_s=world.copy().serve(request, _choice(one), now).ttft_s) for one in options]
-
-
-class _LaterRequests(Lookahead):
-    """Knows who comes next, as far as a rule's choices do not change when they come."""
-
-    def __init__(self, before: Sequence[Demand], ahead: int = 24) -> None:
-        super().__init__(kept=1)
-        self._all, self._times, self._next = before, [one.at_s for one in before], ahead
-
-    def stretches(self, now: float) -> list[tuple[float, Sequence[Demand]]]:
-        first = bisect_right(self._times, now)
-        return [(now, self._all[first : first + self._next])]
+        return [replace(one, ttft_s=world.copy().serve(request, choice_of(one), now).ttft_s) for one in options]
 
 
 class _KnownLink(LinkMemory):
@@ -171,18 +168,19 @@ class _KnownLink(LinkMemory):
         return rate, rate
 
 
-class _KnowsLink(_Kvabr):
+class _KnowsLink(Kvabr):
     def place(self, request: DayRequest, world: World, now: float) -> Choice:
         self._router.memory = _KnownLink(world.wire)
         return super().place(request, world, now)
 
 
-def _choice(one: Forecast) -> Choice:
+def choice_of(one: Forecast) -> Choice:
+    """Return the choice that a forecast is of."""
     return Choice(one.place, one.front_tokens)
 
 
 def rule_of(name: str, shape: WorldShape) -> DayRule:
-    """Return a fresh rule by its name; for ``knows-later`` see `play_rule`.
+    """Return a fresh rule by its name.
 
     Raises:
         UsageError: There is none of that name.
@@ -202,23 +200,11 @@ def rule_of(name: str, shape: WorldShape) -> DayRule:
         return _BreakEven(shape)
     if name in ("selfish", "whole", "unprobed", KVABR):
         options = {"considerate": name != "selfish", "both": name != "whole", "probes": name != "unprobed"}
-        return _Kvabr(shape, **options)
+        return Kvabr(shape, **options)
     if name in KNOWING:
         return (_KnowsLink if name == "knows-link" else _KnowsPresent)(shape)
     names = (*RULES, *KNOWING)
     raise UsageError(f"no rule {name!r}{did_you_mean(name, names)}; there are {', '.join(names)} and threshold:TOKENS")
-
-
-def play_rule(name: str, requests: Sequence[DayRequest], shape: WorldShape) -> list[DayOutcome]:
-    """Return what becomes of every request under the rule of a name; see `rule_of`.
-
-    What ``knows-later`` knows of the requests to come is from playing the day once before with ``knows-present``.
-    """
-    if name != "knows-later":
-        return play_day(requests, shape, rule_of(name, shape))
-    memory = Lookahead(kept=len(requests))
-    play_day(requests, shape, _KnowsPresent(shape, lookahead=memory))
-    return play_day(requests, shape, _KnowsPresent(shape, lookahead=_LaterRequests(memory.kept)))
 
 
 def play_day(requests: Sequence[DayRequest], shape: WorldShape, rule: DayRule) -> list[DayOutcome]:

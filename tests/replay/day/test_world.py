@@ -10,10 +10,11 @@ from statistics import fmean
 import pytest
 
 from kvabr.replay.day.compare import BEST, ORACLE, compare
+from kvabr.replay.day.informed import other_days, play_informed
 from kvabr.replay.day.oracle import candidates, replay_choices, search
 from kvabr.replay.day.queues import BusyTimes, PrefixCache, SharedWire, WorkerPool
 from kvabr.replay.day.requests import TOKEN_S, DayRequest, DayShape, day_of_requests, shared_parts
-from kvabr.replay.day.rules import PRFAAS_TOKENS, RULES, play_day, play_rule, rule_of
+from kvabr.replay.day.rules import PRFAAS_TOKENS, RULES, play_day, rule_of
 from kvabr.replay.day.world import Choice, Day, SiteShape, World, WorldShape
 from kvabr.replay.link import FIRST_BYTE_S, Capacity
 from kvabr.replay.trace import Trace
@@ -298,10 +299,42 @@ def test_rules_do_what_they_say():
     assert places("selfish") == places("kvabr") == places("knows-link") == places("knows-present") == [BOTH, BOTH]
     thin = shape(trace=link(1e5))
     assert [one.place for one in play_day(day, thin, rule_of("break-even", thin))] == [LOCAL, LOCAL]
-    assert [one.place for one in play_rule("knows-later", day, world)] == [BOTH, BOTH]
     for name in ("nearest", "threshold:many"):
         with pytest.raises(UsageError, match=name):
             rule_of(name, world)
+
+
+def test_a_rule_that_knows_what_can_be_known_plays_futures():
+    day = DayShape(40, 60.0)
+    world = shape(trace=Trace("two", "two", (0.0, 10.0), (4e6, 1e6), 40.0))
+    others = other_days(day, world, 1, 3)
+    assert len(others) == 3
+    assert others == other_days(day, world, 1, 3) != other_days(day, world, 2, 3)
+    for arrivals in others:
+        assert [at for at, _ in arrivals] == sorted(at for at, _ in arrivals)
+    requests = day_of_requests(day, 1)
+    found = play_informed(requests, world, day, 1, futures=3)
+    assert len(found) == len(requests)
+    most = max(
+        fmean(one.ttft_s for one in play_day(requests, world, rule_of(name, world))) for name in ("local", "remote")
+    )
+    assert fmean(one.ttft_s for one in found) < most
+    results = {one.rule: one for one in compare(requests, world, deadline_s=5.0, played={"informed": found}, sweeps=1)}
+    assert results["informed"].mean_s == pytest.approx(fmean(one.ttft_s for one in found))
+    assert results[ORACLE].mean_s <= min(one.mean_s for one in results.values())
+    mine = results["kvabr"]
+    assert mine.elsewhere_s <= 10 * mine.mean_s
+    assert results[ORACLE].elsewhere_s == 0
+
+
+def test_a_link_goes_on_as_it_did_at_another_moment():
+    wire = SharedWire(Capacity(Trace("two", "two", (0.0, 10.0), (100.0, 300.0), 20.0), slow_start=False))
+    other = wire.copy()
+    other.shift(10.0)
+    assert (wire.carried(0.0, 1.0), other.carried(0.0, 1.0)) == pytest.approx((100.0, 300.0))
+    assert (wire.rate(0.0, 0.0), other.rate(0.0, 0.0)) == (100.0, 300.0)
+    assert (wire.send(0.0, 300.0), other.send(0.0, 300.0)) == pytest.approx((3.0, 1.0))
+    assert other.copy().send(1.0, 300.0) == pytest.approx(2.0)
 
 
 @pytest.mark.slow
