@@ -77,6 +77,7 @@ def test_a_day_is_compared_and_drawn(capsys, tmp_path):
             "break-even",
             "selfish",
             "whole",
+            "unprobed",
             "best threshold",
             "kvabr",
             "oracle",

@@ -254,7 +254,7 @@ class World:
         ready: list[_Piece] = []
         # The engine computes what is missing in its order, and skips what is in place.
         missing = {one: luck * (cost.seconds(one.begin, one.until - one.begin) - cost.constant_s) for one in pieces}
-        starts = begin + luck * cost.seconds(before, max(0, pieces[0].begin - before))
+        starts = begin + luck * max(cost.constant_s, cost.seconds(before, pieces[0].begin - before))
         left_s, step_s = sum(missing.values()), luck * cost.seconds(tokens - 1, 1)
         sent = decoded = nbytes = 0.0
         met = ends = starts + left_s if starts + left_s <= until else math.inf

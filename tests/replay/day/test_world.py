@@ -145,6 +145,9 @@ def test_the_sites_meet_elsewhere_than_planned_if_the_link_fails_or_is_fast():
     (fast,) = played(one, [Choice(BOTH, 8320)], shape(trace=link(1e8)))
     assert fast.ttft_s == pytest.approx(12_800 / 8000, rel=0.1)
     assert fast.local_s < 2
+    slow = replace(SLOW, constant_s=0.5)
+    (late,) = played(one, [Choice(BOTH, 4224)], shape(trace=outage, local=SiteShape(slow)))
+    assert late.ttft_s == pytest.approx(failed.ttft_s + 0.5)
     # A worker that has something else to do keeps out of it: then all is sent.
     far = [request(0, 0.0, 50_000), request(1, 0.0, 12_800)]
     assert played(far, [LOCAL, Choice(BOTH, 4224)], shape())[1].place == REMOTE
