@@ -199,8 +199,7 @@ def rule_of(name: str, shape: WorldShape) -> DayRule:
     if name == "break-even":
         return _BreakEven(shape)
     if name in ("selfish", "whole", "unprobed", KVABR):
-        options = {"considerate": name != "selfish", "both": name != "whole", "probes": name != "unprobed"}
-        return Kvabr(shape, **options)
+        return Kvabr(shape, considerate=name != "selfish", both=name != "whole", probes=name != "unprobed")
     if name in KNOWING:
         return (_KnowsLink if name == "knows-link" else _KnowsPresent)(shape)
     names = (*RULES, *KNOWING)
