@@ -38,10 +38,22 @@ def test_ls_and_du(place, tmp_path, capsys):
     assert store("ls", place, "--model", "unknown") == 0
     assert "0 assets, 0 B" in capsys.readouterr().out
     assert store("du", place, "--json", out) == 0
-    usage = json.loads(out.read_text())
+    (usage,) = json.loads(out.read_text())["tenants"]
     assert usage["models"][MODEL]["assets"] == 2
     assert {each["track"] for each in usage["tracks"]} == {"FP16", "Int4"}
     assert usage["bytes"] <= sum(asset["bytes"] for asset in value["assets"])
+
+
+def test_du_of_all_tenants(tmp_path, capsys):
+    place, out = f"file://{tmp_path}/objects?layout=objects", tmp_path / "out.json"
+    for tenant, tokens in (("one", 20), ("two", 40)):
+        publish(f"{place}&tenant={tenant}", LONG[:tokens])
+    assert store("du", place, "--all-tenants", "--json", out) == 0
+    tenants = json.loads(out.read_text())["tenants"]
+    assert [(each["tenant"], each["assets"]) for each in tenants] == [("one", 1), ("two", 1)]
+    assert tenants[0]["bytes"] < tenants[1]["bytes"]
+    assert "tenant two" in capsys.readouterr().out
+    assert store("du", _other(tmp_path), "--all-tenants") == 0
 
 
 def test_pins_and_gc(place, tmp_path, capsys):

@@ -20,7 +20,7 @@ publisher, or played through an origin; plays straight from a bucket are not see
 _DU = """\
 examples:
   kvabr store du assets
-  kvabr store du s3://kv-caches/prod --json usage.json
+  kvabr store du s3://kv-caches/prod --all-tenants --json usage.json
 
 Bytes that assets share count once.
 """
@@ -82,6 +82,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
     du = action("du", "du", "show how many bytes models and tracks take", _DU)
     _add_store(du)
+    du.add_argument("--all-tenants", action="store_true", help="of all tenants of the bucket, not only the URL's")
     _add_json(du)
 
     pin = action("pin", "pin", "keep an asset for a time", _PIN)

@@ -18,7 +18,7 @@ from kvabr.store.library import rules
 from kvabr.store.library.collect import Collected
 from kvabr.store.library.copying import copy_assets
 from kvabr.store.library.library import Inventory, Library, full_name
-from kvabr.store.library.opening import open_library
+from kvabr.store.library.opening import open_libraries, open_library
 from kvabr.store.library.rules import Holding, Rules, evictions, total_bytes
 from kvabr.store.locations import open_store
 from kvabr.types.errors import AssetError, NotFoundError, UsageError
@@ -79,7 +79,18 @@ def ls(args: argparse.Namespace) -> int:
 def du(args: argparse.Namespace) -> int:
     """Show how many bytes models and tracks take."""
     check_writable(args.json)
-    library, found = _inventory(args)
+    libraries = open_libraries(args.store) if args.all_tenants else [open_library(args.store)]
+    tenants = []
+    for library in libraries:
+        with StageBar(_STAGES) as bar:
+            found: Inventory = run_async(library.inventory(bar))
+        tenants.append(_du(library.tenant, found))
+    write_json(args.json, {"schema": "kvabr.store-du/1", "store": args.store, "tenants": tenants})
+    return 0
+
+
+def _du(tenant: str, found: Inventory) -> dict[str, Any]:
+    """Show the bytes of one tenant, and return them as JSON values."""
     models: dict[str, list[Holding]] = defaultdict(list)
     for each in found.holdings:
         models[each.model].append(each)
@@ -93,30 +104,24 @@ def du(args: argparse.Namespace) -> int:
                 sizes[track] += size
         tracks += [(model, track, size) for track, size in sizes.items()]
     out = Console()
-    title = f"tenant {library.tenant}" if library.tenant else None
+    title = f"tenant {tenant}" if tenant else None
     out.print(table(title, ("model", "assets", "bytes", "pinned"), rows, fold=("model",)))
     shown = [(model, track, human(size)) for model, track, size in tracks]
     out.print(table("each asset's own count", ("model", "track", "bytes"), shown, fold=("model",), left=("track",)))
     _say_damaged(found)
     total = total_bytes(found.holdings)
     others = f"; {human(found.unnamed_bytes)} that no asset names, {human(found.cached_bytes)} of cached groups"
-    plain(f"{len(found.holdings)} assets, {human(total)}" + (others if library.tenant else ""))
-    write_json(
-        args.json,
-        {
-            "schema": "kvabr.store-du/1",
-            "store": library.location,
-            "tenant": library.tenant,
-            "assets": len(found.holdings),
-            "bytes": total,
-            "unnamed_bytes": found.unnamed_bytes,
-            "cached_bytes": found.cached_bytes,
-            "models": {model: {"assets": len(held), "bytes": total_bytes(held)} for model, held in models.items()},
-            "tracks": [{"model": model, "track": track, "bytes": size} for model, track, size in tracks],
-            "damaged": dict(found.damaged),
-        },
-    )
-    return 0
+    plain(f"{len(found.holdings)} assets, {human(total)}" + (others if tenant else ""))
+    return {
+        "tenant": tenant,
+        "assets": len(found.holdings),
+        "bytes": total,
+        "unnamed_bytes": found.unnamed_bytes,
+        "cached_bytes": found.cached_bytes,
+        "models": {model: {"assets": len(held), "bytes": total_bytes(held)} for model, held in models.items()},
+        "tracks": [{"model": model, "track": track, "bytes": size} for model, track, size in tracks],
+        "damaged": dict(found.damaged),
+    }
 
 
 def pin(args: argparse.Namespace) -> int:

@@ -1,6 +1,8 @@
-"""Opens the library at a path or URL."""
+"""Opens the library at a path or URL, or those of all tenants there."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.store.library.folder_library import FolderLibrary
@@ -11,12 +13,27 @@ from kvabr.types.errors import UsageError
 
 def open_library(location: Location) -> Library:
     """Return the library at a path or URL; `UsageError` if that cannot be managed, `AssetError` if it is not there."""
+    return _opened(location, everybody=False)[0]
+
+
+def open_libraries(location: Location) -> list[Library]:
+    """Return the libraries of all tenants at a URL, that of a folder alone; errors as `open_library`."""
+    return _opened(location, everybody=True)
+
+
+def _opened(location: Location, *, everybody: bool) -> list[Library]:
     store = open_store(location, must_exist=True)
     if isinstance(store, FolderAssetStore):
-        return FolderLibrary(store)
+        return [FolderLibrary(store)]
     from kvabr.store.library.bucket_library import BucketLibrary  # noqa: PLC0415 - only who has a bucket needs it
     from kvabr.store.objects.asset_store import ObjectAssetStore  # noqa: PLC0415
+    from kvabr.store.objects.bucket import Bucket  # noqa: PLC0415
 
     if isinstance(store, ObjectAssetStore):
-        return BucketLibrary(store.bucket)
+        bucket = store.bucket
+        names = {bucket.where.tenant}
+        if everybody:
+            above = Bucket(replace(bucket.where, tenant=""))
+            names = {found.key.partition("/")[0] for found in above.list_sync("")}
+        return [BucketLibrary(Bucket(replace(bucket.where, tenant=name))) for name in sorted(names)]
     raise UsageError(f"{location}: this kind of store cannot be managed")
