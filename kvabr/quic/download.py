@@ -72,7 +72,7 @@ class ReceiveBuffer:
         return self._memory[self._size : self._size + most]
 
     def took(self, count: int) -> None:
-        """Note that so many bytes were written to what `room` returned."""
+        """Note that ``count`` bytes were written to what `room` returned."""
         self._size += count
 
     def view(self, start: int = 0) -> memoryview:

@@ -75,7 +75,7 @@ class RelayedAsset(GrowingAsset):
             self._groups.hold(GroupRequest(self.namespace, level.name, group, limit, wait_s=HOLD_S))
 
     def take(self, message: EdgeMessage) -> None:
-        """See `GrowingAsset.take`; what the origin holds requests for is fetched, whoever may still want it."""
+        """See `GrowingAsset.take`; what the origin holds requests for is fetched, even if nobody wants it any more."""
         before = [(level, level.groups) for level in self.levels.values()]
         super().take(message)
         for level, groups in before:

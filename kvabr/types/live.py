@@ -418,7 +418,7 @@ class GrowingCatalog:
                 self.left_out.add((group, track))
             return False
         if frame[0] > self._most_bytes:
-            raise FormatError(f"edge message: a group of {name} with {frame[0]} bytes, no cache needs so many")
+            raise FormatError(f"edge message: a group of {name} with {frame[0]} bytes, more than a cache can need")
         self._sizes[track][group], self._digests[track][group] = frame
         self.known[name][number] = frame[1]
         self.left_out.discard((group, track))

@@ -43,9 +43,9 @@ class Fault:
     silent: bool = False
     """Never answer."""
     stop_after: int | None = None
-    """Send so many bytes, and then nothing more."""
+    """Send this many bytes, and then nothing more."""
     cut_after: int | None = None
-    """Send so many bytes, and close the connection."""
+    """Send this many bytes, and close the connection."""
     replace: bytes | None = None
     """The object has other bytes."""
     delay_s: float = 0.0

@@ -107,7 +107,7 @@ async def test_a_frame_that_is_not_what_the_news_said_is_not_used(producer, asse
         (lambda _: b"nonsense", "edge message"),
         (lambda _: b"", "edge message"),
         (lambda _: b"[" * 1000, "edge message"),
-        (lambda data: data.replace(b'"Int4":[', b'"Int4":[1000000'), "no cache needs so many"),
+        (lambda data: data.replace(b'"Int4":[', b'"Int4":[1000000'), "more than a cache can need"),
     ],
 )
 @virtual

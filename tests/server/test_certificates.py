@@ -52,7 +52,7 @@ def test_development_leaves_nothing_behind():
 
 
 async def test_a_tls_stack_accepts_it_for_its_names_alone():
-    """Whoever trusts this very certificate gets a connection to each of its names, and to no other."""
+    """A client that trusts this certificate gets a connection to each of its names, and to no other."""
     with development("example.org") as tls:
         server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server_side.load_cert_chain(tls.certfile, tls.keyfile)

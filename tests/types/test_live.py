@@ -174,7 +174,7 @@ def test_an_engine_that_has_the_first_groups_plays_the_others():
 def test_a_frame_that_no_cache_needs_is_refused():
     made = live()
     growing = GrowingCatalog(made, made.catalog, most_bytes=999)
-    with pytest.raises(FormatError, match="1000 bytes, no cache needs so many"):
+    with pytest.raises(FormatError, match="1000 bytes, more than a cache can need"):
         growing.publish(news(0, NAMES))
     assert growing.edge == 0
 

@@ -35,7 +35,7 @@ class Sink(Protocol):
         """Return memory for the bytes that come next, writable and not empty."""
 
     def took(self, count: int) -> None:
-        """Note that so many bytes were written to the memory that `room` returned last."""
+        """Note that ``count`` bytes were written to the memory that `room` returned last."""
 
 
 class DirectReader:
@@ -61,7 +61,7 @@ class DirectReader:
             begin: first byte.
             end: byte after the last one.
             sink: takes them, in order.
-            part_bytes: it is told of so many bytes at a time, if they do not come faster.
+            part_bytes: bytes after which it is told each time, if they do not come faster.
 
         Raises:
             NotFoundError: there is no such object.

@@ -1,7 +1,7 @@
 """Publishes an asset into an object store: spans first, the catalog last, and nothing that is there is written again.
 
 Of several publishers of one object, the first wins, and the others list what it wrote: its digests, sizes and losses.
-So every catalog's digests are those of the bytes that are there, whoever made them. A publisher that ends before its
+So every catalog's digests are those of the stored bytes, no matter who wrote them. A publisher that ends before its
 catalog is written leaves spans that nothing names, which the collector removes.
 """
 

@@ -18,7 +18,7 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.errors import PlayError
 from tests.engines.vllm.engine import TEXT, RealEngine
 from tests.engines.vllm.tinies import tiny_gemma
-from tests.engines.vllm.world import SMALL, VllmWorld
+from tests.engines.vllm.world import SMALL, VllmWorld, harmed
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("engine_mode")]
 
@@ -140,14 +140,8 @@ def test_whatever_is_lost_the_text_stays(world, part, harm):
     name = world.model.spec.names[part]
     group = world.last // 128 - 1
     frame = world.asset / "groups" / f"{world.exact}.{name}" / f"{group:05d}.kvg"
-    data = frame.read_bytes()
-    broken = bytearray(data)
-    broken[len(data) // 2] ^= 1
-    frame.unlink() if harm == "missing" else frame.write_bytes(broken)
-    try:
+    with harmed(frame, harm):
         text, counted = world.played(deadline_s=30.0)
-    finally:
-        frame.write_bytes(data)
     assert text == world.cold
     assert counted.get("tokens_loaded", 0) < world.last
     assert counted["plays_cut"] == counted["lookups_hit"] == 1

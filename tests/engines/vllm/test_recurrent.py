@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm mak
 from kvabr.types.errors import PlayError
 from tests.engines.vllm.test_hybrid import World
 from tests.engines.vllm.tinies import tiny_delta
+from tests.engines.vllm.world import harmed
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("engine_mode")]
 
@@ -63,14 +64,8 @@ def test_the_text_depends_on_the_states(world, part, monkeypatch):
 def test_whatever_is_lost_the_text_stays(world, part, harm):
     name = world.model.spec.names[part]
     frame = max((world.asset / "groups" / f"Raw.{name}").glob("*.kvg"))
-    data = frame.read_bytes()
-    broken = bytearray(data)
-    broken[len(data) // 2] ^= 1
-    frame.unlink() if harm == "missing" else frame.write_bytes(broken)
-    try:
+    with harmed(frame, harm):
         text, counted = world.played(deadline_s=30.0)
-    finally:
-        frame.write_bytes(data)
     assert text == world.cold
     assert not counted.get("tokens_loaded")
     assert counted["plays_cut"] == counted["lookups_hit"] == 1
