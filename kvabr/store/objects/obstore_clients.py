@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvabr.store.objects.url import CLOUDS, WEB, StoreUrl
+from kvabr.store.objects.url import CLOUDS, WEB, StoreUrl, check_endpoint
 from kvabr.types.errors import StoreError, UsageError
 
 if TYPE_CHECKING:
@@ -72,9 +72,15 @@ def make_client(where: StoreUrl, limits: ClientConfig, *, writes: bool) -> Obsto
 
 
 def endpoint_of(where: StoreUrl) -> str:
-    """Return the endpoint that a URL names, or for S3 the environment; empty for the cloud's own."""
+    """Return the endpoint that a URL names, or for S3 the environment; empty for the cloud's own.
+
+    Raises `UsageError` if the environment's is wrong, which would make obstore panic; a URL was checked already.
+    """
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if where.scheme == "s3" else ()
-    return where.endpoint or next((value for name in names if (value := os.environ.get(name))), "")
+    if where.endpoint or not (name := next(filter(os.environ.get, names), "")):
+        return where.endpoint
+    check_endpoint(os.environ[name], name)
+    return os.environ[name]
 
 
 def _aws_profile(where: StoreUrl) -> dict[str, str]:

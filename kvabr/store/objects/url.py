@@ -148,8 +148,8 @@ def _options(url: str, scheme: str, query: str) -> dict[str, str]:
             f"{_shown(url)}: tenant {tenant[:80]!r} must have 1 to 63 of a-z, 0-9 and . _ - and begin with a letter or "
             "digit"
         )
-    if endpoint and (urlsplit(endpoint).scheme not in WEB or "@" in endpoint or not urlsplit(endpoint).netloc):
-        raise UsageError(f"{_shown(url)}: endpoint must be http://HOST:PORT or https://HOST, without credentials")
+    if endpoint:
+        check_endpoint(endpoint, f"{_shown(url)}: endpoint")
     return options
 
 
@@ -166,3 +166,10 @@ def _shown(url: str) -> str:
     path = rest.partition("?")[0].partition("#")[0]
     host, slash, tail = path.partition("/")
     return f"{before}://{host.rpartition('@')[2]}{slash}{tail}" if rest else before
+
+
+def check_endpoint(endpoint: str, name: str) -> None:
+    """Raise `UsageError` unless this is the endpoint of a store; ``name`` says what named it."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in WEB or "@" in endpoint or not parts.netloc:
+        raise UsageError(f"{name} must be http://HOST:PORT or https://HOST, without credentials")

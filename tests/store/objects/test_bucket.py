@@ -187,15 +187,6 @@ async def test_a_stream_that_is_closed_ends(seaweed):
     assert bytes(await bucket.get("s/a", limit=len(data))) == data
 
 
-@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
-def test_the_endpoint_may_come_from_the_environment(seaweed, monkeypatch, name):
-    at = Bucket.open(seaweed.url("somewhere"))
-    at.put_sync("s/a", b"mine")
-    monkeypatch.setenv(name, seaweed.endpoint)
-    bucket = Bucket.open(str(at.where).partition("?")[0])
-    assert bytes(bucket.get_sync("s/a", limit=4)) == b"mine"
-
-
 def test_an_endpoint_that_cannot_be_is_told(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "weed:8333")
     with pytest.raises(UsageError, match=r"AWS_ENDPOINT_URL must be http://HOST:PORT"):
