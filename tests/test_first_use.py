@@ -107,6 +107,19 @@ def test_the_readme_shows_what_the_command_draws(tmp_path):
     assert path.read_text() == shipped.read_text(), "draw it again: " + " ".join(["kvabr", *words[:-1], str(shipped)])
 
 
+def test_nothing_is_said_of_the_time_left_before_a_second_report(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    with display.StageBar({"prefill": "prefill (tokens)"}) as bar:
+        for done in (512, 1024):
+            now[0] += 11.0
+            bar("prefill", done, 2048)
+    assert capsys.readouterr().err.splitlines() == [
+        "prefill (tokens): 512 of 2048",
+        "prefill (tokens): 1024 of 2048, about 22 s left",
+    ]
+
+
 def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
@@ -116,7 +129,7 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatc
             bar("encode", done, 30)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "encoding groups: 2 of 30, about 14 s left",
-        "encoding groups: 12 of 30, about 16 s left",
+        "encoding groups: 2 of 30, about 28 s left",
+        "encoding groups: 12 of 30, about 18 s left",
         "encoding groups: 22 of 30, about 8 s left",
     ]

@@ -38,7 +38,8 @@ class _Bar:
     """Progress on standard error: a bar on a terminal, a line now and then elsewhere. A context manager."""
 
     def __init__(self, *columns: ProgressColumn, console: Console | None = None) -> None:
-        self._began_s: dict[str, float] = {}
+        self._began: dict[str, tuple[float, float]] = {}
+        """When the first steps of each stage were reported as done, and how many these were."""
         self._due_s = time.monotonic() + _FIRST_S
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -60,11 +61,13 @@ class _Bar:
     def _line(self, what: str, done: float, total: float | None) -> None:
         """Print a line if there is no bar and it is time for one."""
         now = time.monotonic()
-        began_s = self._began_s.setdefault(what, now)
+        began_s, before = self._began.setdefault(what, (now, done))
         if not self._bar.disable or now < self._due_s:
             return
         self._due_s = now + _EVERY_S
-        left = f", about {(now - began_s) / done * (total - done):.0f} s left" if total and 0 < done < total else ""
+        left = ""
+        if total and before < done < total:
+            left = f", about {(now - began_s) / (done - before) * (total - done):.0f} s left"
         of = f" of {total:g}" if total else ""
         print(f"{what}: {done:g}{of}{left}", file=sys.stderr, flush=True)
 

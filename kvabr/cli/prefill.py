@@ -195,8 +195,9 @@ def _prefill(
         with StageBar({"prefill": "prefill (tokens)"}, console) as bar:
             if args.live:
                 _, done = prefill_live(
-                    live, engine, ids, salt=salt, run_tokens=args.run_tokens, begun=begun, progress=progress
-                )
+                    live, engine, ids, salt=salt, run_tokens=args.run_tokens, always=False, begun=begun,
+                    progress=progress,
+                )  # fmt: skip
             elif isinstance(slot := live.publisher.reserve(ids, salt), Slot):
                 slot.fill(compute_cache(engine, ids, progress), done.set_result)
             else:

@@ -67,6 +67,10 @@ class Analysis:
         """The transform's blocks and stacks."""
         return self.transform.structure
 
+    def prepare(self) -> None:
+        """Invert the matrices now, which takes about a second, not with the first group."""
+        _ = self._native if native_available() else (self._block_inverse, self._stack_inverse)
+
     def _block_inverses(self, blocks: Iterable[int]) -> torch.Tensor:
         """Return the inverse matrices of some blocks, [block, component, channel] float32."""
         mantissa, gain = self.transform.block or NO_MATRIX

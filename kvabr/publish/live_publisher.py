@@ -84,6 +84,7 @@ class LivePublisher:
         self.costs = TrackCosts()
         """What encoding takes here."""
         self._growing: set[LiveProduction] = set()
+        publisher.prepare()
 
     def begin(
         self,

@@ -66,6 +66,12 @@ class TrackOffer:
         self.spec, self.prior, self.profile, self._source = spec, prior, profile, source
         self.digest = check_kind(digest)
 
+    def prepare(self) -> None:
+        """Compute what the first group would otherwise wait for: the matrices of the AC tracks take a second."""
+        if self.profile is not None and any(codec(track).needs_profile for track in self.tracks):
+            for part in self.spec.parts:
+                self.profile.of(part).analysis.prepare()
+
     def encoder(self, chunks: Sequence[str], tokens: int, store: FrameStore, position: int | None = 0) -> FrameEncoder:
         """Return an encoder of one cache; without a position it has no tracks that need a profile."""
         tracks = self.tracks

@@ -102,6 +102,10 @@ class Publisher:
             self._known.add(name)
         return Slot(self, tuple(chunks), tokens, position)
 
+    def prepare(self) -> None:
+        """Have the encoding thread compute what its first group would otherwise wait for."""
+        self._threads[False].submit(self.offer.prepare)
+
     def close(self) -> None:
         """Publish what waits, and end."""
         self._closed = True

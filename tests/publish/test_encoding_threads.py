@@ -14,6 +14,7 @@ from kvabr.publish.publisher import Publisher
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.files import NameClaim
 from kvabr.types.errors import UsageError
+from tests import kvdata
 from tests.publish.test_live_publisher import PACE, SPEC, TOKENS, cache, name_of, publisher
 
 LIMIT_S = 300
@@ -99,6 +100,15 @@ def test_a_cache_is_encoded_patiently_once_its_budget_is_spent_until_its_last_to
 def test_a_share_that_is_none(tmp_path, share):
     with pytest.raises(UsageError, match="from 0 to 1"):
         LivePublisher(publisher(tmp_path), share=share)
+
+
+def test_the_first_group_need_not_wait_for_matrices(tmp_path):
+    side = kvdata.profile(SPEC)
+    analysis = side.of(SPEC.parts[0]).analysis
+    names = {"_native", "_stack_inverse"}
+    assert not names & vars(analysis).keys()
+    LivePublisher(publisher(tmp_path, profile=side)).close()
+    assert names & vars(analysis).keys()
 
 
 class Threads(Publisher):

@@ -7,8 +7,12 @@ import json
 import pytest
 
 from kvabr.cli.main import main
+from kvabr.engines.transformers import publish
+from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.publish.texts import measuring_texts
 from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.files import NameClaim
+from kvabr.types.cost import PrefillCost
 from tests import tinymodels
 from tests.toymodel import toy_asset
 
@@ -45,6 +49,22 @@ def test_a_prompt_is_published_and_known_the_second_time(live, text, tmp_path, c
     capsys.readouterr()
     assert kvabr(*words) == 0
     assert f"published already: {path}" in capsys.readouterr().out
+
+
+@pytest.mark.model
+def test_what_another_process_publishes_is_not_computed(text, tmp_path, capsys, monkeypatch):
+    words = ["prefill", "--text", text, "--tokens", 300, "--model", tinymodels.save(tmp_path / "tiny"), "--live"]
+    assert kvabr(*words, "--out", tmp_path / "one") == 0
+    (path,) = (tmp_path / "one").iterdir()
+    (tmp_path / "two").mkdir()
+    claim = NameClaim(tmp_path / "two" / path.name)
+    assert claim.take()
+    monkeypatch.setattr(TransformersEngine, "extend", None)  # nothing is computed
+    monkeypatch.setattr(publish, "_pace", lambda *_: PrefillCost.from_rate(1000.0))
+    capsys.readouterr()
+    assert kvabr(*words, "--out", tmp_path / "two") == 0
+    assert f"another process is publishing this cache: {tmp_path / 'two' / path.name}" in capsys.readouterr().out
+    claim.release()
 
 
 @pytest.mark.model

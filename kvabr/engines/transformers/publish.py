@@ -178,6 +178,7 @@ def prefill_live(
     pace: PrefillCost | None = None,
     salt: bytes = b"",
     run_tokens: int = CHUNK,
+    always: bool = True,
     begun: Callable[[LiveSlot], object] = lambda _slot: None,
     progress: Callable[[int, int], object] = lambda _done, _all: None,
 ) -> tuple[Any, Future[PublishOutcome]]:
@@ -194,6 +195,8 @@ def prefill_live(
         salt: a tenant's secret, see `kvabr.types.naming.chain`.
         run_tokens: tokens that are computed at a time, except at the end: there the runs become shorter, down to one
             group, so that little is left to publish when the last token is computed.
+        always: compute also what cannot be published, for instance because others do; otherwise that is the outcome,
+            without a cache (None).
         begun: called once the prompt is announced, unless it cannot be published.
         progress: called with the tokens done, and those in all.
 
@@ -214,6 +217,8 @@ def prefill_live(
         begun(slot)
     else:
         done.set_result(PublishOutcome(slot))
+        if not always:
+            return None, done
     cache, given = new_cache(engine.model, whole=True), torch.tensor([ids], dtype=torch.long, device=engine.device)
     try:
         for first, last in pairwise((0, *ends)):

@@ -24,6 +24,7 @@ from kvabr.engines.transformers.cache import new_cache
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.engines.transformers.publish import cache_publisher, prefill_live, publish_cache, runs
+from kvabr.publish.encoding_threads import SHARE
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.quic.backend import Quic
 from kvabr.replay.live.child import Child
@@ -33,6 +34,7 @@ from kvabr.replay.trace import BYTES_PER_MBIT, Trace
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError
 from kvabr.types.kv import KVSpec
+from kvabr.types.live import PublishedFrames
 
 Kind = Literal["alone", "live", "end"]
 """Nothing is published; the cache is played while it is computed; it is published at the end."""
@@ -52,8 +54,14 @@ class Prefill:
     runs: tuple[tuple[int, float], ...]
     """Tokens that were computed, and when."""
     told_s: tuple[float, ...] = ()
-    """When each group was published, if the cache was live."""
+    """When each group was published, if the cache was live: its base."""
+    whole_s: tuple[float, ...] = ()
+    """When each group had all tracks that are published while the cache grows."""
     left_out: int = 0
+    encoding_s: float = 0.0
+    """Processor time of encoding until the last token."""
+    idle_s: float = 0.0
+    """What of it nobody else wanted."""
 
     @property
     def ended_s(self) -> float:
@@ -90,6 +98,10 @@ class PrefillJob:
     deadline_s: float = 60.0
     options: dict[str, Any] = field(default_factory=dict)
     """Of `kvabr.client.options.PlayOptions`."""
+    threads: int | None = None
+    """Threads of torch; None: as it likes."""
+    share: float = SHARE
+    """Share of the prefill's time that encoding may take, see `LivePublisher`."""
 
 
 class PrefillProducer(Child):
@@ -154,42 +166,51 @@ def _produce(pipe: Connection, model: str, folder: Path, tracks: Sequence[str] |
     with contextlib.suppress(EOFError, BrokenPipeError):
         try:
             engine = load_model(model).engine
-            times: list[float] = []
-
-            def clock() -> float:
-                times.append(time.monotonic())
-                return times[-1]
-
-            live = LivePublisher(cache_publisher(engine, folder, tracks=tracks), clock=clock)
-            _job(live, engine, PrefillJob(tuple(warm), "alone"), times)
-            _job(live, engine, PrefillJob(tuple(warm)), times)
+            told: list[tuple[float, PublishedFrames]] = []
+            live = LivePublisher(
+                cache_publisher(engine, folder, tracks=tracks),
+                on_told=lambda news: told.append((time.monotonic(), news)),
+            )
+            usual = torch.get_num_threads()
+            _job(live, engine, PrefillJob(tuple(warm), "alone"), told)
+            _job(live, engine, PrefillJob(tuple(warm)), told)
             pipe.send(engine.spec)
             while True:
                 job = pipe.recv()
+                torch.set_num_threads(job.threads or usual)
                 try:
-                    pipe.send(_job(live, engine, job, times))
+                    pipe.send(_job(live, engine, job, told))
                 except KvabrError as error:
                     pipe.send(str(error))
         except (KvabrError, OSError, ImportError) as error:
             pipe.send(str(error) or repr(error))
 
 
-def _job(live: LivePublisher, engine: TransformersEngine, job: PrefillJob, times: list[float]) -> Prefill:
+def _job(
+    live: LivePublisher, engine: TransformersEngine, job: PrefillJob, told: list[tuple[float, PublishedFrames]]
+) -> Prefill:
     done: list[tuple[int, float]] = []
-    times.clear()
+    told.clear()
+    began_s = time.monotonic()
 
     def progress(tokens: int, _all: int) -> None:
         done.append((tokens, time.monotonic()))
 
     if job.kind == "live":
+        live.share = job.share
         _, outcome = prefill_live(
             live, engine, job.tokens, pace=PrefillCost.from_rate(500.0), run_tokens=job.run_tokens, progress=progress
         )
         result = outcome.result()
         if result.verdict != "published":
             raise KvabrError(f"not published: {result.verdict} {result.why}")
-        return Prefill(times[0], tuple(done), tuple(times[1:]), result.left_out)
-    began_s = time.monotonic()
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
+        for at_s, news in told:
+            first.setdefault(news.group, at_s)
+            last[news.group] = at_s
+        times = tuple(tuple(found[group] for group in sorted(found)) for found in (first, last))
+        return Prefill(began_s, tuple(done), *times, result.left_out, result.encoding_s, result.idle_s)
     cache, ids = new_cache(engine.model, whole=True), torch.tensor([job.tokens], dtype=torch.long)
     for first, last in pairwise((0, *runs(len(job.tokens), job.run_tokens, engine.spec.group_tokens))):
         engine.extend(cache, ids[:, first:last], first)
