@@ -67,8 +67,7 @@ class Publisher:
         self._known: set[str] = set()
         """Assets that are being published."""
         self._lock = threading.Lock()
-        self._threads = {False: encoding_thread(), True: encoding_thread(patient=True)}
-        """The usual one, and the patient one."""
+        self._thread, self._patient_thread = encoding_thread(), encoding_thread(patient=True)
         self._closed = False
 
     def reserve(self, tokens: Sequence[int], salt: bytes = b"") -> Slot | PublishVerdict:
@@ -104,13 +103,13 @@ class Publisher:
 
     def prepare(self) -> None:
         """Have the encoding thread compute what its first group would otherwise wait for."""
-        self._threads[False].submit(self.offer.prepare)
+        self._thread.submit(self.offer.prepare)
 
     def close(self) -> None:
         """Publish what waits, and end."""
         self._closed = True
-        for thread in self._threads.values():
-            thread.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
+        self._patient_thread.shutdown(wait=True)
 
     def _give_back(self, name: str) -> None:
         with self._lock:
@@ -134,10 +133,13 @@ class Publisher:
                 return
             production.waits_for = patient  # if it waited for the patient thread, that will find it gone
         try:
-            self._threads[patient].submit(self._work, production, patient)
+            self._submit(production, patient)
         except RuntimeError:
             production.close(PublishOutcome("failed", why="the publisher is closed"))
             self._over(production)
+
+    def _submit(self, production: Production, patient: bool) -> None:
+        (self._patient_thread if patient else self._thread).submit(self._work, production, patient)
 
     def _work(self, production: Production, patient: bool) -> None:
         """Do one step of a cache, and let the others have theirs before the next."""
@@ -159,7 +161,7 @@ class Publisher:
                 wanted = production.patient()
                 production.waits_for, production.stepping = wanted, False
             try:
-                self._threads[wanted].submit(self._work, production, wanted)
+                self._submit(production, wanted)
             except RuntimeError:  # the publisher is being closed: finish it here
                 with production.lock:
                     production.waits_for, production.stepping = None, True

@@ -208,7 +208,7 @@ def test_it_encodes_on_one_core_even_where_torch_must_not_be_told(tmp_path, monk
     try:
         monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # as vLLM does in its workers for CPUs
         made = Publisher(tmp_path, SPEC, prior=default_catalog())
-        assert made._threads[False].submit(torch.get_num_threads).result() == 1
+        assert made._thread.submit(torch.get_num_threads).result() == 1
         assert torch.get_num_threads() == 2
         made.close()
     finally:
