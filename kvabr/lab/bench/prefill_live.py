@@ -204,13 +204,15 @@ def _job(
         result = outcome.result()
         if result.verdict != "published":
             raise KvabrError(f"not published: {result.verdict} {result.why}")
-        first: dict[int, float] = {}
-        last: dict[int, float] = {}
+        base_s: dict[int, float] = {}
+        whole_s: dict[int, float] = {}
         for at_s, news in told:
-            first.setdefault(news.group, at_s)
-            last[news.group] = at_s
-        times = tuple(tuple(found[group] for group in sorted(found)) for found in (first, last))
-        return Prefill(began_s, tuple(done), *times, result.left_out, result.encoding_s, result.idle_s)
+            base_s.setdefault(news.group, at_s)
+            whole_s[news.group] = at_s
+        return Prefill(
+            began_s, tuple(done), tuple(base_s[group] for group in sorted(base_s)),
+            tuple(whole_s[group] for group in sorted(whole_s)), result.left_out, result.encoding_s, result.idle_s,
+        )  # fmt: skip
     cache, ids = new_cache(engine.model, whole=True), torch.tensor([job.tokens], dtype=torch.long)
     for first, last in pairwise((0, *runs(len(job.tokens), job.run_tokens, engine.spec.group_tokens))):
         engine.extend(cache, ids[:, first:last], first)
