@@ -246,13 +246,18 @@ class LiveProduction(Production):
         self._over = False
         """Whether the end was told."""
 
+    @property
+    def _computed(self) -> bool:
+        """Whether the prefill is over; the engine may say so a little later than it hands over the last tokens."""
+        return self._ended or self._pieces.tokens == self.tokens
+
     def patient(self) -> bool:
         """See `Production.patient`: once the budget is spent, until the last token is there."""
-        return not self._ended and not self._budget.allows(self._clock() - self._began_s)
+        return not self._computed and not self._budget.allows(self._clock() - self._began_s)
 
     def spent(self, cpu_s: float, wall_s: float, *, patient: bool) -> None:
         """See `Production.spent`."""
-        if self._ended:
+        if self._computed:
             return
         self._encoding_s += cpu_s
         if patient:
@@ -266,7 +271,7 @@ class LiveProduction(Production):
 
     def step(self) -> None:
         """See `Production.step`; after the last token on all cores."""
-        with encoding_on(len(os.sched_getaffinity(0)) if self._ended else None):
+        with encoding_on(len(os.sched_getaffinity(0)) if self._computed else None):
             super().step()
 
     def _live_writer(self) -> AssetWriter:
@@ -329,7 +334,7 @@ class LiveProduction(Production):
     def _publish(self, frames: FrameEncoder, chunk: int, tracks: Collection[str], rest_s: float | None) -> None:
         """Tell of these tracks of a group of tokens."""
         made = self._made(frames, chunk, tracks)
-        if self._ended and self._pieces.lag(chunk):
+        if self._computed and self._pieces.lag(chunk):
             self._left_out += len(made)
         ready_s = max(0.0, self._clock() - self._began_s)
         self._tell(message := PublishedFrames(self._key, chunk, ready_s, made, rest_s))

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from kvabr.codec.threads import encoder_threads
 from kvabr.publish.encoding_threads import EncodingBudget, encoding_thread
 from kvabr.publish.live_publisher import LiveProduction, LivePublisher, LiveSlot
 from kvabr.publish.publisher import Publisher
@@ -15,7 +16,7 @@ from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.files import NameClaim
 from kvabr.types.errors import UsageError
 from tests import kvdata
-from tests.publish.test_live_publisher import PACE, SPEC, TOKENS, cache, name_of, publisher
+from tests.publish.test_live_publisher import PACE, SPEC, TOKENS, Steps, cache, name_of, publisher
 
 LIMIT_S = 300
 
@@ -94,6 +95,19 @@ def test_a_cache_is_encoded_patiently_once_its_budget_is_spent_until_its_last_to
         production.step()
     outcome = production.outcome
     assert (outcome.encoding_s, outcome.idle_s) == (pytest.approx(0.62), 0.5)
+
+
+def test_the_last_groups_are_encoded_on_all_cores_even_before_the_engine_says_that_they_are(tmp_path, monkeypatch):
+    seen = []
+    steps = Steps(tmp_path)
+    encode = steps.production._encode
+    monkeypatch.setattr(steps.production, "_encode", lambda *given: (seen.append(encoder_threads()), encode(*given)))
+    steps.hand(0, 32)
+    steps.work()
+    steps.hand(32, 70)
+    steps.work()
+    assert seen == [None, None, *[len(os.sched_getaffinity(0))] * 3]
+    assert encoder_threads() is None
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
