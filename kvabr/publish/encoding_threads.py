@@ -1,9 +1,11 @@
 """The threads in which caches are encoded beside an engine, and how much of the engine's time they may take.
 
 One thread has a low priority; on a machine whose processors are all busy it gets its share nevertheless, and an engine
-whose threads wait for each other is delayed by all that it takes. The other one is *patient*: it has the system's idle
-priority, where there is one, and takes only what nobody else wants. A cache that is being computed is encoded in the
-first as long as its `EncodingBudget` lasts, then in the second; once it is computed, in the first.
+whose threads wait for each other is delayed by all that it takes. The other one is *patient*: it has idle priority and
+takes only what nobody else wants. A cache that is being computed is encoded in the first as long as its
+`EncodingBudget` lasts, then in the second; once it is computed, in the first. What the second has begun by then it
+finishes at the priority of the first. Where a process may not raise a priority again, the patient one is only the
+lowest that is not idle, so that what it has begun never waits for long.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import torch
 
 SHARE = 0.03
 """Share of the time of a prefill by which encoding may delay it. Copying what was computed comes on top."""
 _NICENESS, _PATIENT_NICENESS = 10, 19
-"""Added to the niceness of the threads, so that the engine goes first; the latter where there is no idle priority."""
+"""Niceness of the threads, so that the engine goes first; the latter where there is no idle priority."""
 
 
 class EncodingBudget:
@@ -61,9 +64,37 @@ def _be_nice(by: int = _NICENESS) -> None:
 
 
 def _be_patient() -> None:
-    _be_nice(_PATIENT_NICENESS)
-    with contextlib.suppress(OSError, AttributeError):
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+    _be_nice(_NICENESS if _may_hurry() else _PATIENT_NICENESS)
+
+
+@cache
+def _may_hurry() -> bool:
+    """Return whether a thread of this process may leave idle priority; a thread finds out that ends then."""
+    found: list[bool] = []
+
+    def find_out() -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+            found.append(True)
+
+    thread = threading.Thread(target=find_out)
+    thread.start()
+    thread.join()
+    return bool(found)
+
+
+def calm_down() -> None:
+    """Give this thread idle priority, if `hurry` can take it away again."""
+    if _may_hurry():
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def hurry(thread: int) -> None:
+    """Give a thread its usual priority, by its native number; it may have ended."""
+    if _may_hurry():
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
 
 
 def _use(threads: int) -> None:

@@ -81,6 +81,8 @@ class Production:
         `lock`."""
         self.stepping = False
         """Whether a thread is at it; guarded by `lock`."""
+        self.patient_thread: int | None = None
+        """Native number of the patient thread while that is at it; guarded by `lock`."""
         self._make_writer, self._position = make_writer, position
         self._stack = contextlib.ExitStack()
         self._frames: FrameEncoder | None = None

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from kvabr.codec.profile import Profile
-from kvabr.publish.encoding_threads import encoding_thread
+from kvabr.publish.encoding_threads import calm_down, encoding_thread, hurry
 from kvabr.publish.offer import TrackOffer
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
 from kvabr.store.locations import Location, open_store
@@ -126,9 +126,13 @@ class Publisher:
     def wake(self, production: Production) -> None:
         """Have an encoding thread go on with a cache, if there is anything to do."""
         with production.lock:
-            if production.stepping or not production.has_work():
+            if not production.has_work():
                 return
             patient = production.patient()
+            if production.stepping:
+                if production.patient_thread is not None and not patient:
+                    hurry(production.patient_thread)  # others wait for what it has begun
+                return
             if production.waits_for in (patient, False):
                 return
             production.waits_for = patient  # if it waited for the patient thread, that will find it gone
@@ -147,6 +151,9 @@ class Publisher:
             if production.waits_for is not patient:
                 return
             production.waits_for, production.stepping = None, True
+            if patient:
+                production.patient_thread = threading.get_native_id()
+                calm_down()
         while True:
             began_s, cpu_s = time.monotonic(), time.thread_time()
             production.step()
@@ -155,6 +162,7 @@ class Publisher:
                 self._over(production)
                 return
             with production.lock:
+                production.patient_thread = None
                 if not production.has_work():
                     production.stepping = False
                     return

@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from kvabr.codec.threads import encoder_threads
-from kvabr.publish.encoding_threads import EncodingBudget, encoding_thread
+from kvabr.publish import encoding_threads
+from kvabr.publish import publisher as publisher_module
+from kvabr.publish.encoding_threads import EncodingBudget, calm_down, encoding_thread, hurry
 from kvabr.publish.live_publisher import LiveProduction, LivePublisher, LiveSlot
-from kvabr.publish.publisher import Publisher
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.files import NameClaim
 from kvabr.types.errors import UsageError
 from tests import kvdata
-from tests.publish.test_live_publisher import PACE, SPEC, TOKENS, Steps, cache, name_of, publisher
-
-LIMIT_S = 300
+from tests.publish.test_live_publisher import PACE, SPEC, TOKENS, Steps, cache, name_of, publisher, run_of
 
 
 def test_what_never_waits_for_a_processor_delays_nobody():
@@ -52,20 +51,37 @@ def test_of_no_share_nothing_is_taken_but_the_first_step_shows():
     assert not budget.allows(1e9)
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="no idle priority here")
-def test_the_patient_thread_takes_what_nobody_else_wants():
+def test_the_threads_leave_the_cores_to_the_engine():
     before = torch.get_num_threads()
-    usual, patient = encoding_thread(), encoding_thread(patient=True)
-    try:
-        found = [
-            thread.submit(lambda: (os.sched_getscheduler(threading.get_native_id()), torch.get_num_threads())).result()
-            for thread in (usual, patient)
-        ]
-    finally:
-        usual.shutdown()
-        patient.shutdown()
-    assert found == [(os.sched_getscheduler(0), 1), (os.SCHED_IDLE, 1)]
+    for patient in (False, True):
+        thread = encoding_thread(patient=patient)
+        try:
+            assert thread.submit(torch.get_num_threads).result() == 1
+        finally:
+            thread.shutdown()
     assert torch.get_num_threads() == before
+
+
+def test_a_thread_that_is_calm_can_be_hurried():
+    found, go_on = [], [threading.Event(), threading.Event()]
+
+    def work():
+        calm_down()
+        found.append((threading.get_native_id(), os.sched_getscheduler(0)))
+        go_on[0].set()
+        go_on[1].wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    go_on[0].wait()
+    ((number, policy),) = found
+    hurry(number)
+    after = os.sched_getscheduler(number)
+    go_on[1].set()
+    thread.join()
+    hurry(number)  # it has ended
+    assert policy == (os.SCHED_IDLE if encoding_threads._may_hurry() else os.sched_getscheduler(0))
+    assert after != os.SCHED_IDLE or os.sched_getscheduler(0) == os.SCHED_IDLE
 
 
 def test_a_cache_is_encoded_patiently_once_its_budget_is_spent_until_its_last_token(tmp_path):
@@ -125,30 +141,71 @@ def test_the_first_group_need_not_wait_for_matrices(tmp_path):
     assert names & vars(analysis).keys()
 
 
-class Threads(Publisher):
-    """Notes the threads that work."""
+class ByHand:
+    """A thread whose work a test does."""
 
-    def _work(self, production, patient):
-        self.seen.append((patient, threading.current_thread().name.rsplit("_", 1)[0]))
-        super()._work(production, patient)
+    def __init__(self):
+        self.waiting = []
+
+    def submit(self, work, *given):
+        self.waiting.append((work, given))
+
+    def run(self):
+        work, given = self.waiting.pop(0)
+        work(*given)
 
 
-def test_a_cache_moves_to_the_patient_thread_and_back(tmp_path):
-    made = LivePublisher(publisher(tmp_path, made_by=Threads), share=0.0)
-    seen = made.publisher.seen = []
-    over, outcomes = threading.Event(), []
-    slot = made.begin(TOKENS, pace=PACE, done=lambda outcome: (outcomes.append(outcome), over.set()))
+def test_a_cache_moves_to_the_patient_thread_and_back(tmp_path, monkeypatch):
+    made, outcomes, hurried = LivePublisher(publisher(tmp_path), share=0.0), [], []
+    made.publisher.close()
+    made.publisher._closed = False
+    usual = made.publisher._thread = ByHand()
+    patient = made.publisher._patient_thread = ByHand()
+    monkeypatch.setattr(publisher_module, "calm_down", lambda: None)
+    monkeypatch.setattr(publisher_module, "hurry", hurried.append)
+
+    def waiting():
+        return len(usual.waiting), len(patient.waiting)
+
+    slot = made.begin(TOKENS, pace=PACE, done=outcomes.append)
     assert isinstance(slot, LiveSlot)
+    assert waiting() == (1, 0)
     slot.production.spent(1.0, 2.0, patient=False)
-    (kv,) = cache(SPEC)
-    for first in range(0, 64, 16):
-        slot.groups(first, kv[:, :, :, first : first + 16])
-    slot.groups(64, kv[:, :, :, 64:])
-    while not slot.production.patient() or (True, "kvabr-publish-idle") not in seen:
-        assert not over.wait(0.001)
-    slot.end()
-    assert over.wait(LIMIT_S)
-    made.close()
+    usual.run()
+    assert waiting() == (0, 0)
+    slot.groups(0, run_of(SPEC, cache(SPEC), 0, 32))
+    slot.groups(32, run_of(SPEC, cache(SPEC), 32, 40))
+    assert waiting() == (0, 1)
+    step = slot.production.step
+    rest = run_of(SPEC, cache(SPEC), 40, 70)
+    monkeypatch.setattr(slot.production, "step", lambda: (slot.groups(40, rest), slot.end(), step()))
+    patient.run()
+    assert hurried == [threading.get_native_id()] * 2  # for the last tokens, and for the end
+    monkeypatch.undo()
+    assert waiting() == (1, 0)
+    while usual.waiting:
+        usual.run()
+    assert waiting() == (0, 0)
     assert outcomes[0].verdict == "published", outcomes[0].why
-    assert {*seen} == {(False, "kvabr-publish"), (True, "kvabr-publish-idle")}
     FolderAsset.open(tmp_path / name_of(SPEC)).check_parts()
+
+
+def test_what_waits_for_the_patient_thread_is_taken_from_it_at_the_end(tmp_path):
+    made, outcomes = LivePublisher(publisher(tmp_path), share=0.0), []
+    made.publisher.close()
+    made.publisher._closed = False
+    usual = made.publisher._thread = ByHand()
+    patient = made.publisher._patient_thread = ByHand()
+    slot = made.begin(TOKENS, pace=PACE, done=outcomes.append)
+    slot.production.spent(1.0, 2.0, patient=False)
+    usual.run()
+    slot.groups(0, run_of(SPEC, cache(SPEC), 0, 40))
+    assert (len(usual.waiting), len(patient.waiting)) == (0, 1)
+    slot.groups(40, run_of(SPEC, cache(SPEC), 40, 70))
+    slot.end()
+    assert len(usual.waiting) == 1
+    while usual.waiting:
+        usual.run()
+    assert outcomes[0].verdict == "published", outcomes[0].why
+    patient.run()  # finds it gone
+    assert len(outcomes) == 1

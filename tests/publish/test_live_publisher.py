@@ -43,8 +43,8 @@ def cache(spec, tokens=TOKENS):
     return tuple(found)
 
 
-def publisher(root, spec=SPEC, *, made_by=Publisher, **options):
-    return made_by(root, spec, **({"prior": default_catalog(), "source": "a test"} | options))
+def publisher(root, spec=SPEC, **options):
+    return Publisher(root, spec, **({"prior": default_catalog(), "source": "a test"} | options))
 
 
 def run_of(spec, kv, first, last):
