@@ -46,7 +46,7 @@ class Piece:
     """0 (most urgent) to 255."""
     number: int = 0
     """Pieces that were wanted before it: equals go in this order."""
-    transfer: Transfer | None = field(default=None, repr=False)
+    transfer: RangeTransfer | None = field(default=None, repr=False)
     """The GET that carries it; None while it waits, and once it is over."""
     wanted: bool = True
 
@@ -57,7 +57,7 @@ class Piece:
 
 
 @dataclass(eq=False, slots=True)
-class Transfer:
+class RangeTransfer:
     """One GET: the bytes of one piece, or of several that adjoin one another."""
 
     key: str
@@ -99,8 +99,8 @@ class Lanes:
         """Begin with all lanes free."""
         self._lanes, self._spare = lanes, spare
         self._waiting: dict[Piece, None] = {}
-        self._busy: set[Transfer] = set()
-        self._rests: dict[Transfer, None] = {}
+        self._busy: set[RangeTransfer] = set()
+        self._rests: dict[RangeTransfer, None] = {}
         """Transfers that go on without a lane, the oldest first."""
         self._wanted = 0
 
@@ -116,7 +116,7 @@ class Lanes:
         self._waiting[piece] = None
         return piece
 
-    def cancel(self, piece: Piece) -> Transfer | None:
+    def cancel(self, piece: Piece) -> RangeTransfer | None:
         """Drop a piece, and return the GET that is to be ended for it; None: there is none, or others need it.
 
         Others may also need what comes far behind it: what `ended` returns is to wait again.
@@ -139,7 +139,7 @@ class Lanes:
         """Change a piece's priority. A GET under way goes on as it is: HTTP/1.1 has no priorities."""
         piece.priority = priority
 
-    def due(self) -> list[Transfer]:
+    def due(self) -> list[RangeTransfer]:
         """Return the GETs that are to begin now."""
         begun = []
         while self._waiting:
@@ -150,7 +150,7 @@ class Lanes:
             begun.append(transfer)
         return begun
 
-    def ended(self, transfer: Transfer) -> list[Piece]:
+    def ended(self, transfer: RangeTransfer) -> list[Piece]:
         """Free the lane of a GET that has ended, however, and return the pieces that somebody wants the rest of.
 
         They no longer wait; `again` makes one wait for its missing bytes.
@@ -169,7 +169,7 @@ class Lanes:
 
     # -------------------------------------------------------------- internals
 
-    def _begin(self, first: Piece) -> Transfer | None:
+    def _begin(self, first: Piece) -> RangeTransfer | None:
         """Begin a GET with the most urgent piece and what adjoins it; None if there is no lane for it."""
         free = self._lanes - sum(not transfer.spare for transfer in self._busy)
         spare = free <= 0
@@ -181,7 +181,7 @@ class Lanes:
         total = sum(piece.end - piece.begin for piece in alike)
         room = min(MOST_BYTES, max(LEAST_BYTES, -(-total // max(1, free))))
         pieces = _adjoining(first, alike, room)
-        transfer = Transfer(first.key, pieces[0].begin, pieces[-1].end, pieces, spare, pieces[0].begin)
+        transfer = RangeTransfer(first.key, pieces[0].begin, pieces[-1].end, pieces, spare, pieces[0].begin)
         for piece in pieces:
             del self._waiting[piece]
             piece.transfer = transfer

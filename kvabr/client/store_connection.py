@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Callable, Coroutine
 
-from kvabr.client.lanes import LANES, SPARE_LANES, Lanes, Piece, Transfer
+from kvabr.client.lanes import LANES, SPARE_LANES, Lanes, Piece, RangeTransfer
 from kvabr.client.resources import cancel_all
 from kvabr.client.store_download import Arriving, Silence, StoreDownload
 from kvabr.client.store_index import StoreIndex
@@ -62,7 +62,7 @@ class StoreConnection(Connection):
         self._finding: dict[asyncio.Task[None], StoreDownload] = {}
         """Downloads of which is not known yet where they are, or that come as a whole."""
         self._downloads: dict[Piece, StoreDownload] = {}
-        self._transfers: dict[Transfer, asyncio.Task[None]] = {}
+        self._transfers: dict[RangeTransfer, asyncio.Task[None]] = {}
         self._tries: dict[Piece, int] = {}
         """How often a GET with a piece has failed."""
         self._starting: asyncio.Handle | None = None
@@ -214,7 +214,7 @@ class StoreConnection(Connection):
             self._transfers[transfer] = loop.create_task(self._carry(transfer, 2.0**tries))
             self.gets += 1
 
-    async def _carry(self, transfer: Transfer, patience: float) -> None:
+    async def _carry(self, transfer: RangeTransfer, patience: float) -> None:
         """Receive the bytes of a transfer; ``patience`` multiplies the timers."""
         error: Exception | None = None
         silence = Silence(patience * FIRST_BYTE_S, patience * SILENCE_S)
@@ -231,7 +231,7 @@ class StoreConnection(Connection):
             if self._transfers.pop(transfer, None) is not None:
                 self._settle(transfer, error)
 
-    async def _receive(self, transfer: Transfer, silence: Silence) -> None:
+    async def _receive(self, transfer: RangeTransfer, silence: Silence) -> None:
         begun_s, arriving = time.monotonic(), Arriving(self, transfer, silence)
         part_bytes = int(min(_MOST_PART_BYTES, max(PART_BYTES, _PART_S * self._rate)))
         span = transfer.key, transfer.begin, transfer.end
@@ -254,7 +254,7 @@ class StoreConnection(Connection):
             self._forget(piece)
             download.finish()
 
-    def _settle(self, transfer: Transfer, error: Exception | None) -> None:
+    def _settle(self, transfer: RangeTransfer, error: Exception | None) -> None:
         """Free the lane of a transfer that has ended; what is missing is asked for again, or has failed."""
         left = self._lanes.ended(transfer)
         if error is None and left:
@@ -285,7 +285,7 @@ class StoreConnection(Connection):
             self._lanes.again(piece)
             self._start_soon()
 
-    def _end(self, transfer: Transfer) -> None:
+    def _end(self, transfer: RangeTransfer) -> None:
         """End a transfer that nobody waits for; what else it was to bring waits again."""
         for piece in self._lanes.ended(transfer):
             self._lanes.again(piece)

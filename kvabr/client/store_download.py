@@ -7,7 +7,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from kvabr.client.lanes import Piece, Transfer
+from kvabr.client.lanes import Piece, RangeTransfer
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.download import BufferedDownload
 from kvabr.quic.interface import GroupRequest
@@ -134,7 +134,7 @@ class Silence:
 class Arriving:
     """Puts what comes of a transfer where it is wanted: a `Sink` of a `DirectReader`, or with parts of a stream."""
 
-    def __init__(self, owner: StoreConnection, transfer: Transfer, silence: Silence) -> None:
+    def __init__(self, owner: StoreConnection, transfer: RangeTransfer, silence: Silence) -> None:
         self._owner, self._transfer, self._silence = owner, transfer, silence
         self._begun_s, self._late_until_s = time.monotonic(), -math.inf
         self._room = memoryview(b"")
