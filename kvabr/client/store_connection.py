@@ -78,9 +78,7 @@ class StoreConnection(Connection):
 
     async def open(self) -> None:
         """Find out whether the store can be read; raise `TransportError` if not."""
-        if self._direct is not None:
-            # The ranges that come first need not wait for their connections.
-            self._warming = asyncio.get_running_loop().create_task(self._direct.warm(LANES + SPARE_LANES))
+        self._warm(LANES + SPARE_LANES)  # the ranges that come first need not wait for their connections
         await self.index.open()
 
     def request(self, request: GroupRequest, priority: int) -> Download:
@@ -292,7 +290,13 @@ class StoreConnection(Connection):
         task = self._transfers.pop(transfer, None)
         if task is not None:
             task.cancel()
+            self._warm(2 * SPARE_LANES)  # its connection ends with it
         self._start_soon()
+
+    def _warm(self, connections: int) -> None:
+        """Have connections open that wait for a request."""
+        if self._direct is not None and not self.closed and (self._warming is None or self._warming.done()):
+            self._warming = asyncio.get_running_loop().create_task(self._direct.warm(connections))
 
     def _forget(self, piece: Piece) -> None:
         self._downloads.pop(piece, None)

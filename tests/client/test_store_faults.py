@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvabr.client import store_connection
+from kvabr.client import lanes, store_connection
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.origins import dialling
@@ -262,3 +262,23 @@ async def test_a_slow_store_is_not_taken_for_a_slow_link(stored, short):
         await connection.finder.find(SPEC, short.chunks, any_dtype=False)
         connection._soonest = (0.02, time.monotonic())
         assert await limits() == {"publisher"}
+
+
+async def test_after_a_cancelled_get_a_connection_is_open_for_the_next(stored, short, monkeypatch):
+    monkeypatch.setattr(lanes, "KEEP_BYTES", 0)
+    url, key = stored
+    size = short.by_name["FP16"].bytes
+    async with (
+        WebServer(url, [on_data(key, Fault(silent=True), times=1)]) as server,
+        dialling(server.url) as connection,
+    ):
+        await connection.finder.find(SPEC, short.chunks, any_dtype=False)
+        download = connection.fetch(short.namespace, "FP16", 0, limit=size[0], exact=True)
+        reading = asyncio.create_task(download.read())
+        await server.silent.wait()
+        download.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await connection._warming
+        before = connection._direct.dialled
+        assert len(await read_all(connection.fetch(short.namespace, "FP16", 1, limit=size[1], exact=True))) == size[1]
+        assert connection._direct.dialled == before
