@@ -18,6 +18,8 @@ logarithm in parentheses:
 A turn comes a pause after the answer to the one before it, which takes 20 ms a token from the first one on: a rule that
 is slow delays its own requests. Which beginning a conversation has follows Zipf's law (exponent 1). A turn's prompt is
 everything before it. A conversation ends when its next prompt would exceed the longest.
+
+Other mixtures for replays of stores are in `MIXES`; tenants have texts of their own.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
+from typing import Generic, TypeAlias, TypeVar
 
 from kvabr.replay.synth import Dice
 from kvabr.types.errors import UsageError
@@ -41,11 +44,16 @@ _BURST_S, _BURST_SHARE = 60.0, 0.1
 """Mean length of a burst, and share of the time that bursts take."""
 _MOST_REQUESTS = 1_000_000
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class Kind:
+    """A kind of conversation, see the table of this module; lengths are medians and deviations of the logarithm."""
+
     share: float
     texts: int
+    """Beginnings that conversations share; 0: each has its own."""
     shared: tuple[float, float]
     first: tuple[float, float]
     turns: float
@@ -54,11 +62,22 @@ class _Kind:
     pause_s: float
 
 
-_KINDS = (
-    _Kind(0.5, 12, (1000, 0.6), (250, 1.0), 4, (150, 1.0), (300, 0.8), 45.0),
-    _Kind(0.3, 300, (16_000, 0.8), (120, 0.7), 2, (80, 0.7), (250, 0.8), 60.0),
-    _Kind(0.2, 40, (12_000, 0.8), (1500, 1.0), 10, (1200, 1.0), (200, 0.8), 15.0),
+USUAL = (
+    Kind(0.5, 12, (1000, 0.6), (250, 1.0), 4, (150, 1.0), (300, 0.8), 45.0),
+    Kind(0.3, 300, (16_000, 0.8), (120, 0.7), 2, (80, 0.7), (250, 0.8), 60.0),
+    Kind(0.2, 40, (12_000, 0.8), (1500, 1.0), 10, (1200, 1.0), (200, 0.8), 15.0),
 )
+_ONE_OFF = Kind(0.5, 0, (8000, 1.0), (120, 0.7), 1.5, (80, 0.7), (250, 0.8), 60.0)
+MIXES = {
+    "usual": USUAL,
+    # Assistants: people think for minutes.
+    "chat": (replace(USUAL[0], share=0.9, turns=5, pause_s=180.0), replace(USUAL[1], share=0.1, pause_s=240.0)),
+    # Documents: half of them are read once.
+    "documents": (replace(USUAL[0], share=0.2), replace(USUAL[1], share=0.3, pause_s=120.0), _ONE_OFF),
+    # Agents: many quick turns of long prompts, and calls that have only their system prompt in common.
+    "agents": (replace(USUAL[2], share=0.6), replace(USUAL[0], share=0.4, turns=1, shared=(3000, 0.6))),
+}
+"""Kinds of conversations by the name of a mixture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +94,10 @@ class DayShape:
     """Factor on all lengths."""
     burst: float = 1.0
     """Factor on the rate of arrivals in bursts, which last a minute and come every ten, both in the mean."""
+    kinds: tuple[Kind, ...] = USUAL
+    """Their shares add up to 1."""
+    tenants: int = 1
+    """Each has shared beginnings of its own; which one a conversation belongs to, follows Zipf's law."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.requests <= _MOST_REQUESTS:
@@ -85,6 +108,10 @@ class DayShape:
             raise UsageError(f"lengths of {self.length} times the usual, at most {self.longest} tokens: not possible")
         if not 1 <= self.burst <= 100:
             raise UsageError(f"bursts of {self.burst} times the usual rate; give 1 to 100")
+        if not self.kinds or not math.isclose(sum(kind.share for kind in self.kinds), 1.0):
+            raise UsageError("the shares of the kinds of conversations must add up to 1")
+        if not 1 <= self.tenants <= 1000:
+            raise UsageError(f"{self.tenants} tenants; give 1 to 1000")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +136,9 @@ class DayRequest:
     """Length of the prompt."""
 
 
+_Texts: TypeAlias = "_Zipf[tuple[int, int]]"
+
+
 def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
     """Return the requests of a day by their numbers; the same arguments give the same requests.
 
@@ -116,8 +146,8 @@ def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
     """
     dice = Dice(seed)
     numbers = count()
-    shared = [_shared_texts(kind, shape, dice, numbers) for kind in _KINDS]
-    each = sum(kind.share * (1 + kind.turns) for kind in _KINDS)
+    tenants = _Zipf([[_shared_texts(kind, shape, dice, numbers) for kind in shape.kinds] for _ in range(shape.tenants)])
+    each = sum(kind.share * (1 + kind.turns) for kind in shape.kinds)
     every_s = shape.duration_s / (shape.requests / each)
     found: list[DayRequest] = []
     begin_s, bursts = 0.0, _bursts(shape, dice)
@@ -132,6 +162,7 @@ def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
         swing = 1 + _SWING * math.sin(2 * math.pi * (begin_s / shape.duration_s - 0.25))
         rate = swing * (shape.burst if any(low <= begin_s < high for low, high in bursts) else 1.0)
         if dice.positive() * most <= rate:
+            shared = tenants.pick(dice) if shape.tenants > 1 else tenants.first
             found += _conversation(len(found), begin_s, shared, shape, dice, numbers)
     return tuple(found)
 
@@ -154,19 +185,25 @@ def _bursts(shape: DayShape, dice: Dice) -> list[tuple[float, float]]:
     return found
 
 
-class _SharedTexts:
-    """Shared beginnings of one kind, the popular ones first."""
+class _Zipf(Generic[T]):
+    """Things of which one is picked by Zipf's law, the popular ones first."""
 
-    def __init__(self, parts: list[tuple[int, int]]) -> None:
-        self._parts = parts
-        self._sums = list(accumulate(1 / (rank + 1) for rank in range(len(parts))))
+    def __init__(self, things: list[T]) -> None:
+        self._things = things
+        self._sums = list(accumulate(1 / (rank + 1) for rank in range(len(things))))
 
-    def pick(self, dice: Dice) -> tuple[int, int]:
-        return self._parts[min(bisect_left(self._sums, dice.positive() * self._sums[-1]), len(self._parts) - 1)]
+    @property
+    def first(self) -> T:
+        return self._things[0]
+
+    def pick(self, dice: Dice) -> T:
+        return self._things[min(bisect_left(self._sums, dice.positive() * self._sums[-1]), len(self._things) - 1)]
 
 
-def _shared_texts(kind: _Kind, shape: DayShape, dice: Dice, numbers: count[int]) -> _SharedTexts:
-    return _SharedTexts([(next(numbers), _length(kind.shared, shape, dice)) for _ in range(kind.texts)])
+def _shared_texts(kind: Kind, shape: DayShape, dice: Dice, numbers: count[int]) -> _Texts | None:
+    """Return what conversations share; None if each has its own."""
+    texts = [(next(numbers), _length(kind.shared, shape, dice)) for _ in range(kind.texts)]
+    return _Zipf(texts) if texts else None
 
 
 def _length(median: tuple[float, float], shape: DayShape, dice: Dice) -> int:
@@ -174,16 +211,17 @@ def _length(median: tuple[float, float], shape: DayShape, dice: Dice) -> int:
 
 
 def _conversation(
-    first: int, at_s: float, shared: list[_SharedTexts], shape: DayShape, dice: Dice, numbers: count[int]
+    first: int, at_s: float, shared: list[_Texts | None], shape: DayShape, dice: Dice, numbers: count[int]
 ) -> list[DayRequest]:
     place = dice.positive()
     index = 0
-    while index < len(_KINDS) - 1 and place > _KINDS[index].share:
-        place -= _KINDS[index].share
+    while index < len(shape.kinds) - 1 and place > shape.kinds[index].share:
+        place -= shape.kinds[index].share
         index += 1
-    kind = _KINDS[index]
+    kind, texts = shape.kinds[index], shared[index]
     first_part = (next(numbers), _length(kind.first, shape, dice))
-    parts: tuple[tuple[int, int], ...] = (shared[index].pick(dice), first_part)
+    beginning = (next(numbers), _length(kind.shared, shape, dice)) if texts is None else texts.pick(dice)
+    parts: tuple[tuple[int, int], ...] = (beginning, first_part)
     found: list[DayRequest] = []
     while True:
         answer = (next(numbers), _length(kind.answer, shape, dice))
