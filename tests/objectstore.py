@@ -141,7 +141,7 @@ class ObjectAssetStore:
     def touch(self, name):
         pass
 
-    def quota(self, max_bytes):
+    def quota(self, max_bytes, order="value"):
         raise UsageError(f"{self.location}: has no quota of {max_bytes} bytes")
 
 

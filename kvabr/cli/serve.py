@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvabr.server.limits import ServerLimits
     from kvabr.server.published_assets import PublishedAssets
     from kvabr.server.server import Server
+    from kvabr.store.tiers import TieredAssetStore
 
 _EXPIRES_SOON_DAYS = 14
 _MAX_DAYS = 36_500
@@ -57,6 +58,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{_EPILOG}\n{serving.limits_help()}"
     parser.add_argument("root", nargs="?", metavar="ROOT", help="folder with the assets")
     serving.add_options(parser, "server")
+    cold = (
+        "store behind the folder, such as s3://BUCKET/PREFIX: what the folder drops goes there, what is used comes back"
+    )
+    parser.add_argument("--cold", metavar="URL", help=cold)
+    warm = "with --cold: MiB of engines' caches that the folder keeps"
+    parser.add_argument("--warm-mib", type=int, metavar="MIB", help=warm)
     grants = "who may read what, JSON (default: all read all)"
     add_old_name(parser, "--tokens", parser.add_argument("--grants", type=Path, metavar="F", help=grants))
     parser.add_argument("--new-token", action="store_true", help="print a new token and its entry, and exit")
@@ -72,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--expires is for --new-token; tokens that exist have it in the file of --grants")
     if args.root is None:
         raise UsageError("give the folder with your assets: kvabr serve ROOT --dev")
+    if (args.cold is None) != (args.warm_mib is None):
+        raise UsageError("--cold and --warm-mib belong together: a store behind the folder, and the folder's size")
     return run_async(_serve(args, args.root, serving.parse_limits(args.limit)))
 
 
@@ -88,6 +97,7 @@ def _new_token(days: float | None) -> int:
 
 async def _serve(args: argparse.Namespace, root: str, limits: ServerLimits) -> int:
     from kvabr.server.grants import Grants
+    from kvabr.server.moving import moving
     from kvabr.server.published_assets import PublishedAssets
     from kvabr.server.server import Server, Watcher, run_until_signal
 
@@ -100,14 +110,28 @@ async def _serve(args: argparse.Namespace, root: str, limits: ServerLimits) -> i
         log, metrics = setup.log, setup.metrics
         if grants is not None and not len(grants):
             log.warning("no grants", grants=str(args.grants), hint="nobody can connect; see kvabr serve --new-token")
-        library = PublishedAssets(root, grants, log)
+        library = PublishedAssets(root if args.cold is None else _tiered(root, args), grants, log)
         server = Server(library, setup.host, setup.port, setup.tls, limits, log, metrics, quic=args.quic)
         async with Watcher(library, log, metrics), serving.reloads(setup, server) as files:
             if args.grants is not None:
                 files.add("tokens", [args.grants], lambda: library.regrant(Grants.from_file(args.grants)))
-            return await run_until_signal(
-                server, args.drain, log, metrics, lambda: _announce(server, library, setup, args)
-            )
+            async with moving(library.tiers, log):
+                return await run_until_signal(
+                    server, args.drain, log, metrics, lambda: _announce(server, library, setup, args)
+                )
+
+
+def _tiered(root: str, args: argparse.Namespace) -> TieredAssetStore:
+    from kvabr.store.asset_folder import FolderAssetStore
+    from kvabr.store.locations import open_store
+    from kvabr.store.tiers import TieredAssetStore
+
+    warm = open_store(root, must_exist=True)
+    if not isinstance(warm, FolderAssetStore):
+        raise UsageError(f"{root}: --cold is for a folder; an object store may be served without one")
+    store = TieredAssetStore(warm, open_store(args.cold), args.warm_mib << 20)
+    store.prepare()
+    return store
 
 
 def _announce(server: Server, library: PublishedAssets, setup: serving.ServerSetup, args: argparse.Namespace) -> None:

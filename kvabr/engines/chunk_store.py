@@ -195,6 +195,7 @@ class ChunkStore:
                 profile=profile,
                 queue=settings.queue,
                 max_bytes=settings.publish_bytes,
+                evict=settings.publish_evict,
                 source=source,
                 digest=settings.digest,
             )

@@ -24,6 +24,7 @@ from kvabr.client.options import Limits
 from kvabr.client.origins import check_url
 from kvabr.player.session_types import TIME_PRICE
 from kvabr.quic.backend import Quic
+from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.types.digests import SHA256, check_kind
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
@@ -141,8 +142,10 @@ class EngineSettings(BaseModel):
     queue: Count = 64
     """Caches that may wait to be published; more are dropped and counted."""
     publish_mib: Count | None = None
-    """Size limit of what engines publish in ``publish``, MiB: caches computed longest ago are removed first. None:
-    unlimited."""
+    """Size limit of what engines publish in ``publish``, MiB: see ``publish_evict``. None: unlimited."""
+    publish_evict: Order = DEFAULT_ORDER
+    """Which caches are removed first: the least valuable (``value``: cost to recompute times measured reuse, per byte),
+    the least recently used (``lru``), or the least often used (``lfu``)."""
 
     def grouped(self, spec: KVSpec) -> KVSpec:
         """Return ``spec`` with the group size that the user set."""

@@ -18,6 +18,7 @@ from kvabr.codec.profile import Profile
 from kvabr.publish.encoding_threads import calm_down, encoding_thread, hurry
 from kvabr.publish.offer import TrackOffer
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
+from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.store.locations import Location, open_store
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import SHA256
@@ -41,6 +42,7 @@ class Publisher:
         profile: Profile | None = None,
         queue: int = 4,
         max_bytes: int | None = None,
+        evict: Order = DEFAULT_ORDER,
         source: str = "",
         digest: str = SHA256,
     ) -> None:
@@ -56,13 +58,14 @@ class Publisher:
             profile: codec profile of the model, for tracks that need it; `ForeignError` if it is of another.
             queue: caches that may wait or be worked on; each is held in memory.
             max_bytes: bound on what engines publish there, see `kvabr.store.quota`; None: no bound.
+            evict: which of it goes first, see `kvabr.store.eviction`.
             source: what the caches are, in words, for the catalogs.
             digest: kind of the groups' digests, see `kvabr.types.digests`.
         """
         self.offer = TrackOffer(spec, prior=prior, tracks=tracks, profile=profile, source=source, digest=digest)
         """The tracks."""
         self.store = open_store(location, create=True)
-        self._quota = None if max_bytes is None else self.store.quota(max_bytes)
+        self._quota = None if max_bytes is None else self.store.quota(max_bytes, evict)
         self._free = threading.BoundedSemaphore(queue)
         self._known: set[str] = set()
         """Assets that are being published."""

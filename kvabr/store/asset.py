@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, Self
 
+from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import TITLES, digest_of, has_digest
 from kvabr.types.errors import AssetError, ForeignError, FormatError
@@ -360,8 +361,11 @@ class AssetStore(Protocol):
     def touch(self, name: str) -> None:
         """Note that an asset was computed or looked for again, so that it stays longer. Never raises."""
 
-    def quota(self, max_bytes: int) -> AssetQuota:
-        """Return a quota for what engines publish here; `UsageError` if this kind of store cannot limit it."""
+    def quota(self, max_bytes: int, order: Order = DEFAULT_ORDER) -> AssetQuota:
+        """Return a quota for what engines publish here; ``order`` says what goes first, see `kvabr.store.eviction`.
+
+        Raises `UsageError` if this kind of store cannot limit it.
+        """
 
 
 def _sized(data: bytes, size: int, where: str) -> bytes:

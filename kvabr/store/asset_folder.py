@@ -34,6 +34,7 @@ from kvabr.store.asset import (
     LoadedFrame,
     Prompt,
 )
+from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, FileVersion, PartialFolder, open_regular, sweep
 from kvabr.store.folder_notes import check_expiry, remove_folder_asset
 from kvabr.store.quota import FolderQuota
@@ -168,9 +169,9 @@ class FolderAssetStore:
             # Not the catalog's own time: by that an origin sees that an asset was replaced.
             os.utime(self.root / name)
 
-    def quota(self, max_bytes: int) -> FolderQuota:
+    def quota(self, max_bytes: int, order: Order = DEFAULT_ORDER) -> FolderQuota:
         """See `AssetStore.quota`."""
-        return FolderQuota(self.root, max_bytes)
+        return FolderQuota(self.root, max_bytes, order)
 
 
 def asset_version(path: Path) -> AssetVersion | None:

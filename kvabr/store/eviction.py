@@ -125,10 +125,9 @@ _GAPS = 5
 """Mean times between uses that the table tells apart: up to 16 s, 64 s, 256 s, 1,024 s, more."""
 _CLASSES = 1 + 2 * _GAPS
 """Classes of assets: never used, used once, and used more often, the latter two by their mean time between uses."""
-_PRIOR_S = 300.0
-_PRIOR_WEIGHT = 2.0
-"""What is assumed where nothing is measured: a use within `_PRIOR_S` of the last one is as likely as a later one, and
-each earlier use makes another one likelier. It weighs as much as so many observed assets."""
+_PRIOR_S, _PRIOR_SHAPE, _PRIOR_WEIGHT = 300.0, 0.3, 4.0
+"""Where nothing is measured, idle times have a Pareto distribution of this scale and shape. It weighs as much as so
+many observed parts in each age; and what is measured of all, as much for each class."""
 _MEMORY = 4.0
 """Past idle periods weigh up to so many times as much as the present ones; then they are halved."""
 _REMEMBERED = 2
@@ -194,7 +193,16 @@ class ReuseTable:
     @staticmethod
     def _estimate(ended: list[list[float]], unended: list[list[float]], weight: float) -> list[list[float]]:
         weight *= _PRIOR_WEIGHT
-        return [_rates(_hazards(one, ended[one], unended[one], weight)) for one in range(_CLASSES)]
+        # The idle times of all: at first assumed to have a Pareto distribution.
+        pairs = itertools.pairwise(_EDGES_S)
+        prior = [1.0 - ((low + _PRIOR_S) / (high + _PRIOR_S)) ** _PRIOR_SHAPE for low, high in pairs]
+        pooled = _hazards(
+            [sum(ages) for ages in zip(*ended, strict=True)],
+            [sum(ages) for ages in zip(*unended, strict=True)],
+            prior,
+            weight,
+        )
+        return [_rates(_hazards(mine, its, pooled, weight), mine) for mine, its in zip(ended, unended, strict=True)]
 
 
 def _table() -> list[list[float]]:
@@ -235,23 +243,20 @@ def _count_open(history: History, now: float, unended: list[list[float]]) -> Non
     unended[_class(history)][_bin(now - history.last_s)] += history.weight
 
 
-def _hazards(use_class: int, ended: list[float], unended: list[float], weight: float) -> list[float]:
+def _hazards(ended: list[float], unended: list[float], prior: list[float], weight: float) -> list[float]:
     """Return the probability of a use within each age, if there was none before; the prior has a weight."""
     found, at_risk = [0.0] * _BINS, 0.0
     for age in reversed(range(_BINS)):
         at_risk += ended[age] + 0.5 * unended[age]
-        low, high = _EDGES_S[age], _EDGES_S[age + 1]
-        # The prior is a Pareto distribution of idle times.
-        prior = 1.0 - ((low + _PRIOR_S) / (high + _PRIOR_S)) ** (
-            0.5 if use_class == 0 else 1.0 if use_class <= _GAPS else 1.5
-        )
-        found[age] = (ended[age] + weight * prior) / (at_risk + weight)
+        found[age] = (ended[age] + weight * prior[age]) / (at_risk + weight)
         at_risk += 0.5 * unended[age]
     return found
 
 
-def _rates(hazards: list[float]) -> list[float]:
-    found = []
+def _rates(hazards: list[float], ended: list[float]) -> list[float]:
+    """Return the rate at each age."""
+    found: list[float] = []
+    last = max((age for age in range(_BINS) if ended[age]), default=0)
     for age in range(_BINS):
         alive, used, kept_s, best = 1.0, 0.0, 0.0, 0.0
         for later in range(age, _BINS):
@@ -263,6 +268,9 @@ def _rates(hazards: list[float]) -> list[float]:
             kept_s += alive * width * share * (1.0 - 0.5 * hazard)
             alive *= 1.0 - hazard
             best = max(best, used / kept_s)
+        if age > last:
+            # Nothing so old was ever used: the estimate is a guess. So the rate falls at least as the age grows.
+            best = min(best, found[-1] * _EDGES_S[age] / _EDGES_S[age + 1])
         found.append(best)
     return found
 

@@ -10,10 +10,9 @@ asset, so an asset that another one continues goes before all others.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +21,10 @@ from pathlib import Path
 
 from kvabr.store.asset import CATALOG
 from kvabr.store.eviction import DEFAULT_ORDER, Candidate, Part, ReuseTable, parts_of, victims
+from kvabr.store.folder_notes import locked, pin_end_s, remove_folder_asset
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import KvabrError
+from kvabr.types.errors import AssetError, KvabrError
 from kvabr.types.naming import prefix_key
 
 NOT_MEASURED = "not measured"
@@ -107,7 +107,7 @@ class FolderQuota:
             candidates = self._candidates(but=name)
             for victim in victims(candidates, excess, now, order=self._order, reuse=self._reuse):
                 del self._known[victim.key]
-                removed += self._remove(victim.key)
+                removed += remove_asset(self._root, victim.key, now)
         return removed
 
     @property
@@ -120,7 +120,8 @@ class FolderQuota:
         ends = {known.keys[-_KEY_BYTES:] for known in self._known.values()}
         for name, known in self._known.items():
             known.uses += touched.get(name, 0)
-            pinned_until_s = float("inf") if name == but or not known.size else float("-inf")
+            held = name == but or not known.size
+            pinned_until_s = math.inf if held else pin_end_s(self._root, name) or -math.inf
             times = min(known.stored_s, known.used_s), known.used_s
             yield Candidate(name, known.size, *times, known.uses, self._parts(known, ends), pinned_until_s)
 
@@ -161,18 +162,17 @@ class FolderQuota:
         groups = catalog.spec.group_tokens if catalog.every_token else tokens
         return _Known(size, stored_s, used_s, 0, keys, tokens, groups, catalog.prefill)
 
-    def _remove(self, name: str) -> bool:
-        """Remove an asset, by a rename first, so that an origin has it whole or not at all."""
-        aside: str | None = None
-        try:
-            aside = tempfile.mkdtemp(prefix=f".{name}.", suffix=".old", dir=self._root)
-            (self._root / name).rename(aside)
-        except OSError:
-            return False  # another process was faster, or this one may not write here
-        finally:
-            if aside is not None:
-                shutil.rmtree(aside, ignore_errors=True)
-        return True
+
+def remove_asset(root: Path, name: str, now: float) -> bool:
+    """Remove an asset from a folder; return whether it is gone. One that was pinned meanwhile stays."""
+    try:
+        with locked(root):
+            if (pin_end_s(root, name) or -math.inf) > now:
+                return False
+            remove_folder_asset(root / name)
+    except (AssetError, OSError):
+        return False  # another process was faster, or this one may not write here
+    return True
 
 
 def _folder_bytes(path: Path) -> int:

@@ -306,6 +306,7 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
         profile=find_profile(spec, settings.profile) if spec is model.spec else None,
         queue=settings.queue,
         max_bytes=settings.publish_bytes,
+        evict=settings.publish_evict,
         source=f"computed by vLLM {vllm.__version__}",
         digest=settings.digest,
     )

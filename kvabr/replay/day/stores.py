@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -76,7 +77,7 @@ def read_trace(path: Path) -> list[Visit]:
     counts = Counter(block for _, blocks in rows for block in blocks)
     following: defaultdict[int, set[int]] = defaultdict(set)
     for _, blocks in rows:
-        for block, after in zip(blocks, blocks[1:], strict=False):
+        for block, after in pairwise(blocks):
             following[block].add(after)
     found = []
     for at_s, blocks in rows:

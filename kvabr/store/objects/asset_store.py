@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from kvabr.store.asset import CATALOG, PROFILE, PROMPT, Asset, AssetListing, AssetVersion, FrameReader, LoadedFrame
+from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.store.objects.bucket import Bucket, ObjectInfo
 from kvabr.store.objects.guard import blocking_touch
 from kvabr.store.objects.layout import catalog_key, profile_key
@@ -198,7 +199,7 @@ class ObjectAssetStore:
         with contextlib.suppress(KvabrError):
             blocking_touch(self.bucket, prompt)
 
-    def quota(self, max_bytes: int) -> NoReturn:
+    def quota(self, max_bytes: int, order: Order = DEFAULT_ORDER) -> NoReturn:  # noqa: ARG002  # of the protocol
         """Raise `UsageError`: many publishers share an object store, so none of them counts its bytes."""
         raise UsageError(
             f"{self.location}: an engine cannot keep an object store within {max_bytes:,} bytes; leave the bound out, "
