@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvabr.replay.frontier import WHOLE, Array, Frontier, Part
+from kvabr.replay.frontier import WHOLE, Array, Frontier, GroupSubset
 from kvabr.replay.link import Capacity
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
@@ -75,7 +75,7 @@ INFEASIBLE = Bound(feasible=False, least_loss=math.inf, objective=math.inf, loss
 class _Way:
     """One division of the groups between network and engine."""
 
-    part: Part | None
+    part: GroupSubset | None
     """What the network brings; None: nothing."""
     engine_s: float = 0.0
     earliest_s: float = 0.0
@@ -229,13 +229,13 @@ class Clairvoyant:
                 base_s = link.when(float(frontier.least_bytes[:cut].sum())) + self.tail_s
                 base_s = max(base_s, begins_s + float(work_s[cut - 1]))
                 # While the engine computes, the groups before the cut may still be upgraded.
-                ways.append(_Way(Part(first=cut), takes_s, base_s + takes_s))
+                ways.append(_Way(GroupSubset(first=cut), takes_s, base_s + takes_s))
             return ways
         assert self._compute_s is not None  # noqa: S101  # there is an engine
         front_s, *behind = self._compute_s
         for count in range(1, groups + 1):
             takes_s = float(front_s[count])
-            ways.append(_Way(Part(skip=count) if count < groups else None, takes_s, takes_s))
+            ways.append(_Way(GroupSubset(skip=count) if count < groups else None, takes_s, takes_s))
         come_s = np.array([link.when(float(nbytes)) for nbytes in frontier.least_bytes]) + self.tail_s
         sums = np.cumsum(np.sort(frontier.least_bytes[:-1]))
         last_s = cost.seconds((groups - 1) * size, tokens - (groups - 1) * size) + self.tail_s
@@ -246,7 +246,7 @@ class Clairvoyant:
                 takes = front_s[:count] + behind_s[count, :count]
                 ends = np.maximum(front_s[:count], come_s[:count]) + behind_s[count, :count]
                 if takes.min() < math.inf:
-                    ways.append(_Way(Part(free=count), float(takes.min()), max(from_s, float(ends.min()))))
+                    ways.append(_Way(GroupSubset(free=count), float(takes.min()), max(from_s, float(ends.min()))))
         return ways
 
 
@@ -300,7 +300,7 @@ class _Link:
         (t0, t1), (c0, c1) = self._times[index - 1 : index + 1], self._carried[index - 1 : index + 1]
         return float(t0 + (t1 - t0) * (nbytes - c0) / (c1 - c0))
 
-    def loss(self, part: Part | None, ends: Array, *, care: int, hint: int = 0) -> Array:
+    def loss(self, part: GroupSubset | None, ends: Array, *, care: int, hint: int = 0) -> Array:
         """Return lower bounds of the loss at several ends, see `Frontier.loss`."""
         if part is None:
             return np.zeros(len(ends))
@@ -337,7 +337,7 @@ def _least_at_last(link: _Link, ways: Sequence[_Way], gpu_price: float) -> float
     if not gpu_price:
         # Of the numbers of groups that could be computed, the largest is the best.
         parts = [WHOLE, *(way.part for way in ways if way.part is not None)]
-        most = {Part(skip=max(part.skip for part in parts)), Part(free=max(part.free for part in parts))}
+        most = {GroupSubset(skip=max(part.skip for part in parts)), GroupSubset(free=max(part.free for part in parts))}
         ways = [way for way in ways if way.part is None or way.part.first is not None or way.part in {WHOLE, *most}]
 
     def at(way: _Way, care: int) -> float:

@@ -51,7 +51,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GroupSubset:
     """The groups of a cache that are fetched."""
 
     first: int | None = None
@@ -62,7 +62,7 @@ class Part:
     """Number of groups, those that are dearest, that cost nothing because an engine computes them."""
 
 
-WHOLE = Part()
+WHOLE = GroupSubset()
 
 
 class Frontier:
@@ -92,12 +92,14 @@ class Frontier:
         angles = np.linspace(0.0, math.pi / 2, _MIXES)
         self._mixes: Array = np.stack([np.cos(angles), scale * np.sin(angles)], axis=1)
         self._mixed: Array = np.array([(a * self.sizes + b * self.decodes).min(axis=1) for a, b in self._mixes])
-        self._needs: dict[Part, Array] = {}
+        self._needs: dict[GroupSubset, Array] = {}
         self._steps: dict[int, tuple[Whole, Array]] = {}
         self._lines: dict[int, tuple[Array, Array]] = {}
-        self._curves: dict[tuple[Part, int], Curve] = {}
+        self._curves: dict[tuple[GroupSubset, int], Curve] = {}
 
-    def loss(self, part: Part, nbytes: Array, decode_s: Array, *, care: int = len(_STRIDES), hint: int = 0) -> Array:
+    def loss(
+        self, part: GroupSubset, nbytes: Array, decode_s: Array, *, care: int = len(_STRIDES), hint: int = 0
+    ) -> Array:
         """Return lower bounds of the loss within several pairs of bytes and seconds; infinite where nothing fits.
 
         Args:
@@ -118,7 +120,7 @@ class Frontier:
             found[places] = best
         return found
 
-    def price(self, part: Part, nbytes: Array, decode_s: Array) -> int:
+    def price(self, part: GroupSubset, nbytes: Array, decode_s: Array) -> int:
         """Return the index of the price of decoding that bounds the loss best within one pair of bytes and seconds."""
         found, places = self._short(part, nbytes, decode_s)
         if not len(places):
@@ -126,7 +128,7 @@ class Frontier:
         known = self._dual(part, nbytes, decode_s, found, 2, 0)
         return max(known, key=lambda index: float(known[index][0]))
 
-    def _short(self, part: Part, nbytes: Array, decode_s: Array) -> tuple[Array, Whole]:
+    def _short(self, part: GroupSubset, nbytes: Array, decode_s: Array) -> tuple[Array, Whole]:
         """Return the losses within the bytes alone, and where decoding these options takes longer than there is."""
         curve = self.curve(part, 0)
         found = curve.at(nbytes)
@@ -136,7 +138,9 @@ class Frontier:
             short &= np.interp(nbytes, curve.bytes, curve.decode_s) > decode_s
         return found, np.nonzero(short)[0]
 
-    def _dual(self, part: Part, nbytes: Array, decode_s: Array, free: Array, care: int, hint: int) -> dict[int, Array]:
+    def _dual(
+        self, part: GroupSubset, nbytes: Array, decode_s: Array, free: Array, care: int, hint: int
+    ) -> dict[int, Array]:
         """Return curve(B) - price x R by index of the price, searched for the largest; it is concave in the price.
 
         Args:
@@ -166,7 +170,7 @@ class Frontier:
                 add(range(listed[max(0, peak - 1)] + stride, listed[min(len(listed) - 1, peak + 1)], stride))
         return known
 
-    def curve(self, part: Part, price: int) -> Curve:
+    def curve(self, part: GroupSubset, price: int) -> Curve:
         """Return least loss + price x decoder seconds of some groups, as a function of bytes.
 
         Args:
@@ -185,7 +189,7 @@ class Frontier:
         ratio = np.divide(saved, longer, out=np.zeros_like(saved), where=(saved > 0) & (longer > 0))
         return 4.0 * float(ratio.max(initial=0.0))
 
-    def _greedy(self, part: Part, price: int) -> Curve:
+    def _greedy(self, part: GroupSubset, price: int) -> Curve:
         if price not in self._steps:
             self._steps[price] = _hull_steps(self.sizes, self.losses + self.prices[price] * self.decodes, self.decodes)
         groups, points = self._steps[price]
@@ -225,7 +229,7 @@ class Frontier:
         least = np.array([np.sort((cost + p * self.sizes).min(axis=1)) for p in byte_prices])
         return byte_prices, np.cumsum(least, axis=1)
 
-    def _need(self, part: Part) -> Array:
+    def _need(self, part: GroupSubset) -> Array:
         if part not in self._needs:
             mixed = self._mixed[:, part.skip : part.first]
             self._needs[part] = np.sort(mixed, axis=1)[:, : mixed.shape[1] - part.free].sum(axis=1)

@@ -110,8 +110,8 @@ def test_what_is_used_moves_up_and_stays_the_same(tiers):
     assert whole(asset.open_frame(0, "FP16")) == frame
     assert asset.catalog_bytes()
     shutil.rmtree(tiers.warm.root / name)  # while it is served
-    assert whole(asset.open_frame(0, "FP16")) == frame
-    check(asset)
+    assert whole(asset.open_frame(0, "FP16")) == asset.frame(0, "FP16") == frame
+    assert asset.is_current()
 
 
 def test_what_is_worth_more_takes_the_place_of_what_is_worth_less(tiers):
