@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import shutil
 
 import pytest
+from structlog import wrap_logger
+from structlog.testing import CapturingLogger
 
+from kvabr.cli.main import main
 from kvabr.server.grants import EVERYTHING
+from kvabr.server.moving import moving
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.store.locations import open_store
@@ -194,6 +199,30 @@ def test_other_bytes_of_a_prompt_are_another_version(tmp_path):
     (after,) = [asset for asset in tiers.served.assets if asset.name == old.namespace.prompt]
     assert check(after) == old
     assert not before.is_current()
+
+
+async def test_a_server_moves_by_itself(tiers):
+    """Without a limit of time: it ends when the asset is there."""
+    cold = tiers.put(tiers.cold, 5)
+    tiers.settle()
+    log = CapturingLogger()
+    async with moving(tiers.store, wrap_logger(log), every_s=0.001), moving(None, wrap_logger(log)):
+        while tiers.where(cold) == ["cold"]:
+            tiers.play(cold)
+            await asyncio.sleep(0.01)
+    assert tiers.where(cold) == ["warm", "cold"]
+
+
+def test_a_server_that_cannot_move_says_so_at_its_start(tmp_path, capsys):
+    def serve(*words):
+        return main(["serve", str(tmp_path), "--dev", *words])
+
+    assert serve("--cold", "memory://x") == serve("--warm-mib", "5") == 2
+    assert "--cold and --warm-mib belong together" in capsys.readouterr().err
+    assert serve("--cold", "memory://x", "--warm-mib", "0") == 2
+    assert "a folder for 0 bytes holds nothing" in capsys.readouterr().err
+    assert main(["serve", "memory://x", "--dev", "--cold", "memory://y", "--warm-mib", "5"]) == 2
+    assert "--cold is for a folder" in capsys.readouterr().err
 
 
 def test_wrong_use_is_refused(tiers):
