@@ -205,6 +205,10 @@ class TieredAssetStore:
         """See `AssetStore.writer`."""
         return self.warm.writer(name, force=force)
 
+    def touch(self, name: str) -> None:
+        """See `AssetStore.touch`."""
+        (self.cold if self.warm.version(name) is None else self.warm).touch(name)
+
     def quota(self, max_bytes: int, order: Order = DEFAULT_ORDER) -> NoReturn:  # noqa: ARG002  # of the protocol
         """Raise `UsageError`: the folder has its bound already."""
         raise UsageError(f"{self.location}: {self._warm_bytes:,} bytes are its bound, and what is over moves down")

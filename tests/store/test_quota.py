@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 
 from kvabr.data import default_catalog
 from kvabr.publish.publisher import Publisher, Slot
 from kvabr.server.published_assets import PublishedAssets
+from kvabr.store.folder_notes import locked, pin_folder_asset
 from kvabr.store.quota import FolderQuota
 from kvabr.types.naming import chain
 from tests import kvdata
@@ -47,7 +49,7 @@ def size(path):
 
 
 def there(root):
-    return {path.name for path in root.iterdir()}
+    return {path.name for path in root.iterdir() if not path.name.startswith(".")}
 
 
 def test_what_was_computed_longest_ago_goes_first(tmp_path):
@@ -64,6 +66,26 @@ def test_what_is_computed_again_stays(tmp_path):
     most = 22 * size(tmp_path / name(1)) // 10
     assert offer(tmp_path, 1, max_bytes=most) == "known"
     offer(tmp_path, 3, max_bytes=most)
+    assert there(tmp_path) == {name(1), name(3)}
+
+
+def test_what_is_pinned_stays(tmp_path):
+    for number, age_s in ((1, 300.0), (2, 200.0)):
+        offer(tmp_path, number, age_s=age_s)
+    with locked(tmp_path):
+        pin_folder_asset(tmp_path, name(1), time.time() + 3600)
+    offer(tmp_path, 3, max_bytes=22 * size(tmp_path / name(1)) // 10)
+    assert there(tmp_path) == {name(1), name(3)}
+
+
+def test_the_order_can_be_chosen(tmp_path):
+    """Least recently used: the one that was touched stays, however old it is."""
+    for number, age_s in ((1, 300.0), (2, 200.0)):
+        offer(tmp_path, number, age_s=age_s)
+    quota = FolderQuota(tmp_path, 22 * size(tmp_path / name(1)) // 10, "lru")
+    quota.touch(name(1))
+    offer(tmp_path, 3)
+    assert quota.make_room(name(3)) == 1
     assert there(tmp_path) == {name(1), name(3)}
 
 

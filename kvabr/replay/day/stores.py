@@ -178,11 +178,16 @@ class _Store:
     def has(self, part: Part) -> bool:
         return bool(self._owners.get(part.key))
 
+    def answered(self, part: Part) -> None:
+        """Count a use of the newest asset that has what was found."""
+        newest = max(self._owners[part.key], key=lambda name: self._assets[name].visit.at_s)
+        self._assets[newest].uses += 1
+
     def store(self, visit: Visit, parts: tuple[Part, ...], evict: Callable[[list[Candidate], int], list[str]]) -> None:
         name = str(parts[-1].key)
         known = self._assets.get(name)
         if known is not None:
-            known.used_s, known.uses = visit.at_s, known.uses + 1
+            known.used_s = visit.at_s
             return
         own = sum(part.tokens for part in parts) if self._copies else 0
         self._assets[name] = _Asset(visit, parts, own, visit.at_s)
@@ -245,9 +250,10 @@ def replay_store(
     for visit in day:
         now = visit.at_s
         parts = store.parts(visit)
-        there = True
+        there, last = True, None
         for part in parts:
             there = there and store.has(part)
+            last = part if there else last
             if now >= warm_s:
                 tokens += part.tokens
                 hit += part.tokens if there else 0
@@ -257,5 +263,7 @@ def replay_store(
                     new_s += part.seconds
             seen.add(part.key)
         reuse.note(parts, now)
+        if last is not None:
+            store.answered(last)
         store.store(visit, parts, evict)
     return StoreOutcome(order, tokens, new, hit, computed_s, new_s, store.evicted)
