@@ -5,7 +5,7 @@ lost with it, times the rate at which that is used again. Three facts about KV c
 
 - Prompts share beginnings. What a second asset holds too is not lost: an asset that another one continues is worth
   nothing, and a beginning that many share is worth what all of them save. See `Part`.
-- Attention makes the end of a long prompt dearer to compute than its beginning. See `part_seconds`.
+- Attention makes the end of a long prompt dearer to compute than its beginning, where the engine's cost is known.
 - Most caches are never used again, and those that were used are likely to be used again, for a while. How likely is
   measured, by the number of uses so far and the time since the last one. See `ReuseTable`.
 
@@ -30,9 +30,6 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 """Names of orders: by value, least recently used first, least often used first."""
 DEFAULT_ORDER: Order = "value"
 
-_ATTENTION_TOKENS = 65_536
-"""Default cost of a prefill: position in a prompt at which a token takes twice the seconds of the first one."""
-
 
 class Part(NamedTuple):
     """A piece of a prompt's cache that several assets may share, such as a span or a group."""
@@ -43,7 +40,8 @@ class Part(NamedTuple):
     """Bytes that are shared; 0 where each asset has a copy of its own."""
     tokens: int
     seconds: float = 0.0
-    """Seconds to compute the part, after everything before it; 0.0: not known, see `part_seconds`."""
+    """Seconds to compute the part, after everything before it; 0.0: not known. Tokens count instead, for all parts,
+    unless the seconds of all are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +82,6 @@ class History(NamedTuple):
         """Return the history of both: what was stored twice, was used by who stored it again."""
         first_s, last_s = min(self.first_s, other.first_s), max(self.last_s, other.last_s)
         return History(self.uses + other.uses + 1, first_s, last_s, max(self.weight, other.weight))
-
-
-def part_seconds(first: int, tokens: int) -> float:
-    """Return what computing ``tokens`` tokens after ``first`` others costs, in units of a prompt's first token.
-
-    For stores that do not know their engine: the form of `kvabr.types.cost` with a typical share of attention.
-    """
-    return tokens * (1.0 + (first + 0.5 * tokens) / _ATTENTION_TOKENS)
 
 
 def parts_of(
@@ -316,9 +306,11 @@ class _Queue:
         self._owners: defaultdict[str | bytes, set[int]] = defaultdict(set)
         """Candidates that have a part."""
         self._histories: dict[str | bytes, History] = {}
+        self._timed = True
         for number, candidate in enumerate(candidates):
             for part in candidate.parts:
                 self._owners[part.key].add(number)
+                self._timed = self._timed and part.seconds > 0
         if self._by_value:
             self._measure()
         scores: dict[str, Callable[[int], float]] = {
@@ -391,11 +383,10 @@ class _Queue:
         candidate = self._candidates[number]
         if not candidate.parts:
             return self._reuse.rate(candidate.key, candidate.history, self._now)
-        freed, saved, first = candidate.bytes, 0.0, 0
+        freed, saved = candidate.bytes, 0.0
         for part in candidate.parts:
             if len(self._owners[part.key]) == 1:
                 freed += part.bytes
                 rate = self._reuse.rate(part.key, self._histories[part.key], self._now)
-                saved += rate * (part.seconds or part_seconds(first, part.tokens))
-            first += part.tokens
+                saved += rate * (part.seconds if self._timed else part.tokens)
         return saved / max(1, freed)
