@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvabr.store.asset import AssetVersion
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore, asset_version
-from kvabr.store.eviction import Part, part_seconds
+from kvabr.store.eviction import Part
 from kvabr.store.folder_notes import (
     REMOVED,
     expire_folder_model,
@@ -146,9 +146,8 @@ class FolderLibrary:
         group_tokens = catalog.spec.group_tokens
         parts = []
         for group, digest in enumerate(catalog.chunks):
-            first = group * group_tokens
-            tokens = min(group_tokens, catalog.tokens - first)
-            parts.append(Part(digest, 0, tokens, part_seconds(first, tokens)))
+            tokens = min(group_tokens, catalog.tokens - group * group_tokens)
+            parts.append(Part(digest, 0, tokens))
         return Holding(
             name=name,
             model=catalog.spec.model,

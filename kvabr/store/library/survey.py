@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvabr.store.eviction import Part, part_seconds
+from kvabr.store.eviction import Part
 from kvabr.store.library.rules import Holding
 from kvabr.store.objects.leases import (
     CATALOGS,
@@ -130,7 +130,7 @@ class Survey:
         for span in manifest.spans:
             tokens = min(manifest.span_tokens, manifest.tokens - before)
             size = self.spans[span].size if span in self.spans else 0
-            parts.append(Part(span, size, tokens, part_seconds(before, tokens)))
+            parts.append(Part(span, size, tokens))
             before += tokens
         written_s = [self.spans[span].modified_s for span in manifest.spans if span in self.spans]
         return Holding(
