@@ -84,16 +84,23 @@ class TieredAsset(Asset):
         *faster, last = self._tiers
         for tier in faster:
             try:
-                data = tier._read_part(part, max_bytes)  # noqa: SLF001  # the same class
+                data = _part_of(tier, part, max_bytes)
             except AssetError:
                 continue
             # A copy may have its catalog written in other words.
             if part != CATALOG or hashlib.sha256(data).hexdigest() == self.catalog_sha256:
                 return data
-        return last._read_part(part, max_bytes)  # noqa: SLF001
+        return _part_of(last, part, max_bytes)
 
     def _frame_part(self, group: int, track: str) -> str:
-        return self._tiers[0]._frame_part(group, track)  # noqa: SLF001
+        return f"{track}/{group}"
+
+
+def _part_of(tier: Asset, part: str, max_bytes: int) -> bytes:
+    """Read a part of an asset from one of its stores, each of which calls frames by names of its own."""
+    track, slash, group = part.rpartition("/")
+    name = tier._frame_part(int(group), track) if slash else part  # noqa: SLF001  # the same class
+    return tier._read_part(name, max_bytes)  # noqa: SLF001
 
 
 @dataclass(slots=True)

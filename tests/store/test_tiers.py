@@ -217,11 +217,11 @@ def test_a_server_that_cannot_move_says_so_at_its_start(tmp_path, capsys):
     def serve(*words):
         return main(["serve", str(tmp_path), "--dev", *words])
 
-    assert serve("--cold", "memory://x") == serve("--warm-mib", "5") == 2
+    assert serve("--cold", "memory://cold") == serve("--warm-mib", "5") == 2
     assert "--cold and --warm-mib belong together" in capsys.readouterr().err
-    assert serve("--cold", "memory://x", "--warm-mib", "0") == 2
+    assert serve("--cold", "memory://cold", "--warm-mib", "0") == 2
     assert "a folder for 0 bytes holds nothing" in capsys.readouterr().err
-    assert main(["serve", "memory://x", "--dev", "--cold", "memory://y", "--warm-mib", "5"]) == 2
+    assert main(["serve", "memory://cold", "--dev", "--cold", "memory://colder", "--warm-mib", "5"]) == 2
     assert "--cold is for a folder" in capsys.readouterr().err
 
 
