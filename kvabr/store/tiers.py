@@ -119,8 +119,8 @@ class _Known:
 
     version: AssetVersion
     catalog: Catalog
-    bytes: int
-    """Of its frames."""
+    size: int
+    """Bytes of its frames."""
     keys: tuple[bytes, ...]
     uses: int = 0
     first_s: float = 0.0
@@ -277,13 +277,13 @@ class TieredAssetStore:
         group_tokens = catalog.spec.group_tokens if catalog.every_token else catalog.tokens
         parts = parts_of(known.keys, ends, catalog.tokens, group_tokens, seconds=catalog.prefill)
         pin_s = pin_end_s(self.warm.root, name) or -math.inf
-        return Candidate(name, known.bytes, known.first_s, known.last_s, known.uses, parts, pin_s)
+        return Candidate(name, known.size, known.first_s, known.last_s, known.uses, parts, pin_s)
 
     def _move_down(self, warm: dict[str, AssetVersion], coming: str | None, moves: Moves) -> bool:
         """Make room in the folder, also for an asset that would come up; return whether that is worth it."""
         there = [name for name in warm if name in self._known]
         names = there if coming is None else [*there, coming]
-        excess = sum(self._known[name].bytes for name in names) - self._warm_bytes
+        excess = sum(self._known[name].size for name in names) - self._warm_bytes
         if excess <= 0:
             return True
         ends = {self._known[name].keys[-1] for name in names}

@@ -83,9 +83,9 @@ def read_trace(path: Path) -> list[Visit]:
     for at_s, blocks in rows:
         parts: list[tuple[int, int]] = []
         tokens = 0
-        for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+        for block, behind in zip(blocks, [*blocks[1:], None], strict=True):
             tokens += _TRACE_BLOCK
-            if after is None or counts[after] != counts[block] or len(following[block]) > 1:
+            if behind is None or counts[behind] != counts[block] or len(following[block]) > 1:
                 parts.append((block, tokens))
                 tokens = 0
         if parts:
