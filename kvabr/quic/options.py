@@ -133,9 +133,12 @@ def _parsed(der: bytes) -> Certificate:
     from cryptography import x509  # noqa: PLC0415  # slow to load
 
     try:
-        return x509.load_der_x509_certificate(der)
+        parsed = x509.load_der_x509_certificate(der)
+        # The dates are parsed when they are looked at, and may be none: the year 0, for example.
+        _ = parsed.not_valid_before_utc, parsed.not_valid_after_utc
     except (ValueError, x509.InvalidVersion) as error:
         raise TransportError(f"the peer's certificate cannot be read ({error})") from error
+    return parsed
 
 
 def _outdated(certificate: Certificate) -> str | None:

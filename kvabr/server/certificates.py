@@ -70,6 +70,7 @@ def check(tls: ServerTls, now: datetime | None = None) -> CertificateFacts:
     now = datetime.now(UTC) if now is None else now
     try:
         chain = x509.load_pem_x509_certificates(_read(tls.certfile, "certificate"))
+        _ = chain[0].not_valid_before_utc, chain[0].not_valid_after_utc  # may be no dates, such as the year 0
     except ValueError as error:
         raise CertificateError(
             f"{tls.certfile}: not a certificate in PEM form (-----BEGIN CERTIFICATE-----); {_DEV_HINT}"

@@ -47,6 +47,13 @@ def test_a_certificate_of_no_known_version_is_refused():
     assert "cannot be read" in why_refused(strange, "localhost")
 
 
+def test_a_certificate_whose_dates_are_none_is_refused():
+    strange = der(dt.datetime(2890, 1, 1, tzinfo=dt.UTC)).replace(b"\x18\x0f2890", b"\x18\x0f0000")
+    with pytest.raises(TransportError, match="cannot be read"):
+        check_pinned(strange, hashlib.sha256(strange).hexdigest())
+    assert "cannot be read" in why_refused(strange, "localhost")
+
+
 def test_a_pinned_certificate_must_be_valid_today():
     now = dt.datetime.now(dt.UTC)
     for shift, words in ((-30, "expired on"), (30, "not valid before")):
