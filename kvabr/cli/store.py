@@ -14,8 +14,8 @@ examples:
   kvabr store ls assets
   kvabr store ls 's3://kv-caches/prod?tenant=team-a' --model meta-llama/Llama-3.1-8B
 
-own: bytes that only this asset has, which are freed when it goes. used: time since it was published, looked for by a
-publisher, or played through an origin; plays straight from a bucket are not seen. Measured assets (kvabr encode) stay.
+own: bytes that only this asset has, which are freed when it goes. used: time since it was published, or looked for by a
+publisher; plays are not seen. Measured assets (kvabr encode) stay.
 """
 _DU = """\
 examples:

@@ -69,7 +69,7 @@ class StoreDownload(BufferedDownload):
         return self._buffer.room(most)
 
     def took(self, count: int, limit: Limit) -> None:
-        """Note that so many bytes came into what `room` returned, and what limited them."""
+        """Note that ``count`` bytes came into what `room` returned, and what limited them."""
         if not self.over:
             self._buffer.took(count)
             self._came(count, limit)

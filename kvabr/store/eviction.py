@@ -116,12 +116,12 @@ _GAPS = 5
 _CLASSES = 1 + 2 * _GAPS
 """Classes of assets: never used, used once, and used more often, the latter two by their mean time between uses."""
 _PRIOR_S, _PRIOR_SHAPE, _PRIOR_WEIGHT = 300.0, 0.3, 4.0
-"""Where nothing is measured, idle times have a Pareto distribution of this scale and shape. It weighs as much as so
-many observed parts in each age; and what is measured of all, as much for each class."""
+"""Where nothing is measured, idle times have a Pareto distribution of this scale and shape. The last
+number is its weight: observed parts in each age. What is measured of all parts weighs as much for each class."""
 _MEMORY = 4.0
-"""Past idle periods weigh up to so many times as much as the present ones; then they are halved."""
+"""Past idle periods weigh at most this many times as much as the present ones; then they are halved."""
 _REMEMBERED = 2
-"""Histories are kept of so many parts for each one that is there."""
+"""Histories are kept of this many parts for each one that is there."""
 
 
 class ReuseTable:
@@ -152,7 +152,7 @@ class ReuseTable:
                 self.histories[part.key] = History(known.uses + 1, known.first_s, now, known.weight)
 
     def forget(self, most: int, now: float) -> None:
-        """Keep the histories of so many parts."""
+        """Keep the histories of at most ``most`` parts."""
         for key in list(itertools.islice(self.histories, max(0, len(self.histories) - most))):
             _count_open(self.histories.pop(key), now, self._open)
 

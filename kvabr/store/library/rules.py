@@ -45,7 +45,7 @@ class Holding:
     created_s: float
     """When it was published."""
     used_s: float
-    """When it was last published, looked for by a publisher, or played through an origin."""
+    """When it was last published, or looked for by a publisher; plays are not seen."""
     bytes: int
     """All its bytes, with those that it shares with other assets."""
     own_bytes: int

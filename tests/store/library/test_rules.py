@@ -27,7 +27,7 @@ NOW = 100 * DAY
 
 
 def holding(name="one", created=50.0, used=None, **more):
-    """An asset that was published and used so many days after the beginning of time."""
+    """An asset that was published and used some days after the beginning of time."""
     used = created if used is None else used
     what = {"model": "m", "tokens": 256, "bytes": 100, "own_bytes": 100, **more}
     return Holding(name=name, created_s=created * DAY, used_s=used * DAY, **what)
