@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         PlayError,
         PolicyError,
         RequestError,
+        StoreError,
         TraceError,
         TransportError,
         UnauthorizedError,
@@ -85,6 +86,7 @@ __all__ = [
     "RequestError",
     "Snapshot",
     "StepGate",
+    "StoreError",
     "TraceError",
     "TrackNamespace",
     "TransportError",
@@ -114,7 +116,7 @@ _MODULES = {
     "kvabr.types.engine": "Engine",
     "kvabr.types.errors": (
         "AssetError BusyError ConnectionLostError ForeignError FormatError HoleError KvabrError ModelError "
-        "NotFoundError PlayError PolicyError RequestError TraceError TransportError UnauthorizedError "
+        "NotFoundError PlayError PolicyError RequestError StoreError TraceError TransportError UnauthorizedError "
         "UnknownPolicyError UsageError"
     ),
     "kvabr.types.kv": "KVSpec",

@@ -42,6 +42,7 @@ NAMES = {
     "PrefillCost",
     "RequestError",
     "Snapshot",
+    "StoreError",
     "StepGate",
     "TraceError",
     "TrackNamespace",

@@ -285,7 +285,7 @@ async def test_arguments_that_make_no_sense():
         with pytest.raises(UsageError, match="deadline"):
             await play(client, TOKENS, peer="moqt://origin.example/", deadline=0.0, spec=SPEC)
         with pytest.raises(UsageError, match="moqt://"):
-            client.peer("http://origin.example/")
+            client.peer("ftp://origin.example/")
         with pytest.raises(TypeError, match="tokn"):
             client.peer("moqt://origin.example/", tokn="x")
         peer = client.peer("moqt://origin.example/", token="x")  # noqa: S106

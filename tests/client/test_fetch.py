@@ -193,7 +193,7 @@ def test_a_peer_that_cannot_be_used_is_told_once_with_the_way_out(served, short,
 def test_an_asset_named_twice_and_a_bad_url(served, short, capsys):
     assert kvabr("fetch", f"{served.url}#kvcache:{name(short)}", "--name", name(short)) == 2
     assert "twice" in capsys.readouterr().err
-    assert kvabr("fetch", "https://h/", "--name", name(short)) == 2
+    assert kvabr("fetch", "ftp://h/", "--name", name(short)) == 2
     assert "moqt://" in capsys.readouterr().err
 
 

@@ -214,7 +214,7 @@ def test_the_blocking_twin(served):
 def test_the_blocking_twin_says_what_is_wrong_and_leaves_nothing():
     before = threads()
     with pytest.raises(UsageError):
-        Client("http://h/")
+        Client("ftp://h/")
     with Client("moqt://127.0.0.1:9/", timeout_s=0.3) as client, pytest.raises(TransportError):
         client.connect()
     assert threads() == before

@@ -159,7 +159,7 @@ def test_nothing_is_opened_before_its_turn():
 class Growing(ArrivingGroup):
     """A group of which the test says how much has arrived."""
 
-    digest, size = bytes(32), 30
+    digest, size = "00" * 32, 30
 
     def __init__(self, objects):
         self.objects, self.here, self.priority, self.open, self.error = objects, 0, None, True, None

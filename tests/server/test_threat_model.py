@@ -30,6 +30,7 @@ from kvabr.server import server as servers
 from kvabr.server.limits import ServerLimits
 from kvabr.store import asset as assets
 from kvabr.store import asset_folder
+from kvabr.store.objects import asset_store, bucket, group_store, layout, spans
 from kvabr.telemetry import prometheus
 from kvabr.types import catalog, json_pieces, kv, naming
 
@@ -123,6 +124,18 @@ ROWS = {
     "list of models": [size(kv.MAX_MODELS_BYTES), f"{kv._MAX_MODELS:,} models"],
     "codec profile": [size(catalog.MAX_PROFILE_BYTES), f"its header {size(profile._MAX_HEADER_BYTES)}"],
     "prompt.json": [size(assets._MAX_PROMPT_BYTES)],
+    "object store: offers of a tenant": [f"{layout.MAX_OFFERS}", size(layout.MAX_OFFER_BYTES)],
+    "object store: span, its head": [
+        size(layout.MAX_SPAN_BYTES), size(spans.MAX_HEAD_BYTES), size(spans._MAX_HEAD_JSON),
+        f"{layout.MAX_SPAN_GROUPS} groups",
+    ],
+    "object store: catalog with": [size(layout.MAX_STORED_CATALOG_BYTES)],
+    "object store: assets that a server looks at": [f"{asset_store.MAX_LISTED:,}"],
+    "object store: tries of a request": [f"{bucket._TRIES}, {bucket.WAIT_S} s"],
+    "object store: groups of relays and clients": [
+        f"{size(group_store.MAX_GROUP_BYTES)} each; read {group_store._READ_S:g} s, written {group_store._WRITE_S:g} s",
+        f"left alone for {group_store._PAUSE_S:g} s",
+    ],
     "group, from its catalog": [f"{lookup._MAX_TIMES_FP16} x FP16 + {size(lookup._SLACK_BYTES)}"],
     "client: received and not read yet": [size(backend.CONNECTION_WINDOW), f"{size(backend.STREAM_WINDOW)} a stream"],
     "client: requests in flight": [f"{connection.MAX_IN_FLIGHT}"],

@@ -162,27 +162,15 @@ class Bucket:
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Yield all objects whose keys begin with ``prefix``, which ends in a slash, or is empty: all."""
-        stream = self._listing(prefix)
-        while True:
-            try:
-                found = await anext(aiter(stream), None)
-            except Exception as error:
-                raise self._failed(prefix, "cannot be listed", error) from error
-            if found is None:
-                return
+        listing = _Listing(lambda after: self._listing(prefix, after))
+        while found := await self._tried(prefix, "cannot be listed", listing.more):
             for meta in found:
                 yield self._info(meta)
 
     def list_sync(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `list`."""
-        stream = self._listing(prefix)
-        while True:
-            try:
-                found = next(iter(stream), None)
-            except Exception as error:
-                raise self._failed(prefix, "cannot be listed", error) from error
-            if found is None:
-                return
+        listing = _Listing(lambda after: self._listing(prefix, after))
+        while found := self._tried_sync(prefix, "cannot be listed", listing.more_sync):
             for meta in found:
                 yield self._info(meta)
 
@@ -299,8 +287,8 @@ class Bucket:
 
     # ------------------------------------------------------- one try
 
-    def _listing(self, prefix: str) -> Any:
-        return load_obstore().list(self._reader(), self._path(prefix), chunk_size=_LISTED_AT_ONCE)
+    def _listing(self, prefix: str, after: str | None) -> Any:
+        return load_obstore().list(self._reader(), self._path(prefix), offset=after, chunk_size=_LISTED_AT_ONCE)
 
     async def _put(self, key: str, data: bytes | memoryview, mode: Any) -> bool:
         try:
@@ -419,6 +407,35 @@ class Bucket:
                     limits["read_timeout"], limits["timeout"] = f"{WAIT_S}s", "1d"
                 self._stores[most_s] = make_client(self.where, limits, writes=bool(most_s))
             return self._stores[most_s]
+
+
+class _Listing:
+    """The pages of a listing; after a failure it goes on behind the last key that came."""
+
+    def __init__(self, begin: Callable[[str | None], Any]) -> None:
+        self._begin, self._stream = begin, begin(None)
+        self._after: str | None = None
+
+    async def more(self) -> Sequence[ObjectMeta]:
+        """Return the next page, empty behind the last."""
+        try:
+            return self._came(await anext(aiter(self._stream), None))
+        except Exception:
+            self._stream = self._begin(self._after)
+            raise
+
+    def more_sync(self) -> Sequence[ObjectMeta]:
+        """See `more`."""
+        try:
+            return self._came(next(iter(self._stream), None))
+        except Exception:
+            self._stream = self._begin(self._after)
+            raise
+
+    def _came(self, page: Sequence[ObjectMeta] | None) -> Sequence[ObjectMeta]:
+        if page:
+            self._after = page[-1]["path"]
+        return page or ()
 
 
 def _range(start: int, end: int | None) -> GetOptions | None:
