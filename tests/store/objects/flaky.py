@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs
+from xml.sax.saxutils import escape
 
 ERROR = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>no</Message></Error>"
 
@@ -74,6 +76,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200)
         elif self.command in ("POST", "DELETE"):
             self.answer(200, b"<DeleteResult></DeleteResult>")
+        elif "list-type=2" in self.path:
+            self.answer(200, self._listed(key))
         elif key not in store.objects:
             self.answer(404, ERROR % b"NoSuchKey")
         elif (wanted := self.headers.get("Range")) is not None:
@@ -82,3 +86,15 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(206, data[int(first) : end], Content_Range=f"bytes {first}-{end - 1}/{len(data)}")
         else:
             self.answer(200, store.objects[key])
+
+    def _listed(self, bucket: str) -> bytes:
+        """Return the keys of a bucket that begin with the prefix that was asked for."""
+        begin = f"{bucket}/" + parse_qs(self.path.partition("?")[2]).get("prefix", [""])[0]
+        entries = [
+            f"<Contents><Key>{escape(key.removeprefix(bucket + '/'))}</Key><Size>{len(data)}</Size><ETag>tag"
+            "</ETag><LastModified>2026-11-23T00:00:00.000Z</LastModified></Contents>"
+            for key, data in sorted(self.store.objects.items())
+            if key.startswith(begin)
+        ]
+        head = f"<Name>bucket</Name><KeyCount>{len(entries)}</KeyCount><IsTruncated>false</IsTruncated>"
+        return f"<ListBucketResult>{head}{''.join(entries)}</ListBucketResult>".encode()
