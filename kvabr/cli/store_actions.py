@@ -14,13 +14,13 @@ from rich.console import Console
 from kvabr.cli.display import StageBar, human, plain, table, write_json
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import check_writable
-from kvabr.store.library import rules
-from kvabr.store.library.collect import Collected
-from kvabr.store.library.copying import copy_assets
-from kvabr.store.library.library import Inventory, Library, full_name
-from kvabr.store.library.opening import open_libraries, open_library
-from kvabr.store.library.rules import Holding, Rules, evictions, total_bytes
 from kvabr.store.locations import open_store
+from kvabr.store.managing import rules
+from kvabr.store.managing.collect import Collected
+from kvabr.store.managing.copying import copy_assets
+from kvabr.store.managing.opening import open_libraries, open_library
+from kvabr.store.managing.protocol import Inventory, Library, full_name
+from kvabr.store.managing.rules import Holding, Rules, evictions, total_bytes
 from kvabr.types.errors import AssetError, NotFoundError, UsageError
 
 _STAGES = {

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvabr.store.library.collect import Collected
-from kvabr.store.library.rules import Holding, Rules
-from kvabr.store.library.survey import Progress
+from kvabr.store.managing.collect import Collected
+from kvabr.store.managing.rules import Holding, Rules
+from kvabr.store.managing.survey import Progress
 from kvabr.types.errors import NotFoundError
 
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from kvabr.store.asset import Asset, AssetStore
-from kvabr.store.library.library import silent
-from kvabr.store.library.survey import Progress
+from kvabr.store.managing.protocol import silent
+from kvabr.store.managing.survey import Progress
 from kvabr.types.errors import AssetError, KvabrError, UsageError
 
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kvabr.store.library.checking import BucketCheck
-from kvabr.store.library.collect import Collected, Collector
-from kvabr.store.library.library import Damage, Inventory, silent
-from kvabr.store.library.rules import Rules
-from kvabr.store.library.survey import Manifest, Progress, survey
+from kvabr.store.managing.checking import BucketCheck
+from kvabr.store.managing.collect import Collected, Collector
+from kvabr.store.managing.protocol import Damage, Inventory, silent
+from kvabr.store.managing.rules import Rules
+from kvabr.store.managing.survey import Manifest, Progress, survey
 from kvabr.store.objects import leases
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.layout import StoredCatalog, StoreOffer, pointer_key, profile_key, span_key

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvabr.store.asset_folder import FolderAssetStore
-from kvabr.store.library.folder_library import FolderLibrary
-from kvabr.store.library.library import Library
 from kvabr.store.locations import Location, open_store
+from kvabr.store.managing.folder_library import FolderLibrary
+from kvabr.store.managing.protocol import Library
 from kvabr.types.errors import UsageError
 
 
@@ -25,7 +25,7 @@ def _opened(location: Location, *, everybody: bool) -> list[Library]:
     store = open_store(location, must_exist=True)
     if isinstance(store, FolderAssetStore):
         return [FolderLibrary(store)]
-    from kvabr.store.library.bucket_library import BucketLibrary  # noqa: PLC0415 - only who has a bucket needs it
+    from kvabr.store.managing.bucket_library import BucketLibrary  # noqa: PLC0415 - only who has a bucket needs it
     from kvabr.store.objects.asset_store import ObjectAssetStore  # noqa: PLC0415
     from kvabr.store.objects.bucket import Bucket  # noqa: PLC0415
 

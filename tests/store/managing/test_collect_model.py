@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvabr.store.library.collect import Collector
-from kvabr.store.library.rules import Rules
+from kvabr.store.managing.collect import Collector
+from kvabr.store.managing.rules import Rules
 from kvabr.store.objects.leases import CATALOGS, expire, pin, touch
 from kvabr.types.errors import KvabrError, NotFoundError, UsageError
-from tests.store.library.modelbed import (
+from tests.store.managing.modelbed import (
     MODEL,
     TIMING,
     ShortLayout,

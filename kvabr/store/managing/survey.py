@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvabr.store.eviction import Part
-from kvabr.store.library.rules import Holding
+from kvabr.store.managing.rules import Holding
 from kvabr.store.objects.leases import (
     CATALOGS,
     EVICTIONS,

@@ -8,7 +8,7 @@ import json
 import types
 from dataclasses import dataclass
 
-from kvabr.store.library.survey import Manifest
+from kvabr.store.managing.survey import Manifest
 from kvabr.store.objects.guard import AsyncPublishGuard
 from kvabr.store.objects.leases import CATALOGS, LeaseTiming, Runtime, touch
 from kvabr.types.errors import AssetError, FormatError, NotFoundError
@@ -246,7 +246,7 @@ def run(work):
 def interleave(works, switches, kills=()):
     """Run processes in turns: the first one, until ``switches`` (steps since the beginning) say to go to the next.
 
-    ``kills`` has pairs of a process and the step of its own before which it is killed. Whoever is left runs to its end.
+    ``kills`` has pairs of a process and the step of its own before which it is killed. The others run to their end.
     """
     processes = [Process(work) for work in works]
     turn, at = 0, 0

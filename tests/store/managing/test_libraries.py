@@ -11,14 +11,14 @@ import pytest
 
 from kvabr.store.asset_folder import FolderAssetStore, frame_path
 from kvabr.store.folder_notes import folder_time
-from kvabr.store.library.copying import copy_assets
-from kvabr.store.library.library import full_name
-from kvabr.store.library.opening import open_library
-from kvabr.store.library.rules import Rules, total_bytes
 from kvabr.store.locations import open_store
+from kvabr.store.managing.copying import copy_assets
+from kvabr.store.managing.opening import open_library
+from kvabr.store.managing.protocol import full_name
+from kvabr.store.managing.rules import Rules, total_bytes
 from kvabr.store.objects.bucket import Bucket
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError
-from tests.store.library.assets import LEVELS, LONG, MODEL, new_place, publish
+from tests.store.managing.assets import LEVELS, LONG, MODEL, new_place, publish
 
 NOTHING_STAYS = Rules(grace_s=0.0, ttl_s=0.0)
 

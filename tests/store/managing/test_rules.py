@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.store.eviction import Part
-from kvabr.store.library.rules import (
+from kvabr.store.managing.rules import (
     Holding,
     Rules,
     date,

@@ -27,10 +27,10 @@ from kvabr.store.folder_notes import (
     remove_folder_asset,
     unpin_folder_asset,
 )
-from kvabr.store.library.collect import Collected
-from kvabr.store.library.library import Damage, Inventory, silent
-from kvabr.store.library.rules import Eviction, Holding, Rules, evictions
-from kvabr.store.library.survey import Progress
+from kvabr.store.managing.collect import Collected
+from kvabr.store.managing.protocol import Damage, Inventory, silent
+from kvabr.store.managing.rules import Eviction, Holding, Rules, evictions
+from kvabr.store.managing.survey import Progress
 from kvabr.store.quota import NOT_MEASURED
 from kvabr.types.errors import AssetError, FormatError, KvabrError, NotFoundError, UsageError
 

@@ -4,7 +4,7 @@ What may go is found by one look at everything (`survey`), and deleted in batche
 it is written, and what may have changed since is looked at again; see `kvabr.store.objects.leases` for why that is
 enough. The order:
 
-1. Catalogs that are no roots any more (`kvabr.store.library.rules`). A note of what they named keeps that for a grace.
+1. Catalogs that are no roots any more (`kvabr.store.managing.rules`). A note of what they named keeps that for a grace.
 2. Pointers to spans that no catalog, intent or such note names and that are older than the grace; then these spans;
    then profiles.
 3. Notes of processes that have ended.
@@ -21,8 +21,8 @@ from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvabr.store.library.rules import Eviction, Rules, evictions
-from kvabr.store.library.survey import (
+from kvabr.store.managing.rules import Eviction, Rules, evictions
+from kvabr.store.managing.survey import (
     FIRST_BYTES,
     MAX_SMALL_BYTES,
     Manifest,

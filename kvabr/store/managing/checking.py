@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from kvabr.store.library.library import Damage
-from kvabr.store.library.survey import FIRST_BYTES, MAX_SMALL_BYTES, Progress, Survey
+from kvabr.store.managing.protocol import Damage
+from kvabr.store.managing.survey import FIRST_BYTES, MAX_SMALL_BYTES, Progress, Survey
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.layout import MAX_SPAN_BYTES, StoredCatalog, profile_key, span_key
 from kvabr.store.objects.leases import CATALOGS, Runtime
