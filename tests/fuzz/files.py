@@ -35,6 +35,13 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="kvabr-fuzz-")
 
 
+def folder(name: str) -> Path:
+    """Return a folder of this process that is there."""
+    path = Path(_folder().name, name)
+    path.mkdir(exist_ok=True)
+    return path
+
+
 def _file(data: bytes, name: str = "file") -> Path:
     path = Path(_folder().name, name)
     path.write_bytes(data)

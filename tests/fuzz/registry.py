@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from tests.fuzz.buckets import BUCKETS
 from tests.fuzz.documents import CATALOGS, NAMES
 from tests.fuzz.files import FILES, TRACES
 from tests.fuzz.groups import GROUPS, PROFILES
+from tests.fuzz.responses import LISTINGS, RESPONSES
 from tests.fuzz.sessions import SESSIONS
+from tests.fuzz.stored import STORED
 from tests.fuzz.target import Target
 from tests.fuzz.wire import MESSAGES, OBJECTS
 
@@ -15,6 +18,10 @@ TARGETS: dict[str, Target] = {
     "sessions": SESSIONS,
     "catalogs": CATALOGS,
     "names": NAMES,
+    "responses": RESPONSES,
+    "listings": LISTINGS,
+    "stored": STORED,
+    "buckets": BUCKETS,
     "groups": GROUPS,
     "profiles": PROFILES,
     "files": FILES,

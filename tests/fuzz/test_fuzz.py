@@ -19,7 +19,7 @@ from tests.fuzz.target import SEPARATOR, Target, TooSlowError, chunks, family, i
 from tests.moqt.counting import CountingBuffer
 from tests.moqt.raw import Raw
 
-ROUNDS = {"sessions": 400, "groups": 300, "traces": 150}
+ROUNDS = {"sessions": 400, "groups": 300, "traces": 150, "buckets": 150, "listings": 200, "stored": 400}
 MOST_MEMORY = 96 << 20
 """Bytes that Python may take for one input of a few kilobytes; reading a file takes its bound, 64 MB, for a moment."""
 TOOL = Path(__file__).parents[2] / "tools" / "fuzz"

@@ -23,7 +23,9 @@ _MOST_HEAD_BYTES = 16 << 10
 _MOST_IDLE = 8
 """Connections that are kept open without a request."""
 _CONNECT_S = 5.0
-_STATUS = re.compile(rb"HTTP/1\.1 ([1-5][0-9]{2})(?: [^\r\n]*)?")
+_STATUS = re.compile(rb"HTTP/1\.1 ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?")
+_FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)")
+"""RFC 9110, section 5: names are tokens, and values have no control characters but tabs."""
 _RANGE = re.compile(rb"bytes (\d{1,20})-(\d{1,20})/(?:\d{1,20}|\*)")
 _NUMBER = re.compile(rb"\d{1,20}")
 
@@ -223,18 +225,19 @@ class _Exchange:
             raise self._wrong("it is not HTTP/1.1")
         fields: dict[bytes, bytes] = {}
         for line in lines:
-            name, colon, value = line.partition(b":")
-            if not colon or name != name.strip() or (name := name.lower()) in fields.keys() & _ONCE:
+            field = _FIELD.fullmatch(line)
+            if field is None or (name := field[1].lower()) in fields.keys() & _ONCE:
                 raise self._wrong("its head cannot be read")
-            fields[name] = value.strip(b" \t")
+            fields[name] = field[2].strip(b" \t")
         code, size = int(status[1]), self._end - self._begin
         length = fields.get(b"content-length", b"")
         if code not in (200, 206):
             raise Failure.of_status(code).error(self.where, "cannot be read")
         if b"transfer-encoding" in fields or fields.get(b"content-encoding", b"identity").lower() != b"identity":
             raise self._wrong("it is encoded")
-        if not _NUMBER.fullmatch(length) or int(length) != size:
-            raise self._wrong(f"{size} bytes were asked for, it has {length[:20].decode('ascii', 'replace') or 'any'}")
+        count = int(length) if _NUMBER.fullmatch(length) else None
+        if count != size:
+            raise self._wrong(f"{size} bytes were asked for, it has {'no length' if count is None else count}")
         if code == 206:
             came = _RANGE.fullmatch(fields.get(b"content-range", b""))
             if came is None or (int(came[1]), int(came[2])) != (self._begin, self._end - 1):

@@ -151,6 +151,10 @@ WRONG = {
     "a folded field": PARTIAL + RANGE + LENGTH + b"X: 1\r\n Content-Length: 5\r\n\r\n" + BODY,
     "a space before the colon": PARTIAL + RANGE + LENGTH.replace(b":", b" :") + b"\r\n" + BODY,
     "another protocol": b"SSH-2.0-OpenSSH_9.2\r\n\r\n",
+    "a length with a control character": PARTIAL + RANGE + LENGTH.replace(b"\r\n", b"\x1b[2J\r\n") + b"\r\n" + BODY,
+    "a bare carriage return": PARTIAL + RANGE + LENGTH.replace(b"\r\n", b"\r\r\n") + b"\r\n" + BODY,
+    "a control character in the status": PARTIAL.replace(b"Partial", b"\x1b") + RANGE + LENGTH + b"\r\n" + BODY,
+    "a name that is none": PARTIAL + RANGE + LENGTH + b"X(Y): 1\r\n\r\n" + BODY,
     "HTTP/1.0": PARTIAL.replace(b"1.1", b"1.0") + RANGE + LENGTH + b"\r\n" + BODY,
     "a head without end": PARTIAL + b"X: " + b"x" * 20_000,
     "a redirect": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n",
@@ -162,8 +166,11 @@ WRONG = {
 async def test_another_answer_is_refused(what):
     async with Peer(WRONG[what], most=1) as peer:
         sink = Memory()
-        with pytest.raises(RequestError, match=r"below: .*s/key: (the store's answer is wrong|cannot be read)"):
+        with pytest.raises(
+            RequestError, match=r"below: .*s/key: (the store's answer is wrong|cannot be read)"
+        ) as caught:
             await peer.reader.receive("s/key", BEGIN, END, sink)
+        assert str(caught.value).isprintable()  # of the peer's own text nothing is told
         assert sink.size == 0
         assert not any(peer.reader._idle.values())
 

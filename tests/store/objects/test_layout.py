@@ -14,53 +14,13 @@ import pytest
 
 from kvabr.store.objects import layout, spans
 from kvabr.store.objects.layout import StoredCatalog, StoreOffer
-from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import KVSpec
-from kvabr.types.naming import TrackNamespace, chain
-from kvabr.types.units import count_of
 from tests.catalogs import catalog
 from tests.client.classes import HYBRID, SLIDING
+from tests.store.objects.made import catalog_of, frame, spans_of
 
 STATES = replace(HYBRID, classes=(*HYBRID.classes[:2], replace(HYBRID.classes[2], interval=64)))
 SPECS = {"full": None, "sliding": SLIDING, "hybrid": HYBRID, "snapshots": STATES}
-
-
-def catalog_of(spec: KVSpec | None, tokens: int) -> Catalog:
-    """A catalog with digests of made-up frames; one class unless there is a spec."""
-    spec = replace(catalog(1).spec, group_tokens=16) if spec is None else spec
-    chunks = chain(list(range(tokens)), model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
-    units = range(count_of(spec, tokens))
-    tracks = [
-        Track(
-            name,
-            tuple(len(frame(name, unit)) for unit in units),
-            tuple(unit / 7 for unit in units),
-            tuple(hashlib.sha256(frame(name, unit)).hexdigest() for unit in units),
-            below,
-            0.25,
-        )
-        for name, below in (("Int8", None), ("AC-L0", None), ("AC-L1", "AC-L0"))
-    ]
-    return Catalog(TrackNamespace(spec.model, chunks[-1]), spec, tokens, tuple(chunks), tuple(tracks))
-
-
-def frame(track: str, unit: int) -> bytes:
-    return f"{track} {unit} ".encode() * (unit % 5 + 1)
-
-
-def spans_of(made: Catalog) -> list[bytes]:
-    found = []
-    for number, units in enumerate(spans.units_by_span(made)):
-        frames = [
-            frame(track.name, index)
-            for track in made.tracks
-            for part in range(len(made.spec.parts))
-            for index, unit in units
-            if unit.part == part
-        ]
-        found.append(spans.encode_span(spans.head_of(made, number, units), frames))
-    return found
 
 
 @pytest.mark.parametrize("name", SPECS)

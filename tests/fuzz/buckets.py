@@ -1,0 +1,303 @@
+"""Whole buckets that strangers have written to: lookups in them, and the managing of what they hold.
+
+An input is a list of parts with `SEPARATOR` between them. The first byte of the first part says by which rules garbage
+is collected. Each other part is an object:
+
+    key | 0 | age 1 | data
+
+An ``@`` in a key stands for the ID of the first offer. The age is in minutes. Offers, spans and pointers may be
+written as JSON: then their digests are right, as no fuzzer would guess them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import TypeVar
+
+from kvabr.cli.store_actions import _pin, _row, _shared
+from kvabr.client import lookup
+from kvabr.client.store_index import StoreIndex
+from kvabr.store.eviction import ORDERS
+from kvabr.store.managing.bucket_library import BucketLibrary
+from kvabr.store.managing.protocol import Inventory
+from kvabr.store.managing.rules import Rules, total_bytes
+from kvabr.store.objects.guard import AsyncPublishGuard, finish
+from kvabr.store.objects.layout import catalog_key, offer_key, pointer_key, span_key
+from kvabr.store.objects.leases import LeaseTiming, Note, Runtime, tombstone_key, touch
+from kvabr.store.objects.spans import encode_pointer
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import AssetError, FormatError, KvabrError, NotFoundError, RequestError, TransportError
+from kvabr.types.naming import TrackNamespace, prefix_track
+from tests.fuzz.stored import SPAN_GROUPS, heads, identified, made, offer, span, stored
+from tests.fuzz.target import SEPARATOR, Target, refused
+
+T = TypeVar("T")
+
+_NOW_S = 1e9
+_TIMING = LeaseTiming(wait_s=2.0, poll_s=1.0)
+_MOST_OBJECTS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class _Info:
+    key: str
+    size: int
+    modified_s: float
+
+
+class _Objects:
+    """The objects of one tenant in this process, with a clock of their own; requests are never kept waiting."""
+
+    url = "memory://fuzz"
+    where = SimpleNamespace(tenant="default")
+
+    def __init__(self, objects: dict[str, tuple[bytes, float]]) -> None:
+        self.objects = dict(objects)
+        self.now_s = _NOW_S
+
+    async def get(self, key: str, start: int = 0, end: int | None = None, *, limit: int) -> memoryview:
+        if key not in self.objects:
+            raise NotFoundError(key)
+        data = self.objects[key][0]
+        if start > len(data) or len(data[start:end]) > limit:
+            raise RequestError(f"{key}: ends before that, or is larger than {limit} bytes")
+        return memoryview(data[start:end])
+
+    async def head(self, key: str) -> _Info | None:
+        return _Info(key, len(self.objects[key][0]), self.objects[key][1]) if key in self.objects else None
+
+    async def put_new(self, key: str, data: bytes) -> bool:
+        new = key not in self.objects
+        self.objects.setdefault(key, (data, self.now_s))
+        return new
+
+    async def put(self, key: str, data: bytes) -> None:
+        self.objects[key] = data, self.now_s
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.objects.pop(key, None)
+
+    async def list(self, prefix: str) -> AsyncIterator[_Info]:
+        for key in sorted(self.objects):
+            if key.startswith(prefix):
+                yield _Info(key, len(self.objects[key][0]), self.objects[key][1])
+
+    def below(self, key: str) -> str:
+        return key
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def runtime(self) -> Runtime:
+        return Runtime(lambda: self.now_s, self.sleep)
+
+    def library(self) -> BucketLibrary:
+        return BucketLibrary(self, self.runtime(), _TIMING)  # type: ignore[arg-type]  # all that it asks for
+
+
+def _objects(parts: Sequence[bytes]) -> dict[str, tuple[bytes, float]]:
+    found: dict[str, tuple[bytes, float]] = {}
+    first = ""
+    for part in parts[:_MOST_OBJECTS]:
+        name, _, rest = part.partition(b"\0")
+        key, data = name.decode("utf-8", "replace"), rest[1:]
+        if key.startswith("o/"):
+            data = identified(data)
+            if not first and (known := refused(lambda: type(offer()).loads(data), FormatError)) is not None:  # noqa: B023
+                first = known.id
+        head, newline, frames = data.partition(b"\n")
+        if key.startswith("s/") and head.startswith(b"{"):
+            data = span(head, frames if newline else b"")
+        target, space, head = data.partition(b" ")
+        if key.startswith("i/") and space and head.startswith(b"{"):
+            data = encode_pointer(target.decode("ascii", "replace")[:100], span(head))
+        found[key.replace("@", first)] = data, _NOW_S - 60.0 * (rest[0] if rest else 0)
+    return found
+
+
+# ------------------------------------------------------- lookups
+
+
+async def _find(objects: _Objects) -> bool:
+    index = StoreIndex(objects)  # type: ignore[arg-type]  # all that it asks for
+    good = False
+    try:
+        await index.models()
+        for catalog in (made(), made(hybrid=True)):
+            namespace, spec = catalog.namespace, catalog.spec
+            found = await _came(index.find(spec, catalog.chunks, any_dtype=True))
+            if found is not None and found.catalog is not None:
+                _compare(index, found.catalog, found.catalog.namespace)
+                assert lookup.shared_groups(found.catalog, range(40), catalog.chunks) > 0
+                good = True
+            first = TrackNamespace(spec.model, catalog.chunks[0])
+            told = await _came(index.lookup(first, prefix_track(catalog.chunks[1:])))
+            data = await _came(index.catalog(namespace))
+            if data is not None:
+                whole = Catalog.loads(data)
+                assert whole.namespace.model == namespace.model
+                _compare(index, whole, namespace)
+                good = True
+            assert told is None or Catalog.loads(told).chunks
+        await _came(index.profile_bytes("ab" * 32))
+    finally:
+        await index.close()
+    return good
+
+
+async def _came(coming: Awaitable[T]) -> T | None:
+    try:
+        return await coming
+    except TransportError:
+        return None
+
+
+def _compare(index: StoreIndex, catalog: Catalog, namespace: TrackNamespace) -> None:
+    """Each group is where as many bytes are as it has."""
+    refused(lambda: lookup.playable(lookup._checked(catalog), profile=True), FormatError)
+    for name, track in catalog.published.items():
+        for group, size in enumerate(track.bytes):
+            place = index.place(namespace, name, group, track.digests[group])
+            assert place is not None
+            key, begin, end = place
+            assert key.startswith("s/")
+            assert 0 < begin < end
+            assert end - begin == size
+
+
+# ------------------------------------------------------- managing
+
+
+def _managed(work: Callable[[BucketLibrary], Awaitable[T]], objects: dict[str, tuple[bytes, float]]) -> T | None:
+    """Return what managing a copy of a bucket returns; None if it refuses."""
+    copy = _Objects(objects)
+    try:
+        return finish(work(copy.library()))  # type: ignore[arg-type]  # of a coroutine
+    except (AssetError, FormatError, NotFoundError, TransportError):
+        return None
+
+
+def _manage(how: int, objects: dict[str, tuple[bytes, float]]) -> bool:
+    found = _managed(lambda library: library.inventory(), objects)
+    if found is not None:
+        _show(found)
+    copy = _Objects(objects)
+    rules = Rules(
+        grace_s=600.0, ttl_s=7200.0 if how & 1 else math.inf, max_bytes=5000 if how & 2 else None,
+        order=ORDERS[(how >> 2) % 3], keep_measured=not how & 16,
+    )  # fmt: skip
+    try:
+        done = finish(copy.library().collect(rules, dry_run=bool(how & 32), cache_ttl_s=7200.0))
+    except KvabrError:
+        done = None
+    _still_there(objects, copy.objects, found)
+    if done is not None and how & 32:
+        assert copy.objects.keys() >= objects.keys(), "a dry run removes nothing"
+    catalog = made().namespace.prompt
+    for work in (
+        lambda library: library.verify(deep=True, repair=bool(how & 64)),
+        lambda library: library.pin(catalog, 60.0),
+        lambda library: library.unpin(catalog),
+        lambda library: library.expire(made().spec.model),
+        lambda library: library.expired(),
+    ):
+        try:
+            finish(work(_Objects(objects).library()))  # type: ignore[arg-type]  # of a coroutine
+        except KvabrError:
+            continue
+    _publish(_Objects(objects), catalog)
+    return found is not None and bool(found.holdings)
+
+
+def _show(found: Inventory) -> None:
+    """What `kvabr store ls` makes of it."""
+    shared = _shared(found.holdings)
+    for each in found.holdings:
+        json.dumps([_row(each, shared), _pin(each, found.now_s)])
+    assert total_bytes(found.holdings) >= 0
+
+
+def _still_there(
+    before: dict[str, tuple[bytes, float]], after: dict[str, tuple[bytes, float]], found: Inventory | None
+) -> None:
+    """What is pinned and whole stays with all that it names, and so does what is none of kvabr's."""
+    ours = ("o/", "s/", "i/", "a/", "p/", "g/", "l/", "x/", "pin/")
+    assert all(key in after for key in before if not key.startswith(ours) or key.startswith("o/"))
+    if found is None:
+        return
+    for each in found.holdings:
+        named = [str(part.key) for part in each.parts]
+        if catalog_key(each.name) in after:
+            assert all(key in after for key in named if key in before), "what a catalog names went before it"
+        elif each.is_pinned(found.now_s) and all(key in before for key in named):
+            notes = [Note.loads(before[key][0]) for key in before if key.startswith("x/m/")]
+            assert any(note.model == each.model for note in notes), "a pinned asset went"
+
+
+def _publish(objects: _Objects, catalog: str) -> None:
+    async def publish() -> None:
+        guard = AsyncPublishGuard(
+            objects, model=made().spec.model, catalog=catalog, spans=stored().keys, timing=_TIMING,
+            runtime=objects.runtime(),
+        )  # fmt: skip
+        async with guard:
+            guard.may_reuse(_NOW_S)
+            await guard.check()
+        await touch(objects, catalog)
+
+    try:
+        finish(publish())
+    except KvabrError:
+        return
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
+
+
+def _bucket(data: bytes) -> bool:
+    how, *parts = data.split(SEPARATOR)
+    objects = _objects(parts)
+    return _loop().run_until_complete(_find(_Objects(objects))) | _manage(how[0] if how else 0, objects)
+
+
+def _valid() -> list[bytes]:
+    def part(key: str, data: bytes, age: int = 0) -> bytes:
+        return key.encode() + b"\0" + bytes([age]) + data
+
+    found = []
+    for hybrid in (False, True):
+        known, catalog = stored(hybrid=hybrid), made(hybrid=hybrid)
+        parts = [part(offer_key(0), json.dumps(json.loads(offer(hybrid=hybrid).dumps())).encode(), 200)]
+        keys = [span_key("@", name) for name in known.spans]
+        for key, (head, frames) in zip(keys, heads(hybrid=hybrid), strict=True):
+            parts.append(part(key, head + b"\n" + frames, 200))
+        last = heads(hybrid=hybrid)[-1][0]
+        pointer = part(pointer_key("@", catalog.chunks[-1]), known.spans[-1].encode() + b" " + last, 200)
+        found.append(SEPARATOR.join((b"\0", *parts, pointer)))
+        listed = part(catalog_key(catalog.namespace.prompt), known.dumps(), 90)
+        digest = catalog.namespace.prompt
+        notes = (
+            part(f"pin/{digest}/0", Note(until_s=_NOW_S + 60.0).dumps(), 70),
+            part(f"l/a/{digest}", Note(uses=3).dumps(), 80), part("l/i/0", Note(tuple(keys)).dumps()),
+            part("l/e/0", Note((f"s/{known.offer}/x",)).dumps(), 90), part("x/sweep/0", Note(("p/x",)).dumps()),
+            part(tombstone_key("m"), Note(model="m", until_s=_NOW_S).dumps()), part("g/ab/cd", b"group", 250),
+            part("l/gc", Note().dumps(), 9), part("p/ab", b"profile", 250), part("s/x/y", b"a span", 250),
+        )  # fmt: skip
+        found += [
+            SEPARATOR.join((bytes([how]), *parts, pointer, listed, *some))
+            for how, some in ((0b10_1111, ()), (0b101_0011, notes), (0b1_0011, notes[1:2]))
+        ]
+    assert offer().span_groups == SPAN_GROUPS
+    return found
+
+
+BUCKETS = Target(_bucket, _valid, most_bytes=12 << 10)
