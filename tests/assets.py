@@ -12,6 +12,7 @@ from kvabr.store.asset_folder import FolderAsset, frame_path
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import TrackNamespace, chain
+from kvabr.types.passage import PassageNotes, passage_chain
 
 TOKENS_PER_GROUP = 4
 
@@ -39,8 +40,9 @@ def spec(model: str = "test/model") -> KVSpec:
     return KVSpec.uniform(model, "tokenizer", 1, 1, 2, "float16", RopeSpec(10000.0, 2), group_tokens=TOKENS_PER_GROUP)
 
 
-def digests(tokens: Sequence[int], *, model: str = "test/model", salt: bytes = b"") -> list[str]:
-    return chain(tokens, model=model, tokenizer="tokenizer", group_tokens=TOKENS_PER_GROUP, salt=salt)
+def digests(tokens: Sequence[int], *, model: str = "test/model", salt: bytes = b"", passage: bool = False) -> list[str]:
+    named = passage_chain if passage else chain
+    return named(tokens, model=model, tokenizer="tokenizer", group_tokens=TOKENS_PER_GROUP, salt=salt)
 
 
 def make_asset(
@@ -53,9 +55,10 @@ def make_asset(
     profile: bytes | None = None,
     frame_bytes: int = 40,
     seed: int = 1,
+    passage: PassageNotes | None = None,
 ) -> Asset:
     """Write one, and give it its name when it is whole, as `kvabr encode` does."""
-    chunks = digests(tokens, model=model, salt=salt)
+    chunks = digests(tokens, model=model, salt=salt, passage=passage is not None)
     dice = random.Random(seed)
     partial = path.parent / f".{path.name}.partial"
     tracks = []
@@ -76,6 +79,7 @@ def make_asset(
         tuple(tracks),
         profile=None if profile is None else hashlib.sha256(profile).hexdigest(),
         profile_bytes=0 if profile is None else len(profile),
+        passage=passage,
     )
     (partial / CATALOG).write_text(catalog.dumps())
     partial.rename(path)

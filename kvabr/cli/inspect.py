@@ -15,6 +15,7 @@ from kvabr.types.errors import FormatError, KvabrError, TransportError, UsageErr
 
 if TYPE_CHECKING:
     from kvabr.store.asset import Asset
+    from kvabr.types.passage import PassageNotes
 
 _EPILOG = """\
 examples:
@@ -77,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         "tracks": track_rows(catalog),
         "mixes": mix_rows(catalog),
     }
+    if catalog.passage is not None:
+        result["passage"] = catalog.passage.to_json()
     if not catalog.every_token:
         result |= {"classes": list(catalog.spec.names), "units": list(catalog.titles)}
         result |= {"needed_groups": catalog.to_play.groups, "needed_fp16_bytes": catalog.to_play.fp16_bytes}
@@ -128,29 +131,44 @@ def _head(catalog: Catalog) -> None:
 
     spec = catalog.spec
     classes = len(spec.classes)
-    play, several = catalog.to_play, f"; of {classes} layer classes {catalog.groups} groups" if classes > 1 else ""
+    several = f"; of {classes} layer classes {catalog.groups} groups" if classes > 1 else ""
     lines = [
         f"{spec.model}: {spec.summary}",
         f"{catalog.tokens:,} tokens in {len(catalog.chunks)} groups of {spec.group_tokens}{several}",
         f"{catalog.fp16_bytes:,} bytes as FP16; profile {catalog.profile_bytes:,} bytes",
     ]
     if not catalog.every_token:
+        play = catalog.to_play
         lines.append(f"a play of all tokens needs {play.groups} of these, {play.fp16_bytes:,} bytes as FP16")
     if any(only.kind == "state" for only in spec.classes):
         ends = [count for count in range(1, len(catalog.chunks) + 1) if catalog.playable(count)[0] == count]
         said = [f"{min(count * spec.group_tokens, catalog.tokens):,}" for count in ends]
         shown = said if len(said) <= _MOST_ENDS else [*said[:_MOST_ENDS], "...", said[-1]]
         lines.append(f"prompts can share its first {', '.join(shown)} tokens: there are snapshots of its states")
+    if catalog.passage is not None:
+        lines += _passage_lines(catalog.passage)
     if catalog.source:
         lines.append(f"made from: {catalog.source}")
     lines.append(f"digests of groups: {TITLES[catalog.digest_kind]}")
-    lines.append(f"prompt digest: {catalog.namespace.prompt}")
-    lines.append(f"name for kvabr fetch: #kvcache:{catalog.namespace.model}/{catalog.namespace.prompt}")
+    lines.append(f"{'prompt' if catalog.passage is None else 'passage'} digest: {catalog.namespace.prompt}")
+    if catalog.passage is None:
+        lines.append(f"name for kvabr fetch: #kvcache:{catalog.namespace.model}/{catalog.namespace.prompt}")
     if catalog.prefill is not None:
         seconds = catalog.prefill.seconds(0, catalog.tokens)
         lines.append(f"prefill on the publisher's machine: {seconds:.1f} s ({catalog.tokens / seconds:.0f} tokens/s)")
     lines.append(f"loss: {catalog.loss_method}")
     plain(*lines)
+
+
+def _passage_lines(notes: PassageNotes) -> list[str]:
+    contexts = f" over {notes.contexts} contexts" if notes.contexts else ""
+    lines = [f"a passage, to be played anywhere in a prompt; its cache was computed: {notes.base}{contexts}"]
+    for share, loss in notes.fusion:
+        lines.append(f"fusion loss with {share:.0%} of its tokens computed again: {loss:.4f} nats per token")
+    if notes.method:
+        lines.append(f"measured: {notes.method}")
+    lines.append(f"tokens are {'' if notes.order else 'not '}ranked by what computing them again is worth")
+    return lines
 
 
 def _check(asset: Asset) -> list[str]:

@@ -256,7 +256,9 @@ class _Lookup:
 
 
 def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str], salt: bytes = b"") -> int:
-    """Return how many leading groups of an asset are those of a prompt, whose digests are given."""
+    """Return how many leading groups of an asset are those of a prompt, whose digests are given; of a passage, none."""
+    if catalog.passage is not None:
+        return 0
     pairs = zip(digests, catalog.chunks, strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     spec = catalog.spec

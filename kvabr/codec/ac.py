@@ -42,6 +42,7 @@ from kvabr.codec.payload import PayloadReader, finite, raw
 from kvabr.codec.profile import ClassProfile
 from kvabr.codec.quantiser import RATIO, SINGLE, quantise
 from kvabr.codec.quantiser import below as track_below
+from kvabr.codec.rope import rope_tables, rotate_by
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX
 from kvabr.types.naming import LAYERS
@@ -55,6 +56,7 @@ class Ac(Codec):
     """One depth."""
 
     needs_profile: ClassVar[bool] = True
+    rotates: ClassVar[bool] = True
 
     def __init__(self, track: str) -> None:
         """Make the codec of a track."""
@@ -106,10 +108,11 @@ class Ac(Codec):
         models, coded = [profile.depth(track).coder for track in tracks], [part.coded for part in parts]
         columns = spec.only.kind == "state"
         made = out.new_empty(context.spec.shape(context.tokens)) if columns else out
-        job = DecodeJob(models, coded, profile.transform, profile.depth(self.name).step, context.first_token, made)
+        position = context.at if context.free else context.first_token
+        job = DecodeJob(models, coded, profile.transform, profile.depth(self.name).step, position, made)
         (gpu.decode_many if out.device.type == "cuda" else coder.decode_many)([job])
         for part in parts:
-            part.place(made)
+            part.place(made, context)
         if columns:
             out.copy_(turned_back(made, spec))
 
@@ -174,10 +177,15 @@ def _work(group: torch.Tensor, context: GroupContext, profile: ClassProfile) -> 
     if isinstance(known, _Work) and known.given is group and known.profile is profile:
         return known
     coded = turned(group, context.spec)
-    work = _Work(group, coded, profile, profile.analysis.analyse(coded, _coded(context).first_token))
+    work = _Work(group, coded, profile, profile.analysis.analyse(coded, _rotated_at(context)))
     if context.memo is not None:
         context.memo[_MEMO] = work
     return work
+
+
+def _rotated_at(context: GroupContext) -> int | None:
+    """Return the position by which keys that are encoded are rotated; None if they are not."""
+    return None if context.free else _coded(context).first_token
 
 
 def _coded(context: GroupContext) -> GroupContext:
@@ -217,7 +225,7 @@ def _profile(context: GroupContext, track: str) -> ClassProfile:
 
 
 def _sinks(profile: ClassProfile, context: GroupContext) -> int:
-    return min(context.tokens, max(0, profile.sinks - context.first_token))
+    return 0 if context.free else min(context.tokens, max(0, profile.sinks - context.first_token))
 
 
 _COUNT = struct.Struct("<I")
@@ -237,12 +245,17 @@ class Parts:
     """[token, layer, K/V, head, dim] float32, within FP16's range."""
     coded: memoryview
 
-    def place(self, out: torch.Tensor) -> None:
-        """Write the stored tokens to their places in a group."""
+    def place(self, out: torch.Tensor, context: GroupContext) -> None:
+        """Write the stored tokens to their places in a group; if it is position-free, rotate their keys."""
         if len(self.tokens):
+            values, rope = self.values.permute(1, 2, 3, 0, 4), context.spec.rope
+            if context.free and context.at is not None and rope is not None:
+                tables = rope_tables(rope, context.at, context.tokens)
+                values = values.clone()
+                values[:, 0] = rotate_by((tables[0][self.tokens], tables[1][self.tokens]), values[:, 0], rope)
+                values = values.clamp_(-FP16_MAX, FP16_MAX) if out.dtype == torch.float16 else values
             # Indexed assignment neither casts nor copies between devices.
-            values = self.values.to(out.device).permute(1, 2, 3, 0, 4).to(out.dtype)
-            out[:, :, :, torch.from_numpy(self.tokens).to(out.device)] = values
+            out[:, :, :, torch.from_numpy(self.tokens).to(out.device)] = values.to(out.device).to(out.dtype)
 
 
 def join_payload(

@@ -95,8 +95,11 @@ class Analysis:
         elements = components * (1.0 if self.transform.block is None else _gain(self.transform.block))
         return torch.tensor([[max(1.0, _LONGEST - elements)], [max(1.0, FARTHEST - components)], [FARTHEST + 0.4]])
 
-    def analyse(self, group: torch.Tensor, first_token: int) -> Coefficients:
-        """Transform a group [layer, K/V, head, token, dim] of finite floats, any dtype and strides."""
+    def analyse(self, group: torch.Tensor, first_token: int | None) -> Coefficients:
+        """Transform a group [layer, K/V, head, token, dim] of finite floats, any dtype and strides.
+
+        Its keys are rotated from ``first_token`` on; None: they are not.
+        """
         check_cache(self.transform, group)
         if native_available():
             return self._analyse_natively(group.detach().cpu(), first_token)
@@ -196,7 +199,7 @@ class Analysis:
             made.append(handle)
         return tuple(made)
 
-    def _analyse_natively(self, group: torch.Tensor, first_token: int) -> Coefficients:
+    def _analyse_natively(self, group: torch.Tensor, first_token: int | None) -> Coefficients:
         """Do it with stacks in parallel, on as many threads as torch or `encoding_on` says; releases the GIL."""
         structure, tokens = self.structure, group.shape[3]
         if group.dtype not in DTYPES:

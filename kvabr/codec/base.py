@@ -30,11 +30,18 @@ class GroupContext:
 
     spec: KVSpec
     first_token: int
-    """Position of the group's first token in the prompt. The rotary embedding and the sinks depend on it."""
+    """Position of the group's first token in the prompt, or in its passage. The rotary embedding and the sinks depend
+    on it, unless the group is position-free."""
     tokens: int
     """Tokens in this group: `KVSpec.group_tokens`, or fewer in the last one."""
     profile: Profile | None = None
     """Side information of the model, for codecs that need it."""
+    free: bool = False
+    """Whether the group is position-free, as those of passages (`kvabr.types.passage`): what is encoded has keys before
+    rotation, and no token is a sink of the prompt. The class must have a `LayerClass.rope`."""
+    at: int | None = None
+    """Of a position-free group that is decoded, the position in the prompt of its first token, by which its keys are
+    rotated; None leaves them as they were encoded."""
     memo: dict[str, object] | None = field(default=None, compare=False, repr=False)
     """Intermediate results that the tracks of one group share while they are encoded. Pass each group that is encoded
     on several tracks a dict of its own, and do not change the group in between."""
@@ -48,6 +55,9 @@ class Codec(ABC):
     refines: str | None = None
     """The track that must be decoded below this one; None if it stands alone."""
     needs_profile: ClassVar[bool] = False
+    rotates: ClassVar[bool] = False
+    """Whether `decode` rotates the keys of position-free groups itself; those of all others are rotated afterwards
+    (`kvabr.codec.group.decode_payload`)."""
     takes_codes: ClassVar[bool] = False
     """Whether `encode` and `decode` take tensors in float8, an engine's own codes; all others are given the numbers
     that these stand for (`kvabr.codec.quantised`)."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.container import FrameHeader, HasDigest, pack, unpack
+from kvabr.codec.payload import place
 from kvabr.codec.quantised import check_type, clean_codes, codes_of, is_quantised, numbers_of
+from kvabr.codec.rope import rotate
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 from kvabr.types.units import Unit
@@ -83,15 +86,18 @@ def decode_group(
     *,
     digest: str | None = None,
     has_digest: HasDigest | None = None,
+    at: int | None = None,
 ) -> None:
     """Check and decompress one frame; the arguments are those of `encode_group`, `Codec.decode` and `unpack`.
+
+    ``at`` stands for the context's, `GroupContext.at`.
 
     Raises:
         ForeignError: a valid frame of something else.
         FormatError: corrupt, truncated, a different digest, not a payload of this codec, or ``out`` has another shape.
     """
     _, payload = unpack(frame, frame_header(track, context, chunk, group), digest, has_digest)
-    decode_payload(payload, track, context, group, out, below)
+    decode_payload(payload, track, context if at is None else replace(context, at=at), group, out, below)
 
 
 def decode_payload(
@@ -105,12 +111,18 @@ def decode_payload(
     """Decompress the payload of a frame that has been checked; arguments and errors as for `decode_group`."""
     _check_shape(out, context, f"group {group}: cannot decode into")
     made = codec(track)
-    if is_quantised(out.dtype) and not made.takes_codes:
-        numbers = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        made.decode(payload, context, numbers, below)
-        out.copy_(codes_of(numbers, context.spec))
+    rotated = context.free and context.at is not None and not made.rotates
+    if not rotated and (made.takes_codes or not is_quantised(out.dtype)):
+        made.decode(payload, context, out, below)
         return
-    made.decode(payload, context, out, below)
+    numbers = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    made.decode(payload, context, numbers, below)
+    if rotated:
+        numbers[:, 0] = rotate(numbers[:, 0], context.spec.rope, context.at)
+    if is_quantised(out.dtype):
+        out.copy_(codes_of(numbers, context.spec))
+    else:
+        place(out, numbers)
 
 
 def _check_shape(kv: torch.Tensor, context: GroupContext, what: str) -> None:
@@ -118,6 +130,8 @@ def _check_shape(kv: torch.Tensor, context: GroupContext, what: str) -> None:
     if tuple(kv.shape) != wanted or not kv.is_floating_point():
         raise FormatError(f"{what} {kv.dtype} of {tuple(kv.shape)}; floats of {wanted} are needed")
     check_type(kv, context.spec, what)
+    if context.free and context.spec.rope is None:
+        raise FormatError(f"{what} without a position: the spec does not say how keys are rotated")
 
 
 def frame_header(track: str, context: GroupContext, chunk: str, group: int) -> FrameHeader:

@@ -31,11 +31,16 @@ def rope_first(rope: RopeSpec | None) -> int:
 
 
 @lru_cache(maxsize=256)
-def rope_tables(rope: RopeSpec | None, first_token: int, tokens: int) -> Tables:
-    """Return cosines and sines of the rotation, times the embedding's factor: two arrays [token, pair], read-only."""
+def rope_tables(rope: RopeSpec | None, first_token: int | None, tokens: int) -> Tables:
+    """Return cosines and sines of the rotation, times the embedding's factor: two arrays [token, pair], read-only.
+
+    ``first_token``: position of the first one; None: tables that leave keys as they are.
+    """
     half = rope_shape(rope)[0] // 2
     if rope is None:
         return np.empty((tokens, 0), np.float32), np.empty((tokens, 0), np.float32)
+    if first_token is None:
+        return _read_only(np.ones((tokens, half), np.float32)), _read_only(np.zeros((tokens, half), np.float32))
     if rope.frequencies is None:
         frequencies = rope.theta ** (-np.arange(half, dtype=np.float64) / half)
     else:
@@ -43,37 +48,46 @@ def rope_tables(rope: RopeSpec | None, first_token: int, tokens: int) -> Tables:
     # Double precision: at position 100,000, float32 angles would be off by a hundredth of a radian.
     angles = np.arange(first_token, first_token + tokens, dtype=np.float64)[:, None] * frequencies
     cos, sin = ((rope.factor * table).astype(np.float32) for table in (np.cos(angles), np.sin(angles)))
-    cos.flags.writeable = sin.flags.writeable = False
-    return cos, sin
+    return _read_only(cos), _read_only(sin)
 
 
-def backwards(rope: RopeSpec | None, first_token: int, tokens: int) -> Tables:
+def backwards(rope: RopeSpec | None, first_token: int | None, tokens: int) -> Tables:
     """Return tables that undo `rope_tables`: first * cos + second * sin, and second * cos - first * sin."""
     # The factor lengthens a pair in both directions; divide it out twice.
-    length = np.float32(1 / (rope.factor**2 if rope else 1))
+    length = np.float32(1 / (rope.factor**2 if rope and first_token is not None else 1))
     cos, sin = rope_tables(rope, first_token, tokens)
     return cos * length, sin * length
 
 
-def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int, *, undo: bool = False) -> torch.Tensor:
+def rotate(keys: torch.Tensor, rope: RopeSpec | None, first_token: int | None, *, undo: bool = False) -> torch.Tensor:
     """Rotate keys [..., token, dim] float32 by their positions from ``first_token`` on, or back with ``undo``.
 
-    Returns new keys, or ``keys`` itself if there is no embedding.
+    Returns new keys, or ``keys`` itself if there is no embedding. For None see `rope_tables`.
     """
     if rope is None:
         return keys
+    return rotate_by((backwards if undo else rope_tables)(rope, first_token, keys.shape[-2]), keys, rope, undo=undo)
+
+
+def rotate_by(tables: Tables, keys: torch.Tensor, rope: RopeSpec, *, undo: bool = False) -> torch.Tensor:
+    """Rotate keys [..., token, dim] float32 by tables with a row for each token; see `rotate`."""
     rotary, interleaved = rope_shape(rope)
     half = rotary // 2
     first, end = rope.first, rope.first + rotary
     pairs = (slice(first, end, 2), slice(first + 1, end, 2))
     if not interleaved:
         pairs = (slice(first, first + half), slice(first + half, end))
-    tables = (backwards if undo else rope_tables)(rope, first_token, keys.shape[-2])
-    cos, sin = (torch.from_numpy(table if table.flags.writeable else table.copy()) for table in tables)
+    cos, sin = (torch.from_numpy(table if table.flags.writeable else table.copy()).to(keys.device) for table in tables)
     if undo:
         sin = -sin
     out = keys.clone()
     one, other = (keys[..., pair] for pair in pairs)
+    # Each product and each sum is rounded by itself, on every device, as the coders do.
     out[..., pairs[0]] = one * cos - other * sin
     out[..., pairs[1]] = other * cos + one * sin
     return out
+
+
+def _read_only(table: NDArray[np.float32]) -> NDArray[np.float32]:
+    table.flags.writeable = False
+    return table

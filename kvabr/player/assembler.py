@@ -316,7 +316,10 @@ class Assembler:
 
     def _context(self, group: int) -> GroupContext:
         unit = self._catalog.unit(group)
-        return GroupContext(self._catalog.spec.parts[unit.part], unit.first, unit.tokens, self._profile)
+        part = self._catalog.spec.parts[unit.part]
+        if (free := unit.free) is not None:
+            return GroupContext(part, free, unit.tokens, self._profile, free=True, at=unit.first)
+        return GroupContext(part, unit.first, unit.tokens, self._profile)
 
     def _decode(self, group: int, layers: Sequence[Layer], out: torch.Tensor) -> None:
         """Check the frames of consecutive layers, and decode them into ``out``, whose tokens are those of the group."""

@@ -133,7 +133,7 @@ def check_live(namespace: TrackNamespace, track: str, data: bytes) -> TrackNames
 def _check_name(catalog: Catalog, namespace: TrackNamespace, *, whole: bool) -> None:
     check_names(catalog)
     right = (catalog.namespace.model, catalog.chunks[0]) == (namespace.model, namespace.prompt)
-    if not (catalog.namespace == namespace if whole else right):
+    if not (catalog.namespace == namespace if whole else right and catalog.passage is None):
         raise FormatError("a catalog of another prompt")
 
 

@@ -23,6 +23,7 @@ from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import TITLES, digest_of, has_digest
 from kvabr.types.errors import AssetError, ForeignError, FormatError
 from kvabr.types.naming import chain, prefix_key
+from kvabr.types.passage import passage_chain
 
 CATALOG = "catalog.json"
 PROFILE = "profile.safetensors"
@@ -254,7 +255,8 @@ class Asset(ABC):
         if prompt.seal is not None:
             # The digests are salted, and the salt is not kept here.
             return prompt.is_sealed_for(self.catalog.namespace.prompt)
-        digests = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
+        named = chain if self.catalog.passage is None else passage_chain
+        digests = named(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
         return tuple(digests) == self.catalog.chunks
 
     def _refuse_swapped(self, group: int, track: str) -> None:

@@ -52,7 +52,7 @@ class AssetView:
     profiles: dict[TrackNamespace, Asset] = field(default_factory=dict)
     prefixes: dict[TrackNamespace, dict[bytes, Shared]] = field(default_factory=dict)
     """By namespace of the lookup (the first group's digest): for the key of each digest that any of the assets has, the
-    asset of which most can be played, of equals the newest."""
+    asset of which most can be played, of equals the newest. Passages are no prefixes."""
 
     models: dict[bytes, KVSpec] = field(default_factory=dict)
     """Specs of the assets, by their digest."""
@@ -68,6 +68,8 @@ class AssetView:
             view.models[catalog.spec.digest()] = catalog.spec
             if catalog.profile is not None:
                 view.profiles[TrackNamespace(model, catalog.profile)] = asset
+            if catalog.passage is not None:
+                continue
             table = view.prefixes.setdefault(TrackNamespace(model, catalog.chunks[0]), {})
             for group, key in enumerate(asset.prefix_keys):
                 shared = Shared(catalog.playable(group + 1)[0], group, asset)

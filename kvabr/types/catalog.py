@@ -19,68 +19,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvabr.types.catalog_json import MAX_GROUPS, MAX_TRACKS, SCHEMAS, all_within, check_schema, read_fields
+from kvabr.types.catalog_json import MAX_GROUPS, MAX_TRACKS, check_schema, read_fields, schema_of
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import kind_of
 from kvabr.types.errors import AssetError, FormatError, UsageError, did_you_mean
 from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import TrackNamespace, check_track_name
+from kvabr.types.naming import TrackNamespace
+from kvabr.types.passage import PassageNotes
+from kvabr.types.tracks import Mix, Quality, Track, check_track, groups_of, track_from_json, track_to_json
 from kvabr.types.units import Span, Unit, count_of, cuts, hit, prefix_units, units_of
+
+__all__ = ["MAX_CATALOG_BYTES", "MAX_PROFILE_BYTES", "RECOMPUTED", "Catalog", "Mix", "Quality", "Track"]
 
 MAX_CATALOG_BYTES = 32 << 20
 """Bound on every catalog: 11 tracks of a million tokens in groups of 128 take 11 MB."""
 MAX_PROFILE_BYTES = 1 << 29
 """Bytes of a codec profile, wherever it comes from."""
-_MAX_LOSS = 1e6
 _MAX_POSITION = 1 << 32
 RECOMPUTED = "recomputed"
 """Stands in a list of tracks for a group that the engine computed from the groups before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """Quality of the whole cache on one track, as measured with the real model."""
-
-    kl: float
-    """Mean KL divergence against the exact cache, nats per token of the continuation."""
-    dnll: float
-    """Change of the mean negative log-likelihood of the true continuation, nats per token."""
-    top1: float
-    """Share of continuation tokens where the most likely next token is the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class Track:
-    """One compression level of one asset."""
-
-    name: str
-    bytes: tuple[int, ...]
-    """Size of each group's frame, including its header."""
-    loss: tuple[float, ...]
-    """Expected loss of each group on this track (including the layers below, if it refines one)."""
-    digests: tuple[str, ...]
-    """Digest of each group's frame, see `kvabr.types.digests`; all are of one kind."""
-    refines: str | None = None
-    """The track that must be in place for this one to decode; None for a track that stands alone."""
-    decode_s: float = 0.0
-    """Seconds that one worker of the publisher took to verify and decode a full group; 0.0 if it was not measured."""
-    measured: Quality | None = None
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the whole track."""
-        return sum(self.bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """A cache made of groups from several tracks: predicted loss against measured loss."""
-
-    tracks: tuple[str, ...]
-    """Track of each group; ``recomputed`` if the model computed the group from those before it."""
-    predicted: float
-    measured: float
 
 
 @dataclass(frozen=True)
@@ -104,7 +62,10 @@ class Catalog:
     source: str = ""
     """What the asset was made from, in words."""
     position: int = 0
-    """Tokens of the prompt that come before this asset's first; more than 0 if it is a piece that goes by a key."""
+    """Tokens of the prompt that come before this asset's first; more than 0 if it is a piece that goes by a key, or a
+    passage that is played (`at`)."""
+    passage: PassageNotes | None = None
+    """If this is a passage, what there is to know of it; None: a prompt from its beginning, or a piece of one."""
     offset: int = 0
     """Published groups before this catalog's first: its group ``g`` is published as ``offset + g``. Not in the JSON."""
     chosen: tuple[Unit, ...] | None = None
@@ -118,8 +79,7 @@ class Catalog:
             raise FormatError(f"catalog: {self.tokens} tokens make {chunks} groups; 1 to {MAX_GROUPS} are allowed")
         if self.spec.part_of is not None:
             raise FormatError("catalog: its spec is that of one layer class alone")
-        if not 0 <= self.position <= (_MAX_POSITION if self.every_token else 0):
-            raise FormatError(f"catalog: {self.spec.model}: an asset cannot begin at token {self.position} of a prompt")
+        self._check_place()
         if not 0 <= self.profile_bytes <= MAX_PROFILE_BYTES:
             raise FormatError(f"catalog: a profile of {self.profile_bytes} bytes, not 0 to {MAX_PROFILE_BYTES}")
         if any(not (math.isfinite(mix.predicted) and math.isfinite(mix.measured)) for mix in self.mixes):
@@ -130,10 +90,16 @@ class Catalog:
             raise FormatError(f"catalog: {len(self.tracks)} tracks; 1 to {MAX_TRACKS} are allowed")
         seen: set[str] = set()
         for track in self.tracks:
-            _check_track(track, self.groups, seen)
+            check_track(track, self.groups, seen)
             seen.add(track.name)
         if all(track.refines is not None for track in self.tracks):
             raise FormatError("catalog: every track refines another; one must stand alone")
+
+    def _check_place(self) -> None:
+        if not 0 <= self.position <= (_MAX_POSITION if self.every_token else 0):
+            raise FormatError(f"catalog: {self.spec.model}: an asset cannot begin at token {self.position} of a prompt")
+        if self.passage is not None:
+            self.passage.check(self.spec, self.tokens)
 
     @cached_property
     def groups(self) -> int:
@@ -161,7 +127,8 @@ class Catalog:
         if not self.every_token:
             return self.units[group]
         first, last = self.spec.group_range(group, self.tokens)
-        return Unit(0, self.offset + group, group, self.first_token + first, last - first)
+        free = None if self.passage is None else first
+        return Unit(0, self.offset + group, group, self.first_token + first, last - first, free)
 
     def title(self, group: int) -> str:
         """Return what to call a group in messages: ``group 3``, or ``window512 #3`` of several layer classes."""
@@ -196,7 +163,7 @@ class Catalog:
             for track in self.tracks:
                 name, lower = part.track_name(track.name), track.refines
                 lower = None if lower is None else part.track_name(lower)
-                found[name] = replace(_picked(track, own, own), name=name, refines=lower)
+                found[name] = replace(groups_of(track, own, own), name=name, refines=lower)
         return found
 
     def known_digests(self) -> Iterator[tuple[str, Sequence[str]]]:
@@ -302,9 +269,11 @@ class Catalog:
                 only; None: all of them come before.
 
         Raises:
-            UsageError: there is no such prefix.
+            UsageError: there is no such prefix, or this is a passage.
         """
         size = self.spec.group_tokens
+        if self.passage is not None:
+            raise UsageError(f"{self.namespace.prompt[:12]}... is a passage, which is played as a part of a prompt")
         if not 1 <= groups <= len(self.chunks):
             raise UsageError(f"cannot take a prefix of {groups} groups: the asset has {len(self.chunks)}")
         tokens = min(groups * size, self.tokens)
@@ -326,7 +295,7 @@ class Catalog:
         pairs = prefix_units(self.spec, self.units, self.tokens, tokens, end or tokens)
         picked, alike = zip(*pairs, strict=True)
         tracks = tuple(
-            replace(_picked(track, picked, alike), measured=track.measured if tokens == self.tokens else None)
+            replace(groups_of(track, picked, alike), measured=track.measured if tokens == self.tokens else None)
             for track in self.tracks
         )
         units = tuple(self.units[index] for index in picked)
@@ -358,10 +327,18 @@ class Catalog:
             play,
             tokens=tokens,
             chunks=self.chunks[groups:],
-            tracks=tuple(_picked(track, left, left) for track in play.tracks),
+            tracks=tuple(groups_of(track, left, left) for track in play.tracks),
             offset=self.offset + groups,
             chosen=tuple(play.units[index]._replace(chunk=play.units[index].chunk - groups) for index in left),
         )
+
+    def at(self, position: int) -> Catalog:
+        """Return this passage as it is played behind ``position`` tokens of a prompt; a `UsageError` if it is none."""
+        if self.passage is None:
+            raise UsageError(
+                f"{self.namespace.prompt[:12]}...: the cache of a prompt cannot be moved, only a passage's"
+            )
+        return replace(self, position=position)
 
     def with_tracks(self, names: Container[str]) -> Catalog:
         """Return this catalog with only some of its tracks."""
@@ -375,7 +352,9 @@ class Catalog:
         return self.position + self.offset * self.spec.group_tokens
 
     def _slice(self, first: int, last: int, tokens: int) -> Catalog:
-        tracks = tuple(_picked(track, range(first, last), range(first, last)) for track in self.tracks)
+        if self.passage is not None:
+            raise UsageError("a passage is played whole")
+        tracks = tuple(groups_of(track, range(first, last), range(first, last)) for track in self.tracks)
         return replace(
             self, tokens=tokens, chunks=self.chunks[first:last], tracks=tracks, mixes=(), offset=self.offset + first
         )
@@ -383,11 +362,12 @@ class Catalog:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; equal catalogs give equal values."""
         return {
-            "schema": SCHEMAS[self.digest_kind],
+            "schema": schema_of(self.digest_kind, passage=self.passage is not None),
             "namespace": {"model": self.namespace.model, "prompt": self.namespace.prompt},
             "spec": self.spec.to_json(),
             "tokens": self.tokens,
             **({"position": self.position} if self.position else {}),
+            **({} if self.passage is None else {"passage": self.passage.to_json()}),
             "source": self.source,
             "chunks": list(self.chunks),
             "profile": self.profile,
@@ -395,7 +375,7 @@ class Catalog:
             "prefill": None if self.prefill is None else self.prefill.to_json(),
             "loss_method": self.loss_method,
             "mixes": [{"tracks": list(m.tracks), "predicted": m.predicted, "measured": m.measured} for m in self.mixes],
-            "tracks": [_track_to_json(track) for track in self.tracks],
+            "tracks": [track_to_json(track) for track in self.tracks],
         }
 
     def dumps(self) -> str:
@@ -427,6 +407,7 @@ class Catalog:
             spec=KVSpec.from_json(value["spec"]),
             tokens=int(value["tokens"]),
             position=int(value.get("position", 0)),
+            passage=value.get("passage"),
             source=str(value["source"]),
             chunks=value["chunks"],
             profile=None if profile is None else str(profile),
@@ -434,10 +415,13 @@ class Catalog:
             prefill=None if prefill is None else PrefillCost.from_json(prefill),
             loss_method=str(value["loss_method"]),
             mixes=tuple(Mix(*each) for each in value["mixes"]),
-            tracks=tuple(map(_track_from_json, value["tracks"])),
+            tracks=tuple(map(track_from_json, value["tracks"])),
         )
-        if value["schema"] != (due := SCHEMAS[catalog.digest_kind]):
-            raise FormatError(f"catalog: {catalog.digest_kind} digests have the schema {due!r}")
+        if value["schema"] != (due := schema_of(catalog.digest_kind, passage=catalog.passage is not None)):
+            what = "a passage" if catalog.passage is not None else f"{catalog.digest_kind} digests"
+            raise FormatError(f"catalog: with {what} it has the schema {due!r}")
+        if catalog.passage is not None and catalog.position:
+            raise FormatError(f"catalog: a passage has no position, but it says {catalog.position}")
         return catalog
 
     @classmethod
@@ -450,45 +434,3 @@ class Catalog:
             raise AssetError(f"{path}: cannot read the catalog ({error.strerror}); is this an asset?") from error
         except FormatError as error:
             raise FormatError(f"{path}: {error}") from error
-
-
-def _picked(track: Track, groups: Sequence[int], alike: Sequence[int]) -> Track:
-    """Return some groups of a track, with the losses of those that are ``alike``."""
-    sizes, digests = tuple(track.bytes[group] for group in groups), tuple(track.digests[group] for group in groups)
-    return replace(track, bytes=sizes, loss=tuple(track.loss[each] for each in alike), digests=digests, measured=None)
-
-
-def _check_track(track: Track, groups: int, before: set[str]) -> None:
-    name = check_track_name(track.name)
-    if name in before:
-        raise FormatError(f"catalog: track {name} is listed twice")
-    if track.refines is not None and track.refines not in before:
-        raise FormatError(f"catalog: track {name} refines {track.refines!r}, which is not listed before it")
-    if not len(track.bytes) == len(track.loss) == len(track.digests) == groups:
-        raise FormatError(f"catalog: track {name} must list bytes, loss and digest of each of {groups} groups")
-    if not all_within(track.bytes, 1, 1 << 40):
-        raise FormatError(f"catalog: track {name} has a group whose size is not positive")
-    if not all_within(track.loss, 0, _MAX_LOSS):
-        raise FormatError(f"catalog: track {name} has a group whose loss is negative or not a number")
-    if not (math.isfinite(track.decode_s) and track.decode_s >= 0):
-        raise FormatError(f"catalog: track {name} has a decode time that is negative or not a number")
-    quality = track.measured
-    if quality is not None and not all(map(math.isfinite, (quality.kl, quality.dnll, quality.top1))):
-        raise FormatError(f"catalog: track {name} has a measured quality that is not a number")
-
-
-def _track_to_json(track: Track) -> dict[str, Any]:
-    quality = track.measured
-    return {
-        "name": track.name,
-        "refines": track.refines,
-        "decode_s": track.decode_s,
-        "measured": None if quality is None else {"kl": quality.kl, "dnll": quality.dnll, "top1": quality.top1},
-        "bytes": list(track.bytes),
-        "loss": list(track.loss),
-        "digests": list(track.digests),
-    }
-
-
-def _track_from_json(value: dict[str, Any]) -> Track:
-    return Track(**value | {"measured": None if value["measured"] is None else Quality(*value["measured"])})

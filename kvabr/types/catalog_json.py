@@ -12,9 +12,12 @@ from typing import Any
 from kvabr.types.digests import BLAKE3, SHA256
 from kvabr.types.errors import FormatError
 from kvabr.types.json_pieces import JsonPieces
+from kvabr.types.passage import read_notes
 
 SCHEMAS = {SHA256: "kvabr.catalog/1", BLAKE3: "kvabr.catalog/2"}
 """Schemas of catalogs by the kind of their groups' digests: older versions refuse a kind that they cannot check."""
+PASSAGE_SCHEMA = "kvabr.catalog/3"
+"""Schema of catalogs of passages, with digests of either kind: older versions would take them for prompts."""
 MAX_GROUPS = 1 << 20
 MAX_TRACKS = 64
 _MAX_MIXES = 256
@@ -39,10 +42,15 @@ def all_within(values: Sequence[float], least: float, most: float) -> bool:
     return True
 
 
+def schema_of(kind: str, *, passage: bool) -> str:
+    """Return the schema of a catalog: of a passage, or of a prompt with digests of a kind."""
+    return PASSAGE_SCHEMA if passage else SCHEMAS[kind]
+
+
 def check_schema(schema: object) -> None:
     """Raise a `FormatError` if a catalog was written by another version, or is none."""
-    if schema not in SCHEMAS.values():
-        known = " and ".join(map(repr, SCHEMAS.values()))
+    if schema not in (every := (*SCHEMAS.values(), PASSAGE_SCHEMA)):
+        known = ", ".join(map(repr, every))
         newer = str(schema).startswith("kvabr.catalog/")
         hint = "it was written by another version: upgrade kvabr" if newer else "is this a catalog?"
         raise FormatError(f"catalog: schema is {str(schema)[:80]!r}, this version reads {known}; {hint}")
@@ -59,6 +67,8 @@ def read_fields(pieces: JsonPieces) -> dict[str, Any]:
             value[name] = tuple(_read_track(pieces, most) for _ in pieces.elements(MAX_TRACKS))
         elif name == "mixes":
             value[name] = tuple(_read_mix(pieces, most) for _ in pieces.elements(_MAX_MIXES))
+        elif name == "passage":
+            value[name] = read_notes(pieces)
         elif name in _PLAIN:
             value[name] = pieces.value()
             if name == "schema":

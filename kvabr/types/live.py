@@ -54,6 +54,8 @@ class LiveCatalog:
     def __post_init__(self) -> None:
         if not _KEY.fullmatch(self.key):
             raise FormatError(f"live catalog: the key is {self.key[:80]!r}, not 16 hex digits")
+        if self.catalog.passage is not None:
+            raise FormatError("live catalog: a passage is published when it is complete")
         if len(self.seconds) != len(self.catalog.chunks):
             raise FormatError(f"live catalog: {len(self.seconds)} times for {len(self.catalog.chunks)} groups")
         if not all(0 <= time_s < math.inf for time_s in self.seconds[:1] + self.seconds[-1:]) or any(

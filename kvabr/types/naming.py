@@ -133,8 +133,19 @@ def chain(
     group. The last group may be short, and its digest then differs from that of the full group. The salt is a tenant's
     secret; it keeps tenants from guessing each other's digests.
     """
+    return chained(b"kvabr.chain/1", tokens, model, tokenizer, group_tokens, salt)
+
+
+def chained(
+    domain: bytes, tokens: Sequence[int], model: str, tokenizer: str, group_tokens: int, salt: bytes
+) -> list[str]:
+    """Return the chained digests of a sequence of tokens, see `chain`.
+
+    Digests of two domains never agree. ``domain`` says what the tokens are: a prompt from its beginning, or a passage
+    (`kvabr.types.passage`).
+    """
     head = [model.encode(), tokenizer.encode(), salt, struct.pack("<I", group_tokens)]
-    state = hashlib.sha256(b"kvabr.chain/1\0" + b"".join(struct.pack("<Q", len(part)) + part for part in head)).digest()
+    state = hashlib.sha256(domain + b"\0" + b"".join(struct.pack("<Q", len(part)) + part for part in head)).digest()
     digests = []
     for first in range(0, len(tokens), group_tokens):
         chunk = tokens[first : first + group_tokens]

@@ -28,6 +28,9 @@ class Unit(NamedTuple):
     """Position of its first token in the prompt; of a snapshot, the number of tokens before it."""
     tokens: int
     """Tokens, or rows of a snapshot."""
+    free: int | None = None
+    """Of a passage, which may be played anywhere, its first token there; None: it was encoded for its place in the
+    prompt."""
 
 
 class Span(NamedTuple):

@@ -28,6 +28,7 @@ from kvabr.types.naming import (
     prefix_key,
     prefix_track,
 )
+from kvabr.types.passage import PassageNotes
 from tests.catalogs import SPEC, catalog
 from tests.fuzz.target import Target, family, refused
 
@@ -37,7 +38,11 @@ def _catalog(data: bytes) -> bool:
     if found is None:
         return False
     assert Catalog.loads(found.dumps()) == found
-    for groups in {1, found.groups}:
+    if found.passage is not None:
+        assert found.at(7).unit(0).first == 7
+        assert not found.passage.order or len(found.passage.order) == found.tokens
+        assert (found.passage.fusion_loss(0.2) or 0.0) >= 0
+    for groups in () if found.passage is not None else {1, found.groups}:
         assert found.prefix(groups).groups == groups
         assert found.suffix(groups - 1).groups == found.groups - groups + 1
     for track in found.tracks:
@@ -60,7 +65,10 @@ def _valid_catalogs() -> tuple[bytes, ...]:
     most = replace(few, tracks=(measured,), mixes=(Mix((measured.name,) * 2, 0.1, 0.2),))
     layered = catalog(2, layered=True)
     base = replace(layered, tracks=layered.tracks[-3:-1])
-    return tuple(json.dumps(json.loads(each.dumps())).encode() for each in (few, most, base))
+    short = catalog(1, short=123)
+    notes = PassageNotes("mean", 3, bytes((0, 255, 9, 7, 7)), ((0.0, 0.15), (0.15, 0.02)), "as it was measured")
+    passage = replace(short, tracks=short.tracks[:1], passage=notes)
+    return tuple(json.dumps(json.loads(each.dumps())).encode() for each in (few, most, base, passage))
 
 
 def _models(data: bytes) -> bool:

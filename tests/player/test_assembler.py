@@ -14,11 +14,13 @@ from kvabr.codec import base as registry
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.group import encode_group, payload_of
 from kvabr.codec.payload import PayloadReader, raw
+from kvabr.codec.rope import rotate
 from kvabr.player import assembler
 from kvabr.player.assembler import Assembler, Placement
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import ForeignError, FormatError, HoleError, UsageError
 from kvabr.types.naming import LEVELS, TrackNamespace, chain
+from kvabr.types.passage import PassageNotes, passage_chain
 from tests.examples import examples
 from tests.kvdata import cache, profile, spec
 
@@ -52,13 +54,14 @@ class Residual(Codec):
         return base
 
 
-def publish(kv=KV, salt=b""):
-    """A catalog and its frames, as a publisher makes them."""
-    chunks = chain(list(range(TOKENS)), model=SHAPE.model, tokenizer=SHAPE.tokenizer, salt=salt)
+def publish(kv=KV, salt=b"", *, passage=False):
+    """A catalog and its frames, as a publisher makes them; of a passage, ``kv`` has keys before rotation."""
+    named = passage_chain if passage else chain
+    chunks = named(list(range(TOKENS)), model=SHAPE.model, tokenizer=SHAPE.tokenizer, salt=salt)
     frames = {}
     for group, chunk in enumerate(chunks):
         first, last = SHAPE.group_range(group, TOKENS)
-        context = GroupContext(SHAPE, first, last - first, SIDE)
+        context = GroupContext(SHAPE, first, last - first, SIDE, free=passage)
         for track in LEVELS:
             frames[group, track] = encode_group(kv[:, :, :, first:last], track, context, chunk, group)
         below = [bytes(payload_of(frames[group, "Int4"]))]
@@ -71,7 +74,9 @@ def publish(kv=KV, salt=b""):
         tracks.append(
             Track(name, tuple(map(len, mine)), (loss,) * 4, tuple(hashlib.sha256(f).hexdigest() for f in mine), refines)
         )
-    return Catalog(TrackNamespace(SHAPE.model, chunks[-1]), SHAPE, TOKENS, tuple(chunks), tuple(tracks)), frames
+    notes = PassageNotes("alone") if passage else None
+    name = TrackNamespace(SHAPE.model, chunks[-1])
+    return Catalog(name, SHAPE, TOKENS, tuple(chunks), tuple(tracks), passage=notes), frames
 
 
 with pytest.MonkeyPatch.context() as patch:
@@ -103,6 +108,35 @@ def test_any_order_any_track_gives_one_contiguous_cache(order, tracks):
         first, last = SHAPE.group_range(group, TOKENS)
         piece, exact = kv[:, :, :, first:last], KV[:, :, :, first:last]
         assert float((piece - exact).norm() / exact.norm()) < {"FP4": 0.14, "Int4": 0.13, "AC-5x": 0.3}.get(track, 0.05)
+
+
+@pytest.mark.parametrize("at", [0, 1000, 999_983])
+def test_a_passage_is_placed_as_its_position_in_the_prompt_asks_for(at):
+    bare = cache(SHAPE.changed(rope=None), TOKENS)
+    asset, frames = publish(bare, passage=True)
+    tracks = ("Int4", "FP16", "AC-5x", "residual")
+    play = Assembler(asset.at(at), SIDE, dtype=torch.float32)
+    assert play.put(3, "Int4", frames[3, "Int4"]) is Placement.PLACED
+    for group, track in enumerate(tracks):
+        play.put(group, track, frames[group, track])
+    kv = play.take()
+    wanted = bare.clone()
+    wanted[:, 0] = rotate(bare[:, 0], SHAPE.rope, at)
+    for group, limit in enumerate((0.13, 0.001, 0.3, 0.001)):
+        first, last = SHAPE.group_range(group, TOKENS)
+        piece, exact = kv[:, :, :, first:last], wanted[:, :, :, first:last]
+        assert float((piece - exact).norm() / exact.norm()) < limit
+
+
+def test_neither_a_passages_frame_nor_a_prompts_is_taken_for_the_other():
+    asset, frames = publish(passage=True)
+    for catalog, foreign in ((CATALOG, frames), (asset.at(0), FRAMES)):
+        play = Assembler(catalog, SIDE, dtype=torch.float32)
+        offer = catalog.track("FP16")
+        same = dataclasses.replace(offer, bytes=tuple(len(foreign[g, "FP16"]) for g in range(4)))
+        play._catalog = dataclasses.replace(catalog, tracks=(same,))
+        with pytest.raises(ForeignError, match="prompt"):
+            play.put(0, "FP16", foreign[0, "FP16"])
 
 
 def test_better_replaces_worse_and_nothing_else_does():

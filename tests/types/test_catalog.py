@@ -35,7 +35,7 @@ def test_an_asset_may_be_a_piece_of_a_prompt():
 
 
 def test_newer_version_says_so():
-    value = json.loads(catalog(2).dumps()) | {"schema": "kvabr.catalog/3"}
+    value = json.loads(catalog(2).dumps()) | {"schema": "kvabr.catalog/4"}
     with pytest.raises(FormatError, match="upgrade"):
         Catalog.loads(json.dumps(value))
 
@@ -49,7 +49,7 @@ def test_digests_of_another_kind_make_another_schema():
     assert Catalog.loads(other.dumps()) == other
     assert other.prefix(1).digest_kind == "blake3"
     for wrong in (plain.to_json() | {"schema": "kvabr.catalog/2"}, other.to_json() | {"schema": "kvabr.catalog/1"}):
-        with pytest.raises(FormatError, match="digests have the schema"):
+        with pytest.raises(FormatError, match="digests it has the schema"):
             Catalog.loads(json.dumps(wrong))
 
 

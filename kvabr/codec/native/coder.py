@@ -129,7 +129,9 @@ def decode_indices(
     return index
 
 
-def synthesise(transform: Transform, z: NDArray[np.int16], step: float, first_token: int, out: torch.Tensor) -> None:
+def synthesise(
+    transform: Transform, z: NDArray[np.int16], step: float, first_token: int | None, out: torch.Tensor
+) -> None:
     """Turn coefficients into a cache; see `reference.synthesise`."""
     path = active_path()
     check_cache(transform, out)
@@ -193,7 +195,7 @@ def _errors(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _target(transform: Transform, step: float, first_token: int, out: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+def _target(transform: Transform, step: float, first_token: int | None, out: torch.Tensor) -> Iterator[tuple[Any, ...]]:
     """Describe the memory to write: the tensor's own if possible, or else that of a copy on the CPU."""
     own = out.device.type == "cpu" and out.dtype in DTYPES and out.layout == torch.strided
     there = out.detach()

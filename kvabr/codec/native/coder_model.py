@@ -206,8 +206,8 @@ class DecodeJob:
     transform: Transform
     step: float
     """Step of the last depth."""
-    first_token: int
-    """Position of the first token."""
+    first_token: int | None
+    """Position of the first token, by which keys are rotated; None: they are not."""
     out: torch.Tensor
     """[layer, K/V, head, token, dim], any float dtype, any strides; written completely, or partly on error."""
 

@@ -134,7 +134,9 @@ def decode_indices(
     return out
 
 
-def synthesise(transform: Transform, z: NDArray[np.int16], step: float, first_token: int, out: torch.Tensor) -> None:
+def synthesise(
+    transform: Transform, z: NDArray[np.int16], step: float, first_token: int | None, out: torch.Tensor
+) -> None:
     """Turn coefficients, [row, token] int16 from `dequantise`, into a cache; see `DecodeJob` for the rest."""
     structure, spec = transform.structure, transform.structure.coded
     tokens, scale = z.shape[1], transform.scale(step)

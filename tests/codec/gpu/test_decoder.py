@@ -46,7 +46,9 @@ def cut(case, tokens):
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 2**32), st.sampled_from(DTYPES), st.permutations(range(5)), st.sampled_from([0, 5, 100_000]))
+@given(
+    st.integers(0, 2**32), st.sampled_from(DTYPES), st.permutations(range(5)), st.sampled_from([0, 5, 100_000, None])
+)
 def test_every_shape_has_the_bits_of_the_reference(seed, dtype, order, first):
     case = cut(models.case(seed, small=True, depths=1 + seed % 2), 9)
     coded = payloads(case)

@@ -124,7 +124,7 @@ class Case:
         below = (None, *self.indices[:-1])
         return [encode(*each) for each in zip(self.models, self.indices, below, strict=True)]
 
-    def job(self, payloads: Sequence[bytes], step: float, first: int, out: torch.Tensor) -> DecodeJob:
+    def job(self, payloads: Sequence[bytes], step: float, first: int | None, out: torch.Tensor) -> DecodeJob:
         """Decode these payloads into a tensor."""
         return DecodeJob(self.models, payloads, self.transform, step, first, out)
 

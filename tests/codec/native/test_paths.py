@@ -22,8 +22,13 @@ STEP, FIRST = 0.37, 4093
 
 @pytest.mark.skipif(not NATIVE, reason="the extension is not built")
 @examples(25)
-@given(seed=st.integers(0, 1 << 32), kind=st.integers(0, 4), dtype=st.sampled_from(DTYPES))
-def test_native_paths_match_the_reference(seed: int, kind: int, dtype: torch.dtype) -> None:
+@given(
+    seed=st.integers(0, 1 << 32),
+    kind=st.integers(0, 4),
+    dtype=st.sampled_from(DTYPES),
+    first=st.sampled_from((FIRST, 1_000_000, None)),
+)
+def test_native_paths_match_the_reference(seed: int, kind: int, dtype: torch.dtype, first: int | None) -> None:
     it = case(seed)
     tokens = it.indices[0].shape[1]
     shape = it.shape()
@@ -31,18 +36,18 @@ def test_native_paths_match_the_reference(seed: int, kind: int, dtype: torch.dty
     with coder.taking("reference"):
         payloads = it.encode()
         wanted = spread_out(shape, dtype, 0)
-        coder.synthesise(it.transform, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, wanted)
+        coder.synthesise(it.transform, dequantise(it.models[-1], it.indices[-1]), STEP, first, wanted)
     for path in NATIVE:
         with coder.taking(path):
             for model, index, under, payload in zip(it.models, it.indices, below, payloads, strict=True):
                 assert coder.encode_indices(model, index, under) == payload
                 assert np.array_equal(coder.decode_indices(model, payload, tokens, under), index)
             alone, chain = spread_out(shape, dtype, kind), spread_out(shape, dtype, kind)
-            coder.synthesise(it.transform, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, alone)
+            coder.synthesise(it.transform, dequantise(it.models[-1], it.indices[-1]), STEP, first, alone)
             assert torch.equal(alone, wanted)
             for threads in (1, 2, 5, 1000):
                 chain.fill_(7)
-                coder.decode(it.job(payloads, STEP, FIRST, chain), threads)
+                coder.decode(it.job(payloads, STEP, first, chain), threads)
                 assert torch.equal(chain, wanted)
 
 

@@ -1,0 +1,195 @@
+"""Passages: pieces of text whose cache is used anywhere in a prompt, and the prompts that are made of them.
+
+A prompt of an assistant that looks things up is made of parts: exact text (`Exact`), and passages (`Passage`), each of
+which is an asset of its own. A passage's cache was computed without what comes before it in the prompt, so a cache that
+is joined from several is an approximation. What that costs is the *fusion loss*: the KL divergence against a full
+prefill, in nats per generated token, without what the codec adds. Computing a *share* of the passages' tokens again
+lowers it.
+
+A passage is named as a prompt is, by a chain of digests of a domain of its own (`passage_chain`), so neither is ever
+taken for the other. Its groups hold keys before rotation (`kvabr.codec.base.GroupContext.free`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.json_pieces import JsonPieces
+from kvabr.types.kv import GROUP_TOKENS, KVSpec
+from kvabr.types.naming import TrackNamespace, chained
+
+MAX_PASSAGE_TOKENS = 1 << 17
+"""Maximum tokens of a passage: a longer text is several of them."""
+_MAX_PARTS = 4096
+_MAX_CONTEXTS = 1 << 16
+_MAX_FUSION = 64
+_MAX_FUSION_LOSS = 1e6
+_MAX_BASE, _MAX_METHOD = 256, 4096
+_ORDER_BYTES = 1536
+"""Bytes of the order in one string of the JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """A part of a prompt that is computed, or played as a prefix: text that is no passage."""
+
+    ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", _ids(self.ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A part of a prompt that may be played as an asset of its own."""
+
+    ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", _ids(self.ids))
+        if len(self.ids) > MAX_PASSAGE_TOKENS:
+            raise UsageError(f"a passage of {len(self.ids)} tokens; cut it, at most {MAX_PASSAGE_TOKENS} are allowed")
+
+    def name(self, spec: KVSpec, salt: bytes = b"") -> TrackNamespace:
+        """Return the namespace under which the passage is published for a model."""
+        model, tokenizer = spec.model, spec.tokenizer
+        digests = passage_chain(self.ids, model=model, tokenizer=tokenizer, group_tokens=spec.group_tokens, salt=salt)
+        return TrackNamespace(model, digests[-1])
+
+
+Part = Exact | Passage
+
+
+def check_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Return the parts of a prompt; a `UsageError` unless there are 1 to 4,096 of them."""
+    found = tuple(parts)
+    if not 0 < len(found) <= _MAX_PARTS or not all(isinstance(part, Exact | Passage) for part in found):
+        raise UsageError(f"a prompt is made of 1 to {_MAX_PARTS} parts, each an Exact or a Passage")
+    return found
+
+
+def passage_chain(
+    tokens: Sequence[int],
+    *,
+    model: str,
+    tokenizer: str,
+    group_tokens: int = GROUP_TOKENS,
+    salt: bytes = b"",
+) -> list[str]:
+    """Return the chained digest of every group of a passage; the last one names it. See `kvabr.types.naming.chain`.
+
+    The last group may be short: a passage is neither padded nor cut along the groups of the prompt it is used in.
+    """
+    return chained(b"kvabr.passage/1", tokens, model, tokenizer, group_tokens, salt)
+
+
+def check_movable(spec: KVSpec) -> None:
+    """Raise a `FormatError` unless caches of this model can be used at another position than their own.
+
+    That takes one layer class in which every token counts, and keys whose rotation is known.
+    """
+    if len(spec.classes) != 1 or spec.only.kind not in ("full", "latent"):
+        raise FormatError(f"{spec.model}: passages need full attention in every layer; it has {', '.join(spec.names)}")
+    if spec.only.rope is None:
+        raise FormatError(f"{spec.model}: keys cannot be moved, since its spec does not say how they are rotated")
+
+
+@dataclass(frozen=True, slots=True)
+class PassageNotes:
+    """What a catalog says about a passage, besides what it says about every asset."""
+
+    base: str
+    """How its cache was computed: ``alone``; ``behind``, behind another text; or ``mean``, averaged over contexts."""
+    contexts: int = 0
+    """Number of contexts that were averaged."""
+    order: bytes = b""
+    """A rank for each token, 255 for those that are worth most when computed again; empty if not known."""
+    fusion: tuple[tuple[float, float], ...] = ()
+    """Pairs (share of its tokens that are computed again, fusion loss of the prompt), shares ascending; measured behind
+    contexts that are not among those of the base. Empty if not measured."""
+    method: str = ""
+    """How it was measured, in words."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base, str) or not 0 < len(self.base) <= _MAX_BASE:
+            raise FormatError(f"passage: its base must be named in 1 to {_MAX_BASE} characters")
+        if type(self.contexts) is not int or not 0 <= self.contexts <= _MAX_CONTEXTS:
+            raise FormatError(f"passage: {str(self.contexts)[:40]} contexts, not 0 to {_MAX_CONTEXTS}")
+        if not isinstance(self.method, str) or len(self.method) > _MAX_METHOD:
+            raise FormatError(f"passage: its method must be told in at most {_MAX_METHOD} characters")
+        if len(self.order) > MAX_PASSAGE_TOKENS:
+            raise FormatError(
+                f"passage: an order of {len(self.order)} tokens, at most {MAX_PASSAGE_TOKENS} are allowed"
+            )
+        if len(self.fusion) > _MAX_FUSION:
+            raise FormatError(f"passage: {len(self.fusion)} fusion losses, at most {_MAX_FUSION} are allowed")
+        if not all(0 <= share <= 1 and 0 <= loss <= _MAX_FUSION_LOSS for share, loss in self.fusion):
+            raise FormatError("passage: a fusion loss needs a share from 0 to 1, and must be a number, not negative")
+        if any(one[0] >= other[0] for one, other in pairwise(self.fusion)):
+            raise FormatError("passage: the shares of its fusion losses must ascend")
+
+    def check(self, spec: KVSpec, tokens: int) -> None:
+        """Raise a `FormatError` if these cannot be the notes of an asset."""
+        check_movable(spec)
+        if tokens > MAX_PASSAGE_TOKENS:
+            raise FormatError(f"passage: {tokens} tokens, at most {MAX_PASSAGE_TOKENS} are allowed")
+        if len(self.order) not in (0, tokens):
+            raise FormatError(f"passage: an order of {len(self.order)} tokens for {tokens}")
+
+    def fusion_loss(self, share: float) -> float | None:
+        """Return the expected fusion loss if a share of the tokens is computed again; None if none was measured.
+
+        Between two shares that were measured it is interpolated; below the lowest and above the highest, it is theirs.
+        """
+        if not self.fusion:
+            return None
+        for one, other in pairwise(self.fusion):
+            if share < other[0]:
+                return one[1] + max(0.0, (share - one[0]) / (other[0] - one[0])) * (other[1] - one[1])
+        return self.fusion[-1][1]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; `read_notes` reads them back."""
+        cuts = range(0, len(self.order), _ORDER_BYTES)
+        return {
+            "base": self.base,
+            "contexts": self.contexts,
+            "method": self.method,
+            "fusion": [list(pair) for pair in self.fusion],
+            "order": [base64.b64encode(self.order[cut : cut + _ORDER_BYTES]).decode() for cut in cuts],
+        }
+
+
+def read_notes(pieces: JsonPieces) -> PassageNotes:
+    """Read the notes of a passage from an untrusted catalog."""
+    value: dict[str, Any] = {"order": []}
+    for name in pieces.members():
+        if name == "order":
+            value[name] = pieces.scalars({str}, -(-MAX_PASSAGE_TOKENS // _ORDER_BYTES))
+        elif name == "fusion":
+            value[name] = [pieces.scalars({int, float}, 2) for _ in pieces.elements(_MAX_FUSION)]
+        elif name in {"base", "contexts", "method"}:
+            value[name] = pieces.value()
+        else:
+            pieces.skip()
+    try:
+        order = b"".join(base64.b64decode(each, validate=True) for each in value["order"])
+    except binascii.Error as error:
+        raise FormatError(f"passage: its order is not base64 ({error})") from error
+    pairs = [(float(share), float(loss)) for share, loss in value["fusion"]]
+    return PassageNotes(value["base"], value["contexts"], order, tuple(pairs), value["method"])
+
+
+def _ids(ids: Iterable[int]) -> tuple[int, ...]:
+    found = tuple(map(int, ids))
+    if not found:
+        raise UsageError("a part of a prompt needs at least one token")
+    if min(found) < 0 or max(found) >= 1 << 32:
+        raise UsageError("token ids are whole numbers from 0 to 2**32 - 1")
+    return found
