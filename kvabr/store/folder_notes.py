@@ -80,8 +80,8 @@ def pin_end_s(root: Path, name: str) -> float | None:
     """Return when the pin of an asset ends; None if it has none. A damaged pin never ends, so that nothing is lost."""
     try:
         value = _read(_place(root, _PINS, name))
-        return None if value is None else float(value["until_s"])
-    except (FormatError, KeyError, TypeError, ValueError):
+        return None if value is None else _seconds(value["until_s"])
+    except (FormatError, KeyError, TypeError, ValueError, OverflowError):
         return math.inf
 
 
@@ -127,9 +127,16 @@ def _place(root: Path, kind: str, name: str) -> Path:
 def _before_s(path: Path) -> float:
     value = _read(path)
     try:
-        return -math.inf if value is None else float(value["before_s"])
-    except (KeyError, TypeError, ValueError) as error:
+        return -math.inf if value is None else _seconds(value["before_s"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FormatError(f"{path}: not a note of kvabr; remove it, and expire the model again") from error
+
+
+def _seconds(value: Any) -> float:
+    seconds = float(value)
+    if math.isnan(seconds):
+        raise ValueError("not a number")
+    return seconds
 
 
 def _write(root: Path, kind: str, name: str, value: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from kvabr.store.managing.checking import BucketCheck
 from kvabr.store.managing.collect import Collected, Collector
@@ -14,10 +15,12 @@ from kvabr.store.managing.rules import Rules
 from kvabr.store.managing.survey import Manifest, Progress, survey
 from kvabr.store.objects import leases
 from kvabr.store.objects.bucket import Bucket
-from kvabr.store.objects.layout import StoredCatalog, StoreOffer, pointer_key, profile_key, span_key
+from kvabr.store.objects.fields import whole
+from kvabr.store.objects.layout import MAX_SPAN_BYTES, StoredCatalog, StoreOffer, pointer_key, profile_key, span_key
 from kvabr.store.objects.leases import CATALOGS, Runtime
 from kvabr.store.objects.spans import head_bytes, parse_head, parse_pointer
 from kvabr.store.quota import NOT_MEASURED
+from kvabr.types.catalog_json import MAX_GROUPS
 from kvabr.types.errors import FormatError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
 
@@ -36,11 +39,11 @@ class BucketLayout:
             spec, profile = KVSpec.from_json(value["spec"]), value["profile"]
             return Manifest(
                 model=spec.model,
-                tokens=int(value["tokens"]),
+                tokens=whole(value["tokens"], 1, MAX_GROUPS * spec.group_tokens),
                 spans=tuple(stored.keys),
                 profile=None if profile is None else profile_key(str(profile)),
                 pointers=tuple(pointer_key(stored.offer, str(digest)) for digest in value["chunks"]),
-                tracks={str(track["name"]): sum(map(int, track["bytes"])) for track in value["tracks"]},
+                tracks={str(track["name"]): sum(map(_frame_bytes, track["bytes"])) for track in value["tracks"]},
                 span_tokens=spec.group_tokens * stored.span_groups,
                 measured=not str(value["loss_method"]).startswith(NOT_MEASURED),
             )
@@ -64,6 +67,10 @@ class BucketLayout:
         """See `ObjectFormat.offer`."""
         found = StoreOffer.loads(data)
         return found.id, found.spec.model, None if found.profile is None else profile_key(found.profile)
+
+
+def _frame_bytes(value: Any) -> int:
+    return whole(value, 1, MAX_SPAN_BYTES)
 
 
 class BucketLibrary:

@@ -170,6 +170,10 @@ def _shown(url: str) -> str:
 
 def check_endpoint(endpoint: str, name: str) -> None:
     """Raise `UsageError` unless this is the endpoint of a store; ``name`` says what named it."""
-    parts = urlsplit(endpoint)
-    if parts.scheme not in WEB or "@" in endpoint or not parts.netloc:
+    try:
+        parts = urlsplit(endpoint)
+        known = parts.scheme in WEB and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets without an address, or a port that is none
+        known = False
+    if not known or "@" in endpoint:
         raise UsageError(f"{name} must be http://HOST:PORT or https://HOST, without credentials")

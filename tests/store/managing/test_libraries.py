@@ -257,13 +257,39 @@ async def test_a_damaged_pin_keeps_and_a_damaged_tombstone_stops(tmp_path):
     library = open_library(place)
     await library.pin(name, 60.0)
     (pin,) = (place / ".kvabr" / "pin").iterdir()
-    pin.write_bytes(b"{")
-    assert (await library.collect(NOTHING_STAYS)).evicted == []
+    for damaged in (b"{", b'{"until_s": NaN}', b'{"until_s": 1%s}' % (b"0" * 400)):
+        pin.write_bytes(damaged)
+        assert (await library.collect(NOTHING_STAYS)).evicted == []
     await library.expire(MODEL, 5.0)
     (tombstone,) = (place / ".kvabr" / "expired").iterdir()
-    tombstone.write_bytes(b"[]")
-    with pytest.raises(FormatError, match="not a note"):
-        await library.collect(NOTHING_STAYS)
+    for damaged in (b"[]", b'{"before_s": NaN}', b'{"before_s": 1%s}' % (b"0" * 400)):
+        tombstone.write_bytes(damaged)
+        with pytest.raises(FormatError, match="not a note"):
+            await library.collect(NOTHING_STAYS)
+
+
+@pytest.mark.parametrize("place", ["memory"], indirect=True)
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (b'"tokens": 20', b'"tokens": 1%s' % (b"0" * 400)),
+        (b'"tokens": 20', b'"tokens": -20'),
+        (b'"bytes": [', b'"bytes": [1%s, ' % (b"0" * 400)),
+        (b'"bytes": [', b'"bytes": [-5, '),
+    ],
+)
+async def test_a_catalog_with_numbers_that_cannot_be_is_damaged(place, good, bad):
+    """Nothing that stands in one asset's catalog keeps a collector from the others."""
+    kept, name = publish(place, LONG[100:130]), publish(place, LONG[:20])
+    bucket = Bucket.open(place)
+    data = bytes(bucket.get_sync(f"a/{name}", limit=1 << 20))
+    assert good in data
+    bucket.put_sync(f"a/{name}", data.replace(good, bad))
+    library = open_library(place)
+    assert (await library.inventory()).damaged.keys() == {name}
+    done = await library.collect(Rules(grace_s=0.0, max_bytes=0))
+    assert [each.holding.name for each in done.evicted] == [kept]
+    assert done.damaged.keys() == {f"a/{name}"}
 
 
 async def test_what_a_killed_collector_was_removing_goes_after_the_grace(tmp_path):
