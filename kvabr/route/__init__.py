@@ -19,7 +19,7 @@ from kvabr.route.forecast import (
 )
 from kvabr.route.lengths import break_even_tokens, remote_lengths
 from kvabr.route.lookahead import Lookahead
-from kvabr.route.router import LinkMemory, Router, RouteRequest
+from kvabr.route.router import PROBE_BYTES, PROBE_S, PROBE_WAIT_S, LinkMemory, Router, RouteRequest
 from kvabr.route.rule import Route, decide
 
 __all__ = [
@@ -27,6 +27,9 @@ __all__ = [
     "FETCH",
     "LOCAL",
     "PLACES",
+    "PROBE_BYTES",
+    "PROBE_S",
+    "PROBE_WAIT_S",
     "REMOTE",
     "CacheSize",
     "Forecast",

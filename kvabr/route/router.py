@@ -8,8 +8,9 @@ seconds with what it usually carries: the older the last sample and the longer t
 counts. How fast trust in the last seconds fades, it learns from how well they would have foretold the rate before.
 Otherwise a single bad minute would close the link for good, since nothing more is sent over it.
 
-A link over which little is sent is little known. A sample that ends a silence therefore stands for two seconds of it:
-a small transfer every two seconds, sent only to measure the idle link, shows what it carries as well as use does.
+A link over which little is sent is little known. `Router.probe` therefore says when a small transfer is due that only
+measures the idle link. A sample that ends a silence stands for up to two seconds of it, so that such probes show what
+the link carries as well as use does.
 """
 
 from __future__ import annotations
@@ -38,8 +39,12 @@ _KEEP = 0.98
 """What an error still counts after the next one."""
 USUAL_S = 300.0
 """Half-life of the memory of what it usually carries, seconds of a busy link."""
-_STANDS_S = 2.0
-"""Silence for which the sample that ends it stands, at most, seconds."""
+PROBE_S = 2.0
+"""Silence after which an idle link is probed, and for which the sample that ends it stands at most, seconds."""
+PROBE_BYTES = 65_536
+"""Bytes of a probe."""
+PROBE_WAIT_S = 1.0
+"""Seconds after which a probe counts with what has come of it."""
 _HORIZON_S = 60.0
 """Horizon of the estimate of the link: as long as a long transfer."""
 
@@ -77,11 +82,16 @@ class LinkMemory:
             return
         self.estimator.sample(nbytes, seconds, now)
         self._judge(nbytes / seconds, now - seconds / 2)
-        stands_s = max(seconds, min(now - self._heard_s, _STANDS_S))
+        stands_s = max(seconds, min(now - self._heard_s, PROBE_S))
         self._lately.add(nbytes / seconds, stands_s)
         self._usual.add(nbytes / seconds, stands_s)
         self._heard_s = max(self._heard_s, now)
         self._past.append((now, self._lately.value(), self._usual.value()))
+
+    @property
+    def heard_s(self) -> float:
+        """When the last sample ended; minus infinity before the first one."""
+        return self._heard_s
 
     @property
     def recent_s(self) -> float:
@@ -179,6 +189,21 @@ class Router:
         """When each worker will be free, as far as it was told."""
         self._coming: list[tuple[float, float, float]] = []
         """What is still to be computed and sent: from when to when, and bytes."""
+        self._probed_s = -math.inf
+
+    def probe(self, now: float) -> int:
+        """Return how many bytes to fetch now, only to see what the link carries; 0 while it has been heard of lately.
+
+        Ask about twice a second. Time the bytes from the first one to the last, wait `PROBE_WAIT_S` at most, and tell
+        `arrived` how many came, even if none did. The next probe is due after two more seconds of silence.
+
+        Args:
+            now: The time, seconds, on the clock of `route`.
+        """
+        if now - max(self.memory.heard_s, self._probed_s) < PROBE_S:
+            return 0
+        self._probed_s = now
+        return PROBE_BYTES
 
     def arrived(self, nbytes: float, seconds: float, now: float) -> None:
         """Note that ``nbytes`` came over the busy link within ``seconds``, ending at ``now``."""

@@ -10,6 +10,8 @@ import pytest
 
 from kvabr.abr.estimators.classic import LastSample
 from kvabr.route import (
+    PROBE_BYTES,
+    PROBE_WAIT_S,
     CacheSize,
     Forecast,
     LinkMemory,
@@ -192,6 +194,35 @@ def test_a_small_sample_after_a_silence_stands_for_it():
     for number in range(3):
         memory.sample(1e5, 0.01, 606 + 0.01 * (number + 1))
     assert memory.rates(0.0, 606.03)[0] < 1.5e6
+
+
+def test_a_silent_link_is_probed_until_something_is_heard():
+    router = Router(SLOW, FAST, SIZE, rtt_s=0.04)
+    assert router.probe(10.0) == PROBE_BYTES  # nothing is known yet
+    assert router.probe(10.5) == router.probe(11.9) == 0
+    assert router.probe(12.0) == PROBE_BYTES  # the first one was lost
+    router.arrived(PROBE_BYTES, 0.01, 12.2)
+    assert router.probe(14.0) == 0
+    assert router.probe(14.2) == PROBE_BYTES
+    for second in range(15, 30):
+        router.arrived(1e7, 1.0, float(second))
+        assert router.probe(second + 0.5) == 0
+
+
+def test_probes_close_and_open_a_link_over_which_nothing_else_is_sent():
+    router = Router(SLOW, FAST, SIZE, rtt_s=0.04, both=False)
+    carries = {range(60): 1e7, range(60, 120): 0.0, range(120, 180): 1e7}
+    places = []
+    for second in range(180):
+        if nbytes := router.probe(float(second)):
+            rate = next(rate for when, rate in carries.items() if second in when)
+            took_s = nbytes / rate if rate else PROBE_WAIT_S
+            router.arrived(rate and nbytes, took_s, second + took_s)
+        places.append(router.options(RouteRequest(1000), second + 1.0)[1].ttft_s < 1.0)
+    assert places[1]
+    assert all(places[10:60])
+    assert not any(places[75:120])
+    assert all(places[135:])
 
 
 @pytest.mark.parametrize(("slot_s", "half_life_s"), [(8, 4.0), (500, 64.0)])

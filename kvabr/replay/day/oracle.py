@@ -8,7 +8,7 @@ compare it with the best of all assignments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 
 from kvabr.replay.day.requests import DayRequest
@@ -102,26 +102,31 @@ def _sweep(
     on_progress: Callable[[int], None],
 ) -> list[Choice]:
     choices, day = list(start), Day(requests, World(shape))
+    ahead, base = day.copy(), dict[int, float]()
     while (arriving := day.next()) is not None:
         request, now = arriving
-        base: dict[int, float] = {}
+        # What becomes of the next requests without a change is played on from where it ended, until there is one.
+        while len(base) <= horizon and (coming := ahead.next()) is not None:
+            number = coming[0].number
+            base[number] = ahead.serve(choices[number]).ttft_s
         current = choices[request.number]
-        _ahead(day.copy(), choices, current, horizon, base, {})
         best, gain = current, _SAME_S
         for choice in candidates(day, request, now, current):
-            found = _ahead(day.copy(), choices, choice, horizon, {}, base)
+            found = _gain(day.copy(), choices, choice, horizon, base)
             if found > gain:
                 best, gain = choice, found
         choices[request.number] = best
         day.serve(best)
+        if best == current:
+            del base[request.number]
+        else:
+            ahead, base = day.copy(), {}
         on_progress(1)
     return choices
 
 
-def _ahead(
-    day: Day, choices: Sequence[Choice], first: Choice, horizon: int, times: dict[int, float], base: dict[int, float]
-) -> float:
-    """Play the next requests, the first of them as told; note their times, and return what they gain.
+def _gain(day: Day, choices: Sequence[Choice], first: Choice, horizon: int, base: Mapping[int, float]) -> float:
+    """Play the next requests, the first of them as told, and return what they gain over ``base``.
 
     Only requests that are also in ``base`` count. A change that has worn off ends it.
     """
@@ -131,7 +136,7 @@ def _ahead(
         if arriving is None:
             break
         number = arriving[0].number
-        ttft_s = times[number] = day.serve(choices[number] if step else first).ttft_s
+        ttft_s = day.serve(choices[number] if step else first).ttft_s
         if number not in base:
             continue
         gain += base[number] - ttft_s

@@ -8,15 +8,12 @@ from bisect import bisect_right, insort
 from collections.abc import Iterator
 
 from kvabr.replay.link import Capacity
+from kvabr.route import PROBE_BYTES, PROBE_S, PROBE_WAIT_S
 
 _FORGET_S = 60.0
 """Busy times that ended so long ago are forgotten."""
 _SAMPLE_S = 1.0
 """Longest stretch of a busy link that is reported as one sample."""
-PROBE_S, PROBE_BYTES = 2.0, 65_536.0
-"""How often an idle link is probed, and with how many bytes."""
-_GIVE_UP_S = 1.0
-"""How long a probe is waited for."""
 
 
 class BusyTimes:
@@ -217,7 +214,7 @@ class SharedWire:
 
     def _probes(self, until: float) -> Iterator[tuple[float, float, float]]:
         while (at := max(self._seen_s, self._heard_s + PROBE_S)) < until:
-            end = min(self._when(at, PROBE_BYTES), at + _GIVE_UP_S)
+            end = min(self._when(at, PROBE_BYTES), at + PROBE_WAIT_S)
             if end > until:
                 break
             self._heard_s = end

@@ -23,6 +23,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Self
 
@@ -227,7 +228,7 @@ class World:
         front = size.whole_groups(choice.front_tokens, tokens) if choice.place == BOTH else 0
         known = now + half_s if self._whole(self._kept_there, request, now) >= there else begin
         pieces, at = [], here
-        for n in (*self._known(there - here, front - here), *self._cut(tokens - max(here, there))):
+        for n in (*self._known(there - here, front - here), *_cut(tokens - max(here, there), size, self.shape.pieces)):
             at += n
             ready = known if at <= there else begin + luck[1] * cost.seconds(there, at - there)
             pieces.append(_Piece(at - n, at, ready if self.shape.live else end))
@@ -296,22 +297,6 @@ class World:
             found += [most] * full + ([rest] if rest else [])
         return found
 
-    def _cut(self, tokens: int) -> list[int]:
-        """Return the lengths of pieces of whole groups: one group, twice as many, ..., and the same back.
-
-        Cut evenly, the first piece would leave too late for a slow link, and the last one too late for a fast one.
-        """
-        group, last = self.shape.cache.group_tokens, self.shape.cache.last_group(tokens)
-        left = (tokens - last) // group
-        most = max(1, -(-left // max(1, self.shape.pieces)))
-        ramp: list[int] = []
-        while 3 * sum(ramp) < left and (not ramp or 2 * ramp[-1] < most):
-            ramp.append(2 * ramp[-1] if ramp else 1)
-        if 2 * sum(ramp) > left:
-            ramp = []
-        full, rest = divmod(left - 2 * sum(ramp), most)
-        return [n * group for n in (*ramp, *[most] * full, *([rest] if rest else []), *reversed(ramp))] + [last]
-
     def _carry(self, pieces: list[_Piece], tokens: int) -> float:
         """Carry and decode pieces of a prompt in their order; return when the last one is in place."""
         decoded = sent = 0.0
@@ -331,6 +316,25 @@ class World:
         group = min(tokens, size.group_tokens)
         # A piece is decoded group by group as it comes; what is left when it is complete is one group.
         return max(before + (tokens - group) * size.decode_s, sent + self.rtt_s / 2) + group * size.decode_s
+
+
+@lru_cache(maxsize=4096)
+def _cut(tokens: int, size: CacheSize, most_pieces: int) -> tuple[int, ...]:
+    """Return the lengths of pieces of whole groups: one group, twice as many, ..., and the same back.
+
+    Cut evenly, the first piece would leave too late for a slow link, and the last one too late for a fast one.
+    """
+    group, last = size.group_tokens, size.last_group(tokens)
+    left = (tokens - last) // group
+    most = max(1, -(-left // max(1, most_pieces)))
+    ramp: list[int] = []
+    while 3 * sum(ramp) < left and (not ramp or 2 * ramp[-1] < most):
+        ramp.append(2 * ramp[-1] if ramp else 1)
+    if 2 * sum(ramp) > left:
+        ramp = []
+    full, rest = divmod(left - 2 * sum(ramp), most)
+    lengths = (*ramp, *[most] * full, *([rest] if rest else []), *reversed(ramp))
+    return (*(n * group for n in lengths), last)
 
 
 class Day:
