@@ -1,4 +1,6 @@
-"""Find policies and estimators by name, by entry point, or in a file: ``NAME``, ``NAME:ARGUMENT``, ``FILE.py:CLASS``.
+"""Find plug-ins by name, by entry point, or in a file: ``NAME``, ``NAME:ARGUMENT``, ``FILE.py:CLASS``.
+
+They are policies and estimators here; `kvabr.blend` finds its selectors by the same functions.
 
 A policy that declares parameters (`kvabr.abr.policy`) takes them as ``NAME:a=1,b=2`` or ``FILE.py:CLASS:a=1,b=2``.
 """
@@ -27,12 +29,12 @@ T = TypeVar("T")
 
 def policies() -> dict[str, type[Policy]]:
     """Return all policies by name: built-in ones and those of installed packages."""
-    return _named("kvabr.policies", POLICIES)
+    return registered("kvabr.policies", POLICIES)
 
 
 def estimators() -> dict[str, type[Estimator]]:
     """Return all estimators by name."""
-    return _named("kvabr.estimators", ESTIMATORS)
+    return registered("kvabr.estimators", ESTIMATORS)
 
 
 @cache
@@ -45,16 +47,17 @@ def load_policy(text: str) -> Callable[[], Policy]:
     Raises:
         PolicyError: there is no such policy, or its file cannot be loaded; the message names file and line.
     """
-    return _load(text, Policy, policies(), "policy", "policies")  # type: ignore[type-abstract]
+    return load_plugin(text, Policy, policies(), "policy", "policies")  # type: ignore[type-abstract]
 
 
 @cache
 def load_estimator(text: str) -> Callable[[], Estimator]:
     """Return a factory of estimator objects; as `load_policy`."""
-    return _load(text, Estimator, estimators(), "estimator", "estimators")  # type: ignore[type-abstract]
+    return load_plugin(text, Estimator, estimators(), "estimator", "estimators")  # type: ignore[type-abstract]
 
 
-def _named(group: str, builtin: Mapping[str, type[T]]) -> dict[str, type[T]]:
+def registered(group: str, builtin: Mapping[str, type[T]]) -> dict[str, type[T]]:
+    """Return the classes of a kind by name: built-in ones, and those of installed packages' entry points."""
     found = dict(builtin)
     for entry in entry_points(group=group):
         if entry.name not in found:
@@ -67,7 +70,19 @@ def policy_class(text: str) -> type[Policy]:
     return _find(text, Policy, policies(), "policy", "policies")[0]  # type: ignore[type-abstract]
 
 
-def _load(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, command: str) -> Callable[[], T]:
+def load_plugin(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, command: str) -> Callable[[], T]:
+    """Return a factory of objects of a plug-in.
+
+    Args:
+        text: see `load_policy`.
+        base: the class that it must derive from.
+        named: the classes that have a name, see `registered`.
+        kind: what errors call it.
+        command: the command that lists them.
+
+    Raises:
+        PolicyError: as for `load_policy`.
+    """
     cls, argument = _find(text, base, named, kind, command)
     if not argument:
         return _construct(cls, text)
@@ -126,11 +141,16 @@ def _class_in(path: Path, name: str, base: type[T], kind: str) -> type[T]:
     if name not in found:
         names = ", ".join(found) or "none"
         raise PolicyError(
-            f"{path}: no {kind} class {name!r} in it (found: {names}); it must derive from kvabr.abr.{base.__name__}"
+            f"{path}: no {kind} class {name!r} in it (found: {names}); it must derive from {_public(base)}"
         )
     if missing := ", ".join(sorted(getattr(found[name], "__abstractmethods__", ()))):
         raise PolicyError(f"{path}:{name} lacks {missing}")
     return found[name]
+
+
+def _public(base: type[Any]) -> str:
+    """Return the name by which a plug-in imports its base class: that of its package."""
+    return f"{base.__module__.rpartition('.')[0]}.{base.__name__}"
 
 
 def _import(path: Path) -> ModuleType:

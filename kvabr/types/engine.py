@@ -60,6 +60,50 @@ class ClassEngine(Engine, Protocol):
         """
 
 
+@runtime_checkable
+class BlendEngine(Engine, Protocol):
+    """An engine that can recompute any tokens of a cache, such as one that was joined from passages."""
+
+    def recompute(
+        self, tokens: Sequence[int], at: Sequence[int], kv: torch.Tensor, *, layers: int | None = None
+    ) -> torch.Tensor:
+        """Compute some tokens of a prompt over a cache of it.
+
+        Every computed token sees all tokens before it: those in ``at`` with their computed keys and values, the others
+        with those of the cache. With all positions this is the full prefill.
+
+        Args:
+            tokens: ids of the whole prompt, as far as ``at`` reaches at least.
+            at: positions to compute, increasing, at least one. They may run on behind the cache, without a gap.
+            kv: [layer, K/V, head, token, dim], any float dtype; the cache of the first tokens. Read, never written.
+            layers: compute only this many layers, the first ones; None: all.
+
+        Returns:
+            KV of the computed tokens, [layer, K/V, head, len(at), dim], in the engine's dtype.
+
+        Raises:
+            ModelError: the tokens or positions do not fit, or ``kv`` is not a cache of this model.
+        """
+
+    def attention(
+        self, question: Sequence[int], kv: torch.Tensor, *, layers: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Return how much a question attends to each token of a cache that it follows.
+
+        Args:
+            question: ids of the question, at least one.
+            kv: [layer, K/V, head, token, dim], any float dtype; the cache before it. Read, never written.
+            layers: the layers to look at; the pass ends with the last of them. None: all.
+
+        Returns:
+            [layer, token] float32: the weights of every cached token, summed over heads and the question's tokens. Each
+            of these distributes 1 over all that it sees, the question's own tokens included.
+
+        Raises:
+            ModelError: as for `recompute`.
+        """
+
+
 def prefill_classes(
     engine: Engine, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None = None
 ) -> tuple[torch.Tensor, ...]:

@@ -34,7 +34,7 @@ class TraceError(KvabrError):
 
 
 class PolicyError(KvabrError):
-    """A policy or estimator cannot be loaded, raised an error, or asked for something that does not exist."""
+    """A plug-in, such as a policy, cannot be loaded, raised an error, or asked for something that does not exist."""
 
 
 class EndlessError(BaseException):
@@ -45,7 +45,7 @@ class EndlessError(BaseException):
 
 
 class UnknownPolicyError(PolicyError, UsageError):
-    """There is no policy or estimator of that name (exit status 2)."""
+    """There is no policy, estimator or selector of that name (exit status 2)."""
 
 
 class HoleError(KvabrError):

@@ -30,6 +30,12 @@ MAMBA = {
     "mamba_chunk_size": 32,
 }  # fmt: skip
 
+PLAIN = {
+    "Llama": ("LlamaConfig", "LlamaForCausalLM", {"initializer_range": 0.3}),
+    "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"initializer_range": 0.3}),
+    "Phi": ("PhiConfig", "PhiForCausalLM", {"initializer_range": 0.3}),
+}
+"""Models whose layers keep keys and values of every token in one shape; Phi's rotate in part. Attention counts."""
 ATTENTION = {
     "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 64, "layer_types": [SLIDES, SLIDES, FULL]}),
     "Mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 200}),
@@ -152,7 +158,7 @@ def tiny(name, *, dtype=torch.bfloat16, kept="bfloat16", **options):
     """The engine of a model by its name here; ``kept`` is the element type of its published caches."""
     import transformers
 
-    config, kind, changes = (ATTENTION | APART | STATES | IGNORED)[name]
+    config, kind, changes = (PLAIN | ATTENTION | APART | STATES | IGNORED)[name]
     torch.manual_seed(0)
     made = getattr(transformers, config)(**(SMALL | changes))
     # Not made in float32 and cast: that would round the frequencies of the rotary embedding, too.

@@ -1,0 +1,110 @@
+"""The built-in selectors, and the registry that finds all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from kvabr.abr.plugins import load_plugin, registered
+from kvabr.blend.selection import Selection, Selector, by_passage, needed
+
+DEFAULT = "question"
+"""The selector that is used unless another is asked for."""
+
+
+class QuestionSelector(Selector):
+    """Tokens that the question attends to (as ProphetKV, arXiv:2602.02579, and InfoFlow KV, arXiv:2603.05353)."""
+
+    needs = frozenset({"attention"})
+
+    def scores(self, prompt: Selection) -> torch.Tensor:
+        """Return the attention, summed over layers."""
+        return needed(prompt.attention, "attention").sum(dim=0)
+
+
+class QuestionValueSelector(Selector):
+    """Tokens that the question attends to, weighted by the norm of their values: what reaches the answer."""
+
+    needs = frozenset({"attention", "values"})
+
+    def scores(self, prompt: Selection) -> torch.Tensor:
+        """Return attention times norm, summed over layers."""
+        return (needed(prompt.attention, "attention") * needed(prompt.values, "values")).sum(dim=0)
+
+
+class OrderSelector(Selector):
+    """The publisher's order, which needs no question: tokens can be recomputed while the rest is on its way."""
+
+    needs = frozenset({"order"})
+
+    def scores(self, prompt: Selection) -> torch.Tensor:
+        """Return each token's byte; 0 for passages without an order."""
+        rows = [
+            torch.zeros(end - first) if order is None else torch.tensor(list(order), dtype=torch.float32)
+            for (first, end), order in zip(prompt.passages, prompt.orders, strict=True)
+        ]
+        return by_passage(prompt, rows)
+
+
+class HkvdSelector(Selector):
+    """Tokens whose keys and values in layer 1 change most behind a full layer 0 (CacheBlend, arXiv:2405.16444)."""
+
+    needs = frozenset({"deviation"})
+
+    def scores(self, prompt: Selection) -> torch.Tensor:
+        """Return the deviation of keys and values together."""
+        return needed(prompt.deviation, "deviation").sum(dim=0)
+
+
+class LegoLinkSelector(Selector):
+    """The first tokens of each passage, which were sinks of attention when it was computed (EPIC, arXiv:2410.15332)."""
+
+    def scores(self, prompt: Selection) -> torch.Tensor:
+        """Return how early each token stands in its passage."""
+        return by_passage(prompt, [-torch.arange(float(end - first)) for first, end in prompt.passages])
+
+
+class RandomSelector(Selector):
+    """Random tokens, the same ones every time: what a choice is worth is what it gains over these."""
+
+    def scores(self, prompt: Selection) -> torch.Tensor:
+        """Return seeded random numbers."""
+        return torch.rand(prompt.tokens, generator=torch.Generator().manual_seed(7))
+
+
+class OracleSelector(Selector):
+    """Tokens whose error costs most, by the exact cache that a recompute would save: a bound, for benches alone."""
+
+    needs = frozenset({"exact"})
+
+    def scores(self, prompt: Selection) -> torch.Tensor:
+        """Return the cost of each token's error."""
+        return needed(prompt.exact, "exact")
+
+
+BUILTIN: dict[str, type[Selector]] = {
+    "question": QuestionSelector,
+    "question-value": QuestionValueSelector,
+    "order": OrderSelector,
+    "hkvd": HkvdSelector,
+    "legolink": LegoLinkSelector,
+    "random": RandomSelector,
+    "oracle": OracleSelector,
+}
+
+
+def selectors() -> dict[str, type[Selector]]:
+    """Return all selectors by name: built-in ones and those of installed packages."""
+    return registered("kvabr.selectors", BUILTIN)
+
+
+@cache
+def load_selector(text: str) -> Callable[[], Selector]:
+    """Return a factory of selectors; ``NAME`` or ``FILE.py:CLASS``, as `kvabr.abr.plugins.load_policy`.
+
+    Raises:
+        PolicyError: there is no such selector, or its file cannot be loaded; the message names file and line.
+    """
+    return load_plugin(text, Selector, selectors(), "selector", "selectors")  # type: ignore[type-abstract]

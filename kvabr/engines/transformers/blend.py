@@ -1,0 +1,228 @@
+"""Recompute any tokens of a transformers cache, and show what a question attends to: the `BlendEngine` protocol.
+
+The path of a recompute: the model gets only the tokens to compute, with their positions and a mask that says what each
+of them sees. Layer by layer, their new keys and values replace those of the cache before anything attends to them, so
+with all tokens at once it is a full prefill, and with a run behind the cache the usual suffix.
+
+The model's own attention is used as it is loaded, sdpa or eager. What it weighs is read off its calls with a torch
+function mode, which is the thread's own: no class, no module and no setting of the model is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from functools import cache
+from inspect import signature
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from kvabr.engines.adapters import require
+from kvabr.engines.transformers.cache import is_plain
+from kvabr.engines.transformers.engine import CHUNK, TransformersEngine
+from kvabr.types.errors import ModelError
+from kvabr.types.kv import KVSpec
+
+_MASKED = ("sdpa", "eager")
+"""Attention implementations that obey a mask of their caller's; the flash kernels ignore it."""
+
+
+def blend_engine(engine: TransformersEngine) -> TransformersBlendEngine:
+    """Return an engine of the same model that can recompute any tokens of a cache.
+
+    Raises:
+        ModelError: the model's cache cannot be joined from passages; the message says why.
+    """
+    return TransformersBlendEngine(engine.model, engine.spec, context=engine.context)
+
+
+class TransformersBlendEngine(TransformersEngine):
+    """A transformers model as a blend engine (see `kvabr.types.engine.BlendEngine`)."""
+
+    def __init__(self, model: Any, spec: KVSpec, *, context: int) -> None:
+        """Wrap a model that sees at most ``context`` tokens; raise `ModelError` if its caches cannot be joined."""
+        super().__init__(model, spec, context=context)
+        if (reason := _unfit(model, spec)) is not None:
+            raise ModelError(f"{spec.model} cannot play passages: {reason}")
+
+    @torch.inference_mode()
+    def recompute(
+        self, tokens: Sequence[int], at: Sequence[int], kv: torch.Tensor, *, layers: int | None = None
+    ) -> torch.Tensor:
+        """Compute the tokens ``at`` of a prompt over its cache; see `kvabr.types.engine.BlendEngine.recompute`."""
+        count = self.spec.layers if layers is None else layers
+        if not 1 <= count <= self.spec.layers:
+            raise ModelError(f"{self.spec.model} has {self.spec.layers} layers, not {count}")
+        cached = self._check_cache(kv)
+        _check_positions(tokens, at, cached)
+        self.check(tokens)
+        work = self._workspace(kv[:count], at[-1] + 1)
+        self._run(tokens, at, work)
+        out = torch.empty((count, *self.spec.shape(len(at))[1:]), dtype=self.dtype)
+        places = torch.tensor(at)
+        for layer, pair in enumerate(work):
+            for half, part in enumerate(pair):
+                out[layer, half] = part[0, :, places.to(part.device)]
+        return out
+
+    @torch.inference_mode()
+    def attention(
+        self, question: Sequence[int], kv: torch.Tensor, *, layers: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Return what a question attends to; see `kvabr.types.engine.BlendEngine.attention`."""
+        wanted = range(self.spec.layers) if layers is None else layers
+        if not wanted or not all(0 <= layer < self.spec.layers for layer in wanted):
+            raise ModelError(f"{self.spec.model} has {self.spec.layers} layers, so not all of {list(wanted)}")
+        cached = self._check_cache(kv)
+        self.check(question, cached)
+        rows = {layer: torch.zeros(cached, device=self.device) for layer in wanted}
+        end = cached + len(question)
+        work = self._workspace(kv[: max(wanted) + 1], end)
+        self._run([0] * cached + list(question), range(cached, end), work, _Watch(rows))
+        return torch.stack([rows[layer] for layer in wanted]).cpu()
+
+    def _run(
+        self,
+        tokens: Sequence[int],
+        at: Sequence[int],
+        work: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        watch: _Watch | None = None,
+    ) -> None:
+        """Compute tokens, whose keys and values replace those in ``work``, with as many layers as that has."""
+        ids, places = (torch.tensor(list(each), device=self.device) for each in (tokens, at))
+        for first in range(0, len(at), CHUNK):
+            here = places[first : first + CHUNK]
+            seen = int(here[-1]) + 1
+            # One layer more than there is room for: its update ends the pass, if the model has so many.
+            every = [*work, (None, None)]
+            layers = [_layer_class()(*pair, here, seen, watch, index) for index, pair in enumerate(every)]
+            # Additive and of floats: eager attention adds its mask, and a boolean one would hide nothing.
+            mask = torch.zeros(1, 1, len(here), seen, dtype=self.dtype, device=self.device)
+            hidden = torch.arange(seen, device=self.device)[None] > here[:, None]
+            mask.masked_fill_(hidden, torch.finfo(self.dtype).min)
+            given = {"input_ids": ids[here][None], "position_ids": here[None], "attention_mask": mask}
+            past = require("transformers").Cache(layers=layers)
+            with suppress(_EnoughLayers), watch or nullcontext():
+                self.model.base_model(**given, past_key_values=past, use_cache=True)
+
+    def _workspace(self, kv: torch.Tensor, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return a copy of a cache with room for ``tokens`` tokens: keys and values of each layer, [1, head, ...]."""
+        out = []
+        for layer in kv:
+            pair = []
+            for part in layer:
+                room = torch.empty(1, part.shape[0], tokens, part.shape[2], dtype=self.dtype, device=self.device)
+                held = min(tokens, part.shape[1])
+                room[0, :, :held] = part[:, :held]
+                pair.append(room)
+            out.append((pair[0], pair[1]))
+        return out
+
+    def _check_cache(self, kv: torch.Tensor) -> int:
+        """Return the tokens of a cache, or raise `ModelError`."""
+        if kv.dim() != 5 or tuple(kv.shape) != self.spec.shape(kv.shape[3]):
+            raise ModelError(
+                f"not a cache of {self.spec.model}: shape {tuple(kv.shape)}, not {self.spec.shape(1)} with its tokens"
+            )
+        return int(kv.shape[3])
+
+
+class _EnoughLayers(Exception):  # noqa: N818 - ends a forward pass, and is no error
+    """The layers that were asked for are computed."""
+
+
+class _Watch(TorchFunctionMode):
+    """Reads the weights of attention off the calls that the current thread makes inside it."""
+
+    def __init__(self, rows: dict[int, torch.Tensor]) -> None:
+        """Add to the rows, [cached token] float32 by layer, the weights that computed tokens give to cached ones."""
+        super().__init__()
+        self.layer = -1
+        """The layer whose attention comes next; -1: it is not wanted, or has been."""
+        self._rows = rows
+
+    def begin(self, layer: int) -> None:
+        """Hear which layer's attention comes next."""
+        self.layer = layer if layer in self._rows else -1
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.layer >= 0 and func in _ATTENTION and out.dim() == 4:
+            weights = out if func is functional.softmax else _weights(*args, **kwargs)
+            row = self._rows[self.layer]
+            row += weights[..., : len(row)].float().sum(dim=(0, 1, 2))
+            self.layer = -1
+        return out
+
+
+_ATTENTION = (functional.scaled_dot_product_attention, functional.softmax)
+"""What sdpa and eager attention call, once a layer."""
+
+
+def _weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    _value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Return the weights of a call of scaled dot-product attention with an additive mask, float32."""
+    heads = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(heads, dim=1) if heads > 1 else key
+    scores = (query.float() @ key.float().transpose(2, 3)) * (query.shape[3] ** -0.5 if scale is None else scale)
+    return torch.softmax(scores if attn_mask is None else scores + attn_mask.float(), dim=-1)
+
+
+@cache
+def _layer_class() -> Any:
+    """Return the class of a cache's layer in which some tokens are computed anew."""
+
+    class PatchedLayer(require("transformers").cache_utils.DynamicLayer):  # type: ignore[misc]
+        def __init__(
+            self, keys: Any, values: Any, at: torch.Tensor, seen: int, watch: _Watch | None, index: int
+        ) -> None:
+            super().__init__()
+            self.keys, self.values = keys, values
+            self.is_initialized = keys is not None
+            self._at, self._seen, self._watch, self._index = at, seen, watch, index
+
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+            if self.keys is None:
+                raise _EnoughLayers
+            self.keys[:, :, self._at], self.values[:, :, self._at] = key_states, value_states
+            if self._watch is not None:
+                self._watch.begin(self._index)
+            return self.keys[:, :, : self._seen], self.values[:, :, : self._seen]
+
+    return PatchedLayer
+
+
+def _check_positions(tokens: Sequence[int], at: Sequence[int], cached: int) -> None:
+    if not at or any(a >= b for a, b in pairwise(at)) or at[0] < 0 or at[-1] >= len(tokens):
+        raise ModelError(f"positions to compute must increase from 0 to {len(tokens) - 1} at most, and be at least one")
+    behind = [place for place in at if place >= cached]
+    if behind and behind != list(range(cached, cached + len(behind))):
+        raise ModelError(f"what is computed behind the {cached} cached tokens must follow them without a gap")
+
+
+def _unfit(model: Any, spec: KVSpec) -> str | None:
+    """Return why a model's passages cannot be joined; None if they can."""
+    if not is_plain(spec) or len(spec.classes) != 1 or spec.only.halves != 2:
+        kinds = sorted({each.role or each.kind for each in spec.classes})
+        return f"not all of its layers keep keys and values of every token in one shape (it has: {', '.join(kinds)})"
+    if spec.only.rope is None:
+        return "its keys cannot be moved, because their rotation is not one that kvabr can undo"
+    if (own := getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)) not in _MASKED:
+        return f"it was loaded with attention {own!r}, which ignores masks; load it with attn_implementation='sdpa'"
+    if not {"position_ids", "past_key_values"} <= set(signature(model.base_model.forward).parameters):
+        return "its forward pass takes no positions"
+    return None

@@ -1,0 +1,112 @@
+import pytest
+import torch
+
+from kvabr.blend import Selection, Selector, choose
+from kvabr.blend.selectors import BUILTIN, DEFAULT, load_selector, selectors
+from kvabr.types.errors import PolicyError, UnknownPolicyError, UsageError
+
+PROMPT = Selection(
+    tokens=10,
+    passages=((2, 5), (6, 10)),
+    layers=2,
+    attention=torch.tensor([[9.0, 9, 1, 2, 3, 9, 4, 5, 6, 7], [9.0, 9, 1, 0, 0, 9, 0, 0, 0, 0]]),
+    values=torch.tensor([[1.0, 1, 9, 1, 1, 1, 1, 1, 1, 1], [1.0] * 10]),
+    orders=(bytes([3, 255, 9]), None),
+    deviation=torch.tensor([[0.0] * 9 + [3.0], [0.0] * 2 + [2.0] + [0.0] * 7]),
+    exact=torch.arange(10.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "chosen"),
+    [
+        ("question", 0.28, (8, 9)),
+        ("question-value", 0.28, (2, 9)),
+        ("order", 0.28, (3, 4)),
+        ("hkvd", 0.28, (2, 9)),
+        ("legolink", 0.28, (2, 6)),
+        ("legolink", 0.5, (2, 3, 6, 7)),
+        ("oracle", 0.1, (9,)),
+    ],
+)
+def test_what_each_selector_chooses(name, share, chosen):
+    assert choose(PROMPT, load_selector(name)().scores(PROMPT), share) == chosen
+
+
+def test_the_random_choice_is_the_same_every_time():
+    first, second = (load_selector("random")().scores(PROMPT) for _ in range(2))
+    assert torch.equal(first, second)
+    assert len(set(first.tolist())) == 10
+
+
+def test_tokens_outside_of_passages_are_never_chosen():
+    scores = torch.tensor([9.0, 9, 0, 0, 0, 9, 0, 0, 0, 0])
+    assert choose(PROMPT, scores, 1.0) == (2, 3, 4, 6, 7, 8, 9)
+    assert choose(PROMPT, scores, 0.0) == ()
+
+
+def test_a_share_is_rounded_up_as_a_decimal_number():
+    prompt = Selection(tokens=1280, passages=((0, 1280),), layers=1)
+    assert len(choose(prompt, torch.zeros(1280), 0.15)) == 192
+    assert len(choose(prompt, torch.zeros(1280), 0.1501)) == 193
+
+
+def test_of_equal_scores_the_earlier_tokens_come_first():
+    assert choose(PROMPT, torch.zeros(10), 0.5) == (2, 3, 4, 6)
+
+
+def test_without_what_it_needs_a_selector_says_so():
+    bare = Selection(tokens=10, passages=((0, 10),), layers=2)
+    for name, cls in BUILTIN.items():
+        if cls.needs - {"order"}:
+            with pytest.raises(UsageError, match="was given none"):
+                load_selector(name)().scores(bare)
+
+
+@pytest.mark.parametrize("scores", [torch.zeros(9), torch.zeros(10, 1), torch.full((10,), float("nan"))])
+def test_scores_of_another_shape_are_refused(scores):
+    with pytest.raises(PolicyError, match="for 10 tokens"):
+        choose(PROMPT, scores, 0.1)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_is_from_none_to_all(share):
+    with pytest.raises(UsageError, match="give 0 to 1"):
+        choose(PROMPT, torch.zeros(10), share)
+
+
+MINE = """
+import torch
+from kvabr.blend import Selector
+
+class Last(Selector):
+    def scores(self, prompt):
+        return torch.arange(float(prompt.tokens))
+"""
+
+
+def test_a_selector_from_a_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    made = load_selector(f"{path}:Last")()
+    assert isinstance(made, Selector)
+    assert choose(PROMPT, made.scores(PROMPT), 0.28) == (8, 9)
+    path.with_name("none.py").write_text("import torch\n")
+    with pytest.raises(PolicyError, match=r"must derive from kvabr\.blend\.Selector"):
+        load_selector(f"{tmp_path}/none.py:Last")
+
+
+def test_an_unknown_selector_names_those_there_are():
+    with pytest.raises(UnknownPolicyError, match=r"unknown selector 'questions' .did you mean 'question'.*hkvd"):
+        load_selector("questions")
+
+
+def test_an_entry_point_is_found(tmp_path, monkeypatch):
+    (tmp_path / "latest.py").write_text(MINE)
+    info = tmp_path / "latest-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: latest\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvabr.selectors]\nlatest = latest:Last\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert selectors()["latest"].__name__ == "Last"
+    assert DEFAULT in selectors()
