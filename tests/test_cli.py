@@ -190,6 +190,7 @@ def test_lists_name_everything(capsys):
     assert "anytime" in out
     assert "cachegen-oracle" in out
     assert "harmonic" in run(capsys, "estimators")[1]
+    assert "legolink" in run(capsys, "selectors")[1]
 
 
 @pytest.mark.process

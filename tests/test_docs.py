@@ -29,6 +29,7 @@ NAMES = {
     "kvabr.estimators",
     "kvabr.codecs",
     "kvabr.engines",
+    "kvabr.selectors",
     "kvabr.catalog",
     "kvabr.changes",
     "kvabr.edge",

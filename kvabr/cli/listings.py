@@ -1,4 +1,4 @@
-"""`kvabr policies`, `kvabr estimators`, `kvabr engines`: the plug-ins that can be named, each list a table."""
+"""`kvabr policies`, `estimators`, `selectors` and `engines`: the plug-ins that can be named, each list a table."""
 
 from __future__ import annotations
 
@@ -49,6 +49,15 @@ def add_estimators(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_estimators)
 
 
+def add_selectors(parser: argparse.ArgumentParser) -> None:
+    """Declare `kvabr selectors`."""
+    parser.description = (
+        "List the selectors: where a prompt is joined from caches of passages, they choose the tokens that are "
+        "recomputed. FILE.py:CLASS names one of your own, which derives from kvabr.blend.Selector."
+    )
+    parser.set_defaults(run=_selectors)
+
+
 def add_engines(parser: argparse.ArgumentParser) -> None:
     """Declare `kvabr engines`."""
     parser.description = (
@@ -78,6 +87,17 @@ def _estimators(_args: argparse.Namespace) -> int:
 
     rows = [(name, _first_line(cls), cls.__module__) for name, cls in sorted(estimators().items())]
     _print("bandwidth estimators", ("name", "what it does", "from"), rows, ("from",))
+    return 0
+
+
+def _selectors(_args: argparse.Namespace) -> int:
+    from kvabr.blend.selectors import DEFAULT, selectors
+
+    rows = [
+        (name + (" (default)" if name == DEFAULT else ""), ", ".join(sorted(cls.needs)) or "-", _first_line(cls))
+        for name, cls in sorted(selectors().items())
+    ]
+    _print("selectors", ("name", "needs", "what it chooses"), rows, ("needs",))
     return 0
 
 

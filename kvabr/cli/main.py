@@ -40,6 +40,7 @@ COMMANDS = {
     "report": ("lab:add_report", "one page for what `kvabr lab` played"),
     "policies": ("listings:add_policies", "list the ABR policies"),
     "estimators": ("listings:add_estimators", "list the bandwidth estimators"),
+    "selectors": ("listings:add_selectors", "list the selectors, which choose what of joined passages is recomputed"),
     "engines": ("listings:add_engines", "list the serving engines that play through kvabr"),
     "traces": ("traces:add", "inspect, import or synthesise network traces"),
     "store": ("store:add", "list, pin, expire, collect, check and copy what a store holds"),

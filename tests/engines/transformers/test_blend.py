@@ -17,7 +17,7 @@ from kvabr.types.engine import BlendEngine
 from kvabr.types.errors import ModelError
 from tests.engines.transformers.tiny import ATTENTION, PLAIN, SMALL, STATES, tiny
 
-IDS = [random.Random(3).randrange(256) for _ in range(90)]
+IDS = random.Random(3).choices(range(256), k=90)
 CACHED = 80
 
 
@@ -111,7 +111,7 @@ def test_attention_of_some_layers(engine, full):
 
 def test_more_tokens_than_fit_one_pass():
     engine = engine_of_kind("Llama")
-    ids = [random.Random(4).randrange(256) for _ in range(CHUNK + 60)]
+    ids = random.Random(4).choices(range(256), k=CHUNK + 60)
     junk = torch.zeros(engine.spec.shape(len(ids) - 8))
     assert torch.allclose(engine.recompute(ids, range(len(ids)), junk), engine.prefill(ids), atol=1e-5)
 
@@ -138,7 +138,7 @@ def test_a_boolean_mask_would_hide_nothing_from_eager_attention():
 def test_a_moved_passage_computed_in_full_is_exact():
     """What a play does: rotate a passage's keys to where it stands, then recompute it."""
     engine = engine_of_kind("Llama")
-    alone = engine.prefill(IDS[30:60])
+    alone = engine.prefill(IDS[30:60]).clone()
     free = rotate(alone[:, 0], engine.spec.only.rope, 0, undo=True)
     alone[:, 0] = rotate(free, engine.spec.only.rope, 30)
     full = engine.prefill(IDS)
@@ -197,7 +197,7 @@ def test_a_rotation_that_is_not_known_is_refused():
         **SMALL, rope_parameters={**rope, "original_max_position_embeddings": 320}, attn_implementation="sdpa"
     )
     model = transformers.Phi3ForCausalLM(config).eval()
-    engine = TransformersEngine(model, spec_of(model, name="tiny", tokenizer="bytes"), context=640)
+    engine = TransformersEngine(model, spec_of(model, name="tiny", tokenizer="bytes", dtype="float16"), context=640)
     with pytest.raises(ModelError, match="cannot be moved, because their rotation"):
         blend_engine(engine)
 
