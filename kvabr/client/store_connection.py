@@ -78,7 +78,7 @@ class StoreConnection(Connection):
 
     async def open(self) -> None:
         """Find out whether the store can be read; raise `TransportError` if not."""
-        self._warm(LANES + SPARE_LANES)  # the ranges that come first need not wait for their connections
+        self._warm()  # the ranges that come first need not wait for their connections
         await self.index.open()
 
     def request(self, request: GroupRequest, priority: int) -> Download:
@@ -234,7 +234,7 @@ class StoreConnection(Connection):
         part_bytes = int(min(_MOST_PART_BYTES, max(PART_BYTES, _PART_S * self._rate)))
         span = transfer.key, transfer.begin, transfer.end
         if self._direct is not None:
-            await self._direct.receive(*span, arriving, part_bytes=part_bytes)
+            await self._direct.receive(*span, arriving, part_bytes=part_bytes, urgent=not transfer.kind)
         else:
             async with contextlib.aclosing(self._bucket.stream(*span, part_bytes=part_bytes)) as parts:
                 async for part in parts:
@@ -290,13 +290,16 @@ class StoreConnection(Connection):
         task = self._transfers.pop(transfer, None)
         if task is not None:
             task.cancel()
-            self._warm(2 * SPARE_LANES)  # its connection ends with it
+            self._warm()  # its connection ends with it
         self._start_soon()
 
-    def _warm(self, connections: int) -> None:
-        """Have connections open that wait for a request."""
+    def _warm(self) -> None:
+        """Have a connection open for each lane, the spare one included."""
         if self._direct is not None and not self.closed and (self._warming is None or self._warming.done()):
-            self._warming = asyncio.get_running_loop().create_task(self._direct.warm(connections))
+            self._warming = asyncio.get_running_loop().create_task(self._open_all(self._direct))
+
+    async def _open_all(self, direct: DirectReader) -> None:
+        await direct.warm(LANES + SPARE_LANES - len(self._transfers))
 
     def _forget(self, piece: Piece) -> None:
         self._downloads.pop(piece, None)

@@ -21,6 +21,7 @@ from kvabr.types.errors import ConnectionLostError, NotFoundError, PlayError, Re
 from tests.client.served import LIMIT_S
 from tests.client.stored import Fault, WebServer, memory_url, put_asset
 from tests.client.test_play import close
+from tests.server.relays import until
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(70).tokens
@@ -282,3 +283,41 @@ async def test_after_a_cancelled_get_a_connection_is_open_for_the_next(stored, s
         before = connection._direct.dialled
         assert len(await read_all(connection.fetch(short.namespace, "FP16", 1, limit=size[1], exact=True))) == size[1]
         assert connection._direct.dialled == before
+
+
+async def test_what_is_urgent_after_cancelled_gets_needs_no_new_connection(stored, short, monkeypatch):
+    """Again and again: each time all lanes carry what is not urgent, all of it is cancelled, and the link is full."""
+    monkeypatch.setattr(lanes, "KEEP_BYTES", 0)
+    monkeypatch.setattr(lanes, "LEAST_BYTES", 1)
+    url, key = stored
+    size, silent = short.by_name["FP16"].bytes, True
+    async with (
+        WebServer(url, [lambda asked, _: Fault(silent=True) if asked == key and silent else None]) as server,
+        dialling(server.url) as connection,
+    ):
+        await connection.finder.find(SPEC, short.chunks, any_dtype=False)
+        direct = connection._direct
+        dial = direct._dial
+
+        async def fail(*_):
+            raise ConnectionLostError("a new connection")
+
+        for _ in range(3):
+            silent = True
+            await connection._warming
+            downloads = [
+                connection.fetch(short.namespace, "FP16", group, limit=size[group], exact=True, priority=200)
+                for group in range(lanes.LANES)
+            ]
+            await until(
+                lambda: len(connection._transfers) == lanes.LANES and len(next(iter(direct._idle.values()))) == 1
+            )
+            silent = False
+            monkeypatch.setattr(direct, "_dial", fail)
+            for download in downloads:
+                download.cancel()
+            urgent = connection.fetch(short.namespace, "FP16", 0, limit=size[0], exact=True, priority=0)
+            assert len(await read_all(urgent)) == size[0]
+            await connection._warming
+            monkeypatch.setattr(direct, "_dial", dial)
+            connection._warm()

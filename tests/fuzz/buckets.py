@@ -142,7 +142,7 @@ async def _find(objects: _Objects) -> bool:
             data = await _came(index.catalog(namespace))
             if data is not None:
                 whole = Catalog.loads(data)
-                assert whole.namespace.model == namespace.model
+                assert whole.spec.model == namespace.model  # of its name, clients ask
                 _compare(index, whole, namespace)
                 good = True
             assert told is None or Catalog.loads(told).chunks

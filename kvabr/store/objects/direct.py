@@ -22,6 +22,8 @@ from kvabr.types.errors import ConnectionLostError, RequestError, TransportError
 _MOST_HEAD_BYTES = 16 << 10
 _MOST_IDLE = 8
 """Connections that are kept open without a request."""
+_SPARE = 1
+"""Connections without a request that are left for what is urgent."""
 _CONNECT_S = 5.0
 _STATUS = re.compile(rb"HTTP/1\.1 ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?")
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)")
@@ -47,6 +49,8 @@ class DirectReader:
         """Connect to nothing yet; see `of`."""
         self._bucket = bucket
         self._idle: dict[tuple[str, int], list[socket.socket]] = {}
+        """Connections that wait for a request, by host and port: those never used first, the one used last at the end.
+        The server has seen how fast that one is, and sends more of an answer at once."""
         self.dialled = 0
         """Connections so far."""
 
@@ -55,7 +59,9 @@ class DirectReader:
         """Return a reader of a bucket; None if it cannot be read without TLS, or behind a proxy."""
         return cls(bucket) if bucket.is_direct else None
 
-    async def receive(self, key: str, begin: int, end: int, sink: Sink, *, part_bytes: int = PART_BYTES) -> None:
+    async def receive(
+        self, key: str, begin: int, end: int, sink: Sink, *, part_bytes: int = PART_BYTES, urgent: bool = True
+    ) -> None:
         """Receive bytes ``begin`` to ``end`` of an object; cancelling it ends the request.
 
         Args:
@@ -64,6 +70,8 @@ class DirectReader:
             end: byte after the last one.
             sink: takes them, in order.
             part_bytes: bytes after which it is told each time, if they do not come faster.
+            urgent: take the connection that was used last. What is not takes the one used longest ago, and leaves
+                one, so that something urgent neither waits for a new connection nor has a slow start.
 
         Raises:
             NotFoundError: there is no such object.
@@ -80,7 +88,7 @@ class DirectReader:
         ).encode("ascii")
         idle = self._idle.setdefault((host, port), [])
         while True:
-            link = _open_one(idle)
+            link = _open_one(idle, urgent=urgent)
             used = link is not None
             link = link or await self._dial(host, port)
             try:
@@ -111,7 +119,7 @@ class DirectReader:
             idle = self._idle.setdefault((host, port), [])
             wanted = range(min(count, _MOST_IDLE) - len(idle))
             made = await asyncio.gather(*(self._dial(host, port) for _ in wanted), return_exceptions=True)
-            idle += [link for link in made if isinstance(link, socket.socket)]
+            idle[:0] = [link for link in made if isinstance(link, socket.socket)]
 
     async def close(self) -> None:
         """Close the connections that are not in use; cancel what is received before."""
@@ -143,10 +151,10 @@ class DirectReader:
         raise ConnectionLostError(f"{self._bucket.url}: cannot be reached ({last.strerror or last})")
 
 
-def _open_one(idle: list[socket.socket]) -> socket.socket | None:
+def _open_one(idle: list[socket.socket], *, urgent: bool) -> socket.socket | None:
     """Take a connection on which nothing has come; close those that the server has ended."""
-    while idle:
-        link = idle.pop()
+    while len(idle) > (0 if urgent else _SPARE):
+        link = idle.pop(-1 if urgent else 0)
         try:
             link.recv(1, socket.MSG_PEEK)
         except BlockingIOError:

@@ -46,6 +46,7 @@ class Peer:
     def __init__(self, answer, most=1 << 30):
         self.answer, self.most = answer, most
         self.heads, self.connections = [], 0
+        self.ports = []  # of the other side, of each request
         self.asked, self.ended = asyncio.Event(), asyncio.Event()
 
     async def __aenter__(self):
@@ -64,6 +65,7 @@ class Peer:
             for _ in range(self.most):
                 head = await incoming.readuntil(b"\r\n\r\n")
                 self.heads.append(head)
+                self.ports.append(outgoing.get_extra_info("peername")[1])
                 self.asked.set()
                 answer = self.answer(head) if callable(self.answer) else self.answer
                 if answer is None:
@@ -125,6 +127,39 @@ async def test_connections_are_opened_ahead():
     reader = DirectReader.of(Bucket.open("http://127.0.0.1:1/nobody"))
     await reader.warm(2)  # says nothing: who asks for something is told
     assert not any(reader._idle.values())
+
+
+async def test_what_is_not_urgent_goes_round_and_leaves_the_connection_used_last():
+    """That one has carried most lately, so what is urgent has no slow start on it."""
+    async with Peer(serve) as peer:
+        await peer.reader.warm(3)
+
+        async def ask(*, urgent):
+            await peer.reader.receive("k", 7, 16, Memory(9), urgent=urgent)
+            return peer.ports[-1]
+
+        first = await ask(urgent=True)
+        assert await ask(urgent=True) == first
+        others = [await ask(urgent=False) for _ in range(2)]
+        assert len({first, *others}) == 3
+        assert await ask(urgent=False) == first
+        assert await ask(urgent=True) == first
+        assert [await ask(urgent=False) for _ in range(2)] == others
+        assert await ask(urgent=True) == others[-1]
+        assert peer.reader.dialled == 3
+
+
+async def test_what_is_not_urgent_leaves_a_connection():
+    async with Peer(lambda head: None if b"/s/large" in head else serve(head)) as peer:
+        await peer.reader.warm(1)
+        large = asyncio.create_task(peer.reader.receive("s/large", 7, 16, Memory(9), urgent=False))
+        await peer.asked.wait()
+        assert peer.reader.dialled == 2
+        await peer.reader.receive("k", 7, 16, Memory(9))
+        assert peer.reader.dialled == 2
+        assert peer.ports[0] != peer.ports[1]
+        large.cancel()
+        await asyncio.gather(large, return_exceptions=True)
 
 
 async def test_a_whole_object_may_come_as_one():
