@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kvabr.cli import encode_passage
 from kvabr.cli.options import (
     add_digest_option,
     add_model_option,
@@ -14,8 +17,13 @@ from kvabr.cli.options import (
     load,
     prompt_text,
 )
-from kvabr.types.errors import UsageError
+from kvabr.types.errors import ModelError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS
+
+if TYPE_CHECKING:
+    from kvabr.engines.transformers.model_loader import LoadedModel
+    from kvabr.publish.encoder import PassageBase
+    from kvabr.store.asset import Prompt
 
 _EPILOG = """\
 examples:
@@ -48,7 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Run a model over a text, encode its KV cache on every track, measure with the model what each "
         "track costs, and write everything into a folder: an asset."
     )
-    parser.epilog = _EPILOG
+    parser.epilog = f"{_EPILOG}\n{encode_passage.EPILOG}"
     add_text_option(parser)
     parser.add_argument("--tokens", type=int, required=True, metavar="N", help="tokens of the prompt")
     parser.add_argument("-o", "--out", required=True, metavar="ASSET", help="folder to create")
@@ -73,6 +81,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_digest_option(parser)
     add_salt_option(parser)
+    encode_passage.add(parser)
     parser.add_argument("--force", action="store_true", help="replace an existing asset")
     parser.add_argument("--json", type=Path, metavar="F", help="write the measurements as JSON")
     parser.set_defaults(run=run)
@@ -94,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
     text = prompt_text(args.text)
     ordered_tracks(args.tracks)
     check_kind(args.digest)
+    encode_passage.check(args)
     salt = read_salt(args.salt_file)
     writer = open_store(args.out).writer(force=args.force)
     if args.tokens < 1 or args.continuation < 2:
@@ -103,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     start = time.perf_counter()
     loaded = load(args.model, console)
-    prompt = cut_prompt(loaded, text, args.tokens, args.continuation)
+    prompt = cut_prompt(loaded, text, args.tokens, args.continuation, passage=args.passage)
     profile = find_profile(loaded.engine.spec, args.profile)
     unusual: list[str] = []
     with writer, StageBar(STAGES, console) as bar:
@@ -113,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
             ordered_tracks(args.tracks, loaded.engine.spec),
             profile,
             writer,
+            passage=_passage(loaded, prompt, args, bar) if args.passage else None,
             group_tokens=args.group_tokens,
             snapshots_every=args.snapshots_every,
             source=f"{args.text.name}, its first {args.tokens} tokens",
@@ -129,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
         "asset": args.out,
         "model": catalog.spec.model,
         "tokens": catalog.tokens,
+        "passage": None if catalog.passage is None else catalog.passage.to_json(),
         "seconds": round(seconds, 3),
         "tracks": track_rows(catalog),
         "mixes": mix_rows(catalog),
@@ -140,3 +152,17 @@ def run(args: argparse.Namespace) -> int:
         out.print(mix_table(catalog))
     plain(*unusual, f"asset: {args.out} ({seconds:.0f} s)")
     return 0
+
+
+def _passage(
+    loaded: LoadedModel, prompt: Prompt, args: argparse.Namespace, progress: Callable[[str, int, int], None]
+) -> PassageBase:
+    from kvabr.cli.display import plain
+    from kvabr.engines.transformers.blend import blend_engine
+
+    try:
+        engine = blend_engine(loaded.engine)
+    except ModelError as error:
+        plain(f"no fusion losses: {error}")
+        return encode_passage.compute(loaded, None, prompt, args, progress)
+    return encode_passage.compute(loaded, engine, prompt, args, progress)

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
 import torch
 
-from kvabr.codec.base import GroupContext, codec, names
+from kvabr.codec.base import codec, names
 from kvabr.codec.columns import check_class, has_ac
 from kvabr.codec.fit import FitConfig, fit
-from kvabr.codec.group import clean, cut, decode_group, encode_group, largest_number, payload_of
 from kvabr.codec.profile import Profile, joined
-from kvabr.codec.threads import CORES
+from kvabr.codec.rope import rotate
+from kvabr.publish.frames import FrameEncoder, needs_profile, six
 from kvabr.publish.model import ScoringEngine
 from kvabr.publish.quality import MAX_PASSES, Reference, measure_mixes, measure_quality, sample_mixes
 from kvabr.store.asset import FrameStore, Prompt
-from kvabr.types.catalog import Catalog, Mix, Quality, Track
+from kvabr.types.catalog import Catalog, Mix, Quality
 from kvabr.types.cost import PrefillCost
-from kvabr.types.digests import SHA256, digest_of, unknown
+from kvabr.types.digests import SHA256
 from kvabr.types.engine import Engine, prefill_classes, time_prefills
-from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import TrackNamespace, chain
-from kvabr.types.units import cache_length, snapshot_ends, units_of
+from kvabr.types.naming import chain
+from kvabr.types.passage import PassageNotes, check_movable, passage_chain
+from kvabr.types.units import cache_length, snapshot_ends
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, its steps done, and its steps in all."""
@@ -44,9 +43,6 @@ RAW = "Raw"
 NO_SMALLER = ("FP16", "BF16", "FP8", "Int8")
 """Tracks with no fewer bits than a quantised cache has; of those they are made only if they are named."""
 
-_TIMED_GROUPS = 5
-"""Groups whose decoding is timed; the median counts."""
-
 _PREFILL_TOKENS = 512
 """Tokens computed at a time: large enough for the matrix units, small enough to show progress."""
 
@@ -56,24 +52,23 @@ _OWN_CLASSES = 16
 _FP16_MAX = 65504.0
 
 
-@dataclass(slots=True)
-class MemoryFrames:
-    """A `FrameStore` for measurements that leave nothing behind."""
+@dataclass(frozen=True, eq=False)
+class PassageBase:
+    """The cache of a passage, for `publish`."""
 
-    frames: dict[tuple[int, str], bytes] = field(default_factory=dict)
-    profile_data: bytes | None = None
+    kv: torch.Tensor
+    """[layer, K/V, head, token, dim] float32, keys before rotation."""
+    notes: PassageNotes
+    """What the catalog says of it."""
+    before: torch.Tensor
+    """Exact cache of a neutral text, at least one token, as the engine keeps it. Losses are measured behind it: a model
+    without the sinks at the beginning of a prompt is broken, whatever its passages lose."""
 
-    def frame(self, group: int, track: str, frame: bytes) -> None:
-        """See `FrameStore.frame`."""
-        self.frames[group, track] = frame
-
-    def read_frame(self, group: int, track: str) -> bytes:
-        """See `FrameStore.read_frame`."""
-        return self.frames[group, track]
-
-    def profile(self, data: bytes) -> None:
-        """See `FrameStore.profile`."""
-        self.profile_data = data
+    def at(self, position: int, spec: KVSpec) -> torch.Tensor:
+        """Return the cache at a position of a prompt, in the engine's element type."""
+        placed = self.kv.float().clone()
+        placed[:, 0] = rotate(placed[:, 0], spec.rope, position)
+        return placed.to(self.before.dtype)
 
 
 def ordered_tracks(wanted: Sequence[str] | None, spec: KVSpec | None = None) -> tuple[str, ...]:
@@ -100,206 +95,6 @@ def ordered_tracks(wanted: Sequence[str] | None, spec: KVSpec | None = None) -> 
         out.append(ready[0])
         rest.remove(ready[0])
     return tuple(out)
-
-
-class FrameEncoder:
-    """Encodes one cache into frames, reads them back, and times their decoding."""
-
-    def __init__(
-        self,
-        spec: KVSpec,
-        chunks: Sequence[str],
-        tokens: int,
-        tracks: Sequence[str],
-        profile: Profile | None,
-        store: FrameStore,
-        *,
-        position: int = 0,
-        digest: str = SHA256,
-    ) -> None:
-        """Prepare to encode.
-
-        Args:
-            spec: the cache's spec.
-            chunks: chained prompt digest of every group.
-            tokens: tokens in the cache.
-            tracks: names of the tracks, see `ordered_tracks`.
-            profile: side information; it is kept only if a track needs it.
-            store: keeps the frames.
-            position: tokens of the prompt that come before the cache.
-            digest: kind of the frames' digests, see `kvabr.types.digests`.
-        """
-        self.digest = digest
-        self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
-        self.units = units_of(spec, tokens)
-        self._profile = profile if needs_profile(tracks) else None
-        self._store, self._position = store, position
-        self.bytes: dict[str, list[int]] = {track: [0] * len(self.units) for track in tracks}
-        """Size of every frame, by track and group; 0: it is not made yet."""
-        self.digests: dict[str, list[str]] = {track: [unknown(digest)] * len(self.units) for track in tracks}
-        """Digest of every frame, by track and group."""
-        self.aside: dict[str, int] = dict.fromkeys(tracks, 0)
-        """Tokens that a track stores uncoded because they are too unusual, see `kvabr.codec.base.Codec.aside`."""
-        self.replaced = 0
-        """Numbers of the cache that were NaN, infinite or beyond FP16, see `kvabr.codec.group.clean`."""
-
-    def encode(
-        self, cache: Sequence[torch.Tensor], progress: Callable[[int, int], None] = lambda _done, _all: None
-    ) -> None:
-        """Encode every group of a cache on every track, groups in order.
-
-        ``cache`` is a tensor per layer class, [layer, K/V, head, token, dim] of all tokens; that of a state holds its
-        snapshots one behind the other, with rows in the place of tokens (`kvabr.types.units.cache_length`).
-        """
-        for tensor, part in zip(cache, self.spec.parts, strict=True):
-            due = part.shape(cache_length(part, self.tokens))
-            if part.only.kind == "state" and tuple(tensor.shape) != due:
-                raise FormatError(
-                    f"{self.spec.model}: cannot encode {part.summary} of {tuple(tensor.shape)}, not {due}"
-                )
-        self.write_profile()
-        total = len(self.units) * len(self.tracks)
-        for group, unit in enumerate(self.units):
-            encoder = self.group(group, cut(cache, unit, self.spec))
-            for index, track in enumerate(self.tracks):
-                encoder.encode(track)
-                progress(group * len(self.tracks) + index + 1, total)
-
-    def write_profile(self) -> None:
-        """Write the codec profile, if a track needs it."""
-        if self._profile is not None:
-            self._store.profile(self._profile.to_bytes())
-
-    def group(self, group: int, kv: torch.Tensor) -> GroupEncoder:
-        """Begin to encode one group (unit), [layer, K/V, head, token, dim], of any track that is not made yet."""
-        return GroupEncoder(self, self._store, group, kv, replace(self._context(group), memo={}))
-
-    def decode(self, group: int, track: str, out: torch.Tensor) -> None:
-        """Decode one group of one track into ``out``, [layer, K/V, head, token, dim]."""
-        frame, below = self._read(group, track)
-        unit = self.units[group]
-        decode_group(frame, track, self._context(group), self.chunks[unit.chunk], unit.group, out, below)
-
-    def decode_seconds(self, track: str) -> float:
-        """Return the median seconds that one thread takes to check and decode a full group, as a player does.
-
-        This is processor time, so that other work on the publisher's machine does not count.
-        """
-        threads = torch.get_num_threads()
-        sizes = [unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units]
-        groups = [group for group, size in enumerate(sizes) if size == max(sizes)][:_TIMED_GROUPS]
-        first = self._context(groups[0])
-        out = torch.empty(first.spec.shape(first.tokens), dtype=first.spec.torch_dtype)
-        times = []
-        torch.set_num_threads(1)
-        try:
-            self.decode(groups[0], track, out)  # the first use builds tables that a player would have by then
-            for group in groups:
-                frame, below = self._read(group, track)
-                context, digest, unit = self._context(group), self.digests[track][group], self.units[group]
-                with CORES.all_taken():
-                    start = time.process_time()
-                    chunk = self.chunks[unit.chunk]
-                    decode_group(frame, track, context, chunk, unit.group, out, below, digest=digest)
-                    times.append(time.process_time() - start)
-        finally:
-            torch.set_num_threads(threads)
-        return statistics.median(times)
-
-    def spread(self, losses: Sequence[float]) -> tuple[float, ...]:
-        """Return the losses of all units from those of the groups of tokens: each group's, split by size."""
-        sizes = [unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units]
-        whole = [0] * len(self.chunks)
-        for unit, size in zip(self.units, sizes, strict=True):
-            whole[unit.chunk] += size
-        return tuple(
-            losses[unit.chunk] * (size / whole[unit.chunk]) for unit, size in zip(self.units, sizes, strict=True)
-        )
-
-    def catalog(
-        self,
-        loss: Mapping[str, Sequence[float]],
-        decode_s: Mapping[str, float],
-        *,
-        loss_method: str,
-        source: str,
-        measured: Mapping[str, Quality] | None = None,
-        prefill: PrefillCost | None = None,
-        expected: Mapping[str, Sequence[int]] | None = None,
-    ) -> Catalog:
-        """Return the catalog of what was encoded, with these losses and decode times by track.
-
-        It has the tracks that ``loss`` has. With ``expected`` it is that of a cache to come: these are the sizes, and
-        the digests are unknown.
-        """
-        listed = [track for track in self.tracks if track in loss]
-        profile = self._profile if needs_profile(listed) else None
-        return Catalog(
-            namespace=TrackNamespace(self.spec.model, self.chunks[-1]),
-            spec=self.spec,
-            tokens=self.tokens,
-            position=self._position,
-            chunks=self.chunks,
-            tracks=tuple(
-                Track(
-                    name=track,
-                    bytes=tuple((self.bytes if expected is None else expected)[track]),
-                    loss=tuple(map(six, loss[track])),
-                    digests=tuple(self.digests[track])
-                    if expected is None
-                    else (unknown(self.digest),) * len(self.units),
-                    refines=codec(track).refines,
-                    decode_s=six(decode_s[track]),
-                    measured=None if measured is None else measured[track],
-                )
-                for track in listed
-            ),
-            profile=None if profile is None else profile.digest,
-            profile_bytes=0 if profile is None else len(profile.to_bytes()),
-            prefill=prefill,
-            loss_method=loss_method,
-            source=source,
-        )
-
-    def _read(self, group: int, track: str) -> tuple[bytes, list[memoryview]]:
-        unit, part = self.units[group], self._context(group).spec
-        names = [part.track_name(name) for name in (*_below(track), track)]
-        *below, frame = (self._store.read_frame(unit.group, name) for name in names)
-        return frame, [payload_of(each) for each in below]
-
-    def _context(self, group: int) -> GroupContext:
-        unit = self.units[group]
-        part, first = self.spec.parts[unit.part], self._position + unit.first
-        return GroupContext(part, first, unit.tokens, self._profile)
-
-
-class GroupEncoder:
-    """Encodes one group on its tracks, each after those that it refines; what the tracks share is computed once."""
-
-    def __init__(
-        self, frames: FrameEncoder, store: FrameStore, group: int, kv: torch.Tensor, context: GroupContext
-    ) -> None:
-        """See `FrameEncoder.group`."""
-        self._frames, self._store, self._group, self._context = frames, store, group, context
-        self._kv, replaced = clean(kv, largest_number(context.spec))
-        self._made: dict[str, bytes] = {}
-        if not any(sizes[group] for sizes in frames.bytes.values()):  # this group was not begun before
-            frames.replaced += replaced
-
-    def encode(self, track: str) -> None:
-        """Encode the group on a track, and write the frame."""
-        frames, unit, name = self._frames, self._frames.units[self._group], self._context.spec.track_name
-        below = []
-        for lower in _below(track):
-            if lower not in self._made:  # it was made before
-                self._made[lower] = self._store.read_frame(unit.group, name(lower))
-            below.append(bytes(payload_of(self._made[lower])))
-        frame = encode_group(self._kv, track, self._context, frames.chunks[unit.chunk], unit.group, below)
-        self._made[track] = frame
-        self._store.frame(unit.group, name(track), frame)
-        frames.aside[track] += codec(track).aside(payload_of(frame), self._context)
-        frames.bytes[track][self._group] = len(frame)
-        frames.digests[track][self._group] = digest_of(frame, frames.digest)
 
 
 def compute_cache(
@@ -354,6 +149,7 @@ def publish(
     profile: Profile | None,
     store: FrameStore,
     *,
+    passage: PassageBase | None = None,
     group_tokens: int | None = None,
     snapshots_every: int | None = None,
     source: str = "",
@@ -373,6 +169,7 @@ def publish(
         profile: side information of the model, for the tracks that need it; None: one is estimated from this cache,
             small and without a transform, and published with it.
         store: keeps every frame and the profile, and gives frames back for measuring; as a rule an asset's writer.
+        passage: the cache, if what is published is a passage; None: the engine computes that of the prompt.
         group_tokens: tokens per group; None: as in the engine's spec.
         snapshots_every: tokens between two snapshots of a state, a multiple of the group's; None: as in the engine's
             spec.
@@ -385,8 +182,9 @@ def publish(
         progress: called after every step.
         tell: called, in words, with what is unusual about the cache.
 
-    Raises `ForeignError` if the profile is of another model, `FormatError` if a group cannot have that many tokens or
-    snapshots do not lie between groups, and `UsageError` if the model has no states to take them of.
+    Raises `ForeignError` if the profile is of another model, `FormatError` if a group cannot have that many tokens,
+    snapshots do not lie between groups, or the model can have no passages, and `UsageError` if it has no states to take
+    snapshots of.
     """
     spec = _published(engine.spec, group_tokens, snapshots_every)
     needing = needs_profile(tracks)
@@ -394,16 +192,27 @@ def publish(
         check_class(spec, next(track for track in tracks if codec(track).needs_profile))
         if profile is not None:
             profile.check(spec)
-    exact = compute_cache(engine, prompt.tokens, partial(progress, "prefill"), spec=spec)
+    exact = _exact(engine, prompt, passage, spec, partial(progress, "prefill"))
     if needing and profile is None:
-        profile = own_profile(spec, exact)
+        profile = own_profile(spec, exact if passage is None else (passage.at(0, spec),))
         tell(
             f"no profile of {spec.model}: the AC tracks have tables of this asset alone and take two to three "
             "times the bytes; `kvabr calibrate` makes a profile"
         )
-    chunks = chain(prompt.tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
-    frames = FrameEncoder(spec, chunks, len(prompt.tokens), tracks, profile, store, digest=digest)
-    frames.encode(exact, partial(progress, "encode"))
+    named = chain if passage is None else passage_chain
+    chunks = named(prompt.tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
+    frames = FrameEncoder(
+        spec,
+        chunks,
+        len(prompt.tokens),
+        tracks,
+        profile,
+        store,
+        position=0 if passage is None else passage.before.shape[3],
+        passage=None if passage is None else passage.notes,
+        digest=digest,
+    )
+    frames.encode(exact if passage is None else (passage.kv,), partial(progress, "encode"))
     if frames.replaced:
         tell(f"{frames.replaced:,} numbers of the cache were NaN, infinite or beyond FP16; they were replaced")
         # Behind numbers that are not finite a model's probabilities are not, and nothing could be compared with them.
@@ -420,7 +229,7 @@ def publish(
         prefill = time_prefills(engine, prompt.tokens)
         prefill = PrefillCost(*(six(value) for value in prefill.to_json().values()))
     progress("time", len(tracks) + 1, len(tracks) + 1)
-    reference = Reference(engine, exact, prompt.continuation)
+    reference = Reference(engine, exact, prompt.continuation, before=None if passage is None else passage.before)
     measured = measure_quality(
         reference,
         exact,
@@ -436,12 +245,26 @@ def publish(
     catalog = frames.catalog(
         measured.loss, decode_s, loss_method=measured.method, source=source, measured=qualities, prefill=prefill
     )
-    if not catalog.every_token:
+    if not catalog.every_token or passage is not None:
         return catalog  # its groups cannot be recomputed one by one, which is what mixes are about
     mixes = measure_mixes(
         catalog, sample_mixes(catalog), reference, prompt.tokens, frames.decode, progress=partial(progress, "mix")
     )
     return replace(catalog, mixes=tuple(Mix(mix.tracks, six(mix.predicted), six(mix.measured)) for mix in mixes))
+
+
+def _exact(
+    engine: Engine,
+    prompt: Prompt,
+    passage: PassageBase | None,
+    spec: KVSpec,
+    progress: Callable[[int, int], None],
+) -> tuple[torch.Tensor, ...]:
+    """Return what losses are measured against."""
+    if passage is None:
+        return compute_cache(engine, prompt.tokens, progress, spec=spec)
+    check_movable(spec)
+    return (passage.at(passage.before.shape[3], spec),)
 
 
 def _published(spec: KVSpec, group_tokens: int | None, snapshots_every: int | None) -> KVSpec:
@@ -469,22 +292,3 @@ def pointless(spec: KVSpec | None) -> tuple[str, ...]:
     if spec is None or not needs_raw(spec):
         return (RAW,)
     return NO_SMALLER if any(each.scales is not None for each in spec.classes) else ()
-
-
-def needs_profile(tracks: Sequence[str]) -> bool:
-    """Return whether any of these tracks needs a codec profile."""
-    return any(codec(track).needs_profile for track in tracks)
-
-
-def _below(track: str) -> list[str]:
-    below: list[str] = []
-    lower = codec(track).refines
-    while lower is not None:
-        below.insert(0, lower)
-        lower = codec(lower).refines
-    return below
-
-
-def six(value: float) -> float:
-    """Return a float rounded to six significant digits."""
-    return float(f"{value:.6g}")

@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 
 from kvabr.codec.threads import encoding_on
-from kvabr.publish.encoder import FrameEncoder, GroupEncoder, ordered_tracks
+from kvabr.publish.encoder import ordered_tracks
 from kvabr.publish.encoding_threads import SHARE, EncodingBudget
+from kvabr.publish.frames import FrameEncoder, GroupEncoder
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict, total_bytes
 from kvabr.publish.publisher import Publisher, Slot
 from kvabr.store.asset import CATALOG, AssetWriter

@@ -12,7 +12,8 @@ from dataclasses import replace
 from kvabr.codec.base import codec
 from kvabr.codec.columns import check_class
 from kvabr.codec.profile import Profile
-from kvabr.publish.encoder import RAW, FrameEncoder, needs_raw, ordered_tracks, pointless, six
+from kvabr.publish.encoder import RAW, needs_raw, ordered_tracks, pointless
+from kvabr.publish.frames import FrameEncoder, six
 from kvabr.store.asset import FrameStore
 from kvabr.store.quota import NOT_MEASURED
 from kvabr.types.catalog import Catalog, Track

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from kvabr.publish.encoder import FrameEncoder
+from kvabr.publish.frames import FrameEncoder
 from kvabr.publish.offer import TrackOffer
 from kvabr.store.asset import AssetWriter
 from kvabr.types.errors import FormatError, KvabrError

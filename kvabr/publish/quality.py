@@ -79,14 +79,23 @@ def compare(exact: torch.Tensor, other: torch.Tensor, tokens: Sequence[int]) -> 
 class Reference:
     """The exact cache's scores of a continuation, which other caches are measured against at a forward pass each."""
 
-    def __init__(self, engine: ScoringEngine, exact: Cache | None, continuation: Sequence[int]) -> None:
+    def __init__(
+        self,
+        engine: ScoringEngine,
+        exact: Cache | None,
+        continuation: Sequence[int],
+        *,
+        before: torch.Tensor | None = None,
+    ) -> None:
         """Score the ids of a continuation, at least two, behind the exact cache.
+
+        With ``before``, [layer, K/V, head, token, dim], that comes before every cache.
 
         Raises `ModelError` if the continuation is too short, or does not fit the model.
         """
         if len(continuation) < 2:
             raise ModelError(f"measuring a loss takes a continuation of at least 2 tokens, not {len(continuation)}")
-        self.engine = engine
+        self.engine, self._before = engine, before
         self.continuation = tuple(continuation)
         self._exact = self._score(exact)
 
@@ -95,7 +104,10 @@ class Reference:
         return compare(self._exact, self._score(kv), self.continuation)
 
     def _score(self, kv: Cache | None) -> torch.Tensor:
-        return score_classes(self.engine, (kv,) if isinstance(kv, torch.Tensor) else kv, self.continuation)
+        parts = (kv,) if isinstance(kv, torch.Tensor) else kv
+        if self._before is not None and parts is not None:
+            parts = (torch.cat((self._before, parts[0]), dim=3),)
+        return score_classes(self.engine, parts, self.continuation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,8 +98,10 @@ def _licence() -> str | None:
     return None
 
 
-def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int) -> Prompt:
+def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int, *, passage: bool = False) -> Prompt:
     """Return the first tokens of a text as a prompt, and the ones after it as its continuation.
+
+    A passage does not begin as prompts do (`TextModel.opening`).
 
     Raises `UsageError` if the text is too short, or the model cannot see that many tokens.
     """
@@ -112,16 +114,21 @@ def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int) -> P
             f"{context} at most: give {_shorter(context, continuation)}"
         )
     head = text[: wanted * _CHARACTERS_PER_TOKEN]
-    ids = opened(model, model.encode(head))
+    ids = _cut_ids(model, head, passage=passage)
     # The cut may fall within a word, so tokens near it do not count.
     if len(head) < len(text) and len(ids) < wanted + 16:
-        ids = opened(model, model.encode(text))
+        ids = _cut_ids(model, text, passage=passage)
     if len(ids) < wanted:
         raise UsageError(
             f"the text has {len(ids)} tokens, but {tokens} and {continuation} of continuation were asked for: give a "
             f"longer text, or {_shorter(len(ids), continuation)}"
         )
     return Prompt(tuple(ids[:tokens]), tuple(ids[tokens:wanted]))
+
+
+def _cut_ids(model: TextModel, text: str, *, passage: bool) -> tuple[int, ...]:
+    ids = model.encode(text)
+    return tuple(ids) if passage else opened(model, ids)
 
 
 def _shorter(total: int, continuation: int) -> str:

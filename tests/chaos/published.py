@@ -19,7 +19,8 @@ import torch
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.group import decode_group, payload_of
 from kvabr.codec.profile import Profile
-from kvabr.publish.encoder import FrameEncoder, own_profile
+from kvabr.publish.encoder import own_profile
+from kvabr.publish.frames import FrameEncoder
 from kvabr.store.asset import CATALOG, PROFILE
 from kvabr.store.asset import Prompt as PromptFile
 from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter, frame_path

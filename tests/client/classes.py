@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kvabr.publish.encoder import FrameEncoder
+from kvabr.publish.frames import FrameEncoder
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset import Prompt

@@ -10,7 +10,7 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found, find_prefix
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import NothingCached, Played
-from kvabr.publish.encoder import FrameEncoder
+from kvabr.publish.frames import FrameEncoder
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.types.cost import PrefillCost

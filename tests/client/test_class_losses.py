@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, NothingCached
-from kvabr.publish.encoder import FrameEncoder
+from kvabr.publish.frames import FrameEncoder
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.types.cost import PrefillCost

@@ -13,7 +13,7 @@ from kvabr.client.lookup import Found, Unplayable, find_prefix
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, save
 from kvabr.player.assembler import Assembler
-from kvabr.publish.encoder import FrameEncoder, MemoryFrames
+from kvabr.publish.frames import FrameEncoder, MemoryFrames
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.relay_catalogs import check_small

@@ -224,3 +224,53 @@ def test_a_profile_of_another_model_is_refused(asset, tmp_path, capsys):
 
 def test_the_catalog_of_the_encode_is_the_one_on_disk(toy):
     assert Catalog.read(toy / "catalog.json") == FolderAsset.open(toy).catalog
+
+
+@pytest.mark.slow
+def test_a_passage_is_encoded_and_inspected(tmp_path, capsys):
+    model, out, report = tinymodels.save(tmp_path / "model"), tmp_path / "passage", tmp_path / "report.json"
+    text, before = tmp_path / "text.txt", tmp_path / "before.txt"
+    text.write_text("So many words about a passage that may be used anywhere. " * 8)
+    before.write_text("What comes before it.")
+    words = ("encode", "--passage", "--text", text, "--tokens", 150, "--continuation", 24, "--model", model)
+    words = (*words, "--tracks", "FP16", "Int4", "--out", out)
+    made = {}
+    for name, more in (("mean", ("--contexts", 2)), ("alone", ("--alone",)), ("behind", ("--behind", before))):
+        assert kvabr(*words, *more, "--force") == 0
+        made[name] = catalog = FolderAsset.open(out).catalog
+        assert (catalog.passage.base, catalog.tokens, catalog.groups) == (name, 150, 2)
+        assert [share for share, _ in catalog.passage.fusion] == [0.0, 0.05, 0.15, 0.3]
+        assert len(catalog.passage.order) == 150
+        assert FolderAsset.open(out).prompt().tokens
+    assert made["mean"].passage.contexts == 2
+    # Its name is that of its tokens, whatever its cache was computed behind.
+    assert len({catalog.namespace for catalog in made.values()}) == 1
+    capsys.readouterr()
+    assert kvabr("inspect", out, "--check", "--json", report) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "a passage, to be played anywhere",
+        "computed: behind",
+        "passage digest",
+        "15% of its tokens",
+        ": 0 bad",
+    ):
+        assert line in said
+    assert json.loads(report.read_text())["passage"]["base"] == "behind"
+    assert kvabr("inspect", out / "catalog.json") == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--alone",), "add --passage"),
+        (("--contexts", 3), "add --passage"),
+        (("--passage", "--contexts", 0), "at least 1"),
+        (("--passage", "--snapshots-every", 128), "recurrent states"),
+    ],
+)
+def test_options_of_passages_that_make_no_sense(tmp_path, capsys, more, said):
+    text = tmp_path / "text.txt"
+    text.write_text("words " * 50)
+    assert kvabr("encode", "--text", text, "--tokens", 20, "--out", tmp_path / "o", *more) == 2
+    assert said in capsys.readouterr().err

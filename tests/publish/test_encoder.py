@@ -7,15 +7,20 @@ import hashlib
 import math
 
 import pytest
+import torch
 
 from kvabr.codec.fit import fit
 from kvabr.codec.profile import Profile
-from kvabr.publish.encoder import MemoryFrames, compute_cache, ordered_tracks, publish
-from kvabr.publish.quality import sample_mixes
+from kvabr.codec.rope import rotate
+from kvabr.player.assembler import Assembler
+from kvabr.publish.encoder import PassageBase, compute_cache, ordered_tracks, publish
+from kvabr.publish.frames import MemoryFrames
+from kvabr.publish.quality import Reference, sample_mixes
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import ForeignError, FormatError, UsageError
 from kvabr.types.loss import predicted_loss
 from kvabr.types.naming import chain
+from kvabr.types.passage import PassageNotes, passage_chain
 from tests import kvdata
 from tests.catalogs import catalog as made_catalog
 from tests.toymodel import SPEC, ToyModel, prompt
@@ -160,3 +165,60 @@ def test_the_first_group_alone_can_be_published():
     catalog = publish(ToyModel(), short, ("FP16", "Int4"), None, MemoryFrames())
     assert catalog.groups == 1
     assert catalog.prefill is None
+
+
+def passage_base(model, ids, before, notes=None):
+    """What a publisher has of a passage: the mean of its caches behind two contexts."""
+    caches = []
+    for context in (before, [5, 6, 7]):
+        kv = model.prefill([*context, *ids])[:, :, :, len(context) :]
+        kv[:, 0] = rotate(kv[:, 0], model.spec.rope, len(context), undo=True)
+        caches.append(kv)
+    return PassageBase(sum(caches) / 2, notes or PassageNotes("mean", 2), model.prefill(before))
+
+
+def test_a_passage_is_published_as_it_is_long_and_measured_behind_a_neutral_text():
+    model, made, kept = ToyModel(), prompt(), MemoryFrames()
+    base = passage_base(model, made.tokens, [1, 2, 3])
+    tracks = ("FP16", "Int4", "AC-L0", "AC-L1")
+    catalog = publish(model, made, tracks, None, kept, passage=base)
+    assert Catalog.loads(catalog.dumps()) == catalog
+    assert catalog.passage == base.notes
+    assert catalog.position == 0
+    assert catalog.chunks == tuple(
+        passage_chain(made.tokens, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16)
+    )
+    assert [catalog.group_tokens(group) for group in range(catalog.groups)] == [16] * 4 + [6]
+    exact = base.at(3, SPEC)
+    reference = Reference(model, torch.cat((base.before, exact), dim=3), made.continuation)
+    profile = Profile.from_bytes(kept.profile_data)
+    for track in tracks:
+        play = Assembler(catalog.at(3), profile, dtype=torch.float32)
+        for group in range(catalog.groups):
+            for each in ("AC-L0", "AC-L1") if track == "AC-L1" else (track,):
+                play.put(group, each, kept.frames[group, each])
+        quality = reference.measure(torch.cat((base.before, play.take()), dim=3))
+        assert catalog.track(track).measured.kl == pytest.approx(quality.kl, rel=1e-3, abs=1e-9)
+    assert catalog.track("AC-L1").measured.kl < catalog.track("AC-L0").measured.kl
+
+
+def test_one_passage_has_one_name_and_each_tenant_another():
+    model, made = ToyModel(), prompt(40)
+    base = passage_base(model, made.tokens, [1, 2, 3])
+
+    def named(salt=b"", **more):
+        kept = MemoryFrames()
+        catalog = publish(model, made, ("FP16", "Int4"), None, kept, salt=salt, passage=base, **more)
+        return catalog, kept.frames
+
+    once, again = named(), named()
+    assert (once[0].namespace, once[1]) == (again[0].namespace, again[1])
+    names = {catalog.namespace.prompt for catalog, _ in (once, named(b"one"), named(b"other"))}
+    assert len(names) == 3
+    assert publish(model, made, ("FP16",), None, MemoryFrames()).namespace.prompt not in names
+
+
+def test_a_model_whose_keys_cannot_be_moved_has_no_passages():
+    model = ToyModel(SPEC.changed(rope=None))
+    with pytest.raises(FormatError, match="rotated"):
+        publish(model, prompt(), ("FP16",), None, MemoryFrames(), passage=passage_base(model, prompt().tokens, [1]))

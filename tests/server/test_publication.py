@@ -12,7 +12,7 @@ import torch
 from kvabr.codec.base import payload_layout
 from kvabr.codec.container import SLICE_BYTES
 from kvabr.player.assembler import Assembler
-from kvabr.publish.encoder import FrameEncoder
+from kvabr.publish.frames import FrameEncoder
 from kvabr.server.publication import BytesPublication, LevelPublication
 from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter, frame_path
 from kvabr.types.catalog import Catalog, Track

@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.cli.display import StageBar, mix_rows, mix_table, track_rows, track_table, write_json
     from kvabr.cli.encode import STAGES
     from kvabr.engines.transformers.publish import find_profile
-    from kvabr.publish.encoder import MemoryFrames, ordered_tracks, publish
+    from kvabr.publish.encoder import ordered_tracks, publish
+    from kvabr.publish.frames import MemoryFrames
     from kvabr.publish.texts import cut_prompt, measuring_texts
     from kvabr.store.files import read_text
 

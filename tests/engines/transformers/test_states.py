@@ -14,7 +14,8 @@ from kvabr.codec.group import cut, decode_group, encode_group
 from kvabr.codec.profile import Profile
 from kvabr.engines.transformers import cache_publisher, play_cache_async, prefill_prompt, publish_cache
 from kvabr.engines.transformers.cache import new_cache, read_cache, states_of
-from kvabr.publish.encoder import MemoryFrames, compute_cache, ordered_tracks, own_profile, publish
+from kvabr.publish.encoder import compute_cache, ordered_tracks, own_profile, publish
+from kvabr.publish.frames import MemoryFrames
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset import Prompt

@@ -11,7 +11,8 @@ import pytest
 
 from kvabr.cli.main import main
 from kvabr.engines.transformers.model_loader import load_model
-from kvabr.publish.encoder import MemoryFrames, publish
+from kvabr.publish.encoder import publish
+from kvabr.publish.frames import MemoryFrames
 from kvabr.publish.publisher import read_profile
 from kvabr.publish.texts import measuring_texts
 from kvabr.store.asset import Prompt

@@ -9,7 +9,7 @@ import torch
 
 from kvabr.engines.layouts import BlockLayout, PagedBlocks
 from kvabr.engines.vllm.caches import EngineCaches, Pages
-from kvabr.publish.encoder import FrameEncoder
+from kvabr.publish.frames import FrameEncoder
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.types.catalog import Catalog
 from kvabr.types.kv import KVSpec, LayerClass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvabr.publish.encoder import FrameEncoder
+from kvabr.publish.frames import FrameEncoder
 from kvabr.store.asset import Asset
 from kvabr.store.locations import open_store
 from kvabr.types.catalog import Catalog

@@ -1,0 +1,127 @@
+"""`kvabr encode --passage`: how the cache of a passage is computed, and what joining it with others costs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvabr.types.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvabr.publish.encoder import PassageBase
+    from kvabr.publish.model import TextModel
+    from kvabr.publish.passages import FusionEngine
+    from kvabr.store.asset import Prompt
+    from kvabr.types.passage import PassageNotes
+
+EPILOG = """\
+With --passage the text is a passage: its cache is used anywhere in a prompt, behind texts that nobody knows yet. It is
+the mean of the caches behind a neutral text and --contexts - 1 others, which comes nearest to the exact one; or the
+cache behind one text (--behind), or of the passage alone (--alone), the worst. Losses of tracks are measured behind
+the neutral text. What joining costs is measured behind three other texts, with and without tokens computed again.
+"""
+_HELD_OUT = 3
+"""Contexts that losses are measured behind."""
+_SELECTOR = "question-value"
+"""Selector of the tokens that are computed again."""
+_QUESTION = 16
+"""First tokens of the continuation, which stand for a question."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of passages."""
+    group = parser.add_argument_group("passages")
+    group.add_argument("--passage", action="store_true", help="publish the text as a passage, see below")
+    base = group.add_mutually_exclusive_group()
+    base.add_argument("--contexts", type=int, metavar="N", help="mean of the caches behind N contexts (default: 4)")
+    base.add_argument("--alone", action="store_true", help="the cache of the passage alone")
+    base.add_argument("--behind", type=Path, metavar="FILE", help="the cache behind this text (UTF-8)")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise `UsageError` if options of passages do not go with the others."""
+    if not args.passage and (args.contexts is not None or args.alone or args.behind is not None):
+        raise UsageError("--contexts, --alone and --behind are for passages: add --passage")
+    if args.contexts is not None and args.contexts < 1:
+        raise UsageError("--contexts must be at least 1")
+    if args.passage and args.snapshots_every is not None:
+        raise UsageError("--snapshots-every: a model with recurrent states can have no passages")
+
+
+def compute(
+    model: TextModel,
+    fusion: FusionEngine | None,
+    prompt: Prompt,
+    args: argparse.Namespace,
+    progress: Callable[[str, int, int], None],
+) -> PassageBase:
+    """Compute the cache of a passage, and measure what joining it costs.
+
+    Args:
+        model: the model.
+        fusion: the same model, if it can compute any tokens again; otherwise nothing is measured.
+        prompt: the passage, and what follows it.
+        args: the options.
+        progress: called after every step.
+
+    Raises:
+        UsageError: the model cannot see so many tokens.
+        FormatError: it can have no passages.
+    """
+    from kvabr.publish.encoder import PassageBase
+    from kvabr.publish.model import opened
+    from kvabr.publish.passages import CONTEXTS, NEUTRAL, contexts_for, free_cache, mean_cache
+    from kvabr.publish.texts import calibration_texts
+    from kvabr.store.files import read_text
+    from kvabr.types.passage import PassageNotes, check_movable
+
+    engine, ids, report = model.engine, prompt.tokens, partial(progress, "prefill")
+    check_movable(engine.spec)
+    neutral = list(opened(model, model.encode(NEUTRAL)))
+    contexts, named = [list(model.opening)], "alone"
+    if args.behind is not None:
+        contexts, named = [list(opened(model, model.encode(read_text(args.behind))))], "behind"
+    elif not args.alone:
+        contexts, named = contexts_for(model, calibration_texts(), args.contexts or CONTEXTS), "mean"
+    longest = max(map(len, (neutral, *contexts)))
+    if longest + len(ids) + len(prompt.continuation) > engine.context:
+        raise UsageError(
+            f"a passage of {len(ids)} tokens does not fit {engine.spec.model}, which sees {engine.context}, with "
+            f"{longest} tokens before it and {len(prompt.continuation)} behind it: give fewer --tokens"
+        )
+    if named == "mean":
+        kv, notes = mean_cache(engine, ids, contexts, report), PassageNotes(named, len(contexts))
+    else:
+        kv, notes = free_cache(engine, ids, contexts[0]), PassageNotes(named)
+        report(1, 1)
+    if fusion is not None and len(prompt.continuation) >= _QUESTION + 2:
+        notes = _measured(model, fusion, prompt, kv, notes)
+    return PassageBase(kv, notes, engine.prefill(neutral))
+
+
+def _measured(
+    model: TextModel, fusion: FusionEngine, prompt: Prompt, kv: torch.Tensor, notes: PassageNotes
+) -> PassageNotes:
+    """Return the notes with fusion losses, and the order of the tokens."""
+    from kvabr.blend.selectors import load_selector
+    from kvabr.publish.frames import six
+    from kvabr.publish.passages import contexts_for, fusion_losses, publisher_order
+    from kvabr.publish.texts import measuring_texts
+
+    held_out = contexts_for(model, measuring_texts(), _HELD_OUT + 1, seed=1)[1:]
+    order = publisher_order(fusion, prompt.tokens, kv, held_out, prompt.continuation)
+    losses = fusion_losses(
+        fusion, prompt.tokens, kv, held_out, prompt.continuation, load_selector(_SELECTOR), question=_QUESTION
+    )
+    method = (
+        f"KL against the full prefill per token, mean over {len(held_out)} other contexts and the "
+        f"{len(prompt.continuation) - _QUESTION} tokens behind the first {_QUESTION} that follow the passage, which "
+        f"choose what is computed again ({_SELECTOR})"
+    )
+    return replace(notes, order=order, fusion=tuple((share, six(loss)) for share, loss in losses), method=method)

@@ -1,0 +1,271 @@
+"""Encodes a cache into frames, group by group and track by track, and says what a catalog says of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kvabr.codec.base import GroupContext, codec
+from kvabr.codec.group import clean, cut, decode_group, encode_group, largest_number, payload_of
+from kvabr.codec.profile import Profile
+from kvabr.codec.threads import CORES
+from kvabr.store.asset import FrameStore
+from kvabr.types.catalog import Catalog, Quality, Track
+from kvabr.types.cost import PrefillCost
+from kvabr.types.digests import SHA256, digest_of, unknown
+from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec
+from kvabr.types.naming import TrackNamespace
+from kvabr.types.passage import PassageNotes
+from kvabr.types.units import cache_length, units_of
+
+_TIMED_GROUPS = 5
+"""Groups whose decoding is timed; the median counts."""
+
+
+@dataclass(slots=True)
+class MemoryFrames:
+    """A `FrameStore` for measurements that leave nothing behind."""
+
+    frames: dict[tuple[int, str], bytes] = field(default_factory=dict)
+    profile_data: bytes | None = None
+
+    def frame(self, group: int, track: str, frame: bytes) -> None:
+        """See `FrameStore.frame`."""
+        self.frames[group, track] = frame
+
+    def read_frame(self, group: int, track: str) -> bytes:
+        """See `FrameStore.read_frame`."""
+        return self.frames[group, track]
+
+    def profile(self, data: bytes) -> None:
+        """See `FrameStore.profile`."""
+        self.profile_data = data
+
+
+class FrameEncoder:
+    """Encodes one cache into frames, reads them back, and times their decoding."""
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        chunks: Sequence[str],
+        tokens: int,
+        tracks: Sequence[str],
+        profile: Profile | None,
+        store: FrameStore,
+        *,
+        position: int = 0,
+        passage: PassageNotes | None = None,
+        digest: str = SHA256,
+    ) -> None:
+        """Prepare to encode.
+
+        Args:
+            spec: the cache's spec.
+            chunks: chained prompt digest of every group.
+            tokens: tokens in the cache.
+            tracks: names of the tracks, see `ordered_tracks`.
+            profile: side information; it is kept only if a track needs it.
+            store: keeps the frames.
+            position: tokens of the prompt that come before the cache; of a passage, where `decode` places it.
+            passage: what the catalog says of a passage, whose cache has keys before rotation; None: it is none.
+            digest: kind of the frames' digests, see `kvabr.types.digests`.
+        """
+        self.digest = digest
+        self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
+        self.units = units_of(spec, tokens)
+        self._profile = profile if needs_profile(tracks) else None
+        self._store, self._position, self._passage = store, position, passage
+        self.bytes: dict[str, list[int]] = {track: [0] * len(self.units) for track in tracks}
+        """Size of every frame, by track and group; 0: it is not made yet."""
+        self.digests: dict[str, list[str]] = {track: [unknown(digest)] * len(self.units) for track in tracks}
+        """Digest of every frame, by track and group."""
+        self.aside: dict[str, int] = dict.fromkeys(tracks, 0)
+        """Tokens that a track stores uncoded because they are too unusual, see `kvabr.codec.base.Codec.aside`."""
+        self.replaced = 0
+        """Numbers of the cache that were NaN, infinite or beyond FP16, see `kvabr.codec.group.clean`."""
+
+    def encode(
+        self, cache: Sequence[torch.Tensor], progress: Callable[[int, int], None] = lambda _done, _all: None
+    ) -> None:
+        """Encode every group of a cache on every track, groups in order.
+
+        ``cache`` is a tensor per layer class, [layer, K/V, head, token, dim] of all tokens; that of a state holds its
+        snapshots one behind the other, with rows in the place of tokens (`kvabr.types.units.cache_length`).
+        """
+        for tensor, part in zip(cache, self.spec.parts, strict=True):
+            due = part.shape(cache_length(part, self.tokens))
+            if part.only.kind == "state" and tuple(tensor.shape) != due:
+                raise FormatError(
+                    f"{self.spec.model}: cannot encode {part.summary} of {tuple(tensor.shape)}, not {due}"
+                )
+        self.write_profile()
+        total = len(self.units) * len(self.tracks)
+        for group, unit in enumerate(self.units):
+            encoder = self.group(group, cut(cache, unit, self.spec))
+            for index, track in enumerate(self.tracks):
+                encoder.encode(track)
+                progress(group * len(self.tracks) + index + 1, total)
+
+    def write_profile(self) -> None:
+        """Write the codec profile, if a track needs it."""
+        if self._profile is not None:
+            self._store.profile(self._profile.to_bytes())
+
+    def group(self, group: int, kv: torch.Tensor) -> GroupEncoder:
+        """Begin to encode one group (unit), [layer, K/V, head, token, dim], of any track that is not made yet."""
+        return GroupEncoder(self, self._store, group, kv, replace(self._context(group), memo={}))
+
+    def decode(self, group: int, track: str, out: torch.Tensor) -> None:
+        """Decode one group of one track into ``out``, [layer, K/V, head, token, dim]."""
+        frame, below = self._read(group, track)
+        unit = self.units[group]
+        decode_group(frame, track, self._context(group), self.chunks[unit.chunk], unit.group, out, below)
+
+    def decode_seconds(self, track: str) -> float:
+        """Return the median seconds that one thread takes to check and decode a full group, as a player does.
+
+        This is processor time, so that other work on the publisher's machine does not count.
+        """
+        threads = torch.get_num_threads()
+        sizes = [unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units]
+        groups = [group for group, size in enumerate(sizes) if size == max(sizes)][:_TIMED_GROUPS]
+        first = self._context(groups[0])
+        out = torch.empty(first.spec.shape(first.tokens), dtype=first.spec.torch_dtype)
+        times = []
+        torch.set_num_threads(1)
+        try:
+            self.decode(groups[0], track, out)  # the first use builds tables that a player would have by then
+            for group in groups:
+                frame, below = self._read(group, track)
+                context, digest, unit = self._context(group), self.digests[track][group], self.units[group]
+                with CORES.all_taken():
+                    start = time.process_time()
+                    chunk = self.chunks[unit.chunk]
+                    decode_group(frame, track, context, chunk, unit.group, out, below, digest=digest)
+                    times.append(time.process_time() - start)
+        finally:
+            torch.set_num_threads(threads)
+        return statistics.median(times)
+
+    def spread(self, losses: Sequence[float]) -> tuple[float, ...]:
+        """Return the losses of all units from those of the groups of tokens: each group's, split by size."""
+        sizes = [unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units]
+        whole = [0] * len(self.chunks)
+        for unit, size in zip(self.units, sizes, strict=True):
+            whole[unit.chunk] += size
+        return tuple(
+            losses[unit.chunk] * (size / whole[unit.chunk]) for unit, size in zip(self.units, sizes, strict=True)
+        )
+
+    def catalog(
+        self,
+        loss: Mapping[str, Sequence[float]],
+        decode_s: Mapping[str, float],
+        *,
+        loss_method: str,
+        source: str,
+        measured: Mapping[str, Quality] | None = None,
+        prefill: PrefillCost | None = None,
+        expected: Mapping[str, Sequence[int]] | None = None,
+    ) -> Catalog:
+        """Return the catalog of what was encoded, with these losses and decode times by track.
+
+        It has the tracks that ``loss`` has. With ``expected`` it is that of a cache to come: these are the sizes, and
+        the digests are unknown.
+        """
+        listed = [track for track in self.tracks if track in loss]
+        profile = self._profile if needs_profile(listed) else None
+        return Catalog(
+            namespace=TrackNamespace(self.spec.model, self.chunks[-1]),
+            spec=self.spec,
+            tokens=self.tokens,
+            position=0 if self._passage is not None else self._position,
+            passage=self._passage,
+            chunks=self.chunks,
+            tracks=tuple(
+                Track(
+                    name=track,
+                    bytes=tuple((self.bytes if expected is None else expected)[track]),
+                    loss=tuple(map(six, loss[track])),
+                    digests=tuple(self.digests[track])
+                    if expected is None
+                    else (unknown(self.digest),) * len(self.units),
+                    refines=codec(track).refines,
+                    decode_s=six(decode_s[track]),
+                    measured=None if measured is None else measured[track],
+                )
+                for track in listed
+            ),
+            profile=None if profile is None else profile.digest,
+            profile_bytes=0 if profile is None else len(profile.to_bytes()),
+            prefill=prefill,
+            loss_method=loss_method,
+            source=source,
+        )
+
+    def _read(self, group: int, track: str) -> tuple[bytes, list[memoryview]]:
+        unit, part = self.units[group], self._context(group).spec
+        names = [part.track_name(name) for name in (*_below(track), track)]
+        *below, frame = (self._store.read_frame(unit.group, name) for name in names)
+        return frame, [payload_of(each) for each in below]
+
+    def _context(self, group: int) -> GroupContext:
+        unit = self.units[group]
+        part, place = self.spec.parts[unit.part], self._position + unit.first
+        if self._passage is not None:
+            return GroupContext(part, unit.first, unit.tokens, self._profile, free=True, at=place)
+        return GroupContext(part, place, unit.tokens, self._profile)
+
+
+class GroupEncoder:
+    """Encodes one group on its tracks, each after those that it refines; what the tracks share is computed once."""
+
+    def __init__(
+        self, frames: FrameEncoder, store: FrameStore, group: int, kv: torch.Tensor, context: GroupContext
+    ) -> None:
+        """See `FrameEncoder.group`."""
+        self._frames, self._store, self._group, self._context = frames, store, group, context
+        self._kv, replaced = clean(kv, largest_number(context.spec))
+        self._made: dict[str, bytes] = {}
+        if not any(sizes[group] for sizes in frames.bytes.values()):  # this group was not begun before
+            frames.replaced += replaced
+
+    def encode(self, track: str) -> None:
+        """Encode the group on a track, and write the frame."""
+        frames, unit, name = self._frames, self._frames.units[self._group], self._context.spec.track_name
+        below = []
+        for lower in _below(track):
+            if lower not in self._made:  # it was made before
+                self._made[lower] = self._store.read_frame(unit.group, name(lower))
+            below.append(bytes(payload_of(self._made[lower])))
+        frame = encode_group(self._kv, track, self._context, frames.chunks[unit.chunk], unit.group, below)
+        self._made[track] = frame
+        self._store.frame(unit.group, name(track), frame)
+        frames.aside[track] += codec(track).aside(payload_of(frame), self._context)
+        frames.bytes[track][self._group] = len(frame)
+        frames.digests[track][self._group] = digest_of(frame, frames.digest)
+
+
+def needs_profile(tracks: Sequence[str]) -> bool:
+    """Return whether any of these tracks needs a codec profile."""
+    return any(codec(track).needs_profile for track in tracks)
+
+
+def _below(track: str) -> list[str]:
+    below: list[str] = []
+    lower = codec(track).refines
+    while lower is not None:
+        below.insert(0, lower)
+        lower = codec(lower).refines
+    return below
+
+
+def six(value: float) -> float:
+    """Return a float rounded to six significant digits."""
+    return float(f"{value:.6g}")
