@@ -93,6 +93,13 @@ COMMANDS = {
         ),
         None,
     ),
+    "bench blend": (
+        (
+            *("bench", "blend", "--model", MODEL, "--texts", "texts", "--prompts", 2000, "--passage-tokens", 64),
+            *("--tracks", "--json", "x.json", "--work", "work"),
+        ),
+        r"recipes: \d+ of",
+    ),
     "bench codec": (
         ("bench", "codec", "--models", "llama-8b", "--seconds", 4000, "--json", "x.json", "--work", "work"),
         None,

@@ -34,9 +34,11 @@ def look(
         exact: see `Selection.exact`.
     """
     layers = selector.looks_at(engine.spec.layers)
-    attention = values = deviation = None
+    attention = peaks = values = deviation = None
     if "attention" in selector.needs:
         attention = engine.attention(question, kv, layers=layers)
+    if "peaks" in selector.needs:
+        peaks = engine.attention(question, kv, layers=layers, reduce="max")
     if "values" in selector.needs:
         values = kv[layers.start : layers.stop : layers.step, 1].float().pow(2).sum(dim=(1, 3)).sqrt()
     if "deviation" in selector.needs:
@@ -48,6 +50,7 @@ def look(
         passages=tuple(passages),
         layers=engine.spec.layers,
         attention=attention,
+        peaks=peaks,
         values=values,
         orders=tuple(orders) or (None,) * len(passages),
         deviation=deviation,

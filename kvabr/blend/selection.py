@@ -12,7 +12,7 @@ import torch
 
 from kvabr.types.errors import PolicyError, UsageError
 
-Need = Literal["attention", "values", "order", "deviation", "exact"]
+Need = Literal["attention", "peaks", "values", "order", "deviation", "exact"]
 """What a selector asks for, see the fields of `Selection`."""
 
 
@@ -28,6 +28,8 @@ class Selection:
     """Layers of the model."""
     attention: torch.Tensor | None = None
     """[layer, token] float32, of the layers in `Selector.looks_at`: what the question's tokens pay to each token."""
+    peaks: torch.Tensor | None = None
+    """As ``attention``, but the largest weight that any head and any of the question's tokens pays."""
     values: torch.Tensor | None = None
     """[layer, token] float32, of the same layers: the norm of each token's value, over all heads."""
     orders: tuple[bytes | None, ...] = ()
@@ -45,7 +47,7 @@ class Selector(ABC):
     """What it asks for besides the passages' places."""
 
     def looks_at(self, layers: int) -> range:
-        """Return the layers, of so many, whose attention and values it asks for; default: all."""
+        """Return the layers, of so many, whose attention, peaks and values it asks for; default: all."""
         return range(layers)
 
     @abstractmethod

@@ -57,6 +57,38 @@ def _records() -> str:
     return "\n".join(lines)
 
 
+_SETTINGS = {
+    "timeout": "seconds to wait for an answer", "retries": "attempts before it gives up",
+    "depth": "levels of folders to descend", "buffer": "kilobytes to read at once",
+    "workers": "processes that run side by side", "limit": "entries to print", "keep": "old copies to keep",
+    "width": "columns of the output", "delay": "milliseconds between two requests", "port": "port to listen on",
+}  # fmt: skip
+_DEEDS = ("copies", "sorts", "checks", "merges", "compares", "archives", "lists", "signs", "splits", "mirrors")
+_THINGS = ("records", "folders", "tables", "messages", "images", "journals", "invoices", "packages")
+
+
+class ManualPage:
+    """A page of an invented program's manual. All pages have the same options, with other defaults."""
+
+    def __init__(self, dice: random.Random) -> None:
+        """Draw a page."""
+        program = "".join(dice.choices(_SYLLABLES, k=3))
+        deed, thing = dice.choice(_DEEDS), dice.choice(_THINGS)
+        entries, answers = [], []
+        for name in dice.sample(sorted(_SETTINGS), len(_SETTINGS)):
+            default, most = dice.randint(2, 99), dice.randint(100, 9999)
+            said = f"The default is {default}, and the most that is allowed is {most}."
+            entries.append(f"    --{name} N\n        The {_SETTINGS[name]}. {said}")
+            answers.append((f"What are the default and the limit of the option --{name} of {program}?", said))
+        name = f"{program.upper()}(1)\n\nNAME\n    {program} - {deed} {thing}"
+        usage = f"SYNOPSIS\n    {program} [OPTION]... FILE..."
+        options = "OPTIONS\n" + "\n".join(entries)
+        self.text = f"{name}\n\n{usage}\n\n{options}\n\nFILES\n    /etc/{program}.conf\n\n"
+        """The page."""
+        self.answers: tuple[tuple[str, str], ...] = tuple(answers[:3])
+        """Questions about its first entries, with the words of the page that answer them."""
+
+
 def measuring_texts() -> dict[str, str]:
     """Return texts to measure codecs on, by name: other topics of the manual, source code, and Python's licence."""
     texts = {"manual": _topics()[1], "source": "\n\n".join(_source(module) for module in _MEASURING_MODULES)}

@@ -18,6 +18,10 @@ EngineMode = Literal["hole", "suffix"]
 """What an engine can compute: any group with everything before it in place, or only from the first miss to the end."""
 
 
+AttentionReduction = Literal["sum", "max"]
+"""How the weights of heads and of a question's tokens become one number, see `BlendEngine.attention`."""
+
+
 @runtime_checkable
 class Engine(Protocol):
     """An engine that can recompute part of a cache."""
@@ -86,7 +90,12 @@ class BlendEngine(Engine, Protocol):
         """
 
     def attention(
-        self, question: Sequence[int], kv: torch.Tensor, *, layers: Sequence[int] | None = None
+        self,
+        question: Sequence[int],
+        kv: torch.Tensor,
+        *,
+        layers: Sequence[int] | None = None,
+        reduce: AttentionReduction = "sum",
     ) -> torch.Tensor:
         """Return how much a question attends to each token of a cache that it follows.
 
@@ -94,10 +103,11 @@ class BlendEngine(Engine, Protocol):
             question: ids of the question, at least one.
             kv: [layer, K/V, head, token, dim], any float dtype; the cache before it. Read, never written.
             layers: the layers to look at; the pass ends with the last of them. None: all.
+            reduce: whether heads and the question's tokens are summed, or the largest weight among them is returned.
 
         Returns:
-            [layer, token] float32: the weights of every cached token, summed over heads and the question's tokens. Each
-            of these distributes 1 over all that it sees, the question's own tokens included.
+            [layer, token] float32: the weights of every cached token. Each head of each of the question's tokens
+            distributes 1 over all that it sees, the question's own tokens included.
 
         Raises:
             ModelError: as for `recompute`.

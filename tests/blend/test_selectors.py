@@ -33,6 +33,20 @@ def test_what_each_selector_chooses(name, share, chosen):
     assert choose(PROMPT, load_selector(name)().scores(PROMPT), share) == chosen
 
 
+def test_peaks_bring_their_neighbours_in_the_same_passage():
+    peaks = torch.zeros(3, 60)
+    peaks[0, 40], peaks[1, 5], peaks[2, 20] = 0.9, 0.5, 9.0
+    prompt = Selection(tokens=60, passages=((0, 30), (30, 60)), layers=3, peaks=peaks, values=torch.ones(3, 60))
+    selector = load_selector("question-peaks")()
+    assert choose(prompt, selector.scores(prompt), 8 / 60) == tuple(range(12, 20))
+    assert selector.looks_at(30) == range(20)
+    assert selector.looks_at(1) == range(1)
+    only = Selection(tokens=60, passages=((0, 30), (30, 60)), layers=3, peaks=peaks[:2], values=torch.ones(2, 60))
+    chosen = choose(only, selector.scores(only), 26 / 60)
+    assert set(range(32, 49)) <= set(chosen)  # the higher peak, with all eight neighbours on either side
+    assert not {14, 15, 16} & set(chosen)
+
+
 def test_the_random_choice_is_the_same_every_time():
     first, second = (load_selector("random")().scores(PROMPT) for _ in range(2))
     assert torch.equal(first, second)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from kvabr.cli.bench import codec_speed, rate_distortion, track_quality
+from kvabr.cli.bench import blend, codec_speed, rate_distortion, track_quality
 
 BENCHES = {
     "quality": (track_quality, "size and loss of every level on real text"),
     "rd": (rate_distortion, "rate against KL, ΔNLL, agreement and retrieval, with peers and a plot"),
+    "blend": (blend, "prompts joined from passages: what that loses, and what recomputing restores"),
     "codec": (codec_speed, "speed of every codec, stage by stage, and of LMCache's"),
 }
 

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers.cache import is_plain
 from kvabr.engines.transformers.engine import CHUNK, TransformersEngine
+from kvabr.types.engine import AttentionReduction
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
 
@@ -71,7 +72,12 @@ class TransformersBlendEngine(TransformersEngine):
 
     @torch.inference_mode()
     def attention(
-        self, question: Sequence[int], kv: torch.Tensor, *, layers: Sequence[int] | None = None
+        self,
+        question: Sequence[int],
+        kv: torch.Tensor,
+        *,
+        layers: Sequence[int] | None = None,
+        reduce: AttentionReduction = "sum",
     ) -> torch.Tensor:
         """Return what a question attends to; see `kvabr.types.engine.BlendEngine.attention`."""
         wanted = range(self.spec.layers) if layers is None else layers
@@ -82,7 +88,7 @@ class TransformersBlendEngine(TransformersEngine):
         rows = {layer: torch.zeros(cached, device=self.device) for layer in wanted}
         end = cached + len(question)
         work = self._workspace(kv[: max(wanted) + 1], end)
-        self._run([0] * cached + list(question), range(cached, end), work, _Watch(rows))
+        self._run([0] * cached + list(question), range(cached, end), work, _Watch(rows, reduce))
         return torch.stack([rows[layer] for layer in wanted]).cpu()
 
     def _run(
@@ -138,12 +144,12 @@ class _EnoughLayers(Exception):  # noqa: N818 - ends a forward pass, and is no e
 class _Watch(TorchFunctionMode):
     """Reads the weights of attention off the calls that the current thread makes inside it."""
 
-    def __init__(self, rows: dict[int, torch.Tensor]) -> None:
-        """Add to the rows, [cached token] float32 by layer, the weights that computed tokens give to cached ones."""
+    def __init__(self, rows: dict[int, torch.Tensor], reduce: AttentionReduction) -> None:
+        """Take into the rows, [cached token] float32 by layer, the weights that computed tokens give to cached ones."""
         super().__init__()
         self.layer = -1
         """The layer whose attention comes next; -1: it is not wanted, or has been."""
-        self._rows = rows
+        self._rows, self._reduce = rows, reduce
 
     def begin(self, layer: int) -> None:
         """Hear which layer's attention comes next."""
@@ -157,7 +163,11 @@ class _Watch(TorchFunctionMode):
         if self.layer >= 0 and func in _ATTENTION and out.dim() == 4:
             weights = out if func is functional.softmax else _weights(*args, **kwargs)
             row = self._rows[self.layer]
-            row += weights[..., : len(row)].float().sum(dim=(0, 1, 2))
+            seen = weights[..., : len(row)].float()
+            if self._reduce == "sum":
+                row += seen.sum(dim=(0, 1, 2))
+            else:
+                torch.maximum(row, seen.amax(dim=(0, 1, 2)), out=row)
             self.layer = -1
         return out
 

@@ -80,6 +80,7 @@ class TrackScheme(Scheme):
         group_tokens: int | None = None,
         label: str = "",
         family: str = "",
+        free: bool = False,
     ) -> None:
         """Set the scheme up.
 
@@ -90,6 +91,7 @@ class TrackScheme(Scheme):
             group_tokens: Tokens per group; None: the spec's.
             label: Suffix of the name, which tells profiles apart.
             family: Name of the curve; the track's name if empty.
+            free: Whether caches are position-free (`kvabr.codec.base.GroupContext.free`), before and after.
         """
         below = track_chain(track)
         self._tracks = below
@@ -98,6 +100,7 @@ class TrackScheme(Scheme):
             raise UsageError(f"{track} needs a profile: make one with `kvabr calibrate`, and give it with --profile F")
         self.group_tokens = group_tokens or spec.group_tokens
         self._spec = replace(spec, group_tokens=self.group_tokens)
+        self._free = free
         self._profile = None
         if self._needs and profile is not None:
             profile.check(spec)
@@ -109,7 +112,8 @@ class TrackScheme(Scheme):
     @property
     def key(self) -> str:
         """Return codec, profile, group size, and the digest of the codecs' sources."""
-        return f"{self._tracks[-1]}|{self._origin}|{self.group_tokens}|{sources('codec')}"
+        free = "|free" if self._free else ""
+        return f"{self._tracks[-1]}|{self._origin}|{self.group_tokens}|{sources('codec')}{free}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
         """Encode like an origin and decode like a player, group by group."""
@@ -126,7 +130,7 @@ class TrackScheme(Scheme):
         """Encode the cache of one layer class, and decode it if asked to; return its bytes."""
         nbytes = 0
         for index, (first, end) in enumerate(groups(kv.shape[3], self.group_tokens)):
-            context = GroupContext(part, first, end - first, self._profile, memo={})
+            context = GroupContext(part, first, end - first, self._profile, self._free, memo={})
             group = kv[:, :, :, first:end]
             frames: list[bytes] = []
             for track in self._tracks:

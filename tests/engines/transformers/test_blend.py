@@ -92,7 +92,7 @@ def test_the_first_layers_alone(engine, full):
     assert torch.allclose(some, full[:2, :, :, :CACHED], atol=1e-5)
 
 
-def test_attention_is_what_the_model_says_itself(engine, full):
+def test_attention_is_what_the_model_says_itself(engine, full, attention):
     kv = full[:, :, :, :CACHED]
     found = engine.attention(IDS[CACHED:], kv)
     engine.model.set_attn_implementation("eager")
@@ -100,6 +100,9 @@ def test_attention_is_what_the_model_says_itself(engine, full):
     wanted = torch.stack([layer[0, :, CACHED:, :CACHED].sum(dim=(0, 1)) for layer in told])
     assert torch.allclose(found, wanted, atol=1e-4)
     assert found.dtype == torch.float32
+    engine.model.set_attn_implementation(attention)
+    largest = torch.stack([layer[0, :, CACHED:, :CACHED].amax(dim=(0, 1)) for layer in told])
+    assert torch.allclose(engine.attention(IDS[CACHED:], kv, reduce="max"), largest, atol=1e-5)
 
 
 def test_attention_of_some_layers(engine, full):
@@ -210,7 +213,7 @@ def test_attention_that_ignores_masks_is_refused():
 
 
 class Everything(Selector):
-    needs = frozenset({"attention", "values", "deviation"})
+    needs = frozenset({"attention", "peaks", "values", "deviation"})
 
     def looks_at(self, layers):
         return range(1, layers)
@@ -227,6 +230,7 @@ def test_a_selector_is_shown_what_it_asks_for(engine, full):
     layers = engine.spec.layers
     assert seen.attention.shape == seen.values.shape == (layers - 1, CACHED)
     assert torch.allclose(seen.attention, engine.attention(IDS[CACHED:], kv)[1:], atol=1e-5)
+    assert torch.allclose(seen.peaks, engine.attention(IDS[CACHED:], kv, reduce="max")[1:], atol=1e-5)
     norms = torch.linalg.vector_norm(kv[1:, 1].transpose(1, 2).flatten(2), dim=2)
     assert torch.allclose(seen.values, norms, atol=1e-5)
     assert seen.deviation.shape == (2, CACHED)

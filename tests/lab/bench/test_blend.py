@@ -1,0 +1,177 @@
+"""`kvabr bench blend` on a real model of a few thousand weights, whose tokens are bytes."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from kvabr.cli.main import main
+from kvabr.engines.transformers.blend import blend_engine
+from kvabr.engines.transformers.model_loader import load_model
+from kvabr.lab.bench.blend import FULL, FusedCase, FusionLab, Recipe, measure, recipes
+from kvabr.lab.bench.blend_picture import picture
+from kvabr.lab.bench.blend_prompts import KINDS, make_prompts
+from kvabr.lab.bench.blend_summary import loss_table, ratio_table, summarise
+from kvabr.publish.texts import ManualPage
+from kvabr.types.errors import FormatError, UsageError
+from tests.lab.bench.conftest import prose
+from tests.tinymodels import save
+
+TEXTS = {"prose": prose(30), "trees": prose(31)}
+SIZE = 64
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Weights that are large enough for what stands before a passage to matter."""
+    return load_model(str(save(tmp_path_factory.mktemp("large") / "model", initializer_range=0.3)))
+
+
+@pytest.fixture(scope="module")
+def lab(large):
+    behind = [large.encode("before ")] + [large.encode(prose(seed, 8)) for seed in (40, 41)]
+    held_out, following = [large.encode(prose(42, 8))], large.encode(prose(43, 6))
+    return FusionLab(blend_engine(large.engine), behind, held_out, following)
+
+
+def prompts(model, kind, count=1):
+    return make_prompts(model, TEXTS, kind, count, size=SIZE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_are_the_same_every_time(large, kind):
+    three, one = prompts(large, kind, 3), prompts(large, kind)
+    assert three[0] == one[0]
+    assert len({prompt.key for prompt in three}) == 3
+    prompt = one[0]
+    assert len(prompt.passages) == (4 if kind == "text" else 5)
+    assert all(len(passage) == SIZE for passage in prompt.passages)
+    assert prompt.spans[0][0] == len(prompt.beginning)
+    assert prompt.spans[-1][1] == len(prompt.tokens)
+
+
+def test_a_text_goes_on_as_it_does(large):
+    prompt = prompts(large, "text")[0]
+    whole = large.decode([*(token for passage in prompt.passages for token in passage), *prompt.question, *prompt.tail])
+    assert any(whole in text for text in TEXTS.values())
+
+
+def test_every_passage_holds_a_code_and_one_is_asked_for(large):
+    prompt = prompts(large, "codes")[0]
+    texts = [large.decode(passage) for passage in prompt.passages]
+    assert all("The access code of" in text for text in texts)
+    code = large.decode(prompt.tail)
+    assert len(code.strip()) == 6
+    assert sum(code.strip() in text for text in texts) == 1
+    place = large.decode(prompt.question).rpartition("code of ")[2].removesuffix(" is")
+    assert any(f"access code of {place} is{code}" in text or code.strip() in text for text in texts)
+
+
+def test_manual_pages_have_the_same_options_with_other_values():
+    pages = [ManualPage(random.Random(seed)) for seed in (1, 2)]
+    names = [sorted(word for word in page.text.split() if word.startswith("--")) for page in pages]
+    assert names[0] == names[1]
+    assert pages[0].text != pages[1].text
+    for page in pages:
+        assert all(answer in page.text for _, answer in page.answers)
+
+
+def test_passages_that_do_not_fit_are_refused(large):
+    with pytest.raises(UsageError, match="no text has"):
+        make_prompts(large, {"short": "ash"}, "text", 1, size=SIZE)
+    with pytest.raises(UsageError, match="ask for longer ones"):
+        make_prompts(large, TEXTS, "codes", 1, size=20)
+
+
+def test_what_is_recomputed_in_full_loses_nothing(large, lab):
+    prompt = prompts(large, "codes")[0]
+    case = FusedCase(lab, prompt)
+    none, some, every = (case.measure(Recipe("alone", name, share)) for name, share in
+                         (("", 0.0), ("oracle", 0.5), ("random", 1.0)))  # fmt: skip
+    assert every["kl"] < 1e-6
+    assert every["work"] == pytest.approx(5 * SIZE / len([*prompt.tokens, *prompt.question]))
+    assert none["kl"] > 1e-4
+    assert some["kl"] < none["kl"]
+    assert none["work"] == 0
+    assert isinstance(every["found"], bool)
+    assert every["found"] == case.exact()["found"]
+
+
+def test_the_plan_has_bases_selectors_peers_and_tracks():
+    plan = recipes(("question", "random"), (0.15,), ("AC-L0", "AC-L1"))
+    names = [recipe.name for recipe in plan]
+    assert len(set(names)) == len(names)
+    assert {"alone", "neutral", "mean", "mean, question 0.15", "alone, lmcache 0.15"} <= set(names)
+    assert {"mean, AC-L0", "mean, AC-L0, question 0.15", "mean, AC-L1, question 0.15, chosen on AC-L0"} <= set(names)
+    assert "mean, question 0.15, chosen on AC-L0" in names
+
+
+def test_results_are_kept_and_the_next_run_computes_nothing(large, lab):
+    kept, steps = {}, []
+    plan = recipes(("question", "order", "hkvd", "legolink", "oracle"), (0.15,), ())
+    some = prompts(large, "facts", 2)
+    found = measure(lab, some, plan, kept.get, kept.setdefault, lambda *at: steps.append(at))
+    assert steps[-1] == ("measure", 2 * (len(plan) + 1), 2 * (len(plan) + 1))
+    assert len(kept) == len(steps)
+    assert all(torch.isfinite(torch.tensor(row["kl"])) for rows in found.values() for row in rows.values())
+
+    def never(key, row):
+        raise AssertionError(key)
+
+    assert measure(lab, some, plan, kept.get, never) == found
+
+
+def test_the_summary_and_the_picture(large, lab):
+    kept = {}
+    plan = recipes(("question", "oracle"), (0.15, 0.3), ())
+    some = [prompt for kind in ("facts", "codes") for prompt in prompts(large, kind, 2)]
+    result = summarise(measure(lab, some, plan, kept.get, kept.setdefault), plan)
+    rows = {(row["recipe"], row["kind"]): row for row in result["recipes"]}
+    assert rows[FULL, "codes"]["kl"] == 0
+    row = rows["mean, question 0.15", "facts"]
+    assert row["kl_ci95"][0] <= row["kl"] <= row["kl_ci95"][1]
+    over = {(each["over"], each["kind"]) for each in result["ratios"]}
+    assert {("alone, hkvd 0.15", "facts"), ("alone, lmcache 0.15", "codes")} <= over
+    assert len(loss_table(result)[1]) == len(plan) + 1
+    assert len(ratio_table(result)[1]) == len(result["ratios"])
+    drawn = picture(result)
+    assert drawn.startswith("<svg")
+    assert "share of codes not found" in drawn
+    assert "mean, oracle" in drawn
+    with pytest.raises(FormatError, match="to draw"):
+        picture({"recipes": []})
+
+
+@pytest.mark.slow
+def test_the_command_writes_tables_json_and_picture(capsys, tmp_path, model_folder, profile):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / f"{name}.txt").write_text(text)
+    (tmp_path / "p.safetensors").write_bytes(profile.to_bytes())
+    argv = ["bench", "blend", "--model", model_folder, "--texts", folder, "--quick", "--passage-tokens", 64]
+    argv += ["--work", tmp_path / "work", "--json", tmp_path / "b.json", "--svg", tmp_path / "b.svg", "--contexts", 2]
+    assert main([*map(str, argv), "--profile", str(tmp_path / "p.safetensors")]) == 0
+    out = capsys.readouterr().out
+    assert "KL codes" in out
+    assert "ratio of KL" in out
+    result = json.loads((tmp_path / "b.json").read_text())
+    assert result["schema"] == "kvabr.bench.blend/1"
+    assert {row["kind"] for row in result["recipes"]} == set(KINDS)
+    assert "mean, AC-L0, question-peaks 0.15" in {row["recipe"] for row in result["recipes"]}
+    assert (tmp_path / "b.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--prompts", "0"], "at least 1"),
+        (["--shares", "0"], "above 0"),
+        (["--selectors", "nosuch"], "unknown selector"),
+        (["--tracks", "nosuch"], "nosuch"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(capsys, option, words):
+    assert main(["bench", "blend", "--model", "nowhere", *option]) != 0
+    assert words in capsys.readouterr().err

@@ -1,0 +1,131 @@
+"""Caches of passages with a real model of a few thousand weights, whose tokens are bytes."""
+
+import pytest
+import torch
+
+from kvabr.blend.selectors import load_selector
+from kvabr.engines.transformers.blend import blend_engine
+from kvabr.engines.transformers.model_loader import load_model
+from kvabr.publish.passages import (
+    CONTEXT_TOKENS,
+    NEUTRAL,
+    contexts_for,
+    free_cache,
+    fusion_losses,
+    joined,
+    mean_cache,
+    publisher_order,
+    token_costs,
+)
+from kvabr.types.errors import UsageError
+from tests.tinymodels import save
+
+BEFORE, PASSAGE, TAIL = (f"{words} " * 9 for words in ("ash birch", "cedar elm", "fir hazel"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    # Weights that are large enough for what stands before a token to matter.
+    return load_model(str(save(tmp_path_factory.mktemp("tiny") / "model", initializer_range=0.3)))
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return blend_engine(model.engine)
+
+
+@pytest.fixture(scope="module")
+def ids(model):
+    return tuple(model.encode(text) for text in (BEFORE, PASSAGE, TAIL))
+
+
+def test_a_cache_behind_a_text_is_exact_where_it_was_computed(engine, ids):
+    before, passage, _ = ids
+    exact = engine.prefill([*before, *passage])[:, :, :, len(before) :]
+    free = free_cache(engine, passage, before)
+    assert free.dtype == torch.float32
+    assert torch.allclose(joined([free], engine.spec, len(before)), exact, atol=1e-4)
+    assert not torch.allclose(free, free_cache(engine, passage), atol=1e-2)
+
+
+def test_moved_keys_of_the_first_layer_are_exact_anywhere(engine, ids):
+    before, passage, _ = ids
+    exact = engine.prefill([*before, *passage])[:, :, :, len(before) :]
+    moved = joined([free_cache(engine, passage)], engine.spec, len(before))
+    assert torch.allclose(moved[0], exact[0], atol=1e-4)
+    assert not torch.allclose(moved[-1], exact[-1], atol=1e-2)
+
+
+def test_passages_are_joined_one_behind_the_other(engine, ids):
+    first, second, _ = (free_cache(engine, part) for part in ids)
+    both = joined([first, second], engine.spec, 5)
+    assert torch.equal(both[:, :, :, : first.shape[3]], joined([first], engine.spec, 5))
+    behind = joined([second], engine.spec, 5 + first.shape[3])
+    assert torch.allclose(both[:, :, :, first.shape[3] :], behind, atol=1e-5)
+
+
+def test_a_mean_is_over_keys_before_rotation(engine, ids, model):
+    before, passage, _ = ids
+    other = model.encode("a")
+    told = []
+    mean = mean_cache(engine, passage, [before, other], lambda *step: told.append(step))
+    wanted = (free_cache(engine, passage, before) + free_cache(engine, passage, other)) / 2
+    assert torch.allclose(mean, wanted, atol=1e-6)
+    assert told == [(1, 2), (2, 2)]
+    one = mean_cache(engine, passage, [before])
+    assert torch.equal(one, free_cache(engine, passage, before))
+    for contexts in ([], [before, []]):
+        with pytest.raises(UsageError, match="at least one context"):
+            mean_cache(engine, passage, contexts)
+
+
+def test_contexts_are_a_neutral_text_and_pieces_of_others(model):
+    texts = {"one": "ash " * 4000, "other": "elm " * 4000}
+    made = contexts_for(model, texts, 4, seed=3)
+    assert made == contexts_for(model, texts, 4, seed=3)
+    assert made != contexts_for(model, texts, 4, seed=4)
+    assert model.decode(made[0]) == NEUTRAL
+    assert {len(piece) for piece in made[1:]} == {CONTEXT_TOKENS}
+    assert {"ash" in model.decode(piece) for piece in made[1:]} == {True, False}
+    assert contexts_for(model, texts, 0) == []
+    with pytest.raises(UsageError, match="is empty"):
+        contexts_for(model, {"none": ""}, 2)
+
+
+def test_what_costs_nothing_comes_last(engine, ids):
+    before, passage, tail = ids
+    exact = engine.prefill([*before, *passage])
+    other = exact.clone()
+    other[:, :, :, 7] += 0.5
+    cost = token_costs(engine, exact, other, tail)
+    assert cost.shape == (exact.shape[3],)
+    assert float(cost[7]) > 0
+    assert float(cost.sum()) == float(cost[7])
+
+
+def test_the_order_begins_with_the_token_that_is_most_wrong(engine, ids):
+    before, passage, tail = ids
+    base = free_cache(engine, passage, before)
+    base[:, :, :, 11] += 2.0
+    order = publisher_order(engine, passage, base, [before], tail)
+    assert len(order) == len(passage)
+    assert order[11] == max(order) == 255
+    assert min(order) == 0
+    assert len(set(order)) == len(passage)
+
+
+@pytest.mark.parametrize("selector", ["question", "order"])
+def test_fusion_losses_fall_to_nothing(engine, ids, model, selector):
+    before, passage, tail = ids
+    base = mean_cache(engine, passage, [model.encode("a"), model.encode("bcd")])
+    order = publisher_order(engine, passage, base, [before], tail)
+    losses = fusion_losses(
+        engine, passage, base, [before, model.encode("pine oak")], tail, load_selector(selector),
+        (0.0, 0.5, 1.0), order, question=8,
+    )  # fmt: skip
+    assert [share for share, _ in losses] == [0.0, 0.5, 1.0]
+    none, half, every = (loss for _, loss in losses)
+    assert none > half > every
+    assert every < 1e-6
+    with pytest.raises(UsageError, match="10 are needed"):
+        fusion_losses(engine, passage, base, [before], tail[:9], load_selector(selector), question=8)
