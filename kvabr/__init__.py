@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     )
     from kvabr.types.kv import KVSpec
     from kvabr.types.naming import TrackNamespace
+    from kvabr.types.passage import Exact, Passage
 
 __version__ = "0.2.0"
 
@@ -64,6 +65,7 @@ __all__ = [
     "Decision",
     "Engine",
     "Estimator",
+    "Exact",
     "ForeignError",
     "FormatError",
     "Found",
@@ -76,6 +78,7 @@ __all__ = [
     "ModelError",
     "NotFoundError",
     "NothingCached",
+    "Passage",
     "PlayError",
     "PlayOptions",
     "Played",
@@ -121,6 +124,7 @@ _MODULES = {
     ),
     "kvabr.types.kv": "KVSpec",
     "kvabr.types.naming": "TrackNamespace",
+    "kvabr.types.passage": "Exact Passage",
 }
 """The public names of each module, which is imported when one of them is first used: many need torch."""
 

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from kvabr.publish.encoder import publish
+from kvabr.codec.rope import rotate
+from kvabr.publish.encoder import PassageBase, publish
 from kvabr.store.asset import Asset, Prompt
 from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter
 from kvabr.types.digests import SHA256
 from kvabr.types.kv import KVSpec
+from kvabr.types.passage import PassageNotes
 from tests import kvdata
 
 SPEC = kvdata.spec(group_tokens=16)
@@ -84,5 +86,30 @@ def toy_asset(
     with FolderAssetWriter(path, force=force) as writer:
         catalog = publish(ToyModel(), made, tracks, profile, writer, salt=salt, digest=digest)
         writer.prompt(made.sealed(catalog.namespace.prompt) if salt else made)
+        writer.commit(catalog)
+    return FolderAsset.open(path)
+
+
+def toy_base(
+    ids: Sequence[int], model: ToyModel | None = None, *, fusion: tuple[tuple[float, float], ...] = ((0.0, 0.05),)
+) -> PassageBase:
+    """What a publisher has of a passage: the mean of its caches behind two contexts."""
+    model = model or ToyModel()
+    caches = []
+    for context in ([1, 2, 3], [5, 6, 7, 8]):
+        kv = model.prefill([*context, *ids])[:, :, :, len(context) :]
+        kv[:, 0] = rotate(kv[:, 0], model.spec.rope, len(context), undo=True)
+        caches.append(kv)
+    return PassageBase(sum(caches) / 2, PassageNotes("mean", 2, b"", fusion), model.prefill([1, 2, 3]))
+
+
+def toy_passage(
+    path, ids: Sequence[int], tracks=("FP16", "Int8", "Int4"), *, profile=None, salt: bytes = b"", **notes
+) -> Asset:
+    """Publish a passage of the toy model into a folder."""
+    made = Prompt(tuple(ids), prompt().continuation)
+    with FolderAssetWriter(path) as writer:
+        base = toy_base(ids, **notes)
+        catalog = publish(ToyModel(), made, tracks, profile, writer, passage=base, salt=salt, time_engine=False)
         writer.commit(catalog)
     return FolderAsset.open(path)

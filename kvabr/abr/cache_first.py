@@ -20,10 +20,13 @@ def cache_first(policy: Policy, catalog: Catalog, stored: CachedGroups) -> Polic
         return policy
     kept: dict[str, frozenset[int]] = {}
     for track in catalog.tracks:
-        addresses = {catalog.address(group, track.name): group for group in range(catalog.groups)}
-        names = dict.fromkeys(name for name, _ in addresses)
-        here = ((name, number) for name in names for number in stored(catalog.namespace, name))
-        kept[track.name] = frozenset(addresses[each] for each in here if each in addresses)
+        places: dict[tuple[TrackNamespace, str], dict[int, list[int]]] = {}
+        for group in range(catalog.groups):
+            name, number = catalog.address(group, track.name)
+            places.setdefault((catalog.namespace_of(group), name), {}).setdefault(number, []).append(group)
+        kept[track.name] = frozenset(
+            group for name, numbers in places.items() for number in stored(*name) for group in numbers.get(number, ())
+        )
     return CacheFirst(policy, kept) if any(kept.values()) else policy
 
 

@@ -33,6 +33,7 @@ from kvabr.client.options import (
     model_of,
 )
 from kvabr.client.origins import dialling, parse_namespace
+from kvabr.client.passages import PassagePrompt
 from kvabr.client.peer_history import history_at
 from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.play import Play
@@ -54,6 +55,7 @@ from kvabr.types.errors import FormatError, PlayError, TransportError, UsageErro
 from kvabr.types.events import LookupFailed
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
+from kvabr.types.passage import Part
 
 _FIND_S = 5.0
 _WAIT_SHARE = 0.9
@@ -198,8 +200,9 @@ class AsyncClient:
 
     async def play(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[int] = (),
         *,
+        parts: Sequence[Part] | None = None,
         deadline: float,
         options: PlayOptions | None = None,
         model: KVSpec | str | None = None,
@@ -210,6 +213,7 @@ class AsyncClient:
 
         Args:
             tokens: ids of the prompt.
+            parts: the prompt instead, if passages of it may be cached by themselves, see `Played.approximate`.
             deadline: seconds from this call in which the cache is wanted. Connecting, waiting for a turn, and the
                 engine's own time for what no cache covers come out of it.
             options: how to play; None: the client's.
@@ -230,6 +234,8 @@ class AsyncClient:
         options = options or self.options
         wanted, any_size = model_of(model or self._model, engine or self.engine)
         computing, cost = engine_of(engine or self.engine, options)
+        prompt = None if parts is None else PassagePrompt.of(parts, tokens, wanted, computing, options)
+        tokens = tokens if prompt is None else prompt.tokens
         check_prompt(tokens)
 
         async def work(play: Play) -> Played | NothingCached:
@@ -238,14 +244,18 @@ class AsyncClient:
             try:
                 lookup_s = lookup_time(clock, cost, len(tokens))
                 async with asyncio.timeout(lookup_s):
-                    found, spec = await self._peer(peer).find(
-                        play.connection,
-                        tokens,
-                        wanted,
-                        any_group_tokens=any_size,
-                        salt=options.salt,
-                        live=options.live,
-                        wait_s=min(options.wait_for_producer_s, _WAIT_SHARE * lookup_s),
+                    found, spec = (
+                        await prompt.find(play.connection)
+                        if prompt
+                        else await self._peer(peer).find(
+                            play.connection,
+                            tokens,
+                            wanted,
+                            any_group_tokens=any_size,
+                            salt=options.salt,
+                            live=options.live,
+                            wait_s=min(options.wait_for_producer_s, _WAIT_SHARE * lookup_s),
+                        )
                     )
                 if isinstance(found, Unplayable):
                     limit = found.limited_by

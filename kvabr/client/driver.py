@@ -191,7 +191,12 @@ class Driver:
         if download is None:
             track, group = self._catalog.address(action.group, action.track)
             download = self._connection.fetch(
-                self._catalog.namespace, track, group, priority=action.priority, limit=action.bytes, exact=True
+                self._catalog.namespace_of(action.group),
+                track,
+                group,
+                priority=action.priority,
+                limit=action.bytes,
+                exact=True,
             )
         self._reads[action.request] = (self._begin(self._read(action, download, before)), download)
 

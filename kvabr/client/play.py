@@ -63,6 +63,7 @@ from kvabr.types.events import (
     RecomputeDone,
     RecomputeStarted,
 )
+from kvabr.types.joined import fusion_loss
 from kvabr.types.kv import KVSpec
 from kvabr.types.live import GrowingCatalog
 from kvabr.types.loss import played_loss, predicted_loss
@@ -116,12 +117,13 @@ class Play:
             link = known_link(self.connection.shared.peer, self.history)
             catalog = shortened(catalog, self.cost, link, left_s, skip=skip, behind=behind, block=block)
         growing: GrowingCatalog | None = None
-        wanted, known = catalog.suffix(skip), catalog.known_digests()
+        wanted = catalog.suffix(skip)
         if found.live is not None:
             growing = GrowingCatalog(found.live, wanted, most_frame_bytes(wanted.spec))
-            wanted, known = growing.catalog, iter(growing.known.items())
-        for name, digests in known:
-            self.connection.identify(catalog.namespace, name, digests)
+            wanted = growing.catalog
+        for asset in catalog.sources or (catalog,):
+            for name, digests in asset.known_digests() if growing is None else growing.known.items():
+                self.connection.identify(asset.namespace, name, digests)
         end_s = None if self.engine is not None else max(0.0, self._patience_s() - self.clock.now())
         try:
             async with asyncio.timeout(end_s):
@@ -150,7 +152,7 @@ class Play:
         record, assembler = driver.session.record, driver.assembler
         if record.gave_up is not None:
             options.note(PlayGaveUp(clock.now() - lookup_s, record.gave_up))
-            if self.engine is not None and not catalog.every_token and driver.engine_error is None:
+            if self.engine is not None and not catalog.even and driver.engine_error is None:
                 return await self.compute()
             if isinstance(driver.engine_error, KvabrError):
                 raise driver.engine_error
@@ -163,6 +165,7 @@ class Play:
         record.met = ttft_s + rest_s <= clock.deadline_s
         coverage = tuple(track or "" for track in assembler.coverage)
         loss = played_loss(catalog, record.steps)
+        fusion = fusion_loss(catalog, coverage) if catalog.sources else 0.0
         options.note(CacheDelivered(ttft_s - lookup_s, record.met, loss))
         return Played(
             parts=parts,
@@ -171,7 +174,8 @@ class Play:
             ttft_s=ttft_s,
             lookup_s=lookup_s,
             met=record.met,
-            loss=loss,
+            loss=loss + (fusion or 0.0),
+            fusion_loss=fusion,
             record=record,
             spec=catalog.spec,
             catalog=catalog,

@@ -12,7 +12,7 @@ import torch
 from kvabr.client.upgrades import Upgrades
 from kvabr.player.session_types import LiveRecord, PlayRecord
 from kvabr.store.files import PRIVATE, replacing, sweep
-from kvabr.types.catalog import Catalog
+from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import AssetError, FormatError, PlayError
 from kvabr.types.kv import KVSpec
 from kvabr.types.units import Span, Unit
@@ -50,8 +50,21 @@ class Played:
     """SHA-256 of the catalog as the origin has it, hex."""
     limited_by: str | None = None
     """The layer class for which less of the prompt could be played than is cached, see `kvabr.types.units.hit`."""
+    fusion_loss: float | None = 0.0
+    """What of `loss` comes of joining passages; None: unknown, and not in it, since that of one was not measured."""
     upgrades: Upgrades | None = None
     """Upgrades that continue now that the cache is in use; None if `PlayOptions.after` did not ask for any."""
+
+    @property
+    def approximate(self) -> bool:
+        """Whether it is joined from passages, whose caches were computed without what comes before them in the prompt.
+
+        Such a cache is not the prompt's own, on no track: do not publish it.
+        """
+        if self.catalog is None or not self.catalog.sources:
+            return False
+        pairs = zip(self.catalog.units, self.coverage, strict=True)
+        return any(unit.free is not None and track != RECOMPUTED for unit, track in pairs)
 
     @property
     def live(self) -> LiveRecord | None:
@@ -194,7 +207,7 @@ def save(played: Played, path: Path) -> None:
         "namespace": namespace,
         "catalog_sha256": played.catalog_sha256,
         "loss": played.loss,
-    }
+    } | ({"approximate": True} if played.approximate else {})
     tensors = {"kv": played.parts[0].contiguous()}
     if len(played.parts) > 1:
         tensors = {f"kv.{name}": kv.contiguous() for name, kv in zip(played.spec.names, played.parts, strict=True)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ParamSpec
 
 from kvabr.abr.estimator import Estimator
@@ -202,6 +202,15 @@ class PlayState:
         self.over = False
         """True once the play has been delivered or given up."""
         self._begin(goal)
+
+    def _leave_out(self, groups: Collection[int]) -> None:
+        """Leave groups that no asset has to the engine from the beginning."""
+        if groups:
+            every = self._catalog.by_name
+            self._retries.unavailable.update((group, track) for group in groups for track in every)
+            if self._compute is not None:
+                self._compute.chosen.update(groups)
+            self._sync_missing()
 
     def _begin(self, goal: Goal) -> None:
         """Prepare for a goal that is not a fresh cache."""

@@ -36,9 +36,9 @@ def longest_prefix(catalog: Catalog, placed: Sequence[object], block: int = 1) -
     first, size = catalog.first_token, catalog.spec.group_tokens
     if catalog.every_token:
         solid = sum(1 for _ in takewhile(bool, placed))
-        end = (first + min(solid * size, catalog.tokens)) // block * block
-        tokens = max(0, end - first)
-        return PlacedPrefix(tokens, tuple(range(catalog.spec.groups(tokens))), (Span(first, tokens),))
+        tokens = max(0, (first + catalog.tokens_before(solid)) // block * block - first)
+        groups = takewhile(lambda group: catalog.tokens_before(group) < tokens, range(solid))
+        return PlacedPrefix(tokens, tuple(groups), (Span(first, tokens),))
     there = {(unit.part, unit.group): index for index, unit in enumerate(catalog.units) if placed[index]}
     for count in range(_solid(catalog, there), 0, -1):
         end = (first + min(count * size, catalog.tokens)) // block * block

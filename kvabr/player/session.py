@@ -64,6 +64,7 @@ class Session(PlayState):
             PolicyError: the policy refuses this play, raises, or makes an invalid decision. Every event may raise it.
         """
         self.view.now = now
+        self._leave_out(self._catalog.computed)
         self._guard.start()
         self._advance(now)
 

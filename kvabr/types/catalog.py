@@ -28,7 +28,7 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import PassageNotes
 from kvabr.types.tracks import Mix, Quality, Track, check_track, groups_of, track_from_json, track_to_json
-from kvabr.types.units import Span, Unit, count_of, cuts, hit, prefix_units, units_of
+from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_units, units_of
 
 __all__ = ["MAX_CATALOG_BYTES", "MAX_PROFILE_BYTES", "RECOMPUTED", "Catalog", "Mix", "Quality", "Track"]
 
@@ -70,11 +70,16 @@ class Catalog:
     """Published groups before this catalog's first: its group ``g`` is published as ``offset + g``. Not in the JSON."""
     chosen: tuple[Unit, ...] | None = None
     """The units that it has, if some of its tokens' are left out because a play does not need them. Not in the JSON."""
+    sources: tuple[Catalog, ...] = ()
+    """The passages that it is joined from (`kvabr.types.joined`). Its groups are the units in `chosen`, of any length,
+    with a chunk for each; what lies between passages is a unit, too. Not in the JSON."""
     whole: Catalog | None = field(default=None, compare=False, repr=False)
     """The catalog that its units were chosen from. Not in the JSON."""
 
     def __post_init__(self) -> None:
         chunks = self.spec.groups(self.tokens) if self.tokens > 0 else 0
+        if self.sources and self.chosen is not None:
+            chunks = len(self.chosen)
         if not 0 < chunks <= MAX_GROUPS:
             raise FormatError(f"catalog: {self.tokens} tokens make {chunks} groups; 1 to {MAX_GROUPS} are allowed")
         if self.spec.part_of is not None:
@@ -114,17 +119,29 @@ class Catalog:
 
     @property
     def every_token(self) -> bool:
-        """Whether there is one class, of which every group is needed: then units are groups of tokens."""
+        """Whether there is one class, of which every group is needed."""
         return len(self.spec.classes) == 1 and self.spec.only.kind in ("full", "latent")
+
+    @property
+    def even(self) -> bool:
+        """Whether units are groups of tokens of one asset: all are of the same length, except the last."""
+        return self.every_token and not self.sources
+
+    @property
+    def computed(self) -> tuple[int, ...]:
+        """The groups that no asset has."""
+        if not self.sources:
+            return ()
+        return tuple(group for group, unit in enumerate(self.units) if unit.source == COMPUTED)
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """The units that the groups are, unless every group of tokens is one; see `unit`."""
+        """The units that the groups are, unless these are `even`; see `unit`."""
         return units_of(self.spec, self.tokens) if self.chosen is None else self.chosen
 
     def unit(self, group: int) -> Unit:
         """Return what a group is: which one of which class. Its ``chunk`` is an index of `chunks`."""
-        if not self.every_token:
+        if not self.even:
             return self.units[group]
         first, last = self.spec.group_range(group, self.tokens)
         free = None if self.passage is None else first
@@ -133,6 +150,9 @@ class Catalog:
     def title(self, group: int) -> str:
         """Return what to call a group in messages: ``group 3``, or ``window512 #3`` of several layer classes."""
         unit = self.unit(group)
+        if self.sources:
+            own = "text" if unit.source == COMPUTED else f"passage {unit.source} group {unit.group}"
+            return f"{own} at token {unit.first}"
         return f"{self.spec.names[unit.part]} #{unit.group}" if len(self.spec.classes) > 1 else f"group {unit.group}"
 
     @property
@@ -184,9 +204,14 @@ class Catalog:
         """Return the track that is published under a name; a `FormatError` if there is none."""
         return self.published.get(name) or self.track(name)
 
+    def namespace_of(self, group: int) -> TrackNamespace:
+        """Return the namespace under which a group is published; that of the prompt if no asset has it."""
+        source = self.units[group].source if self.sources else COMPUTED
+        return self.namespace if source == COMPUTED else self.sources[source].namespace
+
     def address(self, group: int, track: str) -> tuple[str, int]:
         """Return the name of the track, and the number of the group in it, that a group of a level is published as."""
-        if self.every_token:
+        if self.even:
             return track, self.offset + group
         unit = self.units[group]
         return self.spec.parts[unit.part].track_name(track), unit.group
@@ -215,14 +240,14 @@ class Catalog:
 
     def group_tokens(self, group: int) -> int:
         """Return the number of tokens in ``group`` (rows of a snapshot)."""
-        if not self.every_token:
+        if not self.even:
             return self.units[group].tokens
         first, last = self.spec.group_range(group, self.tokens)
         return last - first
 
     def share(self, group: int) -> float:
         """Return the elements of a group as a share of the largest full group, which `Track.decode_s` is for."""
-        if self.every_token:
+        if self.even:
             return self.group_tokens(group) / self.spec.group_tokens
         unit, largest = self.units[group], self.spec.largest
         elements = unit.tokens * self.spec.parts[unit.part].elements_per_token
@@ -233,10 +258,12 @@ class Catalog:
 
         An engine that computes groups ``first`` to ``last`` - 1 computes what lies between these two.
         """
-        if self.every_token:
+        if self.even:
             return min(group * self.spec.group_tokens, self.tokens)
         if group >= self.groups:
             return self.tokens
+        if self.sources:
+            return self.units[group].first
         return self.units[group].chunk * self.spec.group_tokens if group else 0
 
     @cached_property
@@ -352,15 +379,17 @@ class Catalog:
         return self.position + self.offset * self.spec.group_tokens
 
     def _slice(self, first: int, last: int, tokens: int) -> Catalog:
-        if self.passage is not None:
-            raise UsageError("a passage is played whole")
+        if self.passage is not None or self.sources:
+            raise UsageError("passages are played whole")
         tracks = tuple(groups_of(track, range(first, last), range(first, last)) for track in self.tracks)
         return replace(
             self, tokens=tokens, chunks=self.chunks[first:last], tracks=tracks, mixes=(), offset=self.offset + first
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; equal catalogs give equal values."""
+        """Return plain JSON values; equal catalogs give equal values. A `UsageError` if it is joined from several."""
+        if self.sources:
+            raise UsageError("a prompt that is joined from passages is not published")
         return {
             "schema": schema_of(self.digest_kind, passage=self.passage is not None),
             "namespace": {"model": self.namespace.model, "prompt": self.namespace.prompt},

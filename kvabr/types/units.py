@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 from kvabr.types.kv import KVSpec
 
+COMPUTED = -1
+"""`Unit.source` of what no asset has, so that only an engine can bring it: a text between passages."""
+
 
 class Unit(NamedTuple):
     """One group of one layer class."""
@@ -31,6 +34,8 @@ class Unit(NamedTuple):
     free: int | None = None
     """Of a passage, which may be played anywhere, its first token there; None: it was encoded for its place in the
     prompt."""
+    source: int = 0
+    """Index of its asset in `Catalog.sources`, if the cache is joined from several; `COMPUTED` if none has it."""
 
 
 class Span(NamedTuple):

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from functools import partial
 
 import pytest
+import structlog
 
 from kvabr.client.lookup import fetch_catalog, fetch_small, find_prefix
+from kvabr.client.origins import dialling
+from kvabr.client.passages import find_passages
 from kvabr.client.result import NothingCached
+from kvabr.quic.interface import read_all
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.types.errors import NotFoundError, PlayError, UsageError
-from kvabr.types.naming import TrackNamespace, prefix_track
+from kvabr.server.relay_catalogs import Catalogs
+from kvabr.store.asset_folder import FolderAsset
+from kvabr.types.digests import has_digest
+from kvabr.types.errors import FormatError, NotFoundError, PlayError, UsageError
+from kvabr.types.naming import CATALOG_TRACK, TrackNamespace, prefix_track
 from kvabr.types.passage import Passage, PassageNotes
 from tests import assets
 from tests.client.playing import play, play_asset
+from tests.client.stored import memory_url, put_asset
 from tests.client.virtual import virtual
-from tests.memory_transport import MemoryConnection
+from tests.memory_transport import Fault, MemoryConnection, MemoryLink
 
 IDS = tuple(range(100, 118))
 NOTES = PassageNotes("alone")
@@ -89,5 +99,105 @@ def test_tenants_do_not_see_each_others_passages(tmp_path):
             for salt in (b"", b"theirs"):
                 with pytest.raises(NotFoundError):
                     await fetch_catalog(link, Passage(IDS).name(SPEC, salt))
+
+    check()
+
+
+FIVE = [Passage(range(100 * n, 100 * n + 9 + n)) for n in range(5)]
+
+
+@pytest.fixture
+def five(tmp_path):
+    """A store with five passages."""
+    for number, passage in enumerate(FIVE):
+        assets.make_asset(tmp_path / f"passage-{number}", passage.ids, passage=NOTES)
+    return tmp_path
+
+
+def test_five_passages_are_found_in_one_round_trip(five):
+    @virtual
+    async def check():
+        path = MemoryLink(1e9, 0.2)
+        async with MemoryConnection(partial(PublishedAssets(five).find, EVERYTHING), path) as link:
+            begun_s = link.loop.time()
+            found = await find_passages(link, [*FIVE, FIVE[0], Passage((9, 9, 9))], SPEC)
+            assert link.loop.time() - begun_s == pytest.approx(0.2, abs=0.01)
+            assert link.requests == 6
+            assert [found[passage].catalog.tokens for passage in FIVE] == [9, 10, 11, 12, 13]
+            assert Passage((9, 9, 9)) not in found
+
+    check()
+
+
+def test_five_passages_are_found_through_a_relay_which_keeps_them(five, tmp_path):
+    @virtual
+    async def check():
+        path = MemoryLink(1e9, 0.2)
+        async with MemoryConnection(partial(PublishedAssets(five).find, EVERYTHING), path) as upstream:
+            cache, begun_s = Catalogs(upstream, structlog.get_logger()), upstream.loop.time()
+            for _ in range(2):  # the relay answers the second player by itself
+                answers = await asyncio.gather(*(cache.get(each.name(SPEC), CATALOG_TRACK) for each in FIVE))
+                assert [answer.facts.tokens for answer in answers] == [9, 10, 11, 12, 13]
+                assert upstream.requests == 5
+                assert upstream.loop.time() - begun_s == pytest.approx(0.2, abs=0.01)
+            cache.close()
+
+    check()
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_five_passages_are_found_in_a_bucket_with_a_get_each(five, tmp_path, scheme):
+    url = memory_url() if scheme == "memory" else f"file://{tmp_path / 'bucket'}?layout=objects"
+    for number in range(5):
+        put_asset(url, FolderAsset.open(five / f"passage-{number}"))
+    assets.make_asset(tmp_path / "prompt", FIVE[1].ids)
+    put_asset(url, FolderAsset.open(tmp_path / "prompt"))
+
+    async def check():
+        async with dialling(url) as link:
+            await link.open()
+            before = link.index.requests
+            found = await find_passages(link, FIVE, SPEC)
+            assert [found[passage].catalog.passage for passage in FIVE] == [NOTES] * 5
+            assert link.index.requests - before == 5
+            # And each group is one range of one object.
+            for passage in FIVE:
+                track = found[passage].catalog.track("FP16")
+                data = await read_all(link.fetch(passage.name(SPEC), "FP16", 1, limit=track.bytes[1]))
+                assert has_digest(track.digests[1], data)
+            # A prompt of the same tokens is found as a prompt, and is not the passage.
+            prompt = await find_prefix(link, FIVE[1].ids, SPEC)
+            assert prompt.catalog.passage is None
+            assert prompt.catalog.namespace != found[FIVE[1]].catalog.namespace
+            assert await find_prefix(link, FIVE[2].ids, SPEC) is None
+
+    asyncio.run(check())
+
+
+def test_what_is_not_the_passage_is_left_out(five, tmp_path):
+    """An origin that answers with other passages, or with prompts, under the names that are asked for."""
+    other = assets.make_asset(tmp_path / "elsewhere", range(700, 709), passage=NOTES)
+    prompt = assets.make_asset(tmp_path / "a-prompt", FIVE[1].ids)
+
+    @virtual
+    async def check():
+        true = FolderAsset.open(five / "passage-0").catalog
+        lies = {
+            FIVE[0]: other.catalog,
+            FIVE[1]: replace(prompt.catalog, namespace=FIVE[1].name(SPEC)),
+            FIVE[2]: replace(true, namespace=FIVE[2].name(SPEC), chunks=(*true.chunks[:-1], FIVE[2].name(SPEC).prompt)),
+            FIVE[3]: replace(true, namespace=FIVE[3].name(SPEC)),
+        }
+        answers = {passage.name(SPEC): catalog.dumps().encode() for passage, catalog in lies.items()}
+
+        def fault(ask):
+            return Fault(replace=answers[ask.namespace]) if ask.namespace in answers else None
+
+        async with MemoryConnection(partial(PublishedAssets(five).find, EVERYTHING), faults=fault) as link:
+            assert list(await find_passages(link, FIVE, SPEC)) == [FIVE[4]]
+            with pytest.raises(FormatError):
+                await find_passages(link, FIVE[:4], SPEC)
+            assert list(await find_passages(link, [FIVE[4]], SPEC)) == [FIVE[4]]
+            assert not await find_passages(link, [FIVE[4]], SPEC, salt=b"another tenant")
 
     check()

@@ -11,19 +11,18 @@ import torch
 
 from kvabr.codec.fit import fit
 from kvabr.codec.profile import Profile
-from kvabr.codec.rope import rotate
 from kvabr.player.assembler import Assembler
-from kvabr.publish.encoder import PassageBase, compute_cache, ordered_tracks, publish
+from kvabr.publish.encoder import compute_cache, ordered_tracks, publish
 from kvabr.publish.frames import MemoryFrames
 from kvabr.publish.quality import Reference, sample_mixes
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import ForeignError, FormatError, UsageError
 from kvabr.types.loss import predicted_loss
 from kvabr.types.naming import chain
-from kvabr.types.passage import PassageNotes, passage_chain
+from kvabr.types.passage import passage_chain
 from tests import kvdata
 from tests.catalogs import catalog as made_catalog
-from tests.toymodel import SPEC, ToyModel, prompt
+from tests.toymodel import SPEC, ToyModel, prompt, toy_base
 
 pytestmark = pytest.mark.slow
 
@@ -167,19 +166,9 @@ def test_the_first_group_alone_can_be_published():
     assert catalog.prefill is None
 
 
-def passage_base(model, ids, before, notes=None):
-    """What a publisher has of a passage: the mean of its caches behind two contexts."""
-    caches = []
-    for context in (before, [5, 6, 7]):
-        kv = model.prefill([*context, *ids])[:, :, :, len(context) :]
-        kv[:, 0] = rotate(kv[:, 0], model.spec.rope, len(context), undo=True)
-        caches.append(kv)
-    return PassageBase(sum(caches) / 2, notes or PassageNotes("mean", 2), model.prefill(before))
-
-
 def test_a_passage_is_published_as_it_is_long_and_measured_behind_a_neutral_text():
     model, made, kept = ToyModel(), prompt(), MemoryFrames()
-    base = passage_base(model, made.tokens, [1, 2, 3])
+    base = toy_base(made.tokens)
     tracks = ("FP16", "Int4", "AC-L0", "AC-L1")
     catalog = publish(model, made, tracks, None, kept, passage=base)
     assert Catalog.loads(catalog.dumps()) == catalog
@@ -204,7 +193,7 @@ def test_a_passage_is_published_as_it_is_long_and_measured_behind_a_neutral_text
 
 def test_one_passage_has_one_name_and_each_tenant_another():
     model, made = ToyModel(), prompt(40)
-    base = passage_base(model, made.tokens, [1, 2, 3])
+    base = toy_base(made.tokens)
 
     def named(salt=b"", **more):
         kept = MemoryFrames()
@@ -221,4 +210,4 @@ def test_one_passage_has_one_name_and_each_tenant_another():
 def test_a_model_whose_keys_cannot_be_moved_has_no_passages():
     model = ToyModel(SPEC.changed(rope=None))
     with pytest.raises(FormatError, match="rotated"):
-        publish(model, prompt(), ("FP16",), None, MemoryFrames(), passage=passage_base(model, prompt().tokens, [1]))
+        publish(model, prompt(), ("FP16",), None, MemoryFrames(), passage=toy_base(prompt().tokens))

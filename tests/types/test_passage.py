@@ -153,7 +153,7 @@ def test_caches_that_cannot_be_moved_are_no_passages():
 
 def test_it_is_played_at_any_position_and_keeps_its_own_first_tokens():
     found = passage().at(1000)
-    assert [found.unit(group)[2:] for group in range(5)] == [
+    assert [found.unit(group)[2:6] for group in range(5)] == [
         (group, 1000 + 128 * group, 128 if group < 4 else 88, 128 * group) for group in range(5)
     ]
     assert found.address(3, "Int4") == ("Int4", 3)

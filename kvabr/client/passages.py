@@ -1,0 +1,109 @@
+"""Passages of a prompt: found by their names, all at the same time, and joined into one catalog.
+
+Any of them may be missing or unusable; the engine then computes it, as it computes the text between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvabr.client.lookup import Found, fetch_catalog
+from kvabr.client.options import PlayOptions
+from kvabr.quic.interface import Connection
+from kvabr.types.catalog import Catalog
+from kvabr.types.engine import Engine
+from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError
+from kvabr.types.joined import join
+from kvabr.types.kv import KVSpec
+from kvabr.types.passage import Part, Passage, check_movable, check_parts, passage_chain
+
+
+async def find_passages(
+    origin: Connection, passages: Iterable[Passage], spec: KVSpec, *, salt: bytes = b""
+) -> dict[Passage, Found]:
+    """Return what an origin has of some passages; those that it lacks, or that cannot be used, are left out.
+
+    All are asked for at the same time, so that takes one round trip.
+
+    Raises `TransportError` or `FormatError` if nothing was found, and one of them could not be asked for, or used.
+    """
+    wanted = list(dict.fromkeys(passages))
+    answers = await asyncio.gather(*(_find(origin, each, spec, salt) for each in wanted), return_exceptions=True)
+    found = {passage: answer for passage, answer in zip(wanted, answers, strict=True) if isinstance(answer, Found)}
+    for answer in answers:
+        missing = isinstance(answer, Found | NotFoundError)
+        known = isinstance(answer, TransportError | FormatError)
+        if isinstance(answer, BaseException) and not missing and (not known or not found):
+            raise answer
+    return found
+
+
+async def _find(origin: Connection, passage: Passage, spec: KVSpec, salt: bytes) -> Found:
+    found = await fetch_catalog(origin, passage.name(spec, salt))
+    catalog, named = found.catalog, {"model": spec.model, "tokenizer": spec.tokenizer}
+    chunks = passage_chain(passage.ids, **named, group_tokens=spec.group_tokens, salt=salt)
+    if catalog.passage is None or catalog.tokens != len(passage.ids) or catalog.chunks != tuple(chunks):
+        raise ForeignError(f"what the origin has under the name of {catalog.namespace.prompt[:12]}... is no passage")
+    if catalog.spec.digest() != spec.digest():
+        raise ForeignError(f"the origin's passage is of {catalog.spec.summary}, ours of {spec.summary}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class PassagePrompt:
+    """A prompt made of parts, to be played."""
+
+    parts: tuple[Part, ...]
+    spec: KVSpec
+    salt: bytes
+
+    @classmethod
+    def of(
+        cls,
+        parts: Sequence[Part],
+        tokens: Sequence[int],
+        model: KVSpec | str | None,
+        engine: Engine | None,
+        options: PlayOptions,
+    ) -> PassagePrompt:
+        """Check the arguments of a play with parts; a `UsageError` says what is wrong."""
+        if len(tokens):
+            raise UsageError("give the prompt as tokens or in parts, not both")
+        spec = model if isinstance(model, KVSpec) else None if engine is None else engine.spec
+        if engine is None or spec is None:
+            raise UsageError("a prompt with passages needs an engine: it computes the text between them")
+        if (options.mode or engine.mode) != "hole":
+            raise UsageError("a prompt with passages needs an engine that can compute any group (mode 'hole')")
+        try:
+            check_movable(spec)
+        except FormatError as error:
+            raise UsageError(str(error)) from error
+        return cls(check_parts(parts), spec, options.salt)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of the whole prompt."""
+        return [token for part in self.parts for token in part.ids]
+
+    async def find(self, origin: Connection) -> tuple[Found | None, KVSpec]:
+        """Return what an origin has of the passages, joined; None if it has none. Errors as `find_passages`."""
+        passages = [part for part in self.parts if isinstance(part, Passage)]
+        found = await find_passages(origin, passages, self.spec, salt=self.salt)
+        if not found:
+            return None, self.spec
+        usable = _with_one_profile({passage: one.catalog for passage, one in found.items()})
+        catalog = join(self.parts, usable, self.spec)
+        told = "".join(one.sha256 for passage, one in found.items() if passage in usable)
+        joined = None if catalog is None else Found(catalog, hashlib.sha256(told.encode()).hexdigest())
+        return joined, self.spec
+
+
+def _with_one_profile(found: Mapping[Passage, Catalog]) -> dict[Passage, Catalog]:
+    """Return the passages of the most common codec profile, and those without one: a play decodes with one profile."""
+    profiles = Counter(catalog.profile for catalog in found.values() if catalog.profile is not None)
+    common = profiles.most_common(1)[0][0] if profiles else None
+    return {passage: catalog for passage, catalog in found.items() if catalog.profile in (None, common)}

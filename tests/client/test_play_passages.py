@@ -1,0 +1,242 @@
+"""Prompts that are joined from passages: every one at its place, all else computed in order, and never a hole."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.codec.fit import fit
+from kvabr.codec.rope import rotate
+from kvabr.server.grants import EVERYTHING
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import ModelError, UsageError
+from kvabr.types.passage import Exact, Passage
+from tests.client.playing import play
+from tests.client.virtual import virtual
+from tests.examples import examples
+from tests.memory_transport import Fault, MemoryConnection, MemoryLink
+from tests.toymodel import SPEC, ToyModel, prompt, toy_base, toy_passage
+
+COST = PrefillCost(0.001, 0.0001)
+IDS = prompt(200).tokens
+SYSTEM, BETWEEN, QUESTION = Exact(IDS[:11]), Exact(IDS[90:93]), Exact(IDS[190:200])
+ONE, OTHER, LAYERED, ABSENT = Passage(IDS[11:60]), Passage(IDS[60:90]), Passage(IDS[93:133]), Passage(IDS[140:170])
+PARTS = (SYSTEM, ONE, ABSENT, OTHER, BETWEEN, ONE, QUESTION)
+COVERED = 11 + 49 + 30 + 30 + 3 + 49
+WHOLE = [token for part in PARTS for token in part.ids]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    root = tmp_path_factory.mktemp("passages")
+    profile = fit(SPEC, lambda: iter([ToyModel().prefill(prompt(200).tokens)]))
+    toy_passage(root / "one", ONE.ids)
+    toy_passage(root / "other", OTHER.ids, fusion=((0.0, 0.02), (0.2, 0.01)))
+    toy_passage(root / "layered", LAYERED.ids, ("Int4", "AC-L0", "AC-L1"), profile=profile)
+    toy_passage(root / "salted", ONE.ids, salt=b"secret")
+    return PublishedAssets(root)
+
+
+@pytest.fixture
+def origin(library):
+    def make(rate=1e8, rtt_s=0.02, **options):
+        return MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(rate, rtt_s), **options)
+
+    return make
+
+
+def wanted(parts, cached, until):
+    """The cache of a joined prompt, part by part: passages rotated to their places, all else behind what is there."""
+    model, kv, ids, place = ToyModel(), None, [], 0
+    for part in parts:
+        if part in cached and place:
+            new = toy_base(part.ids).kv.clone()
+            new[:, 0] = rotate(new[:, 0], SPEC.rope, place)
+        else:
+            new = model.prefill(part.ids, kv)
+        kv = new if kv is None else torch.cat((kv, new), dim=3)
+        place, ids = place + len(part.ids), [*ids, *part.ids]
+    return kv[:, :, :, :until]
+
+
+def off_by(kv, exact):
+    return float((kv.float() - exact).norm() / exact.norm())
+
+
+@virtual
+async def test_passages_are_placed_and_the_rest_is_computed_in_order(origin):
+    engine = ToyModel()
+    async with origin() as link:
+        played = await play(link, parts=PARTS, deadline=2.0, engine=engine, prefill_cost=COST, policy="fixed:FP16")
+        assert link.requests == 3 + 4 + 2  # a passage that comes twice is fetched once
+    assert played.tokens == COVERED
+    assert played.met
+    assert played.approximate
+    assert played.coverage == ("recomputed", *["FP16"] * 4, "recomputed", *["FP16"] * 2, "recomputed", *["FP16"] * 4)
+    assert engine.prefilled == 11 + 30 + 3
+    assert off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED)) < 1e-3
+    assert played.fusion_loss == pytest.approx(0.05 + 0.02 + 0.05)
+    assert played.loss == pytest.approx(0.12, abs=1e-3)
+    assert played.lookup_s == pytest.approx(0.02, abs=0.005)  # one round trip for all passages
+    assert played.limited_by is None
+
+
+@virtual
+async def test_the_default_policy_plays_them_as_well_as_time_allows(origin):
+    for rate, coarse in ((1e8, False), (9e4, True)):
+        async with origin(rate=rate) as link:
+            played = await play(link, parts=PARTS, deadline=1.0, engine=ToyModel(), prefill_cost=COST, gpu_price=1.0)
+        assert played.met
+        assert ("Int4" in played.coverage) == coarse
+        assert played.approximate
+        assert played.loss > 0.12
+        assert off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED)) < (0.2 if coarse else 0.02)
+
+
+@virtual
+async def test_layers_and_tokens_kept_aside_are_placed_as_well(origin):
+    parts = (SYSTEM, LAYERED, BETWEEN, LAYERED, QUESTION)
+    async with origin() as link:
+        played = await play(link, parts=parts, deadline=2.0, engine=ToyModel(), prefill_cost=COST, gpu_price=1.0)
+    assert "AC-L1" in played.coverage or "Int4" in played.coverage
+    assert off_by(played.kv, wanted(parts, {LAYERED}, 11 + 40 + 3 + 40)) < 0.3
+
+
+@virtual
+async def test_what_does_not_come_is_computed_behind_what_is_in_place(origin):
+    """A link that carries nothing after the catalogs, and one on which a passage is damaged."""
+
+    def dead(ask):
+        return None if ask.track == "kvabr.catalog" else Fault(stall_after=0)
+
+    async with origin(faults=dead) as link:
+        played = await play(link, parts=PARTS, deadline=1.0, engine=ToyModel(), prefill_cost=COST)
+    assert set(played.coverage) == {"recomputed"}
+    assert not played.approximate
+    assert (played.loss, played.fusion_loss) == (0.0, 0.0)
+    assert off_by(played.kv, ToyModel().prefill(WHOLE)[:, :, :, : played.tokens]) < 1e-3
+
+    def damaged(ask):
+        return Fault(corrupt_at=400) if ask.namespace == OTHER.name(SPEC) and ask.track != "kvabr.catalog" else None
+
+    async with origin(faults=damaged) as link:
+        played = await play(link, parts=PARTS, deadline=1.0, engine=ToyModel(), prefill_cost=COST, gpu_price=1.0)
+    assert played.coverage[6:8] == ("recomputed",) * 2
+    assert off_by(played.kv, wanted(PARTS, {ONE}, COVERED)) < 0.02
+    assert played.approximate
+    assert played.fusion_loss == pytest.approx(0.05 + 0.05)
+
+
+@virtual
+async def test_without_any_passage_the_engine_computes_the_prompt(origin):
+    for parts in ((SYSTEM, ABSENT, QUESTION), (SYSTEM, QUESTION), (ONE, QUESTION)):
+        async with origin() as link:
+            played = await play(link, parts=parts, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
+        ids = [token for part in parts for token in part.ids]
+        assert played.tokens == len(ids)
+        assert not played.approximate
+        assert played.loss == 0.0
+        assert off_by(played.kv, ToyModel().prefill(ids)) < 1e-3
+
+
+@virtual
+async def test_a_salt_keeps_passages_apart(origin):
+    async with origin() as link:
+        for salt, approximate in ((b"secret", True), (b"other", False)):
+            played = await play(
+                link,
+                parts=(SYSTEM, ONE, QUESTION),
+                deadline=2.0,
+                engine=ToyModel(),
+                prefill_cost=COST,
+                gpu_price=1.0,
+                salt=salt,
+            )
+            assert played.approximate == approximate
+
+
+@virtual
+async def test_groups_of_passages_are_kept_for_the_next_prompt(origin):
+    options = PlayOptions(prefill_cost=COST, gpu_price=1.0)
+    async with origin() as link, AsyncClient(link, engine=ToyModel(), options=options) as client:
+        first = await client.play(parts=PARTS, deadline=2.0)
+        before = link.requests
+        again = await client.play(parts=(SYSTEM, OTHER, BETWEEN, ONE, QUESTION), deadline=2.0)
+        assert link.requests - before < 5  # the catalogs, and tracks that the first play did not take
+    assert first.approximate
+    assert off_by(again.kv, wanted((SYSTEM, OTHER, BETWEEN, ONE), {ONE, OTHER}, 93)) < 0.2
+
+
+@virtual
+async def test_an_engine_that_fails_is_named(origin):
+    class Broken(ToyModel):
+        def prefill(self, tokens, before=None):
+            raise RuntimeError("out of memory")
+
+    async with origin() as link:
+        with pytest.raises(ModelError, match="out of memory"):
+            await play(link, parts=PARTS, deadline=1.0, engine=Broken(), prefill_cost=COST)
+
+
+@virtual
+async def test_what_cannot_be_played_in_parts_is_said_at_once(origin):
+    class Suffix(ToyModel):
+        mode = "suffix"
+
+    unrotated = ToyModel(SPEC.changed(rope=None))
+    async with origin() as link:
+        for words, options in (
+            ("needs an engine", {}),
+            ("needs an engine", {"spec": SPEC}),
+            ("any group", {"engine": Suffix(), "prefill_cost": COST}),
+            ("any group", {"engine": ToyModel(), "prefill_cost": COST, "mode": "suffix"}),
+            ("rotated", {"engine": unrotated, "prefill_cost": COST}),
+            ("not both", {"engine": ToyModel(), "prefill_cost": COST, "tokens": (1, 2)}),
+        ):
+            with pytest.raises(UsageError, match=words):
+                await play(link, parts=PARTS, deadline=1.0, **options)
+        with pytest.raises(UsageError, match="parts"):
+            await play(link, parts=(), deadline=1.0, engine=ToyModel(), prefill_cost=COST)
+        assert not link.requests
+
+
+@examples(15)
+@given(st.lists(st.sampled_from([SYSTEM, BETWEEN, QUESTION, ONE, OTHER, ABSENT]), min_size=1, max_size=7))
+def test_any_prompt_of_any_parts_is_placed_as_it_should_be(library, parts):
+    cached = {ONE, OTHER}
+    ends = [place for place in range(1, len(parts)) if parts[place] in cached]
+    covered = sum(len(part.ids) for part in parts[: ends[-1] + 1 if ends else None])
+    events, seen = [], []
+
+    @virtual
+    async def check():
+        async with MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(1e8, 0.02)) as link:
+            options = {"policy": "fixed:FP16", "log": events.append, "watch": seen.append}
+            played = await play(link, parts=parts, deadline=2.0, engine=ToyModel(), prefill_cost=COST, **options)
+        assert (played.tokens, played.approximate) == (covered, bool(ends))
+        assert off_by(played.kv, wanted(parts, cached, covered)) < 1e-3
+
+    check()
+    assert events
+    assert seen or not ends
+
+
+@virtual
+async def test_upgrades_go_on_while_the_cache_is_in_use(origin):
+    class Writer:
+        async def write(self, first, end, write):
+            write()
+
+    async with origin(rate=2e5) as link, AsyncClient(link, engine=ToyModel()) as client:
+        options = PlayOptions(prefill_cost=COST, after=5.0, gpu_price=1.0)
+        played = await client.play(parts=PARTS, deadline=0.4, options=options)
+        before = off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED))
+        await played.upgrades.wait()
+        assert off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED)) <= before

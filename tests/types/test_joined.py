@@ -1,0 +1,126 @@
+"""Joined prompts: unequal groups of several passages, and of nobody, that a player treats as one asset."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvabr.abr.ladder import Ladder
+from kvabr.types.catalog import RECOMPUTED
+from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.joined import fusion_loss, join
+from kvabr.types.loss import played_loss, predicted_loss
+from kvabr.types.naming import TrackNamespace
+from kvabr.types.passage import Exact, Passage, PassageNotes, passage_chain
+from tests.catalogs import SPEC, catalog
+
+NOTES = PassageNotes("mean", 4, b"", ((0.0, 0.1), (0.15, 0.02)))
+
+
+def published(ids, *, layered=False, notes=NOTES):
+    groups = SPEC.groups(len(ids))
+    made = catalog(groups, short=groups * SPEC.group_tokens - len(ids), layered=layered)
+    chunks = tuple(passage_chain(ids, model=SPEC.model, tokenizer=SPEC.tokenizer))
+    return replace(made, namespace=TrackNamespace(SPEC.model, chunks[-1]), chunks=chunks, passage=notes)
+
+
+SYSTEM, BETWEEN, QUESTION = Exact(range(20)), Exact((7,)), Exact((1, 2, 3))
+ONE, OTHER, THIRD = Passage(range(300)), Passage(range(50, 90)), Passage(range(128))
+FOUND = {each: published(each.ids) for each in (ONE, OTHER, THIRD)}
+PARTS = (SYSTEM, ONE, OTHER, BETWEEN, ONE, QUESTION)
+
+
+def test_groups_are_those_of_the_passages_and_the_text_between_them():
+    joined = join(PARTS, FOUND, SPEC)
+    assert joined.tokens == 20 + 300 + 40 + 1 + 300  # not the question
+    assert [(unit.source, unit.group, unit.first, unit.tokens, unit.free) for unit in joined.units] == [
+        (-1, 0, 0, 20, None),
+        (0, 0, 20, 128, 0), (0, 1, 148, 128, 128), (0, 2, 276, 44, 256),
+        (1, 0, 320, 40, 0),
+        (-1, 0, 360, 1, None),
+        (2, 0, 361, 128, 0), (2, 1, 489, 128, 128), (2, 2, 617, 44, 256),
+    ]  # fmt: skip
+    assert joined.computed == (0, 5)
+    assert joined.groups == len(joined.chunks) == 9
+    assert [joined.tokens_before(group) for group in range(10)] == [0, 20, 148, 276, 320, 360, 361, 489, 617, 661]
+    assert [joined.cut(group) for group in range(9)] == list(range(9))
+    assert joined.spans == ((0, 661),)
+    assert joined.every_token
+    assert not joined.even
+    assert joined.to_play is joined
+    assert joined.suffix(0) is joined
+    for group, passage in ((1, ONE), (4, OTHER), (8, ONE)):
+        unit, own = joined.unit(group), FOUND[passage]
+        assert joined.namespace_of(group) == own.namespace
+        assert joined.address(group, "Int4") == ("Int4", unit.group)
+        assert joined.chunks[unit.chunk] == own.chunks[unit.group]
+        for track in joined.tracks:
+            theirs = own.track(track.name)
+            assert track.bytes[group] == theirs.bytes[unit.group]
+            assert track.loss[group] == theirs.loss[unit.group]
+    assert joined.namespace_of(0) == joined.namespace
+    assert len({joined.title(group) for group in range(9)}) == 9
+
+
+def test_what_was_not_found_is_computed_and_so_is_a_passage_that_begins_the_prompt():
+    joined = join((THIRD, BETWEEN, OTHER, ONE, QUESTION), {ONE: FOUND[ONE], THIRD: FOUND[THIRD]}, SPEC)
+    assert [(unit.source, unit.first, unit.tokens) for unit in joined.units][:2] == [(-1, 0, 169), (0, 169, 128)]
+    assert join((SYSTEM, OTHER, QUESTION), {ONE: FOUND[ONE]}, SPEC) is None
+    assert join((ONE, QUESTION), FOUND, SPEC) is None
+    assert join((ONE, ONE, QUESTION), FOUND, SPEC).computed == (0,)
+
+
+def test_only_tracks_that_all_passages_have_are_played():
+    layered = published(ONE.ids, layered=True)
+    joined = join((SYSTEM, ONE, OTHER), FOUND | {ONE: layered}, SPEC)
+    assert "base" not in joined.by_name
+    both = join((SYSTEM, ONE, OTHER), {ONE: layered, OTHER: published(OTHER.ids, layered=True)}, SPEC)
+    assert [track.refines for track in both.tracks][-3:] == [None, "base", "layer-1"]
+    few = [replace(FOUND[each], tracks=FOUND[each].tracks[at : at + 1]) for each, at in ((ONE, 0), (OTHER, 1))]
+    with pytest.raises(FormatError, match="no track in common"):
+        join((SYSTEM, ONE, OTHER), dict(zip((ONE, OTHER), few, strict=True)), SPEC)
+    # An enhancement of which one passage lacks what it refines is left out.
+    short = replace(both.sources[1], tracks=both.sources[1].tracks[:-2])
+    assert "layer-2" not in join((SYSTEM, ONE, OTHER), {ONE: layered, OTHER: short}, SPEC).by_name
+
+
+def test_passages_of_two_profiles_are_not_joined():
+    found = {
+        each: replace(FOUND[each], profile=name * 64, profile_bytes=9) for each, name in ((ONE, "1"), (OTHER, "2"))
+    }
+    with pytest.raises(FormatError, match="profiles"):
+        join((SYSTEM, ONE, OTHER), found, SPEC)
+    same = join((SYSTEM, ONE, OTHER, THIRD), found | {OTHER: FOUND[OTHER], THIRD: FOUND[THIRD]}, SPEC)
+    assert (same.profile, same.profile_bytes) == ("1" * 64, 9)
+
+
+def test_losses_of_codec_and_of_joining():
+    joined = join(PARTS, FOUND, SPEC)
+    tracks = ["Int4"] * 9
+    tracks[0] = tracks[5] = RECOMPUTED
+    own = [sum(FOUND[each].track("Int4").loss) for each in (ONE, OTHER, ONE)]
+    assert predicted_loss(joined, tracks) == pytest.approx(sum(own))
+    steps = [("compute", 0, 1), *(("fetch", group, "Int4") for group in (1, 2, 3, 4)), ("compute", 5, 6)]
+    steps += [("fetch", group, "Int4") for group in (6, 7, 8)]
+    assert played_loss(joined, steps) == pytest.approx(sum(own))
+    assert fusion_loss(joined, tracks) == pytest.approx(0.3)
+    tracks[4] = RECOMPUTED  # the whole second passage: it is as exact as what comes before it
+    assert fusion_loss(joined, tracks) == pytest.approx(0.2)
+    assert fusion_loss(joined, [RECOMPUTED] * 9) == 0.0
+    unknown = join(PARTS, FOUND | {OTHER: published(OTHER.ids, notes=PassageNotes("alone"))}, SPEC)
+    assert fusion_loss(unknown, ["Int4"] * 9) is None
+    assert fusion_loss(unknown, tracks) == pytest.approx(0.2)
+
+
+def test_the_ladder_has_no_step_for_what_is_computed():
+    ladder = Ladder(join(PARTS, FOUND, SPEC))
+    assert {step.group for step in ladder.layered_steps}.isdisjoint({0, 5})
+    assert ladder.cheapest == Ladder(FOUND[ONE]).cheapest
+
+
+def test_a_joined_prompt_is_neither_published_nor_cut():
+    joined = join(PARTS, FOUND, SPEC)
+    with pytest.raises(UsageError, match="not published"):
+        joined.dumps()
+    for cut in (lambda: joined.prefix(3), lambda: joined.suffix(2)):
+        with pytest.raises(UsageError, match="whole"):
+            cut()
