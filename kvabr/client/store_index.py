@@ -170,6 +170,7 @@ class StoreIndex:
 
         Raises:
             NotFoundError: there is none.
+            RequestError: what there is does not fit together.
             TransportError: the store cannot be asked.
         """
         try:
@@ -180,7 +181,10 @@ class StoreIndex:
         offers = [
             offer for offer in reversed(self._offers) if offer is not None and offer.spec.model == namespace.model
         ]
-        best = await self._best(offers[:_MAX_OFFERS_SEARCHED], keys)
+        try:
+            best = await self._best(offers[:_MAX_OFFERS_SEARCHED], keys)
+        except FormatError as error:
+            raise RequestError(f"{self._bucket.url}: {error}; publish it again") from error
         if best is None or best.catalog is None:
             raise NotFoundError(f"nothing of this prompt is in {self._bucket.url}")
         return best.catalog.dumps().encode()

@@ -217,8 +217,9 @@ def _url(data: bytes) -> bool:
         return False
     assert StoreUrl.parse(str(found)) == found
     assert not any(part in ("", ".", "..") for part in found.root.split("/")[:-1])
-    below, prompt = split_asset(found.below("ab" * 32))
-    assert (below, prompt) == (found, "ab" * 32)
+    if len(str(found)) < 1900:
+        below, prompt = split_asset(found.below("ab" * 32))
+        assert (below, prompt) == (found, "ab" * 32)
     return True
 
 

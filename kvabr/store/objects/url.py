@@ -28,6 +28,9 @@ _MAX_URL = 2048
 _TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
 _PART = re.compile(r"[A-Za-z0-9._=@+-]{1,128}")
+_HOST = re.compile(r"[A-Za-z0-9._:\[\]-]+")
+_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
+"""A region, or an account."""
 _SECRET = re.compile(r"key|secret|token|password|sas|sig|credential")
 
 
@@ -49,6 +52,13 @@ class StoreUrl:
     @classmethod
     def parse(cls, url: str) -> StoreUrl:
         """Parse a URL; raise `UsageError` if it is none of an object store, or has what does not belong there."""
+        made = cls._read(url)
+        if len(str(made)) > _MAX_URL:
+            raise UsageError(f"{_shown(url)}: has more than {_MAX_URL} characters once they are quoted")
+        return made
+
+    @classmethod
+    def _read(cls, url: str) -> StoreUrl:
         try:
             parts = urlsplit(url)
             host = parts.netloc
@@ -68,7 +78,7 @@ class StoreUrl:
                 raise UsageError(f"{_shown(url)}: a folder of objects is file:///PATH?layout=objects")
             return cls("file", unquote(parts.path).rstrip("/") or "/", tenant=tenant)
         prefix = _prefix(url, parts.path)
-        if not (host if parts.scheme in WEB else _BUCKET.fullmatch(host)):
+        if not (_HOST if parts.scheme in WEB else _BUCKET).fullmatch(host):
             raise UsageError(f"{_shown(url)}: {host[:80]!r} cannot be the name of a bucket or host")
         return cls(
             parts.scheme,
@@ -142,15 +152,22 @@ def _options(url: str, scheme: str, query: str) -> dict[str, str]:
         options[name] = value
     if options.get("anonymous", "false") not in ("true", "false"):
         raise UsageError(f"{_shown(url)}: anonymous is true or false")
+    _check_options(url, options)
+    return options
+
+
+def _check_options(url: str, options: dict[str, str]) -> None:
     tenant, endpoint = options.get("tenant", DEFAULT_TENANT), options.get("endpoint", "")
     if not _TENANT.fullmatch(tenant):
         raise UsageError(
             f"{_shown(url)}: tenant {tenant[:80]!r} must have 1 to 63 of a-z, 0-9 and . _ - and begin with a letter or "
             "digit"
         )
+    for name in ("region", "account"):
+        if options.get(name) and not _NAME.fullmatch(options[name]):
+            raise UsageError(f"{_shown(url)}: {name} has up to 64 letters, digits and -")
     if endpoint:
         check_endpoint(endpoint, f"{_shown(url)}: endpoint")
-    return options
 
 
 def _prefix(url: str, path: str) -> str:
@@ -172,8 +189,8 @@ def check_endpoint(endpoint: str, name: str) -> None:
     """Raise `UsageError` unless this is the endpoint of a store; ``name`` says what named it."""
     try:
         parts = urlsplit(endpoint)
-        known = parts.scheme in WEB and bool(parts.hostname) and parts.port != 0
+        known = parts.scheme in WEB and bool(_HOST.fullmatch(parts.netloc) and parts.hostname) and parts.port != 0
     except ValueError:  # brackets without an address, or a port that is none
         known = False
-    if not known or "@" in endpoint:
+    if not known or not endpoint.isascii() or not endpoint.isprintable():
         raise UsageError(f"{name} must be http://HOST:PORT or https://HOST, without credentials")
