@@ -1,9 +1,9 @@
 """Prompts of several passages: consecutive pieces of a text, invented manual pages, and codes that look alike.
 
 Three kinds, because a choice of tokens that is good for one need not be for the others. ``text`` goes on with a text,
-which needs a little of everything. ``facts`` asks for one entry of one page, of pages that have the same options with
-other values. ``codes`` asks for one of as many six-digit codes as there are passages; all stand in the same sentence,
-with the names of other places.
+which needs a little of everything. ``facts`` asks for one entry of one page, of pages that have some options in common,
+with other values. ``codes`` asks for one of as many six-digit codes as there are passages; all stand in the same
+sentence, with the names of other places.
 """
 
 from __future__ import annotations
