@@ -11,7 +11,7 @@ from torch.nn.functional import avg_pool1d
 from kvabr.abr.plugins import load_plugin, registered
 from kvabr.blend.selection import Selection, Selector, by_passage, needed
 
-DEFAULT = "question"
+DEFAULT = "question-peaks"
 """The selector that is used unless another is asked for."""
 
 
