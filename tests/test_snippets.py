@@ -13,6 +13,8 @@ import pytest
 
 import kvabr
 from kvabr.abr import Policy
+from kvabr.blend import Selection, Selector, choose
+from kvabr.blend.selectors import load_selector
 from kvabr.cli.main import main
 from tests.client.conftest import root as root  # noqa: PLC0414 - the fixture
 from tests.client.served import LIMIT_S, Served
@@ -63,8 +65,21 @@ def test_a_snippet_runs(path, code, skip, served, tmp_path, monkeypatch):
         if isinstance(value, type) and issubclass(value, Policy) and value.__module__ == "snippet":
             replays(code, name, tmp_path)
             break
+        if isinstance(value, type) and issubclass(value, Selector) and value.__module__ == "snippet":
+            chooses(code, name, tmp_path)
+            break
     else:
-        assert played is not None, "a snippet that neither plays nor defines a policy tests nothing: mark it as not run"
+        assert played is not None, (
+            "a snippet that neither plays nor defines a plug-in tests nothing: mark it as not run"
+        )
+
+
+def chooses(code, name, folder):
+    """Let a selector of a snippet choose, loaded as the command line does."""
+    (folder / "mine.py").write_text(code)
+    prompt = Selection(tokens=9, passages=((1, 4), (5, 9)), layers=2)
+    scores = load_selector(f"{folder / 'mine.py'}:{name}")().scores(prompt)
+    assert len(choose(prompt, scores, 2 / 7)) == 2
 
 
 def replays(code, name, folder):
