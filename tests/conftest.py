@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
+import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -52,6 +55,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.process)
         if _MODEL_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.model)
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """Path of a folder in shared memory that does not exist yet; it is removed at the end."""
+    memory = Path("/dev/shm")  # noqa: S108
+    if not memory.is_dir():
+        pytest.skip("no /dev/shm here")
+    path = memory / f"kvabr-test-{secrets.token_hex(6)}"
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,7 @@ from kvabr.types.events import PlayEvent
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvabr.client.options import Limits
     from kvabr.client.result import NothingCached, Played
     from kvabr.client.upgrades import Upgrades
     from kvabr.engines.transformers.model_loader import LoadedModel
@@ -118,6 +119,15 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="folder that keeps codec profiles and the speed of peers (default: the user's cache folder)",
+    )
+    how.add_argument(
+        "--disk",
+        metavar="DIR|URL",
+        help="keep groups in this folder, or in shared memory (shm://), where all processes of this user on the host "
+        "find them, and have each downloaded once",
+    )
+    how.add_argument(
+        "--disk-gib", type=float, default=16.0, metavar="N", help="size of that folder or memory in GiB (default: 16)"
     )
     network.add_options(parser)
     out = parser.add_argument_group("what comes out")
@@ -227,6 +237,14 @@ def _prompt(args: argparse.Namespace, console: Console) -> tuple[LoadedModel | N
     return loaded, tokens
 
 
+def _limits(args: argparse.Namespace) -> Limits:
+    from kvabr.client.options import Limits
+
+    if not 0 < args.disk_gib < 1 << 30:
+        raise UsageError(f"--disk-gib {args.disk_gib:g}: must be a positive number of GiB")
+    return Limits(disk=args.disk, disk_bytes=int(args.disk_gib * (1 << 30)))
+
+
 async def _fetch(
     args: argparse.Namespace,
     namespace: TrackNamespace | None,
@@ -264,6 +282,7 @@ async def _fetch(
         engine=None if loaded is None else loaded.engine,  # without --recompute it only says whose cache it is
         options=options,
         cache=args.cache or user_cache_path("kvabr", appauthor=False),
+        limits=_limits(args),
     )
     async with client:
         start = time.monotonic()

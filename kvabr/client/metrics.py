@@ -32,7 +32,8 @@ class ClientMetrics(MetricSet):
         )
         self.groups_total = self.counter(
             "kvabr_client_groups_total",
-            "Groups asked for, by where they came from: memory, disk, joined (another play's download) or network.",
+            "Groups that came, by where from: memory, disk, host (another process), joined (another play's download), "
+            "or network.",
             "source",
         )
         self.bytes_total = self.counter(

@@ -33,6 +33,7 @@ class PlayDownload(Download):
         """Bytes of the shared download that had come before this joined: they say nothing about the link."""
         self._read = 0
         self._held: set[Limit] = set()
+        self._counted = False
         self._woken = asyncio.Event()
         self._cancelled, self._over = owner.left, False
         if self._cancelled:
@@ -47,6 +48,11 @@ class PlayDownload(Download):
         """See `DownloadReader`. A play waits for what has no digest, like a catalog: that goes first."""
         awaited = self._request.digest is None and not self._request.wait_s
         return self._priority if awaited else self._owner.place(self._priority)
+
+    @property
+    def time_left_s(self) -> float:
+        """See `DownloadReader`."""
+        return max(0.0, self._owner.due_s - asyncio.get_running_loop().time())
 
     @property
     def data(self) -> memoryview:
@@ -118,8 +124,10 @@ class PlayDownload(Download):
             self.stats.received = len(self._download.data)
             if self._download.limit != "network":
                 self._held.add(self._download.limit)
-            if self.stats.first_byte_s is None and self.stats.received:
-                self.stats.first_byte_s = asyncio.get_running_loop().time()
+            if self.stats.received:
+                if self.stats.first_byte_s is None:
+                    self.stats.first_byte_s = asyncio.get_running_loop().time()
+                self._count("host" if self._download.from_host else "network")
         self._woken.set()
 
     # -------------------------------------------------------------- internals
@@ -127,8 +135,9 @@ class PlayDownload(Download):
     def _join(self) -> None:
         self._download, joined = self._shared.join(self._request, self)
         self._before = len(self._download.data)
+        if joined:
+            self._count("joined")
         self.wake()
-        self._count("joined" if joined else "network")
 
     async def _look(self) -> None:
         """Get the group from where it was when it was asked for, or else from the peer."""
@@ -154,7 +163,9 @@ class PlayDownload(Download):
         self._count(source)
 
     def _count(self, source: str) -> None:
-        if self._request.digest is not None:
+        """Count it, once."""
+        if self._request.digest is not None and not self._counted:
+            self._counted = True
             self._shared.metrics.groups_total.labels(source).inc()
             self._shared.metrics.bytes_total.labels(source).inc(self._request.limit)
 
@@ -190,6 +201,8 @@ class PlayConnection(Connection):
         self._downloads: set[PlayDownload] = set()
         self.left = False
         """Whether the play is over."""
+        self.due_s = 0.0
+        """When it is due, on the event loop's clock."""
         self.late = False
         """Whether its deadline has passed."""
         self.kept = False

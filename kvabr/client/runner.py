@@ -104,6 +104,7 @@ class PlayRunner:
             connection = PlayConnection(downloads, self._place)
             # A loop that stood still may have used up the deadline: the play then gets what comes at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
+            connection.due_s = due_s
             self._reprioritise(self._schedule.add(connection, due_s))
             late = loop.call_at(due_s, self._reschedule, connection, due_s + clock.deadline_s)
             try:

@@ -1,26 +1,33 @@
 """Downloads under way on one connection, each shared by all plays that want the same group.
 
 A shared download is as urgent as its most urgent reader, and ends when the last reader has left. Once a group whose
-digest is known is complete, it is checked and put into the local store.
+digest is known is complete, it is checked and put into the local store. If that is shared memory, all processes share
+the download (`HostDownload`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
+from kvabr.client.host_download import HostDownload
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import cancel_all, decoders
 from kvabr.client.shared_bandwidth import link_of
 from kvabr.quic.interface import Connection, Download, GroupRequest
 from kvabr.store.group_store import TieredGroupStore
+from kvabr.store.shared_groups import SharedGroupStore
 from kvabr.types.errors import ConnectionLostError
 from kvabr.types.events import Limit
 
 _LEAST_URGENT = 255
 TURN_S = 0.25
 """Seconds without a byte of anything more urgent after which a download that stands still no longer waits for it."""
+_VOUCH_S = 0.05
+"""Seconds after which other processes are told again that a download waits for its turn."""
 
 
 class DownloadReader(Protocol):
@@ -30,6 +37,10 @@ class DownloadReader(Protocol):
     def wire_priority(self) -> int:
         """Priority among the requests of all plays, 0 (most urgent) to 255."""
 
+    @property
+    def time_left_s(self) -> float:
+        """Seconds that its play has left, 0 if it is late."""
+
     def wake(self) -> None:
         """Something has come, or nothing more will."""
 
@@ -37,7 +48,7 @@ class DownloadReader(Protocol):
 class SharedDownload:
     """One download and its readers."""
 
-    def __init__(self, request: GroupRequest, inner: Download, priority: int) -> None:
+    def __init__(self, request: GroupRequest, inner: Download, priority: int, readers: list[DownloadReader]) -> None:
         self.request, self.inner, self.priority = request, inner, priority
         self.limit: Limit = "network"
         """What held up the bytes that came last."""
@@ -45,7 +56,7 @@ class SharedDownload:
         self.heard_s = 0.0
         self.complete = False
         self.error: Exception | None = None
-        self.readers: list[DownloadReader] = []
+        self.readers = readers
         self.task: asyncio.Task[None] | None = None
         self.checked: asyncio.Future[bool] | None = None
         """Set once a group whose digest is known is complete; done, with whether it has the digest, once checked."""
@@ -56,6 +67,11 @@ class SharedDownload:
         """Tell all readers that something has come, or that nothing more will."""
         for reader in self.readers:
             reader.wake()
+
+    @property
+    def from_host(self) -> bool:
+        """Whether its last bytes came from another process of this host."""
+        return isinstance(self.inner, HostDownload) and self.inner.from_host
 
     @property
     def data(self) -> memoryview:
@@ -81,6 +97,7 @@ class SharedDownloads:
         self._downloads: dict[GroupRequest, SharedDownload] = {}
         self._heard_s: dict[int, float] = {}
         """When bytes of each priority came last."""
+        self._vouched_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def find(self, request: GroupRequest) -> SharedDownload | None:
@@ -93,13 +110,15 @@ class SharedDownloads:
         joined = download is not None
         if download is None:
             priority = reader.wire_priority
-            inner = self.connection.request(request, priority)
-            download = self._downloads[request] = SharedDownload(request, inner, priority)
+            readers: list[DownloadReader] = [reader]
+            inner = self._request(request, priority, readers)
+            download = self._downloads[request] = SharedDownload(request, inner, priority, readers)
             task = download.task = asyncio.get_running_loop().create_task(self._receive(download))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        download.readers.append(reader)
-        self.reprioritise(download)
+        if joined:
+            download.readers.append(reader)
+            self.reprioritise(download)
         return download, joined
 
     def leave(self, download: SharedDownload, reader: DownloadReader) -> None:
@@ -141,15 +160,25 @@ class SharedDownloads:
 
     # -------------------------------------------------------------- internals
 
+    def _request(self, request: GroupRequest, priority: int, readers: Sequence[DownloadReader]) -> Download:
+        shared = self.store.disk
+        if isinstance(shared, SharedGroupStore) and request.digest and request.exact:
+            time_left = partial(_least_time_left, readers)
+            return HostDownload(self.connection, shared, request, priority, time_left)
+        return self.connection.request(request, priority)
+
     async def _receive(self, download: SharedDownload) -> None:
         loop, inner, request = asyncio.get_running_loop(), download.inner, download.request
         try:
             while part := await inner.read():
                 download.received += len(part)
-                self._link.received(len(part))
                 download.limit = inner.stats.limit
                 download.heard_s = self._heard_s[download.priority] = loop.time()
-                self.metrics.downloaded_bytes_total.inc(len(part))
+                if download.limit != "kept":
+                    self._link.received(len(part))
+                if not download.from_host:
+                    self.metrics.downloaded_bytes_total.inc(len(part))
+                self._vouch(download)
                 if request.exact and download.received >= request.limit:
                     break  # the end of the stream need not be waited for
                 download.wake()
@@ -179,12 +208,24 @@ class SharedDownloads:
         try:
             # A reader that decodes the group at the same time waits for the same computation.
             good = await asyncio.get_running_loop().run_in_executor(decoders(), download.has_digest, digest)
-            if good:
+            shared = isinstance(download.inner, HostDownload) and await download.inner.settle(good=good)
+            if good and not shared:
                 await self.store.put(digest, download.data)
         finally:
+            if isinstance(download.inner, HostDownload):
+                download.inner.drop()
             self._forget(download)
             checked.set_result(good)
         self.metrics.downloads_total.labels("done" if good else "damaged").inc()
+
+    def _vouch(self, heard: SharedDownload) -> None:
+        """Tell other processes of downloads that nothing comes of because something as urgent does."""
+        if heard.heard_s < self._vouched_s + _VOUCH_S:
+            return
+        self._vouched_s = heard.heard_s
+        for download in self._downloads.values():
+            if download.priority >= heard.priority and isinstance(download.inner, HostDownload):
+                download.inner.vouch()
 
     def _forget(self, download: SharedDownload) -> None:
         if self.find(download.request) is download:
@@ -199,3 +240,7 @@ class SharedDownloads:
         download.inner.cancel()
         if download.task is not None:
             download.task.cancel()
+
+
+def _least_time_left(readers: Sequence[DownloadReader]) -> float:
+    return min((reader.time_left_s for reader in readers), default=0.0)

@@ -130,10 +130,11 @@ class EngineSettings(BaseModel):
     store_mib: Annotated[int, Field(ge=0)] = 256
     """Memory for encoded groups that later requests may want, MiB."""
     disk: StoreLocation | None = None
-    """Folder for the same, of one process: other ranks use memory only. Or the URL of an object store, which all may
-    share. None: memory only."""
+    """Folder for the same, of one process: other ranks use memory only. Or ``shm://``, shared memory in which all ranks
+    and engines of this user on a host have each group downloaded once; or the URL of an object store, which all hosts
+    may share. None: memory only."""
     disk_mib: Annotated[int, Field(ge=0)] = 16384
-    """Size of the folder ``disk``, MiB."""
+    """Size of the folder or the shared memory ``disk``, MiB."""
     cache: FilePath | None = None
     """Folder that keeps codec profiles and the speed of the origin's link from one process to the next. None: they are
     not kept."""

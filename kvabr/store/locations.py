@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 from kvabr.store.asset import Asset, AssetStore
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.group_store import FolderGroupStore, LocalGroupStore
+from kvabr.store.shared_groups import SCHEME, SharedGroupStore, shared_path
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, UsageError
 
@@ -66,18 +67,20 @@ def open_groups(
     executor: Executor | None = None,
     on_failure: Callable[[str], object] = lambda _why: None,
 ) -> LocalGroupStore[Any]:
-    """Return the store of single groups in a folder, or at the URL of an object store.
+    """Return the store of single groups in a folder, in shared memory, or at the URL of an object store.
 
     Args:
-        location: a folder, which is made if necessary, or a URL.
-        max_bytes: bound, see `FolderGroupStore` and `ObjectGroupStore`.
+        location: a folder, which is made if necessary; ``shm://``, see `kvabr.store.shared_groups`; or another URL.
+        max_bytes: bound, see `FolderGroupStore`, `SharedGroupStore` and `ObjectGroupStore`.
         executor: computes digests.
         on_failure: hears why an object store cannot be used for a while.
 
-    Raises as `FolderGroupStore`, or `UsageError` for a URL of something else.
+    Raises as `FolderGroupStore` and `SharedFolder`, or `UsageError` for a URL of something else.
     """
     if "://" not in str(location):
         return FolderGroupStore(Path(location), max_bytes, executor=executor)
+    if str(location).startswith(f"{SCHEME}://"):
+        return SharedGroupStore(shared_path(str(location)), max_bytes, executor=executor)
     from kvabr.store.objects.group_store import ObjectGroupStore  # noqa: PLC0415  # needs an extra
 
     return ObjectGroupStore(str(location), max_bytes, executor=executor, on_failure=on_failure)

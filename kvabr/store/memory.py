@@ -8,9 +8,12 @@ to make room for them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
 import threading
 import weakref
+from functools import cache
 
 _HUGE_BYTES = 2 << 20
 """The size of a huge page on nearly every system."""
@@ -20,6 +23,7 @@ _MIN_POOLED_BYTES = 256 << 10
 """The system's allocator reuses smaller memory by itself."""
 _STEP_BYTES = 64 << 10
 """Sizes of pooled memory are multiples of this, so that groups of almost the same size share it."""
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class BufferPool:
@@ -99,3 +103,30 @@ GROUPS = BufferPool(64 << 20)
 """For encoded groups on their way from the network or a disk."""
 CACHES = BufferPool(512 << 20)
 """For caches that plays fill. An engine keeps them as long as it needs them."""
+
+
+def mapped(handle: int, size: int) -> memoryview:
+    """Return the first ``size`` bytes of an open file, mapped read-only as long as a view of them is left.
+
+    The file must have them, and must not be cut short meanwhile. Unlike `mmap.mmap`, it keeps no file open. Raises
+    `OSError`.
+    """
+    libc = _libc()
+    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, handle, 0)
+    if address in (None, _MAP_FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    shown = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(shown, libc.munmap, address, size).atexit = False
+    return memoryview(shown).cast("B").toreadonly()
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong,
+    )  # fmt: skip
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return libc
