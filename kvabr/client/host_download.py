@@ -17,7 +17,7 @@ from kvabr.store.shared_claims import GroupClaim, NeighbourGroup
 from kvabr.store.shared_groups import SharedGroupStore
 from kvabr.types.errors import RequestError
 
-_STILL_S, _STILL_RTTS, _STILL_SHARE = 0.25, 4.0, 0.05
+STILL_S, STILL_RTTS, STILL_SHARE = 0.25, 4.0, 0.05
 """A download of another process stands still if nothing of it came for this many seconds and round trips, and for this
 share of the time that its most urgent reader has left."""
 _PAUSE_S, _MOST_PAUSE_S = 0.002, 0.02
@@ -179,7 +179,7 @@ class HostDownload(Download):
 
     def _patience_s(self) -> float:
         rtt_s = self._connection.stats().rtt_s or 0.0
-        return max(_STILL_S, _STILL_RTTS * rtt_s, _STILL_SHARE * self._time_left())
+        return max(STILL_S, STILL_RTTS * rtt_s, STILL_SHARE * self._time_left())
 
     def _seen(self, arriving: NeighbourGroup) -> int:
         """Return how many bytes are there, and note signs of life."""

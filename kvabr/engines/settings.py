@@ -216,5 +216,5 @@ def open_client(kind: type[C], settings: EngineSettings) -> C:
         try:
             return make(replace(memory, disk=settings.disk, disk_bytes=settings.disk_mib << 20))
         except KvabrError as error:  # each rank is a process, and only one of them can have the folder
-            LOG.warning("fetched groups are kept in memory only: %s", error)
+            LOG.warning("fetched groups are kept in memory only (ranks can share shm://): %s", error)
     return make(memory)
