@@ -81,7 +81,7 @@ class HostDownload(Download):
             elif self._arriving is not None:
                 await self._look(self._arriving)
             else:
-                self._begin(await self._store.claim(self._digest, self._request.limit))
+                self._begin(await self._store.claim(self._digest, self._request.limit, self._patience_s()))
             if len(self.data) > self._given:
                 fresh = self.data[self._given :]
                 self._given += len(fresh)

@@ -145,17 +145,18 @@ class SharedFolder:
             os.close(handle)
         return data, status.st_size
 
-    def claim(self, digest: str, size: int, *, wait: bool = True) -> GroupClaim | NeighbourGroup | None:
+    def claim(self, digest: str, size: int, wait_s: float = LOCK_S) -> GroupClaim | NeighbourGroup | None:
         """Return the right to write a group, or what another process has written of it.
 
-        None: it is to be downloaded for this process alone, because there is no room, or because those who write it
-        stand still. Unless ``wait``, raise `BlockingIOError` if it would take time.
+        None: it is to be downloaded for this process alone, because there is no room, because those who write it stand
+        still, or because the count is locked for more than ``wait_s`` seconds. With 0 seconds, raise `BlockingIOError`
+        if it would take time.
         """
         try:
-            with self._locked(LOCK_S if wait else 0.0):
-                return self._claim(digest, size, wait=wait)
+            with self._locked(wait_s):
+                return self._claim(digest, size, wait=wait_s > 0)
         except BlockingIOError:
-            if wait:
+            if wait_s > 0:
                 return None
             raise
         except OSError:

@@ -101,13 +101,13 @@ class SharedGroupStore(LocalGroupStore[int]):
 
     def claim_now(self, digest: str, size: int) -> GroupClaim | NeighbourGroup | None:
         """See `SharedFolder.claim`; raise `BlockingIOError` if it would take time."""
-        return self.folder.claim(digest, size, wait=False) if self._open else None
+        return self.folder.claim(digest, size, 0.0) if self._open else None
 
-    async def claim(self, digest: str, size: int) -> GroupClaim | NeighbourGroup | None:
+    async def claim(self, digest: str, size: int, wait_s: float) -> GroupClaim | NeighbourGroup | None:
         """See `SharedFolder.claim`."""
         if not self._open:
             return None
-        claiming = asyncio.ensure_future(self._in_thread(lambda: self.folder.claim(digest, size)))
+        claiming = asyncio.ensure_future(self._in_thread(lambda: self.folder.claim(digest, size, wait_s)))
         try:
             return await asyncio.shield(claiming)
         except asyncio.CancelledError:

@@ -150,8 +150,8 @@ ROWS = {
         f"1/{shared_folder.RESERVE} of it; {shared_folder.TURNS}",
     ],
     "shared memory: the lock": [
-        f"{shared_folder.LOCK_S} s; {host_download.STILL_S} s, {host_download.STILL_RTTS:g} round trips",
-        f"{share(host_download.STILL_SHARE)} of the time left",
+        f"{host_download.STILL_S} s, {host_download.STILL_RTTS:g} round trips, {share(host_download.STILL_SHARE)}",
+        f"downloaded {shared_folder.LOCK_S} s",
     ],
     "metrics: names of tracks": [f"{prometheus.MAX_LABEL_VALUES}"],
     "metrics: connections": [f"{prometheus._MAX_CONNECTIONS}"],

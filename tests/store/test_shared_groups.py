@@ -238,7 +238,7 @@ async def test_a_process_that_holds_up_the_count_holds_up_nobody(shm):
         assert await store.get(digest) == data
         with pytest.raises(BlockingIOError):
             store.claim_now(other, LARGE)
-        assert await store.claim(other, LARGE) is None
+        assert await store.claim(other, LARGE, 0.1) is None
         assert not await store.put(other, data)
     finally:
         process.kill()
@@ -352,7 +352,7 @@ async def test_memory_that_others_filled_is_left_to_them(small):
     (small / "of-others").write_bytes(bytes(free - 50_000))
     digest, data = group()
     assert not await store.put(digest, data)
-    assert await store.claim(digest, LARGE) is None
+    assert await store.claim(digest, LARGE, 300.0) is None
     assert (bytes_of(small / "groups"), store.total_bytes) == (0, 0)
     assert hidden(small / "groups") == []
     await store.close()
