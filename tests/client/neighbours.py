@@ -59,11 +59,11 @@ class Neighbour:
     """A process that plays when it is told to."""
 
     def __init__(
-        self, url, disk, catalog, *, policy="fixed:FP16", deadline=LIMIT_S, memory=1 << 30, disk_bytes=1 << 30
+        self, url, disk, catalog, *, policy="fixed:FP16", deadline=LIMIT_S, memory=1 << 30, disk_bytes=1 << 30, **how
     ):
         self._pipe, other = _FORKED.Pipe()
         limits = Limits(memory_bytes=memory, disk=disk, disk_bytes=disk_bytes)
-        given = (other, url, limits, PlayOptions(policy=policy), catalog.namespace, deadline)
+        given = (other, url, limits, PlayOptions(policy=policy), catalog.namespace, deadline, how)
         self._process = _FORKED.Process(target=_run, args=given, daemon=True)
         self._process.start()
         other.close()
@@ -113,8 +113,8 @@ def _run(pipe, *given):
     asyncio.run(_play(pipe, *given))
 
 
-async def _play(pipe, url, limits, options, namespace, deadline):
-    async with AsyncClient(url, options=options, limits=limits) as client:
+async def _play(pipe, url, limits, options, namespace, deadline, how):
+    async with AsyncClient(url, options=options, limits=limits, **how) as client:
         await client.connect()
         pipe.send("ready")
         while await asyncio.to_thread(pipe.recv):

@@ -32,6 +32,7 @@ class Served:
         if token is not None:
             self._grants = Grants([Grant("t", token_sha256=hashlib.sha256(token.encode()).hexdigest())])
         self._tls = ServerTls(self.pem, keyfile)
+        self.metrics = Metrics()
         self.fingerprint = check(self._tls).fingerprint
         self._loop = LoopThread()
         self.port = 0
@@ -39,7 +40,7 @@ class Served:
 
     def start(self):
         library = PublishedAssets(self._root, self._grants, LOG)
-        server = Server(library, "127.0.0.1", self.port, self._tls, ServerLimits(), LOG, Metrics(), quic=self._quic)
+        server = Server(library, "127.0.0.1", self.port, self._tls, ServerLimits(), LOG, self.metrics, quic=self._quic)
         self._loop.call(server.start())
         self._server, self.port = server, server.address[1]
 
