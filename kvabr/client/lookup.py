@@ -109,8 +109,12 @@ async def fetch_models(origin: Connection) -> list[KVSpec]:
         raise FormatError(f"the origin's list of models cannot be read ({error})") from error
 
 
-async def fetch_catalog(origin: Connection, namespace: TrackNamespace, *, live: bool = False) -> Found:
+async def fetch_catalog(
+    origin: Connection, namespace: TrackNamespace, *, live: bool = False, limit: int = MAX_CATALOG_BYTES
+) -> Found:
     """Return the catalog of an asset whose name is known; with ``live``, also of one that is still being prefilled.
+
+    ``limit``: bytes that a complete asset's may have.
 
     Raises:
         NotFoundError: there is none, or none that we may read.
@@ -118,7 +122,7 @@ async def fetch_catalog(origin: Connection, namespace: TrackNamespace, *, live: 
         ForeignError: it is of something else.
         FormatError: it is no catalog, or promises what cannot be.
     """
-    ordinary = _read(origin, namespace, CATALOG_TRACK, MAX_CATALOG_BYTES)
+    ordinary = _read(origin, namespace, CATALOG_TRACK, limit)
     if live:
         growing = _read(origin, namespace, LIVE_TRACK, MAX_LIVE_BYTES)
         found = await _first_of(ordinary, growing)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvabr.client.lookup import Found, fetch_catalog
+from kvabr.client.lookup import Found, catalog_limit, fetch_catalog
 from kvabr.client.options import PlayOptions
 from kvabr.quic.interface import Connection
 from kvabr.types.catalog import Catalog
@@ -19,6 +19,7 @@ from kvabr.types.engine import Engine
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.joined import join
 from kvabr.types.kv import KVSpec
+from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part, Passage, check_movable, check_parts, passage_chain
 
 
@@ -43,9 +44,12 @@ async def find_passages(
 
 
 async def _find(origin: Connection, passage: Passage, spec: KVSpec, salt: bytes) -> Found:
-    found = await fetch_catalog(origin, passage.name(spec, salt))
-    catalog, named = found.catalog, {"model": spec.model, "tokenizer": spec.tokenizer}
-    chunks = passage_chain(passage.ids, **named, group_tokens=spec.group_tokens, salt=salt)
+    chunks = passage_chain(
+        passage.ids, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt
+    )
+    name = TrackNamespace(spec.model, chunks[-1])
+    found = await fetch_catalog(origin, name, limit=catalog_limit(len(chunks)))
+    catalog = found.catalog
     if catalog.passage is None or catalog.tokens != len(passage.ids) or catalog.chunks != tuple(chunks):
         raise ForeignError(f"what the origin has under the name of {catalog.namespace.prompt[:12]}... is no passage")
     if catalog.spec.digest() != spec.digest():

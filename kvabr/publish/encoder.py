@@ -264,6 +264,8 @@ def _exact(
     if passage is None:
         return compute_cache(engine, prompt.tokens, progress, spec=spec)
     check_movable(spec)
+    if not prompt.tokens or passage.kv.shape[3] != len(prompt.tokens):
+        raise UsageError(f"a passage of {len(prompt.tokens)} tokens, with a cache of {passage.kv.shape[3]}")
     return (passage.at(passage.before.shape[3], spec),)
 
 

@@ -211,3 +211,8 @@ def test_a_model_whose_keys_cannot_be_moved_has_no_passages():
     model = ToyModel(SPEC.changed(rope=None))
     with pytest.raises(FormatError, match="rotated"):
         publish(model, prompt(), ("FP16",), None, MemoryFrames(), passage=toy_base(prompt().tokens))
+
+
+def test_a_passages_cache_must_be_that_of_its_tokens():
+    with pytest.raises(UsageError, match="with a cache of 70"):
+        publish(ToyModel(), prompt(40), ("FP16",), None, MemoryFrames(), passage=toy_base(prompt().tokens))

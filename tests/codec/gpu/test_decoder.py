@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvabr.codec.native import reference
@@ -49,6 +49,7 @@ def cut(case, tokens):
 @given(
     st.integers(0, 2**32), st.sampled_from(DTYPES), st.permutations(range(5)), st.sampled_from([0, 5, 100_000, None])
 )
+@example(4, torch.float32, [0, 1, 2, 3, 4], None)
 def test_every_shape_has_the_bits_of_the_reference(seed, dtype, order, first):
     case = cut(models.case(seed, small=True, depths=1 + seed % 2), 9)
     coded = payloads(case)
