@@ -24,7 +24,8 @@ ACCOUNTS = {
 class Seaweed:
     """Starts the server, and waits until it answers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, public: bool = False) -> None:
+        """``public``: everybody may GET from the bucket, without an account, as HTTP caches do."""
         self.keys = {name: (secrets.token_hex(8), secrets.token_hex(16)) for name in ACCOUNTS}
         self._folder = folder
         (folder / "data").mkdir()
@@ -36,6 +37,8 @@ class Seaweed:
             }
             for name, may in ACCOUNTS.items()
         ]
+        if public:
+            accounts.append({"name": "anonymous", "actions": [f"Read:{BUCKET}"]})
         (folder / "s3.json").write_text(json.dumps({"identities": accounts}))
         ports = _free_ports(5)
         self.endpoint = f"http://127.0.0.1:{ports[0]}"
@@ -51,6 +54,11 @@ class Seaweed:
             stdout=self._log, stderr=subprocess.STDOUT, cwd=folder,
         )  # fmt: skip
         self._wait()
+
+    @property
+    def pid(self) -> int:
+        """Id of its process."""
+        return self._process.pid
 
     def _wait(self) -> None:
         """Wait until the bucket exists, for minutes on a loaded machine."""
