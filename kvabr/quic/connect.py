@@ -238,11 +238,9 @@ async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any
                 break
         raise _answer(tasks) or NoAnswerError("no address to dial") from None
     finally:
-        losers = [task for task in tasks if not task.done()]
-        for task in losers:
+        for task in tasks:
             task.cancel()
-        if losers:
-            await asyncio.wait(losers)
+        await asyncio.gather(*tasks, return_exceptions=True)  # one may have failed at this very moment
 
 
 def _answer(tasks: Sequence[asyncio.Task[C]]) -> BaseException | None:

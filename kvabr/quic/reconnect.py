@@ -6,8 +6,9 @@ have ended.
 
 A killed peer does not say so. When nothing arrives of what was requested, the peer is probed with a PING; if that is
 not answered either, it is dialled in parallel to the old connection. During an outage of the path that dial fails too,
-and the old connection continues afterwards. Only a peer that answers the dial but not the old connection has forgotten
-it. One that answers probes and brings nothing for seconds may have forgotten the requests, or its QUIC library has; a
+and the old connection continues afterwards. Only a peer that answers the dial but not the old connection, in as much time
+again, has forgotten it: one with too much to do is late with everything, and more dials would only add to that. One that
+answers probes and brings nothing for seconds may have forgotten the requests, or its QUIC library has; a
 new connection replaces the old one.
 """
 
@@ -30,10 +31,11 @@ _SHORT_LIFE_S = 1.0
 _LOOK_S, _LONGEST_LOOK_S = 0.1, 1.0
 """Seconds between checks whether anything arrives; doubled whenever nothing did but the peer answered a probe, so that
 a busy peer is not probed all the time."""
-_SIGN_S, _SIGN_RTT = 0.25, 4.0
-"""Seconds, and round trips, that the answer to a probe may take; the probe may be lost and sent again."""
-_FORGOTTEN_S = 3.0
-"""Seconds after which a peer that answers probes, but no request, is dialled anew; doubled each time. It may also be
+_SIGN_S, _SIGN_RTT, _LONGEST_SIGN_S = 0.25, 4.0, 4.0
+"""Seconds, and round trips or times of the last answer, that the answer to a probe may take; the probe may be lost and
+sent again. A late answer makes for no more patience than the last of these."""
+_FORGOTTEN_S, _FORGOTTEN_SIGNS = 3.0, 4.0
+"""Seconds, and times of what the answer to a probe may take, after which a peer that answers probes, but no request, is dialled anew; doubled each time. It may also be
 slow: a store may be, or a relay that waits for its origin."""
 _ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
 """Seconds, and round trips, that the first of a series of dials may take; doubled each time. QUIC backs off while it
@@ -174,6 +176,8 @@ class RedialledConnection(Connection):
         self._quiet_s = 0.0
         """Seconds for which requests have waited since anything came, while the peer answered probes."""
         self._forgotten_s = _FORGOTTEN_S
+        self._answer_s = 0.0
+        """Seconds that the peer took for its last answer to a probe or a dial."""
         self._barren = False
         """Whether the peer answers the last probes, but no request."""
         self.trouble = first.trouble
@@ -283,17 +287,19 @@ class RedialledConnection(Connection):
                     self._heard()
                     self._look_s = _LOOK_S
                 elif self._usable() and connection in self._using.values():
+                    dialling = self._dialling
                     if await self._lives(connection):
                         self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
                         if self._awaited(connection):
                             self._quiet_s += asyncio.get_running_loop().time() - since_s
-                        if self._quiet_s < self._forgotten_s:
+                        if self._quiet_s < max(self._forgotten_s, _FORGOTTEN_SIGNS * self._sign_s(connection)):
                             self._doubted = self.trouble = None
                         elif connection is self._current and self._usable():
                             self._doubted, self._barren = connection, True
                             self.trouble = "the peer answers probes, but no request"
                             self._redial()
-                    elif connection is self._current and self._usable():
+                    elif connection is self._current and self._usable() and dialling is self._dialling:
+                        # A dial that has ended meanwhile knows better.
                         self._doubted = connection
                         self.trouble = self.trouble or "the peer has fallen silent"
                         self._redial()
@@ -308,9 +314,18 @@ class RedialledConnection(Connection):
         """Return whether something is in flight on a connection that should be answered soon."""
         return any(used is connection and not one.unanswered for one, used in self._using.items())
 
-    @staticmethod
-    async def _lives(connection: Connection) -> bool:
-        return await connection.answers(max(_SIGN_S, _SIGN_RTT * (connection.stats().rtt_s or 0.0)))
+    def _sign_s(self, connection: Connection) -> float:
+        late_s = min(_LONGEST_SIGN_S, _SIGN_RTT * self._answer_s)
+        return max(_SIGN_S, _SIGN_RTT * (connection.stats().rtt_s or 0.0), late_s)
+
+    async def _lives(self, connection: Connection, least_s: float = 0.0) -> bool:
+        """Probe a connection, and wait for as long as an answer may take, but ``least_s`` at least."""
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        alive = await connection.answers(max(least_s, self._sign_s(connection)))
+        if alive:
+            self._answer_s = loop.time() - begun_s
+        return alive
 
     def _redial(self) -> None:
         if self._dialling is None:
@@ -332,10 +347,11 @@ class RedialledConnection(Connection):
         start_s = loop.time()
         if start_s - self._adopted_s > _SHORT_LIFE_S:
             self._pause_s = 0.0
-        attempt_s = max(_ATTEMPT_S, _ATTEMPT_RTT * (self._current.stats().rtt_s or 0.0))
+        attempt_s = max(_ATTEMPT_S, _ATTEMPT_RTT * max(self._current.stats().rtt_s or 0.0, self._answer_s))
         while True:
             await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.5))  # noqa: S311  # only spreads players' dials
             self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
+            begun_s = loop.time()
             try:
                 made = await self._dial_within(attempt_s)
             except UnauthorizedError:
@@ -348,7 +364,7 @@ class RedialledConnection(Connection):
                     return  # the next request starts again
                 attempt_s *= 2
             else:
-                await self._choose(made)
+                await self._choose(made, loop.time() - begun_s)
                 return
 
     async def _dial_within(self, seconds: float) -> Connection:
@@ -358,19 +374,20 @@ class RedialledConnection(Connection):
         except TimeoutError as error:
             raise TransportError(f"no answer within {seconds:.3g} s") from error
 
-    async def _choose(self, made: Connection) -> None:
-        """Switch to a new connection, unless the doubted one proves to be alive."""
+    async def _choose(self, made: Connection, took_s: float) -> None:
+        """Switch to a new connection, which took so long, unless the doubted one proves to be alive."""
         old = self._current
         if self._usable():
             alive = True
             try:
-                alive = old is not self._doubted or (not self._barren and await self._lives(old))
+                alive = old is not self._doubted or (not self._barren and await self._lives(old, took_s))
             finally:
                 if alive:  # or this was cancelled
                     with contextlib.suppress(TransportError):
                         await made.close()
             if alive:
                 self._doubted = self.trouble = None
+                self._answer_s = max(self._answer_s, took_s)
                 return
         self._adopt(made)
 

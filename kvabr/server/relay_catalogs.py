@@ -24,7 +24,14 @@ from kvabr.store.asset_index import check_names
 from kvabr.store.lru import ByteLru
 from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import RAW_BYTES, from_raw, raw, require
-from kvabr.types.errors import FormatError, NotFoundError, RequestError, TransportError, UnauthorizedError
+from kvabr.types.errors import (
+    ConnectionLostError,
+    FormatError,
+    NotFoundError,
+    RequestError,
+    TransportError,
+    UnauthorizedError,
+)
 from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
 from kvabr.types.live import LiveCatalog
 from kvabr.types.naming import (
@@ -312,18 +319,15 @@ class Catalogs:
     async def _fetch(self, name: _Name) -> Answer:
         namespace, track = name
         loop = asyncio.get_running_loop()
-        start_s, counted = loop.time(), 0
+        start_s = loop.time()
         withdrawals, revocations = self._withdrawals, self._revocations
-        limit = _LIMITS.get(track, MAX_CATALOG_BYTES)
-        download = self._upstream.fetch(namespace, track, 0, priority=_URGENT, limit=limit)
         try:
-            while part := await download.read():
-                counted += len(part)
-                self._coming += len(part)
-                if self._coming > self._limit:
-                    why = f"{track[:80]}: the relay has no room for it now; give it more --memory"
-                    raise RequestError(why, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
-            data = bytes(download.data)
+            data = await self._received(name)
+        except ConnectionLostError:  # everybody waits for it, and the next connection may be there already
+            if self._upstream.closed:
+                raise
+            data = await self._received(name)
+        try:
             check = check_live if is_live(track) else check_small
             publication, found = await loop.run_in_executor(
                 decoders(), lambda: (BytesPublication(data), check(namespace, track, data))
@@ -331,9 +335,6 @@ class Catalogs:
         except FormatError as error:
             self._log.warning("origin refused", track=track[:80], model=namespace.model, why=str(error))
             raise RequestError(f"{track[:80]}: {error}", code=RequestCode.MALFORMED_TRACK) from error
-        finally:
-            download.cancel()
-            self._coming -= counted
         if revocations != self._revocations:
             raise RequestError("the origin refuses the relay's token", code=RequestCode.UNAUTHORIZED)
         doubted = withdrawals != self._withdrawals
@@ -356,6 +357,22 @@ class Catalogs:
             self._answers.replace(catalog, answer)
         self._answers.replace(name, answer)
         return answer
+
+    async def _received(self, name: _Name) -> bytes:
+        namespace, track = name
+        counted, limit = 0, _LIMITS.get(track, MAX_CATALOG_BYTES)
+        download = self._upstream.fetch(namespace, track, 0, priority=_URGENT, limit=limit)
+        try:
+            while part := await download.read():
+                counted += len(part)
+                self._coming += len(part)
+                if self._coming > self._limit:
+                    why = f"{track[:80]}: the relay has no room for it now; give it more --memory"
+                    raise RequestError(why, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
+            return bytes(download.data)
+        finally:
+            download.cancel()
+            self._coming -= counted
 
     def _drop(self, chosen: Callable[[AssetFacts], bool], event: str) -> None:
         gone = [facts for facts in self._known if not facts.withdrawn and chosen(facts)]

@@ -205,6 +205,49 @@ async def test_a_peer_that_is_slow_is_dialled_ever_more_rarely(origin, short):
         assert failed == 2  # after 3 and 6 seconds; 12 are enough
 
 
+class BusyPeer(Peer):
+    """A peer that is alive, but takes most of a second for everything."""
+
+    async def dial(self):
+        await asyncio.sleep(0.8)
+        made = await super().dial()
+
+        async def answers(within_s):
+            await asyncio.sleep(min(within_s, 0.7))
+            return within_s >= 0.7
+
+        made.answers = answers
+        return made
+
+
+@virtual
+async def test_a_peer_that_is_late_with_everything_is_busy_and_not_dead(origin, short):
+    peer = BusyPeer(origin, faults=lambda _: Fault(first_byte_s=8.0))
+    async with await peer.connection() as link:
+        assert await read_all(link.fetch(short.namespace, "FP16", 0, limit=1 << 20))
+        assert link.dials == 0
+        assert len(peer.made) == 2  # one dial, to find out; then it is known how long its answers take
+        assert peer.made[1].closed
+
+
+@virtual
+async def test_a_busy_peer_that_dies_is_still_found_out(origin, short):
+    peer = BusyPeer(origin, faults=lambda _: SILENT if len(peer.made) <= 2 else None)
+    async with await peer.connection() as link:
+        asked = asyncio.create_task(read_all(link.fetch(short.namespace, "FP16", 0, limit=1 << 20)))
+        await asyncio.sleep(5.0)
+
+        async def never(within_s):
+            await asyncio.sleep(within_s)
+            return False
+
+        peer.made[0].answers = never
+        with pytest.raises(ConnectionLostError, match="the peer fell silent"):
+            await asyncio.wait_for(asked, 10.0)
+        assert await read_all(link.fetch(short.namespace, "FP16", 0, limit=1 << 20))
+        assert link.dials == 1
+
+
 @virtual
 async def test_a_request_that_may_wait_for_ever_is_no_reason_to_dial(origin, short):
     peer = Peer(origin, faults=lambda _: SILENT)

@@ -64,6 +64,27 @@ async def test_a_group_goes_on_when_the_origin_comes_back(asset, tls):
         assert len(later) == 1
 
 
+async def test_a_lookup_is_made_again_if_its_connection_is_lost(asset, tls):
+    """All players of a crowd wait for the one lookup of their relay."""
+    asked = asyncio.Event()
+
+    def silent(_ask):
+        asked.set()
+        return Fault(stall_after=0)
+
+    first = in_memory(asset, faults=silent)
+
+    async def again():
+        return in_memory(asset)
+
+    redialled = RedialledConnection(first, again)
+    async with redialled as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        waiting = asyncio.create_task(get(connection, asset.catalog.namespace, CATALOG_TRACK))
+        await asyncio.wait_for(asked.wait(), LONG_S)
+        first.lose("killed")
+        assert await waiting == (asset.path / "catalog.json").read_bytes()
+
+
 async def test_an_origin_that_stays_away_is_told(asset, tls, monkeypatch):
     monkeypatch.setattr(relay_groups, "PATIENCE_S", 0.1)
     first = in_memory(asset)
