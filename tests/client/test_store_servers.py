@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import socket
-import subprocess
-import time
+import asyncio
+import contextlib
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -18,38 +15,14 @@ from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.objects.bucket import Bucket
 from kvabr.types.errors import StoreError, TransportError, UnauthorizedError
 from tests.client.served import LIMIT_S
-from tests.client.stored import put_asset
+from tests.client.stored import Fault, WebServer, memory_url, put_asset
 from tests.client.test_play import close
+from tests.nginx import NGINX, Nginx
 from tests.toymodel import SPEC, prompt
 
 LONG, SHORT = prompt(160).tokens, prompt(70).tokens
-NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-CONFIG = """
-daemon off; worker_processes 1; pid {at}/pid; error_log {at}/error.log;
-events {{ worker_connections 256; }}
-http {{
-    access_log off;
-    client_body_temp_path {at}/body; proxy_temp_path {at}/temp; fastcgi_temp_path {at}/fastcgi;
-    uwsgi_temp_path {at}/uwsgi; scgi_temp_path {at}/scgi;
-    proxy_cache_path {at}/cache keys_zone=kv:1m max_size=64m inactive=1d;
-    log_format asked "$request_uri $http_range $status";
-    server {{ listen 127.0.0.1:{origin}; root {root}; access_log {at}/origin.log asked; }}
-    server {{
-        listen 127.0.0.1:{cache};
-        location / {{
-            slice 16k;
-            proxy_pass http://127.0.0.1:{origin};
-            proxy_http_version 1.1;
-            proxy_set_header Connection "";
-            proxy_set_header Range $slice_range;
-            proxy_cache kv;
-            proxy_cache_key $uri$slice_range;
-            proxy_cache_valid 200 206 1d;
-            proxy_cache_lock on;
-        }}
-    }}
-}}
-"""
+SLOW_S = 8.0
+"""Longer than nginx makes others wait for an answer unless it is told to."""
 
 
 @pytest.fixture
@@ -111,65 +84,58 @@ async def test_no_descriptor_is_left_open(store):
         assert descriptors() <= before + 16  # connections that are kept for the next request
 
 
-@pytest.fixture
-def nginx(tmp_path, root):
-    """URL of nginx in front of a folder of objects, and what its origin is asked for."""
+@contextlib.asynccontextmanager
+async def cached(asset, folder, *faults, slice_size="1m"):
+    """URL of nginx, as documented, before a store with an asset, that store, and the keys of the asset's spans."""
     if NGINX is None:
         pytest.skip("nginx is not installed")
-    objects, at = tmp_path / "objects", tmp_path / "nginx"
-    at.mkdir()
-    put_asset(f"file://{objects}?layout=objects", FolderAsset.open(root / "long"))
-    for path in (tmp_path, *objects.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    ports = {}
-    for name in ("origin", "cache"):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            ports[name] = free.getsockname()[1]
-    user = "user root;" if os.getuid() == 0 else ""
-    (at / "nginx.conf").write_text(user + CONFIG.format(at=at, root=objects, **ports))
-    process = subprocess.Popen(  # noqa: S603 - ours
-        [NGINX, "-p", at, "-c", at / "nginx.conf", "-e", at / "error.log"]
-    )
-    try:
-        wait_for(ports["cache"], process, at / "error.log")
-        yield f"http://127.0.0.1:{ports['cache']}", at / "origin.log"
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def wait_for(port, process, log: Path):
-    until = time.monotonic() + LIMIT_S
-    while time.monotonic() < until:
-        assert process.poll() is None, log.read_text()
-        with socket.socket() as tried:
-            if tried.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)
-    raise AssertionError("nginx does not listen")
+    source = memory_url()
+    spans = put_asset(source, asset)
+    async with WebServer(source, list(faults)) as store:
+        nginx = Nginx(folder / "nginx", store.url.removeprefix("http://"), slice_size=slice_size)
+        try:
+            yield nginx.url, store, spans
+        finally:
+            nginx.stop()
 
 
 @pytest.mark.process
-async def test_a_cache_of_slices_in_front_serves_the_same_play_twice(nginx):
-    url, log = nginx
-    spans = re.compile(r"^/v1/default/s/\S+ (bytes=\S+) 206$", re.MULTILINE)
-    asked = []
-    for _ in range(2):
-        async with AsyncClient(url) as client:
-            played = await client.play(LONG, deadline=LIMIT_S, model=SPEC)
-            assert close(played.kv, LONG)
-            connection = await client.connect()
-            track = played.catalog.by_name["FP16"]
-            for group, size in enumerate(track.bytes):  # whatever a play takes of it, now all of a track has come
-                download = connection.fetch(played.catalog.namespace, "FP16", group, limit=size, exact=True)
-                while await download.read():
-                    pass
-                assert download.has_digest(track.digests[group])
-        asked.append(spans.findall(log.read_text()))
-    # The second time the cache had every slice of the span; the origin was asked for no byte twice.
-    assert asked[0] == asked[1]
-    assert len(set(asked[0])) == len(asked[0]) > 0
+async def test_a_cache_of_slices_in_front_serves_the_same_play_twice(tmp_path, root):
+    async with cached(FolderAsset.open(root / "long"), tmp_path, slice_size="16k") as (url, store, _):
+        asked = []
+        for _ in range(2):
+            async with AsyncClient(url) as client:
+                played = await client.play(LONG, deadline=LIMIT_S, model=SPEC)
+                assert close(played.kv, LONG)
+                connection = await client.connect()
+                track = played.catalog.by_name["FP16"]
+                for group, size in enumerate(track.bytes):  # whatever a play takes of it, now all of a track has come
+                    download = connection.fetch(played.catalog.namespace, "FP16", group, limit=size, exact=True)
+                    while await download.read():
+                        pass
+                    assert download.has_digest(track.digests[group])
+            asked.append([get for get in store.asked if get[0].startswith("s/")])
+        # The second time the cache had every slice of the span; the store was asked for no byte twice.
+        assert asked[0] == asked[1]
+        assert len(set(asked[0])) == len(asked[0]) > 1
+
+
+@pytest.mark.process
+async def test_a_store_that_is_slow_is_still_asked_once(tmp_path, root):
+    """nginx lets those who wait for an answer ask themselves after a while: that would bury a store which is slow."""
+
+    def slow(key, _before):
+        return Fault(delay_s=SLOW_S) if key.startswith("s/") else None
+
+    async with cached(FolderAsset.open(root / "long"), tmp_path, slow) as (url, store, (span,)):
+
+        def read():
+            with urllib.request.urlopen(f"{url}/v1/default/{span}", timeout=LIMIT_S) as answer:  # noqa: S310 - ours
+                return answer.read()
+
+        bodies = await asyncio.gather(*(asyncio.to_thread(read) for _ in range(8)))
+        assert len(set(bodies)) == 1
+        assert [key for key, *_ in store.asked] == [span]
 
 
 async def test_a_cache_that_is_read_is_not_written(tmp_path):

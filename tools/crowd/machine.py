@@ -41,8 +41,3 @@ def cpu_s(pids: Iterable[int]) -> float:
 def descriptors(pids: Iterable[int]) -> int:
     """Return how many descriptors processes have open."""
     return sum(sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()) for pid in pids)
-
-
-def children(pid: int) -> list[int]:
-    """Return the ids of a process's children."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]

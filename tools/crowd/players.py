@@ -38,7 +38,7 @@ class Crowd:
     assets: tuple[Path, ...]
     """The most popular one first."""
     players: int
-    processes: int = 4
+    processes: int = 2
     zipf: float = 1.0
     """Exponent of the assets' popularity."""
     within_s: float = 0.0

@@ -1,0 +1,131 @@
+"""nginx as an HTTP cache in front of a store, configured as `docs/deploy/nginx.conf` says, and what it asks the store."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+CONFIG = Path(__file__).resolve().parent.parent / "docs" / "deploy" / "nginx.conf"
+START_S = 300.0
+_ASKED = re.compile(r"GET (\S+) (\S+) (\d+)")
+
+
+class StoreGet(NamedTuple):
+    """One GET at the store."""
+
+    path: str
+    range: str
+    """As in the request's header; ``-`` if it has none."""
+    status: int
+
+
+class Nginx:
+    """Starts it in a folder, which is made, and waits until it listens. It needs `NGINX`."""
+
+    def __init__(self, folder: Path, store: str, bucket: str = "", *, slice_size: str = "1m") -> None:
+        """``store``: host and port. The paths below ``bucket`` are cached, those of players and of the store alike."""
+        folder.mkdir()
+        ports = _free_ports(2)
+        self.url = f"http://127.0.0.1:{ports[0]}"
+        self._folder = folder
+        (folder / "nginx.conf").write_text(documented(folder, store, bucket, slice_size, *ports))
+        self._process = subprocess.Popen(  # noqa: S603 - ours
+            [str(NGINX), "-p", folder, "-c", folder / "nginx.conf", "-e", folder / "error.log"]
+        )
+        until = time.monotonic() + START_S
+        while not all(map(_listens, ports)):
+            if self._process.poll() is not None or time.monotonic() > until:
+                self.stop()
+                raise AssertionError(f"nginx does not start: {self.complaints}")
+            time.sleep(0.05)
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of its workers, and of those that clear up its cache."""
+        own = self._process.pid
+        return [int(child) for child in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
+
+    @property
+    def complaints(self) -> str:
+        """Its log of errors."""
+        return (self._folder / "error.log").read_text()
+
+    def gets_at_store(self) -> Counter[StoreGet]:
+        """Return how often the store was asked for what."""
+        found = map(_ASKED.match, (self._folder / "asked.log").read_text().splitlines())
+        return Counter(StoreGet(one[1], one[2], int(one[3])) for one in found if one)
+
+    def requests(self) -> int:
+        """Return how many requests it got."""
+        return (self._folder / "answered.log").read_text().count("\n")
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.wait(60)
+
+
+def documented(folder: Path, store: str, bucket: str, slice_size: str, port: int, asked_port: int) -> str:
+    """Return the documented configuration for this machine.
+
+    Between it and the store is a server that does nothing but write down what the store is asked for.
+    """
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    temporary = " ".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    changes = {
+        r"worker_rlimit_nofile \d+;": f"worker_rlimit_nofile {min(files, 1 << 20) if files > 0 else 1 << 20};",
+        r"access_log off;": f"log_format asked '$request_method $uri $http_range $status'; "
+        f"access_log {folder}/answered.log asked; {temporary}",
+        r"/var/cache/nginx": f"{folder}/cache",
+        r"server store:8333;": f"server 127.0.0.1:{asked_port};",
+        r"listen 8080\b": f"listen 127.0.0.1:{port}",
+        r"location /kvabr/": f"location /{bucket}{'/' if bucket else ''}",
+        r"slice 1m;": f"slice {slice_size};",
+        r"\}\s*\Z": f"""
+  upstream behind {{ server {store}; keepalive 64; }}
+  server {{
+    listen 127.0.0.1:{asked_port};
+    access_log {folder}/asked.log asked;
+    location / {{
+      proxy_pass http://behind;
+      proxy_http_version 1.1;
+      proxy_set_header Connection "";
+      proxy_buffering off;
+      proxy_read_timeout 1h;
+    }}
+  }}
+}}
+""",
+    }
+    text = CONFIG.read_text(encoding="utf-8")
+    for pattern, here in changes.items():
+        text, count = re.subn(pattern, here, text)
+        assert count == 1, f"{CONFIG}: {pattern!r} is there {count} times"
+    user = "user root; " if os.getuid() == 0 else ""
+    return f"{user}daemon off; pid {folder}/pid;\n{text}"
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _free_ports(count: int) -> list[int]:
+    tried = [socket.socket() for _ in range(count)]
+    try:
+        for each in tried:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in tried]
+    finally:
+        for each in tried:
+            each.close()
