@@ -1,4 +1,4 @@
-"""nginx as an HTTP cache in front of a store, configured as `docs/deploy/nginx.conf` says, and what it asks the store."""
+"""nginx as a cache in front of a store, configured as `docs/deploy/nginx.conf` says, and what it asks the store."""
 
 from __future__ import annotations
 

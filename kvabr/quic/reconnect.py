@@ -6,10 +6,10 @@ have ended.
 
 A killed peer does not say so. When nothing arrives of what was requested, the peer is probed with a PING; if that is
 not answered either, it is dialled in parallel to the old connection. During an outage of the path that dial fails too,
-and the old connection continues afterwards. Only a peer that answers the dial but not the old connection, in as much time
-again, has forgotten it: one with too much to do is late with everything, and more dials would only add to that. One that
-answers probes and brings nothing for seconds may have forgotten the requests, or its QUIC library has; a
-new connection replaces the old one.
+and the old connection continues afterwards. Only a peer that answers the dial, but not the old connection in as much
+time again, has forgotten it: one with too much to do is late with everything, and more dials would only add to that.
+One that answers probes and brings nothing for seconds may have forgotten the requests, or its QUIC library has; a new
+connection replaces the old one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _SIGN_S, _SIGN_RTT, _LONGEST_SIGN_S = 0.25, 4.0, 4.0
 """Seconds, and round trips or times of the last answer, that the answer to a probe may take; the probe may be lost and
 sent again. A late answer makes for no more patience than the last of these."""
 _FORGOTTEN_S, _FORGOTTEN_SIGNS = 3.0, 4.0
-"""Seconds, and times of what the answer to a probe may take, after which a peer that answers probes, but no request, is dialled anew; doubled each time. It may also be
-slow: a store may be, or a relay that waits for its origin."""
+"""Seconds, and times of what the answer to a probe may take, after which a peer that answers probes, but no request, is
+dialled anew; the seconds are doubled each time. It may also be slow: a store may be, or a relay that waits for its
+origin."""
 _ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
 """Seconds, and round trips, that the first of a series of dials may take; doubled each time. QUIC backs off while it
 retries, so a fresh dial reaches a peer that comes back sooner."""

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kvabr.client.result import Played
 from kvabr.codec.base import GroupContext
 from kvabr.codec.group import decode_group, encode_group
-from kvabr.client.result import Played
 from kvabr.store.asset import Prompt
 from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter
 from kvabr.types.catalog import Catalog, Track

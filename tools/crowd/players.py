@@ -15,9 +15,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
-
 from crowd.assets import GROUP_TOKENS, Truth
 from crowd.machine import raise_files
+
 from kvabr import AsyncClient, Played, PlayOptions
 from kvabr.client.store_connection import StoreConnection
 from kvabr.quic.reconnect import RedialledConnection
@@ -168,7 +168,13 @@ async def _play_many(pipe: Pipe, crowd: Crowd, count: int, seed: int) -> Outcome
 
 
 async def _play(
-    crowd: Crowd, client: AsyncClient, asset: int, truth: Truth, question: Sequence[int], pause_s: float, found: Outcomes
+    crowd: Crowd,
+    client: AsyncClient,
+    asset: int,
+    truth: Truth,
+    question: Sequence[int],
+    pause_s: float,
+    found: Outcomes,
 ) -> Outcome:
     await asyncio.sleep(pause_s)
     start_s, failed, ended = time.monotonic(), 0, partial(Outcome, asset)

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-START_S = 60.0
+START_S = 300.0
 
 
 @dataclass
