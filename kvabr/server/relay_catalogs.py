@@ -322,11 +322,11 @@ class Catalogs:
         start_s = loop.time()
         withdrawals, revocations = self._withdrawals, self._revocations
         try:
-            data = await self._received(name)
+            data = bytes(await self._received(name))
         except ConnectionLostError:  # everybody waits for it, and the next connection may be there already
             if self._upstream.closed:
                 raise
-            data = await self._received(name)
+            data = bytes(await self._received(name))
         try:
             check = check_live if is_live(track) else check_small
             publication, found = await loop.run_in_executor(
@@ -358,7 +358,7 @@ class Catalogs:
         self._answers.replace(name, answer)
         return answer
 
-    async def _received(self, name: _Name) -> bytes:
+    async def _received(self, name: _Name) -> memoryview:
         namespace, track = name
         counted, limit = 0, _LIMITS.get(track, MAX_CATALOG_BYTES)
         download = self._upstream.fetch(namespace, track, 0, priority=_URGENT, limit=limit)
@@ -369,7 +369,7 @@ class Catalogs:
                 if self._coming > self._limit:
                     why = f"{track[:80]}: the relay has no room for it now; give it more --memory"
                     raise RequestError(why, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
-            return bytes(download.data)
+            return download.data
         finally:
             download.cancel()
             self._coming -= counted
