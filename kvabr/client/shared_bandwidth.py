@@ -16,11 +16,14 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.client.peer_history import PeerHistory
 from kvabr.quic.interface import Connection
 from kvabr.types.errors import PolicyError
+
+V = TypeVar("V")
 
 _ACTIVE_S = 0.5
 """Seconds after which a play takes nothing from the others, unless bytes came for it or it waited for its turn."""
@@ -28,6 +31,9 @@ _STEP_S = 1e-3
 """Bytes that arrive within this time are counted together."""
 _MOST_STEPS = 1 << 15
 """Steps that are kept, at least the half: of the last 16 seconds."""
+_FEW, _KEPT_S = 32, 0.05
+"""Each of more plays than these looks at what was true of all of them up to so many seconds ago: if every play looked
+at every other one at each of its ticks, hundreds would do nothing else."""
 
 
 class SharedLink:
@@ -42,6 +48,8 @@ class SharedLink:
         self._totals: list[int] = []
         """Bytes that had arrived by each of the times, and before them."""
         self._forgotten = 0
+        self._kept: dict[object, tuple[float, Any]] = {}
+        """What was true of all plays, and when, by how it is found."""
 
     @contextmanager
     def joined(self, estimator: Estimator, known: Prior | None = None) -> Iterator[LinkShare]:
@@ -84,20 +92,34 @@ class SharedLink:
 
     def known_beside(self, share: LinkShare) -> tuple[float, float]:
         """Return rate and lower bound of the link by the active play that knows most of it; zeros if there is none."""
-        with self._lock:
-            others = [one for one in self._members if one is not share and one.active()]
-        return max(((one.link_rate(), one.link_rate(lower=True)) for one in others), default=(0.0, 0.0))
+        return self._of_many(_known) or _known([one for one in self._all() if one is not share])
 
     def ttfb_beside(self, share: LinkShare) -> float:
         """Return the least time to first byte of any other play, seconds; 0.0 if none has got one."""
-        with self._lock:
-            others = [one for one in self._members if one is not share]
-        return min((seconds for one in others if (seconds := one.link_ttfb()) > 0), default=0.0)
+        least = self._of_many(_least_ttfb)
+        return _least_ttfb([one for one in self._all() if one is not share]) if least is None else least
 
     def active_beside(self, share: LinkShare) -> int:
         """Return how many other plays are active."""
+        active = self._of_many(_active)
+        if active is None:
+            return _active([one for one in self._all() if one is not share])
+        return max(0, active - share.active())
+
+    def _all(self) -> list[LinkShare]:
         with self._lock:
-            return sum(one is not share and one.active() for one in self._members)
+            return list(self._members)
+
+    def _of_many(self, find: Callable[[list[LinkShare]], V]) -> V | None:
+        """Return what is true of all plays, or was a moment ago; None if there are few."""
+        if len(self._members) <= _FEW:
+            return None
+        now = self.clock()
+        kept = self._kept.get(find)
+        if kept is None or not 0 <= now - kept[0] < _KEPT_S:
+            kept = self._kept[find] = now, find(self._all())
+        found: V = kept[1]
+        return found
 
 
 class LinkShare(Estimator):
@@ -173,6 +195,18 @@ class LinkShare(Estimator):
         """See `Estimator.ttfb`; a play that waits for its turn has it from the others."""
         own, other = self._inner.ttfb(), self._link.ttfb_beside(self)
         return min(own, other) if own > 0 and other > 0 else own or other
+
+
+def _known(shares: list[LinkShare]) -> tuple[float, float]:
+    return max(((one.link_rate(), one.link_rate(lower=True)) for one in shares if one.active()), default=(0.0, 0.0))
+
+
+def _least_ttfb(shares: list[LinkShare]) -> float:
+    return min((seconds for one in shares if (seconds := one.link_ttfb()) > 0), default=0.0)
+
+
+def _active(shares: list[LinkShare]) -> int:
+    return sum(one.active() for one in shares)
 
 
 def _told(what: Callable[[], float]) -> float:
