@@ -50,9 +50,10 @@ class Nginx:
 
     @property
     def pids(self) -> list[int]:
-        """Ids of its workers, and of those that clear up its cache."""
+        """Ids of its workers; it has other children for a while."""
         own = self._process.pid
-        return [int(child) for child in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
+        children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+        return [int(child) for child in children if "worker" in Path(f"/proc/{child}/cmdline").read_text()]
 
     @property
     def complaints(self) -> str:
