@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -42,7 +43,7 @@ class Nginx:
             [str(NGINX), "-p", folder, "-c", folder / "nginx.conf", "-e", folder / "error.log"]
         )
         until = time.monotonic() + START_S
-        while not all(map(_listens, ports)):
+        while not (all(map(_listens, ports)) and self.pids):
             if self._process.poll() is not None or time.monotonic() > until:
                 self.stop()
                 raise AssertionError(f"nginx does not start: {self.complaints}")
@@ -51,9 +52,12 @@ class Nginx:
     @property
     def pids(self) -> list[int]:
         """Ids of its workers; it has other children for a while."""
-        own = self._process.pid
-        children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
-        return [int(child) for child in children if "worker" in Path(f"/proc/{child}/cmdline").read_text()]
+        own, found = self._process.pid, []
+        for child in Path(f"/proc/{own}/task/{own}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                if "worker" in Path(f"/proc/{child}/cmdline").read_text():
+                    found.append(int(child))
+        return found
 
     @property
     def complaints(self) -> str:
