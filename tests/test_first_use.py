@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvabr.cli import display
 from kvabr.cli.main import main
@@ -118,6 +121,29 @@ def test_nothing_is_said_of_the_time_left_before_a_second_report(capsys, monkeyp
         "prefill (tokens): 512 of 2048",
         "prefill (tokens): 1024 of 2048, about 22 s left",
     ]
+
+
+def test_what_an_earlier_run_has_done_does_not_shorten_the_time_left(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    with display.StageBar({}) as bar:
+        for done in range(1, 301):
+            now[0] += 0.001 if done <= 200 else 10.0
+            bar("loss", done, 400)
+    assert capsys.readouterr().err.splitlines()[-1] == "loss: 300 of 400, about 1000 s left"
+
+
+def test_a_terminal_shows_the_time_left_of_a_stage(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys, "stderr", screen := io.StringIO())
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    console = Console(file=screen, force_terminal=True, width=100)
+    with display.StageBar({"prefill": "prefill (tokens)"}, console) as bar:
+        for done in (1, 2):
+            now[0] += 30.0
+            bar("prefill", done, 12)
+    assert "about 300 s left" in screen.getvalue()
 
 
 def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -32,14 +32,16 @@ from kvabr.types.catalog import Catalog, Track
 
 _FIRST_S, _EVERY_S = 2.0, 10.0
 """Seconds until the first line of progress where there is no terminal, and from each line to the next."""
+_RECENT = 64
+"""Reports of a stage that the time left is estimated from: what an earlier run has done already takes no time."""
 
 
 class _Bar:
     """Progress on standard error: a bar on a terminal, a line now and then elsewhere. A context manager."""
 
     def __init__(self, *columns: ProgressColumn, console: Console | None = None) -> None:
-        self._began: dict[str, tuple[float, float]] = {}
-        """When the first steps of each stage were reported as done, and how many these were."""
+        self._reports: dict[str, deque[tuple[float, float]]] = {}
+        """The last reports of each stage: when, and how many steps were done."""
         self._due_s = time.monotonic() + _FIRST_S
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -58,18 +60,23 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def _line(self, what: str, done: float, total: float | None) -> None:
-        """Print a line if there is no bar and it is time for one."""
-        now = time.monotonic()
-        began_s, before = self._began.setdefault(what, (now, done))
-        if not self._bar.disable or now < self._due_s:
-            return
-        self._due_s = now + _EVERY_S
-        left = ""
-        if total and before < done < total:
-            left = f", about {(now - began_s) / (done - before) * (total - done):.0f} s left"
-        of = f" of {total:g}" if total else ""
-        print(f"{what}: {done:g}{of}{left}", file=sys.stderr, flush=True)
+    def _left(self, what: str, done: float, total: float | None) -> str:
+        """Take a report, and return in words how long the rest of the stage takes; empty if that is not known."""
+        now, reports = time.monotonic(), self._reports.setdefault(what, deque(maxlen=_RECENT))
+        reports.append((now, done))
+        began_s, before = reports[0]
+        if not total or not before < done < total:
+            return ""
+        return f"about {(now - began_s) / (done - before) * (total - done):.0f} s left"
+
+    def _line(self, what: str, done: float, total: float | None) -> str:
+        """Take a report and return what `_left` does; print a line if there is no bar and it is time for one."""
+        left = self._left(what, done, total)
+        if self._bar.disable and time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + _EVERY_S
+            of = f" of {total:g}" if total else ""
+            print(f"{what}: {done:g}{of}{left and ', ' + left}", file=sys.stderr, flush=True)
+        return left
 
 
 class StageBar(_Bar):
@@ -77,16 +84,16 @@ class StageBar(_Bar):
 
     def __init__(self, stages: Mapping[str, str], console: Console | None = None) -> None:
         """Take the stages: what to call each of them on the screen, by name."""
-        super().__init__(TimeElapsedColumn(), console=console)
+        super().__init__(TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=console)
         self._stages = stages
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Report that ``done`` steps of a stage's ``total`` are done."""
+        title = self._stages.get(stage, stage)
         if stage not in self._tasks:
-            self._tasks[stage] = self._bar.add_task(self._stages.get(stage, stage), total=total)
-        self._bar.update(self._tasks[stage], completed=done, total=total)
-        self._line(self._stages.get(stage, stage), done, total)
+            self._tasks[stage] = self._bar.add_task(title, total=total, left="")
+        self._bar.update(self._tasks[stage], completed=done, total=total, left=self._line(title, done, total))
 
 
 class PlayBar(_Bar):

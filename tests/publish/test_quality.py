@@ -146,3 +146,15 @@ def test_a_reference_knows_its_own_cache():
 def test_a_continuation_of_one_token_measures_nothing():
     with pytest.raises(ModelError, match="at least 2"):
         Reference(ToyModel(), None, [1])
+
+
+def test_a_reference_knows_what_the_model_expected_and_what_the_text_cost():
+    class Dice:
+        """Says the same before every token: a half, a quarter, a quarter."""
+
+        def score(self, kv, tokens):
+            return torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log().expand(len(tokens), 3)
+
+    expected = 1.5 * math.log(2)
+    assert Reference(Dice(), None, [2, 0, 0, 1, 2]).calibration() == pytest.approx((expected, expected))
+    assert Reference(Dice(), None, [0, 1, 2]).calibration() == pytest.approx((2 * math.log(2), expected))

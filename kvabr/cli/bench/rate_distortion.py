@@ -30,13 +30,17 @@ examples:
 
 Every text is cut into contexts: a prompt and its continuation. The cache of the prompt goes through every scheme, and
 the model measures on the continuation what that loses against the exact cache (KL, nats per token; change of the
-negative log-likelihood; share of tokens whose most likely successor stays the same). For retrieval, a random six-digit
-code is planted at ten depths of a context, and the model is asked for it; the question is not coded.
+negative log-likelihood; share of tokens whose most likely successor stays the same). KL compares with what the model
+says with the exact cache, ΔNLL with the text: if the model is often surprised by a text where it expects not to be,
+ΔNLL may be many times the KL, or negative. So both are printed: what it expects, and what the text costs it. For
+retrieval, a random six-digit code is planted at ten depths of a context, and the model is asked for it; the question is
+not coded.
 
 Sizes count every byte that a reader needs except the profile. Numbers are means over contexts, with 95 % bootstrap
 intervals. The rate at which kvabr is as good as CacheGen is interpolated between the measured tracks: the least rate
 above which KL, log-probability of the codes and share of whole codes are never worse.
 
+Retrieval takes most of the time: ten cases per context, each on every scheme. --retrieval 1 plants codes in one context.
 Caches (24 MB for 1,024 tokens of SmolLM2; 3 GB for 120 cases) and results stay in the work folder, so an interrupted
 run continues, and only changes are measured again. Layers with sliding windows are coded as classes of their own, of
 which every token counts, whether or not the model still sees it.
@@ -168,8 +172,7 @@ def run(args: argparse.Namespace) -> int:
     out.print(title, highlight=False)
     for name, (heads, lines) in shown:
         out.print(table(name, heads, lines, left=heads[:1]))
-    out.print(summary.sentence(result), highlight=False)
-    _print(out, told)
+    _print(out, [summary.sentence(result), *filter(None, [summary.text_sentence(result)]), *told])
     _print(console, [f"not measured: {note}" for note in notes])
     write_json(args.json, result)
     if args.svg is not None:

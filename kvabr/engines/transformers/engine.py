@@ -105,8 +105,9 @@ class TransformersEngine:
         out = torch.empty(len(tokens), int(self.model.config.vocab_size), dtype=torch.float64)
         for first in range(0, len(tokens), SCORE_CHUNK):
             given = self._given(cache, ids[:, first : first + SCORE_CHUNK], start + first)
-            logits = self.model(**given).logits[0]
-            out[first : first + SCORE_CHUNK] = torch.log_softmax(logits.double(), dim=-1)
+            # Row by row: fresh memory for all of them takes as long as the logarithms, with a large vocabulary.
+            for row, logits in enumerate(self.model(**given).logits[0].cpu(), first):
+                torch.log_softmax(logits.double(), dim=-1, out=out[row])
         return out
 
     def gradient_classes(

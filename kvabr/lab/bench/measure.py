@@ -125,6 +125,8 @@ class Findings:
 
     quality: dict[str, dict[str, Row]] = field(default_factory=dict)
     """``nbytes``, ``bits`` (per element), ``kl``, ``dnll``, ``top1`` of every context."""
+    texts: dict[str, Row] = field(default_factory=dict)
+    """``nll``, ``entropy`` of every context's continuation, see `kvabr.publish.quality.Reference.calibration`."""
     recall: dict[str, dict[str, Row]] = field(default_factory=dict)
     """``digits``, ``whole``, ``logprob`` of every case; the schemes include `EXACT`."""
     sizes: dict[int, dict[str, dict[str, Row]]] = field(default_factory=dict)
@@ -159,18 +161,35 @@ class QualityBench:
         steps = self._steps("quality", len(schemes) * len(contexts))
         for context in contexts:
             exact: tuple[torch.Tensor, Reference] | None = None
-            where = f"{token_key(context.tokens)}|{token_key(context.continuation)}"
+            where = _where(context)
             for scheme in schemes:
                 key = f"quality|{where}|{scheme.key}"
                 row = self.store.known(key)
                 if row is None:
                     if exact is None:
-                        cache = self.cache(context)
-                        exact = cache, Reference(self.loaded.engine, cache, context.continuation)
+                        exact = self._reference(context)
+                        self._text(context, exact[1])  # while there are its scores
                     row = self.store.keep(key, _cost(scheme, *exact))
                 out[scheme.name][context.name] = row
                 next(steps)
         return out
+
+    def texts(self, contexts: Sequence[Context]) -> dict[str, Row]:
+        """Return how well the model with the exact cache expects each continuation."""
+        return {context.name: self._text(context) for context in contexts}
+
+    def _reference(self, context: Context) -> tuple[torch.Tensor, Reference]:
+        cache = self.cache(context)
+        return cache, Reference(self.loaded.engine, cache, context.continuation)
+
+    def _text(self, context: Context, reference: Reference | None = None) -> Row:
+        key = f"text|{_where(context)}"
+        row: Row | None = self.store.known(key)
+        if row is None:
+            nll, entropy = (reference or self._reference(context)[1]).calibration()
+            row = {"nll": nll, "entropy": entropy}
+            self.store.keep(key, row)
+        return row
 
     def sizes(self, schemes: Sequence[Scheme], contexts: Sequence[Context]) -> dict[str, dict[str, Row]]:
         """Return the sizes alone, for schemes with other group sizes."""
@@ -221,6 +240,10 @@ class QualityBench:
             return torch.cat((before, rest.to(before.dtype)), dim=3)
 
         return self.store.cache(token_key(needle.tokens), len(needle.tokens), compute)
+
+
+def _where(context: Context) -> str:
+    return f"{token_key(context.tokens)}|{token_key(context.continuation)}"
 
 
 def _decoded(coded: Coded) -> torch.Tensor:

@@ -14,7 +14,7 @@ from kvabr.lab.bench.contexts import Context, plant
 from kvabr.lab.bench.measure import EXACT, Findings, QualityBench
 from kvabr.lab.bench.other_codecs import CacheGenQuantiser, LMCacheCodec, Zstd, find_peers
 from kvabr.lab.bench.schemes import Kivi, OwnTrack, Scheme, TrackScheme, tracks_to_measure
-from kvabr.lab.bench.summary import RateCurve, at_group_size, curve, exact_recall, match, scheme_rows
+from kvabr.lab.bench.summary import RateCurve, at_group_size, curve, exact_recall, match, scheme_rows, text_row
 from kvabr.types.kv import KVSpec
 
 SCHEMA = "kvabr.bench.rd/1"
@@ -80,6 +80,7 @@ def run(bench: QualityBench, plan: BenchPlan) -> tuple[Findings, dict[str, str],
         findings = Findings()
         bench.prefill(plan.contexts)
         findings.quality = bench.quality(schemes.coded, plan.contexts)
+        findings.texts = bench.texts(plan.contexts)
         for size, resized in schemes.resized.items():
             findings.sizes[size] = bench.sizes(resized, plan.contexts)
         if plan.retrieval:
@@ -139,6 +140,7 @@ def result(findings: Findings, families: Mapping[str, str], contexts: Sequence[C
         "schema": SCHEMA,
         "contexts": [{"name": one.name, "tokens": len(one.tokens)} for one in contexts],
         "schemes": scheme_rows(findings, families),
+        "text": text_row(findings),
         "domains": _domains(findings, contexts),
         "exact": exact_recall(findings),
         "against": _against(findings, families),

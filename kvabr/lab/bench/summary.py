@@ -32,8 +32,8 @@ def scheme_rows(findings: Findings, families: Mapping[str, str]) -> list[Row]:
         families: The curve of each scheme, by name.
 
     Returns:
-        ``scheme, family, bits, ratio`` (to 16 bits), ``kl, kl_median, kl_worst, kl_ci95, dnll, dnll_worst, top1,
-        digits, whole, logprob, logprob_ci95``; None for what was not measured.
+        ``scheme, family, bits, ratio`` (to 16 bits), ``kl, kl_median, kl_worst, kl_ci95, dnll, dnll_worst, dnll_ci95,
+        top1, digits, whole, logprob, logprob_ci95``; None for what was not measured.
     """
     names = list(dict.fromkeys((*findings.quality, *findings.recall)))
     rows = [_row(findings, name, families.get(name, name)) for name in names]
@@ -51,7 +51,8 @@ def _row(findings: Findings, name: str, family: str) -> Row:
     row["kl_median"] = statistics.median(one["kl"] for one in quality) if quality else None
     row["kl_worst"] = max((one["kl"] for one in quality), default=None)
     row["dnll_worst"] = max((one["dnll"] for one in quality), default=None)
-    row["kl_ci95"] = _interval([one["kl"] for one in quality])
+    for key in ("kl", "dnll"):
+        row[f"{key}_ci95"] = _interval([one[key] for one in quality])
     for key in ("digits", "whole", "logprob"):
         row[key] = _mean(recalls, key)
     row["logprob_ci95"] = _interval([one["logprob"] for one in recalls])
@@ -187,15 +188,33 @@ def exact_recall(findings: Findings) -> Row | None:
     return {key: _mean(rows, key) for key in ("digits", "whole", "logprob")} | {"cases": len(rows)} if rows else None
 
 
+def text_row(findings: Findings) -> Row | None:
+    """Return the mean ``nll`` and ``entropy`` of the continuations with exact caches; None if not measured."""
+    rows = list(findings.texts.values())
+    return {key: _mean(rows, key) for key in ("nll", "entropy")} if rows else None
+
+
+def text_sentence(result: Row) -> str:
+    """Return how well the model expects the texts; empty if that was not measured."""
+    text = result["text"]
+    if not text:
+        return ""
+    return (
+        f"With exact caches these texts cost the model {text['nll']:.3f} nats per token, where it expects "
+        f"{text['entropy']:.3f}; the more these differ, the less ΔNLL says of a codec"
+    )
+
+
 def loss_table(result: Row) -> Table:
     """Return size, loss and agreement of every scheme."""
-    names = ["scheme", "bits/el", "ratio", "KL", "median", "worst", "95%", "ΔNLL", "top-1"]
+    names = ["scheme", "bits/el", "ratio", "KL", "median", "worst", "95%", "ΔNLL", "95%", "top-1"]
     lines = []
     for row in result["schemes"]:
         if row["kl"] is not None:
             line = [row["scheme"], _show(row["bits"], ".3f"), _show(row["ratio"], ".2f", "x")]
             line += [_show(row[key], ".5f") for key in ("kl", "kl_median", "kl_worst")]
-            line += [_show_interval(row["kl_ci95"], ".4f"), _show(row["dnll"], "+.4f"), _show(row["top1"], ".3f")]
+            line += [_show_interval(row["kl_ci95"], ".4f"), _show(row["dnll"], "+.4f")]
+            line += [_show_interval(row["dnll_ci95"], "+.4f"), _show(row["top1"], ".3f")]
             lines.append(line)
     return names, lines
 

@@ -65,6 +65,8 @@ def test_the_result_is_plain_json_and_says_all(outcome):
     result = json.loads(json.dumps(rd.result(findings, families, plan.contexts), allow_nan=False))
     assert result["schema"] == rd.SCHEMA
     assert result["exact"]["cases"] == DEPTHS
+    assert result["text"]["nll"] == pytest.approx(sum(row["nll"] for row in findings.texts.values()) / 2)
+    assert f"cost the model {result['text']['nll']:.3f} nats" in summary.text_sentence(result)
     assert set(result["domains"]) == {"prose", "trees"}
     assert result["against"]["theirs"] is None  # CacheGen's size takes LMCache
     assert result["against"]["group_sizes"] == []

@@ -14,7 +14,8 @@ def findings(points, cases=40):
     made = Findings()
     for name, (bits, kl, logprob, whole) in points.items():
         made.quality[name] = {
-            f"c{n}": {"nbytes": 1, "bits": bits, "kl": kl * (0.5 + n / 11), "dnll": 0.0, "top1": 0.9} for n in range(12)
+            f"c{n}": {"nbytes": 1, "bits": bits, "kl": kl * (0.5 + n / 11), "dnll": kl * (n / 11 - 0.5), "top1": 0.9}
+            for n in range(12)
         }
         made.recall[name] = {
             f"n{n}": {"digits": 1.0, "whole": n >= cases * (1 - whole), "logprob": logprob} for n in range(cases)
@@ -39,6 +40,7 @@ def test_rows_are_sorted_by_size_and_say_mean_median_and_worst():
     assert row["kl_worst"] == pytest.approx(0.06)
     assert row["kl_median"] == pytest.approx(0.04)
     assert row["kl_ci95"][0] < 0.04 < row["kl_ci95"][1]
+    assert row["dnll_ci95"][0] < 0 < row["dnll_ci95"][1]
     assert row["ratio"] == 16
     assert row["whole"] == 0.9
     assert rows[-1]["bits"] is None
