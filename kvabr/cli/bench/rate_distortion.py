@@ -40,7 +40,7 @@ Sizes count every byte that a reader needs except the profile. Numbers are means
 intervals. The rate at which kvabr is as good as CacheGen is interpolated between the measured tracks: the least rate
 above which KL, log-probability of the codes and share of whole codes are never worse.
 
-Retrieval takes most of the time: ten cases per context, each on every scheme. --retrieval 1 plants codes in one context.
+Retrieval takes most of the time: ten cases per context, each on every scheme; --retrieval 1 plants codes in one only.
 Caches (24 MB for 1,024 tokens of SmolLM2; 3 GB for 120 cases) and results stay in the work folder, so an interrupted
 run continues, and only changes are measured again. Layers with sliding windows are coded as classes of their own, of
 which every token counts, whether or not the model still sees it.
