@@ -117,12 +117,12 @@ class Catalog:
         """Kind of its groups' digests, see `kvabr.types.digests`."""
         return kind_of(self.tracks[0].digests[0])
 
-    @property
+    @cached_property  # a play asks tens of thousands of times
     def every_token(self) -> bool:
         """Whether there is one class, of which every group is needed."""
         return len(self.spec.classes) == 1 and self.spec.only.kind in ("full", "latent")
 
-    @property
+    @cached_property
     def even(self) -> bool:
         """Whether units are groups of tokens of one asset: all are of the same length, except the last."""
         return self.every_token and not self.sources
