@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         AssetError,
         BusyError,
         ConnectionLostError,
+        ForbiddenError,
         ForeignError,
         FormatError,
         HoleError,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         UnauthorizedError,
         UnknownPolicyError,
         UsageError,
+        VersionError,
     )
     from kvabr.types.kv import KVSpec
     from kvabr.types.naming import TrackNamespace
@@ -66,6 +68,7 @@ __all__ = [
     "Engine",
     "Estimator",
     "Exact",
+    "ForbiddenError",
     "ForeignError",
     "FormatError",
     "Found",
@@ -97,6 +100,7 @@ __all__ = [
     "UnknownPolicyError",
     "Upgrades",
     "UsageError",
+    "VersionError",
     "View",
     "__version__",
     "save",
@@ -118,9 +122,9 @@ _MODULES = {
     "kvabr.types.cost": "PrefillCost",
     "kvabr.types.engine": "Engine",
     "kvabr.types.errors": (
-        "AssetError BusyError ConnectionLostError ForeignError FormatError HoleError KvabrError ModelError "
-        "NotFoundError PlayError PolicyError RequestError StoreError TraceError TransportError UnauthorizedError "
-        "UnknownPolicyError UsageError"
+        "AssetError BusyError ConnectionLostError ForbiddenError ForeignError FormatError HoleError KvabrError "
+        "ModelError NotFoundError PlayError PolicyError RequestError StoreError TraceError TransportError "
+        "UnauthorizedError UnknownPolicyError UsageError VersionError"
     ),
     "kvabr.types.kv": "KVSpec",
     "kvabr.types.naming": "TrackNamespace",

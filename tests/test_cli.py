@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvabr.cli import main as cli
+from kvabr.cli.display import plain
 from kvabr.cli.main import COMMANDS, main, parse
 from kvabr.types.catalog import Catalog
 from tests.catalogs import catalog
@@ -385,3 +386,8 @@ def test_bash_completes(capsys, tmp_path, line, offered):
     ask = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _kvabr; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)  # noqa: S603, S607 - our own
     assert sorted(done.stdout.split()) == offered
+
+
+def test_control_characters_of_names_do_not_reach_the_terminal(capsys):
+    plain("a\x1b[2J\u2028b\u202ec\td")
+    assert capsys.readouterr().out.startswith("a?[2J?b?c")

@@ -225,3 +225,29 @@ def test_a_second_one_ends_it_whatever_it_does(live, folder):
     command.interrupt()
     assert command.status() == -signal.SIGINT
     assert "Traceback" not in "".join(command.said)
+
+
+TAKEN_APART = """
+import sys
+
+class Left:
+    def __del__(self):
+        print("taken apart", flush=True)
+
+left = Left()
+import obstore
+from kvabr.cli.main import main
+
+print("printed")
+sys.exit(main())
+"""
+
+
+def test_a_command_that_used_obstore_ends_before_its_threads_can_abort_the_process(tmp_path):
+    """They abort it, with status 134, if they come back to Python while the interpreter is taken apart."""
+    pytest.importorskip("obstore")
+    place = f"file://{tmp_path}?layout=objects"
+    for words, status in ((("store", "ls", place), 0), (("store", "pin", place, "x", "--for", "1d"), 1)):
+        done = subprocess.run([sys.executable, "-c", TAKEN_APART, *words], capture_output=True, text=True, check=False)  # noqa: S603
+        assert (done.returncode, "taken apart" in done.stdout) == (status, False), done.stderr
+        assert done.stdout.startswith("printed\n")

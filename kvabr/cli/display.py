@@ -123,7 +123,12 @@ def plain(*lines: str) -> None:
     """Print lines as they are: neither wrapped, nor coloured, nor parsed as markup."""
     out = Console()
     for line in lines:
-        out.print(line, soft_wrap=True, highlight=False, markup=False)
+        out.print(printable(line), soft_wrap=True, highlight=False, markup=False)
+
+
+def printable(text: str) -> str:
+    """Return a text without control characters, which names from a store might send to the terminal."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
 def write_json(path: Path | None, value: object) -> None:

@@ -59,7 +59,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{_EPILOG}\n{encode_passage.EPILOG}"
     add_text_option(parser)
     parser.add_argument("--tokens", type=int, required=True, metavar="N", help="tokens of the prompt")
-    parser.add_argument("-o", "--out", required=True, metavar="ASSET", help="folder to create")
+    parser.add_argument(
+        "-o", "--out", required=True, metavar="ASSET", help="folder to create, or an object store: s3://BUCKET/PREFIX"
+    )
     add_model_option(parser)
     parser.add_argument(
         "--continuation", type=int, default=128, metavar="M", help="tokens to measure losses on (default: 128)"
@@ -105,7 +107,14 @@ def run(args: argparse.Namespace) -> int:
     check_kind(args.digest)
     encode_passage.check(args)
     salt = read_salt(args.salt_file)
-    writer = open_store(args.out).writer(force=args.force)
+    store = open_store(args.out)
+    writer = store.writer(force=args.force)
+
+    def check_new(digest: str) -> None:
+        """Refuse what is there already before minutes are spent on it; a store names assets by their digests."""
+        if not args.force and store.version(digest) is not None:
+            raise UsageError(f"{store.location}: has the asset {digest} already; add --force to replace it")
+
     if args.tokens < 1 or args.continuation < 2:
         raise UsageError("--tokens must be at least 1 and --continuation at least 2")
     if args.group_tokens is not None and not 1 <= args.group_tokens <= MAX_GROUP_TOKENS:
@@ -129,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
             source=f"{args.text.name}, its first {args.tokens} tokens",
             salt=salt,
             digest=args.digest,
+            named=check_new,
             progress=bar,
             tell=unusual.append,
         )
@@ -137,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     result = {
         "schema": "kvabr.encode/1",
-        "asset": args.out,
+        "asset": writer.location,
         "model": catalog.spec.model,
         "tokens": catalog.tokens,
         "passage": None if catalog.passage is None else catalog.passage.to_json(),
@@ -150,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     out.print(track_table(catalog, f"{catalog.spec.model}: {catalog.tokens} tokens in {catalog.groups} groups"))
     if catalog.mixes:
         out.print(mix_table(catalog))
-    plain(*unusual, f"asset: {args.out} ({seconds:.0f} s)")
+    plain(*unusual, f"asset: {writer.location} ({seconds:.0f} s)")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first ends a command in order, the second at once, whatever the command is in the middle of.
+"""How a command ends: by itself, or by Ctrl-C, at the first in order, at the second at once.
 
 The first raises `KeyboardInterrupt`, or cancels the task of `run_async`. From then on the signal has the system's
 effect, so that neither cleaning up nor code that swallows exceptions can hold the process.
@@ -23,29 +23,38 @@ _came = threading.Event()
 """Whether this process has been interrupted."""
 
 
-@contextmanager
-def first_in_order() -> Iterator[None]:
-    """Let the first Ctrl-C raise `KeyboardInterrupt` in the body, and the second end the process.
+def run_in_order(command: Callable[[], int], *, alone: bool) -> int:
+    """Run a command and return its exit status; the first Ctrl-C raises `KeyboardInterrupt`, the second ends it.
 
-    After the first the process ends without taking the interpreter apart, which lasts a second once torch is loaded.
+    After the first the process ends without taking the interpreter apart, which lasts a second once torch is loaded. So
+    does a process that runs the command ``alone``, if it has used obstore: its threads would abort the process if one
+    of them came back to Python meanwhile.
     """
+    status = INTERRUPTED
+
+    def leave() -> None:
+        _leave(status)
+
     # What is registered first is called last: all others have cleaned up by then.
-    atexit.register(_leave)
+    atexit.register(leave)
     try:
         with _on_interrupt(_raise, signal.default_int_handler):
-            yield
+            ended = command()
     except BaseException:
-        atexit.unregister(_leave)
+        atexit.unregister(leave)
         raise
     if not _came.is_set():
-        atexit.unregister(_leave)
+        status = ended
+        if not (alone and "obstore" in sys.modules):
+            atexit.unregister(leave)
+    return ended
 
 
-def _leave() -> None:
+def _leave(status: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or never there
             stream.flush()
-    os._exit(INTERRUPTED)
+    os._exit(status)
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:

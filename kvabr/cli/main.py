@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 from kvabr import __version__
-from kvabr.cli.interrupt import INTERRUPTED, first_in_order
+from kvabr.cli.interrupt import INTERRUPTED, run_in_order
 from kvabr.types.errors import KvabrError, UsageError, did_you_mean
 
 COMMANDS = {
@@ -67,8 +67,7 @@ is read.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; the entry point of the `kvabr` script."""
-    with first_in_order():
-        return _main(argv)
+    return run_in_order(lambda: _main(argv), alone=argv is None)
 
 
 def _main(argv: Sequence[str] | None) -> int:

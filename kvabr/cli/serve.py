@@ -140,10 +140,11 @@ def _announce(server: Server, library: PublishedAssets, setup: serving.ServerSet
 
     assets, log = library.assets, setup.log
     if not assets:
+        place = f"'{args.root}'" if "://" in str(args.root) else f"{args.root}/NAME"  # a store names its assets itself
         log.warning(
             "no assets yet",
             root=args.root,
-            hint=f"make one with: kvabr encode --text FILE --tokens N --out {args.root}/NAME; it is noticed at once",
+            hint=f"make one with: kvabr encode --text FILE --tokens N --out {place}; it is noticed soon",
         )
     left = (setup.facts.not_after - datetime.now(UTC)).days
     if left < _EXPIRES_SOON_DAYS and not args.dev:

@@ -15,7 +15,7 @@ examples:
   kvabr store ls 's3://kv-caches/prod?tenant=team-a' --model meta-llama/Llama-3.1-8B
 
 own: bytes that only this asset has, which are freed when it goes. used: time since it was published, or looked for by a
-publisher; plays are not seen. Measured assets (kvabr encode) stay.
+publisher; plays are not seen. measured: made by kvabr encode; gc keeps such assets unless --measured.
 """
 _DU = """\
 examples:
@@ -37,7 +37,8 @@ examples:
 
 For a model, tokenizer or profile that changed under its old name. What was published before is removed, pinned or not,
 and publishers do not bring it back. Origins over this store notice at their next look, and tell their relays. An HTTP
-cache in front of a bucket must be purged. {_TIMES}"""
+cache in front of a bucket must be purged.
+{_TIMES}"""
 _GC = f"""\
 examples:
   kvabr store gc s3://kv-caches/prod                         only what nothing names any more
@@ -45,7 +46,8 @@ examples:
   kvabr store gc assets --max-bytes 200G --evict lru --dry-run
 
 Run it from cron, next to publishers and players, as often as you like. Pinned assets stay, and so do measured ones
-unless --measured. What an evicted asset had in a bucket is deleted by a later run, when the grace is over. {_TIMES}"""
+unless --measured. What an evicted asset had in a bucket is deleted by a later run, when the grace is over.
+{_TIMES}"""
 _VERIFY = """\
 examples:
   kvabr store verify assets
@@ -114,7 +116,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     copy = action("copy", "copy", "copy assets to another store", _COPY)
     _add_store(copy)
     copy.add_argument("target", metavar="TARGET", help="a folder (made if missing), or the URL of a bucket")
-    copy.add_argument("--name", action="append", default=[], metavar="N", help="only this asset; may be repeated")
+    copy.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        metavar="N",
+        help="only this asset, by its name or the beginning of it; may be repeated",
+    )
     copy.add_argument("--model", metavar="M", help="only assets of this model")
     _add_json(copy)
 
@@ -144,6 +152,11 @@ def _add_gc(gc: argparse.ArgumentParser) -> None:
     gc.add_argument("--measured", action="store_true", help="measured assets, those of kvabr encode, may go too")
     gc.add_argument(
         "--cache-ttl", metavar="TIME", help="remove single groups that relays and clients cached this long ago"
+    )
+    gc.add_argument(
+        "--take-over",
+        action="store_true",
+        help="do not wait for another collector, which may have been killed; two at once do no harm",
     )
     gc.add_argument("--dry-run", action="store_true", help="only show what would go")
     _add_json(gc)

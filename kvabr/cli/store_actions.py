@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvabr.cli.display import StageBar, human, plain, table, write_json
+from kvabr.cli.display import StageBar, human, plain, printable, table, write_json
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import check_writable
 from kvabr.store.locations import open_store
@@ -45,7 +45,7 @@ def ls(args: argparse.Namespace) -> int:
     shared = _shared(found.holdings)
     rows = [
         (
-            each.name if len(each.name) != 64 else each.name[:16],
+            printable(each.name if len(each.name) != 64 else each.name[:16]),
             each.model,
             f"{each.tokens:,}",
             human(each.bytes),
@@ -59,9 +59,10 @@ def ls(args: argparse.Namespace) -> int:
     ]
     columns = ("name", "model", "tokens", "bytes", "own", "age", "used", "pinned", "measured")
     spare = ("measured", "own", "age", "tokens")
-    Console().print(table(None, columns, rows, left=("name",), fold=("model",), spare=spare))
+    if rows:
+        Console().print(table(None, columns, rows, left=("name",), fold=("model",), spare=spare))
     _say_damaged(found)
-    plain(f"{len(held)} assets, {human(total_bytes(held))}")
+    plain(f"{len(held)} assets, {human(total_bytes(held))}" if held else f"{library.location}: no assets")
     write_json(
         args.json,
         {
@@ -128,10 +129,10 @@ def pin(args: argparse.Namespace) -> int:
     """Keep an asset for a time."""
     seconds = rules.duration(args.time) if args.until is None else None
     until_s = None if args.until is None else rules.date(args.until)
-    library, found = _inventory(args)
-    name = full_name(found, args.name)
+    library = open_library(args.store)
+    name = full_name(run_async(library.names()), args.name)
     if seconds is None:
-        seconds = (until_s or 0.0) - found.now_s
+        seconds = (until_s or 0.0) - run_async(library.time_s())
     if seconds <= 0:
         raise UsageError("a pin must end in the future")
     until_s = run_async(library.pin(name, seconds))
@@ -141,8 +142,8 @@ def pin(args: argparse.Namespace) -> int:
 
 def unpin(args: argparse.Namespace) -> int:
     """End the pin of an asset."""
-    library, found = _inventory(args)
-    name = full_name(found, args.name)
+    library = open_library(args.store)
+    name = full_name(run_async(library.names()), args.name)
     if not run_async(library.unpin(name)):
         raise NotFoundError(f"{name}: is not pinned")
     plain(f"{name}: no longer pinned")
@@ -154,11 +155,15 @@ def expire(args: argparse.Namespace) -> int:
     check_writable(args.json)
     before_s = None if args.before is None else rules.date(args.before)
     if args.dry_run:
-        _, found = _inventory(args)
+        library, found = _inventory(args)
         at_s = found.now_s if before_s is None else before_s
         gone = evictions(found.holdings, Rules(), found.now_s, {args.model: at_s})
         gone = [each for each in gone if each.holding.model == args.model]
-        _say_gone(Collected(evicted=gone, kept=len(found.holdings) - len(gone)), dry_run=True)
+        names = {each.holding.name for each in gone}
+        left = [each for each in found.holdings if each.name not in names]
+        freed = total_bytes(found.holdings) - total_bytes(left)
+        done = Collected(evicted=gone, kept=len(left), bytes=freed)
+        _report(library, done, args)
         return 0
     library = open_library(args.store)
     at_s = run_async(library.expire(args.model, before_s))
@@ -215,8 +220,9 @@ def copy(args: argparse.Namespace) -> int:
     check_writable(args.json)
     source, target = open_store(args.store, must_exist=True), open_store(args.target, create=True)
     expired = run_async(open_library(args.target).expired())
+    names = [full_name(list(source.list().versions), name) for name in args.name]
     with StageBar(_STAGES) as bar:
-        done = copy_assets(source, target, names=args.name, model=args.model, expired=expired, progress=bar)
+        done = copy_assets(source, target, names=names, model=args.model, expired=expired, progress=bar)
     for name in done.expired:
         plain(f"{name}: not copied, its model has expired at {target.location} since it was published")
     for name, why in done.failed.items():
@@ -247,7 +253,21 @@ def _inventory(args: argparse.Namespace) -> tuple[Library, Inventory]:
 
 def _collect(library: Library, kept: Rules, args: argparse.Namespace, cache_ttl_s: float | None = None) -> Collected:
     with StageBar(_STAGES) as bar:
-        done = run_async(library.collect(kept, dry_run=args.dry_run, cache_ttl_s=cache_ttl_s, progress=bar))
+        done = run_async(
+            library.collect(
+                kept,
+                dry_run=args.dry_run,
+                cache_ttl_s=cache_ttl_s,
+                take_over=getattr(args, "take_over", False),
+                progress=bar,
+            )
+        )
+    _report(library, done, args)
+    return done
+
+
+def _report(library: Library, done: Collected, args: argparse.Namespace) -> None:
+    """Say what was collected, and write it as JSON."""
     _say_gone(done, dry_run=args.dry_run)
     value: dict[str, Any] = {
         "schema": "kvabr.store-gc/1",
@@ -257,9 +277,8 @@ def _collect(library: Library, kept: Rules, args: argparse.Namespace, cache_ttl_
         "evicted": [{"name": each.holding.name, "reason": each.reason} for each in done.evicted],
         "damaged": done.damaged,
     }
-    counts = ("kept", "spans", "pointers", "profiles", "groups", "bytes", "waiting", "busy", "swept")
+    counts = ("kept", "spans", "pointers", "profiles", "groups", "bytes", "waiting", "busy", "excess", "swept")
     write_json(args.json, value | {name: getattr(done, name) for name in counts})
-    return done
 
 
 def _say_gone(done: Collected, *, dry_run: bool) -> None:
@@ -269,7 +288,7 @@ def _say_gone(done: Collected, *, dry_run: bool) -> None:
     if len(done.evicted) > _SHOWN:
         plain(f"... and {len(done.evicted) - _SHOWN} more")
     for name, why in done.damaged.items():
-        plain(f"{name}: damaged: {why}; see kvabr store verify")
+        plain(f"{name}: cannot be read: {why}; see kvabr store verify")
     plain(f"{len(done.evicted)} assets {removed}, {done.kept} stay; {human(done.bytes)} freed")
     counted = {"spans": done.spans, "pointers": done.pointers, "profiles": done.profiles, "cached groups": done.groups}
     if any(counted.values()):
@@ -278,13 +297,15 @@ def _say_gone(done: Collected, *, dry_run: bool) -> None:
         plain(f"{done.waiting:,} spans that nothing names stay for their grace")
     if done.busy:
         plain(f"{done.busy:,} stay because somebody began to use them meanwhile")
+    if done.excess:
+        plain(f"still {human(done.excess)} over --max-bytes: the rest is pinned, new, or was measured (see --measured)")
     if not done.swept:
         plain("no spans are removed while there are catalogs that cannot be read: they may name any of them")
 
 
 def _say_damaged(found: Inventory) -> None:
     for name, what in found.damaged.items():
-        plain(f"{name}: damaged: {what}; see kvabr store verify")
+        plain(f"{name}: cannot be read: {what}; see kvabr store verify")
 
 
 def _shared(holdings: Iterable[Holding]) -> dict[str | bytes, int]:

@@ -27,7 +27,7 @@ from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.layout import StoredCatalog, StoreOffer
 from kvabr.store.objects.spans import SpanHead
 from kvabr.types.catalog import Catalog, Track
-from kvabr.types.errors import FormatError, NotFoundError, RequestError, UnauthorizedError
+from kvabr.types.errors import ForbiddenError, FormatError, NotFoundError, RequestError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, parse_prefix_track
 from kvabr.types.units import hit, units_of, with_snapshots_of
@@ -345,7 +345,7 @@ class StoreIndex:
             except NotFoundError:
                 self._admitted = True
                 data = None
-            except UnauthorizedError:
+            except ForbiddenError:
                 if not self._admitted:
                     raise
                 data = None

@@ -157,6 +157,7 @@ def publish(
     digest: str = SHA256,
     max_passes: int = MAX_PASSES,
     time_engine: bool = True,
+    named: Callable[[str], None] = lambda _digest: None,
     progress: Progress = lambda _stage, _done, _all: None,
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Catalog:
@@ -179,6 +180,7 @@ def publish(
         digest: kind of the frames' digests, see `kvabr.types.digests`.
         max_passes: forward passes for attributing losses to groups, see `kvabr.publish.quality`.
         time_engine: whether to time a few prefills for the catalog's cost model.
+        named: called with the prompt's digest before anything is computed; it may raise to stop.
         progress: called after every step.
         tell: called, in words, with what is unusual about the cache.
 
@@ -192,6 +194,11 @@ def publish(
         check_class(spec, next(track for track in tracks if codec(track).needs_profile))
         if profile is not None:
             profile.check(spec)
+    chained = chain if passage is None else passage_chain
+    chunks = chained(
+        prompt.tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt
+    )
+    named(chunks[-1])
     exact = _exact(engine, prompt, passage, spec, partial(progress, "prefill"))
     if needing and profile is None:
         profile = own_profile(spec, exact if passage is None else (passage.at(0, spec),))
@@ -199,8 +206,6 @@ def publish(
             f"no profile of {spec.model}: the AC tracks have tables of this asset alone and take two to three "
             "times the bytes; `kvabr calibrate` makes a profile"
         )
-    named = chain if passage is None else passage_chain
-    chunks = named(prompt.tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
     frames = FrameEncoder(
         spec,
         chunks,

@@ -5,6 +5,7 @@ Nothing is measured, see `kvabr.publish.offer`. What would make the engine wait 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,13 +19,16 @@ from kvabr.codec.profile import Profile
 from kvabr.publish.encoding_threads import calm_down, encoding_thread, hurry
 from kvabr.publish.offer import TrackOffer
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
+from kvabr.publish.published_lookup import PublishedLookup
 from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.store.locations import Location, open_store
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import SHA256
-from kvabr.types.errors import AssetError, FormatError, KvabrError
+from kvabr.types.errors import AssetError, FormatError, may_pass
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import chain
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["PublishOutcome", "PublishVerdict", "Publisher", "Slot", "read_profile", "with_heads", "with_layers"]
 
@@ -64,8 +68,16 @@ class Publisher:
         """
         self.offer = TrackOffer(spec, prior=prior, tracks=tracks, profile=profile, source=source, digest=digest)
         """The tracks."""
-        self.store = open_store(location, create=True)
+        self.store = open_store(location)
+        try:
+            self.store.prepare()
+        except AssetError as error:
+            if not may_pass(error):
+                raise
+            _log.warning("kvabr: %s; nothing is published until it answers", error)  # each asset's writer tries again
         self._quota = None if max_bytes is None else self.store.quota(max_bytes, evict)
+        touch = (self.store if self._quota is None else self._quota).touch
+        self._lookup = PublishedLookup(lambda name: self.store.version(name) is not None, touch)
         self._free = threading.BoundedSemaphore(queue)
         self._known: set[str] = set()
         """Assets that are being published."""
@@ -74,7 +86,9 @@ class Publisher:
         self._closed = False
 
     def reserve(self, tokens: Sequence[int], salt: bytes = b"") -> Slot | PublishVerdict:
-        """Return a slot for a cache of these tokens, or why there is none. Quick: the cache need not exist yet.
+        """Return a slot for a cache of these tokens, or why there is none; the cache need not exist yet.
+
+        Takes half a second at most, for a store that does not answer ("failed").
 
         ``salt`` is a tenant's secret, see `kvabr.types.naming.chain`. Raises `UsageError` unless these are token ids.
         """
@@ -90,15 +104,17 @@ class Publisher:
         """
         name = chunks[-1]
         with self._lock:
-            # Published assets are looked up each time: one that was removed since may be published again.
             if name in self._known:
                 return "known"
-            try:
-                if self.store.version(name) is not None:
-                    (self.store if self._quota is None else self._quota).touch(name)
-                    return "known"
-            except KvabrError:  # a share that is gone, a folder that must not be entered: the engine goes on
-                return "failed"
+        # Published assets are looked up each time: one that was removed since may be published again.
+        published = self._lookup.ask(name)
+        if published is None:
+            return "failed"
+        if published:
+            return "known"
+        with self._lock:
+            if name in self._known:
+                return "known"
             if self._closed or not self._free.acquire(blocking=False):
                 return "full"
             self._known.add(name)

@@ -138,7 +138,7 @@ class Asset(ABC):
         try:
             self.catalog = Catalog.loads(catalog_data)
         except FormatError as error:
-            raise FormatError(f"{location}/{CATALOG}: {error}") from error
+            raise type(error)(f"{location}/{CATALOG}: {error}") from error
         self.catalog_sha256 = hashlib.sha256(catalog_data).hexdigest()
         self.catalog_size = len(catalog_data)
 
@@ -297,6 +297,10 @@ class AssetWriter(FrameStore, Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+    @property
+    def location(self) -> str:
+        """Path or URL of the asset; without the name that only its catalog gives it, of its store."""
 
     def prompt(self, prompt: Prompt) -> None:
         """Write the token ids."""

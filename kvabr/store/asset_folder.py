@@ -307,6 +307,11 @@ class FolderAssetWriter:
         if _is_asset(path) and not force:
             raise UsageError(f"{path}: this asset exists; add --force to replace it")
 
+    @property
+    def location(self) -> str:
+        """See `AssetWriter.location`."""
+        return str(self._path)
+
     def __enter__(self) -> Self:
         try:
             parent = self._path.parent

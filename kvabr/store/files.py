@@ -215,6 +215,16 @@ class NameClaim:
             self._handle = None
 
 
+def folder_bytes(path: Path) -> int:
+    """Return the bytes of all files below a folder; files that vanish meanwhile count as none."""
+    total = 0
+    for folder, _, files in os.walk(path):
+        for file in files:
+            with contextlib.suppress(OSError):
+                total += (Path(folder) / file).lstat().st_size
+    return total
+
+
 def sweep(folder: Path, name: str = "") -> None:
     """Remove what killed processes left half-written in a folder: of files called ``name``, or of all. Never raises.
 

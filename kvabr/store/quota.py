@@ -21,6 +21,7 @@ from pathlib import Path
 
 from kvabr.store.asset import CATALOG
 from kvabr.store.eviction import DEFAULT_ORDER, Candidate, Part, ReuseTable, parts_of, victims
+from kvabr.store.files import folder_bytes
 from kvabr.store.folder_notes import locked, pin_end_s, remove_folder_asset
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
@@ -154,7 +155,7 @@ class FolderQuota:
             stored_s, used_s = (path / CATALOG).stat().st_mtime, path.stat().st_mtime
         except (KvabrError, OSError):
             return _Known(0, 0.0, 0.0)
-        size = _folder_bytes(path) if catalog.loss_method.startswith(NOT_MEASURED) else 0
+        size = folder_bytes(path) if catalog.loss_method.startswith(NOT_MEASURED) else 0
         # Of windows and states, each asset has what continuing its own end takes.
         shared = catalog.chunks if catalog.every_token else catalog.chunks[-1:]
         keys = b"".join(map(prefix_key, shared))
@@ -173,12 +174,3 @@ def remove_asset(root: Path, name: str, now: float) -> bool:
     except (AssetError, OSError):
         return False  # another process was faster, or this one may not write here
     return True
-
-
-def _folder_bytes(path: Path) -> int:
-    total = 0
-    for folder, _, files in os.walk(path):
-        for file in files:
-            with contextlib.suppress(OSError):
-                total += (Path(folder) / file).lstat().st_size
-    return total

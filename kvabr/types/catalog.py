@@ -462,4 +462,4 @@ class Catalog:
         except OSError as error:
             raise AssetError(f"{path}: cannot read the catalog ({error.strerror}); is this an asset?") from error
         except FormatError as error:
-            raise FormatError(f"{path}: {error}") from error
+            raise type(error)(f"{path}: {error}") from error

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvabr.types.digests import BLAKE3, SHA256
-from kvabr.types.errors import FormatError
+from kvabr.types.errors import FormatError, VersionError
 from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.passage import read_notes
 
@@ -53,7 +53,8 @@ def check_schema(schema: object) -> None:
         known = ", ".join(map(repr, every))
         newer = str(schema).startswith("kvabr.catalog/")
         hint = "it was written by another version: upgrade kvabr" if newer else "is this a catalog?"
-        raise FormatError(f"catalog: schema is {str(schema)[:80]!r}, this version reads {known}; {hint}")
+        kind = VersionError if newer else FormatError
+        raise kind(f"catalog: schema is {str(schema)[:80]!r}, this version reads {known}; {hint}")
 
 
 def read_fields(pieces: JsonPieces) -> dict[str, Any]:

@@ -21,6 +21,10 @@ class FormatError(KvabrError):
     """Bytes that should be a frame, a profile or a catalog are truncated, corrupt, or of another version."""
 
 
+class VersionError(FormatError):
+    """Undamaged bytes of another version of kvabr, as far as one can tell."""
+
+
 class ForeignError(FormatError):
     """A valid frame or profile that belongs to another model, prompt, group or track."""
 
@@ -96,6 +100,19 @@ class StoreError(TransportError):
 
 class UnauthorizedError(ConnectionLostError):
     """The peer refused our token: it is missing, wrong, or was revoked."""
+
+
+class ForbiddenError(UnauthorizedError):
+    """A store knows our credentials, but not for this; many say the same of objects that do not exist."""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether the same may succeed later: a peer or store was out of reach or overloaded; it refused nothing."""
+    if isinstance(error, AssetError) and error.__cause__ is not None:
+        return may_pass(error.__cause__)
+    if isinstance(error, RequestError):
+        return error.retry_after_s is not None
+    return isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -200,6 +200,23 @@ async def test_a_damaged_head_is_as_good_as_none(stored):
         assert isinstance(await client.play(TOKENS, deadline=LIMIT_S, model=SPEC), NothingCached)
 
 
+@pytest.mark.parametrize("status", [401, 403])
+async def test_credentials_that_expire_are_not_taken_for_an_empty_store(stored, status):
+    """403 may also mean that there is no such object, where we may not list; 401 does not."""
+    url, _ = stored
+    expired = []
+    faults = [lambda _asked, _before: Fault(status=status) if expired else None]
+    async with WebServer(url, faults) as server, AsyncClient(server.url) as client:
+        assert (await client.play(TOKENS, deadline=LIMIT_S, model=SPEC)).tokens == 70
+        expired.append(True)
+        other = client.play(TOKENS[::-1], deadline=LIMIT_S, model=SPEC)
+        if status == 403:
+            assert isinstance(await other, NothingCached)
+        else:
+            with pytest.raises(PlayError, match="wrong or have expired"):
+                await other
+
+
 async def test_a_store_that_cannot_be_reached_is_an_error_that_says_so(stored):
     url, _ = stored
     async with WebServer(url) as server:
@@ -210,7 +227,7 @@ async def test_a_store_that_cannot_be_reached_is_an_error_that_says_so(stored):
         with pytest.raises(PlayError, match="cannot be read"):
             await client.play(TOKENS, deadline=5.0, model=SPEC)
     async with dialling(gone, needed=False) as connection:
-        assert "did not answer" in connection.trouble
+        assert "connection refused" in connection.trouble
         assert not await connection.answers(5.0)
 
 

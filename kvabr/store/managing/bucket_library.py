@@ -17,7 +17,7 @@ from kvabr.store.objects import leases
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.fields import whole
 from kvabr.store.objects.layout import MAX_SPAN_BYTES, StoredCatalog, StoreOffer, pointer_key, profile_key, span_key
-from kvabr.store.objects.leases import CATALOGS, Runtime
+from kvabr.store.objects.leases import CATALOGS, OFFERS, Runtime
 from kvabr.store.objects.spans import head_bytes, parse_head, parse_pointer
 from kvabr.store.quota import NOT_MEASURED
 from kvabr.types.catalog_json import MAX_GROUPS
@@ -94,17 +94,25 @@ class BucketLibrary:
 
     async def inventory(self, progress: Progress = silent) -> Inventory:
         """See `Library.inventory`. Lists all objects, and reads all catalogs and leases."""
-        now_s = await self._time()
+        now_s = await self.time_s()
         found = await survey(self._bucket, BucketLayout(), now_s, self._runtime, progress, count_uses=True)
         held = [found.holding(catalog) for catalog in sorted(found.manifests)]
         named = {part.key for each in held for part in each.parts}
-        damaged = {key.removeprefix(CATALOGS): what for key, what in found.unreadable.items()}
+        damaged = {key.removeprefix(CATALOGS): what for key, what in found.unreadable.items()} | found.unknown_offers
+        if found.unknown_expiry:
+            key, _, what = found.unknown_expiry.partition(": ")
+            damaged[key] = what
         unnamed = sum(info.size for key, info in found.spans.items() if key not in named)
         cached = sum(info.size for info in found.groups.values())
         return Inventory(now_s, tuple(held), damaged, unnamed, cached)
 
-    async def _time(self) -> float:
-        """Return the store's time; this machine's for those who may only read."""
+    async def names(self) -> list[str]:
+        """See `Library.names`."""
+        return [key.removeprefix(CATALOGS) for key in await leases.listing(self._bucket, CATALOGS)]
+
+    async def time_s(self) -> float:
+        """See `Library.time_s`."""
+        await leases.listing(self._bucket, OFFERS)  # some stores make a bucket that is missing as soon as one writes
         try:
             return await leases.store_time(self._bucket)
         except TransportError:
@@ -127,7 +135,13 @@ class BucketLibrary:
         return await leases.tombstones(self._bucket)
 
     async def collect(
-        self, rules: Rules, *, dry_run: bool = False, cache_ttl_s: float | None = None, progress: Progress = silent
+        self,
+        rules: Rules,
+        *,
+        dry_run: bool = False,
+        cache_ttl_s: float | None = None,
+        take_over: bool = False,
+        progress: Progress = silent,
     ) -> Collected:
         """See `Library.collect`."""
         collector = Collector(
@@ -139,12 +153,13 @@ class BucketLibrary:
             progress=progress,
             dry_run=dry_run,
             cache_ttl_s=float("inf") if cache_ttl_s is None else cache_ttl_s,
+            take_over=take_over,
         )
         return await collector.run()
 
     async def verify(self, *, deep: bool = False, repair: bool = False, progress: Progress = silent) -> list[Damage]:
         """See `Library.verify`."""
-        found = await survey(self._bucket, BucketLayout(), await self._time(), self._runtime, progress)
+        found = await survey(self._bucket, BucketLayout(), await self.time_s(), self._runtime, progress)
         checked = BucketCheck(self._bucket, found, self._runtime, progress, deep)
         await checked.run()
         if not (repair and checked.damages):

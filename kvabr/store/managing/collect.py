@@ -21,7 +21,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvabr.store.managing.rules import Eviction, Rules, evictions
+from kvabr.store.managing.rules import Eviction, Rules, evictions, total_bytes
 from kvabr.store.managing.survey import (
     FIRST_BYTES,
     MAX_SMALL_BYTES,
@@ -29,6 +29,7 @@ from kvabr.store.managing.survey import (
     ObjectFormat,
     Progress,
     Survey,
+    check_size,
     pin_ends,
     protected,
     read_manifests,
@@ -41,7 +42,9 @@ from kvabr.store.objects.leases import (
     EVICTIONS,
     INTENTS,
     LEASES,
+    OFFERS,
     PINS,
+    PROBES,
     SWEEPS,
     TIMING,
     LeaseTiming,
@@ -81,7 +84,9 @@ class Collected:
     bytes: int = 0
     """Bytes of all objects that were deleted."""
     waiting: int = 0
-    """Spans that nothing names, but which are younger than the grace, or were named within it."""
+    """Spans that nothing names, and that are younger than the grace, were named within it, or are of unknown offers."""
+    excess: int = 0
+    """Bytes by which the quota is still exceeded."""
     busy: int = 0
     """Catalogs and spans that were left because somebody began to use them meanwhile."""
     swept: bool = True
@@ -102,6 +107,7 @@ class Collector:
         progress: Progress = lambda *_: None,
         dry_run: bool = False,
         cache_ttl_s: float = math.inf,
+        take_over: bool = False,
         broken: AbstractSet[str] = frozenset(),
         bad_spans: AbstractSet[str] = frozenset(),
         bad_pointers: AbstractSet[str] = frozenset(),
@@ -117,13 +123,14 @@ class Collector:
             progress: Hears how far it is.
             dry_run: Find out what would go, and delete nothing.
             cache_ttl_s: Seconds after which single groups that relays and clients cached go.
+            take_over: Begin even if another collector seems to be at work.
             broken: Catalogs that go because they are damaged, pinned or not.
             bad_spans: Spans that go at once when no catalog names them.
             bad_pointers: Pointers that go.
         """
         self._objects, self._layout, self._rules = objects, layout, rules
         self._timing, self._runtime, self._progress = timing, runtime or Runtime(), progress
-        self._dry_run, self._cache_ttl_s = dry_run, cache_ttl_s
+        self._dry_run, self._cache_ttl_s, self._take_over = dry_run, cache_ttl_s, take_over
         self._broken, self._bad_spans, self._bad_pointers = broken, bad_spans, bad_pointers
         self._done = Collected()
         self._began_s, self._store_s = 0.0, 0.0
@@ -132,6 +139,7 @@ class Collector:
 
     async def run(self) -> Collected:
         """Collect; return what was done. Raises `UsageError` if another collector is at work."""
+        await listing(self._objects, OFFERS)  # before anything is written: some stores make buckets that are missing
         self._began_s = self._runtime.now()
         self._store_s = await store_time(self._objects)
         if not self._dry_run:
@@ -141,6 +149,8 @@ class Collector:
             found = await survey(
                 self._objects, self._layout, self._now(), self._runtime, self._progress, count_uses=counts
             )
+            if found.unknown_expiry:
+                raise FormatError(found.unknown_expiry)
             await self._evict(found)
             await self._sweep(found)
             await self._tidy(found)
@@ -158,8 +168,12 @@ class Collector:
         if await self._objects.put_new(COLLECTOR, Note().dumps()):
             return
         found = await self._objects.head(COLLECTOR)
-        if found is not None and is_young(found.modified_s, self._now(), self._timing.sweep_s):
-            raise UsageError("another collector is at work here; if it was killed, try again in a few minutes")
+        if found is not None and is_young(found.modified_s, self._now(), self._timing.sweep_s) and not self._take_over:
+            left_s = self._timing.sweep_s - max(0.0, self._now() - found.modified_s)
+            raise UsageError(
+                f"another collector is at work here. If it was killed, try again in {math.ceil(left_s)} s, or run "
+                "`kvabr store gc --take-over` now: two at once do no harm"
+            )
         await self._objects.put(COLLECTOR, Note().dumps())
 
     @asynccontextmanager
@@ -197,13 +211,16 @@ class Collector:
             done += len(batch)
             self._progress("evicting", done, len(gone))
         self._done.kept = len(found.catalogs)
+        if self._rules.max_bytes is not None:
+            left = total_bytes(found.holding(catalog) for catalog in found.manifests)
+            self._done.excess = max(0, left - self._rules.max_bytes)
 
     async def _lacking(self, found: Survey, known: set[str]) -> list[Eviction]:
         """Return the catalogs of which a span is missing and that nobody is mending; pinned ones are only noted.
 
         With them come those that are known to be damaged.
         """
-        self._done.damaged.update(found.unreadable)
+        self._done.damaged.update(found.unreadable | found.unknown_offers)
         self._done.swept = not found.unreadable
         broken = [
             Eviction(found.holding(catalog), "broken")
@@ -260,7 +277,7 @@ class Collector:
         named = await protected(self._objects, self._now(), self._timing)
         catalogs, leases = await listing(self._objects, CATALOGS), await listing(self._objects, LEASES)
         pins = await listing(self._objects, PINS)
-        pinned = await pin_ends(self._objects, pins.keys() - found.pins.keys())
+        pinned = await pin_ends(self._objects, pins.keys() - found.pins.keys(), self._runtime)
         going = {}
         for key, each in wanted.items():
             lease, before = f"{LEASES}{each.holding.name}", found.leases.get(f"{LEASES}{each.holding.name}")
@@ -296,7 +313,11 @@ class Collector:
             if span in self._live:
                 continue
             waits = span in lately or is_young(info.modified_s, self._now(), self._rules.grace_s)
-            if span in named or (waits and not found.is_stale(span) and span not in self._bad_spans):
+            if (
+                span in named
+                or found.is_unknown(span)
+                or (waits and not found.is_stale(span) and span not in self._bad_spans)
+            ):
                 self._done.waiting += 1
             else:
                 doomed.append(span)
@@ -320,7 +341,7 @@ class Collector:
                 return False
             doomed = [span for span in batch if span not in self._live and span not in named]
             self._done.busy += len(batch) - len(doomed)
-            gone = await self._pointers_to(doomed, pointers)
+            gone = await self._pointers_to(doomed, pointers, found)
             if await delete(gone) and await delete(doomed):
                 self._done.pointers += len(found.pointers.keys() & set(gone))
                 self._count_swept(doomed, found)
@@ -337,7 +358,7 @@ class Collector:
     async def _look_again(self, seen: dict[str, float]) -> bool:
         """Read the catalogs that were written since the survey; return False if one cannot be read."""
         now = await listing(self._objects, CATALOGS)
-        fresh = [key for key, info in now.items() if seen.get(key) != info.modified_s]
+        fresh = {key: info for key, info in now.items() if seen.get(key) != info.modified_s}
         if fresh:
             manifests, bad = await read_manifests(self._objects, self._layout, fresh, self._runtime)
             self._keep(manifests.values())
@@ -357,13 +378,17 @@ class Collector:
         except (NotFoundError, FormatError):
             return ()
 
-    async def _pointers_to(self, doomed: Sequence[str], pointers: dict[str, tuple[str, ...]]) -> list[str]:
+    async def _pointers_to(
+        self, doomed: Sequence[str], pointers: dict[str, tuple[str, ...]], found: Survey
+    ) -> list[str]:
         """Return the pointers that go with spans: those to other spans that have the same groups stay."""
         gone = dict.fromkeys(pointer for span in doomed for pointer in pointers[span])
         shared = self._live_pointers & gone.keys()
 
         async def target(pointer: str) -> str | None:
             try:
+                if pointer in found.pointers:
+                    check_size(found.pointers[pointer], MAX_SMALL_BYTES)
                 data = await self._objects.get(pointer, limit=MAX_SMALL_BYTES)
                 return self._layout.target_of(pointer, data)
             except (NotFoundError, FormatError):
@@ -384,7 +409,9 @@ class Collector:
         doomed = [
             key
             for key, info in found.profiles.items()
-            if key not in kept and not is_young(info.modified_s, self._now(), self._rules.grace_s)
+            if not found.unknown_offers
+            and key not in kept
+            and not is_young(info.modified_s, self._now(), self._rules.grace_s)
         ]
         if not doomed:
             return
@@ -409,7 +436,7 @@ class Collector:
         self._done.bytes += sum(found.groups[key].size for key in old)
         if self._dry_run:
             return
-        lives_s = {INTENTS: timing.intent_s, SWEEPS: 2 * timing.sweep_s}
+        lives_s = {INTENTS: timing.intent_s, PROBES: timing.intent_s, SWEEPS: 2 * timing.sweep_s}
         if self._done.swept:
             lives_s[EVICTIONS] = self._rules.grace_s
         old += self._bad_pointers

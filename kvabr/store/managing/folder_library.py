@@ -16,6 +16,7 @@ from pathlib import Path
 from kvabr.store.asset import AssetVersion
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore, asset_version
 from kvabr.store.eviction import Part
+from kvabr.store.files import folder_bytes
 from kvabr.store.folder_notes import (
     REMOVED,
     expire_folder_model,
@@ -28,11 +29,11 @@ from kvabr.store.folder_notes import (
     unpin_folder_asset,
 )
 from kvabr.store.managing.collect import Collected
-from kvabr.store.managing.protocol import Damage, Inventory, silent
-from kvabr.store.managing.rules import Eviction, Holding, Rules, evictions
+from kvabr.store.managing.protocol import REPAIR, Damage, Inventory, silent
+from kvabr.store.managing.rules import Eviction, Holding, Rules, evictions, total_bytes
 from kvabr.store.managing.survey import Progress
 from kvabr.store.quota import NOT_MEASURED
-from kvabr.types.errors import AssetError, FormatError, KvabrError, NotFoundError, UsageError
+from kvabr.types.errors import AssetError, FormatError, KvabrError, NotFoundError, UsageError, VersionError
 
 _NANO = 1e-9
 
@@ -64,10 +65,14 @@ class FolderLibrary:
                 held.append(self._holding(name, version))
             except (AssetError, FormatError) as error:
                 damaged[name] = str(error)
-        return Inventory(self._time(), tuple(held), damaged)
+        return Inventory(await self.time_s(), tuple(held), damaged)
 
-    def _time(self) -> float:
-        """Return the file system's time; this machine's for those who may only read."""
+    async def names(self) -> list[str]:
+        """See `Library.names`."""
+        return list(self._store.list().versions)
+
+    async def time_s(self) -> float:
+        """See `Library.time_s`: the file system's."""
         try:
             return folder_time(self._root)
         except AssetError:
@@ -99,7 +104,13 @@ class FolderLibrary:
         return expired_models(self._root)
 
     async def collect(
-        self, rules: Rules, *, dry_run: bool = False, cache_ttl_s: float | None = None, progress: Progress = silent
+        self,
+        rules: Rules,
+        *,
+        dry_run: bool = False,
+        cache_ttl_s: float | None = None,
+        take_over: bool = False,  # noqa: ARG002 - of the protocol
+        progress: Progress = silent,
     ) -> Collected:
         """See `Library.collect`. Several at once do no harm; a folder has no single groups (``cache_ttl_s``)."""
         if cache_ttl_s is not None:
@@ -117,6 +128,9 @@ class FolderLibrary:
                 done.busy += 1
             progress("evicting", number + 1, len(gone))
         done.kept = len(found.holdings) + len(found.damaged) - len(done.evicted)
+        if rules.max_bytes is not None:
+            left = total_bytes(found.holdings) - sum(each.holding.bytes for each in done.evicted)
+            done.excess = max(0, left - rules.max_bytes)
         if not dry_run:
             self._tidy(found.now_s - rules.grace_s)
         return done
@@ -130,18 +144,18 @@ class FolderLibrary:
             try:
                 _check(self._store.open(name), deep=deep)
             except KvabrError as error:
-                repaired = False
-                if repair and name != ".":
+                repaired, advice = False, _advice(error)
+                if repair and advice is None and name != ".":
                     with locked(self._root), contextlib.suppress(OSError):
                         remove_folder_asset(self._root / name)
                         unpin_folder_asset(self._root, name)
                         repaired = True
-                bad.append(Damage(name, str(error), repaired=repaired))
+                bad.append(Damage(name, str(error), advice or REPAIR, repaired))
         return bad
 
     def _holding(self, name: str, version: AssetVersion) -> Holding:
         asset = self._store.open(name)
-        catalog, size = asset.catalog, _folder_bytes(asset.path)
+        catalog, size = asset.catalog, folder_bytes(asset.path)
         created_s = version.modified_ns * _NANO
         group_tokens = catalog.spec.group_tokens
         parts = []
@@ -201,17 +215,17 @@ def _check(asset: FolderAsset, *, deep: bool) -> None:
             asset.frame(group, track.name)
 
 
+def _advice(error: KvabrError) -> str | None:
+    """Return what to do about an asset that is not damaged, and yet cannot be read; None: it is damaged."""
+    if isinstance(error, VersionError):
+        return "upgrade kvabr"
+    cause = error.__cause__
+    gone = isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    return "it may be undamaged" if isinstance(cause, OSError) and not gone else None
+
+
 def _modified_s(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _folder_bytes(path: Path) -> int:
-    total = 0
-    for folder, _, files in os.walk(path):
-        for file in files:
-            with contextlib.suppress(OSError):
-                total += (Path(folder) / file).lstat().st_size
-    return total

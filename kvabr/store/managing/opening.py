@@ -31,9 +31,6 @@ def _opened(location: Location, *, everybody: bool) -> list[Library]:
 
     if isinstance(store, ObjectAssetStore):
         bucket = store.bucket
-        names = {bucket.where.tenant}
-        if everybody:
-            above = Bucket(replace(bucket.where, tenant=""))
-            names = {found.key.partition("/")[0] for found in above.list_sync("")}
-        return [BucketLibrary(Bucket(replace(bucket.where, tenant=name))) for name in sorted(names)]
+        names = bucket.tenants_sync() if everybody else (bucket.where.tenant,)
+        return [BucketLibrary(Bucket(replace(bucket.where, tenant=name))) for name in names]
     raise UsageError(f"{location}: this kind of store cannot be managed")

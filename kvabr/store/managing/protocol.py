@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,13 +32,16 @@ class Inventory:
     """Bytes of single groups that relays and clients cached."""
 
 
+REPAIR = "remove it with --repair, and publish it again"
+
+
 @dataclass(frozen=True, slots=True)
 class Damage:
     """What is wrong with an asset."""
 
     name: str
     what: str
-    advice: str = "remove it with --repair, and publish it again"
+    advice: str = REPAIR
     repaired: bool = False
 
 
@@ -55,6 +58,12 @@ class Library(Protocol):
 
     async def inventory(self, progress: Progress = silent) -> Inventory:
         """Find out what there is."""
+
+    async def names(self) -> list[str]:
+        """Return the names of all assets."""
+
+    async def time_s(self) -> float:
+        """Return the store's time, seconds since 1970; this machine's for those who may only read."""
 
     async def pin(self, name: str, seconds: float) -> float:
         """Keep an asset for a time from now on; return when that ends, by the store's clock.
@@ -75,9 +84,18 @@ class Library(Protocol):
         """Return the time before which everything is expired, by model."""
 
     async def collect(
-        self, rules: Rules, *, dry_run: bool = False, cache_ttl_s: float | None = None, progress: Progress = silent
+        self,
+        rules: Rules,
+        *,
+        dry_run: bool = False,
+        cache_ttl_s: float | None = None,
+        take_over: bool = False,
+        progress: Progress = silent,
     ) -> Collected:
-        """Remove what the rules do not keep, and what nothing names. Raises `UsageError` if another one is at it."""
+        """Remove what the rules do not keep, and what nothing names.
+
+        Raises `UsageError` if another collector is at work, unless ``take_over``.
+        """
 
     async def verify(self, *, deep: bool = False, repair: bool = False, progress: Progress = silent) -> list[Damage]:
         """Check that everything is there and fits.
@@ -86,9 +104,8 @@ class Library(Protocol):
         """
 
 
-def full_name(inventory: Inventory, text: str) -> str:
+def full_name(names: Sequence[str], text: str) -> str:
     """Return the name of an asset that ``text`` names or begins; `NotFoundError` if none does, or several do."""
-    names = [*(each.name for each in inventory.holdings), *inventory.damaged]
     found = [text] if text in names else [name for name in names if name.startswith(text)]
     if len(found) != 1:
         what = "no asset" if not found else f"{len(found)} assets"

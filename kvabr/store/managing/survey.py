@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Protocol
 
 from kvabr.store.eviction import Part
 from kvabr.store.managing.rules import Holding
+from kvabr.store.objects.layout import MAX_STORED_CATALOG_BYTES
 from kvabr.store.objects.leases import (
     CATALOGS,
     EVICTIONS,
@@ -30,7 +32,6 @@ from kvabr.store.objects.leases import (
     read_note,
     tombstones,
 )
-from kvabr.types.catalog import MAX_CATALOG_BYTES
 from kvabr.types.errors import FormatError, NotFoundError
 
 FIRST_BYTES = 16 << 10
@@ -98,10 +99,14 @@ class Survey:
     """By the catalog's name."""
     expired: Mapping[str, float] = field(default_factory=dict)
     """By model, the time before which everything is expired."""
+    unknown_expiry: str = ""
+    """What is wrong with a tombstone that cannot be read: then nothing may be removed."""
     models: dict[str, str] = field(default_factory=dict)
     """By offer ID."""
     profile_of: dict[str, str] = field(default_factory=dict)
     """Names of profiles by offer ID."""
+    unknown_offers: dict[str, str] = field(default_factory=dict)
+    """Offers that cannot be read, and why: their spans and profiles cannot be told from others'."""
     spans: dict[str, StoredObject] = field(default_factory=dict)
     pointers: dict[str, StoredObject] = field(default_factory=dict)
     profiles: dict[str, StoredObject] = field(default_factory=dict)
@@ -117,6 +122,10 @@ class Survey:
     def model_of_span(self, span: str) -> str:
         """Return the model of a span; an empty string if its offer is not known."""
         return self.models.get(span.split("/")[1], "")
+
+    def is_unknown(self, span: str) -> bool:
+        """Return whether a span may be of an offer that cannot be read."""
+        return bool(self.unknown_offers) and span.split("/")[1] not in self.models
 
     def is_stale(self, span: str) -> bool:
         """Return whether a span is older than its model's expiry."""
@@ -150,27 +159,33 @@ class Survey:
         )
 
 
+def check_size(info: StoredObject, limit: int) -> None:
+    """Raise `FormatError` if an object is larger than one of its kind can be."""
+    if info.size > limit:
+        raise FormatError(f"{info.size:,} bytes, more than the {limit:,} that this may have")
+
+
 async def read_manifests(
     objects: Objects,
     layout: ObjectFormat,
-    catalogs: Iterable[str],
+    catalogs: Mapping[str, StoredObject],
     runtime: Runtime,
     progress: Progress = lambda *_: None,
 ) -> tuple[dict[str, Manifest], dict[str, str]]:
     """Return what catalogs name, and what is wrong with those that are damaged; those that are gone are left out."""
-    names = list(catalogs)
     found, bad = dict[str, Manifest](), dict[str, str]()
 
     async def read(key: str) -> None:
         try:
-            found[key] = layout.manifest(key, await objects.get(key, limit=MAX_CATALOG_BYTES + (1 << 20)))
+            check_size(catalogs[key], MAX_STORED_CATALOG_BYTES)
+            found[key] = layout.manifest(key, await objects.get(key, limit=MAX_STORED_CATALOG_BYTES))
         except NotFoundError:
             pass
         except FormatError as error:
             bad[key] = str(error)
-        progress("catalogs", len(found) + len(bad), len(names))
+        progress("catalogs", len(found) + len(bad), len(catalogs))
 
-    await runtime.spread(map(read, names))
+    await runtime.spread(map(read, catalogs))
     return found, bad
 
 
@@ -191,18 +206,18 @@ async def survey(
     found.catalogs = await listing(objects, CATALOGS)
     found.manifests, found.unreadable = await read_manifests(objects, layout, found.catalogs, runtime, progress)
     found.leases, found.pins = await listing(objects, LEASES), await listing(objects, PINS)
-    found.pin_ends_s = await pin_ends(objects, found.pins)
-    found.expired = await tombstones(objects)
-    for key in await listing(objects, OFFERS):
-        offer, model, profile = layout.offer(await objects.get(key, limit=MAX_SMALL_BYTES))
-        found.models[offer] = model
-        if profile is not None:
-            found.profile_of[offer] = profile
+    found.pin_ends_s = await pin_ends(objects, found.pins, runtime)
+    try:
+        found.expired = await tombstones(objects)
+    except FormatError as error:
+        found.unknown_expiry = str(error)
+    await _read_offers(found, objects, layout)
     if count_uses:
 
         async def read(key: str) -> None:
-            note = await read_note(objects, key)
-            found.uses[key] = 0 if note is None else note.uses
+            with contextlib.suppress(FormatError):  # then it counts as unused: a publisher's next use mends it
+                note = await read_note(objects, key)
+                found.uses[key] = 0 if note is None else note.uses
 
         await runtime.spread(map(read, found.leases))
     for number, prefix in enumerate((SPANS, POINTERS, PROFILES, GROUPS)):
@@ -220,13 +235,29 @@ async def survey(
     return found
 
 
-async def pin_ends(objects: Objects, pins: Iterable[str]) -> dict[str, float]:
+async def _read_offers(found: Survey, objects: Objects, layout: ObjectFormat) -> None:
+    for key, info in (await listing(objects, OFFERS)).items():
+        try:
+            check_size(info, MAX_SMALL_BYTES)
+            offer, model, profile = layout.offer(await objects.get(key, limit=MAX_SMALL_BYTES))
+        except NotFoundError:
+            continue
+        except FormatError as error:
+            found.unknown_offers[key] = str(error)
+            continue
+        found.models[offer] = model
+        if profile is not None:
+            found.profile_of[offer] = profile
+
+
+async def pin_ends(objects: Objects, pins: Iterable[str], runtime: Runtime) -> dict[str, float]:
     """Return when the last pin of each asset ends, by the name of the catalog.
 
     A damaged pin never ends, so that nothing is lost by it.
     """
     ends = dict[str, float]()
-    for key in pins:
+
+    async def read(key: str) -> None:
         try:
             note = await read_note(objects, key)
         except FormatError:
@@ -234,6 +265,8 @@ async def pin_ends(objects: Objects, pins: Iterable[str]) -> dict[str, float]:
         if note is not None:
             catalog = f"{CATALOGS}{key.split('/')[1]}"
             ends[catalog] = max(note.until_s, ends.get(catalog, -math.inf))
+
+    await runtime.spread(map(read, pins))
     return ends
 
 

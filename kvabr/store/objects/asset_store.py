@@ -6,7 +6,6 @@ import contextlib
 import math
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NoReturn
 
@@ -17,6 +16,7 @@ from kvabr.store.objects.guard import blocking_touch
 from kvabr.store.objects.layout import catalog_key, profile_key
 from kvabr.store.objects.reading import as_asset_errors, read_catalog
 from kvabr.store.objects.spans import SpanHead, head_of, units_by_span
+from kvabr.store.objects.threads import each
 from kvabr.store.objects.url import split_asset
 from kvabr.store.objects.writer import ObjectAssetWriter
 from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError
@@ -48,7 +48,7 @@ class ObjectAsset(Asset):
         try:
             stored.check(self.catalog)
         except FormatError as error:
-            raise FormatError(f"{self.location}: {error}") from error
+            raise type(error)(f"{self.location}: {error}") from error
         self._stored = stored
         self._units = units_by_span(self.catalog, stored.span_groups)
         self._heads: dict[int, SpanHead] = {}
@@ -211,8 +211,7 @@ class ObjectAssetStore:
         todo = [key for key, size in sizes.items() if self._sizes.get(key) != size]
         if not todo:
             return
-        with ThreadPoolExecutor(min(_AT_ONCE, len(todo)), "kvabr-heads") as pool:
-            found = dict(zip(todo, pool.map(self.bucket.head_sync, todo), strict=True))
+        found = dict(zip(todo, each(_AT_ONCE, self.bucket.head_sync, todo), strict=True))
         for key, info in found.items():
             if info is None:
                 raise AssetError(f"{what}: {self.bucket.below(key)} is missing; publish the asset again")

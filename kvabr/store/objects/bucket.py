@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,9 +22,11 @@ from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from kvabr.store.objects.failures import Failure
+from kvabr.store.objects.leases import PROBES
 from kvabr.store.objects.obstore_clients import endpoint_of, load_obstore, make_client
-from kvabr.store.objects.url import WEB, StoreUrl
-from kvabr.types.errors import NotFoundError, RequestError, StoreError, UsageError
+from kvabr.store.objects.threads import each, interruptible
+from kvabr.store.objects.url import WEB, StoreUrl, is_tenant
+from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
@@ -174,6 +176,16 @@ class Bucket:
             for meta in found:
                 yield self._info(meta)
 
+    def tenants_sync(self) -> Sequence[str]:
+        """Return the names of the tenants behind the URL's prefix, whatever its own tenant is."""
+        above = self.prefix.removesuffix(f"{self.where.tenant}/")
+
+        def once() -> list[str]:
+            found = load_obstore().list_with_delimiter(self._reader(), above)
+            return [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+
+        return sorted(name for name in self._tried_sync("", "cannot be listed", once) if is_tenant(name))
+
     @property
     def is_direct(self) -> bool:
         """Whether `address` may be asked: the store needs neither TLS nor a proxy."""
@@ -234,7 +246,14 @@ class Bucket:
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that do not exist are none to delete."""
-        await asyncio.to_thread(self.delete_sync, keys)
+        for first in range(0, len(keys), _DELETED_AT_ONCE):
+            some = keys[first : first + _DELETED_AT_ONCE]
+            try:
+                await self._delete_some(some)
+            except NotFoundError:
+                for key in some:  # a folder stops at the first that is gone
+                    with suppress(NotFoundError):
+                        await self._delete_some([key])
 
     def delete_sync(self, keys: Sequence[str]) -> None:
         """See `delete`."""
@@ -244,27 +263,30 @@ class Bucket:
                 self._delete(some)
             except NotFoundError:
                 for key in some:  # a folder stops at the first that is gone
-                    self._delete_one(key)
+                    with suppress(NotFoundError):
+                        self._delete([key])
 
-    async def probe(self) -> None:
+    def probe_sync(self) -> None:
         """Raise `StoreError` if the store does not honour conditional writes; asks once per process and URL.
 
         kvabr relies on them: of several publishers of one name, exactly one must win.
         """
-        if self.url not in _PROBED:
-            await asyncio.to_thread(self.probe_sync)
-
-    def probe_sync(self) -> None:
-        """See `probe`."""
         if self.url in _PROBED:
             return
         if self.where.scheme in WEB:
             raise UsageError(f"{self.url}: an HTTP cache can only be read; publish to the store behind it")
-        key = f"probe/{secrets.token_hex(8)}"
-        with ThreadPoolExecutor(_PROBERS) as pool:
-            tries = [pool.submit(self.put_new_sync, key, b"%d" % number) for number in range(_PROBERS)]
-        won = [number for number, one in enumerate(tries) if one.result()]
-        kept = bytes(self.get_sync(key, limit=64))
+        key, won, kept = "", list[int](), b""
+        for _ in range(_TRIES):
+            key = f"{PROBES}{secrets.token_hex(8)}"
+            told = each(_PROBERS, lambda number: self.put_new_sync(key, b"%d" % number), range(_PROBERS))  # noqa: B023
+            won = [number for number, written in enumerate(told) if written]
+            kept = bytes(self.get_sync(key, limit=64))
+            if won:
+                break  # if not, the winner's answer was lost, and its second try found what its first had written
+        else:
+            raise ConnectionLostError(
+                f"{self.url}: does not answer reliably; whether conditional writes work is unknown"
+            )
         if self.put_new_sync(key, b"late") or len(won) != 1 or kept != b"%d" % won[0]:
             raise StoreError(
                 f"{self.url}: the store does not honour conditional writes (If-None-Match: *): {len(won)} of "
@@ -319,15 +341,13 @@ class Bucket:
             how["attributes"] = {"Cache-Control": control, "Content-Type": "application/octet-stream"}
         return how
 
+    async def _delete_some(self, keys: Sequence[str]) -> None:
+        store, paths = self._writer(0), [self._path(key) for key in keys]
+        await self._tried(keys[0], "cannot be deleted", lambda: load_obstore().delete_async(store, paths))
+
     def _delete(self, keys: Sequence[str]) -> None:
         store, paths = self._writer(0), [self._path(key) for key in keys]
         self._tried_sync(keys[0], "cannot be deleted", lambda: load_obstore().delete(store, paths))
-
-    def _delete_one(self, key: str) -> None:
-        try:
-            self._delete([key])
-        except NotFoundError:
-            return
 
     # ------------------------------------------------------- checks and failures
 
@@ -358,7 +378,7 @@ class Bucket:
     def _tried_sync(self, key: str, what: str, once: Callable[[], T]) -> T:
         for left in reversed(range(_TRIES)):
             try:
-                return once()
+                return interruptible(once)
             except Exception as error:  # noqa: BLE001  # raised again unless it may pass
                 delay_s = self._delay(key, what, error, left)
             time.sleep(delay_s)

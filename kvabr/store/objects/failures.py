@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +11,7 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.store.objects.url import CREDENTIALS
 from kvabr.types.errors import (
     ConnectionLostError,
+    ForbiddenError,
     NotFoundError,
     RequestError,
     StoreError,
@@ -17,13 +19,47 @@ from kvabr.types.errors import (
     UnauthorizedError,
 )
 
-Kind = Literal["absent", "bucket", "busy", "clock", "conflict", "credentials", "denied", "lost", "range", "other"]
+Kind = Literal[
+    "absent", "bucket", "busy", "clock", "conflict", "credentials", "denied", "lost", "range", "rejected", "other"
+]
 
 _STATUS = re.compile(r"status code: (\d{3})")
+_SYSTEM = re.compile(r"\(os error (\d{1,3})\)")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>|\(code: ([A-Za-z0-9]{1,64})\)")
-_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "InvalidBucketName"}
-_CLOCK = {"RequestTimeTooSkewed", "RequestExpired"}
-_DENIED = {"AccessDenied", "AuthorizationFailure", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
+_KINDS_BY_CODE: dict[str, Kind] = {
+    "NoSuchBucket": "bucket",
+    "ContainerNotFound": "bucket",
+    "InvalidBucketName": "bucket",
+    "RequestTimeTooSkewed": "clock",
+    "RequestExpired": "clock",
+    "AccessDenied": "denied",
+    "AuthorizationFailure": "denied",
+    **dict.fromkeys(
+        (
+            "AuthenticationFailed",
+            "ExpiredToken",
+            "ExpiredTokenException",
+            "InvalidAccessKeyId",
+            "InvalidAuthenticationInfo",
+            "InvalidClientTokenId",
+            "InvalidSecurity",
+            "InvalidToken",
+            "SignatureDoesNotMatch",
+            "TokenRefreshRequired",
+        ),
+        "rejected",
+    ),
+}
+"""What stores' own words mean, whatever was asked for."""
+_CAUSES = {
+    "ConnectionRefused": "connection refused",
+    "dns error": "no such host",
+    "InvalidCertificate": "its certificate is not trusted",
+    "InvalidContentType": "it does not speak TLS; is it an http:// endpoint?",
+    "NetworkUnreachable": "network unreachable",
+    "HostUnreachable": "host unreachable",
+}
+"""Why no connection was made, by what obstore's account of it contains."""
 _RANGE = ("Requested range", "Wanted range", "range")
 _LOST = ("error sending request", "body error", "decoding", "timed out", "timeout", "connection", "Connection")
 _KINDS_BY_TYPE: dict[str, Kind] = {
@@ -31,9 +67,15 @@ _KINDS_BY_TYPE: dict[str, Kind] = {
     "AlreadyExistsError": "conflict",
     "PreconditionError": "conflict",
     "PermissionDeniedError": "denied",
-    "UnauthenticatedError": "denied",
+    "UnauthenticatedError": "rejected",
     "PermissionError": "denied",
 }
+_UNAUTHORIZED: dict[Kind, str] = {
+    "clock": "this machine's clock is wrong{told}; set it, for example by NTP",
+    "credentials": f"no credentials were found; {CREDENTIALS}",
+    "rejected": f"these credentials are wrong or have expired{{told}}; {CREDENTIALS}",
+}
+"""What to tell of failures that concern everything that is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +87,13 @@ class Failure:
     """Status of the HTTP answer; None if there was none."""
     code: str = ""
     """The store's own word for it."""
+    cause: str = ""
+    """Why there is no connection, or what the system says, if that is known."""
 
     @property
     def told(self) -> str:
-        """Status and word, for messages."""
-        return " ".join(str(part) for part in (self.status, self.code) if part)
+        """Status and word, or the cause, for messages."""
+        return " ".join(str(part) for part in (self.status, self.code, self.cause) if part)
 
     @property
     def passes(self) -> bool:
@@ -59,11 +103,18 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Read an error of obstore's."""
-        text = str(error).partition("Debug source:")[0][:8000]
+        text, _, account = str(error).partition("Debug source:")
+        text = text[:8000]
         found, coded = _STATUS.search(text), _CODE.search(text)
         status = None if found is None else int(found[1])
         code = "" if coded is None else coded[1] or coded[2]
-        return cls(_kind(error, text, status, code), status, code)
+        kind = _kind(error, text, status, code)
+        cause = ""
+        if kind == "lost" and "kind: Connect" in account:
+            cause = next((cause for word, cause in _CAUSES.items() if word in account[:8000]), "")
+        elif status is None and (refused := _SYSTEM.search(text)) is not None:
+            cause = os.strerror(int(refused[1]))  # of the disk behind file://
+        return cls(kind, status, code, cause)
 
     @classmethod
     def of_status(cls, status: int) -> Failure:
@@ -77,38 +128,33 @@ class Failure:
             return NotFoundError(f"{where}: there is no such object", code=RequestCode.DOES_NOT_EXIST)
         if self.kind == "bucket":
             return StoreError(f"{where}: the bucket does not exist{told}; make it, or correct the URL or the endpoint")
-        if self.kind == "clock":
-            return UnauthorizedError(
-                f"{where}: {what}: this machine's clock is wrong{told}; set it, for example by NTP"
-            )
-        if self.kind == "credentials":
-            return UnauthorizedError(f"{where}: {what}: no credentials were found; {CREDENTIALS}")
+        if (why := _UNAUTHORIZED.get(self.kind)) is not None:
+            return UnauthorizedError(f"{where}: {what}: {why.format(told=told)}")
         if self.kind == "denied":
-            return UnauthorizedError(
-                f"{where}: {what}: the store refuses these credentials{told}; {CREDENTIALS}. An identity that may read "
-                "but not list is refused for objects that do not exist, too"
+            return ForbiddenError(
+                f"{where}: {what}: the store refuses these credentials{told}: this identity may not do that, or there "
+                f"is nothing of that name and it may not list; {CREDENTIALS}"
             )
         if self.kind == "busy":
             told = f"{where}: {what}: the store is overloaded{told}; try again later"
             return RequestError(told, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=5.0)
         if self.kind == "lost":
-            return ConnectionLostError(f"{where}: {what}: the store did not answer, or the connection broke{told}")
+            why = "cannot be reached" if self.cause else "did not answer, or the connection broke"
+            return ConnectionLostError(f"{where}: {what}: the store {why}{told}")
         if self.kind == "range":
             return RequestError(f"{where}: {what}: the object is shorter than was asked for; it was replaced{told}")
         return RequestError(f"{where}: {what}{told}")
 
 
 def _kind(error: BaseException, text: str, status: int | None, code: str) -> Kind:
-    if code in _NO_BUCKET:
-        return "bucket"
-    if code in _CLOCK:
-        return "clock"
+    if (kind := _KINDS_BY_CODE.get(code)) is not None:
+        return kind
     if "169.254.169.254" in text or "metadata.google.internal" in text:
         return "credentials"
     if (kind := _KINDS_BY_TYPE.get(type(error).__name__)) is not None:
         return kind
-    if status in (401, 403) or code in _DENIED:
-        return "denied"
+    if status in (401, 403):
+        return "rejected" if status == 401 else "denied"
     if status == 404:
         return "absent"
     if status == 416 or (status is None and any(word in text for word in _RANGE)):

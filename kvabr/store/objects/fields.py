@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from kvabr.types.errors import FormatError
+from kvabr.types.errors import FormatError, VersionError
 
 HEX16, HEX64 = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{64}")
 
@@ -16,7 +16,7 @@ def check_magic(magic: bytes, version: int, ours: bytes, newest: int, what: str)
     if magic != ours:
         raise FormatError(f"{what}: begins with {magic!r}, so it is none")
     if version != newest:
-        raise FormatError(
+        raise VersionError(
             f"{what}: version {version}, this one reads {newest}; it was written by another kvabr, upgrade"
         )
 
@@ -25,7 +25,8 @@ def check_schema(value: dict[str, Any], schema: str, what: str) -> None:
     """Check the schema of a JSON object."""
     found = str(value.get("schema"))[:80]
     if found != schema:
-        raise FormatError(f"{what}: schema is {found!r}, this version reads {schema!r}; upgrade kvabr if it is newer")
+        kind = VersionError if found.partition("/")[0] == schema.partition("/")[0] else FormatError
+        raise kind(f"{what}: schema is {found!r}, this version reads {schema!r}; upgrade kvabr if it is newer")
 
 
 def json_object(data: bytes | memoryview, limit: int, what: str) -> dict[str, Any]:

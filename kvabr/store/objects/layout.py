@@ -8,7 +8,7 @@ Under ``PREFIX/v1/TENANT/`` of a bucket:
     a/<prompt digest>    catalog, written last
     p/<sha256>           codec profile
     g/<xx>/<digest>      single group of a relay's or client's cache
-    probe/<random>       left behind by `Bucket.probe` where a publisher may not delete
+    probe/<random>       left behind by `Bucket.probe_sync` where a publisher may not delete
 
 These are created once and never change, except that a user may replace a catalog. Everything here is bytes from an
 untrusted source: all sizes are bounded and all fields checked, and `FormatError` says what is wrong.

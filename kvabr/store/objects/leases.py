@@ -30,13 +30,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError
+from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError, VersionError
 
 T = TypeVar("T")
 
 INTENTS, LEASES, EVICTIONS, PINS = "l/i/", "l/a/", "l/e/", "pin/"
 MARKS, SWEEPS, TOMBSTONES = "x/", "x/sweep/", "x/m/"
 COLLECTOR = "l/gc"
+PROBES = "probe/"
+"""Of tries whether conditional writes work, which a publisher leaves behind that may not delete."""
 CATALOGS, SPANS, POINTERS, PROFILES, OFFERS, GROUPS = "a/", "s/", "i/", "p/", "o/", "g/"
 
 MAX_NOTE_BYTES = 8 << 20
@@ -160,7 +162,9 @@ class Note:
         try:
             value = json.loads(bytes(data))
             if value["schema"] != _SCHEMA:
-                raise FormatError(f"note: {value['schema']!r} is not {_SCHEMA!r}; written by a newer version of kvabr?")
+                raise VersionError(
+                    f"note: {value['schema']!r} is not {_SCHEMA!r}; written by a newer version of kvabr?"
+                )
             keys, model = value.get("keys", []), value.get("model", "")
             until_s, uses = float(value.get("until_s", 0.0)), value.get("uses", 0)
             sound = isinstance(keys, list) and all(isinstance(key, str) for key in keys) and isinstance(model, str)
@@ -194,7 +198,7 @@ async def read_note(objects: Objects, key: str) -> Note | None:
     except NotFoundError:
         return None
     except FormatError as error:
-        raise FormatError(f"{key}: {error}; remove it if nothing else uses this bucket") from error
+        raise type(error)(f"{key}: {error}; remove it if nothing else uses this bucket") from error
 
 
 async def sweeps(objects: Objects, keys: Iterable[str], now_s: float, timing: LeaseTiming) -> bool:

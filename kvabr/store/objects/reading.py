@@ -40,7 +40,7 @@ def read_head(bucket: Bucket, key: str) -> tuple[SpanHead, bytes]:
             data = bytes(data) + bucket.get_sync(key, HEAD_BYTES, wanted, limit=MAX_HEAD_BYTES)
         return parse_head(data), bytes(data[:wanted])
     except FormatError as error:
-        raise FormatError(f"{bucket.below(key)}: {error}") from error
+        raise type(error)(f"{bucket.below(key)}: {error}") from error
 
 
 def read_offers(bucket: Bucket) -> Iterator[tuple[int, StoreOffer | FormatError]]:
@@ -63,4 +63,4 @@ def read_catalog(bucket: Bucket, prompt: str) -> StoredCatalog:
     try:
         return StoredCatalog.loads(data)
     except FormatError as error:
-        raise FormatError(f"{bucket.below(key)}: {error}") from error
+        raise type(error)(f"{bucket.below(key)}: {error}") from error

@@ -116,6 +116,11 @@ class StoreUrl:
         return str(replace(self, prefix=f"{self.prefix}/{name}".lstrip("/")))
 
 
+def is_tenant(name: str) -> bool:
+    """Return whether this can be the name of a tenant."""
+    return _TENANT.fullmatch(name) is not None
+
+
 CREDENTIALS = (
     "they come from the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, "
     "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY ...) or from the machine's role"

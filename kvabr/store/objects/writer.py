@@ -11,8 +11,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BufferedRandom
 from typing import ClassVar, Self, TypeVar
@@ -45,6 +44,7 @@ from kvabr.store.objects.spans import (
     pointed,
     units_by_span,
 )
+from kvabr.store.objects.threads import each
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError
 from kvabr.types.units import Unit
@@ -91,6 +91,11 @@ class ObjectAssetWriter:
         """Spans that were there already."""
         self.published = False
         """Whether it is this writer's catalog that is in the store; another's may have been first."""
+
+    @property
+    def location(self) -> str:
+        """See `AssetWriter.location`."""
+        return self._bucket.url if self._prompt is None else self._bucket.where.below(self._prompt)
 
     def __enter__(self) -> Self:
         try:
@@ -144,7 +149,8 @@ class ObjectAssetWriter:
 
     def _commit(self, catalog: Catalog, prompt: str) -> None:
         bucket, offer = self._bucket, StoreOffer.of(catalog)
-        if self._prompt is None and not self._force and bucket.head_sync(catalog_key(prompt)) is not None:
+        expected, self._prompt = self._prompt, prompt
+        if expected is None and not self._force and bucket.head_sync(catalog_key(prompt)) is not None:
             raise UsageError(f"{bucket.where.below(prompt)}: this asset exists; add --force to replace it")
         profile = None if catalog.profile is None else profile_key(catalog.profile)
         if profile is not None and hashlib.sha256(self._profile).hexdigest() != catalog.profile:
@@ -163,7 +169,7 @@ class ObjectAssetWriter:
             if profile is not None and bucket.head_sync(profile) is None:
                 bucket.put_new_sync(profile, self._profile)
             self._put_offer(offer)
-            _each(_SPANS_AT_ONCE, lambda span: self._put_span(catalog, offer, span), spans)
+            each(_SPANS_AT_ONCE, lambda span: self._put_span(catalog, offer, span), spans)
             self.reused = sum(span.reused for span in spans)
             self._refuse_expired(guard, spans)
             self._put_pointers(offer, spans, names)
@@ -244,7 +250,7 @@ class ObjectAssetWriter:
             if span.head is not None
             for digest in pointed(span.head, offer.span_groups)
         ]
-        _each(
+        each(
             _SMALL_AT_ONCE,
             lambda one: self._bucket.put_new_sync(one[0], encode_pointer(one[1], one[2].packed)),
             wanted,
@@ -262,11 +268,11 @@ class ObjectAssetWriter:
     ) -> None:
         """Look again for all spans: what a collector took before it could see the catalog is written once more."""
         for _ in range(_ROUNDS):
-            found = _each(_SMALL_AT_ONCE, lambda span: self._bucket.head_sync(span.key), spans)
+            found = each(_SMALL_AT_ONCE, lambda span: self._bucket.head_sync(span.key), spans)
             gone = [span for span, info in zip(spans, found, strict=True) if info is None]
             if not gone:
                 return
-            _each(_SPANS_AT_ONCE, lambda span: self._put_span(catalog, offer, span), gone)
+            each(_SPANS_AT_ONCE, lambda span: self._put_span(catalog, offer, span), gone)
             self._put_pointers(offer, gone, names)
             again = self._stored(catalog, offer, spans, names)
             if again != stored:
@@ -278,13 +284,3 @@ class ObjectAssetWriter:
         if self._file is None:
             raise UsageError("an asset is written inside its writer's with statement")
         return self._file
-
-
-def _each(at_once: int, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Do the work for all items, several at once, and return the results in order; the first error ends it."""
-    with ThreadPoolExecutor(at_once, "kvabr-publish") as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            pool.shutdown(cancel_futures=True)

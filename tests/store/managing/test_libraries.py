@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 
+import kvabr.store.managing.survey as survey_module
 from kvabr.store.asset_folder import FolderAssetStore, frame_path
 from kvabr.store.folder_notes import folder_time
 from kvabr.store.locations import open_store
+from kvabr.store.managing.bucket_library import BucketLibrary
 from kvabr.store.managing.copying import copy_assets
-from kvabr.store.managing.opening import open_library
+from kvabr.store.managing.opening import open_libraries, open_library
 from kvabr.store.managing.protocol import full_name
 from kvabr.store.managing.rules import Rules, total_bytes
 from kvabr.store.objects.bucket import Bucket
+from kvabr.store.objects.leases import LeaseTiming
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError
 from tests.store.managing.assets import LEVELS, LONG, MODEL, new_place, publish
 
@@ -53,10 +56,12 @@ async def test_assets_are_listed_with_what_they_take(place):
     assert all(abs(found.now_s - each.created_s) < 3600 for each in held.values())
     shared = held[first].bytes + held[second].bytes - total_bytes([held[first], held[second]])
     assert shared > 2 * 32 * 200 if is_bucket(place) else shared == 0
-    assert full_name(found, first) == full_name(found, first[:12]) == first
+    listed = await library.names()
+    assert set(listed) == held.keys()
+    assert full_name(listed, first) == full_name(listed, first[:12]) == first
     for text, what in (("", "3 assets"), ("x", "no asset")):
         with pytest.raises(NotFoundError, match=what):
-            full_name(found, text)
+            full_name(listed, text)
 
 
 async def test_pins_keep_what_the_rules_do_not(place):
@@ -217,8 +222,95 @@ async def test_a_second_collector_stands_back(tmp_path):
     place = new_place("memory", tmp_path)
     publish(place, LONG[:20])
     await Bucket.open(place).put("l/gc", b'{"schema":"kvabr.note/1"}')
-    with pytest.raises(UsageError, match="another collector"):
+    with pytest.raises(UsageError, match=r"another collector .* in 1?[0-9]?[0-9] s, or run .*--take-over"):
         await open_library(place).collect(Rules())
+    assert (await open_library(place).collect(Rules(), take_over=True)).kept == 1
+    assert (await open_library(place).collect(Rules())).kept == 1
+
+
+NEWER = b'{"schema":"kvabr.offer/2","spec":"of a kind that nobody knows yet"}'
+
+
+async def test_offers_of_a_newer_version_stop_nobody_and_keep_their_spans(tmp_path):
+    place = new_place("memory", tmp_path)
+    name = publish(place, LONG[:20])
+    library, bucket = open_library(place), Bucket.open(place)
+    await bucket.put("o/1", NEWER)
+    await bucket.put("s/" + "e" * 16 + "/" + "f" * 16, b"a span of that kind")
+    await bucket.put("p/" + "e" * 64, b"a profile of that kind")
+    found = await library.inventory()
+    assert [each.name for each in found.holdings] == [name]
+    assert "upgrade" in found.damaged["o/1"]
+    assert [(each.name, each.repaired) for each in await library.verify(repair=True)] == [("o/1", False)]
+    done = await library.collect(NOTHING_STAYS)
+    assert done.waiting == 1
+    assert done.spans == 1  # the one that is known
+    assert "o/1" in done.damaged
+    assert {found.key for found in bucket.list_sync("s/")} | {found.key for found in bucket.list_sync("p/")} == {
+        "s/" + "e" * 16 + "/" + "f" * 16,
+        "p/" + "e" * 64,
+    }
+
+
+async def test_repairs_leave_what_a_newer_version_wrote(place):
+    names_ = [publish(place, LONG[:20]), publish(place, LONG[100:130])]
+    library = open_library(place)
+    if is_bucket(place):
+        bucket = Bucket.open(place)
+        data = bytes(bucket.get_sync(f"a/{names_[0]}", limit=1 << 20))
+        bucket.put_sync(f"a/{names_[0]}", data.replace(b"kvabr.catalog/", b"kvabr.catalog/9"))
+        span = next(found.key for found in bucket.list_sync("s/") if names_[1][:16] in found.key)
+        data = bytes(bucket.get_sync(span, limit=1 << 20))
+        bucket.put_sync(span, data[:4] + b"\x09" + data[5:])
+    else:
+        for name in names_:
+            path = Path(place) / name / "catalog.json"
+            path.write_bytes(path.read_bytes().replace(b"kvabr.catalog/", b"kvabr.catalog/9"))
+    bad = await library.verify(deep=True, repair=True)
+    assert {each.name for each in bad} == set(names_)
+    assert not any(each.repaired for each in bad)
+    assert all("upgrade" in each.advice for each in bad)
+    assert names(place) == set(names_)
+
+
+async def test_a_catalog_that_is_too_large_is_damaged(tmp_path, monkeypatch):
+    place = new_place("memory", tmp_path)
+    publish(place, LONG[:20])
+    monkeypatch.setattr(survey_module, "MAX_STORED_CATALOG_BYTES", 10)
+    (what,) = (await open_library(place).inventory()).damaged.values()
+    assert "more than the 10" in what
+
+
+async def test_what_tries_of_conditional_writes_left_goes(tmp_path):
+    place = new_place("memory", tmp_path)
+    publish(place, LONG[:20])
+    bucket = Bucket.open(place)
+    await bucket.put("probe/0123456789abcdef", b"0")
+    timing = LeaseTiming(intent_s=0.0)
+    assert (await BucketLibrary(bucket, timing=timing).collect(Rules())).kept == 1
+    assert list(bucket.list_sync("probe/")) == []
+
+
+def test_tenants_are_those_that_can_be_named(tmp_path):
+    place = new_place("file", tmp_path)
+    publish(place, LONG[:20])
+    publish(place + "&tenant=other", LONG[:20])
+    bucket = Bucket.open(place)
+    folder = Path(bucket.where.bucket) / "v1"
+    (folder / "Not a tenant").mkdir()
+    (folder / "Not a tenant" / "file").write_bytes(b"")
+    (folder / "file").write_bytes(b"")
+    assert [library.tenant for library in open_libraries(place)] == ["default", "other"]
+
+
+async def test_a_quota_that_cannot_be_kept_says_by_how_much(place):
+    name = publish(place, LONG[:20])
+    library = open_library(place)
+    await library.pin(name, 3600.0)
+    total = total_bytes((await library.inventory()).holdings)
+    for dry_run in (True, False):
+        done = await library.collect(Rules(grace_s=0.0, max_bytes=10), dry_run=dry_run)
+        assert done.excess == total - 10
 
 
 async def test_a_folder_that_cannot_be_collected_says_so(tmp_path):
@@ -318,3 +410,16 @@ async def test_a_span_from_before_the_expiry_is_not_reused(tmp_path):
     name = publish(place, LONG)
     assert names(place) == {name}
     assert await library.verify(deep=True) == []
+
+
+async def test_a_tombstone_that_cannot_be_read_stops_collecting_only(tmp_path):
+    place = new_place("memory", tmp_path)
+    name = publish(place, LONG[:20])
+    await Bucket.open(place).put("x/m/0123", b"{")
+    library = open_library(place)
+    found = await library.inventory()
+    assert [each.name for each in found.holdings] == [name]
+    assert "remove it" in found.damaged["x/m/0123"]
+    assert [each.name for each in await library.verify()] == ["x/m/0123"]
+    with pytest.raises(FormatError, match="x/m/0123"):
+        await library.collect(NOTHING_STAYS)

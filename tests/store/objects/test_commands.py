@@ -126,3 +126,11 @@ def test_encode_writes_into_a_store(loaded, store_url, tmp_path, capsys):
     assert main(["inspect", store_url, "--check"]) == 0
     assert "0 bad" in capsys.readouterr().out
     assert main([*encode_it, "--tracks", "Int8", "AC-L0"]) == 2
+
+
+def test_a_copy_takes_the_beginning_of_a_name(store_url, tmp_path, capsys):
+    name = encode(store_url).namespace.prompt
+    assert main(["store", "copy", store_url, str(tmp_path / "a"), "--name", name[:10]]) == 0
+    assert [path.name for path in (tmp_path / "a").iterdir() if path.name[0] != "."] == [name]
+    assert main(["store", "copy", store_url, str(tmp_path / "a"), "--name", "x"]) == 1
+    assert "no asset of that name" in capsys.readouterr().err

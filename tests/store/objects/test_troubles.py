@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import socket
+import threading
 import time
 from collections import Counter
 
@@ -13,6 +18,7 @@ from kvabr.store.objects.bucket import Bucket
 from kvabr.types.errors import (
     AssetError,
     ConnectionLostError,
+    ForbiddenError,
     RequestError,
     StoreError,
     TransportError,
@@ -175,16 +181,84 @@ async def test_a_store_that_says_nothing_is_not_waited_for(flaky, monkeypatch):
     ("status", "code", "kind", "match"),
     [
         (403, b"RequestTimeTooSkewed", UnauthorizedError, "clock is wrong"),
-        (403, b"AccessDenied", UnauthorizedError, "refuses these credentials"),
+        (403, b"AccessDenied", ForbiddenError, "refuses these credentials"),
+        (403, b"InvalidAccessKeyId", UnauthorizedError, "wrong or have expired"),
+        (400, b"ExpiredToken", UnauthorizedError, "wrong or have expired"),
+        (401, b"Unknown", UnauthorizedError, "wrong or have expired"),
         (404, b"NoSuchBucket", StoreError, "bucket does not exist"),
         (400, b"Strange", RequestError, "400 Strange"),
     ],
 )
 def test_refusals_are_told_in_words(flaky, status, code, kind, match):
     server = flaky(every(0, status, code))
-    with pytest.raises(kind, match=match):
+    with pytest.raises(kind, match=match) as caught:
         Bucket.open(server.url).get_sync("s/a", limit=1)
+    assert type(caught.value) is kind
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "cause"),
+    [("http://127.0.0.1:9", "connection refused"), ("http://kvabr.invalid", "no such host")],
+)
+def test_why_a_store_cannot_be_reached_is_told(endpoint, cause):
+    with pytest.raises(ConnectionLostError, match=f"cannot be reached \\({cause}\\)"):
+        Bucket.open(f"s3://bucket/x?endpoint={endpoint}").get_sync("s/a", limit=1)
+
+
+def test_an_endpoint_without_tls_is_told(flaky):
+    url = flaky().url.replace("http:", "https:")
+    with pytest.raises(ConnectionLostError, match="does not speak TLS"):
+        Bucket.open(url).get_sync("s/a", limit=1)
+
+
+def test_a_lost_answer_is_no_lost_race(flaky):
+    """The first of the writers was told nothing, and finds its own object when it tries again."""
+    lost = []
+
+    def trouble(request):
+        if request.command == "PUT" and not lost:
+            lost.append(request.path)
+            request.store.objects[request.path.partition("?")[0]] = b"0"
+            request.answer(503, ERROR % b"SlowDown")
+            return True
+        return False
+
+    server = flaky(trouble)
+    Bucket.open(server.url).probe_sync()
+    assert len({key for method, key in server.requests if method == "PUT"}) == 2
+
+
+def test_what_the_system_says_of_a_folder_of_objects_is_told(tmp_path):
+    (tmp_path / "v1").write_bytes(b"no folder")
+    with pytest.raises(TransportError, match=r"cannot be written \((Not a directory|File exists)\)"):
+        Bucket.open(f"file://{tmp_path}?layout=objects").put_sync("s/a", b"x")
+
+
+@pytest.mark.parametrize("what", ["get", "list", "probe"])
+def test_ctrl_c_does_not_wait_for_a_silent_store(flaky, monkeypatch, what):
+    monkeypatch.setattr(bucket_module, "WAIT_S", 120)
+    seen, given_up, over = threading.Event(), threading.Event(), threading.Event()
+
+    def silent(request):
+        seen.set()
+        while not over.wait(0.01):
+            if select.select([request.connection], [], [], 0)[0] and not request.connection.recv(1, socket.MSG_PEEK):
+                given_up.set()
+                break
+        return True
+
+    bucket = Bucket.open(flaky(silent).url)
+    ask = {"get": lambda: bucket.get_sync("s/a", limit=1), "list": lambda: list(bucket.list_sync("s/"))}
+    ctrl_c = threading.Thread(target=lambda: seen.wait(600) and os.kill(os.getpid(), signal.SIGINT))
+    ctrl_c.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ask.get(what, bucket.probe_sync)()
+        assert not given_up.is_set()
+    finally:
+        over.set()
+        ctrl_c.join()
 
 
 async def test_an_http_cache_is_read_and_not_written(flaky):
@@ -196,6 +270,8 @@ async def test_an_http_cache_is_read_and_not_written(flaky):
     assert b"".join([part async for part in cache.stream("s/a", 5, 10)]) == b"56789"
     assert (await cache.head("s/a")).size == 10
     assert await cache.head("s/b") is None
-    for write in (cache.put_new("s/b", b"x"), cache.put("s/b", b"x"), cache.probe()):
+    with pytest.raises(UsageError, match="only be read"):
+        cache.probe_sync()
+    for write in (cache.put_new("s/b", b"x"), cache.put("s/b", b"x")):
         with pytest.raises(UsageError, match="only be read"):
             await write
