@@ -72,8 +72,8 @@ class ComputeQueue:
 
         Bytes that are lost on the way keep looking as if they were about to arrive.
         """
-        if not absent:
-            return False
+        if not absent or now < self._view.deadline_s:
+            return False  # as most often, without adding up what the engine takes
         first = min(absent)
         if self._mode == "suffix":
             seconds = self._seconds(self._view.catalog.cut(first), self._view.groups)
