@@ -114,6 +114,18 @@ def test_mounted_secrets_are_declared():
         for volume in service.get("volumes", ()):
             source = volume.partition(":")[0]
             assert source.startswith((".", "$")) or source in compose["volumes"]
+        for config in service.get("configs", ()):
+            assert config["source"] in compose["configs"]
+
+
+def test_the_cache_may_read_the_bucket_and_nobody_else_without_a_key():
+    compose = documents("compose.yaml")[0]
+    store = compose["services"]["store"]
+    accounts = {each["name"]: each for each in json.loads(compose["configs"]["accounts"]["content"])["identities"]}
+    assert f"-s3.config={store['configs'][0]['target']}" in shlex.split(store["command"])
+    assert accounts["anonymous"] == {"name": "anonymous", "actions": ["Read:kvabr"]}
+    assert accounts["kvabr"]["actions"] == ["Admin"]
+    assert "ports" not in store
 
 
 @pytest.mark.process
