@@ -159,10 +159,8 @@ async def test_a_shorter_prompt_plays_its_own_windows(engine, library):
     assert ready.tokens == 256
     own = prefilled(engine, ids[:256])
     ours, wanted = (continued(engine, cache, ids[256:]) for cache in (ready.cache, own))
-    if any(each.role for each in engine.spec.classes):  # its attention rounds otherwise for a prompt of another length
-        assert torch.allclose(ours.float(), wanted.float(), atol=0.1)
-    else:
-        assert torch.equal(ours, wanted)
+    # Processors and kinds of attention round otherwise for a prompt of another length; all are 16-bit numbers here.
+    assert torch.allclose(ours.float(), wanted.float(), atol=0.1)
 
 
 @virtual
