@@ -108,7 +108,7 @@ async def test_layers_and_tokens_kept_aside_are_placed_as_well(origin):
         slow = PrefillCost(0.001, 0.05)
         played = await play(link, parts=parts, deadline=60.0, engine=ToyModel(), prefill_cost=slow, gpu_price=1.0)
     assert "AC-L1" in played.coverage or "Int4" in played.coverage
-    assert off_by(played.kv, wanted(parts, {LAYERED}, 11 + 40 + 3 + 40)) < 0.3
+    assert off_by(played.kv, wanted(parts, {LAYERED}, 11 + 40 + 3 + 40)) < 0.4
 
 
 @virtual
