@@ -47,7 +47,7 @@ class Selector(ABC):
     """What it asks for besides the passages' places."""
 
     def looks_at(self, layers: int) -> range:
-        """Return the layers, of so many, whose attention, peaks and values it asks for; default: all."""
+        """Return the layers, of ``layers`` in all, whose attention, peaks and values it asks for; default: all."""
         return range(layers)
 
     @abstractmethod

@@ -71,7 +71,7 @@ def compute(
         progress: called after every step.
 
     Raises:
-        UsageError: the model cannot see so many tokens.
+        UsageError: the model has a shorter context.
         FormatError: it can have no passages.
     """
     from kvabr.publish.encoder import PassageBase

@@ -32,7 +32,7 @@ _STEP_S = 1e-3
 _MOST_STEPS = 1 << 15
 """Steps that are kept, at least the half: of the last 16 seconds."""
 _FEW, _KEPT_S = 32, 0.05
-"""Each of more plays than these looks at what was true of all of them up to so many seconds ago: if every play looked
+"""Each of more plays than these looks at what was true of all of them up to this many seconds ago: if every play looked
 at every other one at each of its ticks, hundreds would do nothing else."""
 
 

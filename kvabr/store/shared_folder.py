@@ -44,7 +44,7 @@ TURNS = 3
 LOCK_S = 0.1
 """Seconds that the lock of the count is waited for."""
 _SLACK = 20
-"""As much more than necessary is removed, one part of so many: making room reads the whole folder."""
+"""A write that needs room removes 1/20 of the bound more than it needs: making room reads the whole folder."""
 _MOST_DISTRUSTED = 1024
 _MAX_COUNT = 1 << 50
 _COUNT = "kvabr.count"

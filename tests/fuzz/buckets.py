@@ -98,7 +98,7 @@ class _Objects:
     def runtime(self) -> Runtime:
         return Runtime(lambda: self.now_s, self.sleep)
 
-    def library(self) -> BucketLibrary:
+    def managed(self) -> BucketLibrary:
         return BucketLibrary(self, self.runtime(), _TIMING)  # type: ignore[arg-type]  # all that it asks for
 
 
@@ -179,7 +179,7 @@ def _managed(work: Callable[[BucketLibrary], Awaitable[T]], objects: dict[str, t
     """Return what managing a copy of a bucket returns; None if it refuses."""
     copy = _Objects(objects)
     try:
-        return finish(work(copy.library()))  # type: ignore[arg-type]  # of a coroutine
+        return finish(work(copy.managed()))  # type: ignore[arg-type]  # of a coroutine
     except (AssetError, FormatError, NotFoundError, TransportError):
         return None
 
@@ -194,7 +194,7 @@ def _manage(how: int, objects: dict[str, tuple[bytes, float]]) -> bool:
         order=ORDERS[(how >> 2) % 3], keep_measured=not how & 16,
     )  # fmt: skip
     try:
-        done = finish(copy.library().collect(rules, dry_run=bool(how & 32), cache_ttl_s=7200.0))
+        done = finish(copy.managed().collect(rules, dry_run=bool(how & 32), cache_ttl_s=7200.0))
     except KvabrError:
         done = None
     _still_there(objects, copy.objects, found)
@@ -209,7 +209,7 @@ def _manage(how: int, objects: dict[str, tuple[bytes, float]]) -> bool:
         lambda library: library.expired(),
     ):
         try:
-            finish(work(_Objects(objects).library()))  # type: ignore[arg-type]  # of a coroutine
+            finish(work(_Objects(objects).managed()))  # type: ignore[arg-type]  # of a coroutine
         except KvabrError:
             continue
     _publish(_Objects(objects), catalog)

@@ -230,7 +230,7 @@ def test_the_catalog_of_the_encode_is_the_one_on_disk(toy):
 def test_a_passage_is_encoded_and_inspected(tmp_path, capsys):
     model, out, report = tinymodels.save(tmp_path / "model"), tmp_path / "passage", tmp_path / "report.json"
     text, before = tmp_path / "text.txt", tmp_path / "before.txt"
-    text.write_text("So many words about a passage that may be used anywhere. " * 8)
+    text.write_text("Some words about a passage that may be used anywhere. " * 8)
     before.write_text("What comes before it.")
     words = ("encode", "--passage", "--text", text, "--tokens", 150, "--continuation", 24, "--model", model)
     words = (*words, "--tracks", "FP16", "Int4", "--out", out)

@@ -168,7 +168,7 @@ def test_where_writers_stand_still_others_try_and_then_each_for_itself(shm):
     last = folders[-1]
     for folder in folders[:-1]:
         assert isinstance(folder.claim(digest, len(data)), GroupClaim)
-        # Whoever comes next has waited for all before in vain.
+        # The next in line has waited in vain for all before it.
         for other in folders:
             arriving = other.claim(digest, len(data))
             if isinstance(arriving, NeighbourGroup):

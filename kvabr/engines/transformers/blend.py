@@ -103,7 +103,7 @@ class TransformersBlendEngine(TransformersEngine):
         for first in range(0, len(at), CHUNK):
             here = places[first : first + CHUNK]
             seen = int(here[-1]) + 1
-            # One layer more than there is room for: its update ends the pass, if the model has so many.
+            # One layer more than there is room for: its update ends the pass, if the model has that layer.
             every = [*work, (None, None)]
             layers = [_layer_class()(*pair, here, seen, watch, index) for index, pair in enumerate(every)]
             # Additive and of floats: eager attention adds its mask, and a boolean one would hide nothing.
