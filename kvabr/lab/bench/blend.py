@@ -7,6 +7,7 @@ of a full prefill of the same prompt in the same run.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -143,7 +144,7 @@ class FusedCase:
         return [self.prompt.question[-1], *self.prompt.tail]
 
     def measure(self, recipe: Recipe) -> Row:
-        """Return what a recipe loses and costs: ``kl``, ``top1``, ``found``, ``work`` and ``time``."""
+        """Return what a recipe loses and costs: ``kl``, ``top1``, what `_answer` says, ``work`` and ``time``."""
         full, full_s = self._full
         if recipe.selector:
             fused, spent_s, work = self._recomputed(recipe)
@@ -155,7 +156,7 @@ class FusedCase:
         return {
             "kl": quality.kl,
             "top1": quality.top1,
-            "found": self._says_it(fused),
+            **self._answer(fused),
             "work": work,
             "time": spent_s / full_s,
             "full_s": full_s,
@@ -163,15 +164,29 @@ class FusedCase:
 
     def exact(self) -> Row:
         """Return the row of the full prefill itself."""
-        found = self._says_it(self._full[0])
-        return {"kl": 0.0, "top1": 1.0, "found": found, "work": 1.0, "time": 1.0, "full_s": self._full[1]}
+        answer = self._answer(self._full[0])
+        return {"kl": 0.0, "top1": 1.0, **answer, "work": 1.0, "time": 1.0, "full_s": self._full[1]}
 
-    def _says_it(self, kv: torch.Tensor) -> bool | None:
-        """Return whether greedy decoding says the code; None where none is asked for."""
+    def _answer(self, kv: torch.Tensor) -> Row:
+        """Return how sure the answer is where a code is asked for, nats.
+
+        ``found``: whether greedy decoding says the code. ``gap``: how much likelier its tokens are than the best other
+        ones, the least of them; above 0 if it is found. ``margin``: how much likelier the code is than the likeliest of
+        the prompt's other codes.
+        """
         if self.prompt.kind != "codes":
-            return None
-        rows = self.lab.engine.score(kv[:, :, :, :-1], self._scored)[:-1]
-        return bool((rows.argmax(dim=-1) == torch.tensor(self.prompt.tail)).all())
+            return {}
+        right, *wrong = ([self._scored[0], *code] for code in (self.prompt.tail, *self.prompt.others))
+        rows, own = self._likelihoods(kv, right)
+        best = rows.scatter(1, torch.tensor(right[1:])[:, None], -math.inf).amax(dim=1)
+        gap = float((own - best).min())
+        margin = float(own.sum()) - max(float(self._likelihoods(kv, code)[1].sum()) for code in wrong)
+        return {"found": gap > 0, "gap": gap, "margin": margin}
+
+    def _likelihoods(self, kv: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities behind all ``tokens`` but the last, and of them those of the tokens that follow."""
+        rows = self.lab.engine.score(kv[:, :, :, :-1], tokens)[:-1]
+        return rows, rows.gather(1, torch.tensor(list(tokens[1:]))[:, None])[:, 0]
 
     def _recomputed(self, recipe: Recipe) -> tuple[torch.Tensor, float, float]:
         """Return the cache of a recipe, the seconds it took, and its work as a share of the full prefill's."""

@@ -49,6 +49,8 @@ class FusedPrompt:
     """Tokens after the passages, which the engine computes."""
     tail: tuple[int, ...]
     """Tokens on which the loss is measured; of ``codes`` those of the code."""
+    others: tuple[tuple[int, ...], ...] = ()
+    """Of ``codes`` the tokens of the other codes, which are wrong here and look alike."""
 
     @property
     def name(self) -> str:
@@ -97,21 +99,24 @@ def make_prompts(
     for index in range(count):
         dice = random.Random(f"{seed} {kind} {index}")  # noqa: S311 - test data, not secrets
         if kind == "facts":
-            passages, question, tail = _facts(model, dice, size)
+            passages, question, tail, others = _facts(model, dice, size)
         else:
             encoded = encoded or {name: model.encode(text) for name, text in texts.items()}
-            passages, question, tail = (_text if kind == "text" else _codes)(model, dice, size, encoded)
-        out.append(FusedPrompt(kind, index, beginning, tuple(map(tuple, passages)), tuple(question), tuple(tail)))
+            passages, question, tail, others = (_text if kind == "text" else _codes)(model, dice, size, encoded)
+        parts = tuple(map(tuple, passages))
+        wrong = tuple(map(tuple, others))
+        out.append(FusedPrompt(kind, index, beginning, parts, tuple(question), tuple(tail), wrong))
     return out
 
 
-_Parts = tuple[list[list[int]], Sequence[int], Sequence[int]]
+_Parts = tuple[list[list[int]], Sequence[int], Sequence[int], list[Sequence[int]]]
+"""Passages, question, answer, and wrong answers that look alike."""
 
 
 def _text(_model: TextModel, dice: random.Random, size: int, texts: Mapping[str, list[int]]) -> _Parts:
     ids = _piece(dice, texts, _PIECES * size + _ASKED + _FOLLOWING)
     end = _PIECES * size
-    return [ids[first : first + size] for first in range(0, end, size)], ids[end : end + _ASKED], ids[end + _ASKED :]
+    return [ids[first : first + size] for first in range(0, end, size)], ids[end : end + _ASKED], ids[end + _ASKED :], []
 
 
 def _facts(model: TextModel, dice: random.Random, size: int) -> _Parts:
@@ -120,7 +125,7 @@ def _facts(model: TextModel, dice: random.Random, size: int) -> _Parts:
     question, answer = dice.choice(page.answers)
     # Entries of a page come in random order, so that a page of any length has some of them.
     passages = [model.encode(page.text)[:size] for page in pages]
-    return passages, *_split(model, f"\n\nQuestion: {question}\nAnswer:", f" {answer}\n")
+    return passages, *_split(model, f"\n\nQuestion: {question}\nAnswer:", f" {answer}\n"), []
 
 
 def _codes(model: TextModel, dice: random.Random, size: int, texts: Mapping[str, list[int]]) -> _Parts:
@@ -135,7 +140,9 @@ def _codes(model: TextModel, dice: random.Random, size: int, texts: Mapping[str,
         ids, at = _piece(dice, texts, room), dice.randrange(room // 8, room - room // 8)
         passages.append([*ids[:at], *planted, *ids[at:]])
     asked = dice.randrange(_PASSAGES)
-    return passages, *_split(model, _QUESTION.format(place=places[asked]), f" {codes[asked]}")
+    question = _QUESTION.format(place=places[asked])
+    others = [_split(model, question, f" {code}")[1] for code in codes if code != codes[asked]]
+    return passages, *_split(model, question, f" {codes[asked]}"), others
 
 
 def _piece(dice: random.Random, texts: Mapping[str, list[int]], tokens: int) -> list[int]:
