@@ -1,4 +1,4 @@
-"""`kvabr calibrate`: make the codec profile of a model."""
+"""`kvabr calibrate`: make the codec profile of a model, or measure what joining its passages costs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvabr.cli import calibrate_blend
 from kvabr.cli.options import add_model_option, load
 from kvabr.types.errors import UsageError
 from kvabr.types.naming import LAYERS
@@ -25,6 +26,7 @@ examples:
   kvabr calibrate --model smollm2 --out smollm2.profile.safetensors
   kvabr calibrate --model ./my-llama --text manual.txt code.py letters.txt --out my-llama.safetensors
   kvabr calibrate --model ./my-gemma --target-kl 0.002 --out my-gemma.safetensors
+  kvabr calibrate --blend --model ./my-llama --out my-llama.fusion.json
 
 The AC tracks code a cache against statistics of the model: channel means, the transform that decorrelates channels and
 layers, quantiser steps, probability tables. They are calibrated once per model, on texts as diverse as its prompts, and
@@ -43,7 +45,7 @@ latents, states.
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.description = "Run a model over texts and write the statistics that its AC tracks are coded with."
-    parser.epilog = _EPILOG
+    parser.epilog = f"{_EPILOG}\n{calibrate_blend.EPILOG}"
     add_model_option(parser)
     parser.add_argument(
         "--text",
@@ -52,7 +54,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="texts, the more diverse the better (default: half of Python's manual, and made-up records)",
     )
-    parser.add_argument("-o", "--out", type=Path, required=True, metavar="F.safetensors", help="the profile to write")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the profile to write")
     parser.add_argument("--contexts", type=int, metavar="N", help="contexts to cut from the texts (default: 24)")
     parser.add_argument(
         "--context-tokens",
@@ -91,11 +93,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--target-track", choices=AC_TRACKS, metavar="TRACK",
         help=f"the track that --target-kl is for, a layer with those below it: {', '.join(AC_TRACKS)} (default: AC-5x)",
     )  # fmt: skip
+    calibrate_blend.add(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate the model and write its profile."""
+    """Calibrate the model and write its profile, or its fusion losses."""
+    if args.blend:
+        return calibrate_blend.run(args)
     from rich.console import Console
 
     from kvabr.cli.display import StageBar

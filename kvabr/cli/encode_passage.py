@@ -24,12 +24,11 @@ EPILOG = """\
 With --passage the text is a passage: its cache is used anywhere in a prompt, behind texts that nobody knows yet. It is
 the mean of the caches behind a neutral text and --contexts - 1 others, which comes nearest to the exact one; or the
 cache behind one text (--behind), or of the passage alone (--alone), the worst. Losses of tracks are measured behind
-the neutral text. What joining costs is measured behind three other texts, with and without tokens computed again.
+the neutral text. What joining costs is measured behind three other texts, with and without tokens computed again; or
+it is that of the model (--fusion), which takes no measuring.
 """
 _HELD_OUT = 3
 """Contexts that losses are measured behind."""
-_SELECTOR = "question-value"
-"""Selector of the tokens that are computed again."""
 _QUESTION = 16
 """First tokens of the continuation, which stand for a question."""
 
@@ -42,12 +41,21 @@ def add(parser: argparse.ArgumentParser) -> None:
     base.add_argument("--contexts", type=int, metavar="N", help="mean of the caches behind N contexts (default: 4)")
     base.add_argument("--alone", action="store_true", help="the cache of the passage alone")
     base.add_argument("--behind", type=Path, metavar="FILE", help="the cache behind this text (UTF-8)")
+    group.add_argument(
+        "--fusion", type=Path, metavar="F.json", help="what joining costs this model, from `kvabr calibrate --blend`"
+    )
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise `UsageError` if options of passages do not go with the others."""
-    if not args.passage and (args.contexts is not None or args.alone or args.behind is not None):
+    if not args.passage and any(each not in (None, False) for each in (args.contexts, args.alone, args.behind)):
         raise UsageError("--contexts, --alone and --behind are for passages: add --passage")
+    if args.fusion is not None:
+        from kvabr.publish.fusion import FusionLosses
+
+        if not args.passage or args.alone or args.behind is not None:
+            raise UsageError("--fusion is for passages that are means: give it with --passage, not --alone or --behind")
+        FusionLosses.read(args.fusion)
     if args.contexts is not None and args.contexts < 1:
         raise UsageError("--contexts must be at least 1")
     if args.passage and args.snapshots_every is not None:
@@ -72,9 +80,10 @@ def compute(
 
     Raises:
         UsageError: the model has a shorter context.
-        FormatError: it can have no passages.
+        FormatError: it can have no passages, or the fusion losses are of another one.
     """
     from kvabr.publish.encoder import PassageBase
+    from kvabr.publish.fusion import FusionLosses
     from kvabr.publish.model import opened
     from kvabr.publish.passages import CONTEXTS, NEUTRAL, contexts_for, free_cache, mean_cache
     from kvabr.publish.texts import calibration_texts
@@ -95,12 +104,17 @@ def compute(
             f"a passage of {len(ids)} tokens does not fit {engine.spec.model}, which sees {engine.context}, with "
             f"{longest} tokens before it and {len(prompt.continuation)} behind it: give fewer --tokens"
         )
+    known = None
+    if args.fusion is not None:
+        known = FusionLosses.read(args.fusion).notes(engine.spec, len(contexts))
     if named == "mean":
         kv, notes = mean_cache(engine, ids, contexts, report), PassageNotes(named, len(contexts))
     else:
         kv, notes = free_cache(engine, ids, contexts[0]), PassageNotes(named)
         report(1, 1)
-    if fusion is not None and len(prompt.continuation) >= _QUESTION + 2:
+    if known is not None:
+        notes = known
+    elif fusion is not None and len(prompt.continuation) >= _QUESTION + 2:
         notes = _measured(model, fusion, prompt, kv, notes)
     return PassageBase(kv, notes, engine.prefill(neutral))
 
@@ -109,7 +123,7 @@ def _measured(
     model: TextModel, fusion: FusionEngine, prompt: Prompt, kv: torch.Tensor, notes: PassageNotes
 ) -> PassageNotes:
     """Return the notes with fusion losses, and the order of the tokens."""
-    from kvabr.blend.selectors import load_selector
+    from kvabr.blend.selectors import DEFAULT, load_selector
     from kvabr.publish.frames import six
     from kvabr.publish.passages import contexts_for, fusion_losses, publisher_order
     from kvabr.publish.texts import measuring_texts
@@ -117,11 +131,11 @@ def _measured(
     held_out = contexts_for(model, measuring_texts(), _HELD_OUT + 1, seed=1)[1:]
     order = publisher_order(fusion, prompt.tokens, kv, held_out, prompt.continuation)
     losses = fusion_losses(
-        fusion, prompt.tokens, kv, held_out, prompt.continuation, load_selector(_SELECTOR), question=_QUESTION
+        fusion, prompt.tokens, kv, held_out, prompt.continuation, load_selector(DEFAULT), question=_QUESTION
     )
     method = (
         f"KL against the full prefill per token, mean over {len(held_out)} other contexts and the "
         f"{len(prompt.continuation) - _QUESTION} tokens behind the first {_QUESTION} that follow the passage, which "
-        f"choose what is computed again ({_SELECTOR})"
+        f"choose what is computed again ({DEFAULT})"
     )
     return replace(notes, order=order, fusion=tuple((share, six(loss)) for share, loss in losses), method=method)

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from kvabr.cli.main import main
+from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.texts import measuring_texts
 from kvabr.store.asset_folder import FolderAsset, frame_path
 from kvabr.types.catalog import Catalog
@@ -267,10 +268,49 @@ def test_a_passage_is_encoded_and_inspected(tmp_path, capsys):
         (("--contexts", 3), "add --passage"),
         (("--passage", "--contexts", 0), "at least 1"),
         (("--passage", "--snapshots-every", 128), "recurrent states"),
+        (("--fusion", "f.json"), "give it with --passage"),
+        (("--fusion", "f.json", "--passage", "--alone"), "not --alone"),
     ],
 )
 def test_options_of_passages_that_make_no_sense(tmp_path, capsys, more, said):
     text = tmp_path / "text.txt"
     text.write_text("words " * 50)
     assert kvabr("encode", "--text", text, "--tokens", 20, "--out", tmp_path / "o", *more) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_fusion_losses_of_a_model_are_measured_once(tmp_path, capsys):
+    model, file, text = tinymodels.save(tmp_path / "model"), tmp_path / "f.json", tmp_path / "text.txt"
+    text.write_text("Some words about a passage that may be used anywhere. " * 8)
+    assert kvabr("calibrate", "--blend", "--model", model, "--out", file) == 0
+    assert "what each passage of a prompt costs" in capsys.readouterr().out
+    found = FusionLosses.read(file)
+    assert [share for share, _ in found.losses] == [0.0, 0.05, 0.15, 0.3]
+    assert all(loss > 0 for _, loss in found.losses)
+    words = ("encode", "--passage", "--text", text, "--tokens", 150, "--fusion", file, "--tracks", "FP16")
+    assert kvabr(*words, "--model", model, "--out", tmp_path / "o") == 0
+    notes = FolderAsset.open(tmp_path / "o").catalog.passage
+    assert (notes.base, notes.contexts, notes.fusion) == ("mean", 4, found.losses)
+    assert notes.fusion_loss(0.0) == found.losses[0][1]
+    # Another number of contexts, and another model.
+    capsys.readouterr()
+    assert kvabr(*words, "--model", model, "--contexts", 2, "--out", tmp_path / "p") == 2
+    assert "of means over 4 contexts, the passage is a mean over 2" in capsys.readouterr().err
+    other = tinymodels.save(tmp_path / "other", num_hidden_layers=3)
+    assert kvabr(*words, "--model", other, "--out", tmp_path / "p") == 1
+    assert "measure them with `kvabr calibrate --blend`" in capsys.readouterr().err
+    assert not (tmp_path / "p" / "catalog.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("calibrate", "--blend", "--contexts", 3), "--contexts is for profiles"),
+        (("calibrate", "--blend", "--target-kl", 0.1), "--target-kl is for profiles"),
+        (("calibrate", "--blend", "--step-scale", 2), "--step-scale is for profiles"),
+    ],
+)
+def test_options_of_profiles_make_no_fusion_losses(tmp_path, capsys, words, said):
+    assert kvabr(*words, "--model", "nowhere", "--out", tmp_path / "f.json") == 2
     assert said in capsys.readouterr().err

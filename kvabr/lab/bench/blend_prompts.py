@@ -116,7 +116,12 @@ _Parts = tuple[list[list[int]], Sequence[int], Sequence[int], list[Sequence[int]
 def _text(_model: TextModel, dice: random.Random, size: int, texts: Mapping[str, list[int]]) -> _Parts:
     ids = _piece(dice, texts, _PIECES * size + _ASKED + _FOLLOWING)
     end = _PIECES * size
-    return [ids[first : first + size] for first in range(0, end, size)], ids[end : end + _ASKED], ids[end + _ASKED :], []
+    return (
+        [ids[first : first + size] for first in range(0, end, size)],
+        ids[end : end + _ASKED],
+        ids[end + _ASKED :],
+        [],
+    )
 
 
 def _facts(model: TextModel, dice: random.Random, size: int) -> _Parts:

@@ -1,0 +1,158 @@
+"""How many passages of random questions are found in a store, by the way they are named.
+
+Each question stands behind a few documents of a collection, in random order. What the store lacks is published, and a
+store that is full forgets the least recently used. Everything is kvabr's own: chained names, a folder with a quota, an
+origin, and lookups over QUIC. Only the caches are small and of zeros.
+
+The names differ in what they cover. By *content*: the document alone, as kvabr names passages. By *prefix*: the
+document and all before it, as prefix caches name blocks. And *both*: stored by prefix and looked up by content, with
+every document stored once by content in the beginning (LMCache issue 4663).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import structlog
+import torch
+
+from kvabr.client.passages import find_passages
+from kvabr.publish.frames import FrameEncoder
+from kvabr.quic.connect import connect
+from kvabr.quic.interface import Connection
+from kvabr.server.certificates import ServerTls, check, make
+from kvabr.server.limits import ServerLimits
+from kvabr.server.metrics import Metrics
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.server.server import Server
+from kvabr.store.asset_folder import FolderAssetWriter
+from kvabr.store.quota import NOT_MEASURED, FolderQuota
+from kvabr.types.kv import KVSpec, RopeSpec
+from kvabr.types.passage import Passage, PassageNotes, passage_chain
+
+Naming = Literal["content", "prefix", "both"]
+NAMINGS: tuple[Naming, ...] = get_args(Naming)
+SPEC = KVSpec.uniform("reuse", "numbers", 1, 1, 8, "float16", RopeSpec(10000.0, 8, "half"), group_tokens=32)
+_TRACK = "FP16"
+_LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """Documents, and questions about them."""
+
+    documents: int = 50
+    queries: int = 200
+    each: int = 5
+    """Documents of a question."""
+    room: float = 1.5
+    """Bytes of the store, as a share of those of all documents."""
+    seed: int = 0
+
+    def passages(self) -> list[Passage]:
+        """Return the documents, of 40 to 100 tokens: the last group of most is short."""
+        dice = random.Random(self.seed)  # noqa: S311 - test data, not secrets
+        return [Passage(tuple(dice.choices(range(1000), k=dice.randint(40, 100)))) for _ in range(self.documents)]
+
+    def draws(self) -> list[list[int]]:
+        """Return the numbers of each question's documents, in the order of its prompt."""
+        dice = random.Random(f"{self.seed} queries")  # noqa: S311 - test data, not secrets
+        return [dice.sample(range(self.documents), self.each) for _ in range(self.queries)]
+
+
+async def reuse(collection: Collection, naming: Naming, progress: Callable[[], None] = lambda: None) -> list[float]:
+    """Return the share of its documents that each question finds.
+
+    Args:
+        collection: the documents and questions.
+        naming: how they are named.
+        progress: called after every question.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        root, pem, key = Path(folder) / "assets", Path(folder) / "cert.pem", Path(folder) / "key.pem"
+        root.mkdir()
+        for path, made in zip((pem, key), make(), strict=True):
+            path.write_bytes(made)
+        tls, library = ServerTls(pem, key), PublishedAssets(root, log=_LOG)
+        server = Server(library, "127.0.0.1", 0, tls, ServerLimits(), _LOG, Metrics())
+        await server.start()
+        try:
+            url = f"moqt://127.0.0.1:{server.address[1]}/"
+            async with connect(url, fingerprint=check(tls).fingerprint) as origin:
+                return await _asked(collection, naming, _Shelf(root, library, collection), origin, progress)
+        finally:
+            await server.close()
+
+
+class _Shelf:
+    """A folder that forgets, and the origin that serves it."""
+
+    def __init__(self, root: Path, library: PublishedAssets, collection: Collection) -> None:
+        self._root, self._library = root, library
+        self._documents = collection.passages()
+        size = sum(self._store(passage, b"") for passage in self._documents)
+        self.quota = FolderQuota(root, int(size * collection.room), "lru")
+        self.quota.make_room(self._documents[-1].name(SPEC).prompt)
+        self.look()
+
+    def look(self) -> None:
+        """Have the origin see what is there."""
+        self._library.refresh()
+
+    def put(self, passage: Passage, salt: bytes) -> None:
+        """Publish a document, and remove what there is no room for."""
+        self._store(passage, salt)
+        self.quota.make_room(passage.name(SPEC, salt).prompt)
+
+    def _store(self, passage: Passage, salt: bytes) -> int:
+        """Publish a document; return its bytes."""
+        chunks = passage_chain(
+            passage.ids, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=SPEC.group_tokens, salt=salt
+        )
+        path = self._root / chunks[-1]
+        with FolderAssetWriter(path, force=True) as writer:
+            frames = FrameEncoder(SPEC, chunks, len(passage.ids), (_TRACK,), None, writer, passage=PassageNotes("mean"))
+            frames.encode((torch.zeros(SPEC.shape(len(passage.ids))),))
+            loss = {_TRACK: [0.0] * len(chunks)}
+            writer.commit(frames.catalog(loss, {_TRACK: 0.0}, loss_method=NOT_MEASURED, source="a bench"))
+        return sum(file.stat().st_size for file in path.iterdir())
+
+
+def salts(naming: Naming, documents: Sequence[Passage]) -> list[tuple[bytes, bytes]]:
+    """Return for each document of a prompt what its name covers besides its tokens, where it is looked up and stored.
+
+    A digest of all tokens before it makes its name that of a chain which goes on from them.
+    """
+    out, before = [], hashlib.sha256()
+    for passage in documents:
+        prefix = before.digest()
+        out.append((prefix if naming == "prefix" else b"", b"" if naming == "content" else prefix))
+        before.update(repr(passage.ids).encode())
+    return out
+
+
+async def _asked(
+    collection: Collection, naming: Naming, shelf: _Shelf, origin: Connection, progress: Callable[[], None]
+) -> list[float]:
+    passages, out = collection.passages(), []
+    for draw in collection.draws():
+        documents = [passages[number] for number in draw]
+        places = list(zip(documents, salts(naming, documents), strict=True))
+        found = 0
+        for passage, (wanted, stored) in places:
+            # One at a time, because each may have a salt of its own.
+            if passage in await find_passages(origin, [passage], SPEC, salt=wanted):
+                found += 1
+                shelf.quota.touch(passage.name(SPEC, wanted).prompt)
+            if wanted != stored or passage not in await find_passages(origin, [passage], SPEC, salt=stored):
+                shelf.put(passage, stored)
+        shelf.look()
+        out.append(found / len(documents))
+        progress()
+    return out

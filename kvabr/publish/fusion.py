@@ -1,0 +1,87 @@
+"""What joining passages costs a model: measured once, and written into the catalogs of its passages.
+
+A play joins no passage whose catalog does not say what that costs. The losses may be the passage's own
+(`kvabr.publish.passages.fusion_losses`), which takes many prefills, or those of the model: `FusionLosses`, the file
+that `kvabr calibrate --blend` writes. They hold for one model, and one way to compute passages.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvabr.store.files import read_text
+from kvabr.types.errors import ForeignError, FormatError, UsageError
+from kvabr.types.kv import KVSpec
+from kvabr.types.passage import PassageNotes
+
+SCHEMA = "kvabr.fusion/1"
+_MAX_BYTES = 1 << 20
+_NOT_A_FILE = (LookupError, ValueError, TypeError, AttributeError)
+
+
+@dataclass(frozen=True, slots=True)
+class FusionLosses:
+    """What a passage of a model adds to the loss of a prompt that is joined from several."""
+
+    spec: KVSpec
+    """Of the model."""
+    contexts: int
+    """Contexts of the mean that passages were computed as."""
+    losses: tuple[tuple[float, float], ...]
+    """As `PassageNotes.fusion`."""
+    method: str
+    """How it was measured, in words."""
+
+    def notes(self, spec: KVSpec, contexts: int) -> PassageNotes:
+        """Return the notes of a passage that is a mean over some contexts.
+
+        Raises:
+            ForeignError: these losses are of another model.
+            UsageError: they are of passages that were computed in another way.
+        """
+        if not self.spec.same_cache(spec):
+            raise ForeignError(
+                f"these fusion losses were measured with {self.spec.model} ({self.spec.summary}), the passage is of "
+                f"{spec.model} ({spec.summary}); measure them with `kvabr calibrate --blend`"
+            )
+        if contexts != self.contexts:
+            other = f"a mean over {contexts}" if contexts else "not a mean"
+            raise UsageError(
+                f"these fusion losses are of means over {self.contexts} contexts, the passage is {other}: leave them "
+                "out, and they are measured for this passage"
+            )
+        return PassageNotes("mean", contexts, fusion=self.losses, method=self.method)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "schema": SCHEMA,
+            "spec": self.spec.to_json(),
+            "contexts": self.contexts,
+            "losses": [list(pair) for pair in self.losses],
+            "method": self.method,
+        }
+
+    @staticmethod
+    def read(path: Path) -> FusionLosses:
+        """Read a file; raise `AssetError` if it cannot be read, `FormatError` if it has no fusion losses."""
+        text = read_text(path, _MAX_BYTES)
+        try:
+            return _parsed(json.loads(text))
+        except (FormatError, *_NOT_A_FILE) as error:
+            what = str(error) if isinstance(error, FormatError) else f"no fusion losses ({error!r})"
+            raise FormatError(f"{path}: {what}; `kvabr calibrate --blend` writes such files") from error
+
+
+def _parsed(value: Any) -> FusionLosses:
+    if value["schema"] != SCHEMA:
+        raise FormatError(f"its schema is {str(value['schema'])[:40]!r}, not {SCHEMA!r}")
+    losses = tuple((float(share), float(loss)) for share, loss in value["losses"])
+    if not losses:
+        raise FormatError("it has no losses")
+    # The notes check what they are given.
+    notes = PassageNotes("mean", value["contexts"], fusion=losses, method=value["method"])
+    return FusionLosses(KVSpec.from_json(value["spec"]), notes.contexts, losses, notes.method)
