@@ -65,6 +65,26 @@ class ToyModel:
         return weights @ state
 
 
+class ToyBlendModel(ToyModel):
+    """A toy model that can compute any tokens of a cache again."""
+
+    def recompute(self, tokens, at, kv, *, layers=None):
+        spec, state = self.spec, self._flat(kv)
+        state = torch.cat([state, torch.zeros(max(0, at[-1] + 1 - len(state)), state.shape[1])])
+        for place in at:
+            own = self._embed[tokens[place]]
+            state[place] = own + 0.5 * self._attend(own, state[:place])
+        self.prefilled += len(at)
+        new = state[list(at)].reshape(len(at), spec.layers, 2, spec.kv_heads, spec.head_dim)
+        return new.permute(1, 2, 3, 0, 4)[:layers].clone()
+
+    def attention(self, question, kv, *, layers=None, reduce="sum"):
+        state = self._flat(kv)
+        weights = torch.softmax(self._embed[list(question)] @ state.T / state.shape[1] ** 0.5, dim=1)
+        row = weights.sum(dim=0) if reduce == "sum" else weights.amax(dim=0)
+        return row[None].expand(len(range(self.spec.layers) if layers is None else layers), -1).clone()
+
+
 def prompt(tokens: int = 70, continuation: int = 12) -> Prompt:
     dice = torch.Generator().manual_seed(3)
     ids = [int(token) for token in torch.randint(VOCABULARY, (tokens + continuation,), generator=dice)]

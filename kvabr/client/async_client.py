@@ -203,6 +203,8 @@ class AsyncClient:
         tokens: Sequence[int] = (),
         *,
         parts: Sequence[Part] | None = None,
+        question: Sequence[int] | None = None,
+        share: float | None = None,
         deadline: float,
         options: PlayOptions | None = None,
         model: KVSpec | str | None = None,
@@ -214,6 +216,8 @@ class AsyncClient:
         Args:
             tokens: ids of the prompt.
             parts: the prompt instead, if passages of it may be cached by themselves, see `Played.approximate`.
+            question: ids whose attention chooses what a `BlendEngine` computes again; None: the text that ends `parts`.
+            share: share of the passages' tokens that it computes, as far as time allows; None: what it is worth.
             deadline: seconds from this call in which the cache is wanted. Connecting, waiting for a turn, and the
                 engine's own time for what no cache covers come out of it.
             options: how to play; None: the client's.
@@ -234,7 +238,7 @@ class AsyncClient:
         options = options or self.options
         wanted, any_size = model_of(model or self._model, engine or self.engine)
         computing, cost = engine_of(engine or self.engine, options)
-        prompt = None if parts is None else PassagePrompt.of(parts, tokens, wanted, computing, options)
+        prompt = PassagePrompt.of(parts, tokens, wanted, computing, options, question, share)
         tokens = tokens if prompt is None else prompt.tokens
         check_prompt(tokens)
 
@@ -268,7 +272,7 @@ class AsyncClient:
                 if computing is None:
                     raise PlayError(f"what the origin has of this prompt cannot be played: {reason}") from error
             if prepared is not None:
-                return await play.whole(prepared)
+                return await play.whole(prepared, prompt)
             if computing is not None:
                 return replace(await play.compute(), limited_by=limit)
             return NothingCached(spec, clock.now(), limit)
@@ -292,8 +296,7 @@ class AsyncClient:
             deadline: as for `play`.
             tokens: ids of the asset's tokens; an engine needs them. If the asset has a salt, so does checking them.
             engine: as for `play`; the client's engine is used only if there are tokens.
-            options: as for `play`.
-            peer: as for `play`.
+            options, peer: as for `play`.
 
         Raises:
             NotFoundError: there is no such asset, or none that we may read.
@@ -342,7 +345,7 @@ class AsyncClient:
 
         Args:
             found: from `find`.
-            deadline: as for `play`.
+            deadline, peer: as for `play`.
             cost: of the engine's prefill, by which the player protects the first groups.
             skip: leading groups that the engine has already, with all that a prompt needs which goes on behind them
                 (`Catalog.suffix`).
@@ -350,7 +353,6 @@ class AsyncClient:
             block: the engine takes whole blocks of this many tokens: the prefix ends at a multiple of it. If the model
                 has windows, what was found must be cut to such an end, too (`Catalog.prefix`).
             options: as for `play`; ``recompute``, ``prefill_cost``, ``mode``, ``out`` and ``after`` have no effect.
-            peer: as for `play`.
 
         Raises:
             UsageError: an argument is wrong.
@@ -376,15 +378,14 @@ class AsyncClient:
         peer: PeerLike = None,
         live: bool | None = None,
     ) -> Found | None:
-        """Return the asset that shares the longest prefix with a prompt, cut to what is shared; None if there is none.
+        """Return the asset that shares the longest prefix with a prompt, cut to that; None if there is none.
 
         Args:
             tokens: ids of the prompt.
-            model: as for `play`.
+            model, peer: as for `play`.
             salt: the tenant's secret; None: that of the client's options.
             within_s: seconds that it may take.
             any_dtype: accept a cache whose element type is not the model's; groups are decoded to any type.
-            peer: as for `play`.
             live: also find a cache that is still being prefilled; None: as the client's options say.
 
         Raises:

@@ -18,11 +18,25 @@ from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
 from kvabr.client.resources import cancel_all, decoders, on_engine, timed
 from kvabr.client.snapshot import Snapshot, Watch
+from kvabr.client.token_recompute import TokenRecompute
 from kvabr.moqt.codes import RequestCode
 from kvabr.player.assembler import Assembler, Layer
+from kvabr.player.blending import BlendSession
 from kvabr.player.live_edge import EdgeChanges
 from kvabr.player.session import Session
-from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, GiveUp, PlayerConfig, PlayRecord, Recompute
+from kvabr.player.session_types import (
+    Action,
+    Cancel,
+    ChooseTokens,
+    Decode,
+    Deliver,
+    FetchGroup,
+    GiveUp,
+    PlayerConfig,
+    PlayRecord,
+    Recompute,
+    RecomputeTokens,
+)
 from kvabr.quic.interface import Connection, Download
 from kvabr.types.engine import Engine, prefill_classes
 from kvabr.types.errors import ConnectionLostError, KvabrError, PolicyError, RequestError, TransportError
@@ -58,6 +72,7 @@ class Driver:
         hook: EngineHook | None = None,
         watch: Watch | None = None,
         feed: LiveFeed | None = None,
+        again: TokenRecompute | None = None,
     ) -> None:
         """Prepare; nothing happens before `run`.
 
@@ -70,11 +85,12 @@ class Driver:
             hook: for upgrades: writes what was decoded when the engine allows it.
             watch: called with a snapshot at every tick.
             feed: of an asset that is still being prefilled.
+            again: chooses and computes tokens of passages again; needed if the session has a `BlendGoal` with a cost.
         """
         self.session, self.assembler = session, assembler
         self._connection, self._catalog = connection, session.view.catalog
         self._engine, self._tokens = engine, tokens
-        self._hook, self._watch, self._feed = hook, watch, feed
+        self._hook, self._watch, self._feed, self._again = hook, watch, feed, again
         self._reads: dict[int, tuple[asyncio.Task[None], Download]] = {}
         self._frames: dict[int, Download] = {}
         """Downloads that are complete and not decoded yet, by request."""
@@ -135,7 +151,7 @@ class Driver:
         else:
             self._schedule()
 
-    def _obey(self, action: FetchGroup | Cancel | Decode | Recompute | Deliver | GiveUp) -> None:
+    def _obey(self, action: Action) -> None:
         match action:
             case FetchGroup():
                 self._fetch(action)
@@ -145,6 +161,10 @@ class Driver:
                 self._begin(self._place(action))
             case Recompute():
                 self._compute(action)
+            case ChooseTokens():
+                self._begin(self._choose())
+            case RecomputeTokens():
+                self._begin(self._compute_again(action))
             case Deliver() | GiveUp():
                 self._over.set_result(None)
 
@@ -328,6 +348,36 @@ class Driver:
                 self._tell(self.session.computed, action.first, action.last)
 
         self._begin(compute())
+
+    async def _choose(self) -> None:
+        session, again, assembler = self.session, self._again, self.assembler
+        if again is None or not isinstance(session, BlendSession):
+            raise KvabrError("this play is to choose tokens, and has nothing that does")
+        try:
+            await on_engine(again.engine, lambda: again.choose(assembler.before(self._catalog.groups)))
+        except Exception as error:  # noqa: BLE001  # engines and selectors raise whatever they like
+            self._tell(session.tokens_failed, said(error))
+        else:
+            self._tell(session.tokens_chosen)
+
+    async def _compute_again(self, action: RecomputeTokens) -> None:
+        session, again, assembler = self.session, self._again, self.assembler
+        if again is None or not isinstance(session, BlendSession):
+            raise KvabrError("this play is to compute tokens again, and has nothing that does")
+        coverage = [track or "" for track in assembler.coverage]
+
+        def work() -> None:
+            kv = assembler.before(self._catalog.groups)
+            at, computed = again.compute(kv, coverage, action.tokens)
+            if not self._over.done():
+                assembler.put_tokens(at, computed)
+
+        try:
+            await on_engine(again.engine, work)
+        except Exception as error:  # noqa: BLE001  # as above
+            self._tell(session.tokens_failed, said(error))
+        else:
+            self._tell(session.tokens_recomputed)
 
 
 def said(error: BaseException) -> str:

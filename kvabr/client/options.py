@@ -11,11 +11,13 @@ import torch
 
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
+from kvabr.blend.selectors import DEFAULT as DEFAULT_SELECTOR
+from kvabr.blend.selectors import load_selector
 from kvabr.client.resources import known_cost
 from kvabr.client.snapshot import Watch
-from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, PlayerConfig
+from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, BlendGoal, PlayerConfig
 from kvabr.telemetry.hub import Telemetry
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.engine import Engine, EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import Log, PlayEvent
@@ -50,6 +52,13 @@ class PlayOptions:
     wait_for_producer_s: float = 0.0
     """If nothing of a prompt is cached, seconds for which to wait for somebody to begin to prefill it. They come out of
     the deadline; an engine that must begin to be in time begins."""
+    max_loss: float = MISS_PENALTY
+    """Expected loss above which a prompt in parts is not joined from passages but computed, nats per generated token;
+    by default the price of a missed deadline. Infinite: passages whose fusion loss nobody has measured are joined,
+    too."""
+    selector: str = DEFAULT_SELECTOR
+    """Chooses the tokens of passages that are computed again: a name that `kvabr selectors` lists, or
+    ``FILE.py:CLASS``."""
     salt: bytes = b""
     """Secret of the tenant, see `kvabr.types.naming.chain`."""
     out: torch.Tensor | None = None
@@ -81,6 +90,9 @@ class PlayOptions:
             )
         # Raise for unknown names and prices here, before anything is asked of the network.
         PlayerConfig(gpu_price=self.gpu_price, time_price=self.time_price)
+        BlendGoal(max_loss=self.max_loss)
+        if self.selector != DEFAULT_SELECTOR:
+            load_selector(self.selector)
         load_policy(self.policy)
         if self.estimator is not None:
             load_estimator(self.estimator)

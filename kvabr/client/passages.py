@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvabr.blend.selectors import load_selector
 from kvabr.client.lookup import Found, catalog_limit, fetch_catalog
 from kvabr.client.options import PlayOptions
+from kvabr.client.token_recompute import TokenRecompute
+from kvabr.player.session_types import BlendGoal
 from kvabr.quic.interface import Connection
 from kvabr.types.catalog import Catalog
-from kvabr.types.engine import Engine
+from kvabr.types.engine import BlendEngine, Engine
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError
+from kvabr.types.events import PassageRefused
 from kvabr.types.joined import join
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
-from kvabr.types.passage import Part, Passage, check_movable, check_parts, passage_chain
+from kvabr.types.passage import Exact, Part, Passage, check_movable, check_parts, passage_chain
 
 
 async def find_passages(
@@ -63,18 +68,28 @@ class PassagePrompt:
 
     parts: tuple[Part, ...]
     spec: KVSpec
-    salt: bytes
+    options: PlayOptions
+    question: tuple[int, ...]
+    """Ids whose attention chooses what is computed again; empty: nothing is."""
+    share: float | None
+    """Share of the passages' tokens to compute again; None: what it is worth."""
 
     @classmethod
     def of(
         cls,
-        parts: Sequence[Part],
+        parts: Sequence[Part] | None,
         tokens: Sequence[int],
         model: KVSpec | str | None,
         engine: Engine | None,
         options: PlayOptions,
-    ) -> PassagePrompt:
-        """Check the arguments of a play with parts; a `UsageError` says what is wrong."""
+        question: Sequence[int] | None,
+        share: float | None,
+    ) -> PassagePrompt | None:
+        """Check the arguments of a play; None: its prompt is not in parts. A `UsageError` says what is wrong."""
+        if parts is None:
+            if question is not None or share is not None:
+                raise UsageError("question and share are for prompts in parts")
+            return None
         if len(tokens):
             raise UsageError("give the prompt as tokens or in parts, not both")
         spec = model if isinstance(model, KVSpec) else None if engine is None else engine.spec
@@ -86,7 +101,22 @@ class PassagePrompt:
             check_movable(spec)
         except FormatError as error:
             raise UsageError(str(error)) from error
-        return cls(check_parts(parts), spec, options.salt)
+        whole = check_parts(parts)
+        asked = _question(whole[-1], engine, options, question, share)
+        prompt = cls(whole, spec, options, asked, share)
+        _ = prompt.goal  # which checks the share
+        return prompt
+
+    @property
+    def goal(self) -> BlendGoal:
+        """What a session is to do with it."""
+        return BlendGoal(self.share, len(self.question), self.options.max_loss)
+
+    def recompute(self, catalog: Catalog, engine: Engine | None) -> TokenRecompute | None:
+        """Return what computes tokens of a play again; None: nothing does."""
+        if not self.question or not isinstance(engine, BlendEngine):
+            return None
+        return TokenRecompute(engine, catalog, self.tokens, self.question, load_selector(self.options.selector))
 
     @property
     def tokens(self) -> list[int]:
@@ -96,14 +126,42 @@ class PassagePrompt:
     async def find(self, origin: Connection) -> tuple[Found | None, KVSpec]:
         """Return what an origin has of the passages, joined; None if it has none. Errors as `find_passages`."""
         passages = [part for part in self.parts if isinstance(part, Passage)]
-        found = await find_passages(origin, passages, self.spec, salt=self.salt)
-        if not found:
+        found = await find_passages(origin, passages, self.spec, salt=self.options.salt)
+        measured = {passage: one.catalog for passage, one in found.items() if self._measured(one.catalog)}
+        if not measured:
             return None, self.spec
-        usable = _with_one_profile({passage: one.catalog for passage, one in found.items()})
+        usable = _with_one_profile(measured)
         catalog = join(self.parts, usable, self.spec)
         told = "".join(one.sha256 for passage, one in found.items() if passage in usable)
         joined = None if catalog is None else Found(catalog, hashlib.sha256(told.encode()).hexdigest())
         return joined, self.spec
+
+    def _measured(self, catalog: Catalog) -> bool:
+        """Return whether it is known what joining a passage costs; otherwise only who accepts any loss may join it."""
+        if math.isinf(self.options.max_loss) or (catalog.passage is not None and catalog.passage.fusion):
+            return True
+        reason = "what joining it costs was not measured; publish it anew with its fusion losses, or set max_loss=inf"
+        self.options.note(PassageRefused(0.0, catalog.namespace.prompt, reason))
+        return False
+
+
+def _question(
+    last: Part, engine: Engine, options: PlayOptions, question: Sequence[int] | None, share: float | None
+) -> tuple[int, ...]:
+    """Return the question of a prompt that ends with a part; empty: no tokens are computed again."""
+    if question is not None and not len(question):
+        raise UsageError("the question is empty; leave it out to take the text that ends the prompt")
+    able = isinstance(engine, BlendEngine)
+    if share:
+        if options.after is not None:
+            raise UsageError("tokens that are computed again would be overwritten by upgrades: give share or after")
+        if not able:
+            raise UsageError("this engine cannot compute single tokens again; of transformers, `blend_engine` can")
+        if question is None and not isinstance(last, Exact):
+            raise UsageError("nothing says which tokens to compute again: give a question, or end the prompt with one")
+    if options.after is not None or share == 0 or not able:
+        return ()
+    return tuple(question) if question is not None else last.ids if isinstance(last, Exact) else ()
 
 
 def _with_one_profile(found: Mapping[Passage, Catalog]) -> dict[Passage, Catalog]:

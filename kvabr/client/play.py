@@ -26,6 +26,7 @@ from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
 from kvabr.client.lookup import Found, most_frame_bytes, playable
 from kvabr.client.options import PlayOptions, guard_s
+from kvabr.client.passages import PassagePrompt
 from kvabr.client.peer_history import PeerHistory
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.preparing import Clock, Prepared, pays
@@ -34,6 +35,7 @@ from kvabr.client.resources import decoders, on_engine
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
 from kvabr.client.shared_bandwidth import estimating, link_of
 from kvabr.client.shortening import known_link, shortened
+from kvabr.client.token_recompute import TokenRecompute
 from kvabr.client.upgrades import Upgrades
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantised import all_finite, as_type, check_wanted, convert
@@ -43,6 +45,7 @@ from kvabr.player.builder import new_estimator, new_session, opening
 from kvabr.player.prefixes import PlacedPrefix, prefix_loss
 from kvabr.player.session_types import (
     ENGINE_PATIENCE,
+    BlendGoal,
     GroupRecord,
     PlayRecord,
     PrefixGoal,
@@ -144,11 +147,12 @@ class Play:
             self.options.note(ProfileFailed(self.clock.now(), str(error) or "it did not come in time"))
         return None
 
-    async def whole(self, prepared: Prepared) -> Played:
-        """Play the whole cache; errors as `AsyncClient.play`."""
+    async def whole(self, prepared: Prepared, prompt: PassagePrompt | None = None) -> Played:
+        """Play the whole cache, of a prompt in parts if one is given; errors as `AsyncClient.play`."""
         catalog, options, clock = prepared.catalog, self.options, self.clock
         lookup_s, rest_s = clock.now(), self._engine_s(catalog.tokens, len(self.tokens) - catalog.tokens)
-        driver = await self._run(WholeGoal(), prepared, rest_s)
+        again = None if prompt is None else prompt.recompute(catalog, self.engine)
+        driver = await self._run(WholeGoal() if prompt is None else prompt.goal, prepared, rest_s, again)
         record, assembler = driver.session.record, driver.assembler
         if record.gave_up is not None:
             options.note(PlayGaveUp(clock.now() - lookup_s, record.gave_up))
@@ -165,7 +169,10 @@ class Play:
         record.met = ttft_s + rest_s <= clock.deadline_s
         coverage = tuple(track or "" for track in assembler.coverage)
         loss = played_loss(catalog, record.steps)
-        fusion = fusion_loss(catalog, coverage) if catalog.sources else 0.0
+        fusion: float | None = 0.0
+        if (blend := record.blend) is not None:
+            fusion = blend.fusion_loss
+            loss += 0.0 if fusion is None else fusion - (fusion_loss(catalog, coverage) or 0.0)
         options.note(CacheDelivered(ttft_s - lookup_s, record.met, loss))
         return Played(
             parts=parts,
@@ -174,8 +181,9 @@ class Play:
             ttft_s=ttft_s,
             lookup_s=lookup_s,
             met=record.met,
-            loss=loss + (fusion or 0.0),
+            loss=loss,
             fusion_loss=fusion,
+            computed_again=() if again is None or record.blend is None or not record.blend.tokens else again.at,
             record=record,
             spec=catalog.spec,
             catalog=catalog,
@@ -292,7 +300,13 @@ class Play:
 
     # -------------------------------------------------------------- internals
 
-    async def _run(self, goal: WholeGoal | PrefixGoal, prepared: Prepared, rest_s: float) -> Driver:
+    async def _run(
+        self,
+        goal: WholeGoal | PrefixGoal | BlendGoal,
+        prepared: Prepared,
+        rest_s: float,
+        again: TokenRecompute | None = None,
+    ) -> Driver:
         """Drive a session to its end; the engine needs ``rest_s`` for what no cache covers."""
         options, ladder, connection = self.options, prepared.ladder, self.connection
         catalog = ladder.catalog
@@ -301,7 +315,7 @@ class Play:
         except RuntimeError as error:
             raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
         deadline_s, least, end_s = self.clock.deadline_s, _MIN_PREFIX_SHARE, self.clock.left()
-        if isinstance(goal, WholeGoal):
+        if not isinstance(goal, PrefixGoal):
             least, end_s = _MIN_SHARE, self._patience_s() - self.clock.now()
         # At most half of the deadline is set aside for the rest: a worse cache would not make up for more.
         left_s = self.clock.left() - guard_s(deadline_s) - min(deadline_s / 2, rest_s)
@@ -309,7 +323,7 @@ class Play:
         if self.engine is None:
             wanted_s = max(_MIN_LEFT_S, min(wanted_s, end_s))
         mode = options.mode or ("hole" if self.engine is None else self.engine.mode)
-        if isinstance(goal, WholeGoal):
+        if not isinstance(goal, PrefixGoal):
             options.note(
                 opening(
                     ladder,
@@ -353,6 +367,7 @@ class Play:
                 tokens=self.tokens,
                 watch=options.watch,
                 feed=feed,
+                again=again,
             )
             await driver.run()
         if self.history.path is not None:

@@ -51,7 +51,10 @@ class Played:
     limited_by: str | None = None
     """The layer class for which less of the prompt could be played than is cached, see `kvabr.types.units.hit`."""
     fusion_loss: float | None = 0.0
-    """What of `loss` comes of joining passages; None: unknown, and not in it, since that of one was not measured."""
+    """What of `loss` comes of joining passages, less what computing tokens of them again saves; None: unknown, and not
+    wholly in it, since that of one was not measured."""
+    computed_again: tuple[int, ...] = ()
+    """Tokens of passages that the engine computed again, over the cache as it was joined; increasing."""
     upgrades: Upgrades | None = None
     """Upgrades that continue now that the cache is in use; None if `PlayOptions.after` did not ask for any."""
 

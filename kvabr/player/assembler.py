@@ -255,6 +255,26 @@ class Assembler:
 
         return write
 
+    def put_tokens(self, at: Sequence[int], computed: torch.Tensor) -> None:
+        """Put single tokens into a complete cache, which accepts nothing afterwards.
+
+        Args:
+            at: their places, counted from the cache's first token.
+            computed: [layer, K/V, head, len(at), dim], any float dtype.
+
+        Raises:
+            HoleError: a group is missing.
+            FormatError: the numbers are not those of so many tokens, or one is not finite; nothing has changed.
+        """
+        spec, out = self._catalog.spec, self._outs[0]
+        if tuple(computed.shape) != (due := spec.shape(len(at))) or not all_finite(computed):
+            raise FormatError(f"what was computed is {tuple(computed.shape)}, or NaN, where {due} was due")
+        self._no_hole(self._catalog.groups)
+        self.seal()
+        stored = torch.empty(computed.shape, dtype=out.dtype)
+        convert(computed.cpu(), stored, spec)
+        out[:, :, :, torch.tensor(list(at), device=out.device)] = stored.to(out.device)
+
     def seal(self) -> None:
         """Accept nothing more; a write in progress has finished when this returns."""
         with self._lock:

@@ -38,7 +38,28 @@ class UpgradeGoal:
     policy that knows no rate requests no upgrade."""
 
 
-Goal = WholeGoal | PrefixGoal | UpgradeGoal
+@dataclass(frozen=True, slots=True)
+class BlendGoal:
+    """The whole cache of a prompt joined from passages, some tokens of which the engine computes again at the end."""
+
+    share: float | None = None
+    """Share of the passages' tokens to compute again, as far as time allows; None: what it is worth, by the fusion
+    losses that the passages' catalogs tell."""
+    question: int = 0
+    """Tokens of the question that chooses them; 0: none, and nothing is computed again."""
+    max_loss: float = math.inf
+    """Expected loss, nats per generated token, above which the play is given up: the prompt is to be computed."""
+
+    def __post_init__(self) -> None:
+        if self.share is not None and not 0 <= self.share <= 1:
+            raise UsageError(f"a share of {self.share:g} of the passages' tokens; give 0 to 1")
+        if self.share and not self.question:
+            raise UsageError("to choose the tokens that are computed again takes a question of at least one token")
+        if not self.max_loss >= 0:
+            raise UsageError(f"max_loss is {self.max_loss:g}; it must be zero or more nats per token")
+
+
+Goal = WholeGoal | PrefixGoal | UpgradeGoal | BlendGoal
 WHOLE = WholeGoal()
 
 # -------------------------------------------------------------------- configuration
@@ -159,6 +180,28 @@ class Recompute:
 
 
 @dataclass(slots=True)
+class ChooseTokens:
+    """Choose the tokens to compute again, while layers still come; answer with `BlendSession.tokens_chosen`."""
+
+    question: int
+    """Tokens of the question."""
+
+
+@dataclass(slots=True)
+class RecomputeTokens:
+    """Compute the passages' best tokens again, over the cache that is in place; nothing else changes it any more.
+
+    Answer with `BlendSession.tokens_recomputed` or `BlendSession.tokens_failed`. If they are not chosen yet, do that
+    first.
+    """
+
+    share: float
+    """Share of the passages' tokens."""
+    tokens: int
+    """How many these are."""
+
+
+@dataclass(slots=True)
 class Deliver:
     """Hand the cache to the engine. The play is over."""
 
@@ -177,7 +220,7 @@ class GiveUp:
     reason: str
 
 
-Action = FetchGroup | Cancel | Decode | Recompute | Deliver | GiveUp
+Action = FetchGroup | Cancel | Decode | Recompute | ChooseTokens | RecomputeTokens | Deliver | GiveUp
 
 # --------------------------------------------------------------------------- record
 
@@ -216,6 +259,22 @@ class LiveRecord:
 
 
 @dataclass(slots=True)
+class BlendRecord:
+    """What was computed again of a prompt joined from passages; times as in `GroupRecord`."""
+
+    share: float = 0.0
+    """Share of the passages' tokens."""
+    tokens: int = 0
+    chosen_s: float | None = None
+    """When the tokens were chosen; None if that was not done while the cache was still coming."""
+    begun_s: float | None = None
+    done_s: float | None = None
+    """When they were computed and in place; None if none were."""
+    fusion_loss: float | None = 0.0
+    """What joining costs the cache as it was delivered, nats per generated token; None if it was not measured."""
+
+
+@dataclass(slots=True)
 class PlayRecord:
     """Record of a whole play."""
 
@@ -243,6 +302,8 @@ class PlayRecord:
     """Why the play was given up."""
     live: LiveRecord | None = None
     """None if the asset was complete when the play began."""
+    blend: BlendRecord | None = None
+    """None unless the prompt is joined from passages."""
     steps: list[tuple[str, int, int | str]] = field(default_factory=list)
     """What came into place, in order: ("fetch", group, track) or ("compute", first, last). Used to verify a replay."""
 

@@ -298,3 +298,47 @@ class RecomputeFailed(RecomputeEvent):
 
     name: ClassVar[str] = "recompute_failed"
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PassageRefused(PlayEvent):
+    """A passage that the origin has is computed instead of joined."""
+
+    name: ClassVar[str] = "passage_refused"
+    passage: str
+    """Its digest."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokensChosen(PlayEvent):
+    """It is known which tokens of the prompt's passages are worth computing again."""
+
+    name: ClassVar[str] = "tokens_chosen"
+
+
+@dataclass(frozen=True, slots=True)
+class TokensStarted(PlayEvent):
+    """The engine began to compute some tokens of passages again."""
+
+    name: ClassVar[str] = "tokens_start"
+    tokens: int
+    share: float
+    """Of the passages' tokens."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokensDone(PlayEvent):
+    """They are computed and in place."""
+
+    name: ClassVar[str] = "tokens_done"
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensFailed(PlayEvent):
+    """They were not computed, and the passages are used as they were joined."""
+
+    name: ClassVar[str] = "tokens_failed"
+    reason: str

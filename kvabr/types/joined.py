@@ -6,6 +6,9 @@ passage is published under the passage's own name (`Catalog.namespace_of`, `Cata
 of it (`Unit.free`), and has another in the prompt (`Unit.first`). The tracks are those that all passages have.
 
 What follows the last passage is no part of it, as what follows a cached prefix is none of that.
+
+On every track, each group of a passage loses its part of what joining the passage costs (the fusion loss), besides what
+the codec costs. So whatever weighs groups against each other knows that computing one saves both.
 """
 
 from __future__ import annotations
@@ -13,20 +16,36 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from kvabr.types.catalog import RECOMPUTED, Catalog, Track
 from kvabr.types.digests import unknown
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
-from kvabr.types.passage import Part, Passage
+from kvabr.types.passage import Part, Passage, PassageNotes
 from kvabr.types.units import COMPUTED, Unit
 
 _NO_BYTES = 1
 """Size on every track of a group that has none: sizes are positive, and one byte weighs nothing."""
 
 
-def join(parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec) -> Catalog | None:
+class Joined(NamedTuple):
+    """A passage where it stands in a prompt."""
+
+    first: int
+    """Its first token in the prompt."""
+    end: int
+    """The token behind its last one."""
+    notes: PassageNotes | None
+    """What its publisher says of it."""
+    groups: range
+    """Its groups in the joined catalog."""
+
+
+def join(
+    parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec, *, share: float = 0.0
+) -> Catalog | None:
     """Return the catalog of a prompt, up to the end of the last passage that was found; None if there is none.
 
     A passage that begins the prompt is computed: it would have no attention sink before it, and is exact without.
@@ -35,6 +54,7 @@ def join(parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec) 
         parts: the prompt.
         found: catalogs of passages, of the same spec, and with the same codec profile if any.
         spec: of the model.
+        share: share of each passage's tokens that is computed again, as far as its losses are concerned.
 
     Raises `FormatError` if the passages have no track in common.
     """
@@ -64,7 +84,7 @@ def join(parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec) 
         spec=spec,
         tokens=done,
         chunks=chunks,
-        tracks=_common(units, sources),
+        tracks=_common(units, sources, share),
         profile=profile,
         profile_bytes=profile_bytes,
         prefill=sources[0].prefill,
@@ -74,25 +94,45 @@ def join(parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec) 
     )
 
 
-def fusion_loss(catalog: Catalog, coverage: Sequence[str]) -> float | None:
+def joined_passages(catalog: Catalog) -> tuple[Joined, ...]:
+    """Return the passages of a joined catalog, in the order of the prompt; empty for any other."""
+    places: dict[int, list[int]] = {}
+    for group, unit in enumerate(catalog.units if catalog.sources else ()):
+        if unit.source != COMPUTED:
+            places.setdefault(unit.source, []).append(group)
+    return tuple(
+        Joined(
+            catalog.unit(groups[0]).first,
+            catalog.unit(groups[-1]).first + catalog.unit(groups[-1]).tokens,
+            catalog.sources[source].passage,
+            range(groups[0], groups[-1] + 1),
+        )
+        for source, groups in places.items()
+    )
+
+
+def fusion_loss(catalog: Catalog, coverage: Sequence[str], share: float = 0.0) -> float | None:
     """Return what joining its passages costs a cache, nats per generated token; None if that of one was not measured.
 
-    ``coverage``: per group the track, or `RECOMPUTED`. Those of passages that were not wholly computed add up, as the
-    losses of groups do.
+    Args:
+        catalog: joined, see `join`.
+        coverage: per group the track, or `RECOMPUTED`: such a group costs nothing. What the others cost adds up.
+        share: share of each passage's tokens that was computed again.
     """
-    joined = {
-        unit.source
-        for unit, track in zip(catalog.units, coverage, strict=True)
-        if unit.source != COMPUTED and track != RECOMPUTED
-    }
-    notes = (catalog.sources[number].passage for number in sorted(joined))
-    losses = [None if note is None else note.fusion_loss(0.0) for note in notes]
-    known = [loss for loss in losses if loss is not None]
-    return float(sum(known)) if len(known) == len(losses) else None
+    total = 0.0
+    for passage in joined_passages(catalog):
+        left = sum(catalog.unit(group).tokens for group in passage.groups if coverage[group] != RECOMPUTED)
+        if left:
+            loss = None if passage.notes is None else passage.notes.fusion_loss(share)
+            if loss is None:
+                return None
+            total += loss * left / (passage.end - passage.first)
+    return total
 
 
-def _common(units: Sequence[Unit], sources: Sequence[Catalog]) -> tuple[Track, ...]:
-    """Return the tracks that all passages have, with what each group is on them."""
+def _common(units: Sequence[Unit], sources: Sequence[Catalog], share: float) -> tuple[Track, ...]:
+    """Return the tracks that all passages have, with what each group is on them, and what joining it costs."""
+    fusion = [0.0 if one.passage is None else one.passage.fusion_loss(share) or 0.0 for one in sources]
     tracks: dict[str, Track] = {}
     for first in sources[0].tracks:
         own = [catalog.by_name.get(first.name) for catalog in sources]
@@ -105,7 +145,7 @@ def _common(units: Sequence[Unit], sources: Sequence[Catalog]) -> tuple[Track, .
             if unit.source == COMPUTED
             else (
                 every[unit.source].bytes[unit.group],
-                every[unit.source].loss[unit.group],
+                every[unit.source].loss[unit.group] + fusion[unit.source] * unit.tokens / sources[unit.source].tokens,
                 every[unit.source].digests[unit.group],
             )
             for unit in units

@@ -7,14 +7,17 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import Played
 
 
-async def play(via, tokens=(), *, deadline, parts=None, spec=None, engine=None, peer=None, **options):
+async def play(
+    via, tokens=(), *, deadline, parts=None, question=None, share=None, spec=None, engine=None, peer=None, **options
+):
     """Play a prompt by a client, or on a connection by a client that ends with the play."""
     how = PlayOptions(**options)
+    what = {"parts": parts, "question": question, "share": share, "model": spec}
     if isinstance(via, AsyncClient):
-        return await via.play(tokens, parts=parts, deadline=deadline, options=how, model=spec, engine=engine, peer=peer)
+        return await via.play(tokens, deadline=deadline, options=how, engine=engine, peer=peer, **what)
     client, played = AsyncClient(via), None
     try:
-        played = await client.play(tokens, parts=parts, deadline=deadline, options=how, model=spec, engine=engine)
+        played = await client.play(tokens, deadline=deadline, options=how, engine=engine, **what)
     finally:
         if not isinstance(played, Played) or played.upgrades is None:
             await client.close()  # or upgrades go on

@@ -92,7 +92,7 @@ async def test_passages_are_placed_and_the_rest_is_computed_in_order(origin):
 async def test_the_default_policy_plays_them_as_well_as_time_allows(origin):
     for rate, coarse in ((1e8, False), (9e4, True)):
         async with origin(rate=rate) as link:
-            played = await play(link, parts=PARTS, deadline=1.0, engine=ToyModel(), prefill_cost=COST, gpu_price=1.0)
+            played = await play(link, parts=PARTS, deadline=1.0, engine=ToyModel(), prefill_cost=COST, gpu_price=100.0)
         assert played.met
         assert ("Int4" in played.coverage) == coarse
         assert played.approximate
@@ -106,7 +106,7 @@ async def test_layers_and_tokens_kept_aside_are_placed_as_well(origin):
     async with origin() as link:
         # An engine that takes seconds is not asked for passages, however slowly this machine decodes.
         slow = PrefillCost(0.001, 0.05)
-        played = await play(link, parts=parts, deadline=60.0, engine=ToyModel(), prefill_cost=slow, gpu_price=1.0)
+        played = await play(link, parts=parts, deadline=60.0, engine=ToyModel(), prefill_cost=slow, gpu_price=100.0)
     assert "AC-L1" in played.coverage or "Int4" in played.coverage
     assert off_by(played.kv, wanted(parts, {LAYERED}, 11 + 40 + 3 + 40)) < 0.4
 
@@ -129,7 +129,7 @@ async def test_what_does_not_come_is_computed_behind_what_is_in_place(origin):
         return Fault(corrupt_at=400) if ask.namespace == OTHER.name(SPEC) and ask.track != "kvabr.catalog" else None
 
     async with origin(faults=damaged) as link:
-        played = await play(link, parts=PARTS, deadline=1.0, engine=ToyModel(), prefill_cost=COST, gpu_price=1.0)
+        played = await play(link, parts=PARTS, deadline=1.0, engine=ToyModel(), prefill_cost=COST, gpu_price=100.0)
     assert played.coverage[6:8] == ("recomputed",) * 2
     assert off_by(played.kv, wanted(PARTS, {ONE}, COVERED)) < 0.02
     assert played.approximate
@@ -158,7 +158,7 @@ async def test_a_salt_keeps_passages_apart(origin):
                 deadline=2.0,
                 engine=ToyModel(),
                 prefill_cost=COST,
-                gpu_price=1.0,
+                gpu_price=100.0,
                 salt=salt,
             )
             assert played.approximate == approximate
@@ -166,7 +166,7 @@ async def test_a_salt_keeps_passages_apart(origin):
 
 @virtual
 async def test_groups_of_passages_are_kept_for_the_next_prompt(origin):
-    options = PlayOptions(prefill_cost=COST, gpu_price=1.0)
+    options = PlayOptions(prefill_cost=COST, gpu_price=100.0)
     async with origin() as link, AsyncClient(link, engine=ToyModel(), options=options) as client:
         first = await client.play(parts=PARTS, deadline=2.0)
         before = link.requests
@@ -237,7 +237,7 @@ async def test_upgrades_go_on_while_the_cache_is_in_use(origin):
             write()
 
     async with origin(rate=2e5) as link, AsyncClient(link, engine=ToyModel()) as client:
-        options = PlayOptions(prefill_cost=COST, after=5.0, gpu_price=1.0)
+        options = PlayOptions(prefill_cost=COST, after=5.0, gpu_price=100.0)
         played = await client.play(parts=PARTS, deadline=0.4, options=options)
         before = off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED))
         await played.upgrades.wait()

@@ -1,0 +1,138 @@
+"""How many tokens of a joined prompt are worth computing again: their price, what they save, and the time they take."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from kvabr.abr.ladder import Ladder
+from kvabr.player.session_types import BlendGoal
+from kvabr.types.cost import MISS_PENALTY, PrefillCost
+from kvabr.types.joined import fusion_loss, joined_passages
+
+_UNKNOWN_LINK_SHARE = 0.5
+"""Share of the deadline that is kept for tokens at most while nothing is known of the link."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlendOption:
+    """A number of tokens to compute again."""
+
+    share: float
+    tokens: int
+    seconds: float
+    """Of the engine, without choosing them."""
+    fusion: float
+    """Fusion loss with all groups fetched, nats per generated token; 0.0 if it was not measured."""
+
+
+class BlendPlan:
+    """What there is to choose from in one play. An option is worth what it saves, at the prices of the play."""
+
+    def __init__(
+        self, ladder: Ladder, cost: PrefillCost | None, goal: BlendGoal, *, time_price: float, gpu_price: float
+    ) -> None:
+        """List the options.
+
+        Args:
+            ladder: of the joined catalog.
+            cost: what the engine's prefill costs; None: it computes no tokens.
+            goal: of the play.
+            time_price: price of a second before the first token, nats per generated token.
+            gpu_price: price of a second of engine time; infinite: tokens are computed only if the goal names a share.
+        """
+        self._catalog, self._goal = ladder.catalog, goal
+        self.passages = joined_passages(ladder.catalog)
+        self._tokens = sum(passage.end - passage.first for passage in self.passages)
+        idle = gpu_price if math.isfinite(gpu_price) else 0.0
+        self._price = time_price + idle
+        can = cost is not None and goal.question > 0 and (goal.share is not None or math.isfinite(gpu_price))
+        self.look_s = cost.seconds(ladder.catalog.tokens, goal.question) if cost is not None and can else 0.0
+        """Seconds that the engine takes to choose."""
+        shares = self._shares() if can else []
+        every = [""] * ladder.catalog.groups
+        self.options = [BlendOption(0.0, 0, 0.0, fusion_loss(ladder.catalog, every) or 0.0)]
+        for share in shares:
+            tokens = math.ceil(round(share * self._tokens, 6))
+            seconds = cost.seconds(ladder.catalog.tokens - tokens, tokens) if cost is not None else 0.0
+            saved = fusion_loss(ladder.catalog, every, share)
+            self.options.append(BlendOption(share, tokens, seconds, self.options[0].fusion if saved is None else saved))
+        hulls = ladder.layered
+        self._base_bytes = sum(hull[0].bytes for hull in hulls)
+        self._losses = [sum(hull[0].loss for hull in hulls)]
+        self._losses += [self._losses[0] - saved for saved in accumulate(step.saving for step in ladder.layered_steps)]
+        self._spent = [0, *accumulate(step.bytes for step in ladder.layered_steps)]
+
+    @property
+    def least_loss(self) -> float:
+        """Least expected loss of any option, if the cache comes as well as it can."""
+        return min(option.fusion for option in self.options)
+
+    def fusion(self, coverage: Sequence[str], share: float) -> float | None:
+        """Return the fusion loss of a cache, see `kvabr.types.joined.fusion_loss`."""
+        return fusion_loss(self._catalog, coverage, share)
+
+    def reserve_s(self, left_s: float, received: int, rate: float) -> float:
+        """Return the seconds before the deadline that tokens are worth more than the last layers.
+
+        Args:
+            left_s: seconds to the deadline.
+            received: bytes that are here.
+            rate: expected bytes per second; 0.0: not known yet.
+        """
+        best, least = 0.0, math.inf
+        for option in self.options:
+            needed_s = option.seconds + self.look_s if option.tokens else 0.0
+            if rate <= 0:
+                if option.tokens and needed_s > _UNKNOWN_LINK_SHARE * left_s:
+                    continue
+                codec = 0.0
+            else:
+                codec = self._codec(received + rate * max(0.0, left_s - needed_s))
+            # Of two that are worth the same, that with more tokens: if the user names a share, it is that one.
+            worth = codec + self._worth(option)
+            if worth < least:
+                best, least = needed_s, worth
+        return best
+
+    def best(self, left_s: float, coverage: Sequence[str], codec: float, *, chosen: bool) -> BlendOption | None:
+        """Return what to compute now that the cache is in place; None: its expected loss would exceed the limit.
+
+        Args:
+            left_s: seconds to the deadline.
+            coverage: per group the track in place, or ``recomputed``.
+            codec: expected loss of the cache without what joining it costs.
+            chosen: whether the tokens are chosen already.
+        """
+        found, least = None, math.inf
+        for option in self.options:
+            fusion = self.fusion(coverage, option.share)
+            if codec + (fusion or 0.0) > self._goal.max_loss:
+                continue
+            needed_s = option.seconds + (0.0 if chosen else self.look_s) if option.tokens else 0.0
+            late = MISS_PENALTY if needed_s > max(0.0, left_s) else 0.0
+            worth = self._worth(option, fusion or 0.0) + late
+            if worth < least:
+                found, least = option, worth
+        return found
+
+    def _worth(self, option: BlendOption, fusion: float | None = None) -> float:
+        if self._goal.share is not None:
+            return -option.share * MISS_PENALTY  # the user has decided; what is late is worse than any share
+        return (option.fusion if fusion is None else fusion) + self._price * option.seconds
+
+    def _shares(self) -> list[float]:
+        """Return the shares to choose from: those that were measured, and the one that the user names."""
+        measured = {share for one in self.passages if one.notes is not None for share, _ in one.notes.fusion}
+        if self._goal.share is None:
+            return sorted(share for share in measured if share > 0)
+        return sorted({share for share in measured if 0 < share < self._goal.share} | ({self._goal.share} - {0.0}))
+
+    def _codec(self, nbytes: float) -> float:
+        """Return the least loss that the codec costs with so many bytes; without a whole cache, that of missing."""
+        if nbytes < self._base_bytes:
+            return MISS_PENALTY + self._losses[0] * (2 - nbytes / self._base_bytes)
+        return self._losses[bisect_right(self._spent, nbytes - self._base_bytes) - 1]

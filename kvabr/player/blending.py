@@ -1,0 +1,173 @@
+"""Plays of prompts that are joined from passages: tokens of them are computed again before the cache is delivered.
+
+Theory of operation. The cache is fetched like any other, to a deadline that leaves time for the tokens (`BlendPlan`):
+at every event, layers and tokens compete for what is left at one price. Once every group is in place, the engine
+chooses the tokens by what the question attends to, while layers still come: the choice on the cheapest track is as good
+as on the best. When the play would deliver, it has the tokens computed over the cache as it is then, and delivers.
+
+If the engine fails or does not end, the cache is delivered as it was joined. If its expected loss exceeds the goal's
+limit, the play is given up instead.
+"""
+
+from __future__ import annotations
+
+from kvabr.player.blend_plan import BlendOption, BlendPlan
+from kvabr.player.session import Session
+from kvabr.player.session_types import BlendGoal, BlendRecord, ChooseTokens, Goal, RecomputeTokens
+from kvabr.types.errors import UsageError
+from kvabr.types.events import TokensChosen, TokensDone, TokensFailed, TokensStarted
+from kvabr.types.loss import played_loss
+
+
+class BlendSession(Session):
+    """One play of a joined prompt."""
+
+    def _begin(self, goal: Goal) -> None:
+        if not isinstance(goal, BlendGoal):
+            raise UsageError("the goal of a prompt joined from passages is a BlendGoal")
+        view, config = self.view, self._config
+        self._max_loss = goal.max_loss
+        self._full_s = view.deadline_s
+        """The deadline; that of the view leaves time for the tokens."""
+        self._plan = BlendPlan(view.ladder, view.cost, goal, time_price=config.time_price, gpu_price=config.gpu_price)
+        self._question = goal.question
+        self._choosing = self._settled = False
+        """Whether tokens are being chosen or have been; and whether it is settled what is computed."""
+        self._computing: BlendOption | None = None
+        self.record.blend = self._blend = BlendRecord(fusion_loss=self._plan.fusion([""] * view.groups, 0.0))
+        self._reserve(0.0)
+
+    # ------------------------------------------------------------------ events
+
+    def start(self, now: float = 0.0) -> None:
+        """Begin the play, unless its loss is bound to exceed the limit; otherwise as `Session.start`."""
+        if (least := self._plan.least_loss) > self._max_loss:
+            self._give_up(now, self._too_lossy(least))
+        else:
+            super().start(now)
+
+    def tokens_chosen(self, now: float) -> None:
+        """Take that the tokens are chosen."""
+        if self.over or self._blend.chosen_s is not None:
+            return
+        self._blend.chosen_s = now
+        self._events.emit(TokensChosen, now)
+        self._advance(now)
+
+    def tokens_recomputed(self, now: float) -> None:
+        """Take that the tokens are computed, and in place."""
+        if (option := self._computing) is None or self.over:
+            return
+        blend, begun_s = self._blend, self._blend.begun_s or 0.0
+        blend.share, blend.tokens, blend.done_s = option.share, option.tokens, now
+        self.record.tokens_recomputed += option.tokens
+        self.record.recompute_s += now - begun_s
+        self._events.emit(TokensDone, now, option.tokens)
+        self._finish(now)
+
+    def tokens_failed(self, reason: str, now: float) -> None:
+        """Take a failure of the engine: to choose tokens, or to compute them."""
+        if self.over:
+            return
+        self._events.emit(TokensFailed, now, reason)
+        self._plan.options = self._plan.options[:1]
+        if self._computing is not None:
+            self.record.recompute_s += now - (self._blend.begun_s or 0.0)
+            self._computing, self._settled = None, False
+            self._deliver(now)
+        else:
+            self._advance(now)
+
+    def decoded(self, request: int, now: float, seconds: float | None = None) -> None:
+        """Take a group that is decoded and in place: too late once tokens are being computed over what is there."""
+        if self._computing is None:
+            super().decoded(request, now, seconds)
+
+    def refused(self, request: int, reason: str, now: float) -> None:
+        """Take a frame that could not be decoded; see `Session.refused`."""
+        if self._computing is None:
+            super().refused(request, reason, now)
+
+    def timer(self, now: float) -> None:
+        """Take the tick that `next_timer` asked for."""
+        if self._computing is None:
+            super().timer(now)
+        elif not self.over:
+            self._next_tick_s = now + self._tick_s
+            if now >= self._patience_s():
+                self.tokens_failed(f"they were not computed within {now - (self._blend.begun_s or 0.0):.1f} s", now)
+
+    def next_timer(self) -> float | None:
+        """Return when the driver must call `timer`; see `Session.next_timer`."""
+        return super().next_timer() if self.over or self._computing is None else self._next_tick_s
+
+    # --------------------------------------------------------------- internals
+
+    def _patience_s(self) -> float:
+        patience_s = super()._patience_s()
+        return patience_s + self._config.give_up_after * (self._full_s - self.view.deadline_s)
+
+    def _ended(self, now: float) -> bool:
+        return super()._ended(now) or self._computing is not None
+
+    def _refresh(self, now: float) -> None:
+        super()._refresh(now)
+        if not self._settled:
+            self._reserve(now)
+
+    def _reserve(self, now: float) -> None:
+        """Leave as much time for tokens as they are worth."""
+        view, left_s = self.view, self._full_s - now
+        tokens_s = self._plan.reserve_s(left_s, self.record.bytes_fetched, view.lower_bound)
+        if self._blend.chosen_s is not None and tokens_s:
+            tokens_s -= self._plan.look_s
+        view.deadline_s = self._full_s - tokens_s
+
+    def _advance(self, now: float) -> None:
+        if self._computing is not None:
+            return
+        super()._advance(now)
+        if self.over or self._choosing or self._computing is not None or len(self._plan.options) < 2:
+            return
+        if self._in_place == self._catalog.groups and self._compute is not None:
+            self._choosing = True
+            self._actions.append(ChooseTokens(self._question))
+
+    def _deliver(self, now: float, *, cut: str | None = None) -> None:
+        if self._settled or cut is not None:
+            self._finish(now, cut=cut)
+            return
+        self._settled = True
+        if self._compute is None:
+            self._plan.options = self._plan.options[:1]
+        coverage = [record.track or "" for record in self.record.groups]
+        joined = self._plan.fusion(coverage, 0.0)
+        codec = played_loss(self._catalog, self.record.steps) - (joined or 0.0)
+        left_s, chosen = self._full_s - now, self._blend.chosen_s is not None
+        option = self._plan.best(left_s, coverage, codec, chosen=chosen)
+        if option is None:
+            least = min(self._plan.fusion(coverage, one.share) or 0.0 for one in self._plan.options)
+            self._give_up(now, self._too_lossy(codec + least))
+            return
+        if not option.tokens:
+            self._finish(now)
+            return
+        for transfer in list(self.view.in_flight.values()):
+            self._cancel(transfer, "tokens are computed again over what is in place", now)
+        self._computing, self._blend.begun_s = option, now
+        self._next_tick_s = now + self._tick_s
+        self._actions.append(RecomputeTokens(option.share, option.tokens))
+        saved = (joined or 0.0) - (self._plan.fusion(coverage, option.share) or 0.0)
+        reason = f"saves {saved:.4f} nats per token in {option.seconds:.2f} s, of {left_s:.2f} s left"
+        self._events.emit(TokensStarted, now, option.tokens, option.share, reason)
+
+    def _finish(self, now: float, *, cut: str | None = None) -> None:
+        self._computing, self._settled, self.view.deadline_s = None, True, self._full_s
+        coverage = [record.track or "" for record in self.record.groups]
+        self._blend.fusion_loss = self._plan.fusion(coverage, self._blend.share)
+        super()._deliver(now, cut=cut)
+
+    def _too_lossy(self, loss: float) -> str:
+        return (
+            f"joined from passages it is expected to lose {loss:.3g} nats per token, and max_loss is {self._max_loss:g}"
+        )

@@ -1,0 +1,264 @@
+"""Prompts in parts of which tokens are computed again: which, when, over what, and when that is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.server.grants import EVERYTHING
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from kvabr.types.events import PassageRefused, PlayGaveUp, TokensChosen, TokensDone, TokensFailed, TokensStarted
+from kvabr.types.passage import Exact, Passage
+from tests.client.playing import play
+from tests.client.virtual import virtual
+from tests.memory_transport import MemoryConnection, MemoryLink
+from tests.toymodel import ToyBlendModel, ToyModel, prompt, toy_passage
+
+COST = PrefillCost(0.001, 0.001)
+DEAR = {"prefill_cost": COST, "gpu_price": 100.0}
+"""Too dear to compute passages, or any tokens that nobody asks for."""
+IDS = prompt(200).tokens
+SYSTEM, BETWEEN, QUESTION = Exact(IDS[:11]), Exact(IDS[90:93]), Exact(IDS[190:200])
+ONE, OTHER, UNMEASURED = Passage(IDS[11:60]), Passage(IDS[60:90]), Passage(IDS[93:133])
+PARTS = (SYSTEM, ONE, BETWEEN, OTHER, QUESTION)
+COVERED, PASSAGES = 11 + 49 + 3 + 30, 49 + 30
+WHOLE = [token for part in PARTS for token in part.ids]
+FUSION = ((0.0, 0.09), (0.1, 0.05), (0.3, 0.04), (1.0, 0.0))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    root = tmp_path_factory.mktemp("passages")
+    toy_passage(root / "one", ONE.ids, fusion=FUSION)
+    toy_passage(root / "other", OTHER.ids, fusion=FUSION)
+    toy_passage(root / "unmeasured", UNMEASURED.ids, fusion=())
+    return PublishedAssets(root)
+
+
+@pytest.fixture
+def origin(library):
+    def make(rate=1e8, rtt_s=0.02, **options):
+        return MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(rate, rtt_s), **options)
+
+    return make
+
+
+def off_by(kv, exact):
+    return float((kv.float() - exact).norm() / exact.norm())
+
+
+@virtual
+async def test_the_tokens_that_the_question_asks_for_are_computed_over_the_rest(origin):
+    async with origin() as link:
+        plain = await play(
+            link, parts=PARTS, share=0, deadline=5.0, engine=ToyBlendModel(), policy="fixed:FP16", **DEAR
+        )
+        played = await play(
+            link, parts=PARTS, share=0.1, deadline=5.0, engine=ToyBlendModel(), policy="fixed:FP16", **DEAR
+        )
+    at = played.computed_again
+    assert len(at) == 8  # a tenth of 79, rounded up
+    assert all(11 <= place < 60 or 63 <= place < COVERED for place in at)
+    assert plain.computed_again == ()
+    untouched = [place for place in range(COVERED) if place not in at]
+    assert torch.equal(played.kv[:, :, :, untouched], plain.kv[:, :, :, untouched])
+    again = ToyBlendModel().recompute(WHOLE, at, plain.kv)
+    torch.testing.assert_close(played.kv[:, :, :, list(at)].float(), again, rtol=1e-2, atol=1e-2)
+    assert not torch.equal(played.kv[:, :, :, list(at)], plain.kv[:, :, :, list(at)])
+    assert plain.fusion_loss == pytest.approx(0.18)
+    assert played.fusion_loss == pytest.approx(0.1)
+    assert played.loss == pytest.approx(plain.loss - 0.08)
+    assert played.approximate
+    record = played.record.blend
+    assert (record.share, record.tokens) == (0.1, 8)
+    assert played.record.tokens_recomputed == 8 + 11 + 3
+    assert record.begun_s <= record.done_s == played.record.delivered_s
+
+
+@virtual
+async def test_all_tokens_are_a_full_prefill(origin):
+    parts, ids = (SYSTEM, ONE, OTHER, QUESTION), (*SYSTEM.ids, *ONE.ids, *OTHER.ids)
+    async with origin() as link:
+        played = await play(
+            link, parts=parts, share=1, deadline=5.0, engine=ToyBlendModel(), policy="fixed:FP16", **DEAR
+        )
+    assert off_by(played.kv, ToyModel().prefill(ids)) < 1e-3
+    assert played.fusion_loss == 0.0
+
+
+@virtual
+async def test_without_a_share_it_is_what_the_tokens_are_worth(origin):
+    async with origin() as link:
+        for price, share in ((0.0, 1.0), (4.0, 0.1), (20.0, 0.0), (float("inf"), 0.0)):
+            played = await play(
+                link,
+                parts=PARTS,
+                deadline=5.0,
+                engine=ToyBlendModel(),
+                prefill_cost=PrefillCost(0.001, 0.0005),
+                gpu_price=price,
+                policy="fixed:FP16",
+            )
+            assert played.record.blend.share == share
+
+
+@virtual
+async def test_a_selector_of_ones_own_chooses(origin, tmp_path):
+    own = tmp_path / "ends.py"
+    own.write_text(
+        "import torch\nfrom kvabr.blend import Selector\n\nclass Ends(Selector):\n"
+        "    def scores(self, prompt):\n        return torch.arange(float(prompt.tokens))\n"
+    )
+    async with origin() as link:
+        played = await play(
+            link, parts=PARTS, share=0.1, deadline=5.0, engine=ToyBlendModel(), selector=f"{own}:Ends", **DEAR
+        )
+        assert played.computed_again == tuple(range(COVERED - 8, COVERED))
+        with pytest.raises(Exception, match="nonesuch"):
+            await play(link, parts=PARTS, deadline=5.0, engine=ToyBlendModel(), selector="nonesuch", **DEAR)
+
+
+@virtual
+async def test_tokens_are_chosen_while_layers_still_come(origin):
+    events = []
+    async with origin(rate=2e5) as link:
+        played = await play(
+            link, parts=PARTS, share=0.1, deadline=1.0, engine=ToyBlendModel(), log=events.append, **DEAR
+        )
+    kinds = [type(event) for event in events]
+    assert kinds.index(TokensChosen) < kinds.index(TokensStarted) < kinds.index(TokensDone)
+    assert played.met
+    assert played.record.blend.chosen_s < played.record.blend.begun_s
+    assert len(played.computed_again) == 8
+
+
+@virtual
+async def test_what_there_is_no_time_for_is_not_computed(origin):
+    slow = PrefillCost(0.001, 0.02)
+    async with origin(rate=1e5) as link:
+        played = await play(
+            link, parts=PARTS, share=1, deadline=1.2, engine=ToyBlendModel(), prefill_cost=slow, gpu_price=100.0
+        )
+    assert played.met
+    assert played.record.blend.share < 1
+
+
+@virtual
+async def test_an_engine_that_fails_leaves_the_cache_as_it_was_joined(origin):
+    class NoAttention(ToyBlendModel):
+        def attention(self, *_, **__):
+            raise RuntimeError("out of memory")
+
+    class NoRecompute(ToyBlendModel):
+        def recompute(self, *_, **__):
+            raise RuntimeError("out of memory")
+
+    class Garbage(ToyBlendModel):
+        def recompute(self, *arguments, **options):
+            return super().recompute(*arguments, **options) * float("nan")
+
+    for engine in (NoAttention(), NoRecompute(), Garbage()):
+        events = []
+        async with origin() as link:
+            played = await play(link, parts=PARTS, share=0.3, deadline=5.0, engine=engine, log=events.append, **DEAR)
+        assert played.computed_again == ()
+        assert played.fusion_loss == pytest.approx(0.18)
+        assert bool(torch.isfinite(played.kv).all())
+        assert any(isinstance(event, TokensFailed) for event in events)
+
+
+@virtual
+async def test_a_loss_above_the_limit_is_computed_instead(origin):
+    for limit, share, refused in ((0.2, 0, False), (0.17, 0, True), (0.12, 0.1, False), (0.09, 0.1, True)):
+        events = []
+        async with origin() as link:
+            played = await play(
+                link,
+                parts=PARTS,
+                share=share,
+                max_loss=limit,
+                deadline=5.0,
+                engine=ToyBlendModel(),
+                policy="fixed:FP16",
+                log=events.append,
+                **DEAR,
+            )
+        assert played.approximate != refused
+        assert any(isinstance(event, PlayGaveUp) for event in events) == refused
+        if refused:
+            assert "max_loss" in next(event for event in events if isinstance(event, PlayGaveUp)).reason
+            assert played.loss == 0.0
+            assert off_by(played.kv, ToyModel().prefill(WHOLE)) < 1e-3
+        else:
+            assert played.loss <= limit
+
+
+@virtual
+async def test_a_limit_asks_for_more_tokens_than_their_price(origin):
+    async with origin() as link:
+        played = await play(
+            link,
+            parts=PARTS,
+            deadline=5.0,
+            max_loss=0.085,
+            engine=ToyBlendModel(),
+            prefill_cost=COST,
+            gpu_price=2.0,
+            policy="fixed:FP16",
+        )
+    assert played.record.blend.share == 0.3
+    assert played.loss <= 0.085
+
+
+@virtual
+async def test_a_passage_of_unknown_loss_is_computed_unless_any_loss_will_do(origin):
+    parts = (SYSTEM, ONE, UNMEASURED, QUESTION)
+    events = []
+    async with origin() as link:
+        played = await play(link, parts=parts, share=0, deadline=5.0, engine=ToyBlendModel(), log=events.append, **DEAR)
+        assert played.tokens == 11 + 49
+        assert [event.passage for event in events if isinstance(event, PassageRefused)]
+        played = await play(
+            link, parts=parts, share=0.1, deadline=5.0, engine=ToyBlendModel(), max_loss=float("inf"), **DEAR
+        )
+        assert played.tokens == 11 + 49 + 40
+        assert played.fusion_loss is None
+        assert len(played.computed_again) == 9
+
+
+@virtual
+async def test_what_cannot_be_computed_again_is_said_at_once(origin):
+    bare = (SYSTEM, ONE, OTHER)
+    async with origin() as link:
+        for words, engine, how, parts in (
+            ("question is empty", ToyBlendModel(), {"question": ()}, PARTS),
+            ("single tokens", ToyModel(), {"share": 0.1}, PARTS),
+            ("give a question", ToyBlendModel(), {"share": 0.1}, bare),
+            ("give share or after", ToyBlendModel(), {"share": 0.1, "after": 1.0}, PARTS),
+            ("give 0 to 1", ToyBlendModel(), {"share": 1.5}, PARTS),
+            ("max_loss", ToyBlendModel(), {"max_loss": -1.0}, PARTS),
+        ):
+            with pytest.raises(UsageError, match=words):
+                await play(link, parts=parts, deadline=1.0, engine=engine, **how, **DEAR)
+        with pytest.raises(UsageError, match="in parts"):
+            await play(link, WHOLE, share=0.1, deadline=1.0, engine=ToyBlendModel(), **DEAR)
+        assert not link.requests
+        played = await play(link, parts=bare, question=(1, 2), share=0.1, deadline=5.0, engine=ToyBlendModel(), **DEAR)
+        assert len(played.computed_again) == 8
+        played = await play(link, parts=bare, deadline=5.0, engine=ToyBlendModel(), **DEAR)
+        assert played.computed_again == ()
+
+
+@virtual
+async def test_a_cache_in_use_is_upgraded_and_nothing_is_computed_again(origin):
+    options = PlayOptions(prefill_cost=COST, after=5.0, gpu_price=1.0)
+    async with origin(rate=2e5) as link, AsyncClient(link, engine=ToyBlendModel()) as client:
+        played = await client.play(parts=PARTS, deadline=0.4, options=options)
+        assert played.computed_again == ()
+        await played.upgrades.wait()
