@@ -241,6 +241,7 @@ class AsyncClient:
         prompt = PassagePrompt.of(parts, tokens, wanted, computing, options, question, share)
         tokens = tokens if prompt is None else prompt.tokens
         check_prompt(tokens)
+        ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=options.salt, live=options.live)
 
         async def work(play: Play) -> Played | NothingCached:
             clock = play.clock
@@ -248,19 +249,9 @@ class AsyncClient:
             try:
                 lookup_s = lookup_time(clock, cost, len(tokens))
                 async with asyncio.timeout(lookup_s):
-                    found, spec = (
-                        await prompt.find(play.connection)
-                        if prompt
-                        else await self._peer(peer).find(
-                            play.connection,
-                            tokens,
-                            wanted,
-                            any_group_tokens=any_size,
-                            salt=options.salt,
-                            live=options.live,
-                            wait_s=min(options.wait_for_producer_s, _WAIT_SHARE * lookup_s),
-                        )
-                    )
+                    wait_s = min(options.wait_for_producer_s, _WAIT_SHARE * lookup_s)
+                    lookup = prompt.find if prompt else partial(ask, tokens=tokens, model=wanted, wait_s=wait_s)
+                    found, spec = await lookup(play.connection)
                 if isinstance(found, Unplayable):
                     limit = found.limited_by
                 elif found is not None:
@@ -296,7 +287,8 @@ class AsyncClient:
             deadline: as for `play`.
             tokens: ids of the asset's tokens; an engine needs them. If the asset has a salt, so does checking them.
             engine: as for `play`; the client's engine is used only if there are tokens.
-            options, peer: as for `play`.
+            options: as for `play`.
+            peer: as for `play`.
 
         Raises:
             NotFoundError: there is no such asset, or none that we may read.
@@ -345,7 +337,7 @@ class AsyncClient:
 
         Args:
             found: from `find`.
-            deadline, peer: as for `play`.
+            deadline: as for `play`.
             cost: of the engine's prefill, by which the player protects the first groups.
             skip: leading groups that the engine has already, with all that a prompt needs which goes on behind them
                 (`Catalog.suffix`).
@@ -353,6 +345,7 @@ class AsyncClient:
             block: the engine takes whole blocks of this many tokens: the prefix ends at a multiple of it. If the model
                 has windows, what was found must be cut to such an end, too (`Catalog.prefix`).
             options: as for `play`; ``recompute``, ``prefill_cost``, ``mode``, ``out`` and ``after`` have no effect.
+            peer: as for `play`.
 
         Raises:
             UsageError: an argument is wrong.
@@ -382,10 +375,11 @@ class AsyncClient:
 
         Args:
             tokens: ids of the prompt.
-            model, peer: as for `play`.
+            model: as for `play`.
             salt: the tenant's secret; None: that of the client's options.
             within_s: seconds that it may take.
             any_dtype: accept a cache whose element type is not the model's; groups are decoded to any type.
+            peer: as for `play`.
             live: also find a cache that is still being prefilled; None: as the client's options say.
 
         Raises:
