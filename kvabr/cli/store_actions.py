@@ -277,7 +277,8 @@ def _report(library: Library, done: Collected, args: argparse.Namespace) -> None
         "evicted": [{"name": each.holding.name, "reason": each.reason} for each in done.evicted],
         "damaged": done.damaged,
     }
-    counts = ("kept", "spans", "pointers", "profiles", "groups", "bytes", "waiting", "busy", "excess", "swept")
+    removed = ("spans", "pointers", "offers", "profiles", "groups", "bytes")
+    counts = ("kept", *removed, "waiting", "busy", "excess", "swept")
     write_json(args.json, value | {name: getattr(done, name) for name in counts})
 
 
@@ -290,7 +291,8 @@ def _say_gone(done: Collected, *, dry_run: bool) -> None:
     for name, why in done.damaged.items():
         plain(f"{name}: cannot be read: {why}; see kvabr store verify")
     plain(f"{len(done.evicted)} assets {removed}, {done.kept} stay; {human(done.bytes)} freed")
-    counted = {"spans": done.spans, "pointers": done.pointers, "profiles": done.profiles, "cached groups": done.groups}
+    counted = {"spans": done.spans, "pointers": done.pointers, "offers": done.offers, "profiles": done.profiles}
+    counted["cached groups"] = done.groups
     if any(counted.values()):
         plain(", ".join(f"{count:,} {what}" for what, count in counted.items() if count) + f" {removed}")
     if done.waiting:

@@ -13,8 +13,10 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import takewhile
 
 from cachetools import LRUCache, TTLCache
 
@@ -36,6 +38,8 @@ _FIRST_OFFERS, _MORE_OFFERS = LANES + SPARE_LANES, 8
 """Offers that are asked for at the same time. The first also open the connections that plays need."""
 _OFFERS_S = 5.0
 """Seconds for which there are believed to be no more offers; a prompt that is found does not ask for them."""
+_WHOLE_S = 60.0
+"""Seconds after which offers are read again that are known: a collector may have made room for others."""
 _MAX_OFFERS_SEARCHED = 4
 _HEADS, _HEADS_S = 512, 60.0
 """Heads that are kept, and for how many seconds: a collector may remove a span."""
@@ -88,8 +92,9 @@ class StoreIndex:
         """Ask for nothing yet; ``heard`` is told of every small object that came: bytes, and seconds that it took."""
         self._bucket, self._heard = bucket, heard
         self._offers: list[StoreOffer | None] = []
-        """By number; None for one that cannot be read, as of a newer version."""
-        self._offers_s = -math.inf
+        """By number; None for one that cannot be read, as of a newer version, or that was collected."""
+        self._offers_s = self._whole_s = -math.inf
+        """When offers were asked for, and when all of them."""
         self._reading: asyncio.Task[None] | None = None
         self._heads: TTLCache[tuple[str, str], tuple[str, SpanHead]] = TTLCache(_HEADS, _HEADS_S, time.monotonic)
         """Name and head of spans, by offer and the digest or name that they were asked for by."""
@@ -131,18 +136,34 @@ class StoreIndex:
             task.exception()  # for its waiters, if there are any left
 
     async def _read_new_offers(self) -> None:
-        step = _FIRST_OFFERS
-        while (first := len(self._offers)) < layout.MAX_OFFERS:
+        begun_s = time.monotonic()
+        whole = None in self._offers or begun_s > self._whole_s + _WHOLE_S
+        offers, step = [] if whole else list(self._offers), _FIRST_OFFERS
+        while (first := len(offers)) < layout.MAX_OFFERS:
             numbers = range(first, min(first + step, layout.MAX_OFFERS))
             found = await asyncio.gather(
                 *(self._get(layout.offer_key(number), layout.MAX_OFFER_BYTES) for number in numbers)
             )
-            there = [data for data in found if data is not None]
-            self._offers += [_parsed_offer(data) for data in found[: len(there)] if data is not None]
+            there = [data for data in takewhile(lambda data: data is not None, found) if data is not None]
+            offers += await asyncio.gather(
+                *(self._offer(number, data) for number, data in zip(numbers, there, strict=False))
+            )
             if len(there) < len(numbers):
                 break
             step = _MORE_OFFERS
+        self._offers = offers
         self._offers_s = time.monotonic()
+        self._whole_s = begun_s if whole else self._whole_s
+
+    async def _offer(self, number: int, data: memoryview) -> StoreOffer | None:
+        """Return the offer of a number, from what its first key holds."""
+        with suppress(FormatError):  # of a newer version, or damaged: players of this one find nothing in it
+            found = layout.parse_offer(data)
+            if isinstance(found, StoreOffer):
+                return found
+            moved = await self._get(layout.offer_key(number, found.turn), layout.MAX_OFFER_BYTES)
+            return None if moved is None else StoreOffer.loads(moved)
+        return None
 
     async def close(self) -> None:
         """End what is being read."""
@@ -417,13 +438,6 @@ def _entries(heads: Sequence[SpanHead], names: Sequence[str]) -> list[dict[int, 
                 )
         found.append(own)
     return found
-
-
-def _parsed_offer(data: memoryview) -> StoreOffer | None:
-    try:
-        return StoreOffer.loads(data)
-    except FormatError:
-        return None  # of a newer version, or damaged: players of this one find nothing in it
 
 
 def _parsed_heads(

@@ -16,7 +16,17 @@ from kvabr.store.managing.survey import Manifest, Progress, survey
 from kvabr.store.objects import leases
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.fields import whole
-from kvabr.store.objects.layout import MAX_SPAN_BYTES, StoredCatalog, StoreOffer, pointer_key, profile_key, span_key
+from kvabr.store.objects.layout import (
+    MAX_SPAN_BYTES,
+    MovedOffer,
+    StoredCatalog,
+    offer_key,
+    parse_offer,
+    parse_offer_key,
+    pointer_key,
+    profile_key,
+    span_key,
+)
 from kvabr.store.objects.leases import CATALOGS, OFFERS, Runtime
 from kvabr.store.objects.spans import head_bytes, parse_head, parse_pointer
 from kvabr.store.quota import NOT_MEASURED
@@ -63,10 +73,24 @@ class BucketLayout:
         """See `ObjectFormat.target_of`."""
         return span_key(key.split("/")[1], parse_pointer(data)[0])
 
-    def offer(self, data: bytes | memoryview) -> tuple[str, str, str | None]:
+    def offer(self, data: bytes | memoryview) -> tuple[str, str, str | None] | None:
         """See `ObjectFormat.offer`."""
-        found = StoreOffer.loads(data)
+        found = parse_offer(data)
+        if isinstance(found, MovedOffer):
+            return None
         return found.id, found.spec.model, None if found.profile is None else profile_key(found.profile)
+
+    def first_offer_key(self, key: str) -> str:
+        """See `ObjectFormat.first_offer_key`."""
+        return offer_key(parse_offer_key(key)[0])
+
+    def after_offer(self, key: str, first: bytes | memoryview) -> tuple[str, bytes] | None:
+        """See `ObjectFormat.after_offer`."""
+        number, turn = parse_offer_key(key)
+        found = parse_offer(first)
+        if (found.turn if isinstance(found, MovedOffer) else 0) != turn:
+            return None
+        return offer_key(number), MovedOffer(turn + 1).dumps()
 
 
 def _frame_bytes(value: Any) -> int:

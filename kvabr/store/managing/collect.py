@@ -6,7 +6,7 @@ enough. The order:
 
 1. Catalogs that are no roots any more (`kvabr.store.managing.rules`). A note of what they named keeps that for a grace.
 2. Pointers to spans that no catalog, intent or such note names and that are older than the grace; then these spans;
-   then profiles.
+   then offers that have no spans, and profiles.
 3. Notes of processes that have ended.
 
 Whatever is interrupted is found again by the next collector; nothing needs to be finished.
@@ -14,6 +14,7 @@ Whatever is interrupted is found again by the next collector; nothing needs to b
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -53,6 +54,7 @@ from kvabr.store.objects.leases import (
     Runtime,
     is_young,
     listing,
+    offer_note,
     store_time,
 )
 from kvabr.types.errors import FormatError, NotFoundError, UsageError
@@ -78,6 +80,8 @@ class Collected:
     """Catalogs that stay."""
     pointers: int = 0
     spans: int = 0
+    offers: int = 0
+    """Kinds of assets of which there is none any more."""
     profiles: int = 0
     groups: int = 0
     """Single groups of caches that were deleted."""
@@ -329,6 +333,7 @@ class Collector:
             elif not await self._sweep_some(batch, found, seen):
                 return
             self._progress("sweeping", first + len(batch), len(doomed))
+        await self._sweep_offers(found, named, seen)
         await self._sweep_profiles(found, named | lately, seen)
 
     async def _sweep_some(self, batch: list[str], found: Survey, seen: dict[str, float]) -> bool:
@@ -402,6 +407,30 @@ class Collector:
     def _count_swept(self, doomed: Sequence[str], found: Survey) -> None:
         self._done.spans += len(doomed)
         self._done.bytes += sum(found.spans.pop(span).size for span in doomed)
+
+    async def _sweep_offers(self, found: Survey, named: set[str], seen: dict[str, float]) -> None:
+        """Delete offers that have no spans. Each leaves a mark, for readers count offers until one is not there."""
+        doomed = found.unused_offers(named, self._rules.grace_s)
+        if doomed and not self._dry_run:
+            async with self._sweeping([offer_note(found.offer_ids[key]) for key in doomed]) as delete:
+                named = await protected(self._objects, self._now(), self._timing)
+                if not await self._look_again(seen):
+                    return
+                doomed = found.unused_offers(named | self._live, self._rules.grace_s)
+                for key in doomed:
+                    await self._mark_offer(key)
+                if not await delete([key for key in doomed if key != self._layout.first_offer_key(key)]):
+                    return
+        self._done.offers += len(doomed)
+        self._done.bytes += sum(found.offers[key].size for key in doomed)
+
+    async def _mark_offer(self, key: str) -> None:
+        """Tell readers where the next offer comes that has the number of one that goes."""
+        first = self._layout.first_offer_key(key)
+        with contextlib.suppress(NotFoundError, FormatError):  # somebody removed it by hand
+            now = await self._objects.get(first, limit=MAX_SMALL_BYTES)
+            if (mark := self._layout.after_offer(key, now)) is not None:
+                await self._objects.put(*mark)
 
     async def _sweep_profiles(self, found: Survey, named: set[str], seen: dict[str, float]) -> None:
         offers = {span.split("/")[1] for span in found.spans}

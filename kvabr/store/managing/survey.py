@@ -76,8 +76,21 @@ class ObjectFormat(Protocol):
     def target_of(self, key: str, data: bytes | memoryview) -> str:
         """Return the name of the span that a pointer points to."""
 
-    def offer(self, data: bytes | memoryview) -> tuple[str, str, str | None]:
-        """Return an offer's ID, which is part of the names of its spans, its model, and the name of its profile."""
+    def offer(self, data: bytes | memoryview) -> tuple[str, str, str | None] | None:
+        """Return an offer's ID, which is part of the names of its spans, its model, and the name of its profile.
+
+        None: an offer was here that has been collected.
+        """
+
+    def after_offer(self, key: str, first: bytes | memoryview) -> tuple[str, bytes] | None:
+        """Return what to write in place of an offer that goes, and under which key.
+
+        ``first`` is what the first key of its number holds now (`first_offer_key`). None: nothing, another collector
+        has been here.
+        """
+
+    def first_offer_key(self, key: str) -> str:
+        """Return the key by which readers look for an offer, which may tell them another one."""
 
 
 @dataclass(slots=True)
@@ -101,6 +114,9 @@ class Survey:
     """By model, the time before which everything is expired."""
     unknown_expiry: str = ""
     """What is wrong with a tombstone that cannot be read: then nothing may be removed."""
+    offers: dict[str, StoredObject] = field(default_factory=dict)
+    offer_ids: dict[str, str] = field(default_factory=dict)
+    """By an offer's key."""
     models: dict[str, str] = field(default_factory=dict)
     """By offer ID."""
     profile_of: dict[str, str] = field(default_factory=dict)
@@ -122,6 +138,15 @@ class Survey:
     def model_of_span(self, span: str) -> str:
         """Return the model of a span; an empty string if its offer is not known."""
         return self.models.get(span.split("/")[1], "")
+
+    def unused_offers(self, named: Iterable[str], grace_s: float) -> list[str]:
+        """Return the keys of offers that are older than the grace and have no span, neither there nor ``named``."""
+        used = {key.split("/")[1] for key in (*self.spans, *named) if key.startswith((SPANS, OFFERS))}
+        return [
+            key
+            for key, offer in self.offer_ids.items()
+            if offer not in used and not is_young(self.offers[key].modified_s, self.now_s, grace_s)
+        ]
 
     def is_unknown(self, span: str) -> bool:
         """Return whether a span may be of an offer that cannot be read."""
@@ -236,15 +261,20 @@ async def survey(
 
 
 async def _read_offers(found: Survey, objects: Objects, layout: ObjectFormat) -> None:
-    for key, info in (await listing(objects, OFFERS)).items():
+    found.offers = await listing(objects, OFFERS)
+    for key, info in found.offers.items():
         try:
             check_size(info, MAX_SMALL_BYTES)
-            offer, model, profile = layout.offer(await objects.get(key, limit=MAX_SMALL_BYTES))
+            known = layout.offer(await objects.get(key, limit=MAX_SMALL_BYTES))
         except NotFoundError:
             continue
         except FormatError as error:
             found.unknown_offers[key] = str(error)
             continue
+        if known is None:
+            continue
+        offer, model, profile = known
+        found.offer_ids[key] = offer
         found.models[offer] = model
         if profile is not None:
             found.profile_of[offer] = profile

@@ -50,7 +50,14 @@ _SIGNED_FOR = timedelta(hours=1)
 PART_BYTES = 32 << 10
 """Pieces of a stream have at least as many bytes, but for the last one."""
 IMMUTABLE = "public, max-age=31536000, immutable"
-_CACHE_CONTROL = {"a": "public, max-age=5", "l": "no-store", "pin": "no-store", "x": "no-store", "probe": "no-store"}
+_CACHE_CONTROL = {
+    "a": "public, max-age=5",
+    "o": "public, max-age=60",
+    "l": "no-store",
+    "pin": "no-store",
+    "x": "no-store",
+    "probe": "no-store",
+}
 """`Cache-Control` by the first part of a key; `IMMUTABLE` for the others."""
 _PROBED: set[str] = set()
 """URLs of stores that were seen to honour conditional writes."""

@@ -2,7 +2,8 @@
 
 Under ``PREFIX/v1/TENANT/`` of a bucket:
 
-    o/<n>                offer n = 0, 1, 2 ...: a spec and its tracks
+    o/<n>                offer n = 0, 1, 2 ...: a spec and its tracks; or where the next offer of this number is
+    o/<n>.<turn>         that offer, after `turn` others of this number were collected
     s/<offer>/<name>     span: up to `SPAN_GROUPS` groups of tokens on all tracks
     i/<offer>/<key>      pointer: which span a group is in; not of the last group of a full span, which has its name
     a/<prompt digest>    catalog, written last
@@ -10,7 +11,8 @@ Under ``PREFIX/v1/TENANT/`` of a bucket:
     g/<xx>/<digest>      single group of a relay's or client's cache
     probe/<random>       left behind by `Bucket.probe_sync` where a publisher may not delete
 
-These are created once and never change, except that a user may replace a catalog. Everything here is bytes from an
+These are created once and never change, except that a user may replace a catalog, and that a collector replaces an
+offer that nothing uses any more: readers count them from 0 without a gap. Everything here is bytes from an
 untrusted source: all sizes are bounded and all fields checked, and `FormatError` says what is wrong.
 """
 
@@ -45,17 +47,27 @@ MAX_SPAN_GROUPS = 256
 _MAX_WORDS = 4096
 
 OFFER_SCHEMA = "kvabr.offer/1"
+MOVED_SCHEMA = "kvabr.moved-offer/1"
 CATALOG_SCHEMA = "kvabr.stored-catalog/1"
 
 SPAN_NAME = re.compile(r"[0-9a-f]{16}(\.end)?")
+_OFFER_KEY = re.compile(r"o/(0|[1-9][0-9]{0,2})(?:\.([1-9][0-9]{0,8}))?")
+_MAX_TURNS = 10**9
 
 
 # ------------------------------------------------------- names
 
 
-def offer_key(number: int) -> str:
-    """Return the key of an offer."""
-    return f"o/{number}"
+def offer_key(number: int, turn: int = 0) -> str:
+    """Return the key of an offer, after ``turn`` others of its number were collected."""
+    return f"o/{number}.{turn}" if turn else f"o/{number}"
+
+
+def parse_offer_key(key: str) -> tuple[int, int]:
+    """Return the number and the turn of an offer's key; raise `FormatError` if it is none."""
+    if (found := _OFFER_KEY.fullmatch(key)) is None:
+        raise FormatError(f"{key[:40]!r} is not the name of an offer")
+    return int(found[1]), int(found[2] or 0)
 
 
 def span_name(digest: str, *, end: bool = False) -> str:
@@ -227,6 +239,25 @@ class StoreOffer:
         if made.spec.part_of is not None or made.id != value.get("id"):
             raise FormatError("offer: its id is not that of its spec and tracks")
         return made
+
+
+@dataclass(frozen=True, slots=True)
+class MovedOffer:
+    """Stands for an offer that was collected: the next offer of its number has the key ``offer_key(number, turn)``."""
+
+    turn: int
+
+    def dumps(self) -> bytes:
+        """Return this as an object."""
+        return json.dumps({"schema": MOVED_SCHEMA, "turn": self.turn}).encode() + b"\n"
+
+
+def parse_offer(data: bytes | memoryview) -> StoreOffer | MovedOffer:
+    """Parse what the key of an offer holds, from an untrusted source."""
+    value = json_object(data, MAX_OFFER_BYTES, "offer")
+    if value.get("schema") != MOVED_SCHEMA:
+        return StoreOffer.loads(data)
+    return MovedOffer(whole(value.get("turn"), 1, _MAX_TURNS))
 
 
 # ------------------------------------------------------- catalogs

@@ -176,6 +176,11 @@ class Note:
         return cls(tuple(keys), model, until_s, uses)
 
 
+def offer_note(offer: str) -> str:
+    """Return what publishers and collectors name an offer by in their notes, whatever key it has."""
+    return f"{OFFERS}{offer}"
+
+
 def tombstone_key(model: str) -> str:
     """Return the name of a model's tombstone."""
     return f"{TOMBSTONES}{hashlib.sha256(model.encode()).hexdigest()[:32]}"

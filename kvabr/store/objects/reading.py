@@ -10,10 +10,12 @@ from kvabr.store.objects.layout import (
     MAX_OFFER_BYTES,
     MAX_OFFERS,
     MAX_STORED_CATALOG_BYTES,
+    MovedOffer,
     StoredCatalog,
     StoreOffer,
     catalog_key,
     offer_key,
+    parse_offer,
 )
 from kvabr.store.objects.spans import HEAD_BYTES, MAX_HEAD_BYTES, SpanHead, head_bytes, parse_head
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, TransportError
@@ -43,17 +45,27 @@ def read_head(bucket: Bucket, key: str) -> tuple[SpanHead, bytes]:
         raise type(error)(f"{bucket.below(key)}: {error}") from error
 
 
-def read_offers(bucket: Bucket) -> Iterator[tuple[int, StoreOffer | FormatError]]:
-    """Yield all offers by their number, or what is wrong with one, as with those of a newer version."""
+def read_offers(bucket: Bucket) -> Iterator[tuple[str, StoreOffer | FormatError | None]]:
+    """Yield all offers by their key, in the order of their numbers.
+
+    Instead of one comes what is wrong with it, as with those of a newer version; or None where one was collected, and
+    its key is free.
+    """
     for number in range(MAX_OFFERS):
+        key = offer_key(number)
         try:
-            data = bucket.get_sync(offer_key(number), limit=MAX_OFFER_BYTES)
+            found = parse_offer(bucket.get_sync(key, limit=MAX_OFFER_BYTES))
+            if isinstance(found, MovedOffer):
+                key = offer_key(number, found.turn)
+                found = StoreOffer.loads(bucket.get_sync(key, limit=MAX_OFFER_BYTES))
         except NotFoundError:
-            return
-        try:
-            yield number, StoreOffer.loads(data)
+            if key == offer_key(number):
+                return
+            yield key, None
         except FormatError as error:
-            yield number, FormatError(f"{bucket.below(offer_key(number))}: {error}")
+            yield key, FormatError(f"{bucket.below(key)}: {error}")
+        else:
+            yield key, found
 
 
 def read_catalog(bucket: Bucket, prompt: str) -> StoredCatalog:

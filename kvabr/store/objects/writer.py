@@ -20,6 +20,7 @@ from kvabr.store.asset import Prompt
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.guard import PublishGuard, blocking_touch
 from kvabr.store.objects.layout import (
+    MAX_OFFER_BYTES,
     MAX_OFFERS,
     StoredCatalog,
     StoreOffer,
@@ -30,7 +31,7 @@ from kvabr.store.objects.layout import (
     span_key,
     span_names,
 )
-from kvabr.store.objects.leases import TIMING, LeaseTiming
+from kvabr.store.objects.leases import TIMING, LeaseTiming, offer_note
 from kvabr.store.objects.reading import as_asset_errors, read_head, read_offers
 from kvabr.store.objects.spans import (
     SpanHead,
@@ -160,7 +161,7 @@ class ObjectAssetWriter:
             _Span(number, span_key(offer.id, names[number]), units)
             for number, units in enumerate(units_by_span(catalog, offer.span_groups))
         ]
-        named = [span.key for span in spans] + ([] if profile is None else [profile])
+        named = [offer_note(offer.id), *(span.key for span in spans), *([] if profile is None else [profile])]
         age_s = time.monotonic() - self._begun_s
         guard = PublishGuard(
             bucket, model=catalog.spec.model, catalog=prompt, spans=named, age_s=age_s, timing=self.timing
@@ -193,26 +194,33 @@ class ObjectAssetWriter:
                 raise AssetError(guard.stale_message(self._bucket.below(span.key)))
 
     def _put_offer(self, offer: StoreOffer) -> None:
-        """Write the offer under the next number, unless it has one."""
-        taken = 0
-        for number, known in read_offers(self._bucket):
+        """Write the offer under the first key that is free, unless it has one."""
+        free, taken = list[str](), 0
+        for key, known in read_offers(self._bucket):
             if isinstance(known, StoreOffer) and known.id == offer.id:
                 return
-            taken = number + 1
-        while taken < MAX_OFFERS:
-            if self._bucket.put_new_sync(offer_key(taken), offer.dumps()):
-                return
-            data = self._bucket.get_sync(offer_key(taken), limit=1 << 20)
-            try:
-                if StoreOffer.loads(data).id == offer.id:
-                    return
-            except FormatError:
-                pass  # a newer version's
             taken += 1
+            if known is None:
+                free.append(key)
+        for key in (*free, *map(offer_key, range(taken, MAX_OFFERS))):
+            if self._bucket.put_new_sync(key, offer.dumps()) or self._is_offer(key, offer):
+                return
         raise AssetError(
             f"{self._bucket.url}: has {MAX_OFFERS} kinds of assets, and no room for another. Each profile, model and "
-            "set of tracks is one: encode with one profile for all assets of a model (--profile), or use another prefix"
+            "set of tracks is one: encode with one profile for all assets of a model (--profile), remove those that no "
+            "asset has any more (kvabr store gc), or use another prefix"
         )
+
+    def _is_offer(self, key: str, offer: StoreOffer) -> bool:
+        """Return whether another publisher has just written this very offer."""
+        for attempt in range(_ROUNDS):
+            try:
+                return StoreOffer.loads(self._bucket.get_sync(key, limit=MAX_OFFER_BYTES)).id == offer.id
+            except NotFoundError:  # some stores refuse all writers but one before that one's object is there
+                time.sleep(_PAUSE_S * attempt)
+            except FormatError:
+                break  # a newer version's
+        return False
 
     def _put_span(self, catalog: Catalog, offer: StoreOffer, span: _Span) -> None:
         """Write a span, or take the one that is there."""

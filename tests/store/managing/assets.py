@@ -23,7 +23,7 @@ def noise(chunk, level):
     return random.Random(f"{chunk} {level}").randbytes(200)
 
 
-def publish(place, tokens, *, model=MODEL, measured=False, frame_of=noise, force=False):
+def publish(place, tokens, *, model=MODEL, measured=False, frame_of=noise, force=False, profile=b""):
     """Publish an asset; return its name."""
     chunks = digests(tokens, model=model)
     tracks = []
@@ -34,6 +34,8 @@ def publish(place, tokens, *, model=MODEL, measured=False, frame_of=noise, force
                 writer.frame(group, level, frame)
             sums = tuple(hashlib.sha256(frame).hexdigest() for frame in frames)
             tracks.append(Track(level, tuple(map(len, frames)), (0.001,) * len(frames), sums))
+        if profile:
+            writer.profile(profile)
         writer.commit(
             Catalog(
                 TrackNamespace(model, chunks[-1]),
@@ -41,6 +43,8 @@ def publish(place, tokens, *, model=MODEL, measured=False, frame_of=noise, force
                 len(tokens),
                 tuple(chunks),
                 tuple(tracks),
+                profile=hashlib.sha256(profile).hexdigest() if profile else None,
+                profile_bytes=len(profile),
                 loss_method="measured" if measured else NOT_MEASURED,
             )
         )

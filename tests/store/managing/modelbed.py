@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from kvabr.store.managing.survey import Manifest
 from kvabr.store.objects.guard import AsyncPublishGuard
-from kvabr.store.objects.leases import CATALOGS, LeaseTiming, Runtime, touch
+from kvabr.store.objects.leases import CATALOGS, LeaseTiming, Runtime, offer_note, touch
 from kvabr.types.errors import AssetError, FormatError, NotFoundError
 
 MODEL, OFFER, PROFILE = "test/model", "offer", "p/profile"
 TIMING = LeaseTiming(intent_s=1000.0, sweep_s=100.0, wait_s=50.0, poll_s=1.0)
 PAGE = 2
+_OFFER = json.dumps({"id": OFFER, "model": MODEL, "profile": PROFILE}).encode()
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,17 @@ class World:
         named += [(key, self.value(key)["span"]) for key in self.keys("i/")]
         return [f"{key} -> {span}" for key, span in named if span not in self.objects]
 
+    def has_offer(self) -> bool:
+        """Whether readers find the offer, who count from 0 until one is not there."""
+        for number in range(10):
+            value = self.value(key) if (key := f"o/{number}") in self.objects else None
+            if value is not None and "turn" in value:
+                key = f"{key}.{value['turn']}"
+                value = self.value(key) if key in self.objects else {}
+            if value is None or value.get("id") == OFFER:
+                return value is not None
+        return False
+
     def keys(self, prefix):
         return sorted(key for key in self.objects if key.startswith(prefix))
 
@@ -132,7 +144,16 @@ class ShortLayout:
 
     def offer(self, data):
         value = _loads(data)
-        return value["id"], value["model"], value.get("profile")
+        return None if "turn" in value else (value["id"], value["model"], value.get("profile"))
+
+    def first_offer_key(self, key):
+        return key.partition(".")[0]
+
+    def after_offer(self, key, first):
+        first_key, _, turn = key.partition(".")
+        if _loads(first).get("turn", 0) != int(turn or 0):
+            return None
+        return first_key, json.dumps({"turn": int(turn or 0) + 1}).encode()
 
 
 def _loads(data):
@@ -153,7 +174,7 @@ def pointer_of(span, group):
 def world(*assets, age_s=500.0):
     """A bucket with assets that are long unused, each of the spans that are named, and spans without a catalog."""
     made = World()
-    made.add("o/0", {"id": OFFER, "model": MODEL, "profile": PROFILE}, age_s)
+    made.objects["o/0"] = _OFFER, made.now_s - age_s
     made.add(PROFILE, {}, age_s)
     for catalog, spans in assets:
         for name in spans:
@@ -166,15 +187,31 @@ def world(*assets, age_s=500.0):
     return made
 
 
+async def put_offer(made):
+    """Write the offer under the first key that is free, unless there is one, as the writer does."""
+    for number in range(10):
+        key = f"o/{number}"
+        try:
+            value = _loads(await made.get(key, limit=1000))
+            if "turn" in value:
+                key = f"{key}.{value['turn']}"
+                value = _loads(await made.get(key, limit=1000))
+        except NotFoundError:
+            value = {"id": OFFER} if await made.put_new(key, _OFFER) else _loads(await made.get(key, limit=1000))
+        if value["id"] == OFFER:
+            return
+
+
 async def publish(made, catalog, spans, *, guarded=True):
     """Publish as `kvabr.store.objects.writer` does; return the asset, None if it could not."""
     keys = list(map(span_of, spans))
-    what = {"model": MODEL, "catalog": catalog, "spans": [*keys, PROFILE]}
+    what = {"model": MODEL, "catalog": catalog, "spans": [offer_note(OFFER), *keys, PROFILE]}
     guard = AsyncPublishGuard(made, **what, timing=TIMING, runtime=made.runtime)
     try:
         if guarded:
             await guard.__aenter__()
         await made.put_new(PROFILE, b"{}")
+        await put_offer(made)
         for key in keys:
             if not await made.put_new(key, json.dumps({"of": catalog}).encode()):
                 found = await made.head(key)

@@ -49,6 +49,7 @@ def check(made, processes=(), pins=()):
     """What must hold at any moment, and after the next collection."""
     finish_killed(made)
     assert not made.dangling()
+    assert made.has_offer() or not made.keys(CATALOGS)
     for each in processes:  # what they published, pinned or renewed
         if isinstance(each.result, str):
             assert f"{CATALOGS}{each.result}" in made.objects
@@ -63,6 +64,7 @@ def check(made, processes=(), pins=()):
     assert not left
     named = {span for key in made.keys(CATALOGS) for span in made.value(key)["spans"]}
     assert set(made.keys("s/")) == named
+    assert made.has_offer() == bool(named)
 
 
 def settle(made):
@@ -103,6 +105,32 @@ def test_two_processes_that_stop_once_each_anywhere(works, pins, order):
         race(works, ASSETS, (begin, begin + stop), pins=pins)
         count += 1
     assert count > 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_offer_that_goes_comes_back_at_any_moment(order):
+    """The last asset of an offer is collected while another one is published."""
+    works = (lambda made: publish(made, "new", ["fresh"]), lambda made: collect(made, grace_s=0.0))[::order]
+    lengths = [length(work, ()) for work in works]
+    for begin, stop in itertools.product(range(lengths[0] + 1), range(1, lengths[1] + 1)):
+        race(works, (), (begin, begin + stop))
+
+
+def test_an_offer_that_nothing_uses_leaves_its_number():
+    made = world()
+    for turn in range(1, 4):
+        assert run(collect(made)).offers == 1
+        assert made.value("o/0") == {"turn": turn}
+        assert made.keys("o/") == ["o/0"]
+        assert run(collect(made)).offers == 0
+        assert not made.has_offer()
+        assert run(publish(made, "new", ["fresh"])) == "new"
+        assert made.has_offer()
+        assert made.keys("o/") == ["o/0", f"o/0.{turn}"]
+        del made.objects[f"{CATALOGS}new"]
+        del made.objects[span_of("fresh")]
+        made.now_s += 2000.0
 
 
 @pytest.mark.slow
