@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import threading
 
 from kvabr.store.asset import CATALOG, PROFILE, PROMPT, Asset, AssetListing, AssetVersion, LoadedFrame
@@ -133,7 +134,7 @@ class ObjectAssetStore:
             raise AssetError(f"{self.location}/{name}: no such asset")
         return ObjectAsset(self, name, version)
 
-    def writer(self, name=".", *, force=False):
+    def writer(self, name=".", *, force=False, computed_s=math.inf):
         if self.version(name) is not None and not force:
             raise UsageError(f"{self.location}/{name}: this asset exists; add --force to replace it")
         return ObjectAssetWriter(self.bucket, self.key(name))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -358,8 +359,11 @@ class AssetStore(Protocol):
         Raises `AssetError` if there is no such asset.
         """
 
-    def writer(self, name: str = ".", *, force: bool = False) -> AssetWriter:
+    def writer(self, name: str = ".", *, force: bool = False, computed_s: float = math.inf) -> AssetWriter:
         """Return a writer for an asset, which replaces what is there only by ``force``; nothing is created yet.
+
+        A copy says when the cache was computed, in seconds since 1970: `AssetWriter.commit` refuses it if the model has
+        expired since then.
 
         Raises `AssetError` if something else than an asset is there, `UsageError` if an asset needs ``force``.
         """

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import errno
 import hashlib
+import math
 import os
 import shutil
 import stat
@@ -159,9 +160,9 @@ class FolderAssetStore:
         """See `AssetStore.open`; refuses links unless they may be followed."""
         return FolderAsset.open(self.root / name, name, follow_links=follow_links)
 
-    def writer(self, name: str = ".", *, force: bool = False) -> FolderAssetWriter:
+    def writer(self, name: str = ".", *, force: bool = False, computed_s: float = math.inf) -> FolderAssetWriter:
         """See `AssetStore.writer`."""
-        return FolderAssetWriter(self.root / name, force=force)
+        return FolderAssetWriter(self.root / name, force=force, computed_s=computed_s)
 
     def touch(self, name: str) -> None:
         """See `AssetStore.touch`."""
@@ -295,12 +296,12 @@ class FolderAssetWriter:
     syncs = True
     """Whether each file reaches the disk when it is written; otherwise all of them do at the end."""
 
-    def __init__(self, path: Path, *, force: bool = False) -> None:
+    def __init__(self, path: Path, *, force: bool = False, computed_s: float = math.inf) -> None:
         """Check that the folder ``path`` may be made or replaced; see `AssetStore.writer`."""
         self._path = path
         self._partial: PartialFolder | None = None
-        self._begun_s = 0.0
-        """When writing began, by the file system's clock."""
+        self._begun_s = computed_s
+        """When the cache was computed: at the latest when writing began, by the file system's clock."""
         self._mode, self._folder_mode = PRIVATE, PRIVATE_FOLDER
         if path.is_symlink() or (path.exists() and not _is_asset(path) and not _is_empty(path)):
             raise AssetError(f"{path}: exists and is not an asset of kvabr; it is left alone, choose another path")
@@ -320,7 +321,7 @@ class FolderAssetWriter:
             if parent.stat().st_mode & stat.S_ISGID:
                 self._mode, self._folder_mode = PRIVATE | stat.S_IRGRP, PRIVATE_FOLDER | stat.S_IRGRP | stat.S_IXGRP
             self._partial = PartialFolder(self._path, self._folder_mode)
-            self._begun_s = self._partial.path.stat().st_mtime
+            self._begun_s = min(self._begun_s, self._partial.path.stat().st_mtime)
         except OSError as error:
             raise AssetError(f"{self._path}: cannot be made ({error.strerror})") from error
         return self

@@ -208,9 +208,9 @@ class TieredAssetStore:
         made = self._open[name] = TieredAsset(name, self._stable(name, asset.version), [asset])
         return made
 
-    def writer(self, name: str = ".", *, force: bool = False) -> AssetWriter:
+    def writer(self, name: str = ".", *, force: bool = False, computed_s: float = math.inf) -> AssetWriter:
         """See `AssetStore.writer`."""
-        return self.warm.writer(name, force=force)
+        return self.warm.writer(name, force=force, computed_s=computed_s)
 
     def touch(self, name: str) -> None:
         """See `AssetStore.touch`."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -40,6 +40,7 @@ from kvabr.store.managing.survey import (
 from kvabr.store.objects.leases import (
     CATALOGS,
     COLLECTOR,
+    DELETED_AT_ONCE,
     EVICTIONS,
     INTENTS,
     LEASES,
@@ -52,6 +53,7 @@ from kvabr.store.objects.leases import (
     Note,
     Objects,
     Runtime,
+    Sweep,
     is_young,
     listing,
     offer_note,
@@ -59,13 +61,10 @@ from kvabr.store.objects.leases import (
 )
 from kvabr.types.errors import FormatError, NotFoundError, UsageError
 
-_Delete = Callable[[Sequence[str]], Awaitable[bool]]
-
 _NAMES_AT_ONCE = 20_000
 _CATALOGS_AT_ONCE = 500
 _SPANS_AT_ONCE = 250
 """With their pointers, about as many deletions as a store does in a second or two: publishers may wait for them."""
-_DELETED_AT_ONCE = 1000
 
 
 @dataclass(slots=True)
@@ -181,20 +180,12 @@ class Collector:
         await self._objects.put(COLLECTOR, Note().dumps())
 
     @asynccontextmanager
-    async def _sweeping(self, keys: Iterable[str]) -> AsyncIterator[_Delete]:
-        """Have a sweep name ``keys``; yield what deletes some of them while the sweep is believed."""
+    async def _sweeping(self, keys: Iterable[str]) -> AsyncIterator[Sweep]:
+        """Have a sweep name ``keys``; yield what may delete some of them."""
         sweep, begin = f"{SWEEPS}{secrets.token_hex(16)}", self._runtime.now()
         await self._objects.put(COLLECTOR, Note().dumps())
         await self._objects.put(sweep, Note(tuple(keys)).dumps())
-
-        async def delete(doomed: Sequence[str]) -> bool:
-            for first in range(0, len(doomed), _DELETED_AT_ONCE):
-                if self._runtime.now() - begin > self._timing.deleting_s:
-                    return False  # the next collector goes on
-                await self._objects.delete(doomed[first : first + _DELETED_AT_ONCE])
-            return True
-
-        yield delete
+        yield Sweep(self._objects, self._runtime, begin + self._timing.deleting_s)
         # Not if anything failed: a request that was given up may still be carried out.
         await self._objects.delete([sweep])
 
@@ -267,13 +258,13 @@ class Collector:
             )
             profiles = {profile for key in wanted if (profile := found.manifests[key].profile) is not None}
             await self._objects.put(f"{EVICTIONS}{secrets.token_hex(16)}", Note((*named, *profiles)).dumps())
-        async with self._sweeping(wanted) as delete:
+        async with self._sweeping(wanted) as sweep:
             going = await self._still_unwanted(wanted, found)
             self._done.busy += len(wanted) - len(going)
-            if await delete(list(going)):
+            if await sweep.delete(list(going)):
                 notes = [f"{LEASES}{each.holding.name}" for each in going.values()]
                 notes += [pin for pin in found.pins if f"{CATALOGS}{pin.split('/')[1]}" in going]
-                await delete(notes)
+                await sweep.delete(notes)
                 self._count_evicted(list(going.values()), found)
 
     async def _still_unwanted(self, wanted: dict[str, Eviction], found: Survey) -> dict[str, Eviction]:
@@ -339,7 +330,7 @@ class Collector:
     async def _sweep_some(self, batch: list[str], found: Survey, seen: dict[str, float]) -> bool:
         heads = await self._runtime.spread(map(self._pointers_of, batch))
         pointers = dict(zip(batch, heads, strict=True))
-        async with self._sweeping(batch) as delete:
+        async with self._sweeping(batch) as sweep:
             named = await protected(self._objects, self._now(), self._timing)
             # Catalogs after intents: an intent goes when its catalog is there.
             if not await self._look_again(seen):
@@ -347,7 +338,7 @@ class Collector:
             doomed = [span for span in batch if span not in self._live and span not in named]
             self._done.busy += len(batch) - len(doomed)
             gone = await self._pointers_to(doomed, pointers, found)
-            if await delete(gone) and await delete(doomed):
+            if await sweep.delete(gone) and await sweep.delete(doomed):
                 self._done.pointers += len(found.pointers.keys() & set(gone))
                 self._count_swept(doomed, found)
         return True
@@ -409,28 +400,36 @@ class Collector:
         self._done.bytes += sum(found.spans.pop(span).size for span in doomed)
 
     async def _sweep_offers(self, found: Survey, named: set[str], seen: dict[str, float]) -> None:
-        """Delete offers that have no spans. Each leaves a mark, for readers count offers until one is not there."""
+        """Delete offers that have no spans. Each leaves a mark, for readers count offers until one is not there.
+
+        The mark comes before its offer is deleted, so that whoever writes under the key of that offer sees it.
+        """
         doomed = found.unused_offers(named, self._rules.grace_s)
         if doomed and not self._dry_run:
-            async with self._sweeping([offer_note(found.offer_ids[key]) for key in doomed]) as delete:
+            async with self._sweeping([offer_note(found.offer_ids[key]) for key in doomed]) as sweep:
                 named = await protected(self._objects, self._now(), self._timing)
                 if not await self._look_again(seen):
                     return
                 doomed = found.unused_offers(named | self._live, self._rules.grace_s)
                 for key in doomed:
-                    await self._mark_offer(key)
-                if not await delete([key for key in doomed if key != self._layout.first_offer_key(key)]):
+                    if not await self._mark_offer(sweep, key):
+                        return
+                if not await sweep.delete([key for key in doomed if key != self._layout.first_offer_key(key)]):
                     return
         self._done.offers += len(doomed)
         self._done.bytes += sum(found.offers[key].size for key in doomed)
 
-    async def _mark_offer(self, key: str) -> None:
-        """Tell readers where the next offer comes that has the number of one that goes."""
+    async def _mark_offer(self, sweep: Sweep, key: str) -> bool:
+        """Tell readers where the next offer of a number comes; return whether there was time."""
         first = self._layout.first_offer_key(key)
         with contextlib.suppress(NotFoundError, FormatError):  # somebody removed it by hand
             now = await self._objects.get(first, limit=MAX_SMALL_BYTES)
-            if (mark := self._layout.after_offer(key, now)) is not None:
+            mark = self._layout.after_offer(key, now)
+            if sweep.is_over:
+                return False
+            if mark is not None:
                 await self._objects.put(*mark)
+        return True
 
     async def _sweep_profiles(self, found: Survey, named: set[str], seen: dict[str, float]) -> None:
         offers = {span.split("/")[1] for span in found.spans}
@@ -445,12 +444,12 @@ class Collector:
         if not doomed:
             return
         if not self._dry_run:
-            async with self._sweeping(doomed) as delete:
+            async with self._sweeping(doomed) as sweep:
                 named = await protected(self._objects, self._now(), self._timing)
                 if not await self._look_again(seen):
                     return
                 doomed = [key for key in doomed if key not in named and key not in self._live]
-                if not await delete(doomed):
+                if not await sweep.delete(doomed):
                     return
         self._done.profiles += len(doomed)
         self._done.bytes += sum(found.profiles[key].size for key in doomed)
@@ -480,6 +479,6 @@ class Collector:
             and not is_young(info.modified_s, now_s, lease_s)
         ]
         old += [key for key in found.pins if found.pin_ends_s.get(f"{CATALOGS}{key.split('/')[1]}", math.inf) < now_s]
-        for first in range(0, len(old), _DELETED_AT_ONCE):
-            await self._objects.delete(old[first : first + _DELETED_AT_ONCE])
-            self._progress("tidying", min(first + _DELETED_AT_ONCE, len(old)), len(old))
+        for first in range(0, len(old), DELETED_AT_ONCE):
+            await self._objects.delete(old[first : first + DELETED_AT_ONCE])
+            self._progress("tidying", min(first + DELETED_AT_ONCE, len(old)), len(old))

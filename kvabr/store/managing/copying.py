@@ -43,7 +43,8 @@ def copy_assets(
         target: Where they go, by the digest of their prompt.
         names: In the source, whole; none: all of them.
         model: Only assets of this model.
-        expired: By model, the time before which everything is expired at the target.
+        expired: By model, the time before which everything is expired at the target. What expires there meanwhile
+            fails when its catalog is to be written.
         progress: Hears how far it is.
 
     Raises `UsageError` if the source has no asset of one of these names.
@@ -59,12 +60,13 @@ def copy_assets(
             catalog = asset.catalog
             if model not in (None, catalog.spec.model):
                 continue
-            if asset.version.modified_ns * 1e-9 < (expired or {}).get(catalog.spec.model, float("-inf")):
+            computed_s = asset.version.modified_ns * 1e-9
+            if computed_s < (expired or {}).get(catalog.spec.model, float("-inf")):
                 done.expired.append(name)
             elif target.version(catalog.namespace.prompt) is not None:
                 done.kept.append(name)
             else:
-                done.bytes += _copy(asset, target)
+                done.bytes += _copy(asset, target, computed_s)
                 done.assets.append(name)
         except UsageError:
             raise
@@ -74,10 +76,10 @@ def copy_assets(
     return done
 
 
-def _copy(asset: Asset, target: AssetStore) -> int:
+def _copy(asset: Asset, target: AssetStore, computed_s: float) -> int:
     """Copy one asset; return the bytes of its frames."""
     catalog, size = asset.catalog, 0
-    with target.writer(catalog.namespace.prompt) as writer:
+    with target.writer(catalog.namespace.prompt, computed_s=computed_s) as writer:
         profile = asset.profile_bytes()
         if profile is not None:
             writer.profile(profile)

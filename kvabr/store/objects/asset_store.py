@@ -178,7 +178,7 @@ class ObjectAssetStore:
             self._missing(name)
         return ObjectAsset(self, name, self._only if name == "." and self._only else name, version)
 
-    def writer(self, name: str = ".", *, force: bool = False) -> ObjectAssetWriter:
+    def writer(self, name: str = ".", *, force: bool = False, computed_s: float = math.inf) -> ObjectAssetWriter:
         """See `AssetStore.writer`; without a name, the asset takes that of its prompt. Checks the store once."""
         prompt = self._only if name == "." else name
         if prompt is not None and not _DIGEST.fullmatch(prompt):
@@ -186,7 +186,7 @@ class ObjectAssetStore:
         self.prepare()
         if prompt is not None and not force and self.version(name) is not None:
             raise UsageError(f"{self.bucket.where.below(prompt)}: this asset exists; add --force to replace it")
-        return ObjectAssetWriter(self.bucket, prompt, force=force)
+        return ObjectAssetWriter(self.bucket, prompt, force=force, computed_s=computed_s)
 
     def touch(self, name: str) -> None:
         """See `AssetStore.touch`. Renews the lease, but not of the same asset all the time."""

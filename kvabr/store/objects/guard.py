@@ -97,6 +97,7 @@ class AsyncPublishGuard:
         catalog: str,
         spans: Iterable[str],
         age_s: float = 0.0,
+        computed_s: float = math.inf,
         timing: LeaseTiming = TIMING,
         runtime: Runtime | None = None,
     ) -> None:
@@ -107,11 +108,13 @@ class AsyncPublishGuard:
             model: Name of the model.
             catalog: The prompt's digest.
             spans: Names of all spans that the catalog will list, ``s/OFFER/KEY``, and of its profile, ``p/SHA256``.
-            age_s: Seconds since the cache was computed; more than 0 for a copy.
+            age_s: Seconds since publishing began.
+            computed_s: When the cache was computed, in seconds since 1970, if that was before.
             timing: How long notes are believed.
             runtime: The process's clock.
         """
-        self._objects, self._model, self._age_s = objects, model, age_s
+        self._objects, self._model = objects, model
+        self._age_s, self._computed_s = age_s, computed_s
         self._keys = (f"{CATALOGS}{catalog}", *spans)
         self._timing, self._runtime = timing, runtime or Runtime()
         self._key = f"{INTENTS}{secrets.token_hex(16)}"
@@ -164,7 +167,7 @@ class AsyncPublishGuard:
     async def _look_at_tombstone(self) -> None:
         note = await read_note(self._objects, tombstone_key(self._model))
         self._expired_s = -math.inf if note is None else note.until_s
-        if self._written_s - self._age_s < self._expired_s:
+        if min(self._written_s - self._age_s, self._computed_s) < self._expired_s:
             raise AssetError(
                 f"{self._model}: caches from before its expiry (kvabr store expire) are not published; compute it again"
             )
@@ -181,6 +184,7 @@ class PublishGuard:
         catalog: str,
         spans: Iterable[str],
         age_s: float = 0.0,
+        computed_s: float = math.inf,
         timing: LeaseTiming = TIMING,
     ) -> None:
         """See `AsyncPublishGuard`."""
@@ -191,6 +195,7 @@ class PublishGuard:
             catalog=catalog,
             spans=spans,
             age_s=age_s,
+            computed_s=computed_s,
             timing=timing,
             runtime=runtime,
         )

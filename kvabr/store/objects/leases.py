@@ -42,6 +42,7 @@ PROBES = "probe/"
 CATALOGS, SPANS, POINTERS, PROFILES, OFFERS, GROUPS = "a/", "s/", "i/", "p/", "o/", "g/"
 
 MAX_NOTE_BYTES = 8 << 20
+DELETED_AT_ONCE = 1000
 _SCHEMA = "kvabr.note/1"
 
 
@@ -174,6 +175,29 @@ class Note:
         if not sound:
             raise FormatError(f"note: not {_SCHEMA}")
         return cls(tuple(keys), model, until_s, uses)
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Deletes while publishers believe its note; what is left then is the next collector's."""
+
+    objects: Objects
+    runtime: Runtime
+    end_s: float
+    """By the process's clock."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may be deleted any more."""
+        return self.runtime.now() > self.end_s
+
+    async def delete(self, doomed: Sequence[str]) -> bool:
+        """Delete objects; return whether there was time for all."""
+        for first in range(0, len(doomed), DELETED_AT_ONCE):
+            if self.is_over:
+                return False
+            await self.objects.delete(doomed[first : first + DELETED_AT_ONCE])
+        return True
 
 
 def offer_note(offer: str) -> str:

@@ -8,6 +8,7 @@ catalog is written leaves spans that nothing names, which the collector removes.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 import time
@@ -20,7 +21,6 @@ from kvabr.store.asset import Prompt
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.guard import PublishGuard, blocking_touch
 from kvabr.store.objects.layout import (
-    MAX_OFFER_BYTES,
     MAX_OFFERS,
     StoredCatalog,
     StoreOffer,
@@ -54,6 +54,7 @@ _SPANS_AT_ONCE = 2
 """Spans that are written at a time; each is in memory meanwhile."""
 _SMALL_AT_ONCE = 8
 _ROUNDS = 5
+_OFFER_ROUNDS = 50
 """Times that a span is looked for and written, if others write and collect it meanwhile."""
 _PAUSE_S = 0.05
 
@@ -80,9 +81,14 @@ class ObjectAssetWriter:
     timing: ClassVar[LeaseTiming] = TIMING
     """How long it and collectors believe each other; all who use a bucket need the same."""
 
-    def __init__(self, bucket: Bucket, prompt: str | None, *, force: bool = False) -> None:
-        """Prepare to write the asset of a prompt digest, None: of the one that the catalog has."""
-        self._bucket, self._prompt, self._force = bucket, prompt, force
+    def __init__(
+        self, bucket: Bucket, prompt: str | None, *, force: bool = False, computed_s: float = math.inf
+    ) -> None:
+        """Prepare to write the asset of a prompt digest, None: of the one that the catalog has.
+
+        ``computed_s``: when the cache was computed, see `AssetStore.writer`.
+        """
+        self._bucket, self._prompt, self._force, self._computed_s = bucket, prompt, force, computed_s
         self._file: BufferedRandom | None = None
         self._frames: dict[tuple[str, int], tuple[int, int]] = {}
         """Begin and end in the file, by track and group."""
@@ -164,7 +170,13 @@ class ObjectAssetWriter:
         named = [offer_note(offer.id), *(span.key for span in spans), *([] if profile is None else [profile])]
         age_s = time.monotonic() - self._begun_s
         guard = PublishGuard(
-            bucket, model=catalog.spec.model, catalog=prompt, spans=named, age_s=age_s, timing=self.timing
+            bucket,
+            model=catalog.spec.model,
+            catalog=prompt,
+            spans=named,
+            age_s=age_s,
+            computed_s=self._computed_s,
+            timing=self.timing,
         )
         with guard:
             if profile is not None and bucket.head_sync(profile) is None:
@@ -194,33 +206,28 @@ class ObjectAssetWriter:
                 raise AssetError(guard.stale_message(self._bucket.below(span.key)))
 
     def _put_offer(self, offer: StoreOffer) -> None:
-        """Write the offer under the first key that is free, unless it has one."""
-        free, taken = list[str](), 0
-        for key, known in read_offers(self._bucket):
-            if isinstance(known, StoreOffer) and known.id == offer.id:
-                return
-            taken += 1
-            if known is None:
-                free.append(key)
-        for key in (*free, *map(offer_key, range(taken, MAX_OFFERS))):
-            if self._bucket.put_new_sync(key, offer.dumps()) or self._is_offer(key, offer):
-                return
-        raise AssetError(
-            f"{self._bucket.url}: has {MAX_OFFERS} kinds of assets, and no room for another. Each profile, model and "
-            "set of tracks is one: encode with one profile for all assets of a model (--profile), remove those that no "
-            "asset has any more (kvabr store gc), or use another prefix"
-        )
+        """Write the offer under the first key that is free, unless it has one.
 
-    def _is_offer(self, key: str, offer: StoreOffer) -> bool:
-        """Return whether another publisher has just written this very offer."""
-        for attempt in range(_ROUNDS):
-            try:
-                return StoreOffer.loads(self._bucket.get_sync(key, limit=MAX_OFFER_BYTES)).id == offer.id
-            except NotFoundError:  # some stores refuse all writers but one before that one's object is there
-                time.sleep(_PAUSE_S * attempt)
-            except FormatError:
-                break  # a newer version's
-        return False
+        Then look again: meanwhile another offer may have had that key and been collected; readers look elsewhere then.
+        """
+        for attempt in range(_OFFER_ROUNDS):
+            free, taken = list[str](), 0
+            for key, known in read_offers(self._bucket):
+                if isinstance(known, StoreOffer) and known.id == offer.id:
+                    return
+                taken += 1
+                if known is None:
+                    free.append(key)
+            if not free and taken == MAX_OFFERS:
+                raise AssetError(
+                    f"{self._bucket.url}: has {MAX_OFFERS} kinds of assets, and no room for another. Each profile, "
+                    "model and set of tracks is one: encode with one profile for all assets of a model (--profile), "
+                    "remove those that no asset has any more (kvabr store gc), or use another prefix"
+                )
+            if not self._bucket.put_new_sync(free[0] if free else offer_key(taken), offer.dumps()):
+                # Some stores refuse all writers but one before that one's object is there.
+                time.sleep(_PAUSE_S * min(attempt, _ROUNDS))
+        raise AssetError(f"{self._bucket.url}: too many publish other kinds of assets at the same time; try again")
 
     def _put_span(self, catalog: Catalog, offer: StoreOffer, span: _Span) -> None:
         """Write a span, or take the one that is there."""

@@ -177,6 +177,23 @@ def test_many_processes_in_any_order_with_crashes(data):
 
 
 @pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.integers(1, 60), max_size=20), st.dictionaries(st.integers(0, 3), st.integers(0, 60), max_size=2))
+def test_offers_come_and_go(switches, kills):
+    made = world()
+    works = [
+        publish(made, "new", ["fresh"]),
+        collect(made, grace_s=0.0, ttl_s=0.0),
+        publish(made, "newer", ["other"]),
+        collect(made, grace_s=0.0, ttl_s=0.0),
+    ]
+    processes = interleave(works, switches, kills)
+    finish_killed(made)
+    assert made.has_offer() or not made.keys(CATALOGS)
+    assert all(each.error is None or isinstance(each.error, KvabrError) for each in processes)
+
+
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.integers(1, 120), max_size=8), st.dictionaries(st.integers(0, 2), st.integers(0, 60), max_size=1))
 def test_nothing_of_an_expired_model_is_left(switches, kills):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -173,6 +175,41 @@ async def test_copies_between_all_kinds(place, tmp_path):
         copy_assets(open_store(place), target, names=["nothing"])
 
 
+async def test_what_expires_during_a_copy_is_not_copied(place, tmp_path):
+    """The target is told before the catalog is written, and after the copy began."""
+    publish(place, LONG[:100])
+    source = open_store(place)
+    for target in (tmp_path / "warm", f"file://{tmp_path}/cold?layout=objects"):
+        store, library = open_store(target, create=True), open_library(target)
+
+        class Expiring:
+            def __getattr__(self, name, store=store):
+                return getattr(store, name)
+
+            def writer(self, *names_, store=store, library=library, **options):
+                made = store.writer(*names_, **options)
+                commit = made.commit
+
+                def expire_and_commit(catalog):
+                    finish(library.expire(MODEL))
+                    commit(catalog)
+
+                made.commit = expire_and_commit
+                return made
+
+        done = copy_assets(source, Expiring())
+        assert not done.assets
+        assert all("before its expiry" in why for why in done.failed.values())
+        assert len(done.failed) == 1
+        assert await library.names() == []
+
+
+def finish(work):
+    """Run a coroutine to its end in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
 async def test_a_damaged_frame_is_not_copied(tmp_path):
     source = tmp_path / "source"
     name, good = publish(source, LONG[:20]), publish(source, LONG[:40])
@@ -252,7 +289,7 @@ async def test_offers_without_assets_make_room_for_others(bucket_place, monkeypa
         publish(bucket_place, LONG[40:], profile=b"another")
     index = StoreIndex(bucket)
     assert (await index.find(spec(), digests(LONG[4:]), any_dtype=False)).catalog.tokens == 196
-    kept = publish(bucket_place, LONG[4:24], profile=b"profile 1")
+    kept = publish(bucket_place, LONG[60:80], profile=b"profile 1")
     await library.pin(kept, 1000.0)
     rules = Rules(grace_s=0.0, ttl_s=0.0)
     assert (await library.collect(rules, dry_run=True)).offers == 2
@@ -260,14 +297,14 @@ async def test_offers_without_assets_make_room_for_others(bucket_place, monkeypa
     assert (done.kept, done.offers, done.profiles) == (1, 2, 3)  # one of what was refused
     assert [key for key, offer in read_offers(bucket) if offer is None] == ["o/0.1", "o/2.1"]
     assert (await library.collect(rules)).offers == 0
-    index._offers_s = -1e9  # as after some seconds
+    index._offers_s = -math.inf  # as after some seconds
     assert await index.find(spec(), digests(LONG), any_dtype=False) is None
     publish(bucket_place, LONG, profile=b"another")
     assert [key for key, offer in read_offers(bucket) if offer is None] == ["o/2.1"]
     for reader in (index, StoreIndex(bucket)):
-        reader._offers_s = min(reader._offers_s, -1e9)
+        reader._offers_s, reader._whole_s = -math.inf, -math.inf  # as after a minute
         assert (await reader.find(spec(), digests(LONG), any_dtype=False)).catalog.tokens == 200
-        assert (await reader.find(spec(), digests(LONG[4:24]), any_dtype=False)).catalog.tokens == 20
+        assert (await reader.find(spec(), digests(LONG[60:80]), any_dtype=False)).catalog.tokens == 20
     publish(bucket_place, LONG[8:], profile=b"the third")
     with pytest.raises(AssetError, match="no room"):
         publish(bucket_place, LONG[40:], profile=b"the fourth")
