@@ -169,7 +169,9 @@ def _passage(
 ) -> PassageBase:
     from kvabr.cli.display import plain
     from kvabr.engines.transformers.blend import blend_engine
+    from kvabr.types.passage import check_movable
 
+    check_movable(loaded.engine.spec)
     try:
         engine = blend_engine(loaded.engine)
     except ModelError as error:

@@ -80,7 +80,7 @@ def compute(
 
     Raises:
         UsageError: the model has a shorter context.
-        FormatError: it can have no passages, or the fusion losses are of another one.
+        FormatError: the fusion losses are of another one.
     """
     from kvabr.publish.encoder import PassageBase
     from kvabr.publish.fusion import FusionLosses
@@ -88,10 +88,9 @@ def compute(
     from kvabr.publish.passages import CONTEXTS, NEUTRAL, contexts_for, free_cache, mean_cache
     from kvabr.publish.texts import calibration_texts
     from kvabr.store.files import read_text
-    from kvabr.types.passage import PassageNotes, check_movable
+    from kvabr.types.passage import PassageNotes
 
     engine, ids, report = model.engine, prompt.tokens, partial(progress, "prefill")
-    check_movable(engine.spec)
     neutral = list(opened(model, model.encode(NEUTRAL)))
     contexts, named = [list(model.opening)], "alone"
     if args.behind is not None:

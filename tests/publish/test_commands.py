@@ -314,3 +314,39 @@ def test_fusion_losses_of_a_model_are_measured_once(tmp_path, capsys):
 def test_options_of_profiles_make_no_fusion_losses(tmp_path, capsys, words, said):
     assert kvabr(*words, "--model", "nowhere", "--out", tmp_path / "f.json") == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_model_with_windows_has_no_passages_and_the_reason_is_told_once(tmp_path, capsys):
+    model = tinymodels.save(tmp_path / "model", "Mistral", sliding_window=64)
+    text = tmp_path / "text.txt"
+    text.write_text("words of a passage " * 20)
+    asked = {
+        "passages need full attention in every layer; it has window64": (
+            *("encode", "--passage", "--text", text, "--tokens", 90, "--continuation", 24, "--out", tmp_path / "o"),
+        ),
+        "cannot play passages: not all of its layers keep keys and values of every token": (
+            *("calibrate", "--blend", "--out", tmp_path / "f.json"),
+        ),
+    }
+    asked["(it has: window)"] = ("bench", "blend", "--quick", "--work", tmp_path / "work")
+    for reason, words in asked.items():
+        capsys.readouterr()
+        assert kvabr(*words, "--model", model) == 1
+        said = capsys.readouterr()
+        assert reason in said.err
+        assert said.err.count("passages") == 1
+        assert "passages" not in said.out
+    assert not (tmp_path / "f.json").exists()
+
+
+@pytest.mark.slow
+def test_a_passage_may_be_shorter_than_a_group_and_a_token_long(tmp_path):
+    model, text = tinymodels.save(tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text("Some words about a passage that may be used anywhere. " * 8)
+    for tokens in (1, 5):
+        out = tmp_path / f"of-{tokens}"
+        words = ("encode", "--passage", "--text", text, "--tokens", tokens, "--continuation", 24, "--model", model)
+        assert kvabr(*words, "--contexts", 2, "--tracks", "FP16", "Int4", "--out", out) == 0
+        catalog = FolderAsset.open(out).catalog
+        assert (catalog.tokens, catalog.groups, len(catalog.passage.order)) == (tokens, 1, tokens)
+        assert len(catalog.passage.fusion) == 4

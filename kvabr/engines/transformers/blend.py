@@ -84,6 +84,8 @@ class TransformersBlendEngine(TransformersEngine):
         if not wanted or not all(0 <= layer < self.spec.layers for layer in wanted):
             raise ModelError(f"{self.spec.model} has {self.spec.layers} layers, so not all of {list(wanted)}")
         cached = self._check_cache(kv)
+        if not question:
+            raise ModelError("an empty question attends to nothing: give at least one token")
         self.check(question, cached)
         rows = {layer: torch.zeros(cached, device=self.device) for layer in wanted}
         end = cached + len(question)

@@ -181,8 +181,12 @@ def test_arguments_of_another_model_are_refused():
         engine.recompute(IDS, [1], kv, layers=9)
     with pytest.raises(ModelError, match="not all of"):
         engine.attention(IDS, kv, layers=[7])
-    with pytest.raises(ModelError, match="do not fit"):
+    with pytest.raises(ModelError, match="do not fit tiny/Llama, which sees 640"):
         engine.attention(IDS * 8, kv)
+    with pytest.raises(ModelError, match="do not fit tiny/Llama, which sees 640"):
+        engine.recompute(IDS * 8, [1], kv)
+    with pytest.raises(ModelError, match="empty question"):
+        engine.attention([], kv)
 
 
 @pytest.mark.parametrize("kind", [*ATTENTION, *STATES])
