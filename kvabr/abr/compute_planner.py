@@ -88,7 +88,8 @@ class ComputePlanner:
         else:
             each_s = self._each / view.rate
             begins_s = max(view.ttfb_s, view.outstanding_bytes / view.rate)
-        low, high = first, behind
+        # While no rate is known the last group is left to the network: without a request it stays unknown.
+        low, high = first, behind - (view.rate <= 0 and not view.in_flight)
         while low < high:  # binary search: the last group before which the engine is no later than the network
             middle = (low + high + 1) // 2
             engine_s = reached_s + self._until[middle]

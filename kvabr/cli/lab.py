@@ -117,7 +117,10 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
         "--engine", nargs="+", metavar="E", help="none, asset, 2x, 1500/s, 2x@0.05:suffix (default: none)"
     )
     axes.add_argument(
-        "--asset", nargs="+", metavar="A", help="assets or catalogs (default: the shipped one of SmolLM2)"
+        "--asset",
+        nargs="+",
+        metavar="A",
+        help="assets or catalogs; a folder of passages is one prompt (default: the shipped catalog of SmolLM2)",
     )
     axes.add_argument("--exclude", nargs="+", metavar="FAMILY", help="trace families to leave out")
     axes.add_argument("--starts", type=int, metavar="N", help="start points of each trace (default: 1)")

@@ -18,9 +18,9 @@ from kvabr.cli.options import (
     check_writable,
     load,
 )
-from kvabr.player.session_types import PlayerConfig
+from kvabr.player.session_types import BlendGoal, PlayerConfig
 from kvabr.types.catalog import Catalog
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ examples:
   kvabr replay lte.csv --policy anytime fixed:Int4 ./mine.py:MyPolicy --deadline 2
   kvabr replay lte.csv --asset my.asset --verify        decode, recompute and score with the real model
   kvabr replay lte.csv --asset my.asset --live          real bytes over QUIC, compared with the simulation
+  kvabr replay lte.csv --passages manual report         a prompt joined from two passages
 
 Traces may be in the formats of mahimahi, sabre (JSON), Pensieve, iperf3 (JSON) or CSV; `kvabr traces info` shows one.
 Cellular traces are slow compared with a KV cache: --load 0.4 scales each trace so that its mean rate carries
@@ -62,6 +63,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--asset", help="an asset, or its catalog.json (default: a catalog of SmolLM2 that comes with kvabr)"
     )
+    _add_passage_options(parser)
     parser.add_argument(
         "-p",
         "--policy",
@@ -143,6 +145,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
+def _add_passage_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "a prompt of passages",
+        "Instead of one asset, play a prompt that is joined from passages, of which tokens are computed again.",
+    )
+    group.add_argument("--passages", nargs="+", metavar="A", help="passages, in the order of the prompt")
+    group.add_argument("--exact", type=int, metavar="N", help="tokens of the text before them (default: 32)")
+    group.add_argument("--question", type=int, metavar="N", help="tokens of the question behind them (default: 24)")
+    group.add_argument(
+        "--share", type=float, metavar="X", help="share of their tokens to compute again (default: what it is worth)"
+    )
+    group.add_argument("--max-loss", type=float, metavar="X", help="give up above this expected loss (default: 0.5)")
+
+
 def _add_live_options(parser: argparse.ArgumentParser) -> None:
     live = parser.add_argument_group(
         "a real link",
@@ -165,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(stderr=True)
     _check_live(args)
-    catalog, asset = _asset(args.asset)
+    catalog, asset = _asset(args.asset) if args.passages is None else (_joined(args), None)
     matrix = _matrix(args, catalog)
     check_writable(args.json, args.html, args.svg, args.log, args.perfetto)
     if args.verify and asset is None:
@@ -223,6 +239,28 @@ def _asset(path: str | None) -> tuple[Catalog, Asset | None]:
     return open_catalog(path)
 
 
+def _joined(args: argparse.Namespace) -> Catalog:
+    from kvabr.replay.passages import EXACT, prompt_of
+    from kvabr.store.locations import open_catalog
+
+    if args.asset is not None or args.live or args.verify:
+        raise UsageError("--passages takes the place of --asset, and is for simulations")
+    exact = EXACT if args.exact is None else args.exact
+    return prompt_of([open_catalog(path)[0] for path in args.passages], exact)
+
+
+def _blend(args: argparse.Namespace) -> BlendGoal | None:
+    given = [name for name in ("exact", "question", "share", "max_loss") if getattr(args, name) is not None]
+    if args.passages is None:
+        if given:
+            raise UsageError(f"--{given[0].replace('_', '-')} is about a prompt of passages: it needs --passages")
+        return None
+    from kvabr.replay.passages import QUESTION
+
+    question = QUESTION if args.question is None else args.question
+    return BlendGoal(args.share, question, MISS_PENALTY if args.max_loss is None else args.max_loss)
+
+
 def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
     from kvabr.data import traces_folder
     from kvabr.replay.experiment import ReplayOptions
@@ -231,7 +269,8 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
 
     # The speed that an asset's publisher measured is a fair guess at the user's own engine; that of the shipped catalog
     # is not. Real plays have no engine unless the user asks for one, because its stand-in would only take time.
-    cost = catalog.prefill if args.asset is not None and not args.live and args.producer is None else None
+    own = args.asset is not None or args.passages is not None
+    cost = catalog.prefill if own and not args.live and args.producer is None else None
     if args.no_recompute:
         cost = None
     elif args.prefill_rate is not None:
@@ -249,6 +288,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         estimator=args.estimator,
         config=PlayerConfig(gpu_price=args.gpu_price, time_price=args.time_price, give_up_after=args.patience),
         sharing=_sharing(args),
+        blend=_blend(args),
         producer=_producer(args),
     )
     traces = tuple(trace for path in find(args.traces or [traces_folder()]) for trace in read(path))

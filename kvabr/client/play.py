@@ -41,6 +41,7 @@ from kvabr.codec.profile import Profile
 from kvabr.codec.quantised import all_finite, as_type, check_wanted, convert
 from kvabr.codec.threads import decoder_threads
 from kvabr.player.assembler import Assembler
+from kvabr.player.blend_plan import delivered_loss
 from kvabr.player.builder import new_estimator, new_session, opening
 from kvabr.player.prefixes import PlacedPrefix, prefix_loss
 from kvabr.player.session_types import (
@@ -66,7 +67,6 @@ from kvabr.types.events import (
     RecomputeDone,
     RecomputeStarted,
 )
-from kvabr.types.joined import fusion_loss
 from kvabr.types.kv import KVSpec
 from kvabr.types.live import GrowingCatalog
 from kvabr.types.loss import played_loss, predicted_loss
@@ -168,11 +168,7 @@ class Play:
         ttft_s = clock.now()
         record.met = ttft_s + rest_s <= clock.deadline_s
         coverage = tuple(track or "" for track in assembler.coverage)
-        loss = played_loss(catalog, record.steps)
-        fusion: float | None = 0.0
-        if (blend := record.blend) is not None:
-            fusion = blend.fusion_loss
-            loss += 0.0 if fusion is None else fusion - (fusion_loss(catalog, coverage) or 0.0)
+        loss, blend = delivered_loss(catalog, record), record.blend
         options.note(CacheDelivered(ttft_s - lookup_s, record.met, loss))
         return Played(
             parts=parts,
@@ -182,8 +178,8 @@ class Play:
             lookup_s=lookup_s,
             met=record.met,
             loss=loss,
-            fusion_loss=fusion,
-            computed_again=() if again is None or record.blend is None or not record.blend.tokens else again.at,
+            fusion_loss=0.0 if blend is None else blend.fusion_loss,
+            computed_again=again.at if again is not None and blend is not None and blend.tokens else (),
             record=record,
             spec=catalog.spec,
             catalog=catalog,

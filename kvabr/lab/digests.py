@@ -50,7 +50,9 @@ def of_trace(trace: Trace) -> str:
 
 def of_catalog(catalog: Catalog) -> str:
     """Return the digest of a catalog."""
-    return hashlib.sha256(catalog.dumps().encode()).hexdigest()
+    # One that is joined from passages is not published; its name says where each of them stands.
+    own = "".join(each.dumps() for each in catalog.sources) + catalog.namespace.prompt
+    return hashlib.sha256((own if catalog.sources else catalog.dumps()).encode()).hexdigest()
 
 
 def of_options(options: ReplayOptions) -> str:

@@ -17,13 +17,14 @@ from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.plugins import policies as known_policies
 from kvabr.abr.policies import DEFAULT
 from kvabr.data import default_catalog
-from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, PlayerConfig
+from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, BlendGoal, PlayerConfig
 from kvabr.replay.experiment import ReplayOptions
+from kvabr.replay.passages import EXACT, QUESTION, prompt_of
 from kvabr.replay.readers import find, read
 from kvabr.replay.trace import Trace
 from kvabr.store.files import read_text
 from kvabr.types.catalog import Catalog
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import AssetError, PolicyError, UsageError
 
@@ -240,6 +241,7 @@ class LabMatrix:
             slow_start=self.slow_start,
             estimator=self.estimator,
             config=PlayerConfig(gpu_price=engine.gpu_price, time_price=self.time_price),
+            blend=BlendGoal(None, QUESTION, MISS_PENALTY) if self.catalog(cell).sources else None,
         )
 
     def starts_of(self, trace: Trace, count: int) -> list[float]:
@@ -361,7 +363,13 @@ def _offer(item: Any) -> Offer:
     path = Path(text)
     if not path.exists():
         raise AssetError(f"{path}: no such asset; `kvabr encode` makes one")
-    catalog = Catalog.read(path / "catalog.json" if path.is_dir() else path)
+    found = path / "catalog.json" if path.is_dir() else path
+    if found.exists():
+        catalog = Catalog.read(found)
+    elif below := sorted(path.glob("*/catalog.json")):
+        catalog = prompt_of([Catalog.read(each) for each in below], EXACT)
+    else:
+        raise AssetError(f"{path}: neither an asset nor a folder of passages, which would be one prompt")
     return Offer(path.name.removesuffix(".json").removesuffix(".catalog").removesuffix(".asset"), catalog)
 
 

@@ -9,12 +9,26 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from kvabr.abr.ladder import Ladder
-from kvabr.player.session_types import BlendGoal
+from kvabr.player.session_types import BlendGoal, PlayRecord
+from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.joined import fusion_loss, joined_passages
+from kvabr.types.loss import played_loss
 
 _UNKNOWN_LINK_SHARE = 0.5
 """Share of the deadline that is kept for tokens at most while nothing is known of the link."""
+
+
+def delivered_loss(catalog: Catalog, record: PlayRecord) -> float:
+    """Return the expected loss of a cache that was delivered, nats per generated token.
+
+    What computing tokens of passages again saved is taken off, see `kvabr.types.loss.played_loss` for the rest.
+    """
+    loss, blend = played_loss(catalog, record.steps), record.blend
+    if blend is None or blend.fusion_loss is None:
+        return loss
+    coverage = [group.track or "" for group in record.groups]
+    return loss + blend.fusion_loss - (fusion_loss(catalog, coverage) or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +112,11 @@ class BlendPlan:
                 best, least = needed_s, worth
         return best
 
+    def tokens_left(self, coverage: Sequence[str]) -> int:
+        """Return how many tokens of passages are not of groups which were computed."""
+        groups = (group for one in self.passages for group in one.groups if coverage[group] != RECOMPUTED)
+        return sum(self._catalog.unit(group).tokens for group in groups)
+
     def best(self, left_s: float, coverage: Sequence[str], codec: float, *, chosen: bool) -> BlendOption | None:
         """Return what to compute now that the cache is in place; None: its expected loss would exceed the limit.
 
@@ -108,7 +127,7 @@ class BlendPlan:
             chosen: whether the tokens are chosen already.
         """
         found, least = None, math.inf
-        for option in self.options:
+        for option in self.options if self.tokens_left(coverage) else self.options[:1]:
             fusion = self.fusion(coverage, option.share)
             if codec + (fusion or 0.0) > self._goal.max_loss:
                 continue

@@ -11,6 +11,8 @@ limit, the play is given up instead.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvabr.player.blend_plan import BlendOption, BlendPlan
 from kvabr.player.session import Session
 from kvabr.player.session_types import BlendGoal, BlendRecord, ChooseTokens, Goal, RecomputeTokens
@@ -154,9 +156,11 @@ class BlendSession(Session):
             return
         for transfer in list(self.view.in_flight.values()):
             self._cancel(transfer, "tokens are computed again over what is in place", now)
+        # Of groups that were computed no token is left; as many others are computed instead.
+        option = replace(option, tokens=min(option.tokens, self._plan.tokens_left(coverage)))
         self._computing, self._blend.begun_s = option, now
         self._next_tick_s = now + self._tick_s
-        self._actions.append(RecomputeTokens(option.share, option.tokens))
+        self._actions.append(RecomputeTokens(option.share, option.tokens, 0 if self._choosing else self._question))
         saved = (joined or 0.0) - (self._plan.fusion(coverage, option.share) or 0.0)
         reason = f"saves {saved:.4f} nats per token in {option.seconds:.2f} s, of {left_s:.2f} s left"
         self._events.emit(TokensStarted, now, option.tokens, option.share, reason)

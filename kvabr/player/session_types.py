@@ -199,6 +199,8 @@ class RecomputeTokens:
     """Share of the passages' tokens."""
     tokens: int
     """How many these are."""
+    question: int = 0
+    """Tokens of the question that still has to choose them; 0: they are chosen, or being chosen."""
 
 
 @dataclass(slots=True)

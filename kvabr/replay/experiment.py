@@ -14,7 +14,8 @@ from kvabr.abr.view import Future, PlannedPlay, View
 from kvabr.player.builder import new_estimator, new_session, opening
 from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.session import Session
-from kvabr.player.session_types import PlayerConfig, PlayRecord, check_decoders
+from kvabr.player.session_types import WHOLE, BlendGoal, PlayerConfig, PlayRecord, check_decoders
+from kvabr.replay.blend_bound import BlendClairvoyant
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
 from kvabr.replay.foresight import Foresight
 from kvabr.replay.link import (
@@ -75,6 +76,8 @@ class ReplayOptions:
     config: PlayerConfig = field(default_factory=PlayerConfig)
     sharing: Sharing | None = None
     """How the link is shared with other plays, packet by packet; None: a play has it to itself, without a queue."""
+    blend: BlendGoal | None = None
+    """What is computed again of a prompt joined from passages; None: the catalog is no such prompt's."""
     producer: Producer | None = None
     """Who prefills the cache while it is played; None: all of it is published."""
 
@@ -90,6 +93,8 @@ class ReplayOptions:
         check_decoders(self.decoders)
         if self.producer is not None and (self.cost is not None or self.sharing is not None or self.cold):
             raise UsageError("a cache that is still being prefilled is replayed warm, alone, and without an engine")
+        if self.blend is not None and (self.producer is not None or self.mode != "hole"):
+            raise UsageError("a prompt joined from passages takes an engine of mode 'hole', and published passages")
 
 
 class Experiment:
@@ -99,8 +104,15 @@ class Experiment:
         self.catalog, self.options = catalog.to_play, options
         self.ladder = Ladder(self.catalog)
         self.clairvoyant = self.new_clairvoyant(options.cost)
+        self._blend = (
+            None
+            if options.blend is None
+            else BlendClairvoyant.of(
+                self.ladder, options.blend, options.cost, options.config, partial(self.new_clairvoyant, options.cost)
+            )
+        )
         self._live = None if options.producer is None else LiveClairvoyant(self.catalog, options.decode_scale)
-        self._catalog_bytes = len(catalog.dumps())
+        self._catalog_bytes = sum(len(each.dumps()) for each in catalog.sources or (catalog,))
         self._last: tuple[Trace, Trace, Trace, list[float]] | None = None
 
     def prepare(self, trace: Trace, start_s: float) -> tuple[Capacity, float, Bound]:
@@ -112,6 +124,12 @@ class Experiment:
             bound = self._live.best(capacity, published_s, deadline_s, time_price=price, delay_s=rtt_s / 2)
             return capacity, rtt_s, bound
         lookup_s = self.lookup_s(trace, start_s, rtt_s)
+        if self._blend is not None:
+
+            def shorter(clairvoyant: Clairvoyant, tokens_s: float) -> Bound:
+                return self.bound(clairvoyant, capacity, rtt_s, lookup_s=lookup_s + tokens_s)
+
+            return capacity, rtt_s, self._blend.best(shorter)
         return capacity, rtt_s, self.bound(self.clairvoyant, capacity, rtt_s, lookup_s=lookup_s)
 
     def link(self, trace: Trace, start_s: float) -> tuple[Capacity, float]:
@@ -132,11 +150,11 @@ class Experiment:
         _, carried, sums = self._scaled(trace)
         return Capacity(carried, start_s, rtt_s, slow_start=slow_start, window=window, sums=sums)
 
-    def new_clairvoyant(self, cost: PrefillCost | None) -> Clairvoyant:
-        """Return the clairvoyant for these plays with an engine of some cost, or without one."""
+    def new_clairvoyant(self, cost: PrefillCost | None, catalog: Catalog | None = None) -> Clairvoyant:
+        """Return the clairvoyant for these plays with an engine of some cost, or without one; or of another catalog."""
         options = self.options
         return Clairvoyant(
-            self.catalog, cost, options.mode, decode_scale=options.decode_scale, decoders=options.decoders
+            catalog or self.catalog, cost, options.mode, decode_scale=options.decode_scale, decoders=options.decoders
         )
 
     def bound(self, clairvoyant: Clairvoyant, capacity: Capacity, rtt_s: float, *, lookup_s: float = 0.0) -> Bound:
@@ -366,6 +384,7 @@ class Experiment:
             self._time_for(lookup_s),
             policy,
             estimator,
+            goal=options.blend or WHOLE,
             cost=options.cost,
             mode=options.mode,
             config=replace(options.config, decoders=options.decoders),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvabr.player.blend_plan import delivered_loss
 from kvabr.player.session_types import PlayerConfig, PlayRecord
 from kvabr.replay.clairvoyant import Bound
 from kvabr.replay.link import Capacity
@@ -13,7 +14,6 @@ from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import objective
 from kvabr.types.events import PlayEvent
-from kvabr.types.loss import played_loss
 
 NO_CACHE_LOSS = 1.0
 """Loss of a play that was given up, nats per token: about what losing the whole prompt cost on a real model."""
@@ -49,7 +49,7 @@ def valued(catalog: Catalog, config: PlayerConfig, deadline_s: float, record: Pl
     if ends_s is None:
         ends_s = config.give_up_after * deadline_s
     else:
-        loss = played_loss(catalog, record.steps)
+        loss = delivered_loss(catalog, record)
     return loss, objective(
         loss,
         ends_s,
@@ -91,6 +91,7 @@ def run_line(
         "tokens_recomputed": record.tokens_recomputed,
         "recompute_s": rounded(record.recompute_s),
         "abandoned": record.abandoned,
+        **({} if record.blend is None else {"share": record.blend.share, "fusion_loss": record.blend.fusion_loss}),
         "clairvoyant_loss": rounded(bound.least_loss) if bound.feasible else None,
         "clairvoyant_objective": rounded(bound.objective) if bound.feasible else None,
         "clairvoyant_ttft_s": rounded(bound.end_s) if bound.feasible else None,

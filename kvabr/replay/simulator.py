@@ -8,8 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from kvabr.player.blending import BlendSession
 from kvabr.player.session import Session
-from kvabr.player.session_types import Action, Cancel, Decode, Deliver, FetchGroup, GiveUp, PlayRecord, Recompute
+from kvabr.player.session_types import (
+    Action,
+    Cancel,
+    ChooseTokens,
+    Decode,
+    Deliver,
+    FetchGroup,
+    GiveUp,
+    PlayRecord,
+    Recompute,
+    RecomputeTokens,
+)
 from kvabr.replay.link import Capacity
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
@@ -63,12 +75,14 @@ class Machine:
         self._decoding: list[tuple[float, int, int, float]] = []
         """Heap of the groups being decoded: when that ends, order of the action, request, seconds of decoding."""
         self._decodes = 0
-        self._compute: tuple[float, int, int] | None = None
+        self._engine: list[tuple[float, Recompute | ChooseTokens | RecomputeTokens]] = []
+        """What the engine does, one after the other, and when each ends."""
 
-    def begin(self, action: Decode | Recompute, now: float) -> None:
+    def begin(self, action: Decode | Recompute | ChooseTokens | RecomputeTokens, now: float) -> None:
         """Begin what the session asks for."""
-        if isinstance(action, Recompute):
-            self._start_compute(action, now)
+        if not isinstance(action, Decode):
+            begins_s = max([now, *(end for end, _ in self._engine)])
+            self._engine.append((begins_s + self._engine_s(action), action))
             return
         track = self._catalog.by_name[action.track]
         share = self._catalog.share(action.group)
@@ -78,25 +92,35 @@ class Machine:
         heappush(self._decoding, (end, self._decodes, action.request, seconds))
         self._decodes += 1
 
-    def _start_compute(self, action: Recompute, now: float) -> None:
-        assert self._cost is not None  # noqa: S101  # a session without a cost model asks for no recompute
-        first, last = map(self._catalog.tokens_before, (action.first, action.last))
-        self._compute = (now + self._cost.seconds(first, last - first), action.first, action.last)
+    def _engine_s(self, action: Recompute | ChooseTokens | RecomputeTokens) -> float:
+        """Return the seconds that the engine takes for an action."""
+        cost, tokens = self._cost, self._catalog.tokens
+        assert cost is not None  # noqa: S101  # a session without a cost model asks for no recompute
+        if isinstance(action, Recompute):
+            first, last = map(self._catalog.tokens_before, (action.first, action.last))
+            return cost.seconds(first, last - first)
+        look_s = cost.seconds(tokens, action.question) if action.question else 0.0
+        if isinstance(action, ChooseTokens):
+            return look_s
+        return look_s + cost.seconds(tokens - action.tokens, action.tokens)
 
     def next_s(self) -> float:
         """Return when something is done next, seconds; infinite if nothing is being done."""
         decoded_s = self._decoding[0][0] if self._decoding else math.inf
-        return decoded_s if self._compute is None else min(decoded_s, self._compute[0])
+        return min(decoded_s, self._engine[0][0]) if self._engine else decoded_s
 
     def tell(self, now: float) -> None:
         """Report to the session what is done by ``now``."""
         while self._decoding and self._decoding[0][0] <= now + EPSILON:
             _, _, request, seconds = heappop(self._decoding)
             self._session.decoded(request, now, seconds)
-        if self._compute is not None and self._compute[0] <= now + EPSILON:
-            _, first, last = self._compute
-            self._compute = None
-            self._session.computed(first, last, now)
+        while self._engine and self._engine[0][0] <= now + EPSILON:
+            _, action = self._engine.pop(0)
+            if isinstance(action, Recompute):
+                self._session.computed(action.first, action.last, now)
+            elif isinstance(self._session, BlendSession):
+                chosen = isinstance(action, ChooseTokens)
+                (self._session.tokens_chosen if chosen else self._session.tokens_recomputed)(now)
 
 
 class Simulator:
@@ -175,7 +199,7 @@ class Simulator:
                     heappush(self._open, (flow.priority, flow.request, flow))
                 else:
                     self._coming.append(flow)
-            elif isinstance(action, Decode | Recompute):
+            elif isinstance(action, Decode | Recompute | ChooseTokens | RecomputeTokens):
                 self._machine.begin(action, now)
             elif isinstance(action, Cancel) and (cut := self._flows.pop(action.request, None)) is not None:
                 cut.cancelled = True

@@ -18,7 +18,7 @@ _MOST_SPANS = 2000
 _STARTED = ("policy", "estimator", "deadline_s", "engine_mode", "groups", "fp16_bytes", "asset", "rtt_s")
 _REQUESTED = ("group", "track", "bytes")
 _DECIDED = ("kind", "reason", "rate", "lower", "slack_s")
-_LOOKUP = ("lookup", 0)
+_LOOKUP, _TOKENS = ("lookup", 0), ("recompute tokens", 0)
 
 Key = tuple[str, int]
 """Kind of a span, and the number of its request or 0."""
@@ -71,6 +71,10 @@ class _Spans:
                     self._open[fetch].add_event("first byte", timestamp=now)
             case events.TransferEvent():
                 self._transfer(now, event)
+            case events.TokensStarted():
+                self._begin(_TOKENS, now, _named(event, ("tokens", "share", "reason")))
+            case events.TokensDone() | events.TokensFailed():
+                self._end(_TOKENS, now, error=event.reason if isinstance(event, events.TokensFailed) else None)
             case events.RecomputeEvent():
                 self._engine(now, event)
             case events.ProgressMade() | events.SampleLimited():

@@ -158,7 +158,7 @@ class PlayerMetrics(Listener, MetricSet):
                     self.first_byte_seconds.observe(event.t - play.sent_s.pop(event.request))
             case events.TransferEvent():
                 self._transfer(play, event)
-            case events.RecomputeEvent():
+            case events.RecomputeEvent() | events.TokensStarted() | events.TokensDone():
                 self._engine(play, event)
             case events.CacheDelivered():
                 self._delivered(play, event)
@@ -191,8 +191,10 @@ class PlayerMetrics(Listener, MetricSet):
                 play.sent_s.pop(event.request, None)
                 play.kinds.pop(event.request, None)
 
-    def _engine(self, play: _PlayState, event: events.RecomputeEvent) -> None:
-        if isinstance(event, events.RecomputeStarted):
+    def _engine(
+        self, play: _PlayState, event: events.RecomputeEvent | events.TokensStarted | events.TokensDone
+    ) -> None:
+        if isinstance(event, events.RecomputeStarted | events.TokensStarted):
             play.computing_s = event.t
             return
         self.recompute_seconds_total.inc(max(0.0, event.t - play.computing_s))

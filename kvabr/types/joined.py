@@ -43,9 +43,7 @@ class Joined(NamedTuple):
     """Its groups in the joined catalog."""
 
 
-def join(
-    parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec, *, share: float = 0.0
-) -> Catalog | None:
+def join(parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec) -> Catalog | None:
     """Return the catalog of a prompt, up to the end of the last passage that was found; None if there is none.
 
     A passage that begins the prompt is computed: it would have no attention sink before it, and is exact without.
@@ -54,7 +52,6 @@ def join(
         parts: the prompt.
         found: catalogs of passages, of the same spec, and with the same codec profile if any.
         spec: of the model.
-        share: share of each passage's tokens that is computed again, as far as its losses are concerned.
 
     Raises `FormatError` if the passages have no track in common.
     """
@@ -84,7 +81,7 @@ def join(
         spec=spec,
         tokens=done,
         chunks=chunks,
-        tracks=_common(units, sources, share),
+        tracks=_common(units, sources, 0.0),
         profile=profile,
         profile_bytes=profile_bytes,
         prefill=sources[0].prefill,
@@ -92,6 +89,11 @@ def join(
         chosen=tuple(units),
         sources=tuple(sources),
     )
+
+
+def at_share(catalog: Catalog, share: float) -> Catalog:
+    """Return a joined catalog with the losses that it has if this share of each passage's tokens is computed again."""
+    return replace(catalog, tracks=_common(catalog.units, catalog.sources, share))
 
 
 def joined_passages(catalog: Catalog) -> tuple[Joined, ...]:

@@ -48,7 +48,7 @@ FIELDS = {
     "decisions": (
         *("t", "kind", "group", "track", "request", "reason", "rate", "lower", "ttfb", "slack", "alternatives"),
     ),
-    "computed": ("start", "end", "first", "last"),
+    "computed": ("start", "end", "first", "last", "tokens"),
     "published": ("t", "edge"),
 }
 """Columns of a play's lists. Tracks are indices; -1 is ``recomputed``, None is no track."""
@@ -200,7 +200,7 @@ def _play(run: Run, timeline: Timeline, places: dict[str, int], losses: Mapping[
             ]
             for item in flights
         ],
-        "computed": [[_time(c.start_s), _time(c.end_s), c.first, c.last] for c in computations(log)],
+        "computed": [[_time(c.start_s), _time(c.end_s), c.first, c.last, c.tokens] for c in computations(log)],
         "published": [[_time(t), edge] for t, edge in published(log)],
         "decisions": decisions,
         "left_out": left_out,

@@ -126,6 +126,8 @@ def _play(run: Run, timeline: Timeline, pid: int) -> Iterator[Slice]:
     for item in engine:
         title = f"groups {item.first} to {item.last - 1}" if item.last - item.first > 1 else f"group {item.first}"
         args = {"first": item.first, "last": item.last - 1, "finished": item.finished}
+        if item.tokens:
+            title, args = f"{item.tokens} tokens again", {"tokens": item.tokens, "finished": item.finished}
         yield _span(_ENGINE, title, item.start_s, item.end_s, args)
     link = capacity(timeline.get("link") or (), max(end_of(log), deadline or 0.0))
     for t, rate in zip(link["t"], link["mean"], strict=True):

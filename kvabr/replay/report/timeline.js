@@ -289,9 +289,10 @@ function decoderPanel(area, root) {
 function enginePanel(area, root) {
   const panel = area.panels.engine;
   sideText(root, panel.top + panel.height / 2, "engine");
-  return svg("g", {}, area.play.computed.map(([start, end]) => {
+  return svg("g", {}, area.play.computed.map(([start, end, first, last, tokens]) => {
     const box = { x: area.x(start), width: Math.max(1, area.x(end) - area.x(start) - 0.5), y: panel.top, height: panel.height };
-    return [svg("rect", { ...box, class: "engine" }), svg("rect", { ...box, class: "overlay weaved" })];
+    const what = tokens ? `${tokens} tokens of passages, computed again` : `groups ${first} to ${last - 1}`;
+    return [svg("rect", { ...box, class: "engine" }), svg("rect", { ...box, class: "overlay weaved" }, titled(what))];
   }));
 }
 

@@ -24,6 +24,9 @@ from kvabr.types.events import (
     RequestDone,
     RequestFailed,
     RequestSent,
+    TokensDone,
+    TokensFailed,
+    TokensStarted,
     TransferEvent,
 )
 
@@ -57,13 +60,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """Groups ``first`` to ``last`` - 1, recomputed by the engine."""
+    """Groups ``first`` to ``last`` - 1, recomputed by the engine; or single tokens of passages, and no group."""
 
     start_s: float
     end_s: float
     first: int
     last: int
     finished: bool
+    tokens: int = 0
+    """Single tokens."""
 
 
 def end_of(log: Iterable[PlayEvent]) -> float:
@@ -109,12 +114,19 @@ def computations(log: Sequence[PlayEvent]) -> list[Computation]:
     """Return all runs of the engine, in order."""
     begun: dict[tuple[int, int], float] = {}
     found = []
+    again: TokensStarted | None = None
     for event in log:
         if isinstance(event, RecomputeStarted):
             begun[event.first, event.last] = event.t
         elif isinstance(event, RecomputeDone):
             span = event.first, event.last
             found.append(Computation(begun.pop(span, event.t), event.t, *span, finished=True))
+        elif isinstance(event, TokensStarted):
+            again = event
+        elif isinstance(event, TokensDone | TokensFailed) and again is not None:
+            done = isinstance(event, TokensDone)
+            found.append(Computation(again.t, event.t, 0, 0, finished=done, tokens=again.tokens))
+            again = None
     end = end_of(log)
     found += [Computation(t, end, *span, finished=False) for span, t in begun.items()]
     return sorted(found, key=lambda item: item.start_s)

@@ -1,0 +1,177 @@
+"""Prompts of passages in the simulator: whole plays, their bound, and what reports say of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from kvabr.cli.main import main
+from kvabr.player.blend_plan import BlendPlan
+from kvabr.player.session_types import BlendGoal, PlayerConfig
+from kvabr.replay.experiment import Experiment, ReplayOptions
+from kvabr.replay.passages import prompt_of
+from kvabr.replay.report.timeline import computations
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from kvabr.types.events import TokensChosen, TokensDone, TokensStarted
+from kvabr.types.joined import at_share, fusion_loss
+from kvabr.types.naming import TrackNamespace
+from kvabr.types.passage import PassageNotes
+from tests import assets
+from tests.catalogs import catalog
+from tests.replay.worlds import world, worlds
+
+FUSION = ((0.0, 0.08), (0.05, 0.05), (0.15, 0.03), (0.3, 0.02))
+COST = PrefillCost(0.005, 1 / 1500)
+DEAR = PlayerConfig(gpu_price=0.5, give_up_after=5.0)
+"""Too dear to compute passages, and not some of their tokens."""
+
+
+def passage(number, groups, *, fusion=FUSION, layered=True):
+    made = catalog(groups, short=40, layered=layered)
+    chunks = tuple(f"{number:02d}{index:062x}" for index in range(groups))
+    name = TrackNamespace(made.namespace.model, chunks[-1])
+    return replace(made, namespace=name, chunks=chunks, passage=PassageNotes("mean", 4, b"", fusion))
+
+
+def joined(**how):
+    return prompt_of([passage(1, 4, **how), passage(2, 3, **how), passage(3, 4, **how)], 30)
+
+
+@pytest.mark.parametrize("policy", ["anytime", "mpc", "cachegen", "fixed:Int4", "oracle"])
+@pytest.mark.parametrize("goal", [BlendGoal(None, 20), BlendGoal(0.15, 20), BlendGoal(0.0)], ids=["any", "15 %", "0"])
+@pytest.mark.parametrize("trace", worlds(), ids=lambda trace: trace.name)
+def test_no_play_beats_the_clairvoyant_and_every_play_says_what_it_computed(trace, goal, policy):
+    if policy == "oracle":
+        policy = "anytime"
+        options = ReplayOptions(6.0, 0.05, 0.2, COST, config=DEAR, blend=goal)
+    else:
+        options = ReplayOptions(2.0, 0.05, 0.4, COST, config=DEAR, blend=goal)
+    experiment = Experiment(joined(), options)
+    outcome = experiment.play(trace, 0.3, policy, log=True)
+    run, blend = outcome.run, outcome.record.blend
+    if run["feasible"]:
+        assert run["regret"] >= -1e-9
+    if outcome.record.gave_up is not None:
+        return
+    assert run["share"] == blend.share
+    assert run["met"] == (run["ttft_s"] <= options.deadline_s)
+    coverage = [group["track"] for group in run["groups"]]
+    assert run["fusion_loss"] == pytest.approx(fusion_loss(experiment.catalog, coverage, blend.share))
+    assert run["loss"] >= run["fusion_loss"] - 1e-9
+    started = [event for event in outcome.log if isinstance(event, TokensStarted)]
+    assert len(started) == (blend.tokens > 0) == sum(isinstance(event, TokensDone) for event in outcome.log)
+    if goal.share == 0.0:
+        assert not blend.tokens
+        return
+    if blend.tokens:
+        spans = [run for run in computations(outcome.log) if run.tokens]
+        assert [run.tokens for run in spans] == [blend.tokens]
+        seconds = COST.seconds(experiment.catalog.tokens - blend.tokens, blend.tokens)
+        assert spans[0].end_s - spans[0].start_s >= seconds - 1e-9
+
+
+def test_tokens_compete_with_layers_by_price():
+    """On a fast link there is time for more tokens than on a slow one, and never more than pay."""
+    shares = []
+    for rate in (2e5, 5e5, 3e7):
+        options = ReplayOptions(1.5, 0.02, None, COST, config=DEAR, blend=BlendGoal(None, 20), slow_start=False)
+        played = Experiment(joined(), options).play(world("steady", [rate]), 0.0, "anytime")
+        assert played.run["met"]
+        shares.append(played.run["share"])
+    assert shares == sorted(shares)
+    assert shares[-1] > 0
+    options = ReplayOptions(1.5, 0.02, None, COST, config=PlayerConfig(gpu_price=10.0), blend=BlendGoal(None, 20))
+    assert Experiment(joined(), options).play(world("steady", [3e7]), 0.0, "anytime").run["share"] == 0.0
+
+
+def test_tokens_are_chosen_before_the_last_layer_is_there():
+    options = ReplayOptions(4.0, 0.02, None, COST, config=DEAR, blend=BlendGoal(0.15, 20))
+    played = Experiment(joined(), options).play(world("steady", [6e5]), 0.0, "anytime", log=True)
+    times = {type(event): event.t for event in played.log}
+    assert times[TokensChosen] < times[TokensStarted]
+    assert played.record.blend.chosen_s < played.record.blend.begun_s
+
+
+def test_a_bound_knows_what_every_share_loses():
+    prompt, goal = joined(), BlendGoal(None, 20)
+    experiment = Experiment(prompt, ReplayOptions(2.0, 0.05, 0.4, COST, config=DEAR, blend=goal))
+    plan = BlendPlan(experiment.ladder, COST, goal, time_price=DEAR.time_price, gpu_price=DEAR.gpu_price)
+    assert [option.share for option in plan.options] == [0.0, 0.05, 0.15, 0.3]
+    every = ["Int4"] * prompt.groups
+    for option in plan.options:
+        assert option.fusion == pytest.approx(3 * dict(FUSION)[option.share])
+        saved = [
+            mine - theirs
+            for mine, theirs in zip(
+                prompt.track("Int4").loss, at_share(prompt, option.share).track("Int4").loss, strict=True
+            )
+        ]
+        assert sum(saved) == pytest.approx(fusion_loss(prompt, every) - option.fusion)
+    alone = [
+        Experiment(
+            prompt, ReplayOptions(2.0, 0.05, 0.4, COST, config=DEAR, blend=BlendGoal(share, 20 if share else 0))
+        ).prepare(world("steady", [1e6]), 0.0)[2]
+        for share in (0.0, 0.05, 0.15, 0.3)
+    ]
+    free = experiment.prepare(world("steady", [1e6]), 0.0)[2]
+    assert free.objective == pytest.approx(min(bound.objective for bound in alone))
+
+
+def test_what_is_no_prompt_of_passages_is_refused():
+    with pytest.raises(UsageError, match="is no passage"):
+        prompt_of([passage(1, 3), catalog(4)], 30)
+    with pytest.raises(UsageError, match="at least 1"):
+        prompt_of([passage(1, 3)], 0)
+    other = passage(2, 3)
+    foreign = replace(other, spec=replace(other.spec, model="another"))
+    with pytest.raises(UsageError, match="not one prompt"):
+        prompt_of([passage(1, 3), foreign], 30)
+    with pytest.raises(UsageError, match="mode 'hole'"):
+        ReplayOptions(2.0, cost=COST, mode="suffix", blend=BlendGoal(None, 20))
+
+
+@pytest.fixture
+def passages(tmp_path):
+    folder = tmp_path / "passages"
+    for number in range(3):
+        ids = range(100 * number, 100 * number + 30)
+        assets.make_asset(folder / f"p{number}", ids, passage=PassageNotes("mean", 4, b"", FUSION))
+    return folder
+
+
+def test_the_command_replays_a_prompt_of_passages(passages, tmp_path, capsys):
+    report, page, slices = tmp_path / "report.json", tmp_path / "page.html", tmp_path / "slices.json"
+    trace = tmp_path / "link.csv"
+    trace.write_text("t_s,mbps\n" + "".join(f"{second},{8 + second % 5}\n" for second in range(30)))
+    names = [str(each) for each in sorted(passages.iterdir())]
+    how = ["replay", str(trace), "--passages", *names, "--prefill-rate", "500", "--jobs", "1"]
+    assert main([*how, "--share", "0.15", "--json", str(report), "--html", str(page), "--perfetto", str(slices)]) == 0
+    run = json.loads(report.read_text())["runs"][0]
+    assert run["share"] == 0.15
+    shown = [each for each in json.loads(slices.read_text())["traceEvents"] if "tokens again" in each["name"]]
+    assert [each["args"]["tokens"] for each in shown] == [14]  # of 90
+    assert "tokens of passages, computed again" in page.read_text()
+    for wrong, words in (
+        (["--asset", names[0]], "takes the place of --asset"),
+        (["--exact", "0"], "at least 1"),
+        (["--share", "2"], "give 0 to 1"),
+        (["--recompute-mode", "suffix"], "mode 'hole'"),
+    ):
+        assert main([*how, *wrong]) == 2
+        assert words in capsys.readouterr().err
+    assert main(["replay", str(trace), "--share", "0.1"]) != 0
+    assert "--passages" in capsys.readouterr().err
+
+
+def test_the_laboratory_plays_a_folder_of_passages(passages, tmp_path):
+    trace = tmp_path / "link.csv"
+    trace.write_text("t_s,mbps\n" + "".join(f"{second},{8 + second % 5}\n" for second in range(30)))
+    out = tmp_path / "lab"
+    how = ["lab", str(trace), "--asset", str(passages), "--engine", "2x", "--policy", "anytime", "--load", "0.3", "1"]
+    assert main([*how, "--out", str(out), "--jobs", "1"]) == 0
+    assert main([*how, "--out", str(out), "--jobs", "1"]) == 0
+    (tmp_path / "empty").mkdir()
+    assert main(["lab", str(trace), "--asset", str(tmp_path / "empty"), "--out", str(out)]) != 0
