@@ -111,7 +111,11 @@ def toy_asset(
 
 
 def toy_base(
-    ids: Sequence[int], model: ToyModel | None = None, *, fusion: tuple[tuple[float, float], ...] = ((0.0, 0.05),)
+    ids: Sequence[int],
+    model: ToyModel | None = None,
+    *,
+    fusion: tuple[tuple[float, float], ...] = ((0.0, 0.05),),
+    order: bytes = b"",
 ) -> PassageBase:
     """What a publisher has of a passage: the mean of its caches behind two contexts."""
     model = model or ToyModel()
@@ -120,7 +124,7 @@ def toy_base(
         kv = model.prefill([*context, *ids])[:, :, :, len(context) :]
         kv[:, 0] = rotate(kv[:, 0], model.spec.rope, len(context), undo=True)
         caches.append(kv)
-    return PassageBase(sum(caches) / 2, PassageNotes("mean", 2, b"", fusion), model.prefill([1, 2, 3]))
+    return PassageBase(sum(caches) / 2, PassageNotes("mean", 2, order, fusion), model.prefill([1, 2, 3]))
 
 
 def toy_passage(

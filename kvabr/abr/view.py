@@ -82,6 +82,8 @@ class View:
     """Prefill cost of the engine; None if nothing can be recomputed."""
     front_first: bool = False
     """Whether the earliest groups are needed first: the engine must recompute everything behind a miss."""
+    in_order: bool = False
+    """Whether an idle engine has work on groups in place, once everything before them is in place, too."""
     gpu_price: float = 0.0
     """Price of a second of engine time, in nats per token."""
     time_price: float = 0.0

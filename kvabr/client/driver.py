@@ -367,10 +367,10 @@ class Driver:
         coverage = [track or "" for track in assembler.coverage]
 
         def work() -> None:
-            kv = assembler.before(self._catalog.groups)
-            at, computed = again.compute(kv, coverage, action.tokens)
-            if not self._over.done():
-                assembler.put_tokens(at, computed)
+            if action.passage is not None:
+                again.compute_ahead(assembler, action.passage, action.tokens)
+            else:
+                again.compute(assembler, coverage, action.tokens, lambda: not self._over.done())
 
         try:
             await on_engine(again.engine, work)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kvabr.blend.looking import look
 from kvabr.blend.selection import Selection, Selector, choose
+from kvabr.player.assembler import Assembler
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.engine import BlendEngine
 from kvabr.types.joined import joined_passages
@@ -28,6 +29,8 @@ class TokenRecompute:
     selector: Callable[[], Selector]
     at: tuple[int, ...] = ()
     """Places of the tokens that were computed, increasing."""
+    _ahead: dict[int, torch.Tensor] = field(default_factory=dict)
+    """What was computed ahead, [layer, K/V, head, dim], by place."""
     _seen: tuple[Selection, torch.Tensor] | None = None
 
     def choose(self, kv: torch.Tensor) -> None:
@@ -47,22 +50,54 @@ class TokenRecompute:
         choose(seen, scores, 0.0)  # what a selector returns is checked at once
         self._seen = seen, scores
 
-    def compute(self, kv: torch.Tensor, coverage: Sequence[str], count: int) -> tuple[tuple[int, ...], torch.Tensor]:
-        """Compute the best tokens over a cache; choose them first if that was not done.
+    def compute_ahead(self, assembler: Assembler, passage: int, count: int) -> None:
+        """Compute the first tokens of a passage's order, while what follows the passage still comes.
+
+        Raises `ModelError` of the engine.
+        """
+        place = joined_passages(self.catalog)[passage]
+        order = b"" if place.notes is None else place.notes.order
+        best = sorted(range(len(order)), key=lambda token: -order[token])[:count]
+        at = sorted(place.first + token for token in best)
+        if at:
+            kv = assembler.before(place.groups.stop)
+            new = self.engine.recompute(list(self.tokens[: place.end]), at, kv)
+            self._ahead.update(zip(at, new.unbind(dim=3), strict=True))
+
+    def compute(
+        self, assembler: Assembler, coverage: Sequence[str], count: int, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Compute the best tokens over a complete cache, and put them into place, with those that were computed ahead.
+
+        They are chosen first if that was not done.
 
         Args:
-            kv: the cache, [layer, K/V, head, token, dim].
+            assembler: has the cache, and accepts nothing afterwards.
             coverage: per group the track in place, or ``recomputed``: its tokens are as good as they can be.
             count: how many tokens.
+            wanted: says whether the play still waits for them.
 
-        Returns:
-            Their places, increasing, and their KV, [layer, K/V, head, token, dim].
+        Raises:
+            ModelError, PolicyError, UsageError: of the engine or the selector.
+            FormatError: the engine returned something else.
         """
-        self.choose(kv)
-        assert self._seen is not None  # noqa: S101  # it was just made
-        seen, scores = self._seen
         units = [self.catalog.unit(group) for group, track in enumerate(coverage) if track != RECOMPUTED]
-        left = replace(seen, passages=tuple((unit.first, unit.first + unit.tokens) for unit in units))
-        size = sum(unit.tokens for unit in units)
-        self.at = choose(left, scores, min(1.0, count / max(1, size)))
-        return self.at, self.engine.recompute(list(self.tokens[: self.catalog.tokens]), self.at, kv)
+        spans = tuple((unit.first, unit.first + unit.tokens) for unit in units)
+        ahead = [at for at in sorted(self._ahead) if any(first <= at < end for first, end in spans)]
+        if ahead and wanted():
+            assembler.put_tokens(ahead, torch.stack([self._ahead[at] for at in ahead], dim=3))
+        chosen: tuple[int, ...] = ()
+        if count:
+            kv = assembler.before(self.catalog.groups)
+            self.choose(kv)
+            assert self._seen is not None  # noqa: S101  # it was just made
+            seen, scores = self._seen
+            scores = scores.clone().double()
+            scores[ahead] = -torch.inf
+            size = sum(unit.tokens for unit in units)
+            left = replace(seen, passages=spans)
+            chosen = choose(left, scores, min(1.0, count / max(1, size)))
+            new = self.engine.recompute(list(self.tokens[: self.catalog.tokens]), chosen, kv)
+            if wanted():
+                assembler.put_tokens(chosen, new)
+        self.at = tuple(sorted({*ahead, *chosen}))

@@ -5,6 +5,9 @@ at every event, layers and tokens compete for what is left at one price. Once ev
 chooses the tokens by what the question attends to, while layers still come: the choice on the cheapest track is as good
 as on the best. When the play would deliver, it has the tokens computed over the cache as it is then, and delivers.
 
+On a slow link the engine is idle meanwhile. Then the tokens that their publisher ranks highest are computed, passage by
+passage, as soon as everything before is in place. Their part in the expected loss is not counted.
+
 If the engine fails or does not end, the cache is delivered as it was joined. If its expected loss exceeds the goal's
 limit, the play is given up instead.
 """
@@ -20,6 +23,9 @@ from kvabr.types.errors import UsageError
 from kvabr.types.events import TokensChosen, TokensDone, TokensFailed, TokensStarted
 from kvabr.types.loss import played_loss
 
+_AHEAD_SHARE = 0.5
+"""Share of the time that the rest of the base takes which tokens may take that are computed ahead."""
+
 
 class BlendSession(Session):
     """One play of a joined prompt."""
@@ -32,10 +38,14 @@ class BlendSession(Session):
         self._full_s = view.deadline_s
         """The deadline; that of the view leaves time for the tokens."""
         self._plan = BlendPlan(view.ladder, view.cost, goal, time_price=config.time_price, gpu_price=config.gpu_price)
+        view.in_order = any(self._plan.ahead(number) for number in range(len(self._plan.passages)))
         self._question = goal.question
         self._choosing = self._settled = False
         """Whether tokens are being chosen or have been; and whether it is settled what is computed."""
         self._computing: BlendOption | None = None
+        self._ahead: BlendOption | None = None
+        """What is computed in a publisher's order, and the next passage of which that could be done."""
+        self._ahead_s, self._next = 0.0, 0
         self.record.blend = self._blend = BlendRecord(fusion_loss=self._plan.fusion([""] * view.groups, 0.0))
         self._reserve(0.0)
 
@@ -58,7 +68,17 @@ class BlendSession(Session):
 
     def tokens_recomputed(self, now: float) -> None:
         """Take that the tokens are computed, and in place."""
-        if (option := self._computing) is None or self.over:
+        if self.over:
+            return
+        if (ahead := self._ahead) is not None:  # it began before all else
+            self._ahead = None
+            self._blend.ahead += ahead.tokens
+            self.record.tokens_recomputed += ahead.tokens
+            self.record.recompute_s += now - self._ahead_s
+            self._events.emit(TokensDone, now, ahead.tokens)
+            self._advance(now)
+            return
+        if (option := self._computing) is None:
             return
         blend, begun_s = self._blend, self._blend.begun_s or 0.0
         blend.share, blend.tokens, blend.done_s = option.share, option.tokens, now
@@ -73,6 +93,7 @@ class BlendSession(Session):
             return
         self._events.emit(TokensFailed, now, reason)
         self._plan.options = self._plan.options[:1]
+        self._ahead = None
         if self._computing is not None:
             self.record.recompute_s += now - (self._blend.begun_s or 0.0)
             self._computing, self._settled = None, False
@@ -131,9 +152,30 @@ class BlendSession(Session):
         super()._advance(now)
         if self.over or self._choosing or self._computing is not None or len(self._plan.options) < 2:
             return
-        if self._in_place == self._catalog.groups and self._compute is not None:
+        if self._in_place < self._catalog.groups:
+            self._compute_ahead(now)
+        elif self._compute is not None:
             self._choosing = True
             self._actions.append(ChooseTokens(self._question))
+
+    def _compute_ahead(self, now: float) -> None:
+        """Have an idle engine compute a passage's tokens while the rest of the prompt is still to come."""
+        lane, view, passages = self._compute, self.view, self._plan.passages
+        if lane is None or lane.computing is not None or self._ahead is not None or view.rate <= 0:
+            return
+        while self._next < len(passages):
+            passage, option = passages[self._next], self._plan.ahead(self._next)
+            if any(self.record.groups[group].ready_s is None for group in range(passage.groups.stop)):
+                return
+            rest_s = (view.outstanding_bytes + view.floor_bytes()) / view.rate
+            self._next += 1
+            if option is None or option.seconds > _AHEAD_SHARE * rest_s:
+                continue
+            self._ahead, self._ahead_s = option, now
+            self._actions.append(RecomputeTokens(option.share, option.tokens, passage=self._next - 1))
+            reason = f"by their publisher's order, while {rest_s:.2f} s of the base are still to come"
+            self._events.emit(TokensStarted, now, option.tokens, option.share, reason)
+            return
 
     def _deliver(self, now: float, *, cut: str | None = None) -> None:
         if self._settled or cut is not None:
@@ -151,7 +193,7 @@ class BlendSession(Session):
             least = min(self._plan.fusion(coverage, one.share) or 0.0 for one in self._plan.options)
             self._give_up(now, self._too_lossy(codec + least))
             return
-        if not option.tokens:
+        if not option.tokens and not self._blend.ahead and self._ahead is None:
             self._finish(now)
             return
         for transfer in list(self.view.in_flight.values()):

@@ -192,7 +192,7 @@ class RecomputeTokens:
     """Compute the passages' best tokens again, over the cache that is in place; nothing else changes it any more.
 
     Answer with `BlendSession.tokens_recomputed` or `BlendSession.tokens_failed`. If they are not chosen yet, do that
-    first.
+    first. Put those that were computed ahead into place, too.
     """
 
     share: float
@@ -201,6 +201,9 @@ class RecomputeTokens:
     """How many these are."""
     question: int = 0
     """Tokens of the question that still has to choose them; 0: they are chosen, or being chosen."""
+    passage: int | None = None
+    """Only tokens of this passage, by its publisher's order, ahead of the others: the rest of the prompt still comes,
+    and they are kept apart until all of it is there."""
 
 
 @dataclass(slots=True)
@@ -265,8 +268,11 @@ class BlendRecord:
     """What was computed again of a prompt joined from passages; times as in `GroupRecord`."""
 
     share: float = 0.0
-    """Share of the passages' tokens."""
+    """Share of the passages' tokens that the question chose."""
     tokens: int = 0
+    """How many these were."""
+    ahead: int = 0
+    """Tokens besides these that were computed in their publishers' order while the cache still came."""
     chosen_s: float | None = None
     """When the tokens were chosen; None if that was not done while the cache was still coming."""
     begun_s: float | None = None

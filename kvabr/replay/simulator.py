@@ -25,6 +25,7 @@ from kvabr.player.session_types import (
 from kvabr.replay.link import Capacity
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
+from kvabr.types.joined import joined_passages
 
 EPSILON = 1e-9
 """Seconds that two events at the same time may be apart by rounding."""
@@ -102,7 +103,9 @@ class Machine:
         look_s = cost.seconds(tokens, action.question) if action.question else 0.0
         if isinstance(action, ChooseTokens):
             return look_s
-        return look_s + cost.seconds(tokens - action.tokens, action.tokens)
+        if action.passage is not None:
+            tokens = joined_passages(self._catalog)[action.passage].end
+        return look_s + (cost.seconds(tokens - action.tokens, action.tokens) if action.tokens else 0.0)
 
     def next_s(self) -> float:
         """Return when something is done next, seconds; infinite if nothing is being done."""

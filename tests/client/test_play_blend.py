@@ -26,6 +26,7 @@ DEAR = {"prefill_cost": COST, "gpu_price": 100.0}
 IDS = prompt(200).tokens
 SYSTEM, BETWEEN, QUESTION = Exact(IDS[:11]), Exact(IDS[90:93]), Exact(IDS[190:200])
 ONE, OTHER, UNMEASURED = Passage(IDS[11:60]), Passage(IDS[60:90]), Passage(IDS[93:133])
+ORDERED = Passage(IDS[133:173])
 PARTS = (SYSTEM, ONE, BETWEEN, OTHER, QUESTION)
 COVERED, PASSAGES = 11 + 49 + 3 + 30, 49 + 30
 WHOLE = [token for part in PARTS for token in part.ids]
@@ -38,6 +39,7 @@ def library(tmp_path_factory):
     toy_passage(root / "one", ONE.ids, fusion=FUSION)
     toy_passage(root / "other", OTHER.ids, fusion=FUSION)
     toy_passage(root / "unmeasured", UNMEASURED.ids, fusion=())
+    toy_passage(root / "ordered", ORDERED.ids, fusion=((0.0, 0.09), (0.15, 0.01)), order=bytes([*range(200, 240)]))
     return PublishedAssets(root)
 
 
@@ -136,6 +138,28 @@ async def test_tokens_are_chosen_while_layers_still_come(origin):
     assert played.met
     assert played.record.blend.chosen_s < played.record.blend.begun_s
     assert len(played.computed_again) == 8
+
+
+@virtual
+async def test_on_a_slow_link_the_publishers_order_is_computed_meanwhile(origin):
+    parts = (SYSTEM, ORDERED, ONE, OTHER, QUESTION)
+    ahead = tuple(range(11 + 34, 11 + 40))  # the last tokens of the passage, 15 % of them
+    events, quick = [], {"prefill_cost": PrefillCost(0.0, 3e-5), "gpu_price": 100.0}
+    for share in (0.1, 0.0001):
+        async with origin(rate=2e4) as link:
+            played = await play(
+                link, parts=parts, share=share, deadline=20.0, engine=ToyBlendModel(), log=events.append, **quick
+            )
+        blend = played.record.blend
+        assert played.met
+        assert blend.ahead == 6
+        assert set(ahead) < set(played.computed_again)
+        assert len(played.computed_again) == 6 + blend.tokens
+        # What was computed is what is in place, whatever came for the group later.
+        plain = ToyBlendModel().prefill([*SYSTEM.ids, *ORDERED.ids])[:, :, :, list(ahead)]
+        assert off_by(played.kv[:, :, :, list(ahead)], plain) < 0.3
+    starts = [event for event in events if isinstance(event, TokensStarted)]
+    assert [event.tokens for event in starts if "order" in event.reason] == [6, 6]
 
 
 @virtual

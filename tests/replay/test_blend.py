@@ -29,11 +29,12 @@ DEAR = PlayerConfig(gpu_price=0.5, give_up_after=5.0)
 """Too dear to compute passages, and not some of their tokens."""
 
 
-def passage(number, groups, *, fusion=FUSION, layered=True):
+def passage(number, groups, *, fusion=FUSION, layered=True, ordered=False):
     made = catalog(groups, short=40, layered=layered)
     chunks = tuple(f"{number:02d}{index:062x}" for index in range(groups))
     name = TrackNamespace(made.namespace.model, chunks[-1])
-    return replace(made, namespace=name, chunks=chunks, passage=PassageNotes("mean", 4, b"", fusion))
+    order = bytes(token % 251 for token in range(made.tokens)) if ordered else b""
+    return replace(made, namespace=name, chunks=chunks, passage=PassageNotes("mean", 4, order, fusion))
 
 
 def joined(**how):
@@ -93,6 +94,19 @@ def test_tokens_are_chosen_before_the_last_layer_is_there():
     times = {type(event): event.t for event in played.log}
     assert times[TokensChosen] < times[TokensStarted]
     assert played.record.blend.chosen_s < played.record.blend.begun_s
+
+
+def test_an_idle_engine_computes_tokens_ahead_on_a_slow_link():
+    cost, config = PrefillCost(0.0, 1 / 1500), PlayerConfig(gpu_price=0.43)
+    prompt = joined(ordered=True, fusion=((0.0, 0.08), (0.15, 0.01)))
+    for rate in (2e4, 1e5):
+        options = ReplayOptions(12.0, 0.02, None, cost, config=config, blend=BlendGoal(0.15, 20))
+        played = Experiment(prompt, options).play(world("steady", [rate]), 0.0, "anytime", log=True)
+        blend = played.record.blend
+        assert blend.ahead > 0
+        assert played.record.tokens_recomputed >= blend.ahead + blend.tokens
+        assert sum(run.tokens for run in computations(played.log)) == blend.ahead + blend.tokens
+        assert played.run["regret"] >= 0
 
 
 def test_a_bound_knows_what_every_share_loses():

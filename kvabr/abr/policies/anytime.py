@@ -195,6 +195,8 @@ class Anytime(Policy):
                 return Decision.wait("enough is in flight, and decoding is slow")
             name = view.soonest_track()
         missing, order = view.missing_groups, self._order
+        if self._planner is not None and view.in_order and not self._planner.reserved:
+            return Decision.fetch(next(iter(missing)), name, "the base comes first, in the order of the prompt")
         if self._planner is not None and not view.front_first:
             group = next(reversed(missing))  # the engine comes from the front
             return Decision.fetch(group, name, "the base comes first, from the back")

@@ -186,7 +186,7 @@ class TimeSaver:
 
     def _next_group(self, view: View) -> int:
         """Return the missing group to request: in slow start that which loses most, as what follows may be better."""
-        if view.front_first:
+        if view.front_first or view.in_order:
             return next(iter(view.missing_groups))
         if view.cost is not None:
             return next(reversed(view.missing_groups))  # the engine comes from the front
