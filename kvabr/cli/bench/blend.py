@@ -22,7 +22,8 @@ examples:
 A prompt is an exact beginning, passages whose caches were computed elsewhere, and a question. Passages are computed
 alone, behind a neutral text, or as the mean over several contexts; their keys are rotated to where they stand. A
 selector then chooses tokens of the passages to recompute over the joined cache. The loss is the KL divergence against
-a full prefill, in nats per token, over what follows the question; for codes, also whether greedy decoding says them.
+a full prefill, in nats per token, over what follows the question. For codes it is also whether greedy decoding says
+them, and the margin in nats by which the code is likelier than the likeliest of the others.
 Means have 95 % bootstrap intervals over prompts. Work counts tokens and layers, time is the processor's; both are
 shares of the full prefill of the same prompt.
 

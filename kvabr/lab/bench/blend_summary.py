@@ -53,6 +53,8 @@ def _recipes(found: Found, plan: Sequence[Recipe]) -> list[Row]:
             }
             if kind == "codes":
                 row["found"] = sum(bool(each["found"]) for each in rows.values())
+                margin = bootstrap.interval(np.array([each["margin"] for each in rows.values()]))
+                row |= {"margin": margin.mean, "margin_ci95": [margin.low, margin.high]}
             out.append(row)
     return out
 
@@ -82,7 +84,7 @@ def _ratios(found: Found, plan: Sequence[Recipe]) -> list[Row]:
 
 
 def loss_table(result: Mapping[str, Any]) -> Table:
-    """Return a line for each recipe: loss on each kind of prompt, codes found, work and time."""
+    """Return a line for each recipe: loss on each kind of prompt, codes found and their margin, work and time."""
     by_name: dict[str, dict[str, Row]] = {}
     for row in result["recipes"]:
         by_name.setdefault(row["recipe"], {})[row["kind"]] = row
@@ -92,9 +94,12 @@ def loss_table(result: Mapping[str, Any]) -> Table:
         cells = [_loss(rows.get(kind)) for kind in kinds]
         codes = rows.get("codes")
         share = [float(np.mean([row[key] for row in rows.values()])) for key in ("work", "time")]
-        found = [] if "codes" not in kinds else [f"{codes['found']} of {codes['prompts']}" if codes else "-"]
+        found = [] if "codes" not in kinds else ["-", "-"]
+        if codes:
+            low, high = codes["margin_ci95"]
+            found = [f"{codes['found']} of {codes['prompts']}", f"{codes['margin']:.2f} [{low:.1f}, {high:.1f}]"]
         lines.append((name, *cells, *found, *(f"{value:.3f}" for value in share)))
-    found_names = ("found",) if "codes" in kinds else ()
+    found_names = ("found", "margin") if "codes" in kinds else ()
     return ("recipe", *(f"KL {kind}" for kind in kinds), *found_names, "work", "time"), lines
 
 

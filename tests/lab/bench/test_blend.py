@@ -94,6 +94,9 @@ def test_what_is_recomputed_in_full_loses_nothing(large, lab):
     assert some["kl"] < none["kl"]
     assert none["work"] == 0
     assert isinstance(every["found"], bool)
+    assert every["found"] == (every["gap"] > 0)
+    assert every["margin"] == pytest.approx(case.exact()["margin"], abs=1e-3)
+    assert none["margin"] != pytest.approx(every["margin"], abs=1e-3)
     assert every["found"] == case.exact()["found"]
 
 
@@ -128,6 +131,9 @@ def test_the_summary_and_the_picture(large, lab):
     result = summarise(measure(lab, some, plan, kept.get, kept.setdefault), plan)
     rows = {(row["recipe"], row["kind"]): row for row in result["recipes"]}
     assert rows[FULL, "codes"]["kl"] == 0
+    codes = rows[FULL, "codes"]
+    assert codes["margin_ci95"][0] <= codes["margin"] <= codes["margin_ci95"][1]
+    assert "margin" not in rows[FULL, "facts"]
     row = rows["mean, question 0.15", "facts"]
     assert row["kl_ci95"][0] <= row["kl"] <= row["kl_ci95"][1]
     over = {(each["over"], each["kind"]) for each in result["ratios"]}
@@ -174,3 +180,16 @@ def test_the_command_writes_tables_json_and_picture(capsys, tmp_path, model_fold
 def test_wrong_options_are_refused_before_anything_is_loaded(capsys, option, words):
     assert main(["bench", "blend", "--model", "nowhere", *option]) != 0
     assert words in capsys.readouterr().err
+
+
+def test_the_margin_is_to_the_likeliest_of_the_other_codes(large, lab):
+    prompt = prompts(large, "codes")[0]
+    assert len(prompt.others) == 4
+    assert prompt.tail not in prompt.others
+    kv = lab.engine.prefill([*prompt.tokens, *prompt.question])
+    scored = {}
+    for code in (prompt.tail, *prompt.others):
+        rows = lab.engine.score(kv[:, :, :, :-1], [prompt.question[-1], *code])
+        scored[code] = sum(float(rows[at, token]) for at, token in enumerate(code))
+    best = max(scored[code] for code in prompt.others)
+    assert FusedCase(lab, prompt).exact()["margin"] == pytest.approx(scored[prompt.tail] - best, abs=1e-6)
