@@ -11,11 +11,18 @@ Nothing that comes is believed: a head counts only as far as its digests are tho
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
+from kvabr.quic.interface import FoundPrefix
+from kvabr.store.objects.layout import StoreOffer
 from kvabr.store.objects.spans import SpanHead
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import TrackNamespace
+from kvabr.types.units import hit, units_of
 
 _AT_ONCE = 31
 """Full spans whose heads are all asked for in the first round: of 16 groups, prompts of up to 511 groups."""
@@ -129,3 +136,67 @@ class SpanSearch:
         asks = [Ask("pointer", group) for group in range(first, min(first + self._size - 1, groups))]
         whole = self._states and first + self._size <= groups
         return [*asks, Ask("end", first + self._size - 1)] if whole else asks
+
+
+def found_prefix(offer: StoreOffer, heads: Sequence[SpanHead]) -> FoundPrefix:
+    """Return what consecutive spans from the first group on make: a catalog, cut to what there are snapshots for.
+
+    Raises `FormatError` if they do not fit together.
+    """
+    spec, chunks = offer.spec, tuple(digest for head in heads for digest in head.digests)
+    size = spec.group_tokens
+    for head in heads[:-1]:
+        if head.tokens != offer.span_groups * size:
+            raise FormatError(f"span {head.digests[-1][:16]}: lacks tokens, although another follows it")
+    tokens = heads[-1].first * size + heads[-1].tokens
+    limited_by: str | None = None
+    units = units_of(spec, tokens)
+    listed = {
+        (track.name, track.first + at) for head in heads for track in head.tracks for at in range(len(track.bytes))
+    }
+    if any((spec.parts[unit.part].track_name(offer.tracks[0].name), unit.group) not in listed for unit in units):
+        # The last span is not the last of its asset: there is no snapshot of a state at its end.
+        groups, limited_by = hit(spec, len(chunks), tokens + 1)
+        if not groups:
+            return FoundPrefix(None, limited_by)
+        chunks, tokens = chunks[:groups], groups * size
+        units = units_of(spec, tokens)
+    tracks = []
+    for level in offer.tracks:
+        entries = _entries(heads, [part.track_name(level.name) for part in spec.parts])
+        try:
+            found = [entries[unit.part][unit.group] for unit in units]
+        except KeyError as error:
+            raise FormatError(f"spans: {level.name} lacks a group of {spec.names[0]} or another class") from error
+        sizes, digests, losses = zip(*found, strict=True)
+        tracks.append(Track(level.name, sizes, losses, digests, level.refines, level.decode_s))
+    catalog = Catalog(
+        namespace=TrackNamespace(spec.model, chunks[-1]),
+        spec=spec,
+        tokens=tokens,
+        chunks=chunks,
+        tracks=tuple(tracks),
+        profile=offer.profile,
+        profile_bytes=offer.profile_bytes,
+        prefill=offer.prefill,
+        loss_method=offer.loss_method,
+        position=heads[0].position,
+    )
+    tag = hashlib.sha256("".join(digest for track in tracks for digest in track.digests).encode()).hexdigest()
+    return FoundPrefix(catalog, limited_by, tag)
+
+
+def _entries(heads: Sequence[SpanHead], names: Sequence[str]) -> list[dict[int, tuple[int, str, float]]]:
+    """Return per class the size, SHA-256 and loss of each unit, by its number."""
+    found: list[dict[int, tuple[int, str, float]]] = []
+    for name in names:
+        own: dict[int, tuple[int, str, float]] = {}
+        for head in heads:
+            if (track := head.by_name.get(name)) is not None:
+                own |= zip(
+                    range(track.first, track.first + len(track.bytes)),
+                    zip(track.bytes, track.digests, track.loss, strict=True),
+                    strict=True,
+                )
+        found.append(own)
+    return found

@@ -7,7 +7,6 @@ and a span is used only as far as its chained digests are those that were asked 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import math
 import time
@@ -22,17 +21,16 @@ from cachetools import LRUCache, TTLCache
 
 from kvabr.client.lanes import LANES, SPARE_LANES
 from kvabr.client.resources import decoders
-from kvabr.client.span_search import Ask, SpanSearch
+from kvabr.client.span_search import Ask, SpanSearch, found_prefix
 from kvabr.quic.interface import FoundPrefix
 from kvabr.store.objects import layout, spans
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.layout import StoredCatalog, StoreOffer
 from kvabr.store.objects.spans import SpanHead
-from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import ForbiddenError, FormatError, NotFoundError, RequestError
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import TrackNamespace, parse_prefix_track
-from kvabr.types.units import hit, units_of, with_snapshots_of
+from kvabr.types.naming import LOOKUP_RUN, MAX_PREFIX_DIGESTS, TrackNamespace, parse_prefix_track
+from kvabr.types.units import with_snapshots_of
 
 _FIRST_OFFERS, _MORE_OFFERS = LANES + SPARE_LANES, 8
 """Offers that are asked for at the same time. The first also open the connections that plays need."""
@@ -41,6 +39,7 @@ _OFFERS_S = 5.0
 _WHOLE_S = 60.0
 """Seconds after which offers are read again that are known: a collector may have made room for others."""
 _MAX_OFFERS_SEARCHED = 4
+_SPANS_AT_ONCE, _RUNS = 32, 1024
 _HEADS, _HEADS_S = 512, 60.0
 """Heads that are kept, and for how many seconds: a collector may remove a span."""
 _PLACED = 4096
@@ -101,6 +100,8 @@ class StoreIndex:
         self._gone: TTLCache[str, bool] = TTLCache(_HEADS, _HEADS_S, time.monotonic)
         """Keys of spans that were not there although something named them, as a pointer may for a while."""
         self._head_bytes: dict[str, int] = {}
+        self._runs: LRUCache[tuple[str, str], Sequence[str]] = LRUCache(_RUNS)
+        """Digests of prompts up to a group that was found, by offer and the name of that group."""
         self._placed: LRUCache[TrackNamespace, tuple[Placed, ...]] = LRUCache(_PLACED)
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._admitted = False
@@ -187,7 +188,8 @@ class StoreIndex:
     async def lookup(self, namespace: TrackNamespace, track: str) -> bytes:
         """Return what a relay asks for by the name of a lookup: the catalog of the longest prefix.
 
-        Of a prompt so long that the name has not all of its groups, at most the first one's span is found.
+        Of a prompt so long that the name has not all of its groups, whole spans are found and what follows the last
+        one; the client asks again for groups inside the first span that is not there.
 
         Raises:
             NotFoundError: there is none.
@@ -203,7 +205,7 @@ class StoreIndex:
             offer for offer in reversed(self._offers) if offer is not None and offer.spec.model == namespace.model
         ]
         try:
-            best = await self._best(offers[:_MAX_OFFERS_SEARCHED], keys)
+            best = await self._best(offers[:_MAX_OFFERS_SEARCHED], keys, named=True)
         except FormatError as error:
             raise RequestError(f"{self._bucket.url}: {error}; publish it again") from error
         if best is None or best.catalog is None:
@@ -221,15 +223,54 @@ class StoreIndex:
                     found.append(offer)
         return found[:_MAX_OFFERS_SEARCHED]
 
-    async def _best(self, offers: Iterable[StoreOffer], digests: Sequence[str]) -> FoundPrefix | None:
-        """Return the longest prefix in any of some offers; raise an error only if nothing is found."""
-        answers = await asyncio.gather(*(self._search(offer, digests) for offer in offers), return_exceptions=True)
+    async def _best(
+        self, offers: Iterable[StoreOffer], digests: Sequence[str], *, named: bool = False
+    ) -> FoundPrefix | None:
+        """Return the longest prefix in any of some offers; raise an error only if nothing is found.
+
+        ``named``: the digests are those in the name of a lookup, which may be thinned.
+        """
+        search = self._search_named if named else self._search
+        answers = await asyncio.gather(*(search(offer, digests) for offer in offers), return_exceptions=True)
         found = [answer for answer in answers if isinstance(answer, FoundPrefix)]
         if not found:
             for answer in answers:
                 if isinstance(answer, BaseException):
                     raise answer
         return max(found, key=lambda one: 0 if one.catalog is None else one.catalog.tokens, default=None)
+
+    async def _search_named(self, offer: StoreOffer, keys: Sequence[str]) -> FoundPrefix | None:
+        """Search for a prompt of which a lookup names the first group, and others as `prefix_positions` says."""
+        plain, digests = await asyncio.gather(self._search(offer, keys), self._whole_digests(offer, keys))
+        found = plain if digests is None else await self._search(offer, digests)
+        if found is not None and found.catalog is not None:
+            chunks = found.catalog.chunks
+            for end in range(len(chunks), max(0, len(chunks) - offer.span_groups), -1):
+                self._runs[offer.id, layout.span_name(chunks[end - 1])] = chunks[:end]
+        return found
+
+    async def _whole_digests(self, offer: StoreOffer, keys: Sequence[str]) -> list[str] | None:
+        """Return the digests of the groups of a prompt from the first one on, as far as a lookup tells them.
+
+        Spans tell the digests between those that the lookup names. None: the lookup names all of them.
+        """
+        run, size = list[str](), offer.span_groups
+        if known := self._runs.get((offer.id, keys[1])) if len(keys) > 1 else None:
+            return [*known, *keys[2:]]  # the second lookup of a prompt
+        if len(keys) <= (MAX_PREFIX_DIGESTS + 1) // LOOKUP_RUN:
+            return None
+        while len(run) < size * (len(keys) - 1):
+            first = len(run) // size
+            asks = [
+                Ask("span", at) for at in range(1 + first, min(len(keys), 1 + first + (_SPANS_AT_ONCE if run else 1)))
+            ]
+            for number, answer in enumerate(await self._ask(offer, asks, keys), first):
+                head = answer and answer[1]
+                whole = head is not None and head.first == number * size and len(head.digests) == size
+                if head is None or not whole or not head.digests[-1].startswith(keys[1 + number]):
+                    return [*run, *keys[1 + number :]] if run else None
+                run += head.digests
+        return run
 
     async def _search(self, offer: StoreOffer, digests: Sequence[str]) -> FoundPrefix | None:
         search = SpanSearch(digests, offer.span_groups, states=layout.has_states(offer.spec))
@@ -374,70 +415,6 @@ class StoreIndex:
                 self._admitted = True
             self._heard(0 if data is None else len(data), time.monotonic() - begun_s)
             return data
-
-
-def found_prefix(offer: StoreOffer, heads: Sequence[SpanHead]) -> FoundPrefix:
-    """Return what consecutive spans from the first group on make: a catalog, cut to what there are snapshots for.
-
-    Raises `FormatError` if they do not fit together.
-    """
-    spec, chunks = offer.spec, tuple(digest for head in heads for digest in head.digests)
-    size = spec.group_tokens
-    for head in heads[:-1]:
-        if head.tokens != offer.span_groups * size:
-            raise FormatError(f"span {head.digests[-1][:16]}: lacks tokens, although another follows it")
-    tokens = heads[-1].first * size + heads[-1].tokens
-    limited_by: str | None = None
-    units = units_of(spec, tokens)
-    listed = {
-        (track.name, track.first + at) for head in heads for track in head.tracks for at in range(len(track.bytes))
-    }
-    if any((spec.parts[unit.part].track_name(offer.tracks[0].name), unit.group) not in listed for unit in units):
-        # The last span is not the last of its asset: there is no snapshot of a state at its end.
-        groups, limited_by = hit(spec, len(chunks), tokens + 1)
-        if not groups:
-            return FoundPrefix(None, limited_by)
-        chunks, tokens = chunks[:groups], groups * size
-        units = units_of(spec, tokens)
-    tracks = []
-    for level in offer.tracks:
-        entries = _entries(heads, [part.track_name(level.name) for part in spec.parts])
-        try:
-            found = [entries[unit.part][unit.group] for unit in units]
-        except KeyError as error:
-            raise FormatError(f"spans: {level.name} lacks a group of {spec.names[0]} or another class") from error
-        sizes, digests, losses = zip(*found, strict=True)
-        tracks.append(Track(level.name, sizes, losses, digests, level.refines, level.decode_s))
-    catalog = Catalog(
-        namespace=TrackNamespace(spec.model, chunks[-1]),
-        spec=spec,
-        tokens=tokens,
-        chunks=chunks,
-        tracks=tuple(tracks),
-        profile=offer.profile,
-        profile_bytes=offer.profile_bytes,
-        prefill=offer.prefill,
-        loss_method=offer.loss_method,
-        position=heads[0].position,
-    )
-    tag = hashlib.sha256("".join(digest for track in tracks for digest in track.digests).encode()).hexdigest()
-    return FoundPrefix(catalog, limited_by, tag)
-
-
-def _entries(heads: Sequence[SpanHead], names: Sequence[str]) -> list[dict[int, tuple[int, str, float]]]:
-    """Return per class the size, SHA-256 and loss of each unit, by its number."""
-    found: list[dict[int, tuple[int, str, float]]] = []
-    for name in names:
-        own: dict[int, tuple[int, str, float]] = {}
-        for head in heads:
-            if (track := head.by_name.get(name)) is not None:
-                own |= zip(
-                    range(track.first, track.first + len(track.bytes)),
-                    zip(track.bytes, track.digests, track.loss, strict=True),
-                    strict=True,
-                )
-        found.append(own)
-    return found
 
 
 def _parsed_heads(

@@ -28,6 +28,10 @@ Floats = NDArray[np.float64]
 
 _SPAN_GROUPS = 16
 """Groups of tokens that one object of a bucket holds."""
+_LOOKUP_GETS = 15
+"""GETs of a lookup besides one for each full span: 5 for offers, and 9 to 11 for pointers, as measured."""
+_LEAST_RANGES = 9
+"""Ranges in which players were seen to fetch a small cache: the first ones are short, because the rate is not known."""
 _SLICE_BYTES = 1 << 20
 """Bytes that a cache fetches and keeps in one piece."""
 _STEPS = 50
@@ -46,6 +50,8 @@ class CacheMachine:
     cores: int
     cpu_s_per_byte: float
     """Seconds of one core for a byte sent."""
+    cpu_s_per_group: float
+    """Seconds of one core for a group on one level, in addition."""
     connection_bytes: float
     """Memory of an open connection."""
     player_bytes: float
@@ -54,18 +60,41 @@ class CacheMachine:
 
     @property
     def carries(self) -> float:
-        """Bytes per second that it sends at most."""
+        """Bytes per second that it sends at most, in one large piece."""
         return min(self.bytes_per_s, self.cores / self.cpu_s_per_byte)
+
+    def serving(self, group_bytes: float) -> CacheMachine:
+        """Return what this machine is for groups of so many bytes: their cost is that of their bytes from here on."""
+        each = self.cpu_s_per_byte + self.cpu_s_per_group / group_bytes
+        return replace(self, cpu_s_per_byte=each, cpu_s_per_group=0.0)
 
 
 _GBIT, _GB, _KIB, _GIB = 1.25e8, 1e9, 1024.0, 1024.0**3
 MACHINES = {
-    "nginx": CacheMachine("nginx", 90 * _GBIT, 16, 0.10 / _GB, 0.4 * _KIB, 64 * _KIB, 64 * _GIB),
-    "nginx-tls": CacheMachine("nginx-tls", 90 * _GBIT, 16, 0.89 / _GB, 40 * _KIB, 64 * _KIB, 64 * _GIB),
-    "relay": CacheMachine("relay", 90 * _GBIT, 1, 2.9 / _GB, 120 * _KIB, 700 * _KIB, 16 * _GIB),
+    "nginx": CacheMachine("nginx", 90 * _GBIT, 16, 0.10 / _GB, 0.0, 0.4 * _KIB, 64 * _KIB, 64 * _GIB),
+    "nginx-tls": CacheMachine("nginx-tls", 90 * _GBIT, 16, 0.89 / _GB, 0.0, 40 * _KIB, 64 * _KIB, 64 * _GIB),
+    "relay": CacheMachine("relay", 90 * _GBIT, 1, 2.9 / _GB, 1.3e-3, 120 * _KIB, 700 * _KIB, 16 * _GIB),
 }
 """Kinds of caches: 16 cores and a card of 100 Gbit/s; `kvabr relay` is one process on one core. Processor time and
-memory were measured on loopback."""
+memory were measured on loopback; that of a group only for relays, it is part of the bytes' for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayerCost:
+    """Seconds of one core that a player takes besides decoding."""
+
+    cpu_s: float
+    """To look up, decide and end."""
+    cpu_s_per_byte: float
+    """To receive and check."""
+
+
+PLAYERS = {
+    "nginx": PlayerCost(0.064, 0.95 / _GB),
+    "nginx-tls": PlayerCost(0.064, 1.8 / _GB),
+    "relay": PlayerCost(0.064, 3.2 / _GB),
+}
+"""By the kind of their edge; measured on loopback with small caches (the first), and with FP16 in large groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +166,10 @@ class RatePlay:
     loss: float
     """Nats per generated token."""
     met: bool
+    groups: int
+    """Groups that were fetched, counted on each level."""
     requests: int
-    """Ranges of spans, and the lookup."""
+    """GETs at a store: ranges of spans, and the lookup."""
 
 
 class PlayTable:
@@ -177,6 +208,12 @@ class PlayTable:
         """The least of the rates at which a play meets its deadline; infinite if none does."""
         return min((play.rate for play in self.plays if play.met), default=math.inf)
 
+    @property
+    def group_bytes(self) -> float:
+        """Mean bytes of a group on one level, as players fetch them over their own links."""
+        full = self.plays[-1]
+        return max(1.0, full.received / max(1, full.groups))
+
     def play(self, rates: Sequence[float], step_s: float) -> RatePlay:
         """Play once over rates of ``step_s`` seconds each, bytes per second, the last of which goes on."""
         times = tuple(step_s * index for index in range(len(rates)))
@@ -186,16 +223,28 @@ class PlayTable:
         trace = Trace("crowd", "crowd", times, scaled, times[-1] + 100 * self.crowd.deadline_s)
         run = self._experiment.play(trace, 0.0, self.policy).run
         stays = 10 * self.crowd.deadline_s if run["ttft_s"] is None else run["ttft_s"]
-        levels = {group["track"] for group in run["groups"]}
-        spans = math.ceil(self.catalog.groups / _SPAN_GROUPS)
+        fetched = [self._levels(group["track"]) for group in run["groups"]]
+        levels = {name for each in fetched for name in each}
+        spans, received = math.ceil(self.catalog.groups / _SPAN_GROUPS), run["bytes_fetched"] * self.scale
         return RatePlay(
             rate=float(np.mean(rates)),
             stays_s=stays,
-            received=run["bytes_fetched"] * self.scale,
+            received=received,
             loss=run["loss"],
             met=bool(run["met"]),
-            requests=spans * (1 + len(levels)),
+            groups=sum(len(each) for each in fetched),
+            requests=_LOOKUP_GETS
+            + self.catalog.groups // _SPAN_GROUPS
+            + max(spans * len(levels), _LEAST_RANGES, math.ceil(received / _SLICE_BYTES)),
         )
+
+    def _levels(self, track: str) -> list[str]:
+        """Return a track and those that it refines."""
+        levels, name = list[str](), track if track in self.catalog.by_name else None
+        while name is not None:
+            levels.append(name)
+            name = self.catalog.by_name[name].refines
+        return levels
 
     def stays_s(self, rates: Floats) -> Floats:
         """Return how long players stay at constant rates, seconds."""
@@ -291,7 +340,7 @@ class Load:
 def loads(table: PlayTable, tree: Tree) -> list[Load]:
     """Return what the players want of every resource, what breaks first in front."""
     crowd, full = table.crowd, table.plays[-1]
-    edge, store = tree.edge, tree.store
+    edge, store, cost = tree.edge, tree.store, PLAYERS.get(tree.edge.kind, PLAYERS["nginx"])
     at_edge = crowd.rate / tree.edges
     asset, roots = table.asset_bytes, tree.middles or tree.edges
     slices = math.ceil(asset / _SLICE_BYTES)
@@ -304,6 +353,7 @@ def loads(table: PlayTable, tree: Tree) -> list[Load]:
         ("store: requests", roots * slices / crowd.deadline_s / store.requests_per_s, None),
         ("store: network", roots * asset / crowd.deadline_s / store.bytes_per_s, None),
         ("players: own link", table.base_rate / crowd.access, None),
+        ("players: processor", (cost.cpu_s + full.received * cost.cpu_s_per_byte) / crowd.deadline_s, None),
     ]
     if tree.middle is not None:
         fed = math.ceil(tree.edges / tree.middles) * asset / crowd.deadline_s

@@ -41,6 +41,8 @@ LIVE_PREFIX_TRACK = "live."
 """Prefix of the name of a lookup among caches that are being prefilled; the rest is that of a `prefix_track`."""
 MAX_PREFIX_DIGESTS = 320
 """Maximum number of digests in the name of one lookup; they leave 584 bytes for the model's name."""
+LOOKUP_RUN = 16
+"""Groups of which lookups of long prompts name the last one: those of a span in an object store."""
 PROPERTY_GROUP_BYTES = 0x38
 """Object property of a group's first object: bytes of the whole group (an application's code point, moq-transport)."""
 PROPERTY_GROUP_DIGEST = 0x39
@@ -165,11 +167,18 @@ def prefix_key(digest: str) -> bytes:
     return bytes.fromhex(digest[: 2 * _KEY_BYTES])
 
 
-def prefix_positions(first: int, end: int) -> range:
-    """Return the groups of ``range(first, end)`` that a lookup names: all, or evenly spaced ones including the last."""
-    count = max(0, end - first)
-    stride = max(1, -(-count // MAX_PREFIX_DIGESTS))
-    return range(first + (count - 1) % stride, end, stride) if count else range(first, first)
+def prefix_positions(first: int, end: int) -> Sequence[int]:
+    """Return the groups of ``range(first, end)`` that a lookup names, including the last.
+
+    All, or of more than `MAX_PREFIX_DIGESTS` those that end a run of `LOOKUP_RUN` groups (by which object stores name
+    them), or every second, third ... of those, and all groups behind the last whole run.
+    """
+    if end - first <= MAX_PREFIX_DIGESTS:
+        return range(first, end)
+    rest = range(end - end % LOOKUP_RUN, end)
+    ends = range(first + -(first + 1) % LOOKUP_RUN, rest.start, LOOKUP_RUN)
+    stride = -(-len(ends) // (MAX_PREFIX_DIGESTS - len(rest)))
+    return [*ends[(len(ends) - 1) % stride :: stride], *rest]
 
 
 def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None) -> str:
@@ -180,10 +189,10 @@ def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None)
     it is the one of which most can be played. The asset shares at least the groups up to the matching digest; the
     client counts the groups that really match.
 
-    A name has room for `MAX_PREFIX_DIGESTS`. For a longer prompt the digests are thinned to every second, third ...
-    group, which leaves the groups between two neighbours open. `prefix_gap` returns them, and a second lookup of
+    A name has room for `MAX_PREFIX_DIGESTS`. For a longer prompt the digests are thinned (`prefix_positions`), which
+    leaves the groups between two neighbours open. `prefix_gap` returns them, and a second lookup of
     ``prefix_track(digests, gap.start, gap.stop)`` settles them. One round trip serves prompts of up to 321 groups, two
-    serve up to 102,400.
+    serve up to 102,400; relays over object stores, two serve up to 4,880.
     """
     end = len(digests) if end is None else end
     keys = b"".join(prefix_key(digests[group]) for group in prefix_positions(first, end))

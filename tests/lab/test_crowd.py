@@ -13,7 +13,7 @@ from kvabr.lab.crowd import MACHINES, CacheMachine, Crowd, PlayTable, Store, Tre
 from kvabr.types.errors import UsageError
 from tests.catalogs import catalog
 
-SMALL = CacheMachine("small", 4e6, 4, 1e-9, 1e3, 1e4, 1e9)
+SMALL = CacheMachine("small", 4e6, 4, 1e-9, 0.0, 1e3, 1e4, 1e9)
 CROWD = Crowd(players=2000, within_s=5.0, access=2e6, deadline_s=1.0, rtt_s=0.01)
 
 
@@ -58,6 +58,32 @@ def test_the_fewest_edges_are_the_fewest(table: PlayTable):
     assert edges > 1
     assert flow(table, replace(tree, edges=edges)).met_share >= 0.999
     assert flow(table, replace(tree, edges=math.floor(edges * 0.9))).met_share < 0.999
+
+
+def test_small_groups_cost_a_relay_more(table: PlayTable):
+    relay = MACHINES["relay"]
+    assert relay.serving(1e12).carries == pytest.approx(relay.carries, rel=1e-3)
+    # 2.9 s and 31,250 times 1.3 ms for a gigabyte in groups of 32 kB.
+    assert relay.serving(32e3).carries == pytest.approx(1e9 / (2.9 + 31250 * 1.3e-3))
+    assert MACHINES["nginx"].serving(1.0).carries == MACHINES["nginx"].carries
+    few = flow(table, Tree(replace(relay, bytes_per_s=1e12).serving(1e3), 1))
+    assert few.met_share < flow(table, Tree(replace(relay, bytes_per_s=1e12), 1)).met_share
+
+
+def test_requests_are_those_that_players_were_seen_to_send():
+    """Real players sent 22 to 26 GETs for caches of 24 groups of 32 KiB (`tools/bench-crowd`)."""
+    table = PlayTable(catalog(24), CROWD)
+    assert 20 <= table.plays[-1].requests <= 30
+    assert table.plays[-1].groups >= 24
+    assert table.group_bytes <= table.asset_bytes / 24
+
+
+def test_a_slow_player_is_found_out(table: PlayTable):
+    hurried = PlayTable(catalog(6, layered=True), replace(CROWD, deadline_s=0.05, access=1e9))
+    share = {load.resource: load.share for load in loads(hurried, Tree(MACHINES["relay"], 1000))}
+    assert share["players: processor"] > 1
+    share = {load.resource: load.share for load in loads(table, Tree(MACHINES["relay"], 1000))}
+    assert share["players: processor"] < 0.2
 
 
 def test_a_slow_store_is_found_out(table: PlayTable):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.origins import dialling
 from kvabr.store.asset_folder import FolderAsset
+from tests.assets import digests, spec
 from tests.client.served import LIMIT_S
 from tests.client.stored import memory_url, put_asset
 from tests.server.relays import relaying, url_of
+from tests.store.managing.assets import publish
 from tests.toymodel import SPEC, prompt, toy_asset
 
 
@@ -26,3 +32,36 @@ async def test_a_prompt_and_a_name_are_played_through_it(tmp_path, tls):
         assert (await client.play_asset(asset.catalog.namespace, deadline=LIMIT_S)).tokens == 70
         assert await client.find([7] * 40, model=SPEC) is None
         assert [spec.digest() for spec in await client.models()] == [SPEC.digest()]
+
+
+@pytest.mark.parametrize("groups", [320, 400, pytest.param(1000, marks=pytest.mark.slow)])
+async def test_the_longest_prefix_of_a_long_prompt_is_found_through_it(tls, groups):
+    """The name of a lookup has room for 320 digests of 321 groups, and for the ends of spans of longer prompts."""
+    dice = random.Random(groups)
+    prompt_ = [dice.randrange(50_000) for _ in range(4 * groups + 3)]
+    url = memory_url()
+    publish(url, prompt_[: 4 * 35])
+    publish(url, [*prompt_[: 4 * (groups // 2)], *range(9)])
+    publish(url, prompt_[: 4 * groups - 4])
+    publish(url, prompt_)
+    async with (
+        dialling(url) as upstream,
+        relaying(upstream, tls) as server,
+        AsyncClient(url_of(server), fingerprint=server.fingerprint, quic="aioquic") as client,
+        AsyncClient(url) as direct,
+    ):
+        for tokens in (
+            prompt_,
+            prompt_[:-3],
+            [*prompt_, 1, 2, 3, 4, 5],
+            [*prompt_[: 4 * groups - 4], *range(2000)],
+            *(
+                [*prompt_[: 4 * share], *[7] * 4 * (groups - share)]
+                for share in (1, 9, 15, 16, 17, 35, groups // 2, 319)
+            ),
+        ):
+            found, expected = await client.find(tokens, model=spec()), await direct.find(tokens, model=spec())
+            assert found.chunks == expected.chunks
+            mine = digests(tokens)
+            assert found.chunks[:-1] == tuple(mine[: len(found.chunks) - 1])
+        assert (await client.find(prompt_, model=spec())).tokens == 4 * groups + 3

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import (
+    LOOKUP_RUN,
     MAX_FULL_TRACK_NAME,
     MAX_PREFIX_DIGESTS,
     ROOT,
@@ -100,14 +101,23 @@ def prompt_digests(groups: int, seed: int = 0) -> list[str]:
 
 
 @given(st.integers(1, 5000))
-def test_the_name_of_a_lookup_carries_evenly_spaced_digests_and_the_last(groups):
+def test_the_name_of_a_lookup_carries_all_digests_or_the_ends_of_runs_and_the_last(groups):
     mine = prompt_digests(groups)
     positions = prefix_positions(1, groups)
     keys = parse_prefix_track(prefix_track(mine))
     assert keys == [prefix_key(mine[group]) for group in positions]
     assert len(keys) <= MAX_PREFIX_DIGESTS
-    assert groups == 1 or (positions[-1] == groups - 1 and positions[0] < 1 + positions.step)
-    assert positions.step == 1 or groups > MAX_PREFIX_DIGESTS + 1
+    assert groups == 1 or positions[-1] == groups - 1
+    if groups <= MAX_PREFIX_DIGESTS + 1:
+        assert list(positions) == list(range(1, groups))
+    else:
+        whole = groups - groups % LOOKUP_RUN
+        rest = [group for group in positions if group >= whole]
+        ends = [group for group in positions if group < whole]
+        assert rest == list(range(whole, groups))
+        assert all((group + 1) % LOOKUP_RUN == 0 for group in ends)
+        assert ends[-1] == whole - 1
+        assert len(ends) == whole // LOOKUP_RUN or groups > 4880
     space = TrackNamespace("m" * 584, mine[0])
     assert space.full_name_bytes(prefix_track(mine)) <= MAX_FULL_TRACK_NAME
 

@@ -33,9 +33,9 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import KINDS, SHA256
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import check_track_name
+from kvabr.types.naming import LOOKUP_RUN, check_track_name
 
-SPAN_GROUPS = 16
+SPAN_GROUPS = LOOKUP_RUN
 """Groups of tokens in a span."""
 MAX_SPAN_BYTES = 5 << 30
 """What S3 takes in one request."""
