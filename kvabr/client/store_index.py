@@ -254,21 +254,24 @@ class StoreIndex:
 
         Spans tell the digests between those that the lookup names. None: the lookup names all of them.
         """
+        if len(keys) > (MAX_PREFIX_DIGESTS + 1) // LOOKUP_RUN and (run := await self._run(offer, keys[1:])):
+            return [*run, *keys[1 + len(run) // offer.span_groups :]]
+        # The second lookup of a prompt begins where the first one ended.
+        known = self._runs.get((offer.id, keys[1])) if len(keys) > 1 else None
+        return None if known is None else [*known, *keys[2:]]
+
+    async def _run(self, offer: StoreOffer, keys: Sequence[str]) -> list[str]:
+        """Return the digests in the full spans from the first group on that are there, of those named ``keys``."""
         run, size = list[str](), offer.span_groups
-        if known := self._runs.get((offer.id, keys[1])) if len(keys) > 1 else None:
-            return [*known, *keys[2:]]  # the second lookup of a prompt
-        if len(keys) <= (MAX_PREFIX_DIGESTS + 1) // LOOKUP_RUN:
-            return None
-        while len(run) < size * (len(keys) - 1):
+        while len(run) < size * len(keys):
             first = len(run) // size
-            asks = [
-                Ask("span", at) for at in range(1 + first, min(len(keys), 1 + first + (_SPANS_AT_ONCE if run else 1)))
-            ]
+            end = min(len(keys), first + (_SPANS_AT_ONCE if run else 1))
+            asks = [Ask("span", at) for at in range(first, end)]
             for number, answer in enumerate(await self._ask(offer, asks, keys), first):
                 head = answer and answer[1]
                 whole = head is not None and head.first == number * size and len(head.digests) == size
-                if head is None or not whole or not head.digests[-1].startswith(keys[1 + number]):
-                    return [*run, *keys[1 + number :]] if run else None
+                if head is None or not whole or not head.digests[-1].startswith(keys[number]):
+                    return run
                 run += head.digests
         return run
 

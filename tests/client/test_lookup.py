@@ -41,7 +41,7 @@ def test_the_longest_prefix_is_found_in_two_round_trips_at_most(tmp_path, groups
             found = await find_prefix(link, prompt, SPEC)
             assert found.catalog.groups == shares[-1]
             assert found.catalog.tokens == 4 * shares[-1]
-            assert link.requests == (1 if groups < 321 else 2)
+            assert link.requests <= (1 if groups < 321 else 2)
             other = await find_prefix(link, [*prompt[: 4 * shares[0]], 49_999, 49_998], SPEC)
             assert other.catalog.groups == shares[0]
             assert await find_prefix(link, [49_999, *prompt], SPEC) is None

@@ -28,7 +28,7 @@ from kvabr.store.objects.layout import (
     span_key,
 )
 from kvabr.store.objects.leases import CATALOGS, OFFERS, Runtime
-from kvabr.store.objects.spans import head_bytes, parse_head, parse_pointer
+from kvabr.store.objects.spans import encode_pointer, head_bytes, parse_head, parse_pointer
 from kvabr.store.quota import NOT_MEASURED
 from kvabr.types.catalog_json import MAX_GROUPS
 from kvabr.types.errors import FormatError, TransportError, UsageError
@@ -55,6 +55,7 @@ class BucketLayout:
                 pointers=tuple(pointer_key(stored.offer, str(digest)) for digest in value["chunks"]),
                 tracks={str(track["name"]): sum(map(_frame_bytes, track["bytes"])) for track in value["tracks"]},
                 span_tokens=spec.group_tokens * stored.span_groups,
+                span_groups=stored.span_groups,
                 measured=not str(value["loss_method"]).startswith(NOT_MEASURED),
             )
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -68,6 +69,10 @@ class BucketLayout:
         """See `ObjectFormat.pointers_of`."""
         offer = key.split("/")[1]
         return tuple(pointer_key(offer, digest) for digest in parse_head(head).digests)
+
+    def pointer_to(self, span: str, head: bytes | memoryview) -> bytes:
+        """See `ObjectFormat.pointer_to`."""
+        return encode_pointer(span.split("/")[2], bytes(head))
 
     def target_of(self, key: str, data: bytes | memoryview) -> str:
         """See `ObjectFormat.target_of`."""

@@ -22,9 +22,9 @@ from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from kvabr.store.managing.pointers import read_head, repoint
 from kvabr.store.managing.rules import Eviction, Rules, evictions, total_bytes
 from kvabr.store.managing.survey import (
-    FIRST_BYTES,
     MAX_SMALL_BYTES,
     Manifest,
     ObjectFormat,
@@ -137,8 +137,8 @@ class Collector:
         self._broken, self._bad_spans, self._bad_pointers = broken, bad_spans, bad_pointers
         self._done = Collected()
         self._began_s, self._store_s = 0.0, 0.0
-        self._live, self._live_pointers = set[str](), set[str]()
-        """What catalogs that stay name."""
+        self._live, self._live_pointers = set[str](), dict[str, str | None]()
+        """What catalogs that stay name, and the span that a pointer of theirs may point to."""
 
     async def run(self) -> Collected:
         """Collect; return what was done. Raises `UsageError` if another collector is at work."""
@@ -347,7 +347,10 @@ class Collector:
         """Note what catalogs that stay name."""
         for manifest in manifests:
             self._live.update(manifest.spans)
-            self._live_pointers.update(manifest.pointers)
+            size = manifest.span_groups
+            for group, pointer in enumerate(manifest.pointers):
+                named = size and (group + 1) % size != 0  # the last group of a full span has its name
+                self._live_pointers[pointer] = manifest.spans[group // size] if named else None
             if manifest.profile is not None:
                 self._live.add(manifest.profile)
 
@@ -366,20 +369,16 @@ class Collector:
     async def _pointers_of(self, span: str) -> tuple[str, ...]:
         """Return the names of a span's pointers; none if it is damaged."""
         try:
-            data = await self._objects.get(span, 0, FIRST_BYTES, limit=FIRST_BYTES)
-            size = self._layout.head_bytes(data)
-            if size > len(data):
-                data = await self._objects.get(span, 0, size, limit=MAX_SMALL_BYTES)
-            return self._layout.pointers_of(span, data)
+            return self._layout.pointers_of(span, await read_head(self._objects, self._layout, span))
         except (NotFoundError, FormatError):
             return ()
 
     async def _pointers_to(
         self, doomed: Sequence[str], pointers: dict[str, tuple[str, ...]], found: Survey
     ) -> list[str]:
-        """Return the pointers that go with spans: those to other spans that have the same groups stay."""
+        """Return the pointers that go with spans; those to groups that other spans have, too, point to these then."""
         gone = dict.fromkeys(pointer for span in doomed for pointer in pointers[span])
-        shared = self._live_pointers & gone.keys()
+        shared = self._live_pointers.keys() & gone.keys()
 
         async def target(pointer: str) -> str | None:
             try:
@@ -393,6 +392,10 @@ class Collector:
         places = sorted(shared)
         targets = await self._runtime.spread(map(target, places))
         alive = {each for each, to in zip(places, targets, strict=True) if to is not None and to not in pointers}
+        stay = {each: span for each in shared - alive if (span := self._live_pointers[each]) is not None}
+        alive |= await repoint(
+            self._objects, self._layout, stay, now_s=self._now(), timing=self._timing, runtime=self._runtime
+        )
         return [pointer for pointer in gone if pointer not in alive]
 
     def _count_swept(self, doomed: Sequence[str], found: Survey) -> None:

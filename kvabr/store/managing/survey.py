@@ -58,6 +58,8 @@ class Manifest:
     """Bytes of each track."""
     span_tokens: int = 0
     """Tokens of a span, the last one may have fewer."""
+    span_groups: int = 0
+    """Groups of a span, the last one may have fewer."""
     measured: bool = False
 
 
@@ -72,6 +74,9 @@ class ObjectFormat(Protocol):
 
     def pointers_of(self, key: str, head: bytes | memoryview) -> tuple[str, ...]:
         """Return the names that the pointers to the groups of a span have, from the first bytes of the span."""
+
+    def pointer_to(self, span: str, head: bytes | memoryview) -> bytes:
+        """Return what pointers to a span hold, given its head."""
 
     def target_of(self, key: str, data: bytes | memoryview) -> str:
         """Return the name of the span that a pointer points to."""

@@ -136,6 +136,10 @@ class ShortLayout:
         _loads(head)
         return tuple(pointer_of(key, group) for group in range(2))
 
+    def pointer_to(self, span, head):
+        _loads(head)
+        return json.dumps({"span": span}).encode()
+
     def target_of(self, key, data):
         return _loads(data)["span"]
 

@@ -238,6 +238,24 @@ async def test_a_bucket_keeps_what_others_share(tmp_path):
     assert [found.key async for found in bucket.list("")] == ["o/0"]
 
 
+@pytest.mark.parametrize("kind", ["memory", "file"])
+async def test_a_prompt_is_still_found_when_a_longer_one_that_begins_so_is_gone(tmp_path, kind):
+    """The pointers of its groups were those of the longer one, which was there first."""
+    place = new_place(kind, tmp_path)
+    publish(place, LONG)
+    kept, library, bucket = publish(place, LONG[:84]), open_library(place), Bucket.open(place)
+    await library.pin(kept, 1000.0)
+    done = await library.collect(NOTHING_STAYS)
+    assert (len(done.evicted), done.spans) == (1, 3)
+    for tokens, found in ((84, 84), (80, 80), (72, 72), (64, 64), (40, 40)):
+        index = StoreIndex(bucket)
+        assert (await index.find(spec(), digests(LONG[:tokens]), any_dtype=False)).catalog.tokens >= found
+    assert await library.verify(deep=True) == []
+    assert await library.unpin(kept)
+    assert (await library.collect(NOTHING_STAYS)).spans == 2
+    assert not [found.key for found in bucket.list_sync("i/")]
+
+
 async def test_a_quota_of_a_bucket_counts_shared_spans_once(tmp_path):
     place = new_place("memory", tmp_path)
     publish(place, LONG[:128])
