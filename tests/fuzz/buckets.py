@@ -28,7 +28,7 @@ from kvabr.store.managing.bucket_library import BucketLibrary
 from kvabr.store.managing.protocol import Inventory
 from kvabr.store.managing.rules import Rules, total_bytes
 from kvabr.store.objects.guard import AsyncPublishGuard, finish
-from kvabr.store.objects.layout import catalog_key, offer_key, pointer_key, span_key
+from kvabr.store.objects.layout import MovedOffer, catalog_key, offer_key, pointer_key, span_key
 from kvabr.store.objects.leases import LeaseTiming, Note, Runtime, tombstone_key, touch
 from kvabr.store.objects.spans import encode_pointer
 from kvabr.types.catalog import Catalog
@@ -229,7 +229,8 @@ def _still_there(
 ) -> None:
     """What is pinned and whole stays with all that it names, and so does what is none of kvabr's."""
     ours = ("o/", "s/", "i/", "a/", "p/", "g/", "l/", "x/", "pin/")
-    assert all(key in after for key in before if not key.startswith(ours) or key.startswith("o/"))
+    counted = {key for key in before if key.startswith("o/") and "." not in key}
+    assert all(key in after for key in before if not key.startswith(ours) or key in counted)
     if found is None:
         return
     for each in found.holdings:
@@ -283,6 +284,11 @@ def _valid() -> list[bytes]:
         last = heads(hybrid=hybrid)[-1][0]
         pointer = part(pointer_key("@", catalog.chunks[-1]), known.spans[-1].encode() + b" " + last, 200)
         found.append(SEPARATOR.join((b"\0", *parts, pointer)))
+        moved = part(offer_key(0, 3), parts[0].partition(b"\0")[2][1:], 100)
+        again = part(offer_key(0), MovedOffer(3).dumps(), 150), moved
+        found.append(SEPARATOR.join((b"\x01", *again, *parts[1:], pointer)))
+        strange = part("o/x", parts[0].partition(b"\0")[2][1:], 100)
+        found.append(SEPARATOR.join((b"\x01", parts[0], strange, *parts[1:], pointer)))
         listed = part(catalog_key(catalog.namespace.prompt), known.dumps(), 90)
         digest = catalog.namespace.prompt
         notes = (

@@ -95,7 +95,10 @@ class ObjectFormat(Protocol):
         """
 
     def first_offer_key(self, key: str) -> str:
-        """Return the key by which readers look for an offer, which may tell them another one."""
+        """Return the key by which readers look for an offer, which may tell them another one.
+
+        Raises `FormatError` if this is no key of an offer.
+        """
 
 
 @dataclass(slots=True)
@@ -270,6 +273,7 @@ async def _read_offers(found: Survey, objects: Objects, layout: ObjectFormat) ->
     for key, info in found.offers.items():
         try:
             check_size(info, MAX_SMALL_BYTES)
+            layout.first_offer_key(key)
             known = layout.offer(await objects.get(key, limit=MAX_SMALL_BYTES))
         except NotFoundError:
             continue

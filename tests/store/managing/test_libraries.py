@@ -355,6 +355,20 @@ async def test_offers_of_a_newer_version_stop_nobody_and_keep_their_spans(tmp_pa
     }
 
 
+async def test_what_is_no_offer_stays_and_stops_nobody(tmp_path):
+    place = new_place("memory", tmp_path)
+    publish(place, LONG[:20])
+    library, bucket = open_library(place), Bucket.open(place)
+    await bucket.put("o/mine", await bucket.get("o/0", limit=1 << 20))
+    await bucket.put("o/0.5", await bucket.get("o/0", limit=1 << 20))  # left behind by a collector that was killed
+    done = await library.collect(Rules(grace_s=0.0, ttl_s=0.0))
+    assert "is not the name of an offer" in done.damaged["o/mine"]
+    assert done.offers == 2
+    assert sorted(found.key for found in bucket.list_sync("o/")) == ["o/0", "o/mine"]
+    publish(place, LONG[:20])
+    assert sorted(found.key for found in bucket.list_sync("o/")) == ["o/0", "o/0.1", "o/mine"]
+
+
 async def test_repairs_leave_what_a_newer_version_wrote(place):
     names_ = [publish(place, LONG[:20]), publish(place, LONG[100:130])]
     library = open_library(place)
