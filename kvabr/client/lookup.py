@@ -216,18 +216,26 @@ class _Lookup:
         """Return the complete asset of which the most groups can be played."""
         if self.origin.finder is not None:
             return await self._found(self.origin.finder)
-        best = await self._ask(prefix_track(self.digests))
+        return await self._closest(PREFIX_TRACK)
+
+    async def live(self) -> _Answer | None:
+        """Return the asset that is still being prefilled and shares the most groups."""
+        return await self._closest(LIVE_PREFIX_TRACK)
+
+    async def _closest(self, kind: str) -> _Answer | None:
+        """Look up the prompt among one kind of assets; where digests were left out, look again between two of them."""
+        best = await self._ask(kind + self._names())
         gap = prefix_gap(best.shared, len(self.digests)) if best is not None and best.shared else range(0)
         if best is not None and gap:
             with contextlib.suppress(TransportError, FormatError):  # then what is known already has to do
-                other = await self._ask(prefix_track(self.digests, gap.start, gap.stop))
+                other = await self._ask(kind + self._names(gap.start, gap.stop))
                 if other is not None and other.groups > best.groups:
                     best = other
         return best
 
-    async def live(self) -> _Answer | None:
-        """Return the asset that is still being prefilled and shares the most groups."""
-        return await self._ask(LIVE_PREFIX_TRACK + prefix_track(self.digests).removeprefix(PREFIX_TRACK))
+    def _names(self, first: int = 1, end: int | None = None) -> str:
+        """Return the digests in the name of a lookup; see `prefix_track`."""
+        return prefix_track(self.digests, first, end).removeprefix(PREFIX_TRACK)
 
     async def _found(self, finder: PrefixFinder) -> _Answer | None:
         """Return what a connection finds itself."""

@@ -63,7 +63,14 @@ class PlayDownload(Download):
 
     def has_digest(self, digest: str) -> bool:
         """See `Download.has_digest`."""
-        return self._kept is not None or (self._download is not None and self._download.has_digest(digest))
+        if self._kept is not None:
+            return True
+        download = self._download
+        if download is None or not download.has_digest(digest):
+            return False
+        if self._request.digest is None:
+            self._shared.identified(download, digest)
+        return True
 
     async def read(self) -> memoryview:
         """See `Download.read`."""

@@ -1,8 +1,9 @@
 """Downloads under way on one connection, each shared by all plays that want the same group.
 
 A shared download is as urgent as its most urgent reader, and ends when the last reader has left. Once a group whose
-digest is known is complete, it is checked and put into the local store. If that is shared memory, all processes share
-the download (`HostDownload`).
+digest is known is complete, it is checked and put into the local store. What was asked for before its digest was known
+is put there once a reader has checked it. If the store is shared memory, all processes share the download
+(`HostDownload`).
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class SharedDownloads:
         """When bytes of each priority came last."""
         self._vouched_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     def find(self, request: GroupRequest) -> SharedDownload | None:
         """Return the download of this request if it is under way."""
@@ -149,8 +151,14 @@ class SharedDownloads:
         since_s = max(download.heard_s, asyncio.get_running_loop().time() - TURN_S)
         return any(priority <= download.priority and at_s > since_s for priority, at_s in self._heard_s.items())
 
+    def identified(self, download: SharedDownload, digest: str) -> None:
+        """Keep a complete group that was asked for without a digest and has this one; called in a thread."""
+        if download.task is not None:
+            download.task.get_loop().call_soon_threadsafe(self._put, download, digest)
+
     async def close(self) -> None:
         """End all downloads, and tell their readers."""
+        self._closed = True
         for download in list(self._downloads.values()):
             if not download.complete:
                 download.error = ConnectionLostError("the client was closed")
@@ -218,6 +226,12 @@ class SharedDownloads:
             checked.set_result(good)
         self.metrics.downloads_total.labels("done" if good else "damaged").inc()
 
+    def _put(self, download: SharedDownload, digest: str) -> None:
+        if not self._closed and digest not in self.store:
+            task = asyncio.get_running_loop().create_task(_stored(self.store, digest, download.data))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
     def _vouch(self, heard: SharedDownload) -> None:
         """Tell other processes of downloads that nothing comes of because something as urgent does."""
         if heard.heard_s < self._vouched_s + _VOUCH_S:
@@ -240,6 +254,10 @@ class SharedDownloads:
         download.inner.cancel()
         if download.task is not None:
             download.task.cancel()
+
+
+async def _stored(store: TieredGroupStore, digest: str, data: memoryview) -> None:
+    await store.put(digest, data)
 
 
 def _least_time_left(readers: Sequence[DownloadReader]) -> float:

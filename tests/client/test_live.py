@@ -12,7 +12,9 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.engine_hook import StepGate
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, NothingCached
+from kvabr.publish.encoder import publish
 from kvabr.server.publication import BytesPublication
+from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.events import GroupsPublished, SoonerAlone
@@ -21,7 +23,7 @@ from tests.client.classes import link as linked
 from tests.client.live import GROUPS, TOKENS, Producer, origin, play, right, working
 from tests.client.virtual import virtual
 from tests.memory_transport import MemoryConnection, MemoryLink
-from tests.toymodel import SPEC, ToyModel
+from tests.toymodel import SPEC, ToyModel, prompt
 
 SLOW = PrefillCost.from_rate(1.0)
 """An engine that is of no help."""
@@ -68,6 +70,48 @@ async def test_a_complete_asset_is_preferred(producer, asset):
     async with MemoryConnection(find, MemoryLink(1e6, 0.02)) as link, AsyncClient(link, model=SPEC) as client:
         found = await client.find(TOKENS, within_s=60)
     assert found.live is None
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory):
+    """An asset of 330 groups, more than a lookup has names for."""
+    spec = replace(SPEC, group_tokens=2)
+    made, folder = prompt(660), tmp_path_factory.mktemp("endless") / "asset"
+    with FolderAssetWriter(folder) as writer:
+        writer.commit(publish(ToyModel(spec), made, ("Int8", "Int4"), None, writer, time_engine=False))
+    return FolderAsset.open(folder)
+
+
+@virtual
+async def test_a_prompt_of_many_groups_is_played_whole(endless):
+    async with (
+        origin(producer := Producer(endless, pace_s=0.01)) as link,
+        working(producer, 0.01),
+        AsyncClient(link, model=endless.catalog.spec) as client,
+    ):
+        played = await client.play(prompt(660).tokens, deadline=60.0)
+    assert played.tokens == 660
+    assert right(played, endless)
+    assert played.live.published == 330
+
+
+@virtual
+async def test_what_came_before_its_news_is_kept_for_the_next_play(producer, asset):
+    asked = []
+    async with (
+        origin(producer, rate=2e4, faults=lambda ask: asked.append((ask.track, ask.group))) as link,
+        working(producer, 0.01),
+        AsyncClient(link, model=SPEC) as client,
+    ):
+        played = await client.play(TOKENS, deadline=30.0, options=PlayOptions(time_price=100.0))
+        assert played.coverage == ("Int4",) * GROUPS
+        assert all(digest in client.store for digest in asset.catalog.track("Int4").digests)
+        producer.forgotten = True
+        asked.clear()
+        again = await client.play(TOKENS, deadline=30.0, options=PlayOptions(time_price=100.0))
+        assert right(again, asset)
+        # The first ones were asked for before the play knew that they exist.
+        assert {group for track, group in asked if track == "Int4"} <= {0, 1}
 
 
 @virtual

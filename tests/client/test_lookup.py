@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 from dataclasses import replace
 from functools import partial
@@ -13,8 +15,10 @@ from kvabr.client.lookup import catalog_limit, fetch_catalog, find_prefix, playa
 from kvabr.client.profiles import ProfileCache
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
+from kvabr.store.live_folder import LiveFolderWriter, new_key
 from kvabr.types.catalog import MAX_CATALOG_BYTES
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, RequestError
+from kvabr.types.live import UNKNOWN, LiveCatalog
 from kvabr.types.naming import TrackNamespace
 from tests import assets, toymodel
 from tests.client.virtual import virtual
@@ -48,6 +52,31 @@ def test_the_longest_prefix_is_found_in_two_round_trips_at_most(tmp_path, groups
             assert await find_prefix(link, prompt, SPEC, salt=b"tenant") is None
 
     check()
+
+
+@pytest.mark.parametrize("groups", [320, 400])
+def test_of_growing_caches_too_the_one_is_found_that_shares_most(tmp_path, groups):
+    prompt = [token % 50_000 for token in range(4 * groups)]
+    with contextlib.ExitStack() as stack:
+        # Of a prompt with more than 321 groups a lookup names every second one.
+        for share in (200, 201, 202):
+            made = assets.make_asset(tmp_path / f"made-{share}", [*prompt[: 4 * share], *range(9)]).catalog
+            tracks = tuple(replace(track, digests=(UNKNOWN,) * made.groups) for track in made.tracks)
+            writer = stack.enter_context(LiveFolderWriter(tmp_path / "root" / f"shares-{share}"))
+            writer.begin(LiveCatalog(replace(made, tracks=tracks), (0.0,) * made.groups, new_key()))
+        published = PublishedAssets(tmp_path / "root")
+        asyncio.run(published.live.look())
+
+        @virtual
+        async def check():
+            async with MemoryConnection(partial(published.find, EVERYTHING)) as link:
+                for share in (200, 201, 202):
+                    other = [*prompt[: 4 * share], *(token + 1 for token in prompt[4 * share :])]
+                    found = await find_prefix(link, other, SPEC, live=True)
+                    assert found.live is not None
+                    assert found.catalog.tokens == 4 * share
+
+        check()
 
 
 def test_an_exact_prompt_with_a_short_last_group_is_found_whole(tmp_path):
