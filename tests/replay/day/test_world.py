@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 
 from kvabr.replay.day.compare import BEST, ORACLE, compare
-from kvabr.replay.day.informed import other_days, play_informed
+from kvabr.replay.day.informed import KNOWLEDGE, other_days, play_informed
 from kvabr.replay.day.oracle import candidates, replay_choices, search
 from kvabr.replay.day.queues import BusyTimes, PrefixCache, SharedWire, WorkerPool
 from kvabr.replay.day.requests import TOKEN_S, DayRequest, DayShape, day_of_requests, shared_parts
@@ -325,6 +325,12 @@ def test_a_rule_that_knows_what_can_be_known_plays_futures():
     results = {one.rule: one for one in compare(requests, world, deadline_s=5.0, played={"informed": found}, sweeps=1)}
     assert results["informed"].mean_s == pytest.approx(fmean(one.ttft_s for one in found))
     assert results[ORACLE].mean_s <= min(one.mean_s for one in results.values())
+    told = play_informed(requests, world, day, 1, knows=KNOWLEDGE)
+    assert fmean(one.ttft_s for one in told) < results["kvabr"].mean_s
+    told = play_informed(requests, world, day, 1, futures=2, knows=("requests",))
+    assert fmean(one.ttft_s for one in told) < most
+    with pytest.raises(UsageError, match="no knowledge of luck; there is that of requests, link, times"):
+        play_informed(requests, world, day, 1, knows=("luck",))
     mine = results["kvabr"]
     assert mine.elsewhere_s <= 10 * mine.mean_s
     assert results[ORACLE].elsewhere_s == 0
