@@ -16,7 +16,8 @@ noise. An enhancement lists the far tokens that its finer step adds.
     far:    FP16, [token, layer, K/V, head, dim]
 
 Eight bits suffice: at every depth the loss is the same as with exact sinks. Of a state, columns stand for tokens
-(`kvabr.codec.columns`).
+(`kvabr.codec.columns`). Payloads of unusual groups are different (`kvabr.codec.unusual`): no finite cache is refused,
+and no payload, with those below it, is more than a hundredth larger than the group in FP16.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from typing import ClassVar
 
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 
 from kvabr.codec import gpu
 from kvabr.codec.analysis import Coefficients
-from kvabr.codec.base import Codec, GroupContext
+from kvabr.codec.base import Codec, GroupContext, codec
 from kvabr.codec.columns import check_class, coded_spec, turned, turned_back
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
@@ -43,6 +44,21 @@ from kvabr.codec.profile import ClassProfile
 from kvabr.codec.quantiser import RATIO, SINGLE, quantise
 from kvabr.codec.quantiser import below as track_below
 from kvabr.codec.rope import rope_tables, rotate_by
+from kvabr.codec.unusual import (
+    COARSE,
+    EXACT,
+    FINE,
+    FRAME_VERSION,
+    MOST_ASIDE,
+    NOTHING,
+    Chain,
+    Likeness,
+    is_unusual,
+    layered,
+    likeness,
+    other,
+    read_chain,
+)
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX
 from kvabr.types.naming import LAYERS
@@ -63,53 +79,51 @@ class Ac(Codec):
         self.name, self.refines = track, track_below(track)
 
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
-        """Quantise and code."""
+        """Quantise and code; unusual groups as `kvabr.codec.unusual` says."""
         profile = _profile(context, self.name)
-        depth = profile.depth(self.name)
+        profile.depth(self.name)
         work = _work(group, context, profile)
-        group, context = work.group, _coded(context)
-        far = (work.coefficients.reach > depth.step).numpy()
-        if self.name == LAYERS[0]:
-            # The layers above code multiples of this index, even of tokens that they store, in 16 bits.
-            finest = min(profile.depths[track].step for track in LAYERS if track in profile.depths)
-            far |= (work.coefficients.largest > _MOST_INDEX * finest).numpy()
-        lower, below_aside = self._lower(context, work, below)
-        new = far & ~below_aside
-        sinks = 0
+        room = 2 * group.numel()
         if self.refines is None:
-            sinks = _sinks(profile, context)
-            far[:sinks] = False
-            new |= work.coefficients.outlying.numpy()
-            new[:sinks] = True
-        aside = below_aside | new
-        index: NDArray[np.int16] | None = None
-        if lower is None and (self.refines is None or not new.any()):
-            base = None if self.refines is None else profile.depth(self.refines)
-            coded = coder.encode_rows(depth.coder, work.coefficients.rows.numpy(), depth, base, ~aside)
-        else:
-            # Tokens that overflow only at this depth have indices below.
-            if lower is None:
-                lower = work.indices(str(self.refines), below_aside)
-            index = work.indices(self.name, aside)
-            index[:, aside] = RATIO * lower[:, aside]
-            coded = coder.encode_indices(depth.coder, index, lower)
-        tokens = np.flatnonzero(new)
-        payload = join_payload(group, tokens, far[tokens], sinks, coded)
-        work.made[self.name] = _Made(payload, aside, index)
-        return payload
+            made = _base(self.name, work, context)
+            if made is None or len(made) > room:
+                made = other(EXACT, codec(EXACT).encode(group, context))
+            return made
+        chain = _read_chain(self.refines, below)
+        coded = None
+        if chain.other is not None and self.name == LAYERS[-1] and chain.other[0] == COARSE:
+            coded = other(FINE, codec(FINE).encode(group, context))
+        elif not chain.full and self.name not in chain.tracks:
+            coded = _layer(self.name, work, _coded(context), list(map(bytes, chain.payloads)))
+        taken = sum(map(len, below))
+        return NOTHING if coded is None or taken + len(coded) > room + room // 100 else coded
+
+    def frame_version(self, payload: bytes | memoryview) -> int:
+        """See `Codec.frame_version`."""
+        return FRAME_VERSION if is_unusual(payload) else super().frame_version(payload)
 
     def decode(
         self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
     ) -> None:
         """Decode all layers to the cache in one call of the coder; then place the stored tokens."""
-        profile, spec, context = _profile(context, self.name), context.spec, _coded(context)
-        tracks = _chain(self.name)
-        parts = _split_chain(profile, context, tracks, (*below, payload))
-        models, coded = [profile.depth(track).coder for track in tracks], [part.coded for part in parts]
+        profile, spec, whole = _profile(context, self.name), context.spec, context
+        profile.depth(self.name)
+        chain = _read_chain(self.name, (*below, payload))
+        if chain.other is not None:
+            # Here, because that module needs the registry of codecs.
+            from kvabr.codec.group import decode_payload  # noqa: PLC0415
+
+            name, inner = chain.other
+            decode_payload(inner, name, whole, 0, out)
+            return
+        context = _coded(context)
+        parts = _split_chain(profile, context, chain)
+        last = profile.depth(chain.tracks[-1])
+        models, coded = [profile.depth(track).coder for track in chain.tracks], [part.coded for part in parts]
         columns = spec.only.kind == "state"
         made = out.new_empty(context.spec.shape(context.tokens)) if columns else out
         position = context.at if context.free else context.first_token
-        job = DecodeJob(models, coded, profile.transform, profile.depth(self.name).step, position, made)
+        job = DecodeJob(models, coded, profile.transform, last.step, position, made)
         (gpu.decode_many if out.device.type == "cuda" else coder.decode_many)([job])
         for part in parts:
             part.place(made, context)
@@ -117,28 +131,17 @@ class Ac(Codec):
             out.copy_(turned_back(made, spec))
 
     def aside(self, payload: memoryview, context: GroupContext) -> int:
-        """Return the number of listed tokens: outliers and far tokens, without sinks."""
+        """Return the number of listed tokens: outliers and far tokens, without sinks; all if another codec did it."""
         profile, context = _profile(context, self.name), _coded(context)
+        if payload == NOTHING:
+            return 0
+        chain = read_chain((self.name,), (payload,))
+        if chain.other is not None:
+            return context.tokens
         sinks = _sinks(profile, context) if self.refines is None else 0
-        return split_payload(payload, context, sinks, self.name).listed
-
-    def _lower(
-        self, context: GroupContext, work: _Work, below: Sequence[bytes]
-    ) -> tuple[NDArray[np.int16] | None, NDArray[np.bool_]]:
-        """Return the indices one depth below (None: none, or those of `_Work.indices`) and which tokens are stored."""
-        if self.refines is None:
-            return None, np.zeros(context.tokens, dtype=bool)
-        made = work.made.get(self.refines)
-        if made is not None and below and made.payload == below[-1]:
-            return made.index, made.aside
-        tracks = _chain(self.refines)
-        parts = _split_chain(work.profile, context, tracks, below)
-        aside = np.zeros(context.tokens, dtype=bool)
-        index: NDArray[np.int16] | None = None
-        for track, part in zip(tracks, parts, strict=True):
-            index = coder.decode_indices(work.profile.depth(track).coder, part.coded, context.tokens, index)
-            aside[part.tokens] = True
-        return index, aside
+        counts = [sinks, *[0] * (len(chain.tracks) - 1)]
+        split = zip(chain.payloads, repeat(context), counts, chain.tracks, strict=False)
+        return sum(split_payload(*each).listed for each in split)
 
 
 AcL0, AcL1, AcL2, AcL3, Ac5x = (partial(Ac, track) for track in (*LAYERS, SINGLE))
@@ -163,6 +166,19 @@ class _Work:
     profile: ClassProfile
     coefficients: Coefficients
     made: dict[str, _Made] = field(default_factory=dict)
+    """By depth."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether too many tokens stand out."""
+        outlying = self.coefficients.outlying
+        return int(outlying.sum()) > 1 + len(outlying) // MOST_ASIDE
+
+    @cached_property
+    def likeness(self) -> Likeness:
+        """How alike the errors at the base are."""
+        step = self.profile.depth(LAYERS[0]).step
+        return likeness(self.coefficients.rows, step, ~self.coefficients.outlying.numpy())
 
     def indices(self, track: str, aside: NDArray[np.bool_]) -> NDArray[np.int16]:
         """Quantise the coefficients for a depth, with 0 for tokens that are stored separately."""
@@ -181,6 +197,88 @@ def _work(group: torch.Tensor, context: GroupContext, profile: ClassProfile) -> 
     if context.memo is not None:
         context.memo[_MEMO] = work
     return work
+
+
+def _base(track: str, work: _Work, context: GroupContext) -> bytes | None:
+    """Return the payload of a self-contained depth; None if its indices do not fit the coder."""
+    if context.spec.only.kind == "state":  # its columns have no sinks, and do not repeat as tokens do
+        return _layer(track, work, _coded(context), [])
+    alike = work.likeness if track == LAYERS[0] else None
+    if work.crowded or (alike is not None and alike.alike):
+        name = COARSE if track == LAYERS[0] else FINE
+        return other(name, codec(name).encode(work.given, context))
+    payloads: list[bytes] = []
+    inside = [each for each in LAYERS[: 1 + alike.enhancements] if each in work.profile.depths] if alike else [track]
+    for each in inside:
+        made = _layer(each, work, context, payloads)
+        if made is None:
+            break
+        payloads.append(made)
+    return None if not payloads else payloads[0] if len(payloads) == 1 else layered(payloads)
+
+
+def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]) -> bytes | None:
+    """Quantise and code at one depth; return an ordinary payload, or None if the indices do not fit the coder.
+
+    Args:
+        track: the depth.
+        work: the group.
+        context: which group it is, as it is coded.
+        below: ordinary payloads of the depths below, base first.
+    """
+    profile, refines = work.profile, track_below(track)
+    depth = profile.depth(track)
+    far = (work.coefficients.reach > depth.step).numpy()
+    if track == LAYERS[0]:
+        # The layers above code multiples of this index, even of tokens that they store, in 16 bits.
+        finest = min(profile.depths[track].step for track in LAYERS if track in profile.depths)
+        far |= (work.coefficients.largest > _MOST_INDEX * finest).numpy()
+    lower, below_aside = _lower(refines, context, work, below)
+    new = far & ~below_aside
+    sinks = 0
+    if refines is None:
+        sinks = _sinks(profile, context)
+        far[:sinks] = False
+        new |= work.coefficients.outlying.numpy()
+        new[:sinks] = True
+    aside = below_aside | new
+    index: NDArray[np.int16] | None = None
+    try:
+        if lower is None and (refines is None or not new.any()):
+            base = None if refines is None else profile.depth(refines)
+            coded = coder.encode_rows(depth.coder, work.coefficients.rows.numpy(), depth, base, ~aside)
+        else:
+            # Tokens that overflow only at this depth have indices below.
+            if lower is None:
+                lower = work.indices(str(refines), below_aside)
+            index = work.indices(track, aside)
+            index[:, aside] = RATIO * lower[:, aside]
+            coded = coder.encode_indices(depth.coder, index, lower)
+    except FormatError:
+        return None
+    tokens = np.flatnonzero(new)
+    payload = join_payload(work.group, tokens, far[tokens], sinks, coded)
+    work.made[track] = _Made(payload, aside, index)
+    return payload
+
+
+def _lower(
+    refines: str | None, context: GroupContext, work: _Work, below: Sequence[bytes]
+) -> tuple[NDArray[np.int16] | None, NDArray[np.bool_]]:
+    """Return the indices one depth below (None: none, or those of `_Work.indices`) and which tokens are stored."""
+    if refines is None:
+        return None, np.zeros(context.tokens, dtype=bool)
+    made = work.made.get(refines)
+    if made is not None and below and made.payload == below[-1]:
+        return made.index, made.aside
+    tracks = tuple(_chain(refines))
+    parts = _split_chain(work.profile, context, Chain(tracks, tuple(map(memoryview, below))))
+    aside = np.zeros(context.tokens, dtype=bool)
+    index: NDArray[np.int16] | None = None
+    for track, part in zip(tracks, parts, strict=True):
+        index = coder.decode_indices(work.profile.depth(track).coder, part.coded, context.tokens, index)
+        aside[part.tokens] = True
+    return index, aside
 
 
 def _rotated_at(context: GroupContext) -> int | None:
@@ -204,17 +302,21 @@ def _chain(track: str) -> list[str]:
     return tracks
 
 
-def _split_chain(
-    profile: ClassProfile, context: GroupContext, tracks: Sequence[str], payloads: Sequence[memoryview | bytes]
-) -> list[Parts]:
-    """Parse the payloads of a chain."""
+def _read_chain(track: str, payloads: Sequence[memoryview | bytes]) -> Chain:
+    """Resolve the payloads of a depth and of those below it."""
+    tracks = _chain(track)
     if len(payloads) != len(tracks):
         raise FormatError(
             f"{tracks[-1]} needs the payloads of {' and '.join(tracks[:-1])} below it, base first; "
             f"{len(payloads) - 1} came"
         )
-    sinks = [_sinks(profile, context), *[0] * (len(tracks) - 1)]
-    return [split_payload(*each) for each in zip(payloads, repeat(context), sinks, tracks, strict=False)]
+    return read_chain(tracks, payloads)
+
+
+def _split_chain(profile: ClassProfile, context: GroupContext, chain: Chain) -> list[Parts]:
+    """Parse the ordinary payloads of a chain."""
+    sinks = [_sinks(profile, context), *[0] * (len(chain.tracks) - 1)]
+    return [split_payload(*each) for each in zip(chain.payloads, repeat(context), sinks, chain.tracks, strict=False)]
 
 
 def _profile(context: GroupContext, track: str) -> ClassProfile:

@@ -31,8 +31,9 @@ except ImportError:
 
 _LONGEST = 8191
 """Largest element of a group over norm and step for which 32 bits hold all sums: 2**31 over `ONE` and `FINE`."""
-_TOKENS_PER_OUTLIER = 64
-"""At most one in this many tokens, plus one, is stored separately: a profile that finds more does not fit the cache."""
+_TOKENS_PER_QUIET = 64
+"""At most one in this many tokens, plus one, is stored separately because it is quiet, or because a column of a state
+stands out."""
 _WORST_CONDITION = 1e-2
 """Maximum deviation of a matrix times its inverse from the identity."""
 
@@ -137,12 +138,13 @@ class Analysis:
         return self._outlying(self.key_power(channels), values)
 
     def _outlying(self, keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
-        """Return the tokens to store separately; only the most outlying few if the calibration does not fit.
+        """Return the tokens to store separately: all that are loud, but of quiet ones only the most quiet few.
 
         ``keys`` and ``values`` are powers, [layer, token]; the latter only if they count.
         """
         loudness = (keys.sqrt() / torch.from_numpy(self.transform.spread.copy())[:, None]).amax(dim=0)
-        out = _beyond(loudness, self.transform.threshold)
+        state = self.structure.spec.only.kind == "state"
+        out = _beyond(loudness, self.transform.threshold) if state else loudness > self.transform.threshold
         quiet = self.transform.quiet
         if quiet is not None and values is not None:
             out |= _beyond(-quietness(values, torch.from_numpy(quiet.usual.copy())), -quiet.threshold)
@@ -242,7 +244,7 @@ def quietness(power: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
 
 def _beyond(score: torch.Tensor, threshold: float) -> torch.Tensor:
     """Return which tokens, [token] bool, score more than a threshold: the highest of them, if these are many."""
-    most = 1 + len(score) // _TOKENS_PER_OUTLIER
+    most = 1 + len(score) // _TOKENS_PER_QUIET
     if len(score) > most:
         threshold = max(threshold, float(score.topk(most + 1).values[-1]))
     return score > threshold

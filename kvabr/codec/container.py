@@ -21,15 +21,16 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvabr.codec.base import payload_layout
+from kvabr.codec.base import OLDEST_VERSION, payload_layout
 from kvabr.types import digests
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import check_track_name
 
 MAGIC = b"KVAB"
-VERSION = 3
-"""Version of frames and payloads. Version 1 stored a payload tensor by tensor, not token by token; 2 had another AC."""
+VERSION = 4
+"""Newest version of frames and payloads that is read. Frames have the oldest version whose readers understand them:
+`kvabr.codec.base.OLDEST_VERSION`, or 4 for AC's payloads of unusual groups (`kvabr.codec.unusual`)."""
 MAX_PAYLOAD = 1 << 40
 _FIXED = struct.Struct("<4sBB16s32sIQIQI")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -55,8 +56,11 @@ class FrameHeader:
     payload_bytes: int = 0
 
 
-def pack(payload: bytes | memoryview, header: FrameHeader) -> bytes:
-    """Frame a payload, whatever ``header.payload_bytes`` says; raise a `FormatError` if a field is out of range."""
+def pack(payload: bytes | memoryview, header: FrameHeader, version: int = OLDEST_VERSION) -> bytes:
+    """Frame a payload, whatever ``header.payload_bytes`` says; raise a `FormatError` if a field is out of range.
+
+    ``version`` is that of the frame, see `kvabr.codec.base.Codec.frame_version`.
+    """
     name, size, it = check_track_name(header.track).encode(), len(payload), header
     if len(it.spec_digest) != 16 or not _DIGEST.fullmatch(it.chunk):
         raise FormatError("a frame needs a spec digest of 16 bytes and a chunk digest of 64 hex digits")
@@ -66,7 +70,7 @@ def pack(payload: bytes | memoryview, header: FrameHeader) -> bytes:
         or size > MAX_PAYLOAD
     ):
         raise FormatError(f"no frame can hold group {it.group}: {it.tokens} tokens from {it.first_token}, {size} bytes")
-    fixed = MAGIC, VERSION, len(name), it.spec_digest, bytes.fromhex(it.chunk), *numbers, zlib.crc32(payload)
+    fixed = MAGIC, version, len(name), it.spec_digest, bytes.fromhex(it.chunk), *numbers, zlib.crc32(payload)
     head = _FIXED.pack(*fixed) + name
     return b"".join((head, _CRC.pack(zlib.crc32(head)), payload))
 
@@ -126,9 +130,9 @@ def _header(view: memoryview) -> tuple[FrameHeader, int, int]:
     magic, version, name_length, spec, chunk, group, first, tokens, size, crc = _FIXED.unpack_from(view)
     if magic != MAGIC:
         raise FormatError(f"frame: starts with {bytes(magic)!r} instead of {MAGIC!r}; this is not a kvabr group")
-    if version != VERSION:
+    if not OLDEST_VERSION <= version <= VERSION:
         hint = "upgrade kvabr" if version > VERSION else "an older kvabr wrote it: encode the asset again"
-        raise FormatError(f"frame: version {version}, this kvabr reads version {VERSION}; {hint}")
+        raise FormatError(f"frame: version {version}, this kvabr reads versions {OLDEST_VERSION} to {VERSION}; {hint}")
     begin = _FIXED.size + name_length + _CRC.size
     if len(view) < begin:
         raise FormatError("frame: truncated within its header")

@@ -72,7 +72,7 @@ def encode_group(
     if is_quantised(kv.dtype) and not made.takes_codes:
         kv = numbers_of(kv, context.spec)
     payload = made.encode(kv, context, below)
-    return pack(payload, frame_header(track, context, chunk, group))
+    return pack(payload, frame_header(track, context, chunk, group), made.frame_version(payload))
 
 
 def decode_group(

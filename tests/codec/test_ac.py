@@ -18,6 +18,7 @@ from kvabr.codec.native.reference import ideal_bits
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below, nested, quantise
 from kvabr.codec.transform import ONE, rounded
+from kvabr.codec.unusual import is_unusual
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import LAYERS
@@ -153,7 +154,7 @@ def test_only_the_first_tokens_of_a_prompt_are_sinks():
         assert tokens_aside(encode(kv, side, "AC-L0", first)[0], context, "AC-L0") == 0
 
 
-def test_tokens_that_stand_out_are_kept_aside_but_never_many():
+def test_tokens_that_stand_out_are_kept_aside_and_if_they_are_many_another_codec_takes_the_group():
     wary = dataclasses.replace(SMALL, outliers=0.002)
     side = fit(SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], wary)
     kv = related(SHAPE, 256, 69, FIRST)
@@ -164,7 +165,13 @@ def test_tokens_that_stand_out_are_kept_aside_but_never_many():
         payloads = encode(kv, side, track)
         assert near(decode(payloads, side, 256, track)[:, :, :, 77], kv[:, :, :, 77])
     noise = torch.randn(SHAPE.shape(256)) * 20
-    assert tokens_aside(encode(noise, side, "AC-L0")[0], context, "AC-L0") <= 5
+    payloads = encode(noise, side)
+    assert [tokens_aside(each, context, track) for track, each in zip(LAYERS, payloads, strict=True)] == [
+        256,
+        0,
+        0,
+        256,
+    ]
 
 
 @pytest.mark.parametrize("value", [60000.0, -65504.0, 3000.0])
@@ -202,7 +209,9 @@ def test_a_cache_far_from_the_calibration_is_coded_as_well_only_longer(track):
     payloads = encode(noise, fitted(), track)
     out = decode(payloads, fitted(), 150, track)
     assert float(off_by(noise, out, fitted()).max()) <= 1.05 * fitted().depth(track).step
-    assert tokens_aside(payloads[0], GroupContext(SHAPE, FIRST, 150, fitted()), chain_of(track)[0]) == 0
+    exact = is_unusual(payloads[0])  # where FP16 is smaller
+    assert exact == (track == "AC-5x")
+    assert tokens_aside(payloads[0], GroupContext(SHAPE, FIRST, 150, fitted()), chain_of(track)[0]) == 150 * exact
 
 
 def test_coefficients_of_a_stack_are_uncorrelated_and_the_first_ones_are_the_largest():
@@ -336,8 +345,8 @@ def test_lists_of_tokens_aside_that_no_encoder_writes():
         bad = payload[:4] + np.array(changed, "<u4").tobytes() + payload[12:]
         with pytest.raises(FormatError, match="not in ascending order"):
             decode([bad], fitted(), 70, "AC-5x")
-    with pytest.raises(FormatError, match="4294967295 listed tokens"):
-        decode([b"\xff" * 4 + payload[4:]], fitted(), 70, "AC-5x")
+    with pytest.raises(FormatError, match="4294967292 listed tokens"):
+        decode([b"\xfc" + b"\xff" * 3 + payload[4:]], fitted(), 70, "AC-5x")
     nan = payload[:12] + b"\xff\xff" + payload[14:]
     with pytest.raises(FormatError, match="not finite"):
         decode([nan], fitted(), 70, "AC-5x")

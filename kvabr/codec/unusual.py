@@ -1,0 +1,196 @@
+"""Groups that the AC tracks cannot code like others: how they are recognised, and how their payloads are built.
+
+Rounding loses little because its errors point in all directions, and a model averages over many tokens. Where a text
+repeats itself (tables of zeros, hexdumps, copies of a paragraph), equal tokens have equal errors, and nothing averages
+out. The base of such a group contains the layers above it. If nearly every token of a group is unusual, as with one
+token a thousand times, another codec encodes the group. A payload that begins with one of these numbers, where others
+have the number of their listed tokens, is not an ordinary one:
+
+    0xFFFFFFFF  another codec's: code 1 (see `OTHERS`) | its payload of the group
+    0xFFFFFFFE  nothing: the values are those of the layers below
+    0xFFFFFFFD  of a base, layers in one: enhancements 1 | size 4 of each payload ... | ordinary payloads, base first
+
+The last of several payloads of other codecs counts: a base may have four bits, and the finest layer eight. Above a
+layer with nothing all layers have nothing; so do those that a base contains. Frames of such payloads have version 4.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvabr.codec.native.coder_model import TILE
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import LAYERS
+
+OTHERS = ("FP16", "Int8", "Int4")
+"""Codecs by their code in a payload."""
+EXACT, FINE, COARSE = OTHERS
+"""The codec of groups that AC would make larger, or cannot code at all; those of groups of unusual tokens."""
+LAYERED, NOTHING_ABOVE, OTHER = 0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF
+_NUMBER = struct.Struct("<I")
+_CODE = struct.Struct("<IB")
+NOTHING = _NUMBER.pack(NOTHING_ABOVE)
+"""Payload of an enhancement that adds nothing."""
+FRAME_VERSION = 4
+"""Version of the frame of a payload that `is_unusual`."""
+
+MOST_ASIDE = 8
+"""At most one in this many tokens, plus one, is stored separately; a group with more is coded by another codec."""
+_COPIES = (2.85, 5.5)
+"""Effective copies of a token in a tile (`likeness`) from which on a base contains L1, and L2."""
+_ALIKE = 0.4
+"""Share of the errors' power that all tokens have in common from which on another codec is used."""
+_LEAST_TOKENS = 16
+"""Of shorter tiles nothing is said."""
+_SAMPLED = 4096
+"""Rows that are looked at."""
+_UNITS = 16
+"""Errors are measured in units of a step over this, as integers: all sums are exact on every machine."""
+
+
+def is_unusual(payload: bytes | memoryview) -> bool:
+    """Return whether a payload is one of those that this module describes."""
+    return len(payload) >= _NUMBER.size and int(_NUMBER.unpack_from(payload)[0]) >= LAYERED
+
+
+def other(name: str, payload: bytes) -> bytes:
+    """Return the payload of a group that another codec of `OTHERS` encoded."""
+    return _CODE.pack(OTHER, OTHERS.index(name)) + payload
+
+
+def layered(payloads: Sequence[bytes]) -> bytes:
+    """Return a base that contains the layers above it, from their ordinary payloads."""
+    sizes = (_NUMBER.pack(len(each)) for each in payloads)
+    return b"".join((_CODE.pack(LAYERED, len(payloads) - 1), *sizes, *payloads))
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """The payloads of a depth and those below it, after what is unusual has been resolved."""
+
+    tracks: tuple[str, ...]
+    """Depths with ordinary payloads, base first; empty if another codec encoded the group."""
+    payloads: tuple[memoryview, ...]
+    """One per depth."""
+    other: tuple[str, memoryview] | None = None
+    """Another codec and its payload."""
+    full: bool = False
+    """Whether a depth above adds nothing."""
+
+
+def read_chain(tracks: Sequence[str], payloads: Sequence[bytes | memoryview]) -> Chain:
+    """Resolve the untrusted payloads of a depth and of those below it, base first; raise a `FormatError` if bad."""
+    views = [memoryview(payload) for payload in payloads]
+    if not any(map(is_unusual, views)):
+        return Chain(tuple(tracks), tuple(views))
+    base, *above = views
+    kind = int(_NUMBER.unpack_from(base)[0]) if is_unusual(base) else 0
+    if kind == OTHER:
+        replaced = [base, *(payload for payload in above if not _is_nothing(payload))]
+        return Chain((), (), [_other(tracks[0], payload) for payload in replaced][-1], full=True)
+    own = [base] if kind == 0 else _parts(tracks[0], base)
+    inside, full = len(own), False
+    for place, (track, payload) in enumerate(zip(tracks[1:], above, strict=True), start=1):
+        nothing = _is_nothing(payload)
+        if not nothing and (full or place < inside or is_unusual(payload)):
+            raise FormatError(f"{track}: a layer above one that has none; the payload is corrupt")
+        full |= nothing and place >= inside
+        if not nothing:
+            own.append(payload)
+    return Chain((*LAYERS[: len(own)],) if len(own) > 1 else (tracks[0],), tuple(own), full=full)
+
+
+def _is_nothing(payload: memoryview) -> bool:
+    return payload == NOTHING
+
+
+def _other(track: str, payload: memoryview) -> tuple[str, memoryview]:
+    """Return another codec and its payload."""
+    code = payload[_NUMBER.size] if is_unusual(payload) and len(payload) > _NUMBER.size else len(OTHERS)
+    if code >= len(OTHERS) or _NUMBER.unpack_from(payload)[0] != OTHER:
+        raise FormatError(f"{track}: a payload of another codec that no encoder writes; the payload is corrupt")
+    return OTHERS[code], payload[_CODE.size :]
+
+
+def _parts(track: str, base: memoryview) -> list[memoryview]:
+    """Return the payloads in a base that contains layers."""
+    bad = FormatError(f"{track}: layers in one that no encoder writes; the payload is corrupt")
+    count = base[_NUMBER.size] + 1 if len(base) > _NUMBER.size else 0
+    begin = _CODE.size + _NUMBER.size * count
+    if (
+        _NUMBER.unpack_from(base)[0] != LAYERED
+        or track != LAYERS[0]
+        or not 2 <= count <= len(LAYERS)
+        or len(base) < begin
+    ):
+        raise bad
+    out = []
+    for place in range(count):
+        (size,) = _NUMBER.unpack_from(base, _CODE.size + _NUMBER.size * place)
+        out.append(base[begin : begin + size])
+        begin += size
+    if begin != len(base) or any(map(is_unusual, out)):
+        raise bad
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """How much the errors of a group's tokens resemble each other."""
+
+    common: float
+    """Share of the power that all tokens of a tile have in common, at most; 1 if all errors are equal."""
+    copies: float
+    """Effective number of tokens of a tile that have the error of a token, beyond what is common; 1 if none is alike.
+
+    It is the mean over tokens of the summed squares of their correlations with all tokens."""
+
+    @property
+    def enhancements(self) -> int:
+        """Layers above the base that it should contain."""
+        return sum(self.copies >= least for least in _COPIES)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all tokens are so much alike that layers do not help."""
+        return self.common >= _ALIKE
+
+
+def likeness(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) -> Likeness:
+    """Return how alike the errors are that rounding makes.
+
+    Args:
+        rows: coefficients, [row, token] float32.
+        step: of the quantiser.
+        keep: [token]: which tokens are coded.
+    """
+    every = -(-len(rows) // _SAMPLED)
+    sample = rows[::every].numpy()[:, keep]
+    tiles = [_likeness(sample[:, first : first + TILE], step) for first in range(0, sample.shape[1], TILE)]
+    return Likeness(max((it.common for it in tiles), default=0.0), max((it.copies for it in tiles), default=0.0))
+
+
+def _likeness(rows: NDArray[np.float32], step: float) -> Likeness:
+    count = rows.shape[1]
+    if count < _LEAST_TOKENS:
+        return Likeness(0.0, 0.0)
+    exact = rows / np.float32(step)
+    # Products of these integers are at most 64, so float32 holds their sums.
+    error = np.rint((exact - np.rint(exact)) * np.float32(_UNITS))
+    gram = (error.T @ error).astype(np.float64)
+    power = float(np.trace(gram))
+    if not power:
+        return Likeness(0.0, 0.0)
+    sums = gram.sum(axis=1)  # integers, exact in any order
+    total = float(sums.sum())
+    mutual = gram - (sums[:, None] + sums) / count + total / count**2
+    size = np.sqrt(np.maximum(np.diag(mutual), 1e-9 * power / count))
+    copies = math.fsum(((mutual / size / size[:, None]) ** 2).reshape(-1).tolist()) / count
+    return Likeness(total / count / power, copies)

@@ -1,0 +1,205 @@
+"""What the AC tracks do with groups that are unlike others: repeated texts, absurd numbers, and very short groups."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from kvabr.codec.base import GroupContext, codec
+from kvabr.codec.fit import FitConfig, fit
+from kvabr.codec.group import decode_group, encode_group, payload_of
+from kvabr.codec.rope import rotate
+from kvabr.codec.unusual import LAYERED, NOTHING, NOTHING_ABOVE, OTHER, OTHERS, is_unusual, likeness, read_chain
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import LAYERS
+from tests.kvdata import related, spec
+
+SHAPE = spec(4, 2, 32, group_tokens=128)
+TRACKS = (*LAYERS, "AC-5x")
+CHUNK = "ab" * 32
+FIRST = 500
+
+
+@functools.cache
+def fitted(outliers=0.0):
+    small = FitConfig(stack_layers=2, kept=(32, 32), classes=16, outliers=outliers)
+    return fit(SHAPE, lambda: [related(SHAPE, 500, seed) for seed in range(4)], small)
+
+
+def frames_of(kv, track, first=FIRST, side=None):
+    """Return the frames of a track and of those below it, base first."""
+    context = GroupContext(SHAPE, first, kv.shape[3], side or fitted(), memo={})
+    frames = []
+    for name in LAYERS[: LAYERS.index(track) + 1] if track in LAYERS else [track]:
+        frames.append(encode_group(kv, name, context, CHUNK, 3, [bytes(payload_of(each)) for each in frames]))
+    return frames
+
+
+def decoded(frames, track, tokens, first=FIRST, side=None):
+    out = torch.full(SHAPE.shape(tokens), float("nan"))
+    context = GroupContext(SHAPE, first, tokens, side or fitted())
+    decode_group(frames[-1], track, context, CHUNK, 3, out, [payload_of(each) for each in frames[:-1]])
+    return out
+
+
+def kind(frame):
+    return int.from_bytes(payload_of(frame)[:4], "little")
+
+
+def alike(tokens=128):
+    """Return a cache of one token many times: equal but for the rotation of keys."""
+    one = related(SHAPE, 1, 9, FIRST)
+    one[:, 0] = rotate(one[:, 0], SHAPE.rope, FIRST, undo=True)
+    kv = one.repeat(1, 1, 1, tokens, 1)
+    kv[:, 0] = rotate(kv[:, 0], SHAPE.rope, FIRST)
+    return kv
+
+
+def copies(each, tokens=128):
+    """Return a cache of the same few tokens again and again."""
+    some = related(SHAPE, each, 11, FIRST)
+    some[:, 0] = rotate(some[:, 0], SHAPE.rope, FIRST, undo=True)
+    kv = some.repeat(1, 1, 1, tokens // each, 1)
+    kv[:, 0] = rotate(kv[:, 0], SHAPE.rope, FIRST)
+    return kv
+
+
+@pytest.mark.parametrize("track", TRACKS)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 128])
+@pytest.mark.parametrize("loud", [1, 30, 1000, 60000])
+def test_every_finite_cache_is_encoded_and_none_is_larger_than_fp16(track, tokens, loud):
+    kv = related(SHAPE, tokens, 21, FIRST)
+    kv[..., : max(1, tokens // 2), :] *= loud
+    kv = kv.clamp(-65504, 65504)
+    frames = frames_of(kv, track)
+    assert sum(len(payload_of(frame)) for frame in frames) <= 1.01 * 2 * kv.numel() + 4 * len(frames)
+    out = decoded(frames, track, tokens)
+    assert bool(torch.isfinite(out).all())
+    loudest = kv.abs().amax(dim=(1, 2, 3, 4))
+    assert bool(((out - kv).abs().amax(dim=(1, 2, 3, 4)) <= 0.5 * loudest + 60).all())
+
+
+@pytest.mark.parametrize("loud", [30.0, 3000.0])
+def test_loud_keys_at_the_beginning_of_a_group_pass_every_layer(loud):
+    kv = related(SHAPE, 128, 22, FIRST)
+    kv[:, :, :, :4] *= loud
+    for track in TRACKS:
+        out = decoded(frames_of(kv, track), track, 128)
+        assert float((out - kv)[:, :, :, :4].abs().max()) <= 0.05 * float(kv.abs().max())
+
+
+def test_a_group_that_is_smaller_in_fp16_is_in_fp16():
+    noise = (100 * torch.randn(SHAPE.shape(1), generator=torch.Generator().manual_seed(3))).half().float()
+    frames = frames_of(noise, "AC-5x")
+    assert kind(frames[0]) == OTHER
+    assert len(payload_of(frames[0])) == 5 + 2 * noise.numel()
+    assert torch.equal(decoded(frames, "AC-5x", 1), noise)
+
+
+def test_one_token_many_times_is_coded_by_an_integer_codec():
+    kv = alike()
+    frames = frames_of(kv, "AC-L3")
+    assert [kind(frame) for frame in frames] == [OTHER, NOTHING_ABOVE, NOTHING_ABOVE, OTHER]
+    out = torch.empty(SHAPE.shape(128))
+    context = GroupContext(SHAPE, FIRST, 128, fitted())
+    for depth, (track, name) in enumerate(zip(LAYERS, ("Int4", "Int4", "Int4", "Int8"), strict=True)):
+        codec(name).decode(memoryview(codec(name).encode(kv, context)), context, out)
+        assert torch.equal(decoded(frames[: depth + 1], track, 128), out)
+    assert codec("AC-L0").aside(payload_of(frames[0]), context) == 128
+    assert codec("AC-L1").aside(payload_of(frames[1]), context) == 0
+
+
+@pytest.mark.parametrize("each", [4, 8, 16])
+def test_the_base_of_copies_contains_the_layers_above_with_their_values(each, monkeypatch):
+    kv = copies(each)
+    frames = frames_of(kv, "AC-L3")
+    assert kind(frames[0]) == LAYERED
+    inside = payload_of(frames[0])[4]
+    assert [bytes(payload_of(frame)) == NOTHING for frame in frames[1:]] == [place < inside for place in range(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr("kvabr.codec.unusual._COPIES", ())
+        usual = frames_of(kv, "AC-L3")
+    assert not any(is_unusual(payload_of(frame)) for frame in usual)
+    for depth, track in enumerate(LAYERS):
+        top = max(depth, inside)
+        wanted = decoded(usual[: top + 1], LAYERS[top], 128)
+        assert torch.equal(decoded(frames[: depth + 1], track, 128), wanted)
+    # A publisher that makes layers later reads what is below from its store.
+    context = GroupContext(SHAPE, FIRST, 128, fitted())
+    below = [bytes(payload_of(frame)) for frame in frames]
+    assert codec("AC-L3").encode(kv, context, below[:3]) == below[3]
+    assert sum(map(len, frames)) < sum(map(len, usual)) + 64
+
+
+def test_ordinary_groups_have_frames_that_older_readers_know():
+    kv = related(SHAPE, 128, 23, FIRST)
+    assert {frame[4] for frame in (*frames_of(kv, "AC-L3"), *frames_of(kv, "AC-5x"))} == {3}
+    assert {frame[4] for frame in frames_of(alike(), "AC-L1")} == {4}
+
+
+def test_many_loud_tokens_are_all_kept_if_they_are_not_too_many():
+    side = fitted(0.002)
+    kv = related(SHAPE, 128, 24, FIRST)
+    context = GroupContext(SHAPE, FIRST, 128, side)
+    usual = codec("AC-L0").aside(payload_of(frames_of(kv, "AC-L0", side=side)[0]), context)
+    for count, expected in ((12, 12 + usual), (60, 128)):
+        loud = kv.clone()
+        loud[1, 0, :, 20 : 20 + count] *= 12
+        frame = frames_of(loud, "AC-L0", side=side)[0]
+        assert codec("AC-L0").aside(payload_of(frame), context) == expected
+
+
+def test_groups_without_a_position_are_rotated_whoever_encoded_them():
+    kv = alike()
+    kv[:, 0] = rotate(kv[:, 0], SHAPE.rope, FIRST, undo=True)
+    free = GroupContext(SHAPE, 0, 128, fitted(), free=True)
+    frame = encode_group(kv, "AC-L0", free, CHUNK, 0)
+    assert kind(frame) == OTHER
+    bare, placed = torch.empty(SHAPE.shape(128)), torch.empty(SHAPE.shape(128))
+    decode_group(frame, "AC-L0", free, CHUNK, 0, bare)
+    decode_group(frame, "AC-L0", free, CHUNK, 0, placed, at=77)
+    assert torch.equal(placed[:, 0], rotate(bare[:, 0], SHAPE.rope, 77))
+
+
+def test_likeness_of_random_and_of_equal_tokens():
+    dice = torch.Generator().manual_seed(1)
+    keep = torch.ones(256, dtype=torch.bool).numpy()
+    noise = 10 * torch.randn(5000, 256, generator=dice)
+    usual, equal = likeness(noise, 3.3, keep), likeness(noise[:, :1].repeat(1, 256), 3.3, keep)
+    assert usual.common < 0.02
+    assert 0.9 < usual.copies < 1.2
+    assert equal.common > 0.99
+    assert 42 < likeness(noise[:, :4].repeat(1, 64), 3.3, keep).copies < 43
+    assert likeness(noise[:, :3], 3.3, keep[:3]) == likeness(torch.zeros(50, 256), 3.3, keep)
+
+
+def test_payloads_that_no_encoder_writes_are_refused():
+    plain = b"\0" * 300
+    other = OTHER.to_bytes(4, "little")
+    layers = LAYERED.to_bytes(4, "little")
+    bad = [
+        ([other], "AC-L0"),
+        ([other + b"\3"], "AC-L0"),
+        ([other + b"\0", plain], "AC-L0 AC-L1"),
+        ([plain, NOTHING, plain], "AC-L0 AC-L1 AC-L2"),
+        ([NOTHING], "AC-L0"),
+        ([NOTHING + b"x"], "AC-5x"),
+        ([plain, other + b"\0"], "AC-L0 AC-L1"),
+        ([layers], "AC-L0"),
+        ([layers + b"\0" + b"\1\0\0\0" + b"x"], "AC-L0"),
+        ([layers + b"\1" + b"\1\0\0\0" * 2 + b"x"], "AC-L0"),
+        ([layers + b"\1" + b"\1\0\0\0" * 2 + b"xyz"], "AC-L0"),
+        ([layers + b"\1" + b"\1\0\0\0" * 2 + b"xy"], "AC-5x"),
+        ([layers + b"\1" + b"\1\0\0\0" * 2 + b"xy", plain], "AC-L0 AC-L1"),
+    ]
+    for payloads, tracks in bad:
+        with pytest.raises(FormatError):
+            read_chain(tracks.split(), payloads)
+    good = read_chain(("AC-L0", "AC-L1", "AC-L2"), [layers + b"\1" + b"\1\0\0\0" * 2 + b"xy", NOTHING, plain])
+    assert good.tracks == LAYERS[:3]
+    assert not good.full
+    assert read_chain(("AC-L0", "AC-L1"), [plain, NOTHING]).full
+    assert len(OTHERS) == 3
+    for one, two in itertools.pairwise(TRACKS[:4]):
+        assert read_chain((one, two), [plain, plain]).tracks == (one, two)
