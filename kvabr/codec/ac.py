@@ -49,10 +49,10 @@ from kvabr.codec.unusual import (
     EXACT,
     FINE,
     FRAME_VERSION,
-    MOST_ASIDE,
     NOTHING,
     Chain,
     Likeness,
+    crowded,
     is_unusual,
     layered,
     likeness,
@@ -168,12 +168,6 @@ class _Work:
     made: dict[str, _Made] = field(default_factory=dict)
     """By depth."""
 
-    @property
-    def crowded(self) -> bool:
-        """Whether too many tokens stand out."""
-        outlying = self.coefficients.outlying
-        return int(outlying.sum()) > 1 + len(outlying) // MOST_ASIDE
-
     @cached_property
     def likeness(self) -> Likeness:
         """How alike the errors at the base are."""
@@ -204,11 +198,14 @@ def _base(track: str, work: _Work, context: GroupContext) -> bytes | None:
     if context.spec.only.kind == "state":  # its columns have no sinks, and do not repeat as tokens do
         return _layer(track, work, _coded(context), [])
     alike = work.likeness if track == LAYERS[0] else None
-    if work.crowded or (alike is not None and alike.alike):
+    if crowded(work.coefficients.outlying) or (alike is not None and alike.alike):
         name = COARSE if track == LAYERS[0] else FINE
         return other(name, codec(name).encode(work.given, context))
     payloads: list[bytes] = []
-    inside = [each for each in LAYERS[: 1 + alike.enhancements] if each in work.profile.depths] if alike else [track]
+    inside = [track]
+    if alike is not None:
+        more = LAYERS[1 : 1 + alike.enhancements(work.profile.copies)]
+        inside += [each for each in more if each in work.profile.depths]
     for each in inside:
         made = _layer(each, work, context, payloads)
         if made is None:

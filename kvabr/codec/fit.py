@@ -22,8 +22,10 @@ from kvabr.codec.quantised import is_quantised, numbers_of
 from kvabr.codec.quantiser import SymbolCounts, coder_model, nested, quantise
 from kvabr.codec.rope import rotate
 from kvabr.codec.transform import LARGEST, NO_MATRIX, RUN, Quiet, Structure, Transform, layered, plain, rounded
+from kvabr.codec.unusual import likeness
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import FP16_MAX, KVSpec
+from kvabr.types.naming import LAYERS
 
 Caches = Callable[[], Iterable[torch.Tensor]]
 """Yields the same caches on every call: [layer, K/V, head, token, dim], any float dtype, each from position 0."""
@@ -156,7 +158,7 @@ def fit_tables(
     """Fit the tables of every depth to a transform; the arguments are those of `fit`."""
     spec, config = transform.structure.spec, config.of(transform.structure.spec)
     source = _Source(spec, caches, config.sinks, progress)
-    return ClassProfile(spec, config.sinks, transform, _depths(Analysis(transform), source, config))
+    return ClassProfile(spec, config.sinks, transform, *_depths(Analysis(transform), source, config))
 
 
 @dataclass(frozen=True)
@@ -369,18 +371,23 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
     return replace(transform, structure=structure, stack=made)
 
 
-def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> dict[str, Depth]:
-    """Fit the tables of every depth."""
+def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dict[str, Depth], float | None]:
+    """Fit the tables of every depth; also return the usual number of copies of a token, None if there is no base."""
     rows, chain = analysis.structure.rows, nested(config.steps)
     counts = {track: SymbolCounts.nothing(rows, refines=below is not None) for track, below in chain.items()}
+    copies: list[float] = []
     for bare in source("tables"):
         coefficients = analysis.coefficients(analysis.centred(bare))
         # Tokens that are stored separately count as zeros, as in the encoder.
         every = coefficients.rows * ~coefficients.outlying
         for start in range(0, every.shape[1], TILE):
+            tile = slice(start, start + TILE)
             for loud in config.louder:
-                _count(every[:, start : start + TILE] * loud, chain, config, counts)
-    return {
+                _count(every[:, tile] * loud, chain, config, counts)
+            if LAYERS[0] in chain:
+                kept = ~coefficients.outlying[tile].numpy()
+                copies.append(likeness(coefficients.rows[:, tile], config.steps[LAYERS[0]], kept).copies)
+    depths = {
         track: Depth(
             config.steps[track],
             config.dead.get(track, 0.0),
@@ -388,6 +395,8 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> dict[str,
         )
         for track in chain
     }
+    told = [each for each in copies if each]  # 0: nothing is said of a tile
+    return depths, round(float(np.median(told)), 3) if told else None
 
 
 def _count(

@@ -50,6 +50,7 @@ FORMAT = "kvabr.profile/2"
 FORMAT_OF_CLASSES = "kvabr.profile.classes/1"
 _OLD = "kvabr.profile/1"
 MAX_STEP = 1024.0
+_MOST_COPIES = 128.0
 _NOT_A_FILE = SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError
 _Arrays = dict[str, NDArray[Any]]
 
@@ -137,6 +138,8 @@ class ClassProfile(Profile):
     transform: Transform
     depths: Mapping[str, Depth]
     """By track name."""
+    copies: float | None = None
+    """Median of `kvabr.codec.unusual.Likeness.copies` in the calibration; only encoders need it. None: not known."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.sinks, int) or not 0 <= self.sinks <= MAX_SINKS:
@@ -201,6 +204,8 @@ class ClassProfile(Profile):
         }
         if transform.quiet is not None:
             facts["quiet"] = {"threshold": transform.quiet.threshold, "usual": transform.quiet.usual.tolist()}
+        if self.copies is not None:
+            facts["copies"] = self.copies
         return facts, arrays
 
 
@@ -278,7 +283,8 @@ def _unpacked(spec: KVSpec, facts: Mapping[str, Any], arrays: _Arrays) -> ClassP
         str(track): Depth(_number(listed["step"], MAX_STEP), float(listed["dead"]), _coder(arrays, track))
         for track, listed in facts["depths"].items()
     }
-    return ClassProfile(spec, facts["sinks"], transform, depths)
+    copies = _number(facts["copies"], _MOST_COPIES) if "copies" in facts else None
+    return ClassProfile(spec, facts["sinks"], transform, depths, copies)
 
 
 def _title(spec: KVSpec) -> str:

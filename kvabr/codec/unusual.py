@@ -41,12 +41,14 @@ NOTHING = _NUMBER.pack(NOTHING_ABOVE)
 FRAME_VERSION = 4
 """Version of the frame of a payload that `is_unusual`."""
 
-MOST_ASIDE = 8
-"""At most one in this many tokens, plus one, is stored separately; a group with more is coded by another codec."""
-_COPIES = (2.85, 5.5)
-"""Effective copies of a token in a tile (`likeness`) from which on a base contains L1, and L2."""
+_COPIES = (1.7, 3.25)
+"""Effective copies of a token (`likeness`), as a multiple of the usual number, from which on a base contains L1, L2."""
+USUAL_COPIES = 1.7
+"""The usual number of effective copies for a profile that does not say it."""
 _ALIKE = 0.4
 """Share of the errors' power that all tokens have in common from which on another codec is used."""
+_MOST_ASIDE = 8
+"""One in this many tokens, and four, are stored separately at most; a group with more is coded by another codec."""
 _LEAST_TOKENS = 16
 """Of shorter tiles nothing is said."""
 _SAMPLED = 4096
@@ -152,15 +154,19 @@ class Likeness:
 
     It is the mean over tokens of the summed squares of their correlations with all tokens."""
 
-    @property
-    def enhancements(self) -> int:
-        """Layers above the base that it should contain."""
-        return sum(self.copies >= least for least in _COPIES)
+    def enhancements(self, usual: float | None) -> int:
+        """Return how many layers above it the base should contain, given the usual `copies`; None: not known."""
+        return sum(self.copies >= least * (usual or USUAL_COPIES) for least in _COPIES)
 
     @property
     def alike(self) -> bool:
         """Whether all tokens are so much alike that layers do not help."""
         return self.common >= _ALIKE
+
+
+def crowded(outlying: torch.Tensor) -> bool:
+    """Return whether too many tokens stand out, [token] bool, to store them separately."""
+    return int(outlying.sum()) > 4 + len(outlying) // _MOST_ASIDE
 
 
 def likeness(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) -> Likeness:

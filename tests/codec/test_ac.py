@@ -18,7 +18,7 @@ from kvabr.codec.native.reference import ideal_bits
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below, nested, quantise
 from kvabr.codec.transform import ONE, rounded
-from kvabr.codec.unusual import is_unusual
+from kvabr.codec.unusual import NOTHING, is_unusual
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import LAYERS
@@ -412,6 +412,9 @@ def test_whatever_comes_is_coded_to_within_a_step(track, tokens, first, loud, dt
     kv = (related(SHAPE, tokens, first, first) * loud).clamp(-60000, 60000)
     side = fitted()
     payloads = encode(kv, side, track, first)
+    while payloads[-1] == NOTHING:  # of a few tokens FP16 is as small
+        payloads.pop()
+    track = chain_of(track)[len(payloads) - 1]
     out = decode(payloads, side, tokens, track, first)
     sinks = min(tokens, max(0, side.sinks - first))
     # Separately stored tokens are exact to FP16.

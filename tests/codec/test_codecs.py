@@ -5,6 +5,7 @@ import torch
 
 from kvabr.codec.base import GroupContext, codec, names
 from kvabr.codec.group import clean, decode_group, encode_group, payload_of
+from kvabr.codec.unusual import crowded
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS, LEVELS
 from tests.kvdata import cache, profile, spec
@@ -61,6 +62,9 @@ def allowed(kv, track):
 def check_ac_error(out, kv, track, side, first):
     """Where AC quantises, no coefficient is off by more than a step; separately stored tokens have 8 bits."""
     wanted, got = side.analysis.analyse(kv, first), side.analysis.analyse(out, first)
+    if crowded(wanted.outlying):
+        assert bool(((out - kv).abs() <= allowed(kv, "Int8")).all())
+        return
     aside = wanted.outlying.clone()
     aside[: max(0, side.sinks - first)] = True
     error = (out - kv).abs()[:, :, :, aside]

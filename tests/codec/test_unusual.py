@@ -9,6 +9,7 @@ import torch
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import decode_group, encode_group, payload_of
+from kvabr.codec.profile import Profile
 from kvabr.codec.rope import rotate
 from kvabr.codec.unusual import LAYERED, NOTHING, NOTHING_ABOVE, OTHER, OTHERS, is_unusual, likeness, read_chain
 from kvabr.types.errors import FormatError
@@ -172,6 +173,13 @@ def test_likeness_of_random_and_of_equal_tokens():
     assert equal.common > 0.99
     assert 42 < likeness(noise[:, :4].repeat(1, 64), 3.3, keep).copies < 43
     assert likeness(noise[:, :3], 3.3, keep[:3]) == likeness(torch.zeros(50, 256), 3.3, keep)
+
+
+def test_a_profile_records_what_is_usual():
+    side = fitted()
+    assert side.copies is not None
+    assert 1 <= side.copies < 20
+    assert Profile.from_bytes(side.to_bytes()).of(SHAPE).copies == side.copies
 
 
 def test_payloads_that_no_encoder_writes_are_refused():
