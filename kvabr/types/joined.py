@@ -8,7 +8,11 @@ of it (`Unit.free`), and has another in the prompt (`Unit.first`). The tracks ar
 What follows the last passage is no part of it, as what follows a cached prefix is none of that.
 
 On every track, each group of a passage loses its part of what joining the passage costs (the fusion loss), besides what
-the codec costs. So whatever weighs groups against each other knows that computing one saves both.
+the codec costs. So whatever weighs groups against each other knows that computing one saves both. What the codec costs
+was measured on the text right behind the passage, with nothing else before it, so of a prompt each passage has only its
+part by length. Fusion losses add up. (Three prompts of four pieces of a text, SmolLM2-135M: by this rule FP16 should
+lose 0.018, 0.047 and 0.053 nats, and lost 0.014, 0.033 and 0.044; AC-L0 0.09 and 0.14, and lost 0.054 and 0.062. The
+plain sum of what the codec costs would be 0.31 and 0.41.)
 """
 
 from __future__ import annotations
@@ -134,6 +138,8 @@ def fusion_loss(catalog: Catalog, coverage: Sequence[str], share: float = 0.0) -
 
 def _common(units: Sequence[Unit], sources: Sequence[Catalog], share: float) -> tuple[Track, ...]:
     """Return the tracks that all passages have, with what each group is on them, and what joining it costs."""
+    whole = sum(one.tokens for one in sources)
+    parts = [one.tokens / whole for one in sources]
     fusion = [0.0 if one.passage is None else one.passage.fusion_loss(share) or 0.0 for one in sources]
     tracks: dict[str, Track] = {}
     for first in sources[0].tracks:
@@ -147,7 +153,8 @@ def _common(units: Sequence[Unit], sources: Sequence[Catalog], share: float) -> 
             if unit.source == COMPUTED
             else (
                 every[unit.source].bytes[unit.group],
-                every[unit.source].loss[unit.group] + fusion[unit.source] * unit.tokens / sources[unit.source].tokens,
+                every[unit.source].loss[unit.group] * parts[unit.source]
+                + fusion[unit.source] * unit.tokens / sources[unit.source].tokens,
                 every[unit.source].digests[unit.group],
             )
             for unit in units

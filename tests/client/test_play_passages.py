@@ -90,14 +90,16 @@ async def test_passages_are_placed_and_the_rest_is_computed_in_order(origin):
 
 @virtual
 async def test_the_default_policy_plays_them_as_well_as_time_allows(origin):
-    for rate, coarse in ((1e8, False), (9e4, True)):
+    errors = []
+    for rate in (1e8, 9e4):
         async with origin(rate=rate) as link:
             played = await play(link, parts=PARTS, deadline=1.0, engine=ToyModel(), prefill_cost=COST, gpu_price=100.0)
         assert played.met
-        assert ("Int4" in played.coverage) == coarse
         assert played.approximate
         assert played.loss > 0.12
-        assert off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED)) < (0.2 if coarse else 0.02)
+        errors.append(off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED)))
+    assert errors[0] < 0.08
+    assert errors[0] < errors[1] < 0.2
 
 
 @virtual
@@ -131,7 +133,7 @@ async def test_what_does_not_come_is_computed_behind_what_is_in_place(origin):
     async with origin(faults=damaged) as link:
         played = await play(link, parts=PARTS, deadline=1.0, engine=ToyModel(), prefill_cost=COST, gpu_price=100.0)
     assert played.coverage[6:8] == ("recomputed",) * 2
-    assert off_by(played.kv, wanted(PARTS, {ONE}, COVERED)) < 0.02
+    assert off_by(played.kv, wanted(PARTS, {ONE}, COVERED)) < 0.08
     assert played.approximate
     assert played.fusion_loss == pytest.approx(0.05 + 0.05)
 

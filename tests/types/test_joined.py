@@ -57,7 +57,7 @@ def test_groups_are_those_of_the_passages_and_the_text_between_them():
             theirs = own.track(track.name)
             assert track.bytes[group] == theirs.bytes[unit.group]
             fusion = 0.1 * unit.tokens / own.tokens
-            assert track.loss[group] == pytest.approx(theirs.loss[unit.group] + fusion)
+            assert track.loss[group] == pytest.approx(theirs.loss[unit.group] * own.tokens / 640 + fusion)
     assert joined.namespace_of(0) == joined.namespace
     assert len({joined.title(group) for group in range(9)}) == 9
 
@@ -98,7 +98,7 @@ def test_losses_of_codec_and_of_joining():
     joined = join(PARTS, FOUND, SPEC)
     tracks = ["Int4"] * 9
     tracks[0] = tracks[5] = RECOMPUTED
-    own = [sum(FOUND[each].track("Int4").loss) for each in (ONE, OTHER, ONE)]
+    own = [sum(FOUND[each].track("Int4").loss) * len(each.ids) / 640 for each in (ONE, OTHER, ONE)]
     assert predicted_loss(joined, tracks) == pytest.approx(sum(own) + 0.3)
     steps = [("compute", 0, 1), *(("fetch", group, "Int4") for group in (1, 2, 3, 4)), ("compute", 5, 6)]
     steps += [("fetch", group, "Int4") for group in (6, 7, 8)]
