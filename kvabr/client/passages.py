@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvabr.blend.selectors import load_selector
@@ -29,22 +29,28 @@ from kvabr.types.passage import Exact, Part, Passage, check_movable, check_parts
 
 
 async def find_passages(
-    origin: Connection, passages: Iterable[Passage], spec: KVSpec, *, salt: bytes = b""
+    origin: Connection,
+    passages: Iterable[Passage],
+    spec: KVSpec,
+    *,
+    salt: bytes = b"",
+    refused: Callable[[Passage, Exception], None] = lambda *_: None,
 ) -> dict[Passage, Found]:
     """Return what an origin has of some passages; those that it lacks, or that cannot be used, are left out.
 
-    All are asked for at the same time, so that takes one round trip.
+    All are asked for at the same time, so that takes one round trip. ``refused`` is told why one cannot be used.
 
     Raises `TransportError` or `FormatError` if nothing was found, and one of them could not be asked for, or used.
     """
     wanted = list(dict.fromkeys(passages))
     answers = await asyncio.gather(*(_find(origin, each, spec, salt) for each in wanted), return_exceptions=True)
     found = {passage: answer for passage, answer in zip(wanted, answers, strict=True) if isinstance(answer, Found)}
-    for answer in answers:
-        missing = isinstance(answer, Found | NotFoundError)
-        known = isinstance(answer, TransportError | FormatError)
-        if isinstance(answer, BaseException) and not missing and (not known or not found):
+    for passage, answer in zip(wanted, answers, strict=True):
+        if isinstance(answer, Found | NotFoundError):
+            continue
+        if not isinstance(answer, TransportError | FormatError) or not found:
             raise answer
+        refused(passage, answer)
     return found
 
 
@@ -104,6 +110,11 @@ class PassagePrompt:
         whole = check_parts(parts)
         asked = _question(whole[-1], engine, options, question, share)
         prompt = cls(whole, spec, options, asked, share)
+        context, length = getattr(engine, "context", None), len(prompt.tokens)
+        if context is not None and length > context:
+            raise UsageError(
+                f"the parts have {length:,} tokens in all, and {spec.model} sees {context:,}: leave some out"
+            )
         _ = prompt.goal  # which checks the share
         return prompt
 
@@ -126,15 +137,24 @@ class PassagePrompt:
     async def find(self, origin: Connection) -> tuple[Found | None, KVSpec]:
         """Return what an origin has of the passages, joined; None if it has none. Errors as `find_passages`."""
         passages = [part for part in self.parts if isinstance(part, Passage)]
-        found = await find_passages(origin, passages, self.spec, salt=self.options.salt)
+        found = await find_passages(origin, passages, self.spec, salt=self.options.salt, refused=self._refused)
         measured = {passage: one.catalog for passage, one in found.items() if self._measured(one.catalog)}
         if not measured:
             return None, self.spec
         usable = _with_one_profile(measured)
+        for passage, own in measured.items():
+            if passage not in usable:
+                reason = "its codec profile is not the one that most passages of this prompt have; publish it with that"
+                self.options.note(PassageRefused(0.0, own.namespace.prompt, reason))
         catalog = join(self.parts, usable, self.spec)
         told = "".join(one.sha256 for passage, one in found.items() if passage in usable)
         joined = None if catalog is None else Found(catalog, hashlib.sha256(told.encode()).hexdigest())
         return joined, self.spec
+
+    def _refused(self, passage: Passage, error: Exception) -> None:
+        """Say why a passage that the origin may have is computed."""
+        name = passage.name(self.spec, self.options.salt)
+        self.options.note(PassageRefused(0.0, name.prompt, str(error) or type(error).__name__))
 
     def _measured(self, catalog: Catalog) -> bool:
         """Return whether it is known what joining a passage costs; otherwise only who accepts any loss may join it."""
@@ -161,7 +181,7 @@ def _question(
             raise UsageError("nothing says which tokens to compute again: give a question, or end the prompt with one")
     if options.after is not None or share == 0 or not able:
         return ()
-    return tuple(question) if question is not None else last.ids if isinstance(last, Exact) else ()
+    return Exact(tuple(question)).ids if question is not None else last.ids if isinstance(last, Exact) else ()
 
 
 def _with_one_profile(found: Mapping[Passage, Catalog]) -> dict[Passage, Catalog]:

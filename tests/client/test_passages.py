@@ -194,7 +194,9 @@ def test_what_is_not_the_passage_is_left_out(five, tmp_path):
             return Fault(replace=answers[ask.namespace]) if ask.namespace in answers else None
 
         async with MemoryConnection(partial(PublishedAssets(five).find, EVERYTHING), faults=fault) as link:
-            assert list(await find_passages(link, FIVE, SPEC)) == [FIVE[4]]
+            told = {}
+            assert list(await find_passages(link, FIVE, SPEC, refused=told.__setitem__)) == [FIVE[4]]
+            assert set(told) == set(FIVE[:4])
             with pytest.raises(FormatError):
                 await find_passages(link, FIVE[:4], SPEC)
             assert list(await find_passages(link, [FIVE[4]], SPEC)) == [FIVE[4]]

@@ -258,7 +258,8 @@ async def test_a_passage_of_unknown_loss_is_computed_unless_any_loss_will_do(ori
 
 @virtual
 async def test_what_cannot_be_computed_again_is_said_at_once(origin):
-    bare = (SYSTEM, ONE, OTHER)
+    bare, small = (SYSTEM, ONE, OTHER), ToyBlendModel()
+    small.context = 102  # as engines of transformers have it
     async with origin() as link:
         for words, engine, how, parts in (
             ("question is empty", ToyBlendModel(), {"question": ()}, PARTS),
@@ -267,6 +268,8 @@ async def test_what_cannot_be_computed_again_is_said_at_once(origin):
             ("give share or after", ToyBlendModel(), {"share": 0.1, "after": 1.0}, PARTS),
             ("give 0 to 1", ToyBlendModel(), {"share": 1.5}, PARTS),
             ("max_loss", ToyBlendModel(), {"max_loss": -1.0}, PARTS),
+            ("from 0 to", ToyBlendModel(), {"question": (3, -1)}, PARTS),
+            ("103 tokens in all", small, {}, PARTS),
         ):
             with pytest.raises(UsageError, match=words):
                 await play(link, parts=parts, deadline=1.0, engine=engine, **how, **DEAR)
