@@ -76,6 +76,8 @@ def choose(prompt: Selection, scores: torch.Tensor, share: float) -> tuple[int, 
     """
     if not 0 <= share <= 1:
         raise UsageError(f"a share of {share:g} of the tokens cannot be recomputed; give 0 to 1")
+    if not isinstance(scores, torch.Tensor):
+        raise PolicyError(f"a selector returned {type(scores).__name__}, not a tensor of {prompt.tokens} scores")
     if tuple(scores.shape) != (prompt.tokens,) or bool(torch.isnan(scores).any()):
         raise PolicyError(f"a selector returned {tuple(scores.shape)} scores, or NaN, for {prompt.tokens} tokens")
     inside = torch.tensor([at for first, end in prompt.passages for at in range(first, end)], dtype=torch.long)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,6 +17,8 @@ from kvabr.types.loss import played_loss
 
 _UNKNOWN_LINK_SHARE = 0.5
 """Share of the deadline that is kept for tokens at most while nothing is known of the link."""
+_MOST_SHARES = 64
+"""Most shares that are weighed: every passage may name as many of its own."""
 _AHEAD = 0.15
 """Share of a passage's tokens that is computed in its publisher's order."""
 _ORDER_WORTH = 0.3
@@ -164,11 +166,18 @@ class BlendPlan:
         """Return the shares to choose from: those that were measured, and the one that the user names."""
         measured = {share for one in self.passages if one.notes is not None for share, _ in one.notes.fusion}
         if self._goal.share is None:
-            return sorted(share for share in measured if share > 0)
-        return sorted({share for share in measured if 0 < share < self._goal.share} | ({self._goal.share} - {0.0}))
+            return _thinned(share for share in measured if share > 0)
+        return _thinned({share for share in measured if 0 < share < self._goal.share} | ({self._goal.share} - {0.0}))
 
     def _codec(self, nbytes: float) -> float:
         """Return the least loss that the codec costs with so many bytes; without a whole cache, that of missing."""
         if nbytes < self._base_bytes:
             return MISS_PENALTY + self._losses[0] * (2 - nbytes / self._base_bytes)
         return self._losses[bisect_right(self._spent, nbytes - self._base_bytes) - 1]
+
+
+def _thinned(shares: Iterable[float]) -> list[float]:
+    """Return shares, ascending: all of them, or so many that lie between, and the highest."""
+    ascending = sorted(shares)
+    step = max(1, -(-len(ascending) // _MOST_SHARES))
+    return ascending[::-step][::-1]

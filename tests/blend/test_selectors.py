@@ -124,3 +124,9 @@ def test_an_entry_point_is_found(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert selectors()["latest"].__name__ == "Last"
     assert DEFAULT in selectors()
+
+
+def test_scores_that_are_no_tensor_are_refused():
+    for scores in ([1.0] * 10, None):
+        with pytest.raises(PolicyError, match="not a tensor of 10 scores"):
+            choose(PROMPT, scores, 0.1)
