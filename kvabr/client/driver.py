@@ -364,7 +364,7 @@ class Driver:
         session, again, assembler = self.session, self._again, self.assembler
         if again is None or not isinstance(session, BlendSession):
             raise KvabrError("this play is to compute tokens again, and has nothing that does")
-        coverage = [track or "" for track in assembler.coverage]
+        coverage, ahead = [track or "" for track in assembler.coverage], action.passage is not None
 
         def work() -> None:
             if action.passage is not None:
@@ -375,9 +375,9 @@ class Driver:
         try:
             await on_engine(again.engine, work)
         except Exception as error:  # noqa: BLE001  # as above
-            self._tell(session.tokens_failed, said(error))
+            self._tell(partial(session.tokens_failed, ahead=ahead), said(error))
         else:
-            self._tell(session.tokens_recomputed)
+            self._tell(partial(session.tokens_recomputed, ahead=ahead))
 
 
 def said(error: BaseException) -> str:

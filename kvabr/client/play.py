@@ -179,7 +179,7 @@ class Play:
             met=record.met,
             loss=loss,
             fusion_loss=0.0 if blend is None else blend.fusion_loss,
-            computed_again=again.at if again is not None and blend is not None and blend.done_s is not None else (),
+            computed_again=assembler.computed_again,
             record=record,
             spec=catalog.spec,
             catalog=catalog,

@@ -9,7 +9,7 @@ import torch
 
 from kvabr.blend.looking import look
 from kvabr.blend.selection import Selection, Selector, choose
-from kvabr.player.assembler import Assembler
+from kvabr.player.assembler import Assembler, check_tokens
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.engine import BlendEngine
 from kvabr.types.joined import joined_passages
@@ -27,8 +27,6 @@ class TokenRecompute:
     question: Sequence[int]
     """Ids whose attention chooses."""
     selector: Callable[[], Selector]
-    at: tuple[int, ...] = ()
-    """Places of the tokens that were computed, increasing."""
     _ahead: dict[int, torch.Tensor] = field(default_factory=dict)
     """What was computed ahead, [layer, K/V, head, dim], by place."""
     _seen: tuple[Selection, torch.Tensor] | None = None
@@ -53,7 +51,9 @@ class TokenRecompute:
     def compute_ahead(self, assembler: Assembler, passage: int, count: int) -> None:
         """Compute the first tokens of a passage's order, while what follows the passage still comes.
 
-        Raises `ModelError` of the engine.
+        Raises:
+            ModelError: of the engine.
+            FormatError: the engine returned something else.
         """
         place = joined_passages(self.catalog)[passage]
         order = b"" if place.notes is None else place.notes.order
@@ -62,6 +62,7 @@ class TokenRecompute:
         if at:
             kv = assembler.before(place.groups.stop)
             new = self.engine.recompute(list(self.tokens[: place.end]), at, kv)
+            check_tokens(new, self.catalog.spec, len(at))
             self._ahead.update(zip(at, new.unbind(dim=3), strict=True))
 
     def compute(
@@ -86,7 +87,6 @@ class TokenRecompute:
         ahead = [at for at in sorted(self._ahead) if any(first <= at < end for first, end in spans)]
         if ahead and wanted():
             assembler.put_tokens(ahead, torch.stack([self._ahead[at] for at in ahead], dim=3))
-        chosen: tuple[int, ...] = ()
         if count:
             kv = assembler.before(self.catalog.groups)
             self.choose(kv)
@@ -100,4 +100,3 @@ class TokenRecompute:
             new = self.engine.recompute(list(self.tokens[: self.catalog.tokens]), chosen, kv)
             if wanted():
                 assembler.put_tokens(chosen, new)
-        self.at = tuple(sorted({*ahead, *chosen}))

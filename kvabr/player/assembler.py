@@ -24,6 +24,7 @@ from kvabr.codec.quantised import all_finite, check_wanted, convert
 from kvabr.player.prefixes import PlacedPrefix, longest_prefix
 from kvabr.types.catalog import RECOMPUTED, Catalog, Track
 from kvabr.types.errors import FormatError, HoleError, UsageError
+from kvabr.types.kv import KVSpec
 from kvabr.types.units import computed_shape
 
 
@@ -104,12 +105,19 @@ class Assembler:
         """Groups with an empty place that is being decoded into. Nobody else writes there meanwhile."""
         self._spare: list[list[torch.Tensor]] = [[] for _ in self._outs]
         """Unused scratch tensors, per class. Fresh memory would have to be cleared, page by page, for every group."""
-        self._taken = self._open = False
+        self._taken = self._open = self._handed = False
+        """Whether groups are refused; whether upgrades are taken nevertheless; and whether it has been handed over."""
+        self._again: set[int] = set()
 
     @property
     def coverage(self) -> tuple[str | None, ...]:
         """Per group, the track in place, ``recomputed``, or None."""
         return tuple(self._tracks)
+
+    @property
+    def computed_again(self) -> tuple[int, ...]:
+        """The places of single tokens that were put into the cache, see `put_tokens`; increasing."""
+        return tuple(sorted(self._again))
 
     def put(
         self,
@@ -255,8 +263,10 @@ class Assembler:
 
         return write
 
-    def put_tokens(self, at: Sequence[int], computed: torch.Tensor) -> None:
-        """Put single tokens into a complete cache, which accepts nothing afterwards.
+    def put_tokens(self, at: Sequence[int], computed: torch.Tensor) -> Placement:
+        """Put single tokens into a complete cache, which accepts no groups afterwards.
+
+        All of them are in place before the cache can be handed over, or none: then nothing changes any more.
 
         Args:
             at: their places, counted from the cache's first token.
@@ -267,13 +277,19 @@ class Assembler:
             FormatError: the numbers are not those of so many tokens, or one is not finite; nothing has changed.
         """
         spec, out = self._catalog.spec, self._outs[0]
-        if tuple(computed.shape) != (due := spec.shape(len(at))) or not all_finite(computed):
-            raise FormatError(f"what was computed is {tuple(computed.shape)}, or NaN, where {due} was due")
-        self._no_hole(self._catalog.groups)
-        self.seal()
+        check_tokens(computed, spec, len(at))
         stored = torch.empty(computed.shape, dtype=out.dtype)
         convert(computed.cpu(), stored, spec)
-        out[:, :, :, torch.tensor(list(at), device=out.device)] = stored.to(out.device)
+        with self._lock:
+            self._lock.wait_for(lambda: not self._direct)
+            if self._handed:
+                return Placement.LATE
+            self._no_hole(self._catalog.groups)
+            self._taken = True
+            out[:, :, :, torch.tensor(list(at), device=out.device)] = stored.to(out.device)
+            self._again.update(at)
+        self.seal()
+        return Placement.REPLACED
 
     def seal(self) -> None:
         """Accept nothing more; a write in progress has finished when this returns."""
@@ -300,7 +316,7 @@ class Assembler:
         """
         with self._lock:
             self._no_hole(self._catalog.groups)
-            self._taken, self._open = True, upgrades
+            self._taken, self._open, self._handed = True, upgrades, True
         if not upgrades:
             self.seal()
         return self._outs
@@ -315,6 +331,8 @@ class Assembler:
         Returns:
             A tensor per layer class, with the tokens of `PlacedPrefix.spans`; and what it consists of.
         """
+        with self._lock:
+            self._handed = True
         self.seal()
         placed = [track if groups is None or group < groups else None for group, track in enumerate(self._tracks)]
         found = longest_prefix(self._catalog, placed, block)
@@ -427,3 +445,12 @@ class Assembler:
     def _forget(self, group: int) -> None:
         for key in [key for key in self._kept if key[0] == group]:
             del self._kept[key]
+
+
+def check_tokens(computed: torch.Tensor, spec: KVSpec, tokens: int) -> None:
+    """Raise a `FormatError` unless an engine computed finite numbers, [layer, K/V, head, token, dim], of its tokens."""
+    due = spec.shape(tokens)
+    if not isinstance(computed, torch.Tensor):
+        raise FormatError(f"the engine returned {type(computed).__name__}, where a tensor {due} was due")
+    if tuple(computed.shape) != due or not all_finite(computed):
+        raise FormatError(f"the engine returned {tuple(computed.shape)}, or NaN, where {due} was due")

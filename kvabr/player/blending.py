@@ -45,7 +45,9 @@ class BlendSession(Session):
         self._computing: BlendOption | None = None
         self._ahead: BlendOption | None = None
         """What is computed in a publisher's order, and the next passage of which that could be done."""
-        self._ahead_s, self._next = 0.0, 0
+        self._ahead_s, self._choosing_s, self._next = 0.0, 0.0, 0
+        self._engine_s, self._failed = 0.0, False
+        """When the engine last finished something; and whether it failed at the end, and is asked for nothing more."""
         self.record.blend = self._blend = BlendRecord(fusion_loss=self._plan.fusion([""] * view.groups, 0.0))
         self._reserve(0.0)
 
@@ -63,43 +65,43 @@ class BlendSession(Session):
         if self.over or self._blend.chosen_s is not None:
             return
         self._blend.chosen_s = now
+        self._engine_done(self._choosing_s, now)
         self._events.emit(TokensChosen, now)
         self._advance(now)
 
-    def tokens_recomputed(self, now: float) -> None:
-        """Take that the tokens are computed, and in place."""
-        if self.over:
+    def tokens_recomputed(self, now: float, *, ahead: bool = False) -> None:
+        """Take that the tokens are computed, and in place; or kept apart, if it was done ahead of the others."""
+        option = self._ahead if ahead else self._computing
+        if self.over or option is None:
             return
-        if (ahead := self._ahead) is not None:  # it began before all else
-            self._ahead = None
-            self._blend.ahead += ahead.tokens
-            self.record.tokens_recomputed += ahead.tokens
-            self.record.recompute_s += now - self._ahead_s
-            self._events.emit(TokensDone, now, ahead.tokens)
-            self._advance(now)
-            return
-        if (option := self._computing) is None:
-            return
-        blend, begun_s = self._blend, self._blend.begun_s or 0.0
-        blend.share, blend.tokens, blend.done_s = option.share, option.tokens, now
+        blend = self._blend
         self.record.tokens_recomputed += option.tokens
-        self.record.recompute_s += now - begun_s
         self._events.emit(TokensDone, now, option.tokens)
-        self._finish(now)
+        if ahead:
+            self._engine_done(self._ahead_s, now)
+            self._ahead = None
+            blend.ahead += option.tokens
+            self._advance(now)
+        else:
+            self._engine_done(blend.begun_s or 0.0, now)
+            blend.share, blend.tokens, blend.done_s = option.share, option.tokens, now
+            self._finish(now)
 
-    def tokens_failed(self, reason: str, now: float) -> None:
-        """Take a failure of the engine: to choose tokens, or to compute them."""
+    def tokens_failed(self, reason: str, now: float, *, ahead: bool = False) -> None:
+        """Take a failure of the engine: to choose tokens, or to compute them, ``ahead`` of the others or not."""
         if self.over:
             return
         self._events.emit(TokensFailed, now, reason)
         self._plan.options = self._plan.options[:1]
-        self._ahead = None
-        if self._computing is not None:
-            self.record.recompute_s += now - (self._blend.begun_s or 0.0)
-            self._computing, self._settled = None, False
-            self._deliver(now)
-        else:
+        if ahead:
+            self._engine_done(self._ahead_s, now)
+            self._ahead = None
+        if self._computing is None:
             self._advance(now)
+        elif not ahead:
+            self._engine_done(self._blend.begun_s or 0.0, now)
+            self._computing, self._settled, self._failed = None, False, True
+            self._deliver(now)
 
     def decoded(self, request: int, now: float, seconds: float | None = None) -> None:
         """Take a group that is decoded and in place: too late once tokens are being computed over what is there."""
@@ -155,7 +157,7 @@ class BlendSession(Session):
         if self._in_place < self._catalog.groups:
             self._compute_ahead(now)
         elif self._compute is not None:
-            self._choosing = True
+            self._choosing, self._choosing_s = True, now
             self._actions.append(ChooseTokens(self._question))
 
     def _compute_ahead(self, now: float) -> None:
@@ -193,7 +195,7 @@ class BlendSession(Session):
             least = min(self._plan.fusion(coverage, one.share) or 0.0 for one in self._plan.options)
             self._give_up(now, self._too_lossy(codec + least))
             return
-        if not option.tokens and not self._blend.ahead and self._ahead is None:
+        if self._failed or (not option.tokens and not self._blend.ahead and self._ahead is None):
             self._finish(now)
             return
         for transfer in list(self.view.in_flight.values()):
@@ -206,6 +208,11 @@ class BlendSession(Session):
         saved = (joined or 0.0) - (self._plan.fusion(coverage, option.share) or 0.0)
         reason = f"saves {saved:.4f} nats per token in {option.seconds:.2f} s, of {left_s:.2f} s left"
         self._events.emit(TokensStarted, now, option.tokens, option.share, reason)
+
+    def _engine_done(self, begun_s: float, now: float) -> None:
+        """Count what the engine has done, which does one thing after the other."""
+        self.record.recompute_s += now - max(begun_s, self._engine_s)
+        self._engine_s = now
 
     def _finish(self, now: float, *, cut: str | None = None) -> None:
         self._computing, self._settled, self.view.deadline_s = None, True, self._full_s

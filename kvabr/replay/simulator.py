@@ -122,8 +122,10 @@ class Machine:
             if isinstance(action, Recompute):
                 self._session.computed(action.first, action.last, now)
             elif isinstance(self._session, BlendSession):
-                chosen = isinstance(action, ChooseTokens)
-                (self._session.tokens_chosen if chosen else self._session.tokens_recomputed)(now)
+                if isinstance(action, ChooseTokens):
+                    self._session.tokens_chosen(now)
+                else:
+                    self._session.tokens_recomputed(now, ahead=action.passage is not None)
 
 
 class Simulator:

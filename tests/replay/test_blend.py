@@ -134,6 +134,29 @@ def test_a_bound_knows_what_every_share_loses():
     assert free.objective == pytest.approx(min(bound.objective for bound in alone))
 
 
+def test_a_publisher_cannot_make_a_play_weigh_thousands_of_shares():
+    many = [
+        passage(number, 2, fusion=tuple(((64 * number + step) / 4096, 0.5) for step in range(64)))
+        for number in range(40)
+    ]
+    prompt = prompt_of(many, 30)
+    for goal in (BlendGoal(None, 20), BlendGoal(0.9, 20)):
+        ladder = Experiment(prompt, ReplayOptions(2.0, cost=COST, config=DEAR, blend=goal)).ladder
+        plan = BlendPlan(ladder, COST, goal, time_price=0.0, gpu_price=0.0)
+        shares = [option.share for option in plan.options]
+        assert len(shares) <= 65
+        assert shares == sorted(set(shares))
+        assert shares[-1] == goal.share or shares[-1] == 2559 / 4096
+
+
+def test_the_engines_time_is_what_it_takes():
+    cost = PrefillCost(0.0, 1 / 1500)
+    options = ReplayOptions(12.0, 0.02, None, cost, config=PlayerConfig(gpu_price=0.43), blend=BlendGoal(0.15, 20))
+    prompt = joined(ordered=True, fusion=((0.0, 0.08), (0.15, 0.01)))
+    played = Experiment(prompt, options).play(world("steady", [2e4]), 0.0, "anytime")
+    assert played.record.recompute_s == pytest.approx((played.record.tokens_recomputed + 20) / 1500)
+
+
 def test_what_is_no_prompt_of_passages_is_refused():
     with pytest.raises(UsageError, match="is no passage"):
         prompt_of([passage(1, 3), catalog(4)], 30)
