@@ -178,7 +178,8 @@ def likeness(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) -> Likene
         keep: [token]: which tokens are coded.
     """
     every = -(-len(rows) // _SAMPLED)
-    sample = rows[::every].numpy()[:, keep]
+    sample = rows[::every].numpy()
+    sample = sample if keep.all() else sample[:, keep]
     tiles = [_likeness(sample[:, first : first + TILE], step) for first in range(0, sample.shape[1], TILE)]
     return Likeness(max((it.common for it in tiles), default=0.0), max((it.copies for it in tiles), default=0.0))
 
@@ -187,9 +188,11 @@ def _likeness(rows: NDArray[np.float32], step: float) -> Likeness:
     count = rows.shape[1]
     if count < _LEAST_TOKENS:
         return Likeness(0.0, 0.0)
-    exact = rows / np.float32(step)
+    error = rows / np.float32(step)
+    error -= np.rint(error)
+    error *= np.float32(_UNITS)
+    np.rint(error, out=error)
     # Products of these integers are at most 64, so float32 holds their sums.
-    error = np.rint((exact - np.rint(exact)) * np.float32(_UNITS))
     gram = (error.T @ error).astype(np.float64)
     power = float(np.trace(gram))
     if not power:
