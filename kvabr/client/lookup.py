@@ -128,8 +128,10 @@ async def fetch_catalog(
         found = await _first_of(ordinary, growing)
     else:
         found = await ordinary
-    if found.catalog.namespace != namespace or found.catalog.chunks[-1] != namespace.prompt:
+    if found.catalog.namespace != namespace:
         raise ForeignError(f"asked for the catalog of {_name(namespace)}, got that of {_name(found.catalog.namespace)}")
+    if (end := found.catalog.chunks[-1]) != namespace.prompt:
+        raise ForeignError(f"the catalog of {_name(namespace)} is of another prompt: its groups end with {end}")
     if found.catalog.spec.model != namespace.model:
         raise ForeignError(f"the catalog of {_name(namespace)} is of the model {found.catalog.spec.model}")
     return found

@@ -265,7 +265,7 @@ async def test_a_catalog_of_another_prompt_counts_as_nothing_cached(origin, shor
         link.find = answering(short, foreign)(link.find)
         played = await play(link, TOKENS, deadline=2.0, spec=SPEC)
         assert isinstance(played, NothingCached)
-        with pytest.raises(FormatError, match="asked for the catalog"):
+        with pytest.raises(FormatError, match="is of another prompt"):
             await play_asset(link, short.namespace, deadline=2.0)
 
 

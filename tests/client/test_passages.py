@@ -197,6 +197,7 @@ def test_what_is_not_the_passage_is_left_out(five, tmp_path):
             told = {}
             assert list(await find_passages(link, FIVE, SPEC, refused=told.__setitem__)) == [FIVE[4]]
             assert set(told) == set(FIVE[:4])
+            assert "is of another prompt" in str(told[FIVE[3]])
             with pytest.raises(FormatError):
                 await find_passages(link, FIVE[:4], SPEC)
             assert list(await find_passages(link, [FIVE[4]], SPEC)) == [FIVE[4]]
