@@ -364,12 +364,13 @@ class Driver:
         session, again, assembler = self.session, self._again, self.assembler
         if again is None or not isinstance(session, BlendSession):
             raise KvabrError("this play is to compute tokens again, and has nothing that does")
-        coverage, ahead = [track or "" for track in assembler.coverage], action.passage is not None
+        ahead = action.passage is not None
 
         def work() -> None:
             if action.passage is not None:
                 again.compute_ahead(assembler, action.passage, action.tokens)
             else:
+                coverage = [track or "" for track in assembler.coverage]
                 again.compute(assembler, coverage, action.tokens, lambda: not self._over.done())
 
         try:

@@ -103,6 +103,21 @@ class BlendSession(Session):
             self._computing, self._settled, self._failed = None, False, True
             self._deliver(now)
 
+    def computed(self, first: int, last: int, now: float) -> None:
+        """Take computed groups; see `Session.computed`. Once tokens are computed, only the engine's time counts."""
+        lane = self._compute
+        if self._computing is None:
+            super().computed(first, last, now)
+        elif not self.over and lane is not None and lane.computing == (first, last):
+            lane.finish(now)
+            self._engine_done(lane.started_s, now)
+            self.record.tokens_recomputed += self._catalog.tokens_before(last) - self._catalog.tokens_before(first)
+
+    def compute_failed(self, reason: str, now: float) -> None:
+        """Take that groups could not be computed; see `Session.compute_failed`."""
+        if self._computing is None:
+            super().compute_failed(reason, now)
+
     def decoded(self, request: int, now: float, seconds: float | None = None) -> None:
         """Take a group that is decoded and in place: too late once tokens are being computed over what is there."""
         if self._computing is None:

@@ -157,6 +157,17 @@ def test_the_engines_time_is_what_it_takes():
     assert played.record.recompute_s == pytest.approx((played.record.tokens_recomputed + 20) / 1500)
 
 
+@pytest.mark.parametrize(("rate", "deadline_s"), [(6e4, 1.2), (2e5, 0.6), (4e5, 0.6)])
+def test_groups_that_are_computed_too_late_are_not_taken_for_exact(rate, deadline_s):
+    options = ReplayOptions(
+        deadline_s, 0.02, None, COST, config=PlayerConfig(gpu_price=0.05), blend=BlendGoal(None, 20)
+    )
+    record = Experiment(joined(), options).play(world("steady", [rate]), 0.0, "anytime").record
+    assert record.blend.tokens
+    assert all(group.ready_s <= record.blend.begun_s for group in record.groups)
+    assert record.recompute_s <= record.delivered_s
+
+
 def test_what_is_no_prompt_of_passages_is_refused():
     with pytest.raises(UsageError, match="is no passage"):
         prompt_of([passage(1, 3), catalog(4)], 30)
