@@ -187,7 +187,10 @@ def read_notes(pieces: JsonPieces) -> PassageNotes:
 
 
 def _ids(ids: Iterable[int]) -> tuple[int, ...]:
-    found = tuple(map(int, ids))
+    try:
+        found = tuple(map(int, ids))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"token ids are whole numbers: {error}") from error
     if not found:
         raise UsageError("a part of a prompt needs at least one token")
     if min(found) < 0 or max(found) >= 1 << 32:

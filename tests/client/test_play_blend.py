@@ -268,6 +268,7 @@ async def test_what_cannot_be_computed_again_is_said_at_once(origin):
             ("give share or after", ToyBlendModel(), {"share": 0.1, "after": 1.0}, PARTS),
             ("give 0 to 1", ToyBlendModel(), {"share": 1.5}, PARTS),
             ("max_loss", ToyBlendModel(), {"max_loss": -1.0}, PARTS),
+            ("token ids are", ToyBlendModel(), {"question": "what?"}, PARTS),
             ("from 0 to", ToyBlendModel(), {"question": (3, -1)}, PARTS),
             ("103 tokens in all", small, {}, PARTS),
         ):
