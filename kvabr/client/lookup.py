@@ -227,7 +227,8 @@ class _Lookup:
     async def _closest(self, kind: str) -> _Answer | None:
         """Look up the prompt among one kind of assets; where digests were left out, look again between two of them."""
         best = await self._ask(kind + self._names())
-        gap = prefix_gap(best.shared, len(self.digests)) if best is not None and best.shared else range(0)
+        shared = 0 if best is None else best.shared
+        gap = prefix_gap(shared, len(self.digests), evenly=self._evenly) if shared else range(0)
         if best is not None and gap:
             with contextlib.suppress(TransportError, FormatError):  # then what is known already has to do
                 other = await self._ask(kind + self._names(gap.start, gap.stop))
@@ -237,7 +238,11 @@ class _Lookup:
 
     def _names(self, first: int = 1, end: int | None = None) -> str:
         """Return the digests in the name of a lookup; see `prefix_track`."""
-        return prefix_track(self.digests, first, end).removeprefix(PREFIX_TRACK)
+        return prefix_track(self.digests, first, end, evenly=self._evenly).removeprefix(PREFIX_TRACK)
+
+    @property
+    def _evenly(self) -> bool:
+        return any(each.kind == "state" for each in self.spec.classes)
 
     async def _found(self, finder: PrefixFinder) -> _Answer | None:
         """Return what a connection finds itself."""

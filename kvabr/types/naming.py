@@ -167,21 +167,25 @@ def prefix_key(digest: str) -> bytes:
     return bytes.fromhex(digest[: 2 * _KEY_BYTES])
 
 
-def prefix_positions(first: int, end: int) -> Sequence[int]:
+def prefix_positions(first: int, end: int, *, evenly: bool = False) -> Sequence[int]:
     """Return the groups of ``range(first, end)`` that a lookup names, including the last.
 
-    All, or of more than `MAX_PREFIX_DIGESTS` those that end a run of `LOOKUP_RUN` groups (by which object stores name
-    them), or every second, third ... of those, and all groups behind the last whole run.
+    All; or, of more than `MAX_PREFIX_DIGESTS`, evenly spaced ones if ``evenly`` is true. Otherwise those that end a run
+    of `LOOKUP_RUN` groups (by which object stores name them), or every second, third ... of those, and all groups
+    behind the last whole run.
     """
     if end - first <= MAX_PREFIX_DIGESTS:
         return range(first, end)
+    if evenly:
+        stride = -(-(end - first) // MAX_PREFIX_DIGESTS)
+        return range(first + (end - first - 1) % stride, end, stride)
     rest = range(end - end % LOOKUP_RUN, end)
     ends = range(first + -(first + 1) % LOOKUP_RUN, rest.start, LOOKUP_RUN)
     stride = -(-len(ends) // (MAX_PREFIX_DIGESTS - len(rest)))
     return [*ends[(len(ends) - 1) % stride :: stride], *rest]
 
 
-def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None) -> str:
+def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None, *, evenly: bool = False) -> str:
     """Return the name of the track that looks up the longest cached prefix of a prompt, given its chained digests.
 
     The track lives under ``TrackNamespace(model, digests[0])``. Its group 0 is the catalog of the visible asset that
@@ -192,20 +196,22 @@ def prefix_track(digests: Sequence[str], first: int = 1, end: int | None = None)
     A name has room for `MAX_PREFIX_DIGESTS`. For a longer prompt the digests are thinned (`prefix_positions`), which
     leaves the groups between two neighbours open. `prefix_gap` returns them, and a second lookup of
     ``prefix_track(digests, gap.start, gap.stop)`` settles them. One round trip serves prompts of up to 321 groups, two
-    serve up to 102,400; relays over object stores, two serve up to 4,880.
+    serve up to 102,400; relays over object stores, two serve up to 4,880. Of models with recurrent states they are
+    thinned ``evenly``: what shares more may have no snapshot that can be played, so more lengths must be told apart at
+    once.
     """
     end = len(digests) if end is None else end
-    keys = b"".join(prefix_key(digests[group]) for group in prefix_positions(first, end))
+    keys = b"".join(prefix_key(digests[group]) for group in prefix_positions(first, end, evenly=evenly))
     return PREFIX_TRACK + base64.urlsafe_b64encode(keys).rstrip(b"=").decode()
 
 
-def prefix_gap(shared: int, groups: int) -> range:
+def prefix_gap(shared: int, groups: int, *, evenly: bool = False) -> range:
     """Return the groups that a first lookup leaves open, given how many (at least 1) the answering asset shares.
 
     Those are the groups not named in the first lookup, after the last one known to be shared, so a second answer is
     never worse. Empty if no longer prefix is possible.
     """
-    refused = next((group for group in prefix_positions(1, groups) if group >= shared), groups)
+    refused = next((group for group in prefix_positions(1, groups, evenly=evenly) if group >= shared), groups)
     return range(shared - 1, refused) if refused > shared else range(0)
 
 
