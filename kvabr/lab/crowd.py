@@ -64,7 +64,7 @@ class CacheMachine:
         return min(self.bytes_per_s, self.cores / self.cpu_s_per_byte)
 
     def serving(self, group_bytes: float) -> CacheMachine:
-        """Return what this machine is for groups of so many bytes: their cost is that of their bytes from here on."""
+        """Return what this machine is for groups of ``group_bytes``: their cost is that of their bytes from here on."""
         each = self.cpu_s_per_byte + self.cpu_s_per_group / group_bytes
         return replace(self, cpu_s_per_byte=each, cpu_s_per_group=0.0)
 

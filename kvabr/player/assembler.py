@@ -274,7 +274,7 @@ class Assembler:
 
         Raises:
             HoleError: a group is missing.
-            FormatError: the numbers are not those of so many tokens, or one is not finite; nothing has changed.
+            FormatError: these are not the numbers of ``len(at)`` tokens, or one is not finite; nothing has changed.
         """
         spec, out = self._catalog.spec, self._outs[0]
         check_tokens(computed, spec, len(at))

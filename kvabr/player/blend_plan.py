@@ -170,14 +170,14 @@ class BlendPlan:
         return _thinned({share for share in measured if 0 < share < self._goal.share} | ({self._goal.share} - {0.0}))
 
     def _codec(self, nbytes: float) -> float:
-        """Return the least loss that the codec costs with so many bytes; without a whole cache, that of missing."""
+        """Return the least loss that the codec costs if ``nbytes`` arrive; without a whole cache, that of missing."""
         if nbytes < self._base_bytes:
             return MISS_PENALTY + self._losses[0] * (2 - nbytes / self._base_bytes)
         return self._losses[bisect_right(self._spent, nbytes - self._base_bytes) - 1]
 
 
 def _thinned(shares: Iterable[float]) -> list[float]:
-    """Return shares, ascending: all of them, or so many that lie between, and the highest."""
+    """Return shares, ascending: all of them, or at most `_MOST_SHARES`, evenly spread, with the highest."""
     ascending = sorted(shares)
     step = max(1, -(-len(ascending) // _MOST_SHARES))
     return ascending[::-step][::-1]

@@ -44,8 +44,11 @@ class BlendSession(Session):
         """Whether tokens are being chosen or have been; and whether it is settled what is computed."""
         self._computing: BlendOption | None = None
         self._ahead: BlendOption | None = None
-        """What is computed in a publisher's order, and the next passage of which that could be done."""
-        self._ahead_s, self._choosing_s, self._next = 0.0, 0.0, 0
+        """What is being computed in a publisher's order."""
+        self._ahead_s = self._choosing_s = 0.0
+        """When that began, and when choosing did."""
+        self._next = 0
+        """The first passage of which no tokens have been computed ahead, or passed over."""
         self._engine_s, self._failed = 0.0, False
         """When the engine last finished something; and whether it failed at the end, and is asked for nothing more."""
         self.record.blend = self._blend = BlendRecord(fusion_loss=self._plan.fusion([""] * view.groups, 0.0))

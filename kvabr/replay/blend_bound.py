@@ -46,7 +46,7 @@ class BlendClairvoyant:
         """Return the bound of one play.
 
         Args:
-            bound: returns what a clairvoyant makes of a play that has so many seconds less.
+            bound: returns what a clairvoyant makes of a play, given the seconds by which it is shorter.
         """
         found = INFEASIBLE
         for option, clairvoyant in self.options:

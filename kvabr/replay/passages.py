@@ -1,4 +1,4 @@
-"""A prompt of published passages, to replay: what stands between them is text of so many tokens."""
+"""A prompt of published passages, to replay: of the text before them only the number of tokens counts."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_many_loud_tokens_are_all_kept_if_they_are_not_too_many():
         assert codec("AC-L0").aside(payload_of(frame), context) == expected
 
 
-def test_groups_without_a_position_are_rotated_whoever_encoded_them():
+def test_groups_without_a_position_are_rotated_to_their_place():
     kv = alike()
     kv[:, 0] = rotate(kv[:, 0], SHAPE.rope, FIRST, undo=True)
     free = GroupContext(SHAPE, 0, 128, fitted(), free=True)

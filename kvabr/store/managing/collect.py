@@ -405,7 +405,7 @@ class Collector:
     async def _sweep_offers(self, found: Survey, named: set[str], seen: dict[str, float]) -> None:
         """Delete offers that have no spans. Each leaves a mark, for readers count offers until one is not there.
 
-        The mark comes before its offer is deleted, so that whoever writes under the key of that offer sees it.
+        The mark comes before its offer is deleted, so that a publisher that writes under the key of that offer sees it.
         """
         doomed = found.unused_offers(named, self._rules.grace_s)
         if doomed and not self._dry_run:

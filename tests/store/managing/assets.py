@@ -56,3 +56,8 @@ def new_place(kind, tmp_path):
     if kind == "folder":
         return str(tmp_path / "assets")
     return f"memory://{secrets.token_hex(6)}" if kind == "memory" else f"file://{tmp_path}/objects?layout=objects"
+
+
+def names(place):
+    """The assets of a store, by their names."""
+    return set(open_store(place).list().versions)
