@@ -116,11 +116,11 @@ class FolderLibrary:
         if cache_ttl_s is not None:
             raise UsageError(f"{self._root}: has no single groups, which only buckets cache (--cache-ttl)")
         found, done = await self.inventory(progress), Collected()
+        if not dry_run and any(holding.name == "." for holding in found.holdings):
+            raise UsageError(f"{self._root}: is one asset; give the folder that it lies in")
         done.damaged.update(found.damaged)
         gone = evictions(found.holdings, rules, found.now_s, expired_models(self._root))
         for number, each in enumerate(gone):
-            if each.holding.name == "." and not dry_run:
-                raise UsageError(f"{self._root}: is one asset; give the folder that it lies in")
             if dry_run or self._remove(each, found.now_s):
                 done.evicted.append(each)
                 done.bytes += each.holding.bytes

@@ -345,7 +345,7 @@ async def test_a_folder_that_cannot_be_collected_says_so(tmp_path):
     name = publish(tmp_path / "assets", LONG[:20])
     one = open_library(tmp_path / "assets" / name)
     with pytest.raises(UsageError, match="is one asset; give the folder"):
-        await one.collect(NOTHING_STAYS)
+        await one.collect(Rules())
     with pytest.raises(UsageError, match="no single groups"):
         await one.collect(Rules(), cache_ttl_s=1.0)
     with pytest.raises(AssetError, match="no such folder"):
