@@ -36,18 +36,24 @@ setup(
                 f"{_ROOM}/{name}.c"
                 for name in ("_kvcoder", "group", "tables", "path_portable", "path_avx2", "path_avx512")
             ],
-            depends=[f"{_ROOM}/{name}.h" for name in ("kvcoder", "rans", "tile", "synth", "encode")],
+            depends=[
+                f"{_ROOM}/{name}.h"
+                for name in ("kvcoder", "rans", "near", "near_avx2", "tile", "synth", "encode", "encode_avx2")
+            ],
             extra_compile_args=_FLAGS,
             **_API,
             optional=True,  # without it everything works, slowly
         ),
         Extension(
             "kvabr.codec.native._kvanalysis",
-            sources=[f"{_ROOM}/{name}.c" for name in ("_kvanalysis", "analysis")],
-            depends=[f"{_ROOM}/{name}.h" for name in ("kvcoder", "analysis")],
+            sources=[
+                f"{_ROOM}/{name}.c"
+                for name in ("_kvanalysis", "analysis", "analysis_portable", "analysis_avx2", "analysis_avx512")
+            ],
+            depends=[f"{_ROOM}/{name}.h" for name in ("kvcoder", "analysis", "analysis_tile", "analysis_x86")],
             extra_compile_args=_FLAGS,
             **_API,
-            optional=True,  # without it torch does the same
+            optional=True,  # without it NumPy does the same
         ),
         Extension(
             "kvabr.codec.native._kvplace",

@@ -4,16 +4,21 @@ AC-L0 is a self-contained base. AC-L1 to AC-L3 each refine the layer before with
 the index below leaves open, so a base and its enhancements together are as large as the finest quantiser alone. AC-5x,
 the draft's level, is a single self-contained layer. A payload is:
 
-    listed 4 | offsets 4 ... | scales | codes | far tokens | coded
+    listed 4 | offsets 4 ... | scales | codes | far tokens | biases | coded
 
 Some tokens are stored separately from the coded ones. The first tokens of a prompt, attention sinks, are stored in
 every self-contained payload, and are not listed. Listed are further tokens that the model uses as sinks, and, with the
 highest bit of their offset set, far tokens whose coefficients exceed a decoder's integers: nothing is ever coded to
 noise. An enhancement lists the far tokens that its finer step adds.
 
+A payload with references begins with them (`kvabr.codec.referring`).
+
     scales: FP16, [token, layer, K/V]; of all stored tokens that are not far, in order
     codes:  8 bits, [token, layer, K/V, head, dim], in units of the scale
     far:    FP16, [token, layer, K/V, head, dim]
+    biases: size 4 | see `kvabr.codec.bias`; only if the highest bit of `listed` is set
+
+Of a chain of layers the biases of the last one count. Frames of payloads with biases have version 5.
 
 Eight bits suffice: at every depth the loss is the same as with exact sinks. Of a state, columns stand for tokens
 (`kvabr.codec.columns`). Payloads of unusual groups are different (`kvabr.codec.unusual`): no finite cache is refused,
@@ -36,13 +41,16 @@ from numpy.typing import NDArray
 from kvabr.codec import gpu
 from kvabr.codec.analysis import Coefficients
 from kvabr.codec.base import Codec, GroupContext, codec
+from kvabr.codec.bias import UNITS, biases, join_biases, shifted_mean, split_biases
 from kvabr.codec.columns import check_class, coded_spec, turned, turned_back
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
+from kvabr.codec.native.references import References, pack_references, read_references, references_size
 from kvabr.codec.payload import PayloadReader, finite, raw
 from kvabr.codec.profile import ClassProfile
 from kvabr.codec.quantiser import RATIO, SINGLE, quantise
 from kvabr.codec.quantiser import below as track_below
+from kvabr.codec.referring import MARK, checked_refers, choose_references
 from kvabr.codec.rope import rope_tables, rotate_by
 from kvabr.codec.unusual import (
     COARSE,
@@ -100,6 +108,8 @@ class Ac(Codec):
 
     def frame_version(self, payload: bytes | memoryview) -> int:
         """See `Codec.frame_version`."""
+        if payload[:4] != NOTHING and any(map(_is_newer, read_chain((self.name,), (payload,)).payloads)):
+            return NEWER_VERSION
         return FRAME_VERSION if is_unusual(payload) else super().frame_version(payload)
 
     def decode(
@@ -123,7 +133,10 @@ class Ac(Codec):
         columns = spec.only.kind == "state"
         made = out.new_empty(context.spec.shape(context.tokens)) if columns else out
         position = context.at if context.free else context.first_token
-        job = DecodeJob(models, coded, profile.transform, last.step, position, made)
+        gains, references, mean = last.gains, parts[0].references, None
+        if parts[-1].biases is not None:
+            mean = shifted_mean(profile.transform, parts[-1].biases, UNITS[chain.tracks[-1]], last.step)
+        job = DecodeJob(models, coded, profile.transform, last.step, position, made, gains, references, mean)
         (gpu.decode_many if out.device.type == "cuda" else coder.decode_many)([job])
         for part in parts:
             part.place(made, context)
@@ -153,6 +166,7 @@ class _Made:
     aside: NDArray[np.bool_]
     index: NDArray[np.int16] | None
     """None if equal to `_Work.indices`."""
+    references: References | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,12 +181,30 @@ class _Work:
     coefficients: Coefficients
     made: dict[str, _Made] = field(default_factory=dict)
     """By depth."""
+    chosen: dict[bytes, tuple[References, bool] | None] = field(default_factory=dict)
+    """By which tokens are stored separately."""
 
     @cached_property
     def likeness(self) -> Likeness:
         """How alike the errors at the base are."""
         step = self.profile.depth(LAYERS[0]).step
         return likeness(self.coefficients.rows, step, ~self.coefficients.outlying.numpy())
+
+    def references(self, aside: NDArray[np.bool_]) -> tuple[References, bool] | None:
+        """Choose references, see `choose_references`."""
+        key = aside.tobytes()
+        if key not in self.chosen:
+            coarsest = max(self.profile.depths.values(), key=lambda depth: depth.step)
+            rows = self.coefficients.rows.numpy()
+            self.chosen[key] = choose_references(rows, coarsest.step, ~aside, coarsest.coder)
+        return self.chosen[key]
+
+    def biases(self, track: str, aside: NDArray[np.bool_]) -> NDArray[np.int16] | None:
+        """Return the biases of values at a depth, see `kvabr.codec.bias`; None if it has none."""
+        if track not in UNITS:
+            return None
+        structure = self.profile.transform.structure
+        return biases(structure, self.coefficients.rows, self.profile.depth(track), ~aside, UNITS[track])
 
     def indices(self, track: str, aside: NDArray[np.bool_]) -> NDArray[np.int16]:
         """Quantise the coefficients for a depth, with 0 for tokens that are stored separately."""
@@ -230,7 +262,7 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
         # The layers above code multiples of this index, even of tokens that they store, in 16 bits.
         finest = min(profile.depths[track].step for track in LAYERS if track in profile.depths)
         far |= (work.coefficients.largest > _MOST_INDEX * finest).numpy()
-    lower, below_aside = _lower(refines, context, work, below)
+    lower, below_aside, references = _lower(refines, context, work, below)
     new = far & ~below_aside
     sinks = 0
     if refines is None:
@@ -239,43 +271,54 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
         new |= work.coefficients.outlying.numpy()
         new[:sinks] = True
     aside = below_aside | new
+    chosen = None
+    if refines is None and depth.coder.near is not None and context.spec.only.kind != "state":
+        chosen = work.references(aside)
     index: NDArray[np.int16] | None = None
     try:
         if lower is None and (refines is None or not new.any()):
-            base = None if refines is None else profile.depth(refines)
-            coded = coder.encode_rows(depth.coder, work.coefficients.rows.numpy(), depth, base, ~aside)
+            base, rows = None if refines is None else profile.depth(refines), work.coefficients.rows.numpy()
+            references = references if chosen is None else chosen[0]
+            coded = coder.encode_rows(depth.coder, rows, depth, base, ~aside, references)
+            if chosen is not None and not chosen[1]:
+                alone = coder.encode_rows(depth.coder, rows, depth, base, ~aside)
+                if len(alone) <= len(coded) + len(MARK) + references_size(context.tokens):
+                    coded, references = alone, None
         else:
             # Tokens that overflow only at this depth have indices below.
             if lower is None:
                 lower = work.indices(str(refines), below_aside)
             index = work.indices(track, aside)
             index[:, aside] = RATIO * lower[:, aside]
-            coded = coder.encode_indices(depth.coder, index, lower)
+            coded = coder.encode_indices(depth.coder, index, lower, references)
     except FormatError:
         return None
     tokens = np.flatnonzero(new)
-    payload = join_payload(work.group, tokens, far[tokens], sinks, coded)
-    work.made[track] = _Made(payload, aside, index)
+    payload = join_payload(work.group, tokens, far[tokens], sinks, coded, work.biases(track, aside))
+    if refines is None and references is not None:
+        payload = MARK + pack_references(references) + payload
+    work.made[track] = _Made(payload, aside, index, references)
     return payload
 
 
 def _lower(
     refines: str | None, context: GroupContext, work: _Work, below: Sequence[bytes]
-) -> tuple[NDArray[np.int16] | None, NDArray[np.bool_]]:
-    """Return the indices one depth below (None: none, or those of `_Work.indices`) and which tokens are stored."""
+) -> tuple[NDArray[np.int16] | None, NDArray[np.bool_], References | None]:
+    """Return what is known of the depth below: indices (None: none, or `_Work.indices`), stored tokens, references."""
     if refines is None:
-        return None, np.zeros(context.tokens, dtype=bool)
+        return None, np.zeros(context.tokens, dtype=bool), None
     made = work.made.get(refines)
     if made is not None and below and made.payload == below[-1]:
-        return made.index, made.aside
+        return made.index, made.aside, made.references
     tracks = tuple(_chain(refines))
     parts = _split_chain(work.profile, context, Chain(tracks, tuple(map(memoryview, below))))
     aside = np.zeros(context.tokens, dtype=bool)
     index: NDArray[np.int16] | None = None
     for track, part in zip(tracks, parts, strict=True):
-        index = coder.decode_indices(work.profile.depth(track).coder, part.coded, context.tokens, index)
+        model = work.profile.depth(track).coder
+        index = coder.decode_indices(model, part.coded, context.tokens, index, parts[0].references)
         aside[part.tokens] = True
-    return index, aside
+    return index, aside, parts[0].references
 
 
 def _rotated_at(context: GroupContext) -> int | None:
@@ -330,6 +373,15 @@ def _sinks(profile: ClassProfile, context: GroupContext) -> int:
 _COUNT = struct.Struct("<I")
 _FAR = 1 << 31
 """Flag in the offset of a token that is stored as FP16."""
+_HAS_BIASES = 1 << 31
+"""Flag in the number of listed tokens. With it, that number is still below those of `kvabr.codec.unusual`."""
+NEWER_VERSION = 5
+"""Version of the frame of a payload with references (`kvabr.codec.referring`) or biases."""
+
+
+def _is_newer(payload: memoryview) -> bool:
+    """Return whether the first number has its highest bit set: that of the listed tokens, or the mark of references."""
+    return len(payload) >= _COUNT.size and bool(_COUNT.unpack_from(payload)[0] & _HAS_BIASES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,6 +395,9 @@ class Parts:
     values: torch.Tensor
     """[token, layer, K/V, head, dim] float32, within FP16's range."""
     coded: memoryview
+    references: References | None = None
+    biases: NDArray[np.int16] | None = None
+    """See `kvabr.codec.bias`; None: none."""
 
     def place(self, out: torch.Tensor, context: GroupContext) -> None:
         """Write the stored tokens to their places in a group; if it is position-free, rotate their keys."""
@@ -358,14 +413,20 @@ class Parts:
 
 
 def join_payload(
-    group: torch.Tensor, tokens: NDArray[np.int64], far: NDArray[np.bool_], sinks: int, coded: bytes
+    group: torch.Tensor,
+    tokens: NDArray[np.int64],
+    far: NDArray[np.bool_],
+    sinks: int,
+    coded: bytes,
+    biases: NDArray[np.int16] | None = None,
 ) -> bytes:
     """Build a payload from a group, the offsets of the tokens to store, which of them are far, and the coded rest.
 
     The offsets ascend; the first ``sinks`` of them are the sinks, and these are never far.
     """
     listed = (tokens + np.where(far, _FAR, 0))[sinks:].astype("<u4")
-    parts = [_COUNT.pack(len(listed)), listed.tobytes()]
+    biased = biases is not None and bool(biases.any())
+    parts = [_COUNT.pack(len(listed) | (_HAS_BIASES if biased else 0)), listed.tobytes()]
     if len(tokens):
         chosen = group[:, :, :, torch.from_numpy(tokens).to(group.device)].permute(3, 0, 1, 2, 4)
         aside = chosen.float().clamp(-FP16_MAX, FP16_MAX).cpu()
@@ -373,13 +434,21 @@ def join_payload(
         scale = (near.abs().amax(dim=(3, 4)) / 127).clamp(min=2.0**-24).half()
         codes = (near / scale.float()[..., None, None]).round_().clamp_(-127, 127).to(torch.int8)
         parts += [raw(part) for part in (scale, codes, aside[torch.from_numpy(far)].half()) if part.numel()]
+    if biased and biases is not None:
+        bits = join_biases(biases)
+        parts += [_COUNT.pack(len(bits)), bits]
     return b"".join((*parts, coded))
 
 
 def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> Parts:
     """Parse an untrusted payload of a group, of which ``sinks`` tokens are stored without being listed."""
     reader = PayloadReader(memoryview(payload), what)
+    references: References | None = None
+    if track_below(what) is None and checked_refers(payload, what, context.tokens):
+        reader.bytes(len(MARK))
+        references = read_references(reader.bytes(references_size(context.tokens)), context.tokens)
     listed = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
+    biased, listed = bool(listed & _HAS_BIASES), listed & ~_HAS_BIASES
     if listed > context.tokens - sinks:
         raise FormatError(f"{what}: {listed} listed tokens in a group of {context.tokens}; the payload is corrupt")
     offsets = np.frombuffer(reader.bytes(4 * listed), dtype="<u4").astype(np.int64)
@@ -396,4 +465,9 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
     values = torch.empty((len(tokens), layers, halves, *each))
     values[~far] = (codes * scale[..., None, None]).clamp(-FP16_MAX, FP16_MAX)
     values[far] = whole
-    return Parts(tokens, listed, values, reader.rest())
+    biases = None
+    if biased:
+        size = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
+        of_values = layers * heads * dim if halves == 2 and what in UNITS else 0  # keys and values
+        biases = split_biases(reader.bytes(size), of_values, what)
+    return Parts(tokens, listed, values, reader.rest(), references, biases)

@@ -28,9 +28,10 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import check_track_name
 
 MAGIC = b"KVAB"
-VERSION = 4
+VERSION = 5
 """Newest version of frames and payloads that is read. Frames have the oldest version whose readers understand them:
-`kvabr.codec.base.OLDEST_VERSION`, or 4 for AC's payloads of unusual groups (`kvabr.codec.unusual`)."""
+`kvabr.codec.base.OLDEST_VERSION`; of AC's payloads, 4 if the group is unusual (`kvabr.codec.unusual`), and 5 if tokens
+refer to others (`kvabr.codec.referring`) or values have biases (`kvabr.codec.bias`)."""
 MAX_PAYLOAD = 1 << 40
 _FIXED = struct.Struct("<4sBB16s32sIQIQI")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

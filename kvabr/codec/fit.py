@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from kvabr.codec.analysis import Analysis, quietness
 from kvabr.codec.columns import turned
-from kvabr.codec.native.coder_model import TILE
+from kvabr.codec.fit_references import add_references
+from kvabr.codec.native.references import TILE
 from kvabr.codec.profile import MAX_SINKS, MAX_STEP, ClassProfile, Depth
 from kvabr.codec.quantised import is_quantised, numbers_of
 from kvabr.codec.quantiser import SymbolCounts, coder_model, nested, quantise
@@ -33,7 +34,7 @@ Caches = Callable[[], Iterable[torch.Tensor]]
 Progress = Callable[[str, int], None]
 """Called after every cache of a pass with the name of the pass and the number of caches seen."""
 
-PASSES = ("means", "outliers", "channels", "stacks", "tables")
+PASSES = ("means", "outliers", "channels", "stacks", "tables", "references")
 
 _LEAST = 1e-6
 _RIDGE = 1e-6
@@ -47,6 +48,8 @@ _ABSURD = 100.0
 make the quantiser so coarse that nothing else of its layer is left."""
 _WORTH = 20.0
 """Tokens with quiet values are stored separately if they bear this many times their share of the gradients' power."""
+_AT_ONCE = 4
+"""Tiles whose symbols are counted together."""
 _BEYOND = 1e6
 """Clamp for indices: no table has symbols for larger ones, and integers must not overflow."""
 
@@ -72,6 +75,8 @@ class FitConfig:
     """Step of every depth; a channel's root mean square is about 1."""
     dead: Mapping[str, float] = field(default_factory=dict)
     """Dead zone of a depth's encoder, see `kvabr.codec.quantiser.quantise`; default 0."""
+    gains: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Gains of a depth's decoder, one for each stack, see `kvabr.codec.profile.Depth.gains`; default none."""
     quiet: float = 0.01
     """Maximum share of tokens that are also stored separately because their values are small, see
     `kvabr.codec.transform.Quiet`. Gradients tell how many, and whether any: without them there are none."""
@@ -158,7 +163,13 @@ def fit_tables(
     """Fit the tables of every depth to a transform; the arguments are those of `fit`."""
     spec, config = transform.structure.spec, config.of(transform.structure.spec)
     source = _Source(spec, caches, config.sinks, progress)
-    return ClassProfile(spec, config.sinks, transform, *_depths(Analysis(transform), source, config))
+    analysis = Analysis(transform)
+    depths, copies = _depths(analysis, source, config)
+    again = (analysis.analyse(bare, None) for bare in source("references"))
+    # Columns of a state do not resemble each other as tokens do, and without transforms profiles are to be small.
+    if config.transform and spec.only.kind != "state":
+        depths = add_references(depths, again, config.louder)
+    return ClassProfile(spec, config.sinks, transform, depths, copies)
 
 
 @dataclass(frozen=True)
@@ -261,7 +272,7 @@ def _quiet(power: torch.Tensor, minded: torch.Tensor, share: float) -> Quiet | N
         share: maximum share of tokens.
     """
     usual = power.double().mean(dim=1).clamp(min=_LEAST).sqrt().float()
-    score = quietness(power, usual)
+    score = torch.from_numpy(quietness(power.numpy(), usual.numpy()))
     order = score.argsort()
     most = int(share * len(order))
     gained = minded[order].double().cumsum(dim=0) / minded.double().sum().clamp(min=1e-300)
@@ -357,11 +368,12 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
     sizes = [structure.width_of(stack) for stack in structure.stacks]
     scatters = [torch.zeros((size, size), dtype=torch.float64) for size in sizes]
     for bare in source("stacks"):
-        channels = analysis.centred(bare)
-        channels = analysis.normed(channels[:, :, ~analysis.outlying(channels)])
-        for stack, scatter in zip(structure.stacks, scatters, strict=True):
+        found = analysis.analyse(bare, None)
+        components = found.rows[:, ~found.outlying]
+        for number, (stack, scatter) in enumerate(zip(structure.stacks, scatters, strict=True)):
             if stack.kept:
-                across = analysis.components(channels, stack)[:, : stack.kept].reshape(len(scatter), -1)
+                own = components[slice(*structure.first_rows[number : number + 2])]
+                across = own.reshape(-1, structure.width, own.shape[1])[:, : stack.kept].reshape(len(scatter), -1)
                 scatter.add_(across @ across.T)
     # The principal components, the most powerful first.
     made = tuple(
@@ -377,14 +389,15 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
     counts = {track: SymbolCounts.nothing(rows, refines=below is not None) for track, below in chain.items()}
     copies: list[float] = []
     for bare in source("tables"):
-        coefficients = analysis.coefficients(analysis.centred(bare))
+        coefficients = analysis.analyse(bare, None)
         # Tokens that are stored separately count as zeros, as in the encoder.
         every = coefficients.rows * ~coefficients.outlying
-        for start in range(0, every.shape[1], TILE):
-            tile = slice(start, start + TILE)
+        for start in range(0, every.shape[1], _AT_ONCE * TILE):
             for loud in config.louder:
-                _count(every[:, tile] * loud, chain, config, counts)
-            if LAYERS[0] in chain:
+                _count(every[:, start : start + _AT_ONCE * TILE] * loud, chain, config, counts)
+        if LAYERS[0] in chain:
+            for start in range(0, every.shape[1], TILE):
+                tile = slice(start, start + TILE)
                 kept = ~coefficients.outlying[tile].numpy()
                 copies.append(likeness(coefficients.rows[:, tile], config.steps[LAYERS[0]], kept).copies)
     depths = {
@@ -392,6 +405,7 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
             config.steps[track],
             config.dead.get(track, 0.0),
             coder_model(counts[track], config.classes, small=not config.transform),
+            config.gains.get(track, ()),
         )
         for track in chain
     }
@@ -400,12 +414,12 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
 
 
 def _count(
-    tile: torch.Tensor, chain: Mapping[str, str | None], config: FitConfig, counts: Mapping[str, SymbolCounts]
+    tiles: torch.Tensor, chain: Mapping[str, str | None], config: FitConfig, counts: Mapping[str, SymbolCounts]
 ) -> None:
     made: dict[str, NDArray[np.int32]] = {}
     for track, below in chain.items():
         step = config.steps[track]
-        index = quantise(tile, step, config.dead.get(track, 0.0)).clamp_(-_BEYOND, _BEYOND)
+        index = quantise(tiles, step, config.dead.get(track, 0.0)).clamp_(-_BEYOND, _BEYOND)
         made[track] = index.int().numpy()
         counts[track].add(made[track], None if below is None else made[below])
 

@@ -81,9 +81,10 @@ def _encode(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     count, length = rows.shape
     if not rows.numel():
         return rows.new_empty(0, dtype=torch.uint8), rows.new_empty((count, length), dtype=torch.uint8)
-    cut = pad(rows, (0, -length % BLOCK)).reshape(count, -1, BLOCK)
+    # [element of a block, row, block]
+    cut = pad(rows, (0, -length % BLOCK)).reshape(count, -1, BLOCK).movedim(2, 0).contiguous()
     magnitude = cut.abs()
-    smallest = _store(magnitude.amax(dim=2, keepdim=True) / 6.0)
+    smallest = _store(magnitude.amax(dim=0) / 6.0)
     best, error = smallest, _error(magnitude, smallest)
     for wider in range(1, _SCALES):
         stored = (smallest + wider).clamp(max=255)
@@ -93,7 +94,7 @@ def _encode(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # Twice a level is a whole number up to 12; look up its index.
     codes = _PLACES.to(rows.device)[(_nearest(magnitude / _load(best)) * 2).to(torch.uint8).int()]
     codes |= (cut < 0).to(torch.uint8) << 3
-    return best.to(torch.uint8), codes.reshape(count, -1)[:, :length]
+    return best.to(torch.uint8), codes.movedim(0, 2).reshape(count, -1)[:, :length]
 
 
 def _scale(stored: torch.Tensor) -> torch.Tensor:
@@ -102,9 +103,14 @@ def _scale(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _error(magnitude: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squared errors of each block under a scale."""
+    """Return the sum of squared errors of each block, [element, ...], under a scale."""
     scale = _load(stored)
-    return (_nearest(magnitude / scale).mul_(scale) - magnitude).square_().sum(dim=2, keepdim=True)
+    error = (_nearest(magnitude / scale).mul_(scale) - magnitude).square_()
+    # In one order: that of a library's own sum depends on the processor, and the choice of a scale on the last bit.
+    while len(error) > 1:
+        half = len(error) // 2
+        error = error[:half].add_(error[half:])
+    return error[0]
 
 
 def _nearest(magnitude: torch.Tensor) -> torch.Tensor:

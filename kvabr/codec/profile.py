@@ -3,10 +3,12 @@
 It holds what does not change from prompt to prompt: the mean of every channel, the norms, the transforms, and for every
 depth the quantiser's step and the entropy coder's tables. `kvabr.codec.fit` makes one.
 
-The file, format 2, is safetensors: arrays and one string, nothing executable.
+The file, format 2, or 3 with gains or tables for tokens that refer to others, is safetensors: arrays and one string,
+nothing executable.
 
     metadata    kvabr: JSON of format, spec, sinks, outlier, structure, depths {track: step, dead}; and, where it helps,
-                quiet {threshold, usual [layer]}, which only encoders read
+                gains [stack] of a depth, quiet {threshold, usual [layer]}, which only encoders read, and seen, see
+                `kvabr.codec.seen`
     mean        [layer, K/V, head, dim] float16
     norm        [layer, K/V] float32
     spread      [layer] float32
@@ -14,11 +16,13 @@ The file, format 2, is safetensors: arrays and one string, nothing executable.
     stack.N     [component, coefficient] int8, stack.N.gain [coefficient] uint8; for every stack with a transform
     TRACK.class [row] uint8; TRACK.radius, TRACK.delta [class] uint8
     TRACK.freqs [class, context, symbol] int16
+    TRACK.near.bucket [1 or 3, 16] uint8, TRACK.near.freqs [class, context, symbol] int16; absent without such tables
     TRACK.flags [flag context, row] int16; or [flag context, class] if all rows of a class are equal
 
 The axis K/V has length 1 where keys and values are unlike in shape, as in the cache's tensor. The file of a model with
-several layer classes, format kvabr.profile.classes/1, has all this for each: the metadata has format, spec and classes
-{name: {sinks, outlier, structure, depths}}, and the name of every array begins with the class's and a slash.
+several layer classes, format kvabr.profile.classes/1, or 2 with gains or such tables, has all this for each: the
+metadata has format, spec and classes {name: {sinks, outlier, structure, depths}}, and the name of every array begins
+with the class's and a slash.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,8 +41,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from kvabr.codec.analysis import Analysis
-from kvabr.codec.native.coder_model import MOST_RADIUS, CoderModel, Quantiser
+from kvabr.codec.native.coder_model import MOST_RADIUS, CoderModel, NearTables, Quantiser
 from kvabr.codec.quantiser import nested
+from kvabr.codec.seen import Seen
 from kvabr.codec.transform import NO_MATRIX, Matrices, Quiet, Structure, Transform
 from kvabr.types.catalog import MAX_PROFILE_BYTES
 from kvabr.types.errors import ForeignError, FormatError
@@ -48,6 +53,9 @@ _MAX_HEADER_BYTES = 256 << 10
 MAX_SINKS = 64
 FORMAT = "kvabr.profile/2"
 FORMAT_OF_CLASSES = "kvabr.profile.classes/1"
+NEWER = {FORMAT: "kvabr.profile/3", FORMAT_OF_CLASSES: "kvabr.profile.classes/2"}
+"""Formats of profiles with what older readers do not know."""
+_ONE, _SEVERAL = ((each, NEWER[each]) for each in (FORMAT, FORMAT_OF_CLASSES))
 _OLD = "kvabr.profile/1"
 MAX_STEP = 1024.0
 _MOST_COPIES = 128.0
@@ -60,6 +68,8 @@ class Depth(Quantiser):
     """The part of a profile that belongs to one track: its quantiser, in units of the norm, and its tables."""
 
     coder: CoderModel
+    gains: tuple[float, ...] = ()
+    """What decoded elements are multiplied with, about their mean: one number for each stack. Empty: 1."""
 
 
 class Profile(ABC):
@@ -67,6 +77,8 @@ class Profile(ABC):
 
     spec: KVSpec
     """Of the model, or of one of its classes (`KVSpec.parts`)."""
+    seen: Seen | None
+    """The texts that it was calibrated on; None: not known."""
 
     @abstractmethod
     def of(self, spec: KVSpec) -> ClassProfile:
@@ -97,6 +109,8 @@ class Profile(ABC):
     @cached_property
     def _file(self) -> bytes:
         facts, arrays = self._packed()
+        if self.seen is not None:
+            facts["seen"] = self.seen.to_json()
         # One string only: safetensors writes several in random order, and the digest is the profile's name.
         return bytes(save(arrays, metadata={"kvabr": json.dumps(facts, sort_keys=True)}))
 
@@ -114,10 +128,12 @@ class Profile(ABC):
             arrays = load(data)
             spec = KVSpec.from_json(facts["spec"])
             profile: Profile
-            if facts["format"] == FORMAT:
-                profile = _unpacked(spec, facts, arrays)
+            seen = Seen.from_json(facts["seen"]) if "seen" in facts else None
+            if facts["format"] in _ONE:
+                only = _unpacked(spec, facts, arrays)
+                profile = only if seen is None else replace(only, seen=seen)
             else:
-                profile = ModelProfile(spec, _unpacked_parts(spec, facts["classes"], arrays))
+                profile = ModelProfile(spec, _unpacked_parts(spec, facts["classes"], arrays), seen)
         except FormatError:
             raise
         except _NOT_A_FILE as error:
@@ -140,6 +156,7 @@ class ClassProfile(Profile):
     """By track name."""
     copies: float | None = None
     """Median of `kvabr.codec.unusual.Likeness.copies` in the calibration; only encoders need it. None: not known."""
+    seen: Seen | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.sinks, int) or not 0 <= self.sinks <= MAX_SINKS:
@@ -150,7 +167,7 @@ class ClassProfile(Profile):
                 raise FormatError(f"profile: the tables of {track} are not for this cache")
             if not 0 <= depth.dead < 0.5:
                 raise FormatError(f"profile: a dead zone of {depth.dead!r}")
-            self.transform.scale(depth.step)
+            self.transform.scale(depth.step, depth.gains)
 
     def of(self, spec: KVSpec) -> ClassProfile:
         """See `Profile.of`."""
@@ -176,7 +193,7 @@ class ClassProfile(Profile):
 
     def _packed(self) -> tuple[dict[str, Any], _Arrays]:
         facts, arrays = self.packed()
-        return {**facts, "format": FORMAT, "spec": self.spec.to_json()}, arrays
+        return {**facts, "format": _format(FORMAT, (self,)), "spec": self.spec.to_json()}, arrays
 
     def packed(self) -> tuple[dict[str, Any], _Arrays]:
         """Return what a file says of this class: facts as plain JSON values, and arrays by name."""
@@ -195,12 +212,14 @@ class ClassProfile(Profile):
                 "freqs": coder.freqs.astype(np.int16),
                 "flags": _flags_by_class(coder).astype(np.int16, order="C"),
             }
+            if coder.near is not None:
+                parts |= {"near.bucket": coder.near.bucket, "near.freqs": coder.near.freqs.astype(np.int16)}
             arrays |= {f"{track}.{name}": part for name, part in parts.items()}
         facts = {
             "sinks": self.sinks,
             "outlier": min(transform.threshold, FP16_MAX),
             "structure": transform.structure.to_json(),
-            "depths": {track: {"step": depth.step, "dead": depth.dead} for track, depth in self.depths.items()},
+            "depths": {track: _depth_facts(depth) for track, depth in self.depths.items()},
         }
         if transform.quiet is not None:
             facts["quiet"] = {"threshold": transform.quiet.threshold, "usual": transform.quiet.usual.tolist()}
@@ -216,6 +235,7 @@ class ModelProfile(Profile):
     spec: KVSpec
     classes: tuple[ClassProfile, ...]
     """As `KVSpec.parts`."""
+    seen: Seen | None = None
 
     def __post_init__(self) -> None:
         if len(self.classes) != len(self.spec.parts) or len(self.classes) < 2:
@@ -242,12 +262,23 @@ class ModelProfile(Profile):
         for name, profile in zip(self.spec.names, self.classes, strict=True):
             classes[name], own = profile.packed()
             arrays |= {f"{name}/{key}": array for key, array in own.items()}
-        return {"format": FORMAT_OF_CLASSES, "spec": self.spec.to_json(), "classes": classes}, arrays
+        return {
+            "format": _format(FORMAT_OF_CLASSES, self.classes),
+            "spec": self.spec.to_json(),
+            "classes": classes,
+        }, arrays
 
 
-def joined(spec: KVSpec, classes: Sequence[ClassProfile]) -> Profile:
-    """Return the profile of a model from those of its classes, in the order of `KVSpec.parts`."""
-    return classes[0] if len(spec.classes) == 1 else ModelProfile(spec, tuple(classes))
+def _format(oldest: str, classes: Sequence[ClassProfile]) -> str:
+    """Return the oldest format whose readers understand these classes."""
+    depths = [depth for each in classes for depth in each.depths.values()]
+    newer = any(depth.gains or depth.coder.near is not None for depth in depths)
+    return NEWER[oldest] if newer else oldest
+
+
+def joined(spec: KVSpec, classes: Sequence[ClassProfile], seen: Seen | None = None) -> Profile:
+    """Return the profile of a model from those of its classes, as `KVSpec.parts`, and the texts they were made from."""
+    return replace(classes[0], seen=seen) if len(spec.classes) == 1 else ModelProfile(spec, tuple(classes), seen)
 
 
 def _unpacked_parts(spec: KVSpec, listed: Mapping[str, Any], arrays: _Arrays) -> tuple[ClassProfile, ...]:
@@ -280,7 +311,12 @@ def _unpacked(spec: KVSpec, facts: Mapping[str, Any], arrays: _Arrays) -> ClassP
         _quiet(facts["quiet"]) if "quiet" in facts else None,
     )
     depths = {
-        str(track): Depth(_number(listed["step"], MAX_STEP), float(listed["dead"]), _coder(arrays, track))
+        str(track): Depth(
+            _number(listed["step"], MAX_STEP),
+            float(listed["dead"]),
+            _coder(arrays, track),
+            tuple(map(float, listed.get("gains", ()))),
+        )
         for track, listed in facts["depths"].items()
     }
     copies = _number(facts["copies"], _MOST_COPIES) if "copies" in facts else None
@@ -306,10 +342,10 @@ def _coder(arrays: _Arrays, track: str) -> CoderModel:
     """Remove the tables of one depth from ``arrays``; `CoderModel` checks their content."""
     names = ("class", "radius", "delta", "freqs", "flags")
     of_row, radius, delta, freqs, flags = (arrays.pop(f"{track}.{name}") for name in names)
-    if freqs.ndim != 3 or freqs.shape[2] > 2 * MOST_RADIUS + 2:
-        raise FormatError(f"profile: tables of shape {freqs.shape}")
-    if freqs.dtype != np.int16 or flags.dtype != np.int16 or min(freqs.min(initial=0), flags.min(initial=0)) < 0:
-        raise FormatError("profile: a frequency is negative, or not of 16 bits")
+    freqs, flags = _frequencies(freqs, 3), _frequencies(flags, 2)
+    near: NearTables | None = None
+    if f"{track}.near.bucket" in arrays:
+        near = NearTables(arrays.pop(f"{track}.near.bucket"), _frequencies(arrays.pop(f"{track}.near.freqs"), 3))
     # Check the number of flag contexts before expanding by row: a small file must not demand more memory than a large
     # one could.
     contexts = 1 if freqs.shape[1] == 1 else 2
@@ -317,7 +353,15 @@ def _coder(arrays: _Arrays, track: str) -> CoderModel:
         if of_row.dtype != np.uint8 or int(of_row.max()) >= len(radius):
             raise FormatError("profile: a coefficient is of a class that does not exist")
         flags = flags[:, of_row]
-    return CoderModel(of_row, radius, freqs.astype(np.uint16), flags.astype(np.uint16), delta)
+    return CoderModel(of_row, radius, freqs, flags, delta, near)
+
+
+def _frequencies(numbers: NDArray[Any], axes: int) -> NDArray[np.uint16]:
+    if numbers.ndim != axes or (axes == 3 and numbers.shape[2] > 2 * MOST_RADIUS + 2):
+        raise FormatError(f"profile: tables of shape {numbers.shape}")
+    if numbers.dtype != np.int16 or numbers.min(initial=0) < 0:
+        raise FormatError("profile: a frequency is negative, or not of 16 bits")
+    return numbers.astype(np.uint16)
 
 
 def _flags_by_class(coder: CoderModel) -> NDArray[np.uint16]:
@@ -327,6 +371,11 @@ def _flags_by_class(coder: CoderModel) -> NDArray[np.uint16]:
     by_class = coder.flag_freq[:, first]
     same = coder.rows != coder.classes and np.array_equal(by_class[:, coder.row_class], coder.flag_freq)
     return by_class if same else coder.flag_freq
+
+
+def _depth_facts(depth: Depth) -> dict[str, Any]:
+    gains = {"gains": list(depth.gains)} if depth.gains else {}
+    return {"step": depth.step, "dead": depth.dead} | gains
 
 
 def _number(value: Any, top: float) -> float:
@@ -355,7 +404,7 @@ def _facts(data: bytes) -> dict[str, Any]:
         raise FormatError("profile: a safetensors file, but not a profile")
     if facts["format"] == _OLD:
         raise FormatError("profile: made by an older kvabr; make it again with `kvabr calibrate`")
-    if facts["format"] not in (FORMAT, FORMAT_OF_CLASSES):
-        known = f"{FORMAT!r} and {FORMAT_OF_CLASSES!r}"
+    if facts["format"] not in (*_ONE, *_SEVERAL):
+        known = ", ".join(map(repr, (*_ONE, *_SEVERAL)))
         raise FormatError(f"profile: format {facts['format']!r}, this kvabr reads {known}; upgrade kvabr")
     return facts

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.native.coder_model import MOST_RADIUS, TOTAL, CoderModel, frequencies
+from kvabr.codec.native.references import TILE
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS
 
@@ -61,6 +62,8 @@ def quantise(rows: torch.Tensor, step: float, dead: float = 0.0) -> torch.Tensor
     return exact.round_()
 
 
+_ROWS_AT_ONCE = 512
+"""Rows whose symbols are counted together."""
 _ROUNDS = 10
 _TAIL = 0.01
 """Share of a table given to indices half as far out again: other texts reach further than the calibration's."""
@@ -95,17 +98,35 @@ class SymbolCounts:
         )
 
     def add(self, index: NDArray[np.int32], below: NDArray[np.int32] | None = None) -> None:
-        """Count one tile of indices [row, token], given those one depth below if this depth refines it."""
-        rows, contexts, symbols = self.symbols.shape
-        value = index if below is None else (index - 3 * below) * np.where(below < 0, -1, 1)
-        live = (value != 0).any(axis=1)
-        context = np.zeros_like(value) if below is None else np.minimum(np.abs(below), 2)
-        symbol = np.where(np.abs(value) > MOST_RADIUS, symbols - 1, value + MOST_RADIUS)
-        place = (np.arange(int(live.sum()))[:, None] * contexts + context[live]) * symbols + symbol[live]
-        counted = np.bincount(place.reshape(-1), minlength=int(live.sum()) * contexts * symbols)
-        self.symbols[live] += counted.reshape(-1, contexts, symbols).astype(np.int32)
-        under = np.zeros(rows, np.intp) if below is None else below.any(axis=1).astype(np.intp)
-        self.flags[np.arange(rows), under, live.astype(np.intp)] += 1
+        """Count tiles of indices [row, token], given those one depth below if this depth refines it."""
+        whole = index.shape[1] - index.shape[1] % TILE
+        for tokens in (slice(0, whole), slice(whole, None)):
+            # Some rows at a time: what is counted stays in the processor's cache.
+            for first in range(0, len(index), _ROWS_AT_ONCE):
+                rows = slice(first, first + _ROWS_AT_ONCE)
+                part = index[rows, tokens]
+                if part.size:
+                    self._add(rows, part, None if below is None else below[rows, tokens])
+
+    def _add(self, rows: slice, index: NDArray[np.int32], below: NDArray[np.int32] | None) -> None:
+        """Count whole tiles of some rows, or one that is shorter."""
+        count, tokens = index.shape
+        tiled = count, -1, min(tokens, TILE)
+        value = (index if below is None else (index - 3 * below) * np.where(below < 0, -1, 1)).reshape(tiled)
+        live = (value != 0).any(axis=2)
+        under = np.zeros(live.shape, bool) if below is None else below.reshape(tiled).any(axis=2)
+        _, contexts, symbols = self.symbols.shape
+        flags = self.flags[rows]
+        row = np.arange(count)[:, None]
+        code = (row * flags.shape[1] + under) * 2 + live
+        flags += np.bincount(code.reshape(-1), minlength=flags.size).reshape(flags.shape).astype(np.int32)
+        alive = value[live]
+        symbol = np.where(np.abs(alive) > MOST_RADIUS, symbols - 1, alive + MOST_RADIUS)
+        place = (row * (contexts * symbols) + np.zeros_like(live))[live][:, None] + symbol
+        if below is not None:
+            place += np.minimum(np.abs(below.reshape(tiled)[live]), 2) * symbols
+        counted = self.symbols[rows]
+        counted += np.bincount(place.reshape(-1), minlength=counted.size).reshape(counted.shape).astype(np.int32)
 
 
 def coder_model(counts: SymbolCounts, classes: int, *, small: bool = False) -> CoderModel:

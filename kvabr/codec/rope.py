@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvabr.codec.angles import cos_sin, powers
 from kvabr.types.kv import RopeSpec
 
 Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
@@ -30,6 +31,15 @@ def rope_first(rope: RopeSpec | None) -> int:
     return 0 if rope is None else rope.first
 
 
+@lru_cache(maxsize=64)
+def _frequencies(rope: RopeSpec) -> NDArray[np.float64]:
+    """Return the angle by which each pair rotates from one token to the next, radians."""
+    if rope.frequencies is not None:
+        return np.array(rope.frequencies, dtype=np.float64)
+    half = rope_shape(rope)[0] // 2
+    return powers(rope.theta, -np.arange(half, dtype=np.float64) / half)
+
+
 @lru_cache(maxsize=256)
 def rope_tables(rope: RopeSpec | None, first_token: int | None, tokens: int) -> Tables:
     """Return cosines and sines of the rotation, times the embedding's factor: two arrays [token, pair], read-only.
@@ -41,13 +51,10 @@ def rope_tables(rope: RopeSpec | None, first_token: int | None, tokens: int) -> 
         return np.empty((tokens, 0), np.float32), np.empty((tokens, 0), np.float32)
     if first_token is None:
         return _read_only(np.ones((tokens, half), np.float32)), _read_only(np.zeros((tokens, half), np.float32))
-    if rope.frequencies is None:
-        frequencies = rope.theta ** (-np.arange(half, dtype=np.float64) / half)
-    else:
-        frequencies = np.array(rope.frequencies, dtype=np.float64)
+    frequencies = _frequencies(rope)
     # Double precision: at position 100,000, float32 angles would be off by a hundredth of a radian.
     angles = np.arange(first_token, first_token + tokens, dtype=np.float64)[:, None] * frequencies
-    cos, sin = ((rope.factor * table).astype(np.float32) for table in (np.cos(angles), np.sin(angles)))
+    cos, sin = ((rope.factor * table).astype(np.float32) for table in cos_sin(angles))
     return _read_only(cos), _read_only(sin)
 
 

@@ -50,6 +50,8 @@ LARGEST = 1.95
 """Largest entry of a block's matrix; the norm takes up the rest."""
 RUN = 4
 """Neighbouring columns of a stack's matrix that share a gain: a decoder multiplies as many bytes at a time."""
+LEAST_GAIN, MOST_GAIN = 0.5, 2.0
+"""Bounds of what decoded elements are multiplied with."""
 _MOST_ENTRIES = 1 << 30
 """Maximum entries of all matrices together."""
 
@@ -341,7 +343,17 @@ class Transform:
         norm = (self.norm * np.array(factors, np.float32)).clip(max=FP16_MAX)
         return replace(self, norm=norm)
 
-    def scale(self, step: float) -> NDArray[np.float32]:
-        """Return the scale of the block transform's integer output, [layer, K/V] float32."""
+    def scale(self, step: float, gains: Sequence[float] = ()) -> NDArray[np.float32]:
+        """Return the scale of the block transform's integer output, [layer, K/V] float32.
+
+        ``gains`` are factors of decoded elements, about their mean, one for each stack; empty: 1.
+        """
         need(0 < step < 2.0**20, f"a step of {step!r}")
-        return (self.norm.astype(np.float64) * step / (FINE * ONE)).astype(np.float32)
+        scale = self.norm.astype(np.float64) * step / (FINE * ONE)
+        if gains:
+            stacks = self.structure.stacks
+            need(len(gains) == len(stacks), f"{len(gains)} gains of {len(stacks)} stacks")
+            need(all(LEAST_GAIN <= gain <= MOST_GAIN for gain in gains), f"a gain of {max(gains, key=abs)!r}")
+            for stack, gain in zip(stacks, gains, strict=True):
+                scale[stack.first : stack.last, stack.kind] *= gain
+        return scale.astype(np.float32)

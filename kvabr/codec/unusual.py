@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.native.coder_model import TILE
+from kvabr.codec.native.references import TILE
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS
 

@@ -108,7 +108,7 @@ def filled(name, value):
 
 
 IMPOSSIBLE = [
-    {"format": "kvabr.profile/3"},
+    {"format": "kvabr.profile/4"},
     {"format": "kvabr.profile/1"},
     {"sinks": -1},
     {"sinks": "many"},

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from kvabr.codec.native.coder_model import TOTAL
+from kvabr.codec.native.coder_model import MOST_RADIUS, TOTAL
+from kvabr.codec.native.references import TILE
 from kvabr.codec.quantiser import SymbolCounts, coder_model
 
 TOKENS = 128
@@ -70,3 +72,29 @@ def test_a_context_that_a_class_never_saw_is_coded_as_elsewhere():
     assert quiet.symbols[7, 2].sum() == 0
     assert (model.freqs[which, 2, :3] > TOTAL / 8).all()
     assert model.freqs[which, 2, 3] < TOTAL / 100
+
+
+@pytest.mark.parametrize("refines", [False, True])
+def test_many_tiles_are_counted_as_one_after_the_other(refines):
+    dice = np.random.default_rng(3)
+    tokens, rows = 3 * TILE + 20, 1300
+    wide = np.exp(dice.uniform(-4, 5, size=(rows, 1)))
+    index = (dice.normal(size=(rows, tokens)) * wide).round().astype(np.int32)
+    index[:, TILE : 2 * TILE] *= dice.random((rows, 1)) < 0.5
+    below = np.round(index / 3).astype(np.int32) if refines else None
+    whole, tiles = (SymbolCounts.nothing(rows, refines=refines) for _ in range(2))
+    whole.add(index, below)
+    for first in range(0, tokens, TILE):
+        part = slice(first, first + TILE)
+        tiles.add(index[:, part], None if below is None else below[:, part])
+    assert np.array_equal(whole.symbols, tiles.symbols)
+    assert np.array_equal(whole.flags, tiles.flags)
+    assert int(whole.flags.sum()) == 4 * rows
+    assert 0 < int(whole.flags[:, :, 1].sum()) < 4 * rows
+    # Every token of every live tile counts once; the last tile is shorter.
+    last = SymbolCounts.nothing(rows, refines=refines)
+    last.add(index[:, -20:], None if below is None else below[:, -20:])
+    assert np.array_equal(last.symbols.sum(axis=(1, 2)), 20 * last.flags[:, :, 1].sum(axis=1))
+    if not refines:
+        row = int(np.argmin(np.abs(np.abs(index).max(axis=1) - 5)))
+        assert int(whole.symbols[row, 0, 2 + MOST_RADIUS]) == int((index[row] == 2).sum())

@@ -134,7 +134,7 @@ def test_the_base_of_copies_contains_the_layers_above_with_their_values(each, mo
 
 
 def test_ordinary_groups_have_frames_that_older_readers_know():
-    kv = related(SHAPE, 128, 23, FIRST)
+    kv = related(SHAPE, 60, 23, FIRST)
     assert {frame[4] for frame in (*frames_of(kv, "AC-L3"), *frames_of(kv, "AC-5x"))} == {3}
     assert {frame[4] for frame in frames_of(alike(), "AC-L1")} == {4}
 

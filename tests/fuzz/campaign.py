@@ -23,7 +23,7 @@ from tests.fuzz import corpora, guided, sanitized
 from tests.fuzz.registry import TARGETS
 from tests.fuzz.target import SEPARATOR
 
-NATIVE: dict[str, tuple[str, ...]] = {"coder": sanitized.PATHS, "place": (), "analysis": ("analysis",)}
+NATIVE: dict[str, tuple[str, ...]] = {"coder": sanitized.PATHS, "place": (), "analysis": sanitized.ANALYSIS}
 """Harnesses in C, ``native/NAME.c``, and the sources of kvabr that each is linked with."""
 _HARNESSES = Path(__file__).parent / "native"
 _MOST_NATIVE_BYTES = 1024

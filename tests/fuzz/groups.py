@@ -17,7 +17,9 @@ from kvabr.codec.builtin import BUILTIN
 from kvabr.codec.container import FrameHeader, object_spans, pack, unpack
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES, CoderModel
+from kvabr.codec.native.references import pack_references, references_size
 from kvabr.codec.profile import ClassProfile, Depth, Profile
+from kvabr.codec.referring import MARK
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import LAYERS
@@ -143,8 +145,11 @@ def _profile(seed: int) -> tuple[ClassProfile, tuple[bytes, ...], int]:
     depths = {name: Depth(step, 0.0, model) for name, step, model in zip(_CHAIN, steps, it.models, strict=True)}
     spec = it.transform.structure.spec
     with coder.taking("reference"):
-        coded = it.encode()
-    return ClassProfile(spec, 1, it.transform, depths), tuple(coded), it.indices[0].shape[1]
+        coded = [_NOTHING_LISTED + part for part in it.encode()]
+    tokens = it.indices[0].shape[1]
+    if it.references is not None and references_size(tokens):
+        coded[0] = MARK + pack_references(it.references) + coded[0]
+    return ClassProfile(spec, 1, it.transform, depths), tuple(coded), tokens
 
 
 def _layers(data: bytes) -> bool:
@@ -179,7 +184,7 @@ def _meant(part: bytes, valid: bytes) -> bytes:
         words = (len(body) - _STATES_BYTES) // 2
         escapes = min(words, rest[0] if rest else 0)
         return _NOTHING_LISTED + _HEAD.pack(words - escapes, escapes) + body[: _STATES_BYTES + 2 * words]
-    changed = bytearray(_NOTHING_LISTED + valid)
+    changed = bytearray(valid)
     for at in range(0, len(rest) - 2, 3):
         changed[int.from_bytes(rest[at : at + 2], "little") % len(changed)] ^= rest[at + 2]
     return bytes(changed)
@@ -191,9 +196,9 @@ def _valid_layers() -> list[bytes]:
         _, valid, _ = _profile(seed)
         head = bytes([seed, seed % 20, 0])
         out.append(head + SEPARATOR.join([b"\1"] * (seed % 3 + 1)))
-        coded = valid[0]
+        coded = valid[0].removeprefix(_NOTHING_LISTED)
         escapes = _HEAD.unpack_from(coded)[1]
-        if len(coded) < 1500 and escapes < 256:
+        if len(coded) < 1500 and escapes < 256 and not valid[0].startswith(MARK):
             out += [head + b"\0" + _NOTHING_LISTED + coded, head + b"\2" + bytes([escapes]) + coded[_HEAD.size :]]
     return out
 

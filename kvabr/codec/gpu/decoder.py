@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.gpu import kernels
-from kvabr.codec.native.coder_model import DTYPES, LANES, TILE, CoderModel, DecodeJob, derived
+from kvabr.codec.native.coder_model import DTYPES, CoderModel, DecodeJob, derived
 from kvabr.codec.native.reference import HEAD, head, lookup
+from kvabr.codec.native.references import LANES, TILE
 from kvabr.codec.rope import rope_first, rope_shape, rope_tables
 from kvabr.codec.transform import NO_MATRIX, Transform
 from kvabr.types.errors import FormatError
@@ -53,7 +54,7 @@ def decode_many(jobs: Sequence[DecodeJob]) -> None:
 def _alike(job: DecodeJob) -> Hashable:
     """Return the key by which groups share a launch."""
     models = tuple(id(model) for model in job.models)
-    return models, id(job.transform), job.step, job.out.device, job.out.dtype, job.out.stride(), _stride(job)
+    return models, id(job.transform), job.step, job.gains, job.out.device, job.out.dtype, job.out.stride(), _stride(job)
 
 
 def _stride(job: DecodeJob) -> int:
@@ -90,7 +91,14 @@ def _decode(jobs: Sequence[DecodeJob]) -> torch.Tensor:
         live = torch.empty((len(jobs), batch.stride // TILE, rows), dtype=torch.int8, device=device)
         for depth, model in enumerate(models):
             _read(batch, model, depth, index, live, listed, verdict[depth])
-        _synthesise(batch, transform, jobs[0].step, _coder_tables(models[-1], device).delta, index, outs)
+        _synthesise(
+            batch,
+            transform,
+            transform.scale(jobs[0].step, jobs[0].gains),
+            _coder_tables(models[-1], device).delta,
+            index,
+            outs,
+        )
         if dtype != out.dtype:
             for job, made in zip(jobs, outs, strict=True):
                 job.out.detach().copy_(made)
@@ -111,6 +119,8 @@ class _Batch:
     """int32 [group]."""
     outs: torch.Tensor
     """int64 [group]: addresses."""
+    means: torch.Tensor | None
+    """float32 [group, layer, K/V, head, dim]; None: those of the transform, for every group."""
     cos: torch.Tensor
     """float32 [group, token, pair]; empty without a rotary embedding."""
     sin: torch.Tensor
@@ -138,6 +148,9 @@ class _Batch:
         for group, job in enumerate(jobs):
             tokens = job.out.shape[3]
             turns[:, group, :tokens] = torch.from_numpy(np.array(rope_tables(rope, job.first_token, tokens)))
+        own = jobs[0].transform.mean.astype(np.float32)
+        biased = any(job.mean is not None for job in jobs)
+        means = np.stack([own if job.mean is None else job.mean for job in jobs]) if biased else None
         return cls(
             len(jobs),
             stride,
@@ -145,6 +158,7 @@ class _Batch:
             torch.from_numpy(parts).to(device),
             torch.tensor([job.out.shape[3] for job in jobs], dtype=torch.int32, device=device),
             torch.tensor([out.data_ptr() for out in outs], dtype=torch.int64, device=device),
+            None if means is None else torch.from_numpy(means).to(device),
             *turns.to(device),
         )
 
@@ -186,7 +200,7 @@ def _read(
 def _synthesise(
     batch: _Batch,
     transform: Transform,
-    step: float,
+    scale: NDArray[np.float32],
     delta: torch.Tensor,
     index: torch.Tensor,
     outs: Sequence[torch.Tensor],
@@ -226,8 +240,9 @@ def _synthesise(
         tables.places,
         tables.mantissa,
         tables.gain,
-        torch.from_numpy(transform.scale(step)).to(device),
-        tables.mean,
+        torch.from_numpy(scale).to(device),
+        tables.mean if batch.means is None else batch.means,
+        0 if batch.means is None else tables.mean.numel(),
         batch.cos,
         batch.sin,
         batch.outs,
@@ -271,7 +286,7 @@ def _coder_tables(model: CoderModel, device: torch.device) -> _CoderTables:
         order = model.order.astype(np.int64)
         packed = order | model.row_class[order].astype(np.int64) << 22
         entries = []
-        for reach, (symbol, freq, place) in zip(model.radius.astype(np.int64), lookup(model), strict=True):
+        for reach, (symbol, freq, place) in zip(model.radius.astype(np.int64), lookup(model.freqs), strict=True):
             value = np.where(symbol == 2 * reach + 1, _ESCAPED, symbol - reach + 128)
             entries.append((value | freq << 8 | place << 20).astype(np.uint32).view(np.int32))
         return _CoderTables(

@@ -272,7 +272,8 @@ def finish(
     mantissa,  # int8 [layer, K/V, block, channel, component]
     gain,  # uint8 [layer, K/V, block, component]
     scale,  # float32 [layer, K/V]
-    mean,  # float32 [layer, K/V, head, dim]
+    mean,  # float32 [group, layer, K/V, head, dim]
+    mean_stride,  # from group to group; 0 if all have the same
     cos,  # float32 [group, token, pair]
     sin,
     outs,  # int64 [group]: addresses
@@ -375,7 +376,7 @@ def finish(
         second = _components(index, delta, y, row, y_row, place, kept, beyond, token, stride) << 14
 
     factor = tl.load(scale + layer_kv)
-    means = mean + (layer_kv * heads + head) * dim
+    means = mean + group * mean_stride + (layer_kv * heads + head) * dim
     x = first.to(tl.float32) * factor + tl.load(means + one, mask=has_one, other=0.0)[:, None]
     z = second.to(tl.float32) * factor + tl.load(means + two, mask=has_two, other=0.0)[:, None]
     within = token < tokens

@@ -14,9 +14,13 @@
 
 static const char name[] = "kvabr.Analysis";
 
+static void inverse_free(Inverse *i) { free(i->entries), free(i->rows), free(i->columns); }
+
 static void analysis_free(Analysis *a) {
-    if (a)
-        free(a->mean), free(a->scale), free(a->block), free(a->stack);
+    if (a) {
+        free(a->mean), free(a->scale);
+        inverse_free(&a->block), inverse_free(&a->stack);
+    }
     free(a);
 }
 
@@ -54,34 +58,40 @@ static void *large(size_t bytes) {
 #endif
 }
 
-/* Matrices of one size, packed; NULL if out of memory. */
-static float *packed(const float *from, size_t count, uint32_t size) {
-    size_t each = analysis_packed(size);
-    float *to = each && count > SIZE_MAX / sizeof *to / each ? NULL : large(count * each * sizeof *to);
-    for (size_t i = 0; to && i < count; i++)
-        analysis_pack(to + i * each, from + i * size * size, size);
-    return to;
-}
-
 static float *kept(const Py_buffer *b) {
     float *to = malloc((size_t)b->len);
     return to ? memcpy(to, b->buf, (size_t)b->len) : NULL;
 }
 
-/* analysis((kind, first, layers), (kv_heads, head_dim, block_heads, first dimension that rotates = 0), kept, rotary,
- * interleaved, mean, scale, block, stack) */
+/* Matrices of one size, from buffers of entries, rows and columns; whether there was memory. */
+static int inverses(Inverse *to, const Py_buffer *b, size_t count, uint32_t size) {
+    size_t each = analysis_packed(size);
+    const int16_t *from = b->buf;
+    to->entries = each && count > SIZE_MAX / sizeof *from / each ? NULL : large(count * each * sizeof *from);
+    for (size_t i = 0; to->entries && i < count; i++)
+        analysis_pack(to->entries + i * each, from + i * size * size, size);
+    to->rows = kept(b + 1), to->columns = kept(b + 2);
+    return to->entries && to->rows && to->columns;
+}
+
+/* The buffers of matrices, or none. */
+static int hold_inverses(const Py_buffer *b, size_t count, uint32_t size) {
+    return holds(b, count * size * size, 2) && holds(b + 1, count * size, 4) && holds(b + 2, count * size, 4);
+}
+
+/* analysis((kind, first, layers), (kv_heads, head_dim, block_heads, first dimension that rotates), kept, rotary, interleaved,
+ * mean, scale, block, stack); the last two are (entries, rows, columns) */
 static PyObject *analysis(PyObject *self, PyObject *args) {
     (void)self;
-    Py_buffer b[4] = {{0}};
+    Py_buffer b[8] = {{0}};
     PyObject *result = NULL;
     Analysis *a = calloc(1, sizeof *a);
     if (!a)
         return PyErr_NoMemory();
-    PyObject *heads;
-    if (!PyArg_ParseTuple(args, "(III)O!IIIy*y*y*y*", &a->kind, &a->first, &a->layers, &PyTuple_Type, &heads, &a->kept, &a->rotary,
-                          &a->interleaved, b, b + 1, b + 2, b + 3) ||
-        !PyArg_ParseTuple(heads, "III|I", &a->kv_heads, &a->head_dim, &a->block_heads, &a->turned)) {
-        release(b, 4);
+    if (!PyArg_ParseTuple(args, "(III)(IIII)IIIy*y*(y*y*y*)(y*y*y*)", &a->kind, &a->first, &a->layers, &a->kv_heads, &a->head_dim,
+                          &a->block_heads, &a->turned, &a->kept, &a->rotary, &a->interleaved, b, b + 1, b + 2, b + 3, b + 4,
+                          b + 5, b + 6, b + 7)) {
+        release(b, 8);
         free(a);
         return NULL;
     }
@@ -89,52 +99,54 @@ static PyObject *analysis(PyObject *self, PyObject *args) {
                a->head_dim && a->head_dim <= 4096 && a->block_heads && a->kv_heads % a->block_heads == 0 &&
                a->block_heads * a->head_dim <= (1u << 14) && a->turned <= a->head_dim &&
                a->rotary <= a->head_dim - a->turned && a->rotary % 2 == 0;
+    size_t blocks = 0;
     if (good) {
         a->width = a->block_heads * a->head_dim, a->blocks = a->kv_heads / a->block_heads;
-        good = a->kept <= a->width && (uint64_t)a->layers * a->blocks * a->kept <= (1u << 14);
+        blocks = (size_t)a->layers * a->blocks;
+        good = a->kept <= a->width && (uint64_t)blocks * a->kept <= (1u << 14);
     }
     if (good) {
-        size_t blocks = (size_t)a->layers * a->blocks, area = (size_t)a->width * a->width;
         a->size = (uint32_t)blocks * a->kept;
         good = holds(b, blocks * a->width, 4) && holds(b + 1, a->layers, 4) &&
-               (!b[2].len || holds(b + 2, blocks * area, 4)) && holds(b + 3, (size_t)a->size * a->size, 4);
+               (!b[2].len || hold_inverses(b + 2, blocks, a->width)) && hold_inverses(b + 5, 1, a->size);
     }
     if (!good) {
         size_error();
-    } else if (!analysis_runs()) {
-        PyErr_SetString(PyExc_LookupError, "this processor has no AVX-512");
     } else {
         a->mean = kept(b), a->scale = kept(b + 1);
-        a->block = b[2].len ? packed(b[2].buf, (size_t)a->layers * a->blocks, a->width) : NULL;
-        a->stack = a->size ? packed(b[3].buf, 1, a->size) : NULL;
-        if (!a->mean || !a->scale || (b[2].len && !a->block) || (a->size && !a->stack))
+        int there = a->mean && a->scale && (!b[2].len || inverses(&a->block, b + 2, blocks, a->width));
+        if (!there || (a->size && !inverses(&a->stack, b + 5, 1, a->size)))
             PyErr_NoMemory();
         else
             result = PyCapsule_New(a, name, free_capsule);
     }
-    release(b, 4);
+    release(b, 8);
     if (!result)
         analysis_free(a);
     return result;
 }
 
-/* analyse(analysis, (address, dtype, 5 strides in elements, tokens), cos, sin, rows, largest, power) */
+/* analyse(path, analysis, (address, dtype, 5 strides in elements, tokens), cos, sin, rows, largest, power) */
 static PyObject *analyse(PyObject *self, PyObject *args) {
     (void)self;
     Py_buffer b[5] = {{0}};
     PyObject *capsule;
+    const char *wanted;
     unsigned long long address;
     Group g;
     Py_ssize_t s[5];
-    if (!PyArg_ParseTuple(args, "O(Ki(nnnnn)I)y*y*w*w*w*", &capsule, &address, &g.dtype, s, s + 1, s + 2, s + 3, s + 4,
+    if (!PyArg_ParseTuple(args, "sO(Ki(nnnnn)I)y*y*w*w*w*", &wanted, &capsule, &address, &g.dtype, s, s + 1, s + 2, s + 3, s + 4,
                           &g.tokens, b, b + 1, b + 2, b + 3, b + 4))
         return NULL;
     const Analysis *a = PyCapsule_GetPointer(capsule, name);
-    int error = OK, good = a && g.tokens && g.tokens < (1u << 24) && g.dtype >= FLOAT32 && g.dtype <= BFLOAT16;
+    const AnalysisPath *const *path = analysis_paths();
+    while (*path && strcmp((*path)->name, wanted) != 0)
+        path++;
+    int error = OK, good = a && *path && g.tokens && g.tokens < (1u << 24) && g.dtype >= FLOAT32 && g.dtype <= BFLOAT16;
     if (good) {
         size_t angles = (size_t)g.tokens * (a->rotary / 2), rows = (size_t)a->layers * a->blocks * a->width;
         good = holds(b, angles, 4) && holds(b + 1, angles, 4) && holds(b + 2, rows * g.tokens, 4) &&
-               holds(b + 3, (size_t)3 * g.tokens, 4) && holds(b + 4, a->kind ? 0 : (size_t)a->layers * g.tokens, 4);
+               holds(b + 3, (size_t)3 * g.tokens, 4) && holds(b + 4, (size_t)a->layers * g.tokens, 4);
     }
     if (good) {
         g.data = (const char *)(uintptr_t)address, g.cos = b[0].buf, g.sin = b[1].buf;
@@ -142,7 +154,7 @@ static PyObject *analyse(PyObject *self, PyObject *args) {
             g.stride[i] = s[i];
         Analysed out = {b[2].buf, b[3].buf, b[4].buf};
         Py_BEGIN_ALLOW_THREADS
-        error = analysis_run(a, &g, &out);
+        error = (*path)->run(a, &g, &out);
         Py_END_ALLOW_THREADS
     } else if (!PyErr_Occurred()) {
         size_error();
@@ -155,13 +167,22 @@ static PyObject *analyse(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *runs(PyObject *self, PyObject *none) {
+static PyObject *paths(PyObject *self, PyObject *none) {
     (void)self, (void)none;
-    return PyBool_FromLong(analysis_runs());
+    PyObject *list = PyList_New(0);
+    for (const AnalysisPath *const *path = analysis_paths(); list && *path; path++) {
+        PyObject *one = PyUnicode_FromString((*path)->name);
+        if (!one || PyList_Append(list, one)) {
+            Py_DECREF(list);
+            list = NULL;
+        }
+        Py_XDECREF(one);
+    }
+    return list;
 }
 
 static PyMethodDef methods[] = {
-    {"runs", runs, METH_NOARGS, "Whether this processor can."},
+    {"paths", paths, METH_NOARGS, "Names of the paths that this processor supports."},
     {"analysis", analysis, METH_VARARGS, "Prepare the matrices of one stack."},
     {"analyse", analyse, METH_VARARGS, "From a tensor to the coefficients of one stack."},
     {NULL, NULL, 0, NULL},

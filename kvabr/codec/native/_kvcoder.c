@@ -87,14 +87,17 @@ static PyObject *size_error(void) {
     return NULL;
 }
 
-/* depth(row_class u8, radius u8, freqs u16, flag_freq u16, delta u8, order u32, contexts) */
+/* depth(row_class u8, radius u8, freqs u16, flag_freq u16, delta u8, order u32, contexts, freqs u16 and bucket u8 [1 or 3][16] of
+ * tokens that refer to another, their contexts) */
 static PyObject *depth(PyObject *self, PyObject *args) {
     (void)self;
-    Py_buffer b[6] = {{0}};
-    unsigned contexts;
+    Py_buffer b[8] = {{0}};
+    unsigned contexts, near = 0;
     PyObject *result = NULL;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*I", b, b + 1, b + 2, b + 3, b + 4, b + 5, &contexts))
+    if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*I|y*y*I", b, b + 1, b + 2, b + 3, b + 4, b + 5, &contexts, b + 6, b + 7, &near)) {
+        release(b, 8);
         return NULL;
+    }
     size_t rows = (size_t)b[0].len, classes = (size_t)b[1].len;
     size_t width = classes && (contexts == 1 || contexts == 3) ? (size_t)b[2].len / 2 / classes / contexts : 0;
     int good = rows > 0 && rows < (1u << 31) && classes > 0 && classes <= 256 && width > 1 && width <= 254;
@@ -104,17 +107,24 @@ static PyObject *depth(PyObject *self, PyObject *args) {
         good = ((const uint32_t *)b[5].buf)[i] < rows && ((const uint8_t *)b[0].buf)[i] < classes;
     for (size_t c = 0; good && c < classes; c++)
         good = 2u * ((const uint8_t *)b[1].buf)[c] + 2 <= width;
+    if (near) {
+        good = good && near <= MOST_NEAR && holds(b + 6, classes * near * width, 2) && holds(b + 7, 16 * (size_t)contexts, 1);
+        for (size_t i = 0; good && i < 16 * (size_t)contexts; i++)
+            good = ((const uint8_t *)b[7].buf)[i] < near;
+    }
     if (!good) {
-        release(b, 6);
+        release(b, 8);
         return size_error();
     }
     Depth *d = depth_new((uint32_t)rows, (uint32_t)classes, contexts, (uint32_t)width, b[0].buf, b[1].buf, b[2].buf,
                          b[3].buf, b[4].buf, b[5].buf);
-    if (!d)
+    if (!d || (near && depth_near(d, near, b[6].buf, b[7].buf)))
         PyErr_NoMemory();
-    else if (!(result = PyCapsule_New(d, depth_name, free_depth)))
+    else
+        result = PyCapsule_New(d, depth_name, free_depth);
+    if (!result)
         depth_free(d);
-    release(b, 6);
+    release(b, 8);
     return result;
 }
 
@@ -167,6 +177,15 @@ static int read_blocks(Transform *t, const Py_buffer *mantissa, const Py_buffer 
     return 0;
 }
 
+/* The transform's means, or others [layer][kv][head][dim], each block of heads filled up to whole panels. */
+static float *padded_means(const Transform *t, const Py_buffer *mean) {
+    size_t count = (size_t)t->layers * t->halves * t->blocks;
+    float *made = aligned_zeros(count * t->padded_width, sizeof *made);
+    for (size_t i = 0; made && i < count; i++)
+        memcpy(made + i * t->padded_width, (const float *)mean->buf + i * t->width, t->width * sizeof(float));
+    return made;
+}
+
 /* transform(path, (layers, kv_heads, head_dim, block_heads, halves = 2, first dimension that rotates = 0), rotary,
  * interleaved, block i8, gain u8, mean f32, stacks) */
 static PyObject *transform(PyObject *self, PyObject *args) {
@@ -202,16 +221,13 @@ static PyObject *transform(PyObject *self, PyObject *args) {
     if (!good && !PyErr_Occurred())
         size_error();
     good = good && read_blocks(t, b, b + 1) == 0;
-    size_t count = (size_t)t->layers * t->halves * t->blocks;
     if (good) {
-        t->mean = aligned_zeros(count * t->padded_width, sizeof *t->mean);
+        t->mean = padded_means(t, b + 2);
         t->stack = aligned_zeros(t->stacks, sizeof *t->stack);
         good = t->mean && t->stack;
         if (!good)
             PyErr_NoMemory();
     }
-    for (size_t i = 0; good && i < count; i++)
-        memcpy(t->mean + i * t->padded_width, (const float *)b[2].buf + i * t->width, t->width * sizeof(float));
     uint32_t row = 0;
     for (uint32_t s = 0; good && s < t->stacks; s++) {
         good = read_stack(PyTuple_GetItem(stacks, s), t, t->stack + s, row, path) == 0;
@@ -237,71 +253,96 @@ static PyObject *encoded(const Path *path, const Depth *d, const Indices *from, 
     return result;
 }
 
-/* encode(path, depth, index i16 [row, token], below i16 or None, tokens) -> bytes */
-static PyObject *encode(PyObject *self, PyObject *args) {
-    (void)self;
-    Py_buffer b[2] = {{0}};
-    PyObject *capsule, *result = NULL;
-    const char *name;
-    unsigned tokens;
-    if (!PyArg_ParseTuple(args, "sOy*z*I", &name, &capsule, b, b + 1, &tokens))
-        return NULL;
-    const Path *path = path_named(name);
-    const Depth *d = path ? PyCapsule_GetPointer(capsule, depth_name) : NULL;
-    if (d && (!tokens || !holds(b, (size_t)d->rows * tokens, 2) || (d->contexts == 1) != !b[1].buf ||
-              (b[1].buf && b[1].len != b[0].len))) {
-        size_error();
-    } else if (d) {
-        Indices from = {.index = b[0].buf, .below = b[1].buf};
-        result = encoded(path, d, &from, tokens);
-    }
-    release(b, 2);
-    return result;
+/* Reads optional references, u8 [token] each; returns whether they are as `References` says. */
+static int references_of(const Py_buffer *place, const Py_buffer *lane, uint32_t tokens, References *to) {
+    const uint8_t *places = place->buf, *lanes = lane->buf;
+    if (!places && !lanes)
+        return 1;
+    if (!places || !lanes || !holds(place, tokens, 1) || !holds(lane, tokens, 1))
+        return 0;
+    for (uint32_t t = 0; t < tokens; t++)
+        if (places[t] >= at_most(TILE, tokens - t / TILE * TILE) || lanes[t] >= LANES)
+            return 0;
+    *to = (References){places, lanes};
+    return 1;
 }
 
-/* encode_rows(path, depth, rows f32 [row, token], (step, dead), (step, dead) below, keep i16 [token], tokens) -> bytes */
-static PyObject *encode_rows(PyObject *self, PyObject *args) {
+/* encode(path, depth, index i16 [row, token], below i16 or None, tokens, place u8, lane u8) -> bytes */
+static PyObject *encode(PyObject *self, PyObject *args) {
     (void)self;
-    Py_buffer b[2] = {{0}};
+    Py_buffer b[4] = {{0}};
     PyObject *capsule, *result = NULL;
     const char *name;
     unsigned tokens;
     Indices from = {0};
-    if (!PyArg_ParseTuple(args, "sOy*(ff)(ff)y*I", &name, &capsule, b, &from.own.step, &from.own.dead, &from.lower.step,
-                          &from.lower.dead, b + 1, &tokens))
+    if (!PyArg_ParseTuple(args, "sOy*z*I|z*z*", &name, &capsule, b, b + 1, &tokens, b + 2, b + 3)) {
+        release(b, 4);
         return NULL;
+    }
     const Path *path = path_named(name);
     const Depth *d = path ? PyCapsule_GetPointer(capsule, depth_name) : NULL;
-    if (d && (!tokens || !holds(b, (size_t)d->rows * tokens, 4) || !holds(b + 1, tokens, 2))) {
+    if (d && (!tokens || !references_of(b + 2, b + 3, tokens, &from.references) || !holds(b, (size_t)d->rows * tokens, 2) || (d->contexts == 1) != !b[1].buf ||
+              (b[1].buf && b[1].len != b[0].len))) {
+        size_error();
+    } else if (d) {
+        from.index = b[0].buf, from.below = b[1].buf;
+        result = encoded(path, d, &from, tokens);
+    }
+    release(b, 4);
+    return result;
+}
+
+/* encode_rows(path, depth, rows f32 [row, token], (step, dead), (step, dead) below, keep i16 [token], tokens, place u8,
+ * lane u8) -> bytes */
+static PyObject *encode_rows(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer b[4] = {{0}};
+    PyObject *capsule, *result = NULL;
+    const char *name;
+    unsigned tokens;
+    Indices from = {0};
+    if (!PyArg_ParseTuple(args, "sOy*(ff)(ff)y*I|z*z*", &name, &capsule, b, &from.own.step, &from.own.dead, &from.lower.step,
+                          &from.lower.dead, b + 1, &tokens, b + 2, b + 3)) {
+        release(b, 4);
+        return NULL;
+    }
+    const Path *path = path_named(name);
+    const Depth *d = path ? PyCapsule_GetPointer(capsule, depth_name) : NULL;
+    if (d && (!tokens || !holds(b, (size_t)d->rows * tokens, 4) || !holds(b + 1, tokens, 2) ||
+              !references_of(b + 2, b + 3, tokens, &from.references))) {
         size_error();
     } else if (d) {
         from.rows = b[0].buf, from.keep = b[1].buf;
         result = encoded(path, d, &from, tokens);
     }
-    release(b, 2);
+    release(b, 4);
     return result;
 }
 
-/* decode_indices(path, depth, payload, index i16 [row, token], tokens): index holds the indices below, or zeros */
+/* decode_indices(path, depth, payload, index i16 [row, place], tokens, place u8, lane u8): index holds the indices below, or
+ * zeros */
 static PyObject *decode_indices(PyObject *self, PyObject *args) {
     (void)self;
-    Py_buffer b[2] = {{0}};
+    Py_buffer b[4] = {{0}};
+    References references = {0};
     PyObject *capsule;
     const char *name;
     unsigned tokens;
-    if (!PyArg_ParseTuple(args, "sOy*w*I", &name, &capsule, b, b + 1, &tokens))
+    if (!PyArg_ParseTuple(args, "sOy*w*I|z*z*", &name, &capsule, b, b + 1, &tokens, b + 2, b + 3)) {
+        release(b, 4);
         return NULL;
+    }
     const Path *path = path_named(name);
     const Depth *d = path ? PyCapsule_GetPointer(capsule, depth_name) : NULL;
-    if (!d || !tokens || !holds(b + 1, (size_t)d->rows * tokens, 2)) {
-        release(b, 2);
+    if (!d || !tokens || !holds(b + 1, (size_t)d->rows * tokens, 2) || !references_of(b + 2, b + 3, tokens, &references)) {
+        release(b, 4);
         return PyErr_Occurred() ? NULL : size_error();
     }
     int error;
     Py_BEGIN_ALLOW_THREADS
-    error = decode_group_indices(path, d, b[0].buf, (size_t)b[0].len, b[1].buf, tokens);
+    error = decode_group_indices(path, d, b[0].buf, (size_t)b[0].len, b[1].buf, tokens, references.lane);
     Py_END_ALLOW_THREADS
-    release(b, 2);
+    release(b, 4);
     if (error)
         return raised(error);
     Py_RETURN_NONE;
@@ -368,7 +409,36 @@ static PyObject *synthesise(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* decode(path, transform, depths, payloads, target, threads = 1) */
+/* error_sums(path, rows f32 [row, token], which u32, gains f32, (step, dead), coded i32 [token], sums i64): in units of
+ * step/1024 */
+static PyObject *error_sums(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer b[5] = {{0}};
+    Quantiser q;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "sy*y*y*(ff)y*w*", &name, b, b + 1, b + 4, &q.step, &q.dead, b + 2, b + 3))
+        return NULL;
+    const Path *path = path_named(name);
+    size_t tokens = (size_t)b[2].len / 4, count = (size_t)b[1].len / 4, rows = tokens ? (size_t)b[0].len / 4 / tokens : 0;
+    const uint32_t *which = b[1].buf;
+    int good = path && tokens && tokens < (1u << 24) && holds(b, rows * tokens, 4) && holds(b + 3, count, 8) &&
+               holds(b + 4, count, 4);
+    for (size_t i = 0; good && i < count; i++)
+        good = which[i] < rows;
+    if (good) {
+        Py_BEGIN_ALLOW_THREADS
+        for (size_t i = 0; i < count; i++)
+            ((int64_t *)b[3].buf)[i] = path->error_sum((const float *)b[0].buf + which[i] * tokens, ((const float *)b[4].buf)[i],
+                                                       &q, b[2].buf, (uint32_t)tokens);
+        Py_END_ALLOW_THREADS
+    }
+    release(b, 5);
+    if (!good)
+        return PyErr_Occurred() ? NULL : size_error();
+    Py_RETURN_NONE;
+}
+
+/* decode(path, transform, depths, payloads, target, threads = 1, place u8, lane u8, mean f32) */
 static PyObject *decode(PyObject *self, PyObject *args) {
     (void)self;
     const char *name;
@@ -376,15 +446,21 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     Target target = {0};
     Chain chain = {0};
     Py_buffer payload[MOST_DEPTHS] = {{0}};
+    Py_buffer b[3] = {{0}};
     unsigned threads = 1;
-    if (!PyArg_ParseTuple(args, "sOO!O!O!|I", &name, &capsule, &PyTuple_Type, &depths, &PyTuple_Type, &payloads, &PyTuple_Type,
-                          &tuple, &threads))
+    if (!PyArg_ParseTuple(args, "sOO!O!O!|Iz*z*z*", &name, &capsule, &PyTuple_Type, &depths, &PyTuple_Type, &payloads, &PyTuple_Type,
+                          &tuple, &threads, b, b + 1, b + 2)) {
+        release(b, 3);
         return NULL;
+    }
     const Path *path = path_named(name);
     const Transform *t = path ? PyCapsule_GetPointer(capsule, transform_name) : NULL;
     int good = t && read_target(tuple, &target) == 0;
     Py_ssize_t n = PyTuple_Size(depths);
-    if (good && (t->paired != path->paired || !fits(&target, t) || n < 1 || n > MOST_DEPTHS || PyTuple_Size(payloads) != n)) {
+    size_t means = t ? (size_t)t->layers * t->halves * t->blocks * t->width : 0;
+    if (good && (t->paired != path->paired || !fits(&target, t) || n < 1 || n > MOST_DEPTHS || PyTuple_Size(payloads) != n ||
+                 !references_of(b, b + 1, target.group.tokens, &chain.references) ||
+                 (b[2].buf && !holds(b + 2, means, 4)))) {
         size_error();
         good = 0;
     }
@@ -401,11 +477,17 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     int error = OK;
     if (good) {
         Py_BEGIN_ALLOW_THREADS
-        error = decode_group(path, t, &chain, &target.group, &target.out, threads);
+        Transform own = *t;
+        if (b[2].buf)
+            own.mean = padded_means(t, b + 2);
+        error = own.mean ? decode_group(path, &own, &chain, &target.group, &target.out, threads) : NO_MEMORY;
+        if (b[2].buf)
+            aligned_free(own.mean);
         Py_END_ALLOW_THREADS
     }
     release(payload, n < MOST_DEPTHS ? (int)n : MOST_DEPTHS);
     release(target.buffer, 3);
+    release(b, 3);
     if (!good)
         return NULL;
     if (error)
@@ -419,6 +501,7 @@ static PyMethodDef methods[] = {
     {"transform", transform, METH_VARARGS, "Prepare the matrices of a synthesis for one path."},
     {"encode", encode, METH_VARARGS, "Indices to a payload."},
     {"encode_rows", encode_rows, METH_VARARGS, "Coefficients to a payload."},
+    {"error_sums", error_sums, METH_VARARGS, "What quantising takes from rows."},
     {"decode_indices", decode_indices, METH_VARARGS, "A payload to indices."},
     {"synthesise", synthesise, METH_VARARGS, "Coefficients to a tensor."},
     {"decode", decode, METH_VARARGS, "A chain of payloads to a tensor."},

@@ -30,6 +30,7 @@ from kvabr.codec.native.coder_model import (
     check_rows,
     derived,
 )
+from kvabr.codec.native.references import References
 from kvabr.codec.rope import rope_first, rope_shape, rope_tables
 from kvabr.codec.threads import CORES
 from kvabr.codec.transform import Transform
@@ -46,6 +47,7 @@ _MOST_THREADS: int = getattr(_kvcoder, "MOST_THREADS", 1)
 """Threads for one group; 1: the extension was compiled from older sources."""
 VARIABLE = "KVABR_CODER"
 _warned = False
+ERROR_UNIT = reference.ERROR_UNIT
 
 
 def available_paths() -> tuple[str, ...]:
@@ -85,14 +87,16 @@ def taking(path: str) -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
-def encode_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None = None) -> bytes:
+def encode_indices(
+    model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None = None, references: References | None = None
+) -> bytes:
     """Code the indices of one group; see `reference.encode_indices`."""
     path = active_path()
     if path == "reference":
-        return reference.encode_indices(model, index, below)
+        return reference.encode_indices(model, index, below, references)
     index, base = check_indices(model, index, below)
     with _errors("indices"):
-        payload: bytes = _kvcoder.encode(path, _depth(model), index, base, index.shape[1])
+        payload: bytes = _kvcoder.encode(path, _depth(model), index, base, index.shape[1], *_places(references))
     return payload
 
 
@@ -102,35 +106,69 @@ def encode_rows(
     own: Quantiser,
     lower: Quantiser | None,
     keep: NDArray[np.bool_],
+    references: References | None = None,
 ) -> bytes:
     """Quantise the coefficients of one group and code the indices; see `reference.encode_rows`."""
     path = active_path()
     if path == "reference":
-        return reference.encode_rows(model, rows, own, lower, keep)
+        return reference.encode_rows(model, rows, own, lower, keep, references)
     rows, mask = check_rows(model, rows, lower, keep)
     base = lower or own
     quantisers = (own.step, own.dead), (base.step, base.dead)
     with _errors("coefficients"):
-        payload: bytes = _kvcoder.encode_rows(path, _depth(model), rows, *quantisers, mask, rows.shape[1])
+        more = _places(references)
+        payload: bytes = _kvcoder.encode_rows(path, _depth(model), rows, *quantisers, mask, rows.shape[1], *more)
     return payload
 
 
+def error_sums(
+    rows: NDArray[np.float32],
+    which: NDArray[np.intp],
+    gains: NDArray[np.float32],
+    quantiser: Quantiser,
+    coded: NDArray[np.bool_],
+) -> NDArray[np.int64]:
+    """Add up what decoding takes from some rows; see `reference.error_sums`."""
+    path = active_path()
+    if path == "reference":
+        return reference.error_sums(rows, which, gains, quantiser, coded)
+    sums = np.zeros(len(which), np.int64)
+    mask, at = -coded.astype(np.int32), np.ascontiguousarray(which, np.uint32)
+    with _errors("coefficients"):
+        steps = quantiser.step, quantiser.dead
+        _kvcoder.error_sums(path, np.ascontiguousarray(rows, np.float32), at, gains, steps, mask, sums)
+    return sums
+
+
 def decode_indices(
-    model: CoderModel, data: bytes | memoryview, tokens: int, below: NDArray[Any] | None = None
+    model: CoderModel,
+    data: bytes | memoryview,
+    tokens: int,
+    below: NDArray[Any] | None = None,
+    references: References | None = None,
 ) -> Index:
     """Decode the output of `encode_indices`; see `reference.decode_indices`."""
     path = active_path()
     if path == "reference":
-        return reference.decode_indices(model, data, tokens, below)
+        return reference.decode_indices(model, data, tokens, below, references)
     base = check_below(model, tokens, below)
     index = np.zeros((model.rows, tokens), dtype=np.int16) if base is None else base.copy()
+    if references is not None:
+        index = np.take(index, references.order, axis=1)
     with _errors("entropy coded part"):
-        _kvcoder.decode_indices(path, _depth(model), data, index, tokens)
+        _kvcoder.decode_indices(path, _depth(model), data, index, tokens, *_places(references))
+    if references is not None:
+        index[:, references.order] = index.copy()
     return index
 
 
 def synthesise(
-    transform: Transform, z: NDArray[np.int16], step: float, first_token: int | None, out: torch.Tensor
+    transform: Transform,
+    z: NDArray[np.int16],
+    step: float,
+    first_token: int | None,
+    out: torch.Tensor,
+    gains: tuple[float, ...] = (),
 ) -> None:
     """Turn coefficients into a cache; see `reference.synthesise`."""
     path = active_path()
@@ -139,9 +177,9 @@ def synthesise(
     if z.shape != wanted or z.dtype != np.int16:
         raise FormatError(f"coefficients: {z.dtype} of {z.shape}, must be int16 of {wanted}")
     if path == "reference":
-        reference.synthesise(transform, z, step, first_token, out)
+        reference.synthesise(transform, z, step, first_token, out, gains)
         return
-    with _target(transform, step, first_token, out) as target:
+    with _target(transform, transform.scale(step, gains), first_token, out) as target:
         _kvcoder.synthesise(path, _transform(transform, path), np.ascontiguousarray(z), target)
 
 
@@ -161,12 +199,15 @@ def decode(job: DecodeJob, threads: int | None = None) -> None:
         raise FormatError(f"{len(job.models)} depths, at most {MOST_DEPTHS}")
     depths, transform = tuple(map(_depth, job.models)), _transform(job.transform, path)
     with (
-        _target(job.transform, job.step, job.first_token, job.out) as target,
+        _target(job.transform, job.transform.scale(job.step, job.gains), job.first_token, job.out) as target,
         CORES.share() as share,
         _errors("entropy coded part"),
     ):
-        most = (threads or share,) if _MOST_THREADS > 1 else ()
-        _kvcoder.decode(path, transform, depths, tuple(job.payloads), target, *most)
+        more: tuple[Any, ...] = (threads or share,) if _MOST_THREADS > 1 else ()
+        more += _places(job.references)
+        if job.mean is not None:
+            more = (threads or share, *(_places(job.references) or (None, None)), job.mean)
+        _kvcoder.decode(path, transform, depths, tuple(job.payloads), target, *more)
 
 
 def decode_many(jobs: Iterable[DecodeJob], threads: int | None = None) -> None:
@@ -195,7 +236,9 @@ def _errors(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _target(transform: Transform, step: float, first_token: int | None, out: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+def _target(
+    transform: Transform, scale: NDArray[np.float32], first_token: int | None, out: torch.Tensor
+) -> Iterator[tuple[Any, ...]]:
     """Describe the memory to write: the tensor's own if possible, or else that of a copy on the CPU."""
     own = out.device.type == "cpu" and out.dtype in DTYPES and out.layout == torch.strided
     there = out.detach()
@@ -203,14 +246,20 @@ def _target(transform: Transform, step: float, first_token: int | None, out: tor
         there = torch.empty(out.shape, dtype=out.dtype if out.dtype in DTYPES else torch.float32)
     tokens = out.shape[3]
     turns = rope_tables(transform.structure.coded.rope, first_token, tokens)
-    yield (there.data_ptr(), DTYPES[there.dtype], there.stride(), tokens, transform.scale(step), *turns)
+    yield (there.data_ptr(), DTYPES[there.dtype], there.stride(), tokens, scale, *turns)
     if not own:
         out.copy_(there)
 
 
+def _places(references: References | None) -> tuple[NDArray[np.uint8], ...]:
+    """Return the last arguments of the extension module's functions."""
+    return () if references is None else (references.place, references.lane)
+
+
 def _depth(model: CoderModel) -> Any:
-    parts = (model.row_class, model.radius, model.freqs, model.flag_freq, model.delta, model.order)
-    return derived(model, "depth", lambda: _kvcoder.depth(*parts, model.contexts))
+    parts = (model.row_class, model.radius, model.freqs, model.flag_freq, model.delta, model.order, model.contexts)
+    near = () if model.near is None else (model.near.freqs, model.near.bucket, model.near.freqs.shape[1])
+    return derived(model, "depth", lambda: _kvcoder.depth(*parts, *near))
 
 
 def _transform(transform: Transform, path: str) -> Any:

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvabr.codec.native.references import References
 from kvabr.codec.transform import FARTHEST, FINE, MAX_ROWS, Transform, keep, need
 from kvabr.types.errors import FormatError
 
 PROBABILITY_BITS = 12
 TOTAL = 1 << PROBABILITY_BITS
 """Sum of the frequencies of a table."""
-LANES = 64
-"""Number of interleaved rANS states."""
-TILE = 128
-"""Tokens that share row flags."""
 MOST_RADIUS = 126
 MOST_DELTA = 7
+MOST_NEAR = 8
+"""Maximum contexts of tokens that refer to another."""
+BUCKETS = 16
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Element types of a cache that native code reads and writes."""
 
@@ -45,6 +45,21 @@ def derived(owner: object, key: Hashable, make: Callable[[], _T]) -> _T:
             made[key] = make()
         out: _T = made[key]
         return out
+
+
+@dataclass(frozen=True, eq=False)
+class NearTables:
+    """The tables for tokens that refer to another token of their tile (`kvabr.codec.native.references`).
+
+    What the other has in the row, r, within -127 to 127, gives the context and the sign. Without indices below these
+    are ``bucket[0, min(abs(r), 15)]`` and r's own. Above an index b the sign is b's, or r's if b is 0, and the context
+    ``bucket[min(abs(b), 2), min(max(d, -8), 7) + 8]``, where ``d = r * sign - 3 * min(abs(b), 42)``.
+    """
+
+    bucket: NDArray[np.uint8]
+    """[1, or 3 if the depth refines another, 16]: context."""
+    freqs: NDArray[np.uint16]
+    """[class, context, symbol]: as `CoderModel.freqs`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +82,8 @@ class CoderModel:
     there are two flag contexts, by whether the row below has one."""
     delta: NDArray[np.uint8]
     """[class]: offset of decoded indices from the middle of their interval towards zero, in units of step/16."""
+    near: NearTables | None = None
+    """None: tokens never refer to others at this depth."""
     order: NDArray[np.uint32] = field(init=False)
     """[row]: the rows in coding order, class by class."""
 
@@ -82,13 +99,14 @@ class CoderModel:
         keep(self, "freqs", np.uint16, classes, -1, 2 * widest + 2)
         contexts = self.contexts
         need(contexts in (1, 3), f"{contexts} contexts, must be 1 or 3")
-        need(bool((self.freqs.sum(axis=2, dtype=np.int64) == TOTAL).all()), f"a table does not sum to {TOTAL}")
-        need(int(self.freqs.max()) < TOTAL, f"a symbol has all the probability; {TOTAL - 1} is the most")
-        escape = 2 * self.radius.astype(np.int64) + 1
-        at = np.broadcast_to(escape[:, None, None], (classes, contexts, 1))
-        need(bool((np.take_along_axis(self.freqs, at, axis=2) > 0).all()), "an escape has no probability")
-        beyond = np.arange(2 * widest + 2) > escape[:, None]
-        need(not (self.freqs.any(axis=1) & beyond).any(), "a symbol beyond the escape is used")
+        self._check_tables(self.freqs)
+        if self.near is not None:
+            keep(self.near, "bucket", np.uint8, contexts, BUCKETS)
+            keep(self.near, "freqs", np.uint16, classes, -1, 2 * widest + 2)
+            count = self.near.freqs.shape[1]
+            need(1 <= count <= MOST_NEAR, f"{count} contexts of references, must be 1 to {MOST_NEAR}")
+            need(int(self.near.bucket.max()) < count, "a context of references that does not exist")
+            self._check_tables(self.near.freqs)
         keep(self, "flag_freq", np.uint16, 1 if contexts == 1 else 2, rows)
         lowest, highest = int(self.flag_freq.min()), int(self.flag_freq.max())
         need(lowest >= 1 and highest < TOTAL, f"a flag's probability must be 1 to {TOTAL - 1} of {TOTAL}")
@@ -97,6 +115,15 @@ class CoderModel:
         order = np.argsort(self.row_class, kind="stable").astype(np.uint32)
         order.flags.writeable = False
         object.__setattr__(self, "order", order)
+
+    def _check_tables(self, freqs: NDArray[np.uint16]) -> None:
+        need(bool((freqs.sum(axis=2, dtype=np.int64) == TOTAL).all()), f"a table does not sum to {TOTAL}")
+        need(int(freqs.max()) < TOTAL, f"a symbol has all the probability; {TOTAL - 1} is the most")
+        escape = 2 * self.radius.astype(np.int64) + 1
+        at = np.broadcast_to(escape[:, None, None], (*freqs.shape[:2], 1))
+        need(bool((np.take_along_axis(freqs, at, axis=2) > 0).all()), "an escape has no probability")
+        beyond = np.arange(freqs.shape[2]) > escape[:, None]
+        need(not (freqs.any(axis=1) & beyond).any(), "a symbol beyond the escape is used")
 
     @property
     def rows(self) -> int:
@@ -210,6 +237,12 @@ class DecodeJob:
     """Position of the first token, by which keys are rotated; None: they are not."""
     out: torch.Tensor
     """[layer, K/V, head, token, dim], any float dtype, any strides; written completely, or partly on error."""
+    gains: tuple[float, ...] = ()
+    """See `Transform.scale`."""
+    references: References | None = None
+    """Of all depths; None: no token refers to another."""
+    mean: NDArray[np.float32] | None = None
+    """[layer, K/V, head, dim]: means of the channels of this group; None: the transform's."""
 
     def __post_init__(self) -> None:
         models, rows = self.models, self.transform.structure.rows
@@ -217,10 +250,14 @@ class DecodeJob:
             raise FormatError(f"{len(self.payloads)} payloads for {len(models)} depths")
         if [model.refines for model in models] != [False] + [True] * (len(models) - 1):
             raise FormatError("the first depth must stand alone, and all others refine the one below")
+        if self.references is not None and len(self.references.place) != self.out.shape[-2]:
+            raise FormatError("the references are of another group")
         for model in models:
             if model.rows != rows:
                 raise FormatError(f"tables for {model.rows} coefficients, but the transform takes {rows}")
         check_cache(self.transform, self.out)
+        if self.mean is not None:
+            keep(self, "mean", np.float32, *self.transform.mean.shape)
 
 
 def check_cache(transform: Transform, cache: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 /* The encoder. rANS encodes the last symbol first, so that the decoder reads them first to last. The same for every path,
- * compiled with each; a path that defines VECTOR_ENCODER provides its own put_row, put_flags and quantised.
+ * compiled with each; a path that defines VECTOR_ENCODER provides its own put_row, put_flags, quantised
+ * and refer.
  */
-#include "rans.h"
+#include "near.h"
 
 #include <stdlib.h>
 
@@ -13,6 +14,49 @@ typedef struct Writer {
 
 static inline void put16(uint8_t *p, uint32_t value) { p[0] = (uint8_t)value, p[1] = (uint8_t)(value >> 8); }
 static inline void put32(uint8_t *p, uint32_t value) { put16(p, value), put16(p + 2, value >> 16); }
+
+/* Positive floats order like their bits. Compilers vectorise comparing bits; comparing floats might trap. */
+static inline int32_t bits_of(float value) {
+    int32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float least(float a, int32_t bits) {
+    int32_t own = bits_of(a);
+    own = own < bits ? own : bits;
+    memcpy(&a, &own, sizeof a);
+    return a;
+}
+
+static inline float size_of(float value) {
+    int32_t bits = bits_of(value) & INT32_MAX;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Adding 2^23 to a small number that is not negative rounds it to the nearest, ties to even. */
+static inline float nearest(float size) { return size + 8388608.0f - 8388608.0f; }
+
+static int64_t error_sum(const float *row, float gain, const Quantiser *q, const int32_t *coded, uint32_t tokens) {
+    const float step = q->step;
+    const int32_t dead = bits_of(q->dead), top = bits_of(INT16_MAX), most = bits_of(4095.0f);
+    int64_t sum = 0;
+    for (uint32_t first = 0; first < tokens; first += TILE) {
+        int32_t part = 0;
+        uint32_t end = first + at_most(TILE, tokens - first);
+        for (uint32_t t = first; t < end; t++) {
+            float exact = row[t] / step, size = least(size_of(exact), top);
+            float back = gain * nearest(size - least(size, dead)), error = size - back; /* of the magnitude */
+            int32_t ahead = bits_of(error) >> 31, minus = bits_of(exact) >> 31;
+            int32_t units = (int32_t)nearest(least(size_of(error), most) * 1024.0f);
+            units = (units ^ ahead) - ahead;
+            part += ((units ^ minus) - minus) & coded[t];
+        }
+        sum += part;
+    }
+    return sum;
+}
 
 #ifndef VECTOR_ENCODER
 static inline uint32_t quotient(uint32_t x, uint64_t reciprocal) {
@@ -47,12 +91,13 @@ static void put_flags(Writer *w, const uint16_t *chance, const uint8_t *set, uin
     }
 }
 
-static void put_row(Writer *w, const Depth *d, uint32_t which, const int16_t *value, const uint8_t *context, uint32_t tokens) {
+static void put_row(Writer *w, const Depth *d, const Tables *of, uint32_t which, const int16_t *value,
+                    const uint8_t *context, uint32_t tokens) {
     int radius = d->radius[which];
-    const EncoderSymbol *tables = d->encoder + (size_t)which * d->contexts * d->width, *table = tables;
+    const EncoderSymbol *tables = of->encoder + (size_t)which * of->contexts * d->width, *table = tables;
     for (uint32_t t = tokens; t-- > 0;) {
         int v = value[t];
-        if (d->contexts > 1)
+        if (of->contexts > 1)
             table = tables + context[t] * d->width;
         const EncoderSymbol *symbol = table + (v < -radius || v > radius ? 2 * radius + 1 : v + radius);
         if (symbol->freq == 0 || symbol == table + 2 * radius + 1) {
@@ -64,35 +109,25 @@ static void put_row(Writer *w, const Depth *d, uint32_t which, const int16_t *va
     }
 }
 
-/* Positive floats order like their bits. Compilers vectorise comparing bits; comparing floats might trap. */
-static inline int32_t bits_of(float value) {
-    int32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-static inline float least(float a, int32_t bits) {
-    int32_t own = bits_of(a);
-    own = own < bits ? own : bits;
-    memcpy(&a, &own, sizeof a);
-    return a;
-}
-
-static inline float size_of(float value) {
-    int32_t bits = bits_of(value) & INT32_MAX;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* The nearest indices, ties to even: adding 2^23 to a small number rounds it that way. */
+/* The nearest indices, ties to even. */
 static void quantised(const float *from, const Quantiser *q, const int16_t *keep, uint32_t tokens, int16_t *index) {
-    const float step = q->step, shift = 8388608.0f;
+    const float step = q->step;
     const int32_t dead = bits_of(q->dead), top = bits_of(INT16_MAX);
     for (uint32_t t = 0; t < tokens; t++) {
         float exact = from[t] / step, size = size_of(exact);
         size = least(size - least(size, dead), top);
-        int nearest = (int)(size + shift - shift), minus = bits_of(exact) >> 31;
-        index[t] = (int16_t)(((nearest ^ minus) - minus) & keep[t]);
+        int whole = (int)nearest(size), minus = bits_of(exact) >> 31;
+        index[t] = (int16_t)(((whole ^ minus) - minus) & keep[t]);
+    }
+}
+
+/* The values to code of tokens that refer to another, and their contexts. */
+static void refer(const Depth *d, const int16_t *index, const int16_t *below, const Lanes *lanes, uint32_t tokens, int16_t *value,
+                  uint8_t *context) {
+    for (uint32_t t = LANES; t < tokens; t++) {
+        int b = below ? below[t] : 0, minus, change = index[t] - 3 * b;
+        context[t] = near_context(d, index[lanes->lane[t - LANES]], b, &minus);
+        value[t] = (int16_t)(minus ? -change : change);
     }
 }
 #endif
@@ -128,13 +163,20 @@ static int conditioned(const int16_t *index, const int16_t *below, uint32_t toke
     return any != 0;
 }
 
+static const int16_t *permuted(const int16_t *from, const uint8_t *place, uint32_t tokens, int16_t *to) {
+    for (uint32_t t = 0; t < tokens; t++)
+        to[t] = from[place[t]];
+    return to;
+}
+
 static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, uint8_t **out, size_t *size) {
     const int16_t *index = from->index, *below = from->below;
-    const int refines = d->contexts > 1;
+    const uint8_t *place = from->references.place;
+    const int refines = d->contexts > 1, near = place && d->near.contexts;
     int bad = 0;
     size_t rows = d->rows, tiles = ((size_t)tokens + TILE - 1) / TILE;
-    /* At most a word and an escape per symbol and a word per flag, plus one word that is written before it counts. */
-    size_t most_words = rows * tokens + rows * tiles + 1, most_escapes = rows * tokens;
+    /* At most a word and an escape per symbol and a word per flag, plus a vector of those that are written before they count. */
+    size_t most_words = rows * tokens + rows * tiles + 8, most_escapes = rows * tokens;
     uint8_t *words = malloc(2 * most_words), *escapes = malloc(2 * most_escapes), *live = calloc(rows + LANES, 1);
     uint16_t *mixed = calloc(rows + LANES, sizeof *mixed); /* flag probabilities, if they depend on the row below */
     if (!words || !escapes || !live || !mixed) {
@@ -147,10 +189,14 @@ static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, ui
     for (size_t tile = tiles; tile-- > 0;) {
         uint32_t first = (uint32_t)tile * TILE, here = at_most(TILE, tokens - first);
         uint32_t which = d->classes;
+        const int refers = near && here > LANES;
+        Lanes lanes;
+        if (refers)
+            fill_lanes(&lanes, from->references.lane + first, here);
         while (which-- > 0) {
             uint32_t begin = which ? d->class_end[which - 1] : 0;
             for (uint32_t i = d->class_end[which]; i-- > begin;) {
-                int16_t value[TILE], own[TILE], lower[TILE];
+                int16_t value[TILE], own[TILE], lower[TILE], moved[2][TILE];
                 uint8_t context[TILE];
                 size_t at = (size_t)d->order[i] * tokens + first, next = (size_t)d->order[i < AHEAD ? 0 : i - AHEAD] * tokens + first;
                 const int16_t *row = own, *base = refines ? lower : NULL;
@@ -167,12 +213,23 @@ static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, ui
                         base = below + at;
                     }
                 }
+                if (place) {
+                    row = permuted(row, place + first, here, moved[0]);
+                    base = base ? permuted(base, place + first, here, moved[1]) : NULL;
+                }
                 int under;
                 live[i] = (uint8_t)conditioned(row, base, here, value, context, &bad, &under);
                 if (refines)
                     mixed[i] = d->flag[under][i];
-                if (live[i])
-                    put_row(&w, d, which, refines ? value : row, context, here);
+                if (!live[i])
+                    continue;
+                uint32_t alone = here;
+                if (refers) {
+                    alone = LANES;
+                    refer(d, row, base, &lanes, here, value, context);
+                    put_row(&w, d, &d->near, which, value + LANES, context + LANES, here - LANES);
+                }
+                put_row(&w, d, &d->own, which, refines ? value : row, context, alone);
             }
         }
         const uint16_t *chance = refines ? mixed : d->flag[0];

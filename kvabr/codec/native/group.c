@@ -2,8 +2,11 @@
 #include "rans.h"
 #include <pthread.h>
 
+/* Of a tile that begins at a token. */
+static const uint8_t *from_token(const uint8_t *of_group, uint32_t first) { return of_group ? of_group + first : NULL; }
+
 int decode_group_indices(const Path *path, const Depth *d, const uint8_t *payload, size_t size, int16_t *index,
-                         uint32_t tokens) {
+                         uint32_t tokens, const uint8_t *lane) {
     Scratch *scratch = scratch_new(d->rows, tokens, NULL, 0);
     Reader *r = aligned_zeros(1, sizeof *r);
     int error = scratch && r ? reader_open(r, payload, size, (uint64_t)d->rows * tokens) : NO_MEMORY;
@@ -15,7 +18,7 @@ int decode_group_indices(const Path *path, const Depth *d, const uint8_t *payloa
                 any |= index[(size_t)row * tokens + first + t];
             scratch->live[row] = any != 0;
         }
-        error = path->decode_tile(r, d, index + first, tokens, here, scratch->live, scratch);
+        error = path->decode_tile(r, d, index + first, tokens, here, from_token(lane, first), scratch->live, scratch);
     }
     error = error ? error : reader_end(r);
     aligned_free(r);
@@ -25,14 +28,20 @@ int decode_group_indices(const Path *path, const Depth *d, const uint8_t *payloa
 
 /* The tile of a group that begins at a token. */
 static Tile tile_at(const Tile *group, uint32_t first) {
-    return (Tile){group->scale, group->cos, group->sin, first, at_most(TILE, group->tokens - first)};
+    return (Tile){group->scale, group->cos, group->sin, first, at_most(TILE, group->tokens - first),
+                  NULL};
 }
 
 int synthesise_group(const Path *path, const Transform *t, const int16_t *z, const Tile *group, const Output *out) {
     Scratch *scratch = scratch_new(t->rows, group->tokens, t, 0);
     if (!scratch)
         return NO_MEMORY;
-    memset(scratch->live, 1, t->rows);
+    for (uint32_t row = 0; row < t->rows; row++) {
+        int any = 0;
+        for (uint32_t i = 0; i < group->tokens; i++)
+            any |= z[(size_t)row * group->tokens + i];
+        scratch->live[row] = any != 0;
+    }
     for (uint32_t first = 0; first < group->tokens; first += TILE) {
         Tile tile = tile_at(group, first);
         path->synthesise(t, &tile, z + first, group->tokens, scratch->live, NULL, NULL, out, scratch);
@@ -102,9 +111,11 @@ int decode_group(const Path *path, const Transform *t, const Chain *chain, const
     const Depth *last = chain->depth[chain->depths - 1];
     for (uint32_t first = 0; first < group->tokens && !error; first += TILE) {
         Tile tile = tile_at(group, first);
+        tile.place = from_token(chain->references.place, first);
         memset(scratch->live, 0, t->rows);
         for (int d = 0; d < chain->depths && !error; d++)
-            error = path->decode_tile(readers + d, chain->depth[d], scratch->index, stride, tile.tokens, scratch->live, scratch);
+            error = path->decode_tile(readers + d, chain->depth[d], scratch->index, stride, tile.tokens,
+                                      from_token(chain->references.lane, first), scratch->live, scratch);
         if (!error)
             synthesise_tile(path, t, &tile, stride, scratch, last, out, threads);
     }

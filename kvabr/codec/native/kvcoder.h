@@ -2,6 +2,7 @@
  *
  *   tables.c     prepared once per profile: lookup tables, packed matrices
  *   rans.h       the state of 64 interleaved rANS decoders, and opening a payload
+ *   near.h       contexts of tokens that refer to another of their tile
  *   path_*.c     one per instruction set: a rANS step and an integer matrix product ...
  *   tile.h, synth.h, encode.h     ... and the code that is the same for all, compiled with each of them
  *   group.c      whole groups, tile by tile, in one thread or several
@@ -23,7 +24,8 @@
 #define MOST_THREADS 16 /* that one group is decoded in */
 #define ESCAPE (-128) /* instead of a value in a lookup entry */
 #define FLAT_BASE 32  /* most symbols of a table that is searched by comparing, without contexts ... */
-#define FLAT_CONTEXT 8 /* ... and with three contexts */
+#define FLAT_CONTEXT 8 /* ... and with several contexts */
+#define MOST_NEAR 8    /* contexts of tokens that refer to another */
 
 /* Matrix products work on 8 tokens and 32 outputs at a time. */
 #define TOKENS 8
@@ -40,11 +42,24 @@ typedef struct {
     uint32_t entry[FLAT_BASE];       /* [symbol], or [8 context + symbol]: as in Depth.lookup, with the start as place */
 } Flat;
 
+/* The same for tokens that refer to another, with all symbols, used or not. */
+typedef struct {
+    uint16_t symbols;               /* 0: too many, use the lookup */
+    int16_t start[FLAT_CONTEXT - 1][MOST_NEAR]; /* [symbol][context]: of symbol 1, 2 ... */
+} NearFlat;
+
 typedef struct {
     uint32_t freq, start;
     uint64_t reciprocal; /* ceil(2^64 / freq); 2^64 - 1 for 1 */
     uint32_t bias, complement;
 } EncoderSymbol;
+
+typedef struct {
+    uint32_t contexts;
+    uint32_t *lookup;       /* [class][context][slot]: value << 24 | place in symbol << 12 | frequency */
+    EncoderSymbol *encoder; /* [class][context][symbol] */
+    uint32_t *coded;        /* [class], then [context][symbol] without gaps: escape << 31 | start << 12 | frequency */
+} Tables;
 
 /* One depth: a CoderModel. */
 typedef struct {
@@ -52,10 +67,10 @@ typedef struct {
     uint32_t *order;      /* [row] in coding order */
     uint32_t *class_end;  /* [class]: its end in `order` */
     uint16_t *flag[2];    /* [position in `order`]; the second only with three contexts */
-    uint32_t *lookup;     /* [class][context][slot]: value << 24 | place in symbol << 12 | frequency */
+    Tables own, near;     /* near: of tokens that refer to another; without contexts if the depth has no such tables */
     Flat *flat;           /* [class] */
-    EncoderSymbol *encoder; /* [class][context][symbol] */
-    uint32_t *coded;        /* [class], then [context][symbol] without gaps: escape << 31 | start << 12 | frequency */
+    NearFlat *near_flat;  /* [class] */
+    uint8_t bucket[3][16]; /* see near.h */
     uint8_t *radius;      /* [class] */
     uint8_t *row_class, *delta; /* [row], [class] */
 } Depth;
@@ -95,7 +110,14 @@ typedef struct {
     const float *scale;     /* [layer][kv] */
     const float *cos, *sin; /* [token][rotary / 2] */
     uint32_t first, tokens; /* position of the tile in the group, and its size */
+    const uint8_t *place;   /* [token]: its offset in the tile, where tokens are coded in another order; or NULL */
 } Tile;
+
+/* In which order the tokens of a group are coded, tile by tile, and which of the first 64 places of their tile later
+ * ones refer to: both [place], or both NULL. */
+typedef struct {
+    const uint8_t *place, *lane;
+} References;
 
 typedef struct {
     float step, dead;
@@ -107,6 +129,7 @@ typedef struct {
     const float *rows;            /* [row][token] instead, or NULL */
     Quantiser own, lower;
     const int16_t *keep;          /* [token]: -1; 0 for tokens whose indices are all 0 */
+    References references;
 } Indices;
 
 struct Reader;
@@ -117,15 +140,18 @@ typedef struct {
     const char *name;
     int paired;   /* whether packed matrices hold two components side by side */
     int products8; /* whether the stack transform also multiplies bytes */
-    /* Decodes one tile of one depth into index[row * stride + token], which holds the indices below if the depth refines.
-     * live[row]: whether the row has a nonzero index; on entry of the indices below, on return of the result. */
-    int (*decode_tile)(struct Reader *, const Depth *, int16_t *index, size_t stride, uint32_t tokens, uint8_t *live,
-                       struct Scratch *);
+    /* Decodes one tile of one depth into index[row * stride + place], which holds the indices below if the depth refines.
+     * live[row]: whether the row has a nonzero index; on entry of the indices below, on return of the result.
+     * lane[place]: see References; or NULL. */
+    int (*decode_tile)(struct Reader *, const Depth *, int16_t *index, size_t stride, uint32_t tokens, const uint8_t *lane,
+                       uint8_t *live, struct Scratch *);
     /* From indices (delta not NULL) or coefficients to the output. */
     void (*synthesise)(const Transform *, const Tile *, const int16_t *index, size_t stride, const uint8_t *live,
                        const uint8_t *row_class, const uint8_t *delta, const Output *, struct Scratch *);
     /* Indices of a group to a payload in a new buffer (aligned_free). */
     int (*encode_group)(const Depth *, const Indices *, uint32_t tokens, uint8_t **out, size_t *size);
+    /* What decoding takes from a row where `coded` is -1, not 0, added in units of step/1024. */
+    int64_t (*error_sum)(const float *row, float gain, const Quantiser *, const int32_t *coded, uint32_t tokens);
 } Path;
 
 extern const Path path_portable;
@@ -160,6 +186,7 @@ void aligned_free(void *);
 Depth *depth_new(uint32_t rows, uint32_t classes, uint32_t contexts, uint32_t width, const uint8_t *row_class,
                  const uint8_t *radius, const uint16_t *freqs, const uint16_t *flag_freq, const uint8_t *delta,
                  const uint32_t *order);
+int depth_near(Depth *, uint32_t contexts, const uint16_t *freqs, const uint8_t *bucket); /* OK or NO_MEMORY */
 void depth_free(Depth *);
 void pack_matrix(int16_t *to, const int8_t *mantissa, const uint8_t *gain, uint32_t size, int paired);
 int pack_small(StackTransform *, const int8_t *mantissa, const uint8_t *gain);
@@ -172,12 +199,14 @@ typedef struct {
     const uint8_t *payload[MOST_DEPTHS];
     size_t size[MOST_DEPTHS];
     int depths;
+    References references;
 } Chain;
 
 /* group.c: all of these return OK or an error. A whole group is given as a tile that begins at 0. */
 
-/* index [row][token]: in, the indices below if the depth refines; out, the indices. */
-int decode_group_indices(const Path *, const Depth *, const uint8_t *payload, size_t size, int16_t *index, uint32_t tokens);
+/* index [row][place]: in, the indices below if the depth refines; out, the indices. lane: see References; or NULL. */
+int decode_group_indices(const Path *, const Depth *, const uint8_t *payload, size_t size, int16_t *index, uint32_t tokens,
+                         const uint8_t *lane);
 int synthesise_group(const Path *, const Transform *, const int16_t *z, const Tile *group, const Output *);
 int decode_group(const Path *, const Transform *, const Chain *, const Tile *group, const Output *, uint32_t threads);
 

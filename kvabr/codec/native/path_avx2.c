@@ -11,6 +11,8 @@
 #pragma GCC target("avx2,f16c,bmi,bmi2,popcnt")
 #endif
 
+#include "near_avx2.h"
+
 #define INLINE static inline __attribute__((always_inline))
 #define BOTH(a, b) _mm256_or_si256(a, _mm256_slli_epi32(b, 16)) /* two vectors of small numbers, as 16-bit halves */
 #define VECTORS (LANES / 8)
@@ -216,13 +218,82 @@ INLINE int rows_refine(Reader *r, const Flat *flat, const uint32_t *lookup, int1
 static int row_base(Reader *r, const Depth *d, uint32_t which, int16_t *row, uint32_t tokens) {
     if (d->flat[which].symbols)
         return rows_base(r, &d->flat[which], NULL, row, tokens);
-    return rows_base(r, NULL, d->lookup + (size_t)which * TOTAL, row, tokens);
+    return rows_base(r, NULL, d->own.lookup + (size_t)which * TOTAL, row, tokens);
 }
 
 static int row_refine(Reader *r, const Depth *d, uint32_t which, int16_t *row, uint32_t tokens) {
     if (d->flat[which].symbols)
         return rows_refine(r, &d->flat[which], NULL, row, tokens);
-    return rows_refine(r, NULL, d->lookup + (size_t)which * 3 * TOTAL, row, tokens);
+    return rows_refine(r, NULL, d->own.lookup + (size_t)which * 3 * TOTAL, row, tokens);
+}
+
+/* 16 lanes of a step, in vectors v and v + 1, of tokens that refer to another. */
+INLINE void half_near(Reader *r, Near *near, const NearFlat *flat, const uint32_t *lookup, int radius, int v, uint32_t n,
+                      int *escaped) {
+    const __m256i low = _mm256_set1_epi32(0xFFFF);
+    __m256i x[2], slot[2], which[2], packed;
+    for (int h = 0; h < 2; h++) {
+        x[h] = _mm256_load_si256((const __m256i *)(r->state + 8 * (v + h)));
+        slot[h] = _mm256_and_si256(x[h], _mm256_set1_epi32(TOTAL - 1));
+        which[h] = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(near->context + 8 * (v + h))));
+    }
+    if (flat) {
+        __m256i both = BOTH(slot[0], slot[1]), contexts = BOTH(which[0], which[1]);
+        __m256i bytes = _mm256_add_epi16(_mm256_mullo_epi16(contexts, _mm256_set1_epi16(0x0202)), _mm256_set1_epi16(0x0100));
+        __m256i symbol = _mm256_set1_epi16((short)(flat->symbols - 1)), last = symbol;
+        __m256i from = _mm256_setzero_si256(), to = _mm256_set1_epi16(TOTAL); /* of the symbol */
+        for (int j = 0; j + 1 < flat->symbols; j++) {
+            __m256i start = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)flat->start[j]));
+            start = _mm256_shuffle_epi8(start, bytes);
+            __m256i behind = _mm256_cmpgt_epi16(start, both);
+            symbol = _mm256_add_epi16(symbol, behind);
+            from = _mm256_max_epi16(from, _mm256_andnot_si256(behind, start));
+            to = _mm256_min_epi16(to, _mm256_blendv_epi8(to, start, behind));
+        }
+        __m256i freq = _mm256_sub_epi16(to, from), place = _mm256_sub_epi16(both, from);
+        advance(r, v, x[0], _mm256_and_si256(freq, low), _mm256_and_si256(place, low), n);
+        advance(r, v + 1, x[1], _mm256_srli_epi32(freq, 16), _mm256_srli_epi32(place, 16), n);
+        __m256i escape = _mm256_cmpeq_epi16(symbol, last);
+        __m256i value = _mm256_sub_epi16(symbol, _mm256_set1_epi16((short)radius));
+        value = _mm256_blendv_epi8(value, _mm256_set1_epi16(ESCAPE), escape);
+        packed = _mm256_packs_epi32(_mm256_srai_epi32(_mm256_slli_epi32(value, 16), 16), _mm256_srai_epi32(value, 16));
+    } else {
+        __m256i found[2];
+        for (int h = 0; h < 2; h++) {
+            __m256i at = _mm256_add_epi32(slot[h], _mm256_slli_epi32(which[h], PROBABILITY_BITS));
+            found[h] = _mm256_i32gather_epi32((const int *)lookup, at, 4);
+            take(r, v + h, x[h], slot[h], found[h], 0, n);
+        }
+        packed = _mm256_packs_epi32(_mm256_srai_epi32(found[0], 24), _mm256_srai_epi32(found[1], 24));
+    }
+    packed = _mm256_permute4x64_epi64(packed, 0xD8);
+    *escaped |= _mm256_movemask_epi8(_mm256_cmpeq_epi16(packed, _mm256_set1_epi16(ESCAPE)));
+    _mm256_store_si256((__m256i *)(near->value + 8 * v), packed);
+}
+
+INLINE int near_step(Reader *r, const Depth *d, const NearFlat *flat, const uint32_t *lookup, int radius, int16_t *row, uint32_t n,
+                     const Lanes *lanes) {
+    Near near;
+    int escaped = 0;
+    near_begin(&near, d, row, row + LANES, n, lanes);
+    READER_READY(r);
+    for (int v = 0; v < VECTORS; v += 2)
+        half_near(r, &near, flat, lookup, radius, v, n, &escaped);
+    if (escaped && patch(r, near.value, n))
+        return BAD_ESCAPE;
+    near_end(&near, row, n);
+    return OK;
+}
+
+static int row_near(Reader *r, const Depth *d, uint32_t which, int16_t *row, uint32_t tokens, const Lanes *lanes) {
+    const NearFlat *flat = d->near_flat[which].symbols ? d->near_flat + which : NULL;
+    const uint32_t *lookup = d->near.lookup + (size_t)which * d->near.contexts * TOTAL;
+    int radius = d->radius[which];
+    if (flat && tokens == TILE)
+        return near_step(r, d, flat, NULL, radius, row, LANES, lanes);
+    if (flat)
+        return near_step(r, d, flat, NULL, radius, row, tokens - LANES, lanes);
+    return near_step(r, d, NULL, lookup, radius, row, tokens - LANES, lanes);
 }
 
 /* 4 tokens by 16 outputs at a time: eight sums stay in registers. */
@@ -261,11 +332,11 @@ static void to_half(const float *from, uint16_t *to, uint32_t n) {
     }
 }
 
-#include "encode.h"
+#include "encode_avx2.h"
 #include "synth.h"
 #include "tile.h"
 
-const Path path_avx2 = {"avx2", 1, 0, decode_tile, synthesise, encode_group};
+const Path path_avx2 = {"avx2", 1, 0, decode_tile, synthesise, encode_group, error_sum};
 
 #ifdef __clang__
 #pragma clang attribute pop

@@ -11,6 +11,8 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,f16c,bmi,bmi2,popcnt,prefer-vector-width=512")
 #endif
 
+#include "near_avx2.h"
+
 #define INLINE static inline __attribute__((always_inline))
 #define BOTH(a, b) _mm512_or_si512(a, _mm512_slli_epi32(b, 16)) /* two vectors of small numbers, as 16-bit halves */
 
@@ -138,7 +140,7 @@ INLINE int rows_base(Reader *r, const Flat *flat, const uint32_t *lookup, int16_
 static int row_base(Reader *r, const Depth *d, uint32_t which, int16_t *row, uint32_t tokens) {
     if (d->flat[which].symbols)
         return rows_base(r, &d->flat[which], NULL, row, tokens);
-    return rows_base(r, NULL, d->lookup + (size_t)which * TOTAL, row, tokens);
+    return rows_base(r, NULL, d->own.lookup + (size_t)which * TOTAL, row, tokens);
 }
 
 INLINE int refine_step(Reader *r, const Flat *flat, const uint32_t *lookup, int16_t *row, uint32_t n) {
@@ -186,7 +188,26 @@ INLINE int rows_refine(Reader *r, const Flat *flat, const uint32_t *lookup, int1
 static int row_refine(Reader *r, const Depth *d, uint32_t which, int16_t *row, uint32_t tokens) {
     if (d->flat[which].symbols)
         return rows_refine(r, &d->flat[which], NULL, row, tokens);
-    return rows_refine(r, NULL, d->lookup + (size_t)which * 3 * TOTAL, row, tokens);
+    return rows_refine(r, NULL, d->own.lookup + (size_t)which * 3 * TOTAL, row, tokens);
+}
+
+static int row_near(Reader *r, const Depth *d, uint32_t which, int16_t *row, uint32_t tokens, const Lanes *lanes) {
+    const uint32_t *lookup = d->near.lookup + (size_t)which * d->near.contexts * TOTAL;
+    uint32_t n = tokens - LANES;
+    Near near;
+    Step step;
+    __m512i context[4];
+    near_begin(&near, d, row, row + LANES, n, lanes);
+    READER_READY(r);
+    for (int v = 0; v < 4; v++)
+        context[v] = _mm512_cvtepu8_epi32(_mm_load_si128((const __m128i *)(near.context + 16 * v)));
+    step_row(r, &step, NULL, lookup, context, n);
+    for (int v = 0; v < 4; v++)
+        _mm256_store_si256((__m256i *)(near.value + 16 * v), _mm512_cvtepi32_epi16(step.value[v]));
+    if (step.escaped && patch(r, near.value, n))
+        return BAD_ESCAPE;
+    near_end(&near, row, n);
+    return OK;
 }
 
 /* The sums are separate variables and the instructions explicit, because otherwise compilers (GCC 12) keep moving them
@@ -244,7 +265,8 @@ static void to_half(const float *from, uint16_t *to, uint32_t n) {
 #define VECTOR_ENCODER
 struct Writer;
 static void put_flags(struct Writer *, const uint16_t *chance, const uint8_t *set, uint32_t n);
-static void put_row(struct Writer *, const Depth *, uint32_t which, const int16_t *value, const uint8_t *context, uint32_t tokens);
+static void put_row(struct Writer *, const Depth *, const Tables *, uint32_t which, const int16_t *value, const uint8_t *context,
+                    uint32_t tokens);
 static void quantised(const float *from, const Quantiser *, const int16_t *keep, uint32_t tokens, int16_t *index);
 #include "encode.h"
 /* 16 lanes of a step: words from states that would overflow, then the symbols. */
@@ -291,10 +313,11 @@ static void put_flags(Writer *w, const uint16_t *chance, const uint8_t *set, uin
     }
 }
 
-static void put_row(Writer *w, const Depth *d, uint32_t which, const int16_t *value, const uint8_t *context, uint32_t tokens) {
+static void put_row(Writer *w, const Depth *d, const Tables *of, uint32_t which, const int16_t *value, const uint8_t *context,
+                    uint32_t tokens) {
     uint32_t radius = d->radius[which], symbols = 2 * radius + 2;
-    const uint32_t *coded = d->coded + (size_t)which * d->contexts * d->width;
-    int few = d->contexts * symbols <= 32;
+    const uint32_t *coded = of->coded + (size_t)which * of->contexts * d->width;
+    int few = of->contexts * symbols <= 32;
     __m512i front = _mm512_loadu_si512(coded), back = _mm512_loadu_si512(coded + 16);
     const __m512i last = _mm512_set1_epi32((int)symbols - 1), middle = _mm512_set1_epi32((int)radius);
     for (uint32_t v = (tokens + 15) / 16; v-- > 0;) {
@@ -302,7 +325,7 @@ static void put_row(Writer *w, const Depth *d, uint32_t which, const int16_t *va
         /* Unsigned: values below -radius wrap to large ones. */
         __m512i symbol = _mm512_add_epi32(_mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(on, value + 16 * v)), middle);
         symbol = _mm512_min_epu32(symbol, last);
-        if (d->contexts > 1) {
+        if (of->contexts > 1) {
             __m512i table = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(on, context + 16 * v));
             symbol = _mm512_add_epi32(symbol, _mm512_mullo_epi32(table, _mm512_set1_epi32((int)symbols)));
         }
@@ -325,7 +348,7 @@ static void put_row(Writer *w, const Depth *d, uint32_t which, const int16_t *va
 #include "synth.h"
 #include "tile.h"
 
-const Path path_avx512 = {"avx512", 1, 1, decode_tile, synthesise, encode_group};
+const Path path_avx512 = {"avx512", 1, 1, decode_tile, synthesise, encode_group, error_sum};
 
 #ifdef __clang__
 #pragma clang attribute pop

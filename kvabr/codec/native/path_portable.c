@@ -1,5 +1,5 @@
 /* Plain C, for any processor. */
-#include "rans.h"
+#include "near.h"
 
 static inline uint32_t next_word(Reader *r) { return (uint32_t)r->word[0] | (uint32_t)r->word[1] << 8; }
 
@@ -31,7 +31,7 @@ static inline int32_t decoded(Reader *r, uint32_t lane, const uint32_t *lookup) 
 }
 
 static int row_base(Reader *r, const Depth *d, uint32_t which, int16_t *row, uint32_t tokens) {
-    const uint32_t *lookup = d->lookup + (size_t)which * TOTAL;
+    const uint32_t *lookup = d->own.lookup + (size_t)which * TOTAL;
     for (uint32_t at = 0; at < tokens; at += LANES) {
         uint32_t n = at_most(LANES, tokens - at);
         int escaped = 0;
@@ -51,7 +51,7 @@ static int row_base(Reader *r, const Depth *d, uint32_t which, int16_t *row, uin
 static int16_t bounded(int32_t value) { return (int16_t)(value > 32767 ? 32767 : value < -32768 ? -32768 : value); }
 
 static int row_refine(Reader *r, const Depth *d, uint32_t which, int16_t *row, uint32_t tokens) {
-    const uint32_t *lookup = d->lookup + (size_t)which * 3 * TOTAL;
+    const uint32_t *lookup = d->own.lookup + (size_t)which * 3 * TOTAL;
     for (uint32_t at = 0; at < tokens; at += LANES) {
         uint32_t n = at_most(LANES, tokens - at);
         int16_t value[LANES];
@@ -70,6 +70,28 @@ static int row_refine(Reader *r, const Depth *d, uint32_t which, int16_t *row, u
             int32_t below = row[at + lane];
             row[at + lane] = bounded(bounded(3 * below) + (below < 0 ? -value[lane] : value[lane]));
         }
+    }
+    return OK;
+}
+
+static int row_near(Reader *r, const Depth *d, uint32_t which, int16_t *row, uint32_t tokens, const Lanes *lanes) {
+    const uint32_t *lookup = d->near.lookup + (size_t)which * d->near.contexts * TOTAL;
+    uint32_t n = tokens - LANES;
+    int16_t value[LANES];
+    int minus[LANES], escaped = 0, refines = d->contexts > 1;
+    READER_READY(r);
+    for (uint32_t lane = 0; lane < n; lane++) {
+        uint32_t context = near_context(d, row[lanes->lane[lane]], refines ? row[LANES + lane] : 0, minus + lane);
+        int32_t decoded_value = decoded(r, lane, lookup + context * TOTAL);
+        escaped |= decoded_value == ESCAPE;
+        value[lane] = (int16_t)decoded_value;
+    }
+    for (uint32_t lane = 0; escaped && lane < n; lane++)
+        if (value[lane] == ESCAPE && reader_escape(r, value + lane))
+            return BAD_ESCAPE;
+    for (uint32_t lane = 0; lane < n; lane++) {
+        int32_t below = refines ? row[LANES + lane] : 0;
+        row[LANES + lane] = bounded(bounded(3 * below) + (minus[lane] ? -value[lane] : value[lane]));
     }
     return OK;
 }
@@ -112,4 +134,4 @@ static void to_half(const float *from, uint16_t *to, uint32_t n) {
 #include "synth.h"
 #include "tile.h"
 
-const Path path_portable = {"portable", 0, 0, decode_tile, synthesise, encode_group};
+const Path path_portable = {"portable", 0, 0, decode_tile, synthesise, encode_group, error_sum};

@@ -6,6 +6,8 @@ The words are those of 64 interleaved rANS coders (Duda, 2013; Giesen, 2014) wit
 and 16-bit words. A step decodes up to 64 symbols, one per lane from the first lane on; then the lanes whose state fell
 below 2^16 take one word each, in order. A group is cut into tiles of 128 tokens. Each tile starts with the flags of all
 rows in coding order, 64 per step; then, row by row, the indices of the rows whose flag is set, 64 tokens per step.
+With references (`kvabr.codec.native.references`) the tokens of a tile are in another order, and those of the second
+step have other tables, which what they refer to selects (`NearTables`).
 Escaped indices follow at the end. States start (for the decoder: end) at 2^16.
 """
 
@@ -19,9 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.native.coder_model import (
-    LANES,
     PROBABILITY_BITS,
-    TILE,
     TOTAL,
     CoderModel,
     DecodeJob,
@@ -32,6 +32,7 @@ from kvabr.codec.native.coder_model import (
     check_rows,
     dequantise,
 )
+from kvabr.codec.native.references import LANES, TILE, References
 from kvabr.codec.rope import rotate
 from kvabr.codec.transform import ONE, Transform
 from kvabr.types.errors import FormatError
@@ -45,19 +46,26 @@ _Step = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Start and frequency of the symbols of one step."""
 
 
-def encode_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None = None) -> bytes:
+def encode_indices(
+    model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None = None, references: References | None = None
+) -> bytes:
     """Code the indices of one group.
 
     Args:
         model: the tables.
         index: [row, token], integers within 16 bits: the indices at this depth, not their difference from below.
         below: [row, token]: the indices one depth below, if the model refines one; those above must be in reach.
+        references: which tokens refer to others; those of the depth below.
     """
     index, base = check_indices(model, index, below)
+    if references is not None:
+        index, base = index[:, references.order], None if base is None else base[:, references.order]
     steps: list[_Step] = []
     escapes: list[NDArray[np.int16]] = []
     values, context = _conditioned(index, base)
-    cum = _starts(model)
+    cum = _starts(model.freqs)
+    near = None if references is None else model.near
+    near_cum = None if near is None else _starts(near.freqs)
     for first in range(0, index.shape[1], TILE):
         tile = slice(first, first + TILE)
         live = (values[:, tile] != 0).any(axis=1)
@@ -67,11 +75,19 @@ def encode_indices(model: CoderModel, index: NDArray[Any], below: NDArray[Any] |
             one = chance[rows]
             steps.append((np.where(live[rows], 0, one), np.where(live[rows], one, TOTAL - one)))
         for row in model.order[live[model.order]]:
-            symbols, escaped = _symbols(model, int(row), values[row, tile], context[row, tile])
-            escapes.append(escaped)
-            for at in range(0, len(symbols), LANES):
-                which = (model.row_class[row], context[row, tile][at : at + LANES], symbols[at : at + LANES])
-                steps.append((cum[which], model.freqs[which].astype(np.int64)))
+            for at in range(tile.start, min(tile.stop, index.shape[1]), LANES):
+                place, freqs, starts = slice(at, min(at + LANES, tile.stop)), model.freqs, cum
+                value, which = values[row, place], context[row, place]
+                if near is not None and near_cum is not None and references is not None and at > tile.start:
+                    under = np.zeros_like(value) if base is None else base[row, place].astype(np.int64)
+                    referred = index[row, tile][references.lane[place]]
+                    which, sign = near_contexts(near.bucket, referred, under)
+                    value = (index[row, place].astype(np.int64) - 3 * under) * sign
+                    freqs, starts = near.freqs, near_cum
+                symbols, escaped = _symbols(model, int(row), value, which, freqs)
+                escapes.append(escaped)
+                chosen = (model.row_class[row], which, symbols)
+                steps.append((starts[chosen], freqs[chosen].astype(np.int64)))
     side = np.concatenate([np.zeros(0, np.int16), *escapes])
     states, words = _push(steps)
     return HEAD.pack(len(words), len(side)) + states.tobytes() + words.tobytes() + side.astype("<i2").tobytes()
@@ -83,6 +99,7 @@ def encode_rows(
     own: Quantiser,
     lower: Quantiser | None,
     keep: NDArray[np.bool_],
+    references: References | None = None,
 ) -> bytes:
     """Quantise the coefficients of one group and code the indices.
 
@@ -92,6 +109,7 @@ def encode_rows(
         own: quantiser of this depth.
         lower: quantiser of the depth below, if the model refines one; its payload was made from the same rows.
         keep: [token]: False where all indices, of both depths, are 0.
+        references: see `encode_indices`.
     """
     rows, mask = check_rows(model, rows, lower, keep)
 
@@ -101,17 +119,25 @@ def encode_rows(
         out: Index = np.rint(exact).astype(np.int16) & mask
         return out
 
-    return encode_indices(model, indices(own), None if lower is None else indices(lower))
+    return encode_indices(model, indices(own), None if lower is None else indices(lower), references)
 
 
 def decode_indices(
-    model: CoderModel, data: bytes | memoryview, tokens: int, below: NDArray[Any] | None = None
+    model: CoderModel,
+    data: bytes | memoryview,
+    tokens: int,
+    below: NDArray[Any] | None = None,
+    references: References | None = None,
 ) -> Index:
     """Decode the untrusted output of `encode_indices` to [row, token] int16, given any indices one depth below."""
     base = check_below(model, tokens, below)
+    if references is not None and base is not None:
+        base = base[:, references.order]
     reader = _Reader(data, model.rows * tokens)
     out = np.zeros((model.rows, tokens), dtype=np.int16)
-    tables = lookup(model)
+    tables = lookup(model.freqs)
+    near = None if references is None else model.near
+    near_tables = [] if near is None else lookup(near.freqs)
     for first in range(0, tokens, TILE):
         tile = slice(first, min(tokens, first + TILE))
         chance = _flag_chance(model, base, tile)
@@ -122,24 +148,56 @@ def decode_indices(
             table, radius = tables[model.row_class[row]], int(model.radius[model.row_class[row]])
             for at in range(tile.start, tile.stop, LANES):
                 step = slice(at, min(tile.stop, at + LANES))
-                which = _context(base[row, step]) if base is not None else np.zeros(step.stop - at, np.int64)
+                under = np.zeros(step.stop - at, np.int16) if base is None else base[row, step]
+                which, sign = _context(under), _sign(under)
+                if near is not None and references is not None and at > tile.start:
+                    which, sign = near_contexts(near.bucket, out[row, tile][references.lane[step]], under)
+                    table = near_tables[model.row_class[row]]
                 symbols = reader.symbols(which, *table)
                 values = symbols - radius
                 for lane in np.flatnonzero(symbols == 2 * radius + 1):
                     values[lane] = reader.escape()
-                out[row, step] = values
+                out[row, step] = _combined(values * sign, under)
         if base is not None:
-            out[:, tile] = _combined(out[:, tile] * _sign(base[:, tile]), base[:, tile])
+            dead = np.setdiff1d(np.arange(model.rows), model.order[live])
+            out[dead, tile] = _combined(np.zeros((), np.int64), base[dead, tile])
     reader.end()
+    if references is not None:
+        out[:, references.order] = out.copy()
     return out
 
 
+def near_contexts(
+    bucket: NDArray[np.uint8], referred: NDArray[Any], below: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the contexts and the signs of tokens, of equal shapes; see `NearTables`.
+
+    Args:
+        bucket: `NearTables.bucket`.
+        referred: the indices that they refer to.
+        below: the indices below; zeros without any.
+    """
+    r, b = referred.astype(np.int64).clip(-127, 127), below.astype(np.int64)
+    sign = np.where(np.where(b == 0, r, b) < 0, -1, 1)
+    if len(bucket) == 1:
+        return bucket[0, np.minimum(np.abs(r), 15)].astype(np.int64), sign
+    apart = (r * sign - 3 * np.minimum(np.abs(b), 42)).clip(-8, 7)
+    return bucket[np.minimum(np.abs(b), 2), apart + 8].astype(np.int64), sign
+
+
 def synthesise(
-    transform: Transform, z: NDArray[np.int16], step: float, first_token: int | None, out: torch.Tensor
+    transform: Transform,
+    z: NDArray[np.int16],
+    step: float,
+    first_token: int | None,
+    out: torch.Tensor,
+    gains: tuple[float, ...] = (),
+    mean: NDArray[np.float32] | None = None,
 ) -> None:
     """Turn coefficients, [row, token] int16 from `dequantise`, into a cache; see `DecodeJob` for the rest."""
     structure, spec = transform.structure, transform.structure.coded
-    tokens, scale = z.shape[1], transform.scale(step)
+    mean = transform.mean.astype(np.float32) if mean is None else mean
+    tokens, scale = z.shape[1], transform.scale(step, gains)
     blocks, width = structure.per_layer, structure.width
     for number, (stack, matrix) in enumerate(zip(structure.stacks, transform.stack, strict=True)):
         count, kept = len(stack.layers), stack.kept
@@ -152,7 +210,7 @@ def synthesise(
         sums = sums.astype(np.int32) * np.int32(ONE) if inverse is None else _wrapped(_product(inverse, sums))
         elements = sums.reshape(count, spec.kv_heads, structure.dim, tokens).transpose(0, 1, 3, 2).astype(np.float32)
         which = slice(stack.first, stack.last), stack.kind
-        elements = elements * scale[which][:, None, None, None] + transform.mean[which].astype(np.float32)[:, :, None]
+        elements = elements * scale[which][:, None, None, None] + mean[which][:, :, None]
         values = torch.from_numpy(elements)
         if stack.kind == 0:
             values = rotate(values, spec.rope, first_token)
@@ -161,13 +219,43 @@ def synthesise(
         out[which] = values
 
 
+ERROR_UNIT = 1024
+"""Errors are added as integers, in units of a step over this: sums are exact, in any order."""
+_MOST_ERROR = np.float32(4095)
+
+
+def error_sums(
+    rows: NDArray[np.float32],
+    which: NDArray[np.intp],
+    gains: NDArray[np.float32],
+    quantiser: Quantiser,
+    coded: NDArray[np.bool_],
+) -> NDArray[np.int64]:
+    """Return the sum over tokens of what decoding takes from some rows, in units of step / `ERROR_UNIT`.
+
+    Args:
+        rows: coefficients, [row, token].
+        which: the rows, ascending.
+        gains: what their decoded indices are multiplied with.
+        quantiser: what rounds them.
+        coded: [token]: False where tokens do not count.
+    """
+    exact, dead = rows[which][:, coded] / np.float32(quantiser.step), np.float32(quantiser.dead)
+    exact = exact.clip(-32767, 32767)
+    error = exact - gains[:, None] * np.rint(exact - exact.clip(-dead, dead))
+    units = np.rint(error.clip(-_MOST_ERROR, _MOST_ERROR) * np.float32(ERROR_UNIT))
+    sums: NDArray[np.int64] = units.astype(np.int64).sum(axis=1)
+    return sums
+
+
 def decode(job: DecodeJob) -> None:
     """Decode a base and the enhancements above it into a cache; raise a `FormatError` if a payload does not fit."""
     index: Index | None = None
     for model, payload in zip(job.models, job.payloads, strict=True):
-        index = decode_indices(model, payload, job.out.shape[3], index)
+        index = decode_indices(model, payload, job.out.shape[3], index, job.references)
     assert index is not None  # noqa: S101  # a job has at least one depth
-    synthesise(job.transform, dequantise(job.models[-1], index), job.step, job.first_token, job.out)
+    z = dequantise(job.models[-1], index)
+    synthesise(job.transform, z, job.step, job.first_token, job.out, job.gains, job.mean)
 
 
 def head(data: bytes | memoryview, symbols: int) -> tuple[int, int]:
@@ -191,7 +279,7 @@ def ideal_bits(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | Non
         chance = _flag_chance(model, base, tile)
         bits -= float(np.log2(np.where(live, chance, TOTAL - chance) / TOTAL).sum())
         for row in np.flatnonzero(live):
-            symbols, escaped = _symbols(model, int(row), values[row, tile], context[row, tile])
+            symbols, escaped = _symbols(model, int(row), values[row, tile], context[row, tile], model.freqs)
             bits += float(cost[model.row_class[row], context[row, tile], symbols].sum()) + 16 * len(escaped)
     return bits
 
@@ -235,20 +323,20 @@ def _flag_chance(model: CoderModel, below: Index | None, tile: slice) -> NDArray
     return chance
 
 
-def _starts(model: CoderModel) -> NDArray[np.int64]:
+def _starts(freqs: NDArray[np.uint16]) -> NDArray[np.int64]:
     """Return the sum of the frequencies before each symbol, [class, context, symbol]."""
-    freqs = model.freqs.astype(np.int64)
-    return np.cumsum(freqs, axis=2) - freqs
+    wide = freqs.astype(np.int64)
+    return np.cumsum(wide, axis=2) - wide
 
 
 def _symbols(
-    model: CoderModel, row: int, values: NDArray[np.int64], context: NDArray[np.int64]
+    model: CoderModel, row: int, values: NDArray[np.int64], context: NDArray[np.int64], freqs: NDArray[np.uint16]
 ) -> tuple[NDArray[np.int64], NDArray[np.int16]]:
     """Return the symbols of one row, and the values that escape."""
     which = model.row_class[row]
     radius = int(model.radius[which])
     symbols = np.where(np.abs(values) <= radius, values + radius, 2 * radius + 1)
-    symbols[model.freqs[which, context, symbols] == 0] = 2 * radius + 1
+    symbols[freqs[which, context, symbols] == 0] = 2 * radius + 1
     return symbols, values[symbols == 2 * radius + 1].astype(np.int16)
 
 
@@ -265,13 +353,13 @@ def _push(steps: list[_Step]) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
     return states.astype("<u4"), np.concatenate([np.zeros(0, "<u2"), *reversed(pieces)])
 
 
-def lookup(model: CoderModel) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+def lookup(freqs: NDArray[np.uint16]) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
     """Return symbol, frequency, and position in the symbol, for each class [context, slot]."""
     out = []
-    for freqs, starts in zip(model.freqs.astype(np.int64), _starts(model), strict=True):
-        symbol = np.stack([np.repeat(np.arange(freqs.shape[1]), each) for each in freqs])
+    for own, starts in zip(freqs.astype(np.int64), _starts(freqs), strict=True):
+        symbol = np.stack([np.repeat(np.arange(own.shape[1]), each) for each in own])
         place = np.arange(TOTAL) - np.take_along_axis(starts, symbol, axis=1)
-        out.append((symbol, np.take_along_axis(freqs, symbol, axis=1), place))
+        out.append((symbol, np.take_along_axis(own, symbol, axis=1), place))
     return out
 
 

@@ -255,13 +255,13 @@ static void finish(const Transform *t, const Tile *tile, uint32_t kv, uint32_t l
     uint32_t half = t->rotary / 2;
     for (uint32_t h = 0; h < t->block_heads; h++) {
         ptrdiff_t at = (ptrdiff_t)layer * out->stride[0] + (ptrdiff_t)kv * out->stride[1] +
-                       (ptrdiff_t)(block * t->block_heads + h) * out->stride[2] + (ptrdiff_t)tile->first * out->stride[3];
-        for (uint32_t i = 0; i < tile->tokens; i++, at += out->stride[3]) {
+                       (ptrdiff_t)(block * t->block_heads + h) * out->stride[2];
+        for (uint32_t i = 0; i < tile->tokens; i++) {
             float *head = values + (size_t)i * t->padded_width + (size_t)h * t->head_dim;
-            size_t position = (size_t)(tile->first + i) * half;
+            size_t token = tile->first + (tile->place ? tile->place[i] : i), position = token * half;
             if (kv == 0 && half)
                 turn(head + t->turned, tile->cos + position, tile->sin + position, half, (int)t->interleaved);
-            store(head, t->head_dim, out, at);
+            store(head, t->head_dim, out, at + (ptrdiff_t)token * out->stride[3]);
         }
     }
 }

@@ -99,26 +99,41 @@ static void *copied(const void *from, size_t count, size_t size) {
     return to;
 }
 
+static int fill_tables(Tables *to, const Depth *d, uint32_t contexts, const uint16_t *freqs) {
+    size_t tables = (size_t)d->classes * contexts, width = d->width;
+    to->lookup = aligned_zeros(tables, TOTAL * sizeof *to->lookup);
+    to->encoder = aligned_zeros(tables * width, sizeof *to->encoder);
+    to->coded = aligned_zeros(tables * width + 32, sizeof *to->coded); /* read 32 at a time */
+    if (!to->lookup || !to->encoder || !to->coded)
+        return NO_MEMORY;
+    for (uint32_t c = 0; c < d->classes; c++)
+        for (uint32_t k = 0; k < contexts; k++) {
+            uint32_t radius = d->radius[c], symbols = 2 * radius + 2;
+            size_t table = (size_t)c * contexts + k;
+            fill_lookup(to->lookup + table * TOTAL, freqs + table * width, radius);
+            fill_encoder(to->encoder + table * width, freqs + table * width, symbols);
+            fill_coded(to->coded + c * contexts * width + k * symbols, freqs + table * width, symbols);
+        }
+    to->contexts = contexts;
+    return OK;
+}
+
 Depth *depth_new(uint32_t rows, uint32_t classes, uint32_t contexts, uint32_t width, const uint8_t *row_class,
                  const uint8_t *radius, const uint16_t *freqs, const uint16_t *flag_freq, const uint8_t *delta,
                  const uint32_t *order) {
     Depth *d = calloc(1, sizeof *d);
     if (!d)
         return NULL;
-    size_t tables = (size_t)classes * contexts;
     d->rows = rows, d->classes = classes, d->contexts = contexts, d->width = width;
     d->row_class = copied(row_class, rows, 1);
     d->radius = copied(radius, classes, 1);
     d->delta = copied(delta, classes, 1);
     d->order = copied(order, rows, sizeof *order);
     d->class_end = aligned_zeros(classes, sizeof *d->class_end);
-    d->lookup = aligned_zeros(tables, TOTAL * sizeof *d->lookup);
     d->flat = aligned_zeros(classes, sizeof *d->flat);
-    d->encoder = aligned_zeros(tables * width, sizeof *d->encoder);
-    d->coded = aligned_zeros(tables * width + 32, sizeof *d->coded); /* read 32 at a time */
     uint32_t flag_contexts = contexts == 1 ? 1 : 2;
-    int good = d->row_class && d->radius && d->delta && d->order && d->class_end && d->lookup && d->flat && d->encoder &&
-               d->coded;
+    int good = d->row_class && d->radius && d->delta && d->order && d->class_end && d->flat;
+    good = good && fill_tables(&d->own, d, contexts, freqs) == OK;
     for (uint32_t f = 0; f < flag_contexts && good; f++) {
         good = (d->flag[f] = aligned_zeros((size_t)rows + LANES, sizeof(uint16_t))) != NULL;
         for (uint32_t i = 0; i < rows && good; i++)
@@ -133,23 +148,38 @@ Depth *depth_new(uint32_t rows, uint32_t classes, uint32_t contexts, uint32_t wi
     for (uint32_t c = 1; c < classes; c++)
         if (!d->class_end[c]) /* a class without rows */
             d->class_end[c] = d->class_end[c - 1];
-    for (uint32_t c = 0; c < classes; c++) {
-        for (uint32_t k = 0; k < contexts; k++) {
-            size_t table = (size_t)c * contexts + k;
-            fill_lookup(d->lookup + table * TOTAL, freqs + table * width, radius[c]);
-            fill_encoder(d->encoder + table * width, freqs + table * width, 2 * radius[c] + 2u);
-            fill_coded(d->coded + (size_t)c * contexts * width + k * (2 * radius[c] + 2u), freqs + table * width, 2 * radius[c] + 2u);
-        }
+    for (uint32_t c = 0; c < classes; c++)
         fill_flat(&d->flat[c], freqs + (size_t)c * contexts * width, contexts, width, radius[c]);
-    }
     return d;
+}
+
+int depth_near(Depth *d, uint32_t contexts, const uint16_t *freqs, const uint8_t *bucket) {
+    if (!(d->near_flat = aligned_zeros(d->classes, sizeof *d->near_flat)) || fill_tables(&d->near, d, contexts, freqs))
+        return NO_MEMORY;
+    memcpy(d->bucket, bucket, d->contexts > 1 ? 48 : 16);
+    for (uint32_t c = 0; c < d->classes; c++) {
+        NearFlat *flat = d->near_flat + c;
+        uint32_t symbols = 2 * d->radius[c] + 2u;
+        if (symbols > FLAT_CONTEXT)
+            continue;
+        flat->symbols = (uint16_t)symbols;
+        for (uint32_t k = 0; k < MOST_NEAR; k++) {
+            uint32_t start = 0;
+            for (uint32_t s = 0; s + 1 < symbols; s++) {
+                start += k < contexts ? freqs[((size_t)c * contexts + k) * d->width + s] : TOTAL;
+                flat->start[s][k] = (int16_t)(start < TOTAL ? start : TOTAL);
+            }
+        }
+    }
+    return OK;
 }
 
 void depth_free(Depth *d) {
     if (!d)
         return;
-    void *parts[] = {d->order, d->class_end, d->flag[0], d->flag[1], d->lookup, d->flat,
-                     d->encoder, d->coded, d->radius, d->row_class, d->delta};
+    void *parts[] = {d->order, d->class_end, d->flag[0], d->flag[1], d->flat, d->near_flat,
+                     d->own.lookup, d->own.encoder, d->own.coded, d->near.lookup, d->near.encoder, d->near.coded,
+                     d->radius, d->row_class, d->delta};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         aligned_free(parts[i]);
     free(d);

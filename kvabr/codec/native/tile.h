@@ -4,8 +4,10 @@
  *   step_flags(Reader *, const uint16_t *chance, unsigned n) -> bits       one step of flags, n of 1..64
  *   row_base(Reader *, const Depth *, class, int16_t *row, tokens) -> error; OR of all values to *any
  *   row_refine(...)                                                        the same on top of the indices below
+ *   row_near(Reader *, const Depth *, class, int16_t *row, tokens, const Lanes *) -> error
+ *                                                                          the places from 64 on, which refer to those before
  */
-#include "rans.h"
+#include "near.h"
 
 /* A row below to which nothing is added. */
 static void triple(int16_t *row, uint32_t tokens) {
@@ -46,13 +48,16 @@ static inline void fetch_refined(const Depth *d, const int16_t *index, size_t st
         fetch(index + row * stride, tokens * sizeof *index);
 }
 
-static int decode_tile(Reader *r, const Depth *d, int16_t *index, size_t stride, uint32_t tokens, uint8_t *live,
-                       Scratch *scratch) {
+static int decode_tile(Reader *r, const Depth *d, int16_t *index, size_t stride, uint32_t tokens, const uint8_t *lane,
+                       uint8_t *live, Scratch *scratch) {
     int error = decode_flags(r, d, live, scratch);
     if (error)
         return error;
-    int refines = d->contexts > 1;
-    uint32_t at = 0;
+    Lanes lanes;
+    int refines = d->contexts > 1, near = lane && tokens > LANES && d->near.contexts;
+    uint32_t at = 0, alone = near ? LANES : tokens;
+    if (near)
+        fill_lanes(&lanes, lane, tokens);
     for (uint32_t which = 0; which < d->classes; which++) {
         while (at < d->class_end[which]) {
             uint64_t flags = scratch->flags[at / LANES] >> at % LANES;
@@ -67,16 +72,18 @@ static int decode_tile(Reader *r, const Depth *d, int16_t *index, size_t stride,
             if (!refines) {
                 if (!(flags & 1))
                     continue;
-                error = row_base(r, d, which, to, tokens);
+                error = row_base(r, d, which, to, alone);
             } else if (flags & 1) {
                 if (!live[row])
                     memset(to, 0, tokens * sizeof *to);
-                error = row_refine(r, d, which, to, tokens);
+                error = row_refine(r, d, which, to, alone);
             } else {
                 if (live[row])
                     triple(to, tokens);
                 continue;
             }
+            if (near && !error)
+                error = row_near(r, d, which, to, tokens, &lanes);
             if (error)
                 return error;
             live[row] = (uint8_t)nonzero(to, tokens);

@@ -23,6 +23,7 @@ from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import Index, Quantiser, dequantise
 from kvabr.codec.native.reference import ideal_bits
+from kvabr.codec.native.references import References
 from kvabr.codec.profile import ClassProfile, Profile
 from kvabr.codec.quantiser import quantise
 from kvabr.engines.transformers.model_loader import LoadedModel
@@ -370,7 +371,10 @@ def coder_alone(wanted: Sequence[str] | None, seconds: float = 0.5) -> list[Row]
 
 
 def over_ideal(subject: Subject, tracks: Sequence[str]) -> dict[str, float]:
-    """Return the coded size of a track's own layer over its ideal code length under the profile's tables, by track."""
+    """Return the coded size of a track's own layer over its ideal code length, by track.
+
+    The latter is that of the profile's tables when no token refers to another.
+    """
     out: dict[str, float] = {}
     for track in tracks:
         if subject.profile is None or not codec(track).needs_profile:
@@ -379,12 +383,14 @@ def over_ideal(subject: Subject, tracks: Sequence[str]) -> dict[str, float]:
         job = Job.make(subject.group, subject.spec, profile, track)
         context = GroupContext(subject.spec, 0, subject.group.shape[3], profile)
         below: Index | None = None
+        references: References | None = None
         for name, payload in zip(track_chain(track), job.payloads, strict=True):
             sinks = 0 if codec(name).refines else min(context.tokens, profile.sinks)
-            coded = split_payload(payload, context, sinks, name).coded
+            part = split_payload(payload, context, sinks, name)
+            references = references or part.references
             model = profile.depth(name).coder
-            index = coder.decode_indices(model, coded, context.tokens, below)
-            out[track] = 8 * len(coded) / ideal_bits(model, index, below)
+            index = coder.decode_indices(model, part.coded, context.tokens, below, references)
+            out[track] = 8 * len(part.coded) / ideal_bits(model, index, below)
             below = index
     return out
 

@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.native import coder, reference
-from kvabr.codec.native.coder_model import TILE, CoderModel, DecodeJob, Index, dequantise, frequencies
+from kvabr.codec.native.coder_model import CoderModel, DecodeJob, Index, dequantise, frequencies
+from kvabr.codec.native.references import TILE
 from kvabr.codec.transform import Matrices, Stack, Structure, Transform
 from kvabr.types.kv import KVSpec, RopeSpec
 

@@ -1,5 +1,7 @@
 """The kernels against the reference: the same bits for every shape, and nothing out of bounds for any bytes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -63,6 +65,21 @@ def test_every_shape_has_the_bits_of_the_reference(seed, dtype, order, first):
     assert bool((room == -7.0).all())
 
 
+def test_gains_are_those_of_the_reference():
+    case = cut(models.case(4, small=True, depths=1), 9)
+    coded, stacks = payloads(case), len(case.transform.structure.stacks)
+    outs, jobs = [], []
+    for gain in (1.0, 1.25):
+        out = torch.empty(case.shape())
+        reference.decode(replace(case.job(coded, STEP, 5, out), gains=(gain,) * stacks))
+        there = torch.full(case.shape(), -7.0, device=DEVICE)
+        outs.append((there, out))
+        jobs.append(replace(case.job(coded, STEP, 5, there), gains=(gain,) * stacks))
+    decode_many(jobs)
+    assert not torch.equal(outs[0][1], outs[1][1])
+    assert all(same(there, out) for there, out in outs)
+
+
 def narrow(seed):
     """Return a case with one layer of few channels, so that many tokens are fast enough."""
     dice = np.random.default_rng(seed)
@@ -91,6 +108,26 @@ def test_groups_of_unequal_length_are_decoded_side_by_side_into_one_cache():
     decoder.decode_many([case.job(some, STEP, 0, out) for some, out in zip(coded, outs, strict=True)])
     for piece, some, out in zip(pieces, coded, outs, strict=True):
         assert same(out, expected(piece, some, 0, torch.bfloat16))
+
+
+def test_groups_with_means_of_their_own_are_decoded_beside_others():
+    case = long(5, 20)
+    coded, dice = payloads(case), np.random.default_rng(5)
+    means = [None, *(dice.normal(size=case.transform.mean.shape).astype(np.float32) for _ in range(2))]
+    wanted = [torch.empty(case.shape()) for _ in means]
+    outs = [torch.empty(case.shape(), device=DEVICE) for _ in means]
+    jobs = [
+        [
+            DecodeJob(case.models, coded, case.transform, STEP, 0, out, mean=mean)
+            for out, mean in zip(room, means, strict=True)
+        ]
+        for room in (wanted, outs)
+    ]
+    for job in jobs[0]:
+        reference.decode(job)
+    decoder.decode_many(jobs[1])
+    assert all(map(same, outs, wanted))
+    assert not torch.equal(wanted[0], wanted[1])
 
 
 def test_what_does_not_fit_the_scratch_is_done_in_turns(monkeypatch):

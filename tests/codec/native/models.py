@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from kvabr.codec.native import coder
-from kvabr.codec.native.coder_model import CoderModel, DecodeJob, Index, frequencies
+from kvabr.codec.native.coder_model import MOST_NEAR, CoderModel, DecodeJob, Index, NearTables, frequencies
+from kvabr.codec.native.references import References, join_references, tiles
 from kvabr.codec.transform import Matrices, Stack, Structure, Transform
 from kvabr.types.kv import KVSpec, RopeSpec
 
@@ -23,17 +24,38 @@ def coder_model(dice: np.random.Generator, rows: int, *, refines: bool) -> Coder
     classes, contexts = int(dice.integers(1, 7)), 3 if refines else 1
     radius = dice.choice(_RADII, classes).astype(np.uint8)
     freqs = np.zeros((classes, contexts, 2 * int(radius.max()) + 2), np.uint16)
-    for which, table in enumerate(freqs):
-        symbols = 2 * int(radius[which]) + 2
-        counts = dice.random((contexts, symbols)) ** 4 * (dice.random((contexts, symbols)) < 0.8)
-        table[:, :symbols] = frequencies(counts)
+    _fill(dice, freqs, radius)
+    count = int(dice.integers(1, MOST_NEAR + 1))
+    near = NearTables(
+        dice.integers(0, count, (contexts, 16)).astype(np.uint8), np.zeros((classes, count, freqs.shape[2]), np.uint16)
+    )
+    _fill(dice, near.freqs, radius)
     return CoderModel(
         row_class=dice.integers(0, classes, rows).astype(np.uint8),
         radius=radius,
         freqs=freqs,
         flag_freq=dice.integers(1, 4096, (2 if refines else 1, rows)).astype(np.uint16),
         delta=dice.integers(0, 8, classes).astype(np.uint8),
+        near=near if dice.random() < 0.8 else None,
     )
+
+
+def _fill(dice: np.random.Generator, freqs: np.ndarray, radius: np.ndarray) -> None:
+    for which, table in enumerate(freqs):
+        shape = len(table), 2 * int(radius[which]) + 2
+        counts = dice.random(shape) ** 4 * (dice.random(shape) < 0.8)
+        table[:, : shape[1]] = frequencies(counts)
+
+
+def some_references(dice: np.random.Generator, tokens: int) -> References:
+    """References of a group, with one tile that has none."""
+    parts = {}
+    for tile in tiles(tokens)[::2]:
+        size = tile.stop - tile.start
+        second = np.zeros(size, bool)
+        second[dice.permutation(size)[64:]] = True
+        parts[tile.start] = second, dice.choice(np.flatnonzero(~second), size)
+    return join_references(parts, tokens)
 
 
 def random_transform(dice: np.random.Generator, *, small: bool = False) -> Transform:
@@ -109,6 +131,7 @@ class Case:
     transform: Transform
     models: tuple[CoderModel, ...]
     indices: tuple[Index, ...]
+    references: References | None = None
 
     @property
     def rows(self) -> int:
@@ -122,18 +145,18 @@ class Case:
     def encode(self, encode: Callable[..., bytes] = coder.encode_indices) -> list[bytes]:
         """Return the payload of every depth; ``encode`` is a function like `coder.encode_indices`."""
         below = (None, *self.indices[:-1])
-        return [encode(*each) for each in zip(self.models, self.indices, below, strict=True)]
+        return [encode(*each, self.references) for each in zip(self.models, self.indices, below, strict=True)]
 
     def job(self, payloads: Sequence[bytes], step: float, first: int | None, out: torch.Tensor) -> DecodeJob:
         """Decode these payloads into a tensor."""
-        return DecodeJob(self.models, payloads, self.transform, step, first, out)
+        return DecodeJob(self.models, payloads, self.transform, step, first, out, references=self.references)
 
 
 def case(seed: int, *, small: bool = False, depths: int | None = None) -> Case:
     """Return the case of this number."""
     dice = np.random.default_rng(seed)
     transform = random_transform(dice, small=small)
-    tokens = int(dice.choice(TOKENS[:10] if small else TOKENS))
+    tokens = int(dice.choice(TOKENS[:13] if small else TOKENS))
     count = depths or int(dice.choice((1, 1, 2, 3)))
     indices = [base_indices(dice, transform.structure.rows, tokens)]
     for _ in range(count - 1):
@@ -143,7 +166,7 @@ def case(seed: int, *, small: bool = False, depths: int | None = None) -> Case:
         far = np.abs(indices[depth].astype(np.int32) - 3 * indices[depth - 1].astype(np.int32)) > 2000
         indices[depth - 1][far] = np.round(indices[depth][far] / 3).astype(np.int16)
     models = tuple(coder_model(dice, transform.structure.rows, refines=depth > 0) for depth in range(count))
-    return Case(transform, models, tuple(indices))
+    return Case(transform, models, tuple(indices), some_references(dice, tokens) if dice.random() < 0.5 else None)
 
 
 def spread_out(shape: tuple[int, ...], dtype: torch.dtype, kind: int) -> torch.Tensor:

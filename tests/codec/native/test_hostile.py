@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvabr.codec.native import coder, reference
-from kvabr.codec.native.coder_model import LANES, DecodeJob
+from kvabr.codec.native.coder_model import DecodeJob
 from kvabr.codec.native.reference import HEAD
+from kvabr.codec.native.references import LANES
 from kvabr.types.errors import FormatError
 from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import Case, case
@@ -25,7 +26,7 @@ def outcome(it: Case, payloads: list[bytes]) -> list[np.ndarray] | None:
     out, below = [], None
     try:
         for model, payload in zip(it.models, payloads, strict=True):
-            below = coder.decode_indices(model, payload, it.indices[0].shape[1], below)
+            below = coder.decode_indices(model, payload, it.indices[0].shape[1], below, it.references)
             out.append(below)
     except FormatError:
         return None

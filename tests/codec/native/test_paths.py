@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,11 @@ from tests.examples import examples
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STEP, FIRST = 0.37, 4093
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_the_extension_is_built_where_it_can_be():
+    assert NATIVE  # it is optional: an error of the compiler ends no installation
 
 
 @pytest.mark.skipif(not NATIVE, reason="the extension is not built")
@@ -40,8 +47,8 @@ def test_native_paths_match_the_reference(seed: int, kind: int, dtype: torch.dty
     for path in NATIVE:
         with coder.taking(path):
             for model, index, under, payload in zip(it.models, it.indices, below, payloads, strict=True):
-                assert coder.encode_indices(model, index, under) == payload
-                assert np.array_equal(coder.decode_indices(model, payload, tokens, under), index)
+                assert coder.encode_indices(model, index, under, it.references) == payload
+                assert np.array_equal(coder.decode_indices(model, payload, tokens, under, it.references), index)
             alone, chain = spread_out(shape, dtype, kind), spread_out(shape, dtype, kind)
             coder.synthesise(it.transform, dequantise(it.models[-1], it.indices[-1]), STEP, first, alone)
             assert torch.equal(alone, wanted)
@@ -93,7 +100,7 @@ def test_the_reference_reads_what_it_writes(seed: int, kind: int) -> None:
     below = (None, *it.indices[:-1])
     payloads = it.encode(reference.encode_indices)
     for model, index, under, payload in zip(it.models, it.indices, below, payloads, strict=True):
-        assert np.array_equal(reference.decode_indices(model, payload, index.shape[1], under), index)
+        assert np.array_equal(reference.decode_indices(model, payload, index.shape[1], under, it.references), index)
     out = spread_out(it.shape(), torch.bfloat16, kind)
     again = torch.empty_like(out)
     reference.decode(it.job(payloads, STEP, FIRST, out))

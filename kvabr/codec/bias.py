@@ -1,0 +1,147 @@
+"""The bias of values: the error that rounding leaves in the mean of a group's tokens.
+
+A model averages values over many tokens. Errors that differ from token to token cancel there, one that they have in
+common does not, and coarse steps leave one: where a row is all zeros its mean is lost, and a dead zone pulls towards
+zero. So the two coarsest layers say what their errors have in common, for each row of values, in units of a sixteenth
+or an eighth of the step. A decoder adds it to the channels' means. Of keys it makes no difference.
+
+Most of these numbers are 0. Coded are those that are not, by their distances (Rice, 1979) and their values:
+
+    number of them 4 | low bits L 1 | bits, highest first, the last byte filled up with zeros
+
+    bits: of each, the rows that it skips, without the lowest L bits, as that many ones and a zero;
+          of each, 0 for -1, 1 for 1, 2 for -2 and so on, as that many ones and a zero;
+          of each, the lowest L bits of the rows that it skips
+
+The numbers are sums of integers over tokens, so they are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvabr.codec.native import coder
+from kvabr.codec.native.coder_model import derived
+from kvabr.codec.transform import FINE
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import LAYERS
+
+if TYPE_CHECKING:
+    from kvabr.codec.profile import Depth
+    from kvabr.codec.transform import Structure, Transform
+
+UNITS = {LAYERS[0]: 1, LAYERS[1]: 2}
+"""Tracks that say it, and their units in sixteenths of the step. Of finer tracks it is next to nothing."""
+_ROUNDED = 3
+"""Tenths that are added before rounding down: rounding to the nearest costs a third more bits, and saves no loss."""
+LEAST_TOKENS = 64
+"""Of fewer tokens the biases would cost more than they save."""
+_MOST = 127
+_HEAD = struct.Struct("<IB")
+_MOST_LOW = 16
+
+
+def value_rows(structure: Structure) -> NDArray[np.intp]:
+    """Return the rows of values, ascending; none if keys and values are not coded apart."""
+
+    def make() -> NDArray[np.intp]:
+        if structure.halves != 2 or structure.spec.only.kind == "state":  # keys and values
+            return np.zeros(0, np.intp)
+        every = np.arange(structure.rows)
+        first = structure.first_rows
+        parts = [every[first[at] : first[at + 1]] for at, stack in enumerate(structure.stacks) if stack.kind == 1]
+        return np.concatenate([np.zeros(0, np.intp), *parts])
+
+    return derived(structure, "value rows", make)
+
+
+def biases(
+    structure: Structure, rows: torch.Tensor, depth: Depth, coded: NDArray[np.bool_], unit: int
+) -> NDArray[np.int16]:
+    """Return the mean error of each row of values, within 127; zeros if fewer than `LEAST_TOKENS` are coded.
+
+    Args:
+        structure: which rows are those of values.
+        rows: the coefficients, [row, token] float32.
+        depth: what rounds them, and the gains of what is decoded.
+        coded: [token]: which tokens are coded; others do not count.
+        unit: of the result, in sixteenths of the step.
+    """
+    which, tokens = value_rows(structure), int(coded.sum())
+    if not len(which) or tokens < LEAST_TOKENS:
+        return np.zeros(len(which), np.int16)
+    gains = np.ones(len(which), np.float32)
+    if depth.gains:
+        stacks = np.searchsorted(structure.first_rows, which, side="right") - 1
+        gains = np.array(depth.gains, np.float32)[stacks]
+    sums = coder.error_sums(rows.numpy(), which, gains, depth, coded)
+    whole = coder.ERROR_UNIT * tokens * unit
+    mean = (10 * FINE * np.abs(sums) + _ROUNDED * whole) // (10 * whole)
+    out: NDArray[np.int16] = (np.sign(sums) * np.minimum(mean, _MOST)).astype(np.int16)
+    return out
+
+
+def join_biases(numbers: NDArray[np.int16]) -> bytes:
+    """Code the output of `biases`."""
+    at = np.flatnonzero(numbers)
+    skipped = np.diff(at, prepend=-1) - 1
+    value = numbers[at].astype(np.int64)
+    value = np.where(value < 0, -2 * value - 2, 2 * value - 1)
+    # As many low bits as halve the mean distance about once too often (Golomb's rule for geometric distances).
+    low = min(_MOST_LOW, max(0, int(np.log2(max(1.0, 0.7 * float(skipped.mean())))))) if len(at) else 0
+    unary = np.concatenate([skipped >> low, value])
+    ends = np.cumsum(unary + 1) - 1
+    size = int(ends[-1]) + 1 if len(ends) else 0
+    bits = np.zeros(size + low * len(at), np.uint8)
+    bits[:size] = 1
+    bits[ends] = 0
+    bits[size:] = (skipped[:, None] >> np.arange(low)[::-1] & 1).reshape(-1)
+    return _HEAD.pack(len(at), low) + np.packbits(bits).tobytes()
+
+
+def split_biases(data: memoryview, count: int, what: str) -> NDArray[np.int16]:
+    """Decode untrusted bytes to ``count`` numbers; raise a `FormatError` if they are not what an encoder writes."""
+    bad = FormatError(f"{what}: the biases of {count} rows of values are corrupt")
+    if len(data) < _HEAD.size or len(data) > _HEAD.size + count * (_MOST + 1):
+        raise bad
+    some, low = _HEAD.unpack_from(data)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8, offset=_HEAD.size))
+    if not 0 < some <= count or low > _MOST_LOW:
+        raise bad
+    ends = np.flatnonzero(bits == 0)[: 2 * some]
+    size = int(ends[-1]) + 1 if len(ends) == 2 * some else len(bits) + 1
+    rest = bits[size : size + low * some]
+    if size + low * some > len(bits) or len(bits) - size - low * some >= 8 or bits[size + low * some :].any():
+        raise bad
+    unary = np.diff(ends, prepend=-1) - 1
+    tail = rest.reshape(some, low) @ (1 << np.arange(low, dtype=np.int64)[::-1])
+    at = np.cumsum((unary[:some] << low) + tail + 1) - 1
+    value = unary[some:]
+    if int(at[-1]) >= count or int(value.max()) >= 2 * _MOST:
+        raise bad
+    out = np.zeros(count, np.int16)
+    out[at] = np.where(value % 2, (value + 1) // 2, -value // 2 - 1)
+    return out
+
+
+def shifted_mean(transform: Transform, numbers: NDArray[np.int16], unit: int, step: float) -> NDArray[np.float32]:
+    """Return the channels' means plus the biases, [layer, K/V, head, dim] float32.
+
+    Args:
+        transform: of the profile.
+        numbers: the biases of the rows of values.
+        unit: theirs, in sixteenths of the step.
+        step: of the quantiser.
+    """
+    structure = transform.structure
+    z = np.zeros((structure.rows, 1), np.int16)
+    z[value_rows(structure), 0] = unit * numbers
+    out = torch.empty(structure.coded.shape(1))
+    coder.synthesise(transform, z, step, None, out)
+    mean: NDArray[np.float32] = out[:, :, :, 0].contiguous().numpy()
+    return mean

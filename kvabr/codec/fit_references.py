@@ -1,0 +1,123 @@
+"""Fit the tables for tokens that refer to others (`kvabr.codec.native.references`) to a calibration's coefficients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvabr.codec.analysis import Coefficients
+from kvabr.codec.native.coder_model import TOTAL, CoderModel, NearTables, frequencies
+from kvabr.codec.native.reference import near_contexts
+from kvabr.codec.native.references import LANES, TILE, References
+from kvabr.codec.profile import Depth
+from kvabr.codec.quantiser import RATIO, nested, quantise
+from kvabr.codec.referring import choose_references
+from kvabr.types.naming import LAYERS
+
+_COARSE = (0, 1, 2, 3, 3, 4, 4, *[5] * 9)
+"""Contexts of a base, most of whose indices are 0, by the size of the index that is referred to."""
+_FINE = (0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5, 6, 6, 7)
+"""Contexts of a single layer, whose indices are larger."""
+_ABOVE = (
+    (*[0] * 9, 1, *[2] * 6),
+    (*[3] * 7, 4, *[5] * 8),
+    (*[6] * 8, *[7] * 8),
+)
+"""Contexts above an index of 0, 1, and 2 or more, by how far what is referred to is from its triple, from -8 on."""
+_PRIOR = 3.0
+"""Weight, in symbols, of the prior that a reference tells nothing."""
+_FARTHEST = 10_000
+"""Clamp for indices: their triples must not overflow."""
+
+
+def add_references(
+    depths: Mapping[str, Depth], coefficients: Iterable[Coefficients], louder: Sequence[float]
+) -> dict[str, Depth]:
+    """Return depths with tables for tokens that refer to others.
+
+    Args:
+        depths: by track, as `kvabr.codec.fit` makes them.
+        coefficients: of the calibration's caches, each from its first token that is coded.
+        louder: amplitudes at which they are counted, see `kvabr.codec.fit.FitConfig`.
+    """
+    chain = nested({track: depth.step for track, depth in depths.items()})
+    coarsest = max(depths.values(), key=lambda depth: depth.step)
+    buckets = {track: _buckets(track, depth.coder) for track, depth in depths.items()}
+    counts = {track: _nothing(depth.coder, buckets[track]) for track, depth in depths.items()}
+    for each in coefficients:
+        keep = ~each.outlying.numpy()
+        for first in range(0, each.rows.shape[1] - LANES, TILE):
+            tile = slice(first, first + TILE)
+            rows = np.ascontiguousarray(each.rows[:, tile].numpy()) * keep[tile]
+            chosen = choose_references(rows, coarsest.step, keep[tile], coarsest.coder)
+            assert chosen is not None  # noqa: S101  # the tile has two steps
+            for loud in louder:
+                made: dict[str, NDArray[np.int64]] = {}
+                for track, below in chain.items():
+                    depth = depths[track]
+                    index = quantise(torch.from_numpy(rows) * loud, depth.step, depth.dead)
+                    made[track] = index.clamp_(-_FARTHEST, _FARTHEST).numpy().astype(np.int64)
+                    under = None if below is None else made[below]
+                    _count(depth.coder, buckets[track], made[track], under, chosen[0], counts[track])
+    return {
+        track: replace(depth, coder=_with_near(depth.coder, buckets[track], counts[track]))
+        for track, depth in depths.items()
+    }
+
+
+def _buckets(track: str, model: CoderModel) -> NDArray[np.uint8]:
+    if model.refines:
+        return np.array(_ABOVE, np.uint8)
+    return np.array([_COARSE if track in LAYERS else _FINE], np.uint8)
+
+
+def _nothing(model: CoderModel, bucket: NDArray[np.uint8]) -> NDArray[np.int64]:
+    return np.zeros((model.classes, int(bucket.max()) + 1, model.freqs.shape[2]), np.int64)
+
+
+def _count(
+    model: CoderModel,
+    bucket: NDArray[np.uint8],
+    index: NDArray[np.int64],
+    below: NDArray[np.int64] | None,
+    references: References,
+    counts: NDArray[np.int64],
+) -> None:
+    """Count the symbols of one tile's second step, by class and context."""
+    under = np.zeros_like(index) if below is None else below
+    live = (index != RATIO * under).any(axis=1)
+    later = references.order[LANES:]
+    referred = index[:, references.order[references.lane[LANES:]]][live]
+    context, sign = near_contexts(bucket, referred, under[:, later][live])
+    value = (index[:, later] - RATIO * under[:, later])[live] * sign
+    which = model.row_class[live].astype(np.int64)[:, None]
+    radius = model.radius[which].astype(np.int64)
+    symbol = np.where(np.abs(value) > radius, 2 * radius + 1, value + radius)
+    place = (which * counts.shape[1] + context) * counts.shape[2] + symbol
+    counts += np.bincount(place.reshape(-1), minlength=counts.size).reshape(counts.shape)
+
+
+def _with_near(model: CoderModel, bucket: NDArray[np.uint8], counts: NDArray[np.int64]) -> CoderModel:
+    freqs = np.zeros(counts.shape, np.uint16)
+    seen = counts.astype(np.float64)
+    for which, radius in enumerate(model.radius.astype(np.int64).tolist()):
+        symbols = 2 * radius + 2
+        own = model.freqs[which].astype(np.float64) / TOTAL
+        for context in range(counts.shape[1]):
+            if len(bucket) == 1 and context == bucket[0, 0]:
+                # Without a sign to go by, both are alike.
+                inside = seen[which, context, : symbols - 1]
+                inside += inside[::-1].copy()
+                inside /= 2
+            prior = own[_above(bucket, context)]
+            freqs[which, context, :symbols] = frequencies((seen[which, context] + _PRIOR * prior)[:symbols])
+    return replace(model, near=NearTables(bucket, freqs))
+
+
+def _above(bucket: NDArray[np.uint8], context: int) -> int:
+    """Return the context of the model's own tables that a context refines."""
+    return int(np.flatnonzero((bucket == context).any(axis=1))[0])

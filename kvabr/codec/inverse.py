@@ -1,0 +1,151 @@
+"""The encoder's matrices: inverses of a decoder's, in 16 bits, and products with them that are the same in any order.
+
+All sums are of integers, so they are exact, whatever the order of the terms: on every processor, with any number of
+threads, in NumPy as in C. An entry is the exact inverse, rounded to 16 bits; how a library computes inverses does not
+show. Vectors are rounded to 16 bits as well, each in a unit of its own.
+
+A product of 16 bits by 16 bits must not overflow 32. Every row of a matrix is at most 2**15 long, in its units, and a
+vector less than 2**16, so their product is less than 2**31 (Cauchy and Schwarz).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvabr.types.errors import FormatError
+
+if TYPE_CHECKING:
+    from kvabr.codec.transform import Matrices
+
+BIGGEST = 2.0**64
+"""Magnitude to which elements are limited, so that all that follows is finite."""
+_WORST_CONDITION = 1e-2
+"""Maximum deviation of a matrix times its inverse from the identity."""
+_ROW_BITS = 15
+_ONE_BITS = 14
+"""1.0 in a decoder's matrix is 2 to the power of this."""
+_FIXED_BITS = 60
+"""Bits of the fixed-point numbers in which an inverse is refined."""
+_TOP = 32767.0
+_SCALED = 268
+"""Exponent, as in float32's bits, of a largest component and of its scale together: scaled, it is 2**14 or more."""
+_FINEST = 227
+"""Exponent of the largest scale."""
+_ENERGY_BITS = 13
+"""Squares are summed in units of 2 to the power of this."""
+_LENGTH = 65400**2 >> _ENERGY_BITS
+"""Energy of the longest vector; rounding may add 136 to its length."""
+_MOST_HALVINGS = 6
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Inverse:
+    """An inverse matrix: entry times factor of its row and of its column."""
+
+    entries: NDArray[np.int16]
+    """[row, column]."""
+    rows: Floats
+    """[row]: powers of two."""
+    columns: Floats
+    """[column]: powers of two, which even out the columns."""
+
+    def times(self, vectors: Floats) -> Floats:
+        """Multiply vectors, [component, token] within `BIGGEST`; return [row, token].
+
+        This is the definition; `native/analysis_tile.h` computes the same bits.
+        """
+        words, exponent = self.words(vectors)
+        sums = self.entries.astype(np.float64) @ words.astype(np.float64)  # exact: below 2**53
+        out: Floats = sums.astype(np.float32) * _power(254 - exponent) * self.rows[:, None]
+        return out
+
+    def words(self, vectors: Floats) -> tuple[Floats, NDArray[np.int32]]:
+        """Return vectors as whole numbers of 16 bits, and the exponent of each one's scale as in float32's bits."""
+        even = vectors * self.columns[:, None]
+        exponent = np.minimum(_SCALED - (np.abs(even).max(axis=0).view(np.int32) >> 23), _FINEST)
+        exponent = exponent - _halvings(_rounded(even, exponent))
+        return _rounded(even, exponent), exponent
+
+
+def _power(exponent: NDArray[np.int32]) -> Floats:
+    """Return the powers of two with these exponents, as in float32's bits."""
+    return (exponent.astype(np.int32) << 23).view(np.float32)
+
+
+def _rounded(even: Floats, exponent: NDArray[np.int32]) -> Floats:
+    out: Floats = np.rint(even * _power(exponent)).clip(-_TOP, _TOP)
+    return out
+
+
+def _halvings(whole: Floats) -> NDArray[np.int32]:
+    """Return how often each vector of whole numbers, [component, token], must be halved to be short enough."""
+    squares = np.pad(whole.astype(np.int64) ** 2, ((0, len(whole) % 2), (0, 0)))
+    # Two by two, as processors multiply; what rounding down leaves out is at most one for each pair.
+    energy = ((squares[::2] + squares[1::2]) >> _ENERGY_BITS).sum(axis=0) + len(squares) // 2
+    steps = _LENGTH << 2 * np.arange(_MOST_HALVINGS)
+    out: NDArray[np.int32] = (energy >= steps[:, None]).sum(axis=0).astype(np.int32)
+    return out
+
+
+def inverted(matrix: Matrices) -> Inverse:
+    """Return the inverse of one matrix of a profile; raise a `FormatError` if it has none."""
+    whole = matrix.expanded.astype(np.int64)
+    if not whole.size:
+        nothing = np.zeros(0, np.float32)
+        return Inverse(np.zeros((0, 0), np.int16), nothing, nothing)
+    square = whole / 2.0**_ONE_BITS
+    found, failed = torch.linalg.inv_ex(torch.from_numpy(square))
+    inverse = found.numpy()
+    left = np.abs(square @ inverse - np.eye(len(square)))
+    if int(failed) or not left.sum(axis=1).max() < _WORST_CONDITION:
+        raise FormatError("profile: a matrix of its transform has no inverse; nothing can be encoded with it")
+    # A column of the inverse is about as long as the same row of the matrix is short.
+    energy = (whole * whole).sum(axis=1)
+    columns = np.array([(int(each).bit_length() - 1) // 2 - _ONE_BITS for each in energy])
+    length = np.sqrt(((inverse * 2.0**columns) ** 2).sum(axis=1))
+    # Not at a power of two, which is the length of many rows, more or less a rounding error.
+    rows = _ROW_BITS - np.frexp(length * (1 + 2.0**-8))[1]
+    scaled = inverse * 2.0 ** (rows[:, None] + columns)
+    # How far the exact inverse may be from this one.
+    noise = 2.0**-52 * len(square) * np.abs(square).sum(axis=1).max() * np.abs(inverse).max(axis=0)
+    error = np.abs(inverse).sum(axis=1)[:, None] * (left.max(axis=0) + noise) * 2.0 ** (rows[:, None] + columns)
+    entries = np.rint(scaled)
+    unsure = np.abs(scaled - np.floor(scaled) - 0.5) <= 2 * error
+    which = np.flatnonzero(unsure.any(axis=0))
+    if len(which):
+        better = _refined(whole, inverse, rows, columns[which], which)
+        entries[:, which] = np.where(unsure[:, which], better, entries[:, which])
+    return Inverse(entries.astype(np.int16), (2.0**-rows).astype(np.float32), (2.0**-columns).astype(np.float32))
+
+
+def _refined(
+    whole: NDArray[np.int64],
+    inverse: NDArray[np.float64],
+    rows: NDArray[np.int64],
+    columns: NDArray[np.int64],
+    which: NDArray[np.intp],
+) -> NDArray[np.float64]:
+    """Return columns ``which`` of the exact inverse, times 2**(rows + columns), rounded to whole numbers.
+
+    The residual is computed in 64-bit integers, modulo 2**64, in which it fits.
+    """
+    near = inverse[:, which]
+    bits = _FIXED_BITS - np.frexp(np.abs(near).max(axis=0))[1]
+    fixed = np.rint(near * 2.0**bits).astype(np.int64)
+    one = np.array([pow(2, int(each) + _ONE_BITS, 1 << 64) for each in bits], dtype=np.uint64).view(np.int64)
+    left = -(whole @ fixed)
+    left[which, np.arange(len(which))] += one
+    change = inverse @ (left.astype(np.float64) * 2.0 ** -(bits + _ONE_BITS))
+    shift = (bits - rows[:, None] - columns).clip(1, 62)
+    down = fixed >> shift
+    half = np.int64(1) << (shift - 1)
+    rest = ((fixed - (down << shift)) - half) * 2.0**-shift + change * 2.0 ** (bits - shift)
+    out: NDArray[np.float64] = (down + (rest > 0)).astype(np.float64)
+    return out

@@ -1,0 +1,175 @@
+/* The encoder's steps with AVX2, 8 lanes at a time; included once, by path_avx2.c. */
+#define VECTOR_ENCODER
+struct Writer;
+static void put_flags(struct Writer *, const uint16_t *chance, const uint8_t *set, uint32_t n);
+static void put_row(struct Writer *, const Depth *, const Tables *, uint32_t which, const int16_t *value, const uint8_t *context,
+                    uint32_t tokens);
+static void quantised(const float *from, const Quantiser *, const int16_t *keep, uint32_t tokens, int16_t *index);
+#include "encode.h"
+
+/* The nearest indices, ties to even. Positive floats order like their bits. */
+INLINE __m256i indices_of(__m256 value, const Quantiser *q) {
+    __m256 exact = _mm256_div_ps(value, _mm256_set1_ps(q->step));
+    __m256i size = _mm256_castps_si256(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), exact));
+    __m256 dead = _mm256_castsi256_ps(_mm256_min_epi32(size, _mm256_castps_si256(_mm256_set1_ps(q->dead))));
+    size = _mm256_castps_si256(_mm256_sub_ps(_mm256_castsi256_ps(size), dead));
+    size = _mm256_min_epi32(size, _mm256_castps_si256(_mm256_set1_ps(INT16_MAX)));
+    return _mm256_sign_epi32(_mm256_cvtps_epi32(_mm256_castsi256_ps(size)), _mm256_castps_si256(exact));
+}
+
+INLINE void quantise_two(const float *from, const Quantiser *q, const int16_t *keep, int16_t *index) {
+    __m256i both = _mm256_packs_epi32(indices_of(_mm256_loadu_ps(from), q), indices_of(_mm256_loadu_ps(from + 8), q));
+    both = _mm256_and_si256(_mm256_permute4x64_epi64(both, 0xD8), _mm256_loadu_si256((const __m256i *)keep));
+    _mm256_storeu_si256((__m256i *)index, both);
+}
+
+static void quantised(const float *from, const Quantiser *q, const int16_t *keep, uint32_t tokens, int16_t *index) {
+    uint32_t t = 0;
+    for (; t + 16 <= tokens; t += 16)
+        quantise_two(from + t, q, keep + t, index + t);
+    if (t < tokens) {
+        float values[16] = {0};
+        int16_t kept[16] = {0};
+        memcpy(values, from + t, (tokens - t) * sizeof *from);
+        memcpy(kept, keep + t, (tokens - t) * sizeof *keep);
+        quantise_two(values, q, kept, kept);
+        memcpy(index + t, kept, (tokens - t) * sizeof *index);
+    }
+}
+
+/* For each subset of 8 lanes that give a word: a shuffle of their words to the end of 16 bytes, in order. */
+static uint8_t gathered[256][16] __attribute__((aligned(64)));
+
+static __attribute__((constructor)) void fill_gathered(void) {
+    for (uint32_t set = 0; set < 256; set++) {
+        uint32_t next = 8;
+        for (uint32_t lane = 8; lane-- > 0;)
+            if (set >> lane & 1) {
+                next--;
+                gathered[set][2 * next] = (uint8_t)(2 * lane);
+                gathered[set][2 * next + 1] = (uint8_t)(2 * lane + 1);
+            }
+    }
+}
+
+/* x / freq, or one less, for x < 2^20 freq: four roundings by at most 3.5 / 2^24 in all, and the divisor is 4 / 2^24 larger,
+ * so that the float is less than the quotient, by less than a half. */
+INLINE __m256i nearly_divided(__m256i x, __m256i freq) {
+    __m256 numerator = _mm256_cvtepi32_ps(x), divisor = _mm256_cvtepi32_ps(freq);
+    /* The conversion is that of signed numbers. */
+    numerator = _mm256_blendv_ps(numerator, _mm256_add_ps(numerator, _mm256_set1_ps(4294967296.0f)), _mm256_castsi256_ps(x));
+    divisor = _mm256_mul_ps(divisor, _mm256_set1_ps(1.0f + 1.0f / (1 << 22)));
+    return _mm256_cvttps_epi32(_mm256_div_ps(numerator, divisor));
+}
+
+/* 8 lanes of a step of n: words from states that would overflow, then the symbols. */
+INLINE void put(Writer *w, int v, __m256i freq, __m256i start, uint32_t n) {
+    __m256i before = _mm256_load_si256((const __m256i *)(w->state + 8 * v));
+    __m256i fits = _mm256_cmpgt_epi32(freq, _mm256_srli_epi32(before, 32 - PROBABILITY_BITS));
+    uint32_t full = 0xFF & ~(uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(fits));
+    if (n != LANES)
+        full &= (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(active(n, 8 * v)));
+    __m256i low = _mm256_and_si256(before, _mm256_set1_epi32(0xFFFF));
+    __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    /* Below the words that count are others, which the next ones overwrite. */
+    _mm_storeu_si128((__m128i *)(w->word - 16), _mm_shuffle_epi8(words, _mm_load_si128((const __m128i *)gathered[full])));
+    w->word -= 2 * __builtin_popcount(full);
+    __m256i x = _mm256_blendv_epi8(_mm256_srli_epi32(before, 16), before, fits);
+    __m256i quotient = nearly_divided(x, freq), rest = _mm256_sub_epi32(x, _mm256_mullo_epi32(quotient, freq));
+    /* One more: 2^12 more, and `freq` less of the rest. */
+    __m256i more = _mm256_andnot_si256(_mm256_cmpgt_epi32(freq, rest), _mm256_sub_epi32(_mm256_set1_epi32(TOTAL), freq));
+    x = _mm256_add_epi32(_mm256_add_epi32(_mm256_slli_epi32(quotient, PROBABILITY_BITS), more), _mm256_add_epi32(rest, start));
+    if (n != LANES)
+        x = _mm256_blendv_epi8(before, x, active(n, 8 * v));
+    _mm256_store_si256((__m256i *)(w->state + 8 * v), x);
+}
+
+static void put_flags(Writer *w, const uint16_t *chance, const uint8_t *set, uint32_t n) {
+    for (int v = VECTORS; v-- > 0;) {
+        __m256i c = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(chance + 8 * v)));
+        __m256i zero = _mm256_cmpeq_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(set + 8 * v))), _mm256_setzero_si256());
+        put(w, v, _mm256_blendv_epi8(c, _mm256_sub_epi32(_mm256_set1_epi32(TOTAL), c), zero), _mm256_and_si256(zero, c), n);
+    }
+}
+
+static __attribute__((noinline)) void put_escapes(Writer *w, const int16_t *value, uint32_t escaped) {
+    while (escaped) {
+        uint32_t lane = 31 - (uint32_t)__builtin_clz(escaped);
+        w->escape -= 2;
+        put16(w->escape, (uint16_t)value[lane]);
+        escaped &= ~(1u << lane);
+    }
+}
+
+/* How symbols are coded: up to `parts` vectors of them in registers, or a table (parts 0). */
+typedef struct {
+    const uint32_t *coded;
+    __m256i part[4], middle, last, symbols;
+} Coding;
+
+INLINE void put_step(Writer *w, const Coding *c, int parts, int contexts, const int16_t *value, const uint8_t *context, uint32_t n) {
+    const __m256i twelve = _mm256_set1_epi32(TOTAL - 1);
+    for (uint32_t v = (n + 7) / 8; v-- > 0;) {
+        /* Unsigned: values below -radius wrap to large ones. */
+        __m256i symbol = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)(value + 8 * v)));
+        symbol = _mm256_min_epu32(_mm256_add_epi32(symbol, c->middle), c->last);
+        if (contexts) {
+            __m256i table = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(context + 8 * v)));
+            symbol = _mm256_add_epi32(symbol, _mm256_mullo_epi32(table, c->symbols));
+        }
+        __m256i found;
+        if (parts) {
+            found = _mm256_permutevar8x32_epi32(c->part[0], symbol);
+            for (int part = 1; part < parts; part++)
+                found = _mm256_blendv_epi8(found, _mm256_permutevar8x32_epi32(c->part[part], symbol),
+                                           _mm256_cmpgt_epi32(symbol, _mm256_set1_epi32(8 * part - 1)));
+        } else {
+            found = _mm256_i32gather_epi32((const int *)c->coded, symbol, 4);
+        }
+        uint32_t escaped = (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(found));
+        if (n < 8 * v + 8)
+            escaped &= (1u << (n - 8 * v)) - 1;
+        if (__builtin_expect(escaped, 0))
+            put_escapes(w, value + 8 * v, escaped);
+        put(w, (int)v, _mm256_and_si256(found, twelve), _mm256_and_si256(_mm256_srli_epi32(found, 12), twelve), n);
+    }
+}
+
+INLINE void put_steps(Writer *w, const Coding *c, int parts, int contexts, const int16_t *value, const uint8_t *context,
+                      uint32_t tokens) {
+    uint32_t left = tokens % LANES, at = tokens - left;
+    if (left) { /* copied, since nothing need follow them */
+        int16_t last[LANES] = {0};
+        uint8_t tables[LANES] = {0};
+        memcpy(last, value + at, left * sizeof *value);
+        if (contexts)
+            memcpy(tables, context + at, left);
+        put_step(w, c, parts, contexts, last, tables, left);
+    }
+    for (; at; at -= LANES)
+        put_step(w, c, parts, contexts, value + at - LANES, context + at - LANES, LANES);
+}
+
+static void put_row(Writer *w, const Depth *d, const Tables *of, uint32_t which, const int16_t *value, const uint8_t *context,
+                    uint32_t tokens) {
+    uint32_t radius = d->radius[which], symbols = 2 * radius + 2, entries = of->contexts * symbols;
+    Coding c = {.coded = of->coded + (size_t)which * of->contexts * d->width};
+    for (int part = 0; part < 4; part++)
+        c.part[part] = _mm256_loadu_si256((const __m256i *)(c.coded + 8 * part));
+    c.middle = _mm256_set1_epi32((int)radius), c.last = _mm256_set1_epi32((int)symbols - 1);
+    c.symbols = _mm256_set1_epi32((int)symbols);
+    if (of->contexts == 1) {
+        if (entries <= 8)
+            put_steps(w, &c, 1, 0, value, context, tokens);
+        else if (entries <= 16)
+            put_steps(w, &c, 2, 0, value, context, tokens);
+        else
+            put_steps(w, &c, 0, 0, value, context, tokens);
+    } else if (entries <= 16) {
+        put_steps(w, &c, 2, 1, value, context, tokens);
+    } else if (entries <= 32) {
+        put_steps(w, &c, 4, 1, value, context, tokens);
+    } else {
+        put_steps(w, &c, 0, 1, value, context, tokens);
+    }
+}

@@ -1,0 +1,98 @@
+"""Which tokens of a group refer to others: chosen by the encoder, sent in the payload, as a video's motion vectors are.
+
+A tile of more than 64 tokens takes two steps of the coder for each row. The tokens of the second step name one of the
+first each, whose index in the same row says which table to use, and with which sign. So tokens are coded in another
+order: the places of a tile are its tokens of the first step, then those of the second, in ascending order both.
+
+    for each tile of more than 64 tokens: a bit for each token, set in the second step | lane 1 of each of these
+
+Bits are those of bytes, the lowest first, zeros at the end. A lane is a place of the first step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvabr.types.errors import FormatError
+
+LANES = 64
+"""Tokens of a step."""
+TILE = 128
+"""Tokens of a tile."""
+
+
+@dataclass(frozen=True, eq=False)
+class References:
+    """The references of a group."""
+
+    place: NDArray[np.uint8]
+    """[place]: offset in the tile of the token that is coded there."""
+    lane: NDArray[np.uint8]
+    """[place]: which place of the tile it refers to; 0 for places of the first step."""
+
+    @property
+    def order(self) -> NDArray[np.intp]:
+        """Return the token at each place, [place]."""
+        return self.place + np.arange(len(self.place)) // TILE * TILE
+
+
+def tiles(tokens: int) -> list[slice]:
+    """Return the tiles of a group that have two steps."""
+    every = (slice(first, min(tokens, first + TILE)) for first in range(0, tokens, TILE))
+    return [tile for tile in every if tile.stop - tile.start > LANES]
+
+
+def join_references(parts: dict[int, tuple[NDArray[np.bool_], NDArray[np.intp]]], tokens: int) -> References:
+    """Build references from parts by first token of a tile; other tiles have some that change nothing.
+
+    A part says of each token of its tile whether it is of the second step, and to which token of the tile it refers.
+    """
+    place = (np.arange(tokens) % TILE).astype(np.uint8)
+    lane = np.zeros(tokens, np.uint8)
+    for tile in tiles(tokens):
+        if tile.start in parts:
+            second, named = parts[tile.start]
+            first, later = np.flatnonzero(~second), np.flatnonzero(second)
+            place[tile] = np.concatenate((first, later))
+            lane[tile][LANES:] = np.searchsorted(first, named[later])
+    return References(place, lane)
+
+
+def pack_references(references: References) -> bytes:
+    """Return references as bytes."""
+    parts = []
+    for tile in tiles(len(references.place)):
+        second = np.zeros(tile.stop - tile.start, bool)
+        second[references.place[tile][LANES:]] = True
+        parts += [np.packbits(second, bitorder="little").tobytes(), references.lane[tile][LANES:].tobytes()]
+    return b"".join(parts)
+
+
+def references_size(tokens: int) -> int:
+    """Return the number of bytes of `pack_references` for a group."""
+    return sum(-(-(tile.stop - tile.start) // 8) + tile.stop - tile.start - LANES for tile in tiles(tokens))
+
+
+def read_references(data: bytes | memoryview, tokens: int) -> References:
+    """Parse untrusted references of a group; raise a `FormatError` if no encoder writes them."""
+    bad = FormatError("references of tokens that no encoder writes; the payload is corrupt")
+    numbers = np.frombuffer(data, np.uint8)
+    if len(numbers) != references_size(tokens):
+        raise bad
+    place = (np.arange(tokens) % TILE).astype(np.uint8)
+    lane = np.zeros(tokens, np.uint8)
+    at = 0
+    for tile in tiles(tokens):
+        size = tile.stop - tile.start
+        bits = np.unpackbits(numbers[at : at + -(-size // 8)], bitorder="little")
+        at += -(-size // 8)
+        second, later = bits[:size].astype(bool), numbers[at : at + size - LANES]
+        at += size - LANES
+        if bits[size:].any() or int(second.sum()) != size - LANES or int(later.max()) >= LANES:
+            raise bad
+        place[tile] = np.concatenate((np.flatnonzero(~second), np.flatnonzero(second)))
+        lane[tile][LANES:] = later
+    return References(place, lane)

@@ -1,0 +1,111 @@
+"""References in payloads, and how an encoder chooses them.
+
+A self-contained payload with references (`kvabr.codec.native.references`) begins with a number of its own, where others
+have the number of their listed tokens:
+
+    0xFFFFFFFC | references | the rest, like other payloads
+
+Layers above it are coded with the same references. Frames of such a payload have version 5.
+
+Two tokens go together if their coefficients are alike: a repeated word, the same construction, the same indentation.
+The receiver needs no token ids, and groups stay independent of each other.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvabr.codec.native.coder_model import CoderModel, derived
+from kvabr.codec.native.references import LANES, References, join_references, tiles
+from kvabr.types.errors import FormatError
+
+REFERRING = 0xFFFFFFFC
+MARK = struct.pack("<I", REFERRING)
+
+_LOUD = 2048
+"""Rows that are looked at: those with the most power."""
+_LARGEST = 3
+"""Indices are cut to this, so that no row counts more than others."""
+_AT_ONCE = 8
+"""Tokens that are moved to the second step before all are looked at again."""
+_WORTH = 0.5
+"""Mean correlation of tokens with what they refer to, below which a payload may be smaller without references."""
+
+
+def choose_references(
+    rows: NDArray[np.float32], step: float, keep: NDArray[np.bool_], model: CoderModel
+) -> tuple[References, bool] | None:
+    """Choose the references of a group, and say whether they certainly make its payload smaller.
+
+    Args:
+        rows: coefficients, [row, token].
+        step: of a quantiser, coarse enough for most indices to be 0.
+        keep: [token]: which tokens are coded.
+        model: tables of that quantiser; they say which rows have most power.
+
+    Returns:
+        None if the group is too short. The choice is the same on every machine.
+    """
+    if not tiles(rows.shape[1]):
+        return None
+    index = rows[derived(model, "loud", lambda: _loud(model))] / np.float32(step)
+    np.rint(index, out=index)
+    np.clip(index, -_LARGEST, _LARGEST, out=index)
+    index *= keep
+    parts, worth = {}, []
+    for tile in tiles(rows.shape[1]):
+        here = index[:, tile]
+        gram = here.T @ here  # of small integers, exact in any order
+        power = np.maximum(np.diag(gram), 1)
+        alike = gram / np.sqrt(power * power[:, None])
+        np.fill_diagonal(alike, -1)
+        second, named = _matched(alike)
+        parts[tile.start] = second, named
+        worth.append(float(alike[second, named[second]].mean()))
+    return join_references(parts, rows.shape[1]), min(worth) > _WORTH
+
+
+def _loud(model: CoderModel) -> NDArray[np.intp]:
+    values = np.arange(model.freqs.shape[2]) - model.radius[:, None].astype(np.float64)
+    inside = np.arange(model.freqs.shape[2]) <= 2 * model.radius[:, None].astype(np.int64)
+    power = (model.freqs[:, 0] * values**2 * inside).sum(axis=1)[model.row_class] * model.flag_freq[0]
+    return np.sort(np.argsort(-power, kind="stable")[:_LOUD])
+
+
+def _matched(alike: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.intp]]:
+    """Return which tokens are of the second step, all but `LANES`, and the token of the first that each resembles most.
+
+    Greedily: next are the tokens that resemble one of the first step most, less what others lose that refer to them.
+
+    Args:
+        alike: how much a token resembles another, [token, other], -1 on the diagonal.
+    """
+    every, first = np.arange(len(alike)), np.ones(len(alike), bool)
+    while (left := int(first.sum()) - LANES) > 0:
+        among = np.where(first, alike, np.float32(-1))
+        named = among.argmax(axis=1)
+        most = among[every, named]
+        among[every, named] = -1
+        later = np.flatnonzero(~first)
+        lost = np.bincount(named[later], (most - among.max(axis=1))[later], len(alike))
+        worth = np.where(first, most - lost, -np.inf)
+        chosen: list[int] = []
+        needed: set[int] = set()
+        for token in np.argsort(-worth, kind="stable")[: 2 * _AT_ONCE].tolist():
+            free = first[token] and token not in needed and named[token] not in chosen
+            if free and len(chosen) < min(left, _AT_ONCE):
+                chosen.append(token)
+                needed.add(int(named[token]))
+        first[chosen] = False
+    return ~first, np.where(first, alike, np.float32(-1)).argmax(axis=1)
+
+
+def checked_refers(payload: bytes | memoryview, track: str, tokens: int) -> bool:
+    """Return whether an untrusted payload has references; raise a `FormatError` if a group of this size has none."""
+    refers = payload[: len(MARK)] == MARK
+    if refers and not tiles(tokens):
+        raise FormatError(f"{track}: references in a group of {tokens} tokens; the payload is corrupt")
+    return refers

@@ -1,0 +1,111 @@
+"""What a profile says of the texts that it was calibrated on, so that "unseen" can be checked without having them.
+
+Of every text there is its SHA-256. To recognise parts of a text, there are marks: hashes of some runs of `RUN` token
+ids of the contexts, chosen by winnowing (Schleimer et al., 2003): the least of every `WINDOW` neighbouring hashes. If
+two sequences share `RUN` + `WINDOW` - 1 tokens, they share a mark. Nothing can be read from it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvabr.types.errors import FormatError
+
+RUN = 32
+"""Tokens of a hash."""
+WINDOW = 64
+"""Neighbouring hashes of which one is a mark."""
+MOST_MARKS = 1 << 14
+"""Marks of a profile; of more, those with the least hashes are kept."""
+_MOST_TEXTS = 256
+_MOST_LETTERS = 80
+_HEX = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True)
+class SeenText:
+    """One text of a calibration."""
+
+    name: str
+    sha256: str
+    """Of its UTF-8 bytes, hex."""
+    contexts: int
+    """Contexts that were cut from it."""
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.name, str) and len(self.name) <= _MOST_LETTERS
+        good = good and isinstance(self.sha256, str) and len(self.sha256) == 64 and set(self.sha256) <= _HEX
+        if not good or type(self.contexts) is not int or not 0 <= self.contexts < 1 << 32:
+            raise FormatError("profile: what it says of a text that it was calibrated on is not valid")
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """The texts of a calibration."""
+
+    texts: tuple[SeenText, ...]
+    marks: NDArray[np.uint64]
+    """[mark], ascending."""
+
+    @classmethod
+    def of(cls, texts: Mapping[str, str], contexts: Iterable[tuple[str, Sequence[int]]]) -> Seen:
+        """Describe texts by name, of which these contexts, pairs of a name and token ids, were seen."""
+        counts = dict.fromkeys(texts, 0)
+        found: list[NDArray[np.uint64]] = []
+        for name, ids in contexts:
+            counts[name] += 1
+            found.append(marks_of(ids))
+        listed = tuple(
+            SeenText(name[-_MOST_LETTERS:], hashlib.sha256(text.encode()).hexdigest(), counts[name])
+            for name, text in list(texts.items())[:_MOST_TEXTS]
+        )
+        return cls(listed, np.unique(np.concatenate(found))[:MOST_MARKS])
+
+    def share(self, tokens: Sequence[int]) -> float:
+        """Return which share of a text the calibration has seen, from 0 to 1: that of its marks."""
+        own = marks_of(tokens)
+        return float(np.isin(own, self.marks).mean()) if len(own) else 0.0
+
+    @cached_property
+    def digests(self) -> frozenset[str]:
+        """SHA-256 of the texts."""
+        return frozenset(text.sha256 for text in self.texts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; `from_json` reads them back."""
+        return {
+            "texts": [[text.name, text.sha256, text.contexts] for text in self.texts],
+            "marks": base64.b64encode(self.marks.astype("<u8").tobytes()).decode(),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Seen:
+        """Parse the output of `to_json` from an untrusted source; raise a `FormatError` if it is none."""
+        try:
+            texts, data = value["texts"], base64.b64decode(value["marks"], validate=True)
+            if len(texts) > _MOST_TEXTS or len(data) > 8 * MOST_MARKS or len(data) % 8:
+                raise FormatError(f"profile: {len(texts)} texts and {len(data)} bytes of marks")
+            return cls(tuple(SeenText(*text) for text in texts), np.frombuffer(data, "<u8").astype(np.uint64))
+        except (LookupError, TypeError, ValueError) as error:
+            raise FormatError(f"profile: the texts that it was calibrated on cannot be read ({error!r})") from error
+
+
+def marks_of(tokens: Sequence[int]) -> NDArray[np.uint64]:
+    """Return the marks of a sequence of token ids, each once; none of fewer than `RUN`."""
+    data = np.asarray(tokens, dtype="<u4").tobytes()
+    hashes = [
+        int.from_bytes(hashlib.blake2b(data[4 * first : 4 * (first + RUN)], digest_size=8).digest(), "little")
+        for first in range(len(tokens) - RUN + 1)
+    ]
+    every = np.array(hashes, dtype=np.uint64)
+    if not len(every):
+        return every
+    return np.unique(np.lib.stride_tricks.sliding_window_view(every, min(WINDOW, len(every))).min(axis=1))

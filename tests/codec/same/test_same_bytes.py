@@ -1,0 +1,118 @@
+"""Encoded bytes are the same on every code path: two publishers' digests of a group agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvabr.codec.base import names
+from kvabr.codec.native import coder
+from kvabr.codec.profile import Profile
+from kvabr.data import default_profile_bytes
+from kvabr.lab.bench import synthetic
+from tests import kvdata
+from tests.codec.same.digests import Case, digests
+
+DIMS = {64: (2, "half"), 80: (1, "interleaved"), 96: (3, "half"), 128: (2, "half"), 256: (1, "half")}
+"""KV heads, and how keys are rotated."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _features() -> str:
+    """Return what NumPy would use of this processor beyond its minimum."""
+    there = np._core._multiarray_umath.__cpu_features__
+    return " ".join(each for each in np._core._multiarray_umath.__cpu_dispatch__ if there.get(each))
+
+
+PLACES = {
+    "torch without vectors, three threads": {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "3"},
+    "portable C, torch with AVX2": {"KVABR_CODER": "portable", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"},
+    "an old processor": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "NPY_DISABLE_CPU_FEATURES": _features(),
+        "OPENBLAS_CORETYPE": "Prescott",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+        "OMP_NUM_THREADS": "2",
+    },
+}
+
+
+@cache
+def cases() -> tuple[Case, ...]:
+    """Groups of many shapes and types, some hostile; with a profile where one is made in a moment."""
+    made = []
+    for number, (dim, (heads, rope)) in enumerate(DIMS.items()):
+        spec = kvdata.spec(2, heads, dim, rope=rope, group_tokens=128)
+        kv = kvdata.cache(spec, 128, number)
+        odd = kvdata.cache(spec, 37, number).transpose(2, 3).contiguous().transpose(2, 3)
+        profile = kvdata.profile(spec).to_bytes() if dim < 96 else None
+        made += [
+            Case(f"{dim}", spec, kv.to(DTYPES[number % 3]), 0, profile),
+            Case(f"{dim} odd", spec, odd.to(DTYPES[(number + 1) % 3]), 0, profile),
+            Case(f"{dim} loud", spec, (40 * kv).clamp(-65504, 65504).to(DTYPES[number % 3]), 256, profile),
+            Case(f"{dim} repeated", spec, kv[:, :, :, :4].repeat(1, 1, 1, 32, 1), 256, profile),
+            Case(f"{dim} nothing", spec, torch.zeros_like(kv), 256, profile),
+        ]
+    return tuple(made)
+
+
+@cache
+def shipped() -> Case:
+    """A group in the shape of SmolLM2, and its profile."""
+    profile = Profile.from_bytes(default_profile_bytes())
+    (part,) = profile.spec.parts
+    return Case("SmolLM2", profile.spec, synthetic.cache(profile.of(part), 70), 1024, default_profile_bytes())
+
+
+def elsewhere(groups: tuple[Case, ...], folder: Path, environment: dict[str, str]) -> dict[str, str]:
+    given, out = folder / "cases", folder / "digests.json"
+    given.write_bytes(pickle.dumps(groups))
+    command = [sys.executable, "-m", "tests.codec.same.digests", str(given), str(out)]
+    root = Path(__file__).parents[3]
+    inherited = {name: value for name, value in os.environ.items() if name != coder.VARIABLE}
+    subprocess.run(command, check=True, cwd=root, env={**inherited, **environment})  # noqa: S603
+    found: dict[str, str] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def here(groups: tuple[Case, ...]) -> dict[str, str]:
+    return {name: digest for case in groups for name, digest in digests(case).items()}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_on_another_machine_they_are_the_same(place, tmp_path):
+    environment = PLACES[place]
+    if environment.get(coder.VARIABLE, "reference") not in coder.available_paths():
+        pytest.skip("this path is not built")
+    groups = (*cases(), shipped())
+    found = elsewhere(groups, tmp_path, environment)
+    wanted = here(groups)
+    assert {name for name in wanted if found[name] != wanted[name]} == set()
+    assert len(found) > 5 * len(groups)
+    assert {name.split()[-1] for name in found} == set(names())
+
+
+@pytest.mark.parametrize("path", coder.available_paths())
+def test_without_native_code_they_are_the_same(path, monkeypatch):
+    groups = tuple(case for case in cases() if case.name in ("64 odd", "80 odd"))
+    wanted = here(groups)
+    monkeypatch.setenv(coder.VARIABLE, path)
+    assert here(groups) == wanted
+
+
+def test_a_difference_would_be_noticed():
+    """The digests are of what was encoded."""
+    case = cases()[0]
+    other = case.group.clone()
+    other[:, :, :, -1] *= 1.5
+    found = here((Case(case.name, case.spec, other, case.first_token, case.profile),))
+    assert not {name for name, digest in here((case,)).items() if digest == found[name]}

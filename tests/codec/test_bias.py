@@ -1,0 +1,200 @@
+"""The bias of values: its numbers, their code, and what it does to a group."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from kvabr.codec import bias
+from kvabr.codec.base import GroupContext
+from kvabr.codec.bias import UNITS, join_biases, shifted_mean, split_biases, value_rows
+from kvabr.codec.fit import FitConfig, fit
+from kvabr.codec.group import decode_group, encode_group, payload_of
+from kvabr.codec.native import coder, reference
+from kvabr.codec.native.coder_model import DecodeJob, Quantiser
+from kvabr.types.errors import FormatError
+from tests.codec.native import models
+from tests.kvdata import related, spec
+
+SHAPE = spec(6, 2, 32, group_tokens=256)
+SMALL = FitConfig(stack_layers=3, kept=(48, 64), classes=40, outliers=0.0)
+CHUNK = "ab" * 32
+
+
+@functools.cache
+def fitted():
+    return fit(SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], SMALL)
+
+
+numbers = arrays.arrays(
+    np.int16, st.integers(1, 300), elements=st.one_of(st.just(0), st.integers(-2, 2), st.integers(-127, 127))
+)
+
+
+@given(numbers)
+def test_numbers_survive_their_code(given):
+    coded = join_biases(given)
+    if given.any():
+        assert np.array_equal(split_biases(memoryview(coded), len(given), "AC-L0"), given)
+    else:
+        with pytest.raises(FormatError):
+            split_biases(memoryview(coded), len(given), "AC-L0")
+
+
+def test_few_numbers_take_few_bytes():
+    dice = np.random.default_rng(1)
+    for share, bits in ((0.01, 0.10), (0.1, 0.65), (0.3, 1.46)):
+        drawn = np.where(dice.random(100_000) < share, dice.choice([-1, 1], 100_000), 0).astype(np.int16)
+        assert 8 * len(join_biases(drawn)) / 100_000 < bits  # entropy: 0.09, 0.57, 1.18
+
+
+@given(st.binary(max_size=200), st.integers(0, 40), st.integers(0, 20))
+def test_any_bytes_are_read_or_refused(rest, some, low):
+    data = some.to_bytes(4, "little") + bytes([low]) + rest
+    try:
+        got = split_biases(memoryview(data), 30, "AC-L0")
+    except FormatError:
+        return
+    assert got.shape == (30,)
+    assert np.abs(got).max() <= 127
+    assert np.count_nonzero(got) == some
+
+
+@given(numbers, st.data())
+def test_bytes_that_are_cut_or_too_many_are_refused(given, data):
+    coded = join_biases(given)
+    cut = data.draw(st.integers(0, len(coded) - 1))
+    for bad in (coded[:cut], coded + b"\0", coded + b"\xff"):
+        with pytest.raises(FormatError, match="AC-L1: the biases of"):
+            split_biases(memoryview(bad), len(given), "AC-L1")
+
+
+@pytest.mark.parametrize("path", coder.available_paths())
+@pytest.mark.parametrize("tokens", [1, 3, 127, 128, 300])
+def test_errors_are_the_same_on_every_path(path, tokens):
+    dice = np.random.default_rng(tokens)
+    rows = (dice.standard_normal((50, tokens)) * dice.choice([0.01, 1, 1e6], (50, 1))).astype(np.float32)
+    which, coded = np.flatnonzero(dice.random(50) < 0.5), dice.random(tokens) < 0.8
+    gains = dice.choice([1, 1.07, 0.9], len(which)).astype(np.float32)
+    for quantiser in (Quantiser(0.3, 0.0), Quantiser(0.37, 0.21)):
+        with coder.taking(path):
+            sums = coder.error_sums(rows, which, gains, quantiser, coded)
+        assert np.array_equal(sums, reference.error_sums(rows, which, gains, quantiser, coded))
+
+
+@pytest.mark.parametrize("path", coder.available_paths())
+def test_other_means_are_added_with_the_same_bits_on_every_path(path):
+    case = models.case(5, small=True, depths=2)
+    dice = np.random.default_rng(5)
+    mean = dice.normal(size=case.transform.mean.shape).astype(np.float32)
+    payloads, below = [], None
+    for model, index in zip(case.models, case.indices, strict=True):
+        payloads.append(reference.encode_indices(model, index, below))
+        below = index
+    made = {}
+    for name in (path, "reference"):
+        with coder.taking(name):
+            made[name] = torch.empty(case.shape())
+            coder.decode(DecodeJob(case.models, payloads, case.transform, 0.1, 3, made[name], mean=mean))
+    assert torch.equal(made[path], made["reference"])
+    plain = torch.empty(case.shape())
+    reference.decode(DecodeJob(case.models, payloads, case.transform, 0.1, 3, plain))
+    assert not torch.equal(plain, made["reference"])
+
+
+def test_means_of_another_shape_are_refused():
+    case = models.case(5, small=True, depths=1)
+    payload = reference.encode_indices(case.models[0], case.indices[0])
+    with pytest.raises(FormatError):
+        DecodeJob(
+            case.models, [payload], case.transform, 0.1, 0, torch.empty(case.shape()), mean=np.zeros(3, np.float32)
+        )
+
+
+def coded(kv, track, monkeypatch, units):
+    """Return the frames of a track and those below it, and the decoded group."""
+    monkeypatch.setattr("kvabr.codec.ac.UNITS", units)
+    context = GroupContext(SHAPE, 1024, kv.shape[3], fitted())
+    frames = []
+    for name in ("AC-L0", "AC-L1", "AC-L2")[: int(track[-1]) + 1]:
+        below = [bytes(payload_of(frame)) for frame in frames]
+        frames.append(encode_group(kv, name, context, CHUNK, 8, below))
+    monkeypatch.undo()
+    out = torch.empty(SHAPE.shape(kv.shape[3]))
+    payloads = [payload_of(frame) for frame in frames[:-1]]
+    decode_group(frames[-1], track, context, CHUNK, 8, out, payloads)
+    return frames, out
+
+
+def shifted(seed):
+    """Return a group whose values have means of their own, by a fraction of how they vary."""
+    kv = related(SHAPE, 200, seed, 1024)
+    drawn = torch.randn(kv.shape[0], *kv.shape[2:3], 1, kv.shape[4], generator=torch.Generator().manual_seed(seed))
+    kv[:, 1] += 0.3 * kv[:, 1].std() * drawn
+    return kv
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("track", ["AC-L0", "AC-L1"])
+def test_the_means_of_values_come_back_and_keys_stay(track, monkeypatch):
+    kv = shifted(77)
+    frames, out = coded(kv, track, monkeypatch, UNITS)
+    plain_frames, plain = coded(kv, track, monkeypatch, {})
+    assert torch.equal(out[:, 0], plain[:, 0])
+    errors = [float((each - kv)[:, 1].mean(dim=2).square().sum()) for each in (out, plain)]
+    assert errors[0] < 0.4 * errors[1]
+    assert sum(map(len, frames)) < 1.05 * sum(map(len, plain_frames))
+    assert {frame[4] for frame in frames} == {5}
+
+
+@pytest.mark.slow
+def test_finer_layers_say_none_and_do_not_use_those_below(monkeypatch):
+    kv = shifted(78)
+    frames, out = coded(kv, "AC-L2", monkeypatch, UNITS)
+    plain_frames, plain = coded(kv, "AC-L2", monkeypatch, {})
+    assert torch.equal(out, plain)
+    assert frames[2][4:] == plain_frames[2][4:]
+
+
+def test_only_rows_of_values_have_biases():
+    structure = fitted().of(SHAPE).transform.structure
+    rows = value_rows(structure)
+    assert len(rows) == structure.rows // 2
+    z = np.zeros(len(rows), np.int16)
+    z[3] = 5
+    mean = shifted_mean(fitted().of(SHAPE).transform, z, 1, 0.5)
+    changed = mean != fitted().of(SHAPE).transform.mean.astype(np.float32)
+    assert changed[:, 1].any()
+    assert not changed[:, 0].any()
+
+
+def depth(gains=()):
+    return dataclasses.replace(fitted().depth("AC-L0"), step=1.0, dead=0.0, gains=gains)
+
+
+def test_a_gain_is_accounted_for():
+    structure = fitted().of(SHAPE).transform.structure
+    rows = torch.full((structure.rows, 64), 2.0)
+    gains = tuple(1.125 if stack.kind else 1.0 for stack in structure.stacks)
+    assert (bias.biases(structure, rows, depth(gains), np.ones(64, bool), 1) == -4).all()  # 2 decodes to 2.25
+
+
+def test_a_bias_is_what_all_tokens_have_in_common():
+    structure = fitted().of(SHAPE).transform.structure
+    rows = torch.zeros(structure.rows, 74)
+    which = value_rows(structure)
+    rows[which[7]] = 0.25  # a quarter of the step: all indices are 0
+    rows[which[8]] = torch.tensor([0.3, -0.3]).repeat(37)
+    rows[which[9], :10] = 100.0
+    keep = np.ones(74, bool)
+    keep[:10] = False
+    found = bias.biases(structure, rows, depth(), keep, 1)
+    assert found[7] == 4  # sixteenths
+    assert np.count_nonzero(found) == 1
+    keep[10] = False
+    assert not bias.biases(structure, rows, depth(), keep, 1).any()  # too few tokens are left

@@ -1,0 +1,195 @@
+"""Tokens that refer to others: the same values in fewer bytes, and payloads that are refused."""
+
+import dataclasses
+import functools
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvabr.codec import gpu
+from kvabr.codec.base import OLDEST_VERSION, GroupContext, codec
+from kvabr.codec.fit import fit
+from kvabr.codec.native import coder
+from kvabr.codec.native.references import (
+    LANES,
+    TILE,
+    join_references,
+    pack_references,
+    read_references,
+    references_size,
+    tiles,
+)
+from kvabr.codec.profile import FORMAT, NEWER, Profile
+from kvabr.codec.referring import MARK, choose_references
+from kvabr.codec.rope import rotate
+from kvabr.types.errors import FormatError
+from tests.codec.native.models import some_references
+from tests.codec.test_ac import FIRST, SHAPE, SMALL, TRACKS, chain_of, decode, encode
+from tests.examples import examples
+from tests.kvdata import related
+
+pytestmark = pytest.mark.slow
+
+
+def without(profile):
+    """Return a profile that has no tables for tokens that refer to others."""
+    plain = {
+        track: dataclasses.replace(depth, coder=dataclasses.replace(depth.coder, near=None))
+        for track, depth in profile.depths.items()
+    }
+    return dataclasses.replace(profile, depths=plain)
+
+
+def repeated(tokens, seed=5, first=FIRST):
+    """Return a cache of which each tile's second half resembles the first, in another order."""
+    kv, noise = related(SHAPE, tokens, seed, first), related(SHAPE, tokens, seed + 1, first)
+    kv[:, 0] = rotate(kv[:, 0], SHAPE.rope, first, undo=True)
+    order = torch.randperm(LANES, generator=torch.Generator().manual_seed(seed))
+    for tile in tiles(tokens):
+        later = torch.arange(tile.start + LANES, tile.stop)
+        like = order[: len(later)] + tile.start
+        kv[:, :, :, later] = 0.98 * kv[:, :, :, like] + 0.02 * noise[:, :, :, later]
+    kv[:, 0] = rotate(kv[:, 0], SHAPE.rope, first)
+    return kv
+
+
+@functools.cache
+def fitted():
+    """Return a profile that was calibrated on such caches."""
+    return fit(SHAPE, lambda: [repeated(600, seed, 0) for seed in range(0, 6, 2)], SMALL)
+
+
+@pytest.mark.parametrize("track", TRACKS)
+@pytest.mark.parametrize("tokens", [128, 100, 300])
+def test_values_are_the_same_in_fewer_bytes(track, tokens):
+    kv = repeated(tokens)
+    with_tables, plain = encode(kv, fitted(), track), encode(kv, without(fitted()), track)
+    assert with_tables[0].startswith(MARK)
+    assert not any(payload.startswith(MARK) for payload in plain)
+    assert sum(map(len, with_tables)) < sum(map(len, plain))
+    assert torch.equal(decode(with_tables, fitted(), tokens, track), decode(plain, fitted(), tokens, track))
+
+
+def test_a_group_that_repeats_nothing_is_not_larger():
+    for seed in range(3):
+        kv = torch.randn(SHAPE.shape(128), generator=torch.Generator().manual_seed(seed))
+        for track in ("AC-L0", "AC-5x"):
+            sizes = [len(encode(kv, side, track)[0]) for side in (fitted(), without(fitted()))]
+            assert sizes[0] <= sizes[1]
+
+
+def test_short_groups_have_none():
+    kv = related(SHAPE, LANES, 1, FIRST)
+    payloads = encode(kv, fitted())
+    assert payloads == encode(kv, without(fitted()))
+    assert choose_references(np.zeros((3, LANES), np.float32), 1.0, np.ones(LANES, bool), None) is None
+
+
+def test_layers_of_other_calls_know_the_references_of_their_base():
+    """An encoder that has the payloads below, and nothing else, makes the same layers."""
+    kv, memo = repeated(128), {}
+    context = GroupContext(SHAPE, FIRST, 128, fitted())
+    payloads = encode(kv, fitted(), memo=memo)
+    again = [codec(track).encode(kv, context, payloads[:at]) for at, track in enumerate(chain_of("AC-L3"))]
+    assert again == payloads
+
+
+def test_frames_of_such_payloads_have_a_version_of_their_own():
+    base, first, *_ = encode(repeated(128), fitted())
+    assert codec("AC-L0").frame_version(base) == 5
+    assert codec("AC-L1").frame_version(first) == OLDEST_VERSION
+
+
+def test_every_path_makes_the_same_payloads(monkeypatch):
+    made = []
+    for path in coder.available_paths():
+        monkeypatch.setenv(coder.VARIABLE, path)
+        made.append(encode(repeated(128)[:, :, :, :100], fitted(), "AC-L1"))
+    assert all(each == made[0] for each in made)
+
+
+def test_a_gpu_leaves_them_to_the_processor(monkeypatch):
+    taken = []
+    monkeypatch.setattr(gpu, "available", lambda: True)
+    monkeypatch.setattr(coder, "decode_many", taken.extend)
+    kernels = pytest.importorskip("kvabr.codec.gpu.decoder")
+    monkeypatch.setattr(kernels, "decode_many", lambda jobs: taken.append(len(jobs)))
+    plain, referring = (type("Job", (), {"references": each}) for each in (None, object()))
+    gpu.decode_many([plain, referring, plain])
+    assert taken == [2, referring]
+
+
+def test_profiles_with_tables_have_a_format_of_their_own():
+    old, new = without(fitted()), fitted()
+    assert NEWER[FORMAT].encode() in new.to_bytes()[:2000]
+    assert FORMAT.encode() in old.to_bytes()[:2000]
+    read = Profile.from_bytes(new.to_bytes()).of(SHAPE)
+    for track, depth in new.depths.items():
+        near = read.depths[track].coder.near
+        assert np.array_equal(near.freqs, depth.coder.near.freqs)
+        assert np.array_equal(near.bucket, depth.coder.near.bucket)
+    assert Profile.from_bytes(old.to_bytes()).of(SHAPE).depths["AC-L0"].coder.near is None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [
+        (lambda near: near.bucket.__setitem__((0, 3), 200), "context"),
+        (lambda near: near.freqs.__setitem__((0, 0, 0), 4000), "sum"),
+    ],
+)
+def test_bad_tables_are_refused(spoil, word):
+    model = fitted().depths["AC-L0"].coder
+    near = dataclasses.replace(model.near, bucket=model.near.bucket.copy(), freqs=model.near.freqs.copy())
+    spoil(near)
+    with pytest.raises(FormatError, match=word):
+        dataclasses.replace(model, near=near)
+
+
+@examples(30)
+@given(seed=st.integers(0, 1 << 32), tokens=st.sampled_from((65, 100, 127, 128, 192, 193, 300)))
+def test_references_are_read_as_they_were_written(seed, tokens):
+    made = some_references(np.random.default_rng(seed), tokens)
+    data = pack_references(made)
+    read = read_references(data, tokens)
+    assert len(data) == references_size(tokens)
+    assert np.array_equal(read.place, made.place)
+    assert np.array_equal(read.lane, made.lane)
+    for tile in tiles(tokens):
+        assert sorted(read.place[tile].tolist()) == list(range(tile.stop - tile.start))
+    assert sorted(read.order.tolist()) == list(range(tokens))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "change"),
+    [
+        (128, lambda data: data.__setitem__(0, data[0] ^ 1)),
+        (128, lambda data: data.__setitem__(-1, LANES)),
+        (100, lambda data: data.__setitem__(12, data[12] | 0x80)),
+        (128, lambda data: data.append(0)),
+        (128, lambda data: data.pop()),
+    ],
+)
+def test_references_that_no_encoder_writes_are_refused(tokens, change):
+    data = bytearray(pack_references(join_references({}, tokens)))
+    change(data)
+    with pytest.raises(FormatError, match="references"):
+        read_references(data, tokens)
+
+
+def test_payloads_that_lie_are_refused():
+    payload = encode(repeated(128), fitted())[0]
+    with pytest.raises(FormatError):
+        decode([payload[: len(MARK) + 20]], fitted(), 128, "AC-L0")
+    with pytest.raises(FormatError):
+        decode([MARK + payload], fitted(), 128, "AC-L0")
+    with pytest.raises(FormatError, match="64 tokens"):
+        decode([payload], fitted(), 64, "AC-L0")
+    with pytest.raises(FormatError, match="listed"):
+        decode([payload, payload], fitted(), 128, "AC-L1")
+    assert struct.unpack("<I", MARK)[0] < 0xFFFFFFFD
+    assert TILE == 2 * LANES
