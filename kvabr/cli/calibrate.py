@@ -14,6 +14,8 @@ from kvabr.types.errors import UsageError
 from kvabr.types.naming import LAYERS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvabr.codec.fit import FitConfig
     from kvabr.publish.target import Target
     from kvabr.types.kv import KVSpec
@@ -21,11 +23,14 @@ if TYPE_CHECKING:
 AC_TRACKS = (*LAYERS, "AC-5x")
 """Tracks that steps can be chosen for."""
 
+_LOAD = {"auto": None, "whole": False, "layers": True}
 _EPILOG = """\
 examples:
   kvabr calibrate --model smollm2 --out smollm2.profile.safetensors
   kvabr calibrate --model ./my-llama --text manual.txt code.py letters.txt --out my-llama.safetensors
   kvabr calibrate --model ./my-gemma --target-kl 0.002 --out my-gemma.safetensors
+  kvabr calibrate --model ./llama-8b --load layers --out llama-8b.safetensors
+  kvabr calibrate --model ./llama-8b --device cuda --dtype bfloat16 --out llama-8b.safetensors
   kvabr calibrate --blend --model ./my-llama --out my-llama.fusion.json
 
 The AC tracks code a cache against statistics of the model: channel means, the transform that decorrelates channels and
@@ -33,10 +38,15 @@ layers, quantiser steps, probability tables. They are calibrated once per model,
 every player fetches them once. More layers per stack and more components per layer make smaller caches and a larger
 profile; --step-scale makes all tracks smaller and coarser, or larger and finer. The same steps cost some models more
 than others: --target-kl measures, and chooses steps for each layer class; all AC tracks move with AC-5x, or with the
---target-track: AC-L0 or AC-L1 where links are slow and the first layers must be good enough.
+--target-track: AC-L0 or AC-L1 where links are slow and the first layers must be good enough. A coarse step leaves
+decoded values a little too small; --gain measures by how much, and decoders make up for it at no cost.
 
 The model runs forwards over every context, and backwards through the last quarter of it, to find the channels in which
 errors matter. That takes minutes for a small model, and space for all caches twice in the temporary folder (TMPDIR).
+With --load layers, all contexts go through one layer before the next is read, so memory holds the embedding, the head,
+one layer and little more; what enters each layer at the scored tokens is in the temporary folder, too. This works with
+models whose layers only follow one another, such as Llama, Mistral, Qwen and Gemma; others are refused. Weights or
+caches that are NaN are refused with their name. The fit itself runs on the CPU.
 A profile fits only the model that it was made from. It covers all of its layer classes: windows, chunks,
 latents, states.
 """
@@ -47,6 +57,21 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description = "Run a model over texts and write the statistics that its AC tracks are coded with."
     parser.epilog = f"{_EPILOG}\n{calibrate_blend.EPILOG}"
     add_model_option(parser)
+    parser.add_argument(
+        "--device", default="cpu", metavar="NAME", help="where the model computes: cpu, cuda, cuda:1 (default: cpu)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="element type in which it computes (default: float32 on a CPU, else the one that it was saved in)",
+    )
+    parser.add_argument(
+        "--load",
+        choices=tuple(_LOAD),
+        default="auto",
+        help="hold the whole model in memory, or only one of its layers, read from disk (default: auto, layers if the "
+        "weights take more than half of the memory)",
+    )
     parser.add_argument(
         "--text",
         type=Path,
@@ -93,6 +118,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--target-track", choices=AC_TRACKS, metavar="TRACK",
         help=f"the track that --target-kl is for, a layer with those below it: {', '.join(AC_TRACKS)} (default: AC-5x)",
     )  # fmt: skip
+    parser.add_argument(
+        "--gain", action="store_true",
+        help="multiply decoded values of AC-L0 by what makes it lose least, measured on a sixth of the contexts",
+    )  # fmt: skip
     calibrate_blend.add(parser)
     parser.set_defaults(run=run)
 
@@ -101,26 +130,32 @@ def run(args: argparse.Namespace) -> int:
     """Calibrate the model and write its profile, or its fusion losses."""
     if args.blend:
         return calibrate_blend.run(args)
+    if args.base is not None:
+        raise UsageError("--base is for what joining passages costs: add --blend")
     from rich.console import Console
 
     from kvabr.cli.display import StageBar
     from kvabr.codec.columns import check_class
     from kvabr.publish.calibrate import CONTEXTS, calibrate
+    from kvabr.publish.model import LayerEngine
     from kvabr.publish.texts import calibration_texts
-    from kvabr.store.files import read_text, write_file
+    from kvabr.store.files import write_file
 
     # Check the arguments before minutes of work.
     config = _config(args)
     if args.out.is_dir() or not args.out.parent.is_dir():
         raise UsageError(f"--out {args.out}: give a file in an existing folder")
-    texts = calibration_texts() if args.text is None else {str(path): read_text(path) for path in args.text}
+    texts = calibration_texts() if args.text is None else _texts(args.text)
     console = Console(stderr=True)
     start = time.perf_counter()
-    loaded = load(args.model, console)
+    loaded = load(args.model, console, device=args.device, dtype=args.dtype, by_layer=_LOAD[args.load])
     spec = loaded.engine.spec
     check_class(spec, "AC")
     told: list[str] = []
-    with StageBar(stage_titles(spec), console) as bar:
+    titles = stage_titles(
+        spec, search=args.target_kl is not None, gain=args.gain, by_layer=isinstance(loaded.engine, LayerEngine)
+    )
+    with StageBar(titles, console) as bar:
         profile = calibrate(
             loaded,
             texts,
@@ -128,6 +163,7 @@ def run(args: argparse.Namespace) -> int:
             tokens=args.context_tokens,
             config=config,
             target=target_of(args.target_kl, args.target_track),
+            gain=args.gain,
             progress=bar,
             tell=told.append,
         )
@@ -147,11 +183,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def stage_titles(spec: KVSpec) -> dict[str, str]:
-    """Return the stages of a calibration with their titles, for a progress bar."""
-    from kvabr.publish.calibrate import SEARCH, stages
+def _texts(paths: Sequence[Path]) -> dict[str, str]:
+    """Read texts; the profile has their names, but not the folders."""
+    from kvabr.store.files import read_text
 
-    return {stage: f"{stage} (contexts)" for stage in stages(spec)} | {SEARCH: f"{SEARCH} (measurements)"}
+    texts: dict[str, str] = {}
+    for path in paths:
+        name = path.name if path.name not in texts else f"{path.name} {len(texts)}"
+        texts[name] = read_text(path)
+    return texts
+
+
+def stage_titles(spec: KVSpec, *, search: bool, gain: bool = False, by_layer: bool = False) -> dict[str, str]:
+    """Return the stages of a calibration with their titles, for a progress bar."""
+    from kvabr.publish.calibrate import GAINS, SEARCH, stages
+
+    units = {
+        SEARCH: "measurements",
+        GAINS: "measurements",
+        "forward": "layers x contexts",
+        "backward": "layers x contexts",
+    }
+    every = stages(spec, search=search, gain=gain, by_layer=by_layer)
+    return {
+        stage: f"{number} of {len(every)}: {stage} ({units.get(stage, 'contexts')})"
+        for number, stage in enumerate(every, 1)
+    }
 
 
 def target_of(kl: float | None, track: str | None) -> Target | None:

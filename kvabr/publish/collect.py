@@ -1,0 +1,234 @@
+"""The first half of a calibration: caches of texts and gradients with respect to them, in temporary files.
+
+Elements take 16 bits there (caches: those of the published type). Memory holds one context at a time, or, of an engine
+that runs layer by layer (`kvabr.publish.model.LayerEngine`), one layer of one context.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import IO
+
+import torch
+
+from kvabr.codec.group import clean, largest_number
+from kvabr.codec.payload import raw
+from kvabr.publish.model import CalibrationEngine, LayerEngine
+from kvabr.publish.quality import Reference
+from kvabr.publish.target import HeldOutText
+from kvabr.types.engine import prefill_classes
+from kvabr.types.errors import AssetError, ModelError
+from kvabr.types.kv import KVSpec
+
+_SCORED_SHARE = 4
+"""The last quarter of a context is scored, to see which errors in the cache of the rest matter."""
+_SNAPSHOTS = 8
+"""Parts of a context; at the ends of all but the first, snapshots are taken of its states."""
+_SLOPE = torch.bfloat16
+
+Cache = tuple[torch.Tensor, ...]
+"""A tensor per layer class."""
+
+
+class Spool:
+    """Caches of one layer class in a file, one after the other."""
+
+    def __init__(self, file: IO[bytes], spec: KVSpec, dtype: torch.dtype) -> None:
+        self._file, self._spec, self._dtype = file, spec, dtype
+        self._tokens: list[int] = []
+        self._starts = [0]
+
+    def add(self, cache: torch.Tensor) -> None:
+        """Append a cache, [layer, K/V, head, token, dim]."""
+        start = self._starts[-1]
+        self.reserve(cache.shape[3])
+        self._write(start, cache)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for a cache at the end; `put` fills it layer by layer."""
+        self._tokens.append(tokens)
+        self._starts.append(self._starts[-1] + math.prod(self._spec.shape(tokens)) * self._dtype.itemsize)
+
+    def put(self, number: int, place: int, part: torch.Tensor) -> None:
+        """Store one layer of a cache, [K/V, head, token, dim]."""
+        self._write(self._place(number, place), part)
+
+    def get(self, number: int, place: int) -> torch.Tensor:
+        """Return one layer of a cache."""
+        return self._read(self._place(number, place), self._spec.shape(self._tokens[number])[1:])
+
+    def read(self) -> Iterator[torch.Tensor]:
+        """Yield all caches."""
+        for tokens, start in zip(self._tokens, self._starts, strict=False):
+            yield self._read(start, self._spec.shape(tokens))
+
+    def _place(self, number: int, place: int) -> int:
+        size = self._starts[number + 1] - self._starts[number]
+        return self._starts[number] + place * (size // self._spec.layers)
+
+    def _write(self, start: int, part: torch.Tensor) -> None:
+        self._file.seek(start)
+        self._file.write(raw(part.to(self._dtype)))
+
+    def _read(self, start: int, shape: Sequence[int]) -> torch.Tensor:
+        self._file.seek(start)
+        data = bytearray(math.prod(shape) * self._dtype.itemsize)
+        self._file.readinto(data)  # type: ignore[attr-defined]  # every binary file has it
+        return torch.frombuffer(data, dtype=self._dtype).reshape(tuple(shape))
+
+
+class ClassFiles:
+    """A layer class: its spec, and its caches and gradients in temporary files."""
+
+    def __init__(self, spec: KVSpec, files: ExitStack) -> None:
+        self.spec, self.name = spec, "" if spec.part_of is None else spec.part_of[1]
+        self.caches, self.gradients = (Spool(_file(files), spec, dtype) for dtype in (spec.torch_dtype, _SLOPE))
+
+
+def _file(files: ExitStack) -> IO[bytes]:
+    return files.enter_context(tempfile.TemporaryFile(prefix="kvabr-calibrate-"))
+
+
+def collect(
+    engine: CalibrationEngine,
+    cuts: Sequence[Sequence[int]],
+    held: Collection[int],
+    files: ExitStack,
+    progress: Callable[[str, int, int], None],
+) -> tuple[list[ClassFiles], list[HeldOutText]]:
+    """Compute all caches; return those that are held out, by number, and files of the others with their gradients.
+
+    Args:
+        engine: the model.
+        cuts: token ids of the contexts.
+        held: numbers of those that are kept out of the files.
+        files: closes the files.
+        progress: called with a stage, its steps done, and its steps in all.
+
+    Raises:
+        ModelError: the model has weights, caches or outputs that are NaN.
+        AssetError: the disk has no room.
+    """
+    engine.check_weights()
+    _check_room(engine, [ids for number, ids in enumerate(cuts) if number not in held])
+    classes = [ClassFiles(part, files) for part in engine.spec.parts]
+    samples, seed = [], 0
+    if isinstance(engine, LayerEngine):
+        fitted = [ids for number, ids in enumerate(cuts) if number not in held]
+        engine.by_layer(fitted, [_scored(ids) for ids in fitted], _Sink(engine, fitted, classes), progress)
+    for number, ids in enumerate(cuts):
+        if isinstance(engine, LayerEngine) and number not in held:
+            continue
+        scored = _scored(ids)
+        cache, kept = caches_of(engine, ids, len(ids) - scored)
+        if number in held:
+            samples.append(HeldOutText(kept, Reference(engine, kept, ids[-scored:])))
+        else:
+            gradients = engine.gradient_classes(kept, ids[-scored:], seed)
+            seed += 1
+            for each, part, slope in zip(classes, cache, gradients, strict=True):
+                each.caches.add(part)
+                each.gradients.add(slope)
+        progress("prefill", number + 1, len(cuts))
+    return classes, samples
+
+
+def collecting_stages(*, search: bool, by_layer: bool) -> tuple[str, ...]:
+    """Return the stages of `collect`; with ``search`` some contexts are held out."""
+    return ("forward", "backward", *(["prefill"] if search else [])) if by_layer else ("prefill",)
+
+
+def _scored(ids: Sequence[int]) -> int:
+    return len(ids) // _SCORED_SHARE
+
+
+def _check_room(engine: CalibrationEngine, cuts: Sequence[Sequence[int]]) -> None:
+    """Raise an `AssetError` if what will be written does not fit the disk, before hours of work."""
+    wanted = room_needed(engine, [len(ids) for ids in cuts])
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    if wanted > free:
+        raise AssetError(
+            f"{folder}: {free / 1e9:.1f} GB are free, but the caches of {len(cuts)} contexts take {wanted / 1e9:.1f} "
+            "GB there; set TMPDIR to a folder with more room, or give fewer --contexts"
+        )
+
+
+def room_needed(engine: CalibrationEngine, lengths: Sequence[int]) -> int:
+    """Return the bytes of the temporary files for contexts of these lengths, without states."""
+    total = 0
+    for part in engine.spec.parts:
+        if part.only.kind != "state":
+            every = sum(lengths) * part.torch_dtype.itemsize
+            scored = sum(length - length // _SCORED_SHARE for length in lengths) * _SLOPE.itemsize
+            total += part.elements_per_token * (every + scored)
+    if isinstance(engine, LayerEngine):
+        total += engine.layer_bytes * sum(length // _SCORED_SHARE for length in lengths)
+    return total
+
+
+def caches_of(engine: CalibrationEngine, ids: Sequence[int], end: int) -> tuple[Cache, Cache]:
+    """Return the cache of a context, with several snapshots of each state, and that of its first ``end`` tokens."""
+    parts, total = engine.spec.parts, len(ids)
+    states = [part.only.kind == "state" for part in parts]
+    marks = {end, *(total * step // _SNAPSHOTS for step in range(2, _SNAPSHOTS))} if any(states) else ()
+    pieces: list[Cache] = []
+    whole: Cache | None = None
+    for first, last in pairwise(sorted({0, *marks, total})):
+        pieces.append(prefill_classes(engine, ids[first:last], whole))
+        before = pieces[-1] if whole is None else whole
+        whole = tuple(
+            piece if whole is None or state else torch.cat((one, piece), dim=3)
+            for one, piece, state in zip(before, pieces[-1], states, strict=True)
+        )
+        if last == end or not marks:
+            kept = whole
+    cache = tuple(torch.cat(part, dim=3) for part in zip(*pieces, strict=True))
+    for kv, part in zip(cache, parts, strict=True):
+        for place, layer in enumerate(part.only.layers):
+            _check_layer(kv[place], layer)
+    # A cache of 16 bits may hold infinities, behind which all probabilities are NaN.
+    clear = (
+        clean(one if state else one[:, :, :, :end], largest_number(part))[0]
+        for one, part, state in zip(kept, parts, states, strict=True)
+    )
+    return cache, tuple(clear)
+
+
+def _check_layer(kv: torch.Tensor, layer: int) -> None:
+    if bool(kv.isnan().any()):
+        raise ModelError(
+            f"the cache of layer {layer} is NaN: the model is damaged there or in a layer before, or it needs another "
+            "element type (--dtype float32)"
+        )
+
+
+class _Sink:
+    """Puts what an engine computes layer by layer into the files."""
+
+    def __init__(self, engine: LayerEngine, cuts: Sequence[Sequence[int]], classes: Sequence[ClassFiles]) -> None:
+        self._places, self._classes = engine.places(), classes
+        self._ends = [len(ids) - _scored(ids) for ids in cuts]
+        for each in classes:
+            for ids, end in zip(cuts, self._ends, strict=True):
+                each.caches.reserve(len(ids))
+                each.gradients.reserve(end)
+
+    def put_cache(self, context: int, layer: int, kv: torch.Tensor) -> None:
+        _check_layer(kv, layer)
+        number, place = self._places[layer]
+        self._classes[number].caches.put(context, place, kv)
+
+    def kept(self, context: int, layer: int) -> torch.Tensor:
+        number, place = self._places[layer]
+        each = self._classes[number]
+        return clean(each.caches.get(context, place)[:, :, : self._ends[context]], largest_number(each.spec))[0]
+
+    def put_gradient(self, context: int, layer: int, gradient: torch.Tensor) -> None:
+        number, place = self._places[layer]
+        self._classes[number].gradients.put(context, place, gradient)
