@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -246,7 +246,7 @@ def publish(
         progress=partial(progress, "measure"),
     )
     del exact
-    qualities = {track: Quality(six(one.kl), six(one.dnll), six(one.top1)) for track, one in measured.quality.items()}
+    qualities = {track: _rounded(one) for track, one in measured.quality.items()}
     catalog = frames.catalog(
         measured.loss, decode_s, loss_method=measured.method, source=source, measured=qualities, prefill=prefill
     )
@@ -256,6 +256,10 @@ def publish(
         catalog, sample_mixes(catalog), reference, prompt.tokens, frames.decode, progress=partial(progress, "mix")
     )
     return replace(catalog, mixes=tuple(Mix(mix.tracks, six(mix.predicted), six(mix.measured)) for mix in mixes))
+
+
+def _rounded(quality: Quality) -> Quality:
+    return Quality(*(None if value is None else six(value) for value in astuple(quality)))  # type: ignore[arg-type]
 
 
 def _exact(

@@ -1,9 +1,10 @@
 """Expected loss of every group on every track, measured by the real model.
 
-For every track the whole cache is decoded and the continuation scored once: that gives KL, change of NLL and top-1.
-Then, for a few tracks, one group at a time is replaced in an otherwise exact cache: the KL of that run is the group's
-own. Coding noise of groups is nearly independent, and KL is quadratic in small noise, so these nearly add up (measured
-on SmolLM2 with 3- and 4-bit caches: to 0.86 to 1.3 of the KL of the whole cache), and are scaled to it. Lossy tracks
+For every track the whole cache is decoded and the continuation scored once: that gives KL, also of the first tokens,
+change of NLL and top-1. The loss is `kvabr.types.tracks.Quality.loss`, which counts the first tokens more. Then, for a
+few tracks, one group at a time is replaced in an otherwise exact cache: the KL of that run is the group's own. Coding
+noise of groups is nearly independent, and KL is quadratic in small noise, so these nearly add up (measured on SmolLM2
+with 3- and 4-bit caches: to 0.86 to 1.3 of the KL of the whole cache), and are scaled to the track's loss. Lossy tracks
 get shares of their own, because codecs differ in where they hurt (one that keeps the attention sinks exact spares the
 first group); a nearly lossless one takes those of the track with the nearest KL.
 
@@ -56,23 +57,22 @@ def compare(exact: torch.Tensor, other: torch.Tensor, tokens: Sequence[int]) -> 
         tokens: the continuation; row i of both is the distribution of ``tokens[i + 1]``.
 
     Returns:
-        Mean KL(exact || other) and top-1 agreement over all rows; the change of the negative log-likelihood over the
-        rows whose next token is known.
+        Mean KL(exact || other) over all rows, and over the first of more than 8 and 32; top-1 agreement over all rows;
+        the change of the negative log-likelihood over the rows whose next token is known.
 
     Raises:
         ModelError: either run has probabilities that are not finite.
     """
-    kl = 0.0
     # Row by row: distributions over a vocabulary take many megabytes, and fresh memory is slow.
-    for row, same in zip(exact, other, strict=True):
-        kl += float(torch.dot(row.exp(), row - same))
-    if not math.isfinite(kl):
+    rows = [float(torch.dot(row.exp(), row - same)) for row, same in zip(exact, other, strict=True)]
+    if not math.isfinite(sum(rows)):
         raise ModelError("the model's probabilities are NaN or infinite; its weights, or its caches, are damaged")
     following = torch.tensor(tokens[1:], dtype=torch.long)[:, None]
     gained = exact[:-1].gather(1, following) - other[:-1].gather(1, following)
     agree = (exact.numpy().argmax(axis=1) == other.numpy().argmax(axis=1)).mean()  # torch takes five times as long
     # A KL is never negative; rounding can take one of two equal runs an ulp below.
-    return Quality(kl=max(0.0, kl / len(exact)), dnll=float(gained.mean()), top1=float(agree))
+    kl8, kl32 = (max(0.0, sum(rows[:first]) / first) if len(rows) > first else None for first in (8, 32))
+    return Quality(max(0.0, sum(rows) / len(rows)), float(gained.mean()), float(agree), kl8, kl32)
 
 
 class Reference:
@@ -128,7 +128,7 @@ class Measured:
     quality: Mapping[str, Quality]
     """By track: the whole cache on it."""
     loss: Mapping[str, tuple[float, ...]]
-    """By track and group: expected loss, nats per token. A track's losses add up to its measured KL."""
+    """By track and group: expected loss, nats per token. A track's losses add up to its `Quality.loss`."""
     method: str
     """How they were attributed, in words."""
 
@@ -195,7 +195,9 @@ def measure_quality(
     loss = {}
     for track in tracks:
         near = _nearest(quality, track, shaped)
-        losses = dict(zip(seen, (quality[track].kl * share for share in (shares[near] if near else even)), strict=True))
+        losses = dict(
+            zip(seen, (quality[track].loss * share for share in (shares[near] if near else even)), strict=True)
+        )
         loss[track] = tuple(losses.get(group, 0.0) for group in range(len(every)))
     return Measured(quality, loss, _in_words(len(reference.continuation), shaped, units))
 
@@ -264,7 +266,7 @@ def measure_mixes(
                 for group in groups:
                     first, last = spec.group_range(group, catalog.tokens)
                     decode(group, name, work[:, :, :, first:last])
-        out.append(Mix(tuple(mix), predicted_loss(catalog, mix), reference.measure(work).kl))
+        out.append(Mix(tuple(mix), predicted_loss(catalog, mix), reference.measure(work).loss))
         progress(number + 1, len(mixes))
     return out
 
@@ -322,9 +324,11 @@ def _nearest(quality: Mapping[str, Quality], track: str, shaped: Sequence[str]) 
 
 
 def _in_words(continuation: int, shaped: Sequence[str], units: Sequence[range]) -> str:
+    early = [str(first) for first in (8, 32) if continuation > first]
+    spans = f"{', '.join(early)} and {continuation}" if early else str(continuation)
     whole = (
-        f"KL(exact || track) per token, mean over the {continuation} tokens that follow the prompt, measured by the "
-        "model with the whole cache on one track"
+        f"KL(exact || track) per token, mean over the first {spans} tokens that follow the prompt"
+        f"{', and over these means' if early else ''}, measured by the model with the whole cache on one track"
     )
     if not shaped:
         return whole + "."

@@ -263,8 +263,23 @@ class Catalog:
         if group >= self.groups:
             return self.tokens
         if self.sources:
-            return self.units[group].first
+            return self.units[group].first - self.first_token
         return self.units[group].chunk * self.spec.group_tokens if group else 0
+
+    def group_at(self, token: int) -> int:
+        """Return which group of tokens holds a token of the prompt that lies in this catalog."""
+        place = token - self.first_token
+        if not self.sources:
+            return place // self.spec.group_tokens
+        return bisect_right(range(self.groups), place, key=self.tokens_before) - 1
+
+    def run(self, token: int) -> Catalog | None:
+        """Return the groups from that of a token of the prompt on, up to the first that no asset has; None: none."""
+        if not self.first_token <= token < self.first_token + self.tokens:
+            return None
+        first = self.group_at(token)
+        last = next((group for group in self.computed if group >= first), self.groups)
+        return None if first == last else self._slice(first, last)
 
     @cached_property
     def _cuts(self) -> tuple[int, ...]:
@@ -303,13 +318,13 @@ class Catalog:
             raise UsageError(f"{self.namespace.prompt[:12]}... is a passage, which is played as a part of a prompt")
         if not 1 <= groups <= len(self.chunks):
             raise UsageError(f"cannot take a prefix of {groups} groups: the asset has {len(self.chunks)}")
-        tokens = min(groups * size, self.tokens)
+        tokens = self.tokens_before(groups) if self.every_token else min(groups * size, self.tokens)
         if end is not None and not tokens - size < end <= tokens:
             raise UsageError(f"a prefix of {groups} groups does not end at token {end}")
         if groups == len(self.chunks) and (self.every_token or (self.chosen is not None and end is None)):
             return self
         if self.every_token:
-            return self._slice(0, groups, groups * size)
+            return self._slice(0, groups)
         if self.whole is not None:
             skipped = self.first_token
             shorter = self.whole.prefix(self.offset + groups, None if end is None else skipped + end)
@@ -345,10 +360,9 @@ class Catalog:
             raise UsageError(f"skipping {groups} of {len(self.chunks)} groups leaves nothing to play")
         if not groups:
             return self
-        tokens = self.tokens - groups * self.spec.group_tokens
         if self.every_token:
-            return self._slice(groups, self.groups, tokens)
-        play = self.to_play
+            return self._slice(groups, self.groups)
+        play, tokens = self.to_play, self.tokens - groups * self.spec.group_tokens
         left = [index for index, unit in enumerate(play.units) if unit.chunk >= groups]
         return replace(
             play,
@@ -378,12 +392,24 @@ class Catalog:
         """Tokens of the prompt that come before this catalog's first token."""
         return self.position + self.offset * self.spec.group_tokens
 
-    def _slice(self, first: int, last: int, tokens: int) -> Catalog:
-        if self.passage is not None or self.sources:
+    def _slice(self, first: int, last: int) -> Catalog:
+        if self.passage is not None:
             raise UsageError("passages are played whole")
+        tokens = self.tokens_before(last) - self.tokens_before(first)
         tracks = tuple(groups_of(track, range(first, last), range(first, last)) for track in self.tracks)
+        offset, position, units = self.offset + first, self.position, self.chosen
+        if self.sources:
+            offset, position = 0, self.units[first].first
+            units = tuple(unit._replace(chunk=unit.chunk - first) for unit in self.units[first:last])
         return replace(
-            self, tokens=tokens, chunks=self.chunks[first:last], tracks=tracks, mixes=(), offset=self.offset + first
+            self,
+            tokens=tokens,
+            chunks=self.chunks[first:last],
+            tracks=tracks,
+            mixes=(),
+            offset=offset,
+            position=position,
+            chosen=units,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ A catalog may have megabytes of lists. They are read in pieces, so that other th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvabr.types.digests import BLAKE3, SHA256
@@ -90,9 +90,17 @@ def _read_track(pieces: JsonPieces, groups: int) -> dict[str, Any]:
         else:
             pieces.skip()
     quality = value["measured"]
-    value["measured"] = None if quality is None else tuple(float(quality[key]) for key in ("kl", "dnll", "top1"))
+    value["measured"] = None if quality is None else tuple(_quality(quality))
     value["decode_s"] = float(value["decode_s"])
     return value
+
+
+def _quality(value: dict[str, Any]) -> Iterator[float | None]:
+    """Yield the fields of `Quality`, of which those of the first tokens may be missing."""
+    for key in ("kl", "dnll", "top1"):
+        yield float(value[key])
+    for key in ("kl8", "kl32"):
+        yield None if value.get(key) is None else float(value[key])
 
 
 def _read_mix(pieces: JsonPieces, groups: int) -> tuple[tuple[str, ...], float, float]:

@@ -47,7 +47,9 @@ class Joined(NamedTuple):
     """Its groups in the joined catalog."""
 
 
-def join(parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec) -> Catalog | None:
+def join(
+    parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec, opening: Catalog | None = None
+) -> Catalog | None:
     """Return the catalog of a prompt, up to the end of the last passage that was found; None if there is none.
 
     A passage that begins the prompt is computed: it would have no attention sink before it, and is exact without.
@@ -56,6 +58,7 @@ def join(parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec) 
         parts: the prompt.
         found: catalogs of passages, of the same spec, and with the same codec profile if any.
         spec: of the model.
+        opening: catalog of a prompt that begins as this one does, with no more than the text before the first passage.
 
     Raises `FormatError` if the passages have no track in common.
     """
@@ -63,17 +66,19 @@ def join(parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec) 
     sources: list[Catalog] = []
     position, done = 0, 0
     for part in parts:
-        catalog = found.get(part) if isinstance(part, Passage) and position else None
+        catalog = opening
+        if position:
+            catalog = found.get(part) if isinstance(part, Passage) else None
         if catalog is not None:
             if done < position:
                 units.append(Unit(0, 0, len(units), done, position - done, None, COMPUTED))
-            own = catalog.at(position)
+            own = catalog.at(position) if position else catalog
             for group in range(own.groups):
                 units.append(own.unit(group)._replace(chunk=len(units), source=len(sources)))
             sources.append(catalog)
             done = position + catalog.tokens
         position += len(part.ids)
-    if not sources:
+    if not any(unit.free is not None for unit in units):
         return None
     profiles = {catalog.profile: catalog.profile_bytes for catalog in sources if catalog.profile is not None}
     if len(profiles) > 1:
@@ -104,7 +109,7 @@ def joined_passages(catalog: Catalog) -> tuple[Joined, ...]:
     """Return the passages of a joined catalog, in the order of the prompt; empty for any other."""
     places: dict[int, list[int]] = {}
     for group, unit in enumerate(catalog.units if catalog.sources else ()):
-        if unit.source != COMPUTED:
+        if unit.source != COMPUTED and unit.free is not None:
             places.setdefault(unit.source, []).append(group)
     return tuple(
         Joined(

@@ -26,7 +26,8 @@ from kvabr.types.naming import TrackNamespace, chained
 
 MAX_PASSAGE_TOKENS = 1 << 17
 """Maximum tokens of a passage: a longer text is several of them."""
-_MAX_PARTS = 4096
+MAX_PARTS = 4096
+"""Maximum parts of a prompt."""
 _MAX_CONTEXTS = 1 << 16
 _MAX_FUSION = 64
 _MAX_FUSION_LOSS = 1e6
@@ -69,8 +70,8 @@ Part = Exact | Passage
 def check_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
     """Return the parts of a prompt; a `UsageError` unless there are 1 to 4,096 of them."""
     found = tuple(parts)
-    if not 0 < len(found) <= _MAX_PARTS or not all(isinstance(part, Exact | Passage) for part in found):
-        raise UsageError(f"a prompt is made of 1 to {_MAX_PARTS} parts, each an Exact or a Passage")
+    if not 0 < len(found) <= MAX_PARTS or not all(isinstance(part, Exact | Passage) for part in found):
+        raise UsageError(f"a prompt is made of 1 to {MAX_PARTS} parts, each an Exact or a Passage")
     return found
 
 

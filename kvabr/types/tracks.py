@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from kvabr.types.catalog_json import all_within
@@ -24,6 +24,19 @@ class Quality:
     """Change of the mean negative log-likelihood of the true continuation, nats per token."""
     top1: float
     """Share of continuation tokens where the most likely next token is the same."""
+    kl8: float | None = None
+    """The KL divergence over the first 8 tokens of the continuation; None if it is not longer, or of an older asset."""
+    kl32: float | None = None
+    """The same over the first 32 tokens."""
+
+    @property
+    def loss(self) -> float:
+        """Expected loss of an answer, nats per token: as long as the continuation, 32 or 8 tokens, equally likely.
+
+        The first tokens of an answer suffer most, and a mean over all tokens of a long one hides that.
+        """
+        lengths = [kl for kl in (self.kl8, self.kl32, self.kl) if kl is not None]
+        return sum(lengths) / len(lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +94,7 @@ def check_track(track: Track, groups: int, before: set[str]) -> None:
     if not (math.isfinite(track.decode_s) and track.decode_s >= 0):
         raise FormatError(f"catalog: track {name} has a decode time that is negative or not a number")
     quality = track.measured
-    if quality is not None and not all(map(math.isfinite, (quality.kl, quality.dnll, quality.top1))):
+    if quality is not None and not all(math.isfinite(value) for value in astuple(quality) if value is not None):
         raise FormatError(f"catalog: track {name} has a measured quality that is not a number")
 
 
@@ -92,7 +105,7 @@ def track_to_json(track: Track) -> dict[str, Any]:
         "name": track.name,
         "refines": track.refines,
         "decode_s": track.decode_s,
-        "measured": None if quality is None else {"kl": quality.kl, "dnll": quality.dnll, "top1": quality.top1},
+        "measured": None if quality is None else {k: v for k, v in asdict(quality).items() if v is not None},
         "bytes": list(track.bytes),
         "loss": list(track.loss),
         "digests": list(track.digests),

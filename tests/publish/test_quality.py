@@ -37,15 +37,31 @@ def measure(setting, errors, **options):
     return measure_quality(reference, (exact,), SPEC, list(errors), noise.decode, **options)
 
 
+def test_the_first_tokens_are_measured_apart():
+    torch.manual_seed(0)
+    exact = torch.log_softmax(torch.randn(40, 20, dtype=torch.float64), dim=-1)
+    other = torch.log_softmax(exact + torch.linspace(1, 0, 40)[:, None] * torch.randn(40, 20), dim=-1)
+    rows = (exact.exp() * (exact - other)).sum(dim=1)
+    quality = compare(exact, other, [0] * 40)
+    wanted = [float(rows[:count].mean()) for count in (8, 32, 40)]
+    assert [quality.kl8, quality.kl32, quality.kl] == pytest.approx(wanted)
+    assert quality.loss == pytest.approx(sum(wanted) / 3)
+    assert quality.loss > quality.kl
+    short = compare(exact[:32], other[:32], [0] * 32)
+    assert (short.kl32, short.loss) == (None, pytest.approx((short.kl + short.kl8) / 2))
+    shorter = compare(exact[:8], other[:8], [0] * 8)
+    assert (shorter.kl8, shorter.kl32, shorter.loss) == (None, None, shorter.kl)
+
+
 def test_losses_add_up_and_go_where_the_damage_is(setting):
     errors = {"clean": [1e-4] * 5, "first": [0.2, 0, 0, 0, 0], "fourth": [0, 0, 0, 0.2, 0], "all": [0.2] * 5}
     measured = measure(setting, errors)
     for track, losses in measured.loss.items():
-        assert sum(losses) == pytest.approx(measured.quality[track].kl)
+        assert sum(losses) == pytest.approx(measured.quality[track].loss)
         assert all(loss >= 0 for loss in losses)
     assert max(range(5), key=measured.loss["first"].__getitem__) == 0
     assert max(range(5), key=measured.loss["fourth"].__getitem__) == 3
-    assert measured.loss["first"][0] > 0.98 * measured.quality["first"].kl
+    assert measured.loss["first"][0] > 0.98 * measured.quality["first"].loss
     # No group is free: one continuation that ignores it proves little.
     assert min(measured.loss["first"]) > 0
 
@@ -59,8 +75,8 @@ def test_the_exact_cache_is_not_touched(setting):
 def test_a_track_without_a_run_of_its_own_takes_the_nearest_shape(setting):
     errors = {"a": [0.3, 0, 0, 0, 0], "b": [0.29, 0, 0, 0, 0], "c": [0, 0, 0.15, 0, 0]}
     measured = measure(setting, errors, max_passes=10)  # two tracks of five groups
-    share = [loss / measured.quality["b"].kl for loss in measured.loss["b"]]
-    assert share == pytest.approx([loss / measured.quality["a"].kl for loss in measured.loss["a"]])
+    share = [loss / measured.quality["b"].loss for loss in measured.loss["b"]]
+    assert share == pytest.approx([loss / measured.quality["a"].loss for loss in measured.loss["a"]])
     assert "run for a, c" in measured.method
 
 
@@ -88,7 +104,7 @@ def test_one_group_bears_all(setting):
     short = exact[:, :, :, :10]
     noise = Noise(short, {"a": [0.2]})
     measured = measure_quality(reference, (short,), SPEC, ["a"], noise.decode)
-    assert measured.loss["a"] == (measured.quality["a"].kl,)
+    assert measured.loss["a"] == (measured.quality["a"].loss,)
 
 
 def test_lossless_tracks_need_no_shape(setting):

@@ -7,7 +7,7 @@ import pytest
 from kvabr.abr.ladder import Ladder
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.joined import fusion_loss, join
+from kvabr.types.joined import fusion_loss, join, joined_passages
 from kvabr.types.loss import played_loss, predicted_loss
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Exact, Passage, PassageNotes, passage_chain
@@ -118,10 +118,62 @@ def test_the_ladder_has_no_step_for_what_is_computed():
     assert ladder.cheapest == Ladder(FOUND[ONE]).cheapest
 
 
-def test_a_joined_prompt_is_neither_published_nor_cut():
-    joined = join(PARTS, FOUND, SPEC)
+def test_a_joined_prompt_is_not_published():
     with pytest.raises(UsageError, match="not published"):
-        joined.dumps()
-    for cut in (lambda: joined.prefix(3), lambda: joined.suffix(2)):
-        with pytest.raises(UsageError, match="whole"):
-            cut()
+        join(PARTS, FOUND, SPEC).dumps()
+
+
+def test_it_is_cut_between_any_two_groups():
+    joined = join(PARTS, FOUND, SPEC)
+    rest = joined.suffix(2)
+    assert (rest.first_token, rest.tokens, rest.groups, rest.spans) == (148, 661 - 148, 7, ((148, 513),))
+    assert [rest.tokens_before(group) for group in range(8)] == [0, 128, 172, 212, 213, 341, 469, 513]
+    both = rest.prefix(2)
+    assert (both.first_token, both.tokens, both.groups) == (148, 172, 2)
+    for cut, skipped in ((rest, 2), (both, 2)):
+        for group in range(cut.groups):
+            assert cut.unit(group)._replace(chunk=0) == joined.unit(group + skipped)._replace(chunk=0)
+            assert cut.unit(group).chunk == group
+            assert cut.namespace_of(group) == joined.namespace_of(group + skipped)
+            assert cut.chunks[group] == joined.chunks[group + skipped]
+            assert cut.track("Int4").loss[group] == joined.track("Int4").loss[group + skipped]
+    with pytest.raises(UsageError, match="whole"):
+        FOUND[ONE].suffix(1)
+
+
+@pytest.mark.parametrize(
+    ("token", "first", "end"),
+    [(20, 20, 360), (21, 20, 360), (148, 148, 360), (359, 320, 360), (361, 361, 661), (660, 617, 661)],
+)
+def test_a_run_is_what_nobody_has_to_compute(token, first, end):
+    run = join(PARTS, FOUND, SPEC).run(token)
+    assert (run.first_token, run.first_token + run.tokens) == (first, end)
+    assert run.computed == ()
+    assert run.unit(run.group_at(token)).first <= token
+
+
+@pytest.mark.parametrize("token", [0, 19, 360, 661, 10_000])
+def test_there_is_none_where_a_group_is_nobodys(token):
+    joined = join(PARTS, FOUND, SPEC)
+    assert joined.run(token) is None
+    assert joined.suffix(4).run(100) is None  # of what comes before
+
+
+def test_the_text_that_begins_a_prompt_may_have_a_cache_of_its_own():
+    whole = catalog(1, short=SPEC.group_tokens - 20)
+    joined = join(PARTS, FOUND, SPEC, whole)
+    assert joined.computed == (5,)
+    assert joined.namespace_of(0) == whole.namespace
+    assert joined.unit(0).free is None
+    assert joined.run(0).tokens == 360
+    assert fusion_loss(joined, ["FP16"] * 9) == pytest.approx(0.3)  # none of it is of the text
+    assert [(each.first, each.end) for each in joined_passages(joined)] == [(20, 320), (320, 360), (361, 661)]
+    # It may lack the end of the text, which is computed, and without a passage it is played by itself.
+    gap = join((Exact(range(200)), ONE), FOUND, SPEC, catalog(1))
+    assert [(unit.source, unit.first, unit.tokens) for unit in gap.units][:3] == [
+        (0, 0, 128),
+        (-1, 128, 72),
+        (1, 200, 128),
+    ]
+    assert (gap.run(0).tokens, gap.run(128), gap.run(208).first_token) == (128, None, 200)
+    assert join((SYSTEM, QUESTION), FOUND, SPEC, whole) is None
