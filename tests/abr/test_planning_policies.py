@@ -221,3 +221,37 @@ def test_until_the_deadline_nobody_else_gives_cakes_engine_work():
     assert min(plans) >= 1.0
     # After the deadline the engine computes what the network should have delivered, and the play ends.
     assert outcome.run["tokens_recomputed"] == asset.tokens
+
+
+# ---------------------------------------------------------------- kvserve
+
+
+PROFILES = (("A", 1000, 0.01, None), ("B", 2000, 0.001, None), ("C", 4000, 0.0001, None), ("D", 8000, 0.0, None))
+
+
+def served(rate, decode_s, accepted="kvserve:loss=0.05", deadline=100.0):
+    """Return the track for the first of ten groups; decoding one takes as long as `decode_s` says."""
+    seen = view(4, deadline, PROFILES, decode_seconds=decode_s.__getitem__)
+    seen.rate = rate
+    return load_policy(accepted)().choose(seen, 0).track
+
+
+def test_kvserve_takes_the_least_latency_of_link_and_decoder():
+    free = dict.fromkeys("ABCD", 0.0)
+    assert served(1000.0, free) == "A"
+    # A second of decoding: A 1 + 1, B 2 + 0.1, C 4, D 8 at 1,000 bytes a second.
+    slow = {"A": 1.0, "B": 0.1, "C": 0.0, "D": 0.0}
+    assert served(1000.0, slow) == "A"
+    assert served(2000.0, slow) == "B"
+    # At 100,000 no smaller track is worth its decoding: A 1.01, B 0.12, C 0.04 and D 0.08 seconds a group.
+    assert served(1e5, slow) == "C"
+    assert served(1e5, {"A": 1.0, "B": 0.1, "C": 0.05, "D": 0.0}) == "D"
+
+
+def test_kvserve_keeps_to_the_accepted_loss_and_the_deadline():
+    free = dict.fromkeys("ABCD", 0.0)
+    assert served(1000.0, free, "kvserve:loss=0.005") == "B"  # the four groups of A lose 0.04
+    assert served(1000.0, free, "kvserve:loss=0.0001") == "D"
+    late = {"A": 0.0, "B": 0.0, "C": 0.0, "D": 0.0}
+    assert served(10.0, late, deadline=1.0) == "A"  # nothing meets it: the fastest
+    assert served(0.0, free) == "A"

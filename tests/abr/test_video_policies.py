@@ -19,7 +19,7 @@ GP = math.log(4) / 1.5
 
 
 def test_declared_defaults_are_those_of_the_constructor():
-    for name in ("bola-e", "dynamic", "l2a", "fugu", "robustmpc", "cake"):
+    for name in ("bola-e", "dynamic", "l2a", "fugu", "robustmpc", "cake", "kvserve"):
         cls = policy_class(name)
         parameters = declared(cls)
         assert parameters
@@ -160,7 +160,7 @@ def test_on_a_link_that_never_changes_the_track_is_one_that_it_carries(name, sha
 
 
 def test_all_have_names_and_refuse_to_play_on_when_nothing_is_missing():
-    assert {"bola-e", "dynamic", "l2a", "fugu", "robustmpc", "cake", "oracle"} <= set(policies())
+    assert {"bola-e", "dynamic", "l2a", "fugu", "robustmpc", "cake", "kvserve", "oracle"} <= set(policies())
     for name in ("bola-e", "dynamic", "l2a", "fugu"):
         seen, policy = view(2), load_policy(name)()
         policy.start(seen)
@@ -169,7 +169,7 @@ def test_all_have_names_and_refuse_to_play_on_when_nothing_is_missing():
         assert policy.decide(seen).kind == "finish"
 
 
-@pytest.mark.parametrize("name", ["bola-e", "dynamic", "l2a", "fugu", "robustmpc", "cake"])
+@pytest.mark.parametrize("name", ["bola-e", "dynamic", "l2a", "fugu", "robustmpc", "cake", "kvserve"])
 def test_an_asset_of_one_track_is_played_on_it(name):
     record = steady(name, offer(4, (("A", 1000, 0.1, None),)), 4000.0)
     assert record.met

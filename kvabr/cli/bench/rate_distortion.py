@@ -23,6 +23,7 @@ examples:
   tools/fetch-texts && tools/setup-peers          texts to measure on, and LMCache's CacheGen as a peer
   kvabr bench rd --html rd.html --json rd.json
   kvabr bench rd --domains german chat --retrieval 0
+  kvabr bench rd --kvtc 8 16 32 --retrieval 0
   kvabr bench rd --tokens 4096 --contexts 1 --group-tokens 128 256 1024
   tools/gemma-model gemma
   kvabr bench rd --model gemma --calibrate 24 --target-kl 0.1 --target-track AC-L0 --retrieval 0
@@ -32,7 +33,8 @@ Every text is cut into contexts: a prompt and its continuation. The cache of the
 the model measures on the continuation what that loses against the exact cache (KL, nats per token; change of the
 negative log-likelihood; share of tokens whose most likely successor stays the same). KL compares with what the model
 says with the exact cache, ΔNLL with the text: if the model is often surprised by a text where it expects not to be,
-ΔNLL may be many times the KL, or negative. So both are printed: what it expects, and what the text costs it. For
+ΔNLL may be many times the KL, or negative. So both are printed: what it expects, and what the text costs it. The first
+tokens of an answer lose most; *loss*, which catalogs have, is the mean of the KL over 8, 32 and all tokens. For
 retrieval, a random six-digit code is planted at ten depths of a context, and the model is asked for it; the question is
 not coded.
 
@@ -102,6 +104,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--cachegen", nargs="+", default=["CacheGen"], choices=("CacheGen", "CacheGen-low", "CacheGen-32"),
         help="levels of CacheGen: LMCache's only one, a coarser and a finer one (default: CacheGen)",
     )  # fmt: skip
+    how.add_argument(
+        "--kvtc", type=float, nargs="+", default=(), metavar="X",
+        help="KVTC's recipe at these ratios to 16 bits, such as 8 16 32; learning its transforms takes minutes",
+    )  # fmt: skip
     out = parser.add_argument_group("output")
     out.add_argument("--work", type=Path, default=Path(".bench"), metavar="DIR", help="work folder (default: .bench)")
     out.add_argument("--json", type=Path, metavar="F", help="write everything as JSON")
@@ -120,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.lab.bench import rate_distortion as rd
     from kvabr.lab.bench import summary
     from kvabr.lab.bench.calibrated import profiles
-    from kvabr.lab.bench.contexts import check_unseen, cut, read_texts
+    from kvabr.lab.bench.contexts import check_unseen, cut, read_texts, seen_sentence
     from kvabr.lab.bench.measure import STAGES, CacheStore, QualityBench
     from kvabr.lab.bench.page import drawing, page
     from kvabr.store.files import write_text
@@ -140,7 +146,8 @@ def run(args: argparse.Namespace) -> int:
     contexts = cut(loaded, texts, args.contexts, args.tokens, args.continuation)
     store = CacheStore(args.work, loaded.engine.spec)
     told: list[str] = []
-    with StageBar(stage_titles(spec), console) as bar:
+    search = calibration is not None and calibration.target is not None
+    with StageBar(stage_titles(spec, search=search), console) as bar:
         made = calibration and profiles(loaded, spec, calibration, store.folder, bar, told.append)
     plan = rd.BenchPlan(
         contexts,
@@ -150,12 +157,13 @@ def run(args: argparse.Namespace) -> int:
         args.cachegen,
         args.group_tokens,
         len(contexts) if args.retrieval is None else args.retrieval,
+        args.kvtc,
         spec,
     )
     with StageBar(STAGES, console) as bar:
         findings, families, notes = rd.run(QualityBench(loaded, store, bar), plan)
     result = {"model": loaded.engine.spec.model, "tokens": args.tokens, "continuation": args.continuation}
-    result |= rd.result(findings, families, contexts)
+    result |= rd.result(findings, families, plan)
     groups = args.group_tokens[0] if args.group_tokens else loaded.engine.spec.group_tokens
     title = (
         f"{loaded.engine.spec.model}: {len(contexts)} contexts of {args.tokens} tokens ({', '.join(texts)}), measured "
@@ -163,6 +171,7 @@ def run(args: argparse.Namespace) -> int:
     )
     every = {
         "size and loss": summary.loss_table(result),
+        "first tokens": summary.first_table(result),
         "planted codes": summary.recall_table(result),
         "by domain": summary.domain_table(result),
         "size at CacheGen's quality, by length of groups": summary.group_table(result),
@@ -173,6 +182,8 @@ def run(args: argparse.Namespace) -> int:
     for name, (heads, lines) in shown:
         out.print(table(name, heads, lines, left=heads[:1]))
     _print(out, [summary.sentence(result), *filter(None, [summary.text_sentence(result)]), *told])
+    if plan.profiles:
+        _print(out, [seen_sentence({row["name"]: row["seen"] for row in result["contexts"]})])
     _print(console, [f"not measured: {note}" for note in notes])
     write_json(args.json, result)
     if args.svg is not None:
@@ -188,9 +199,8 @@ def _check(args: argparse.Namespace) -> CalibrationPlan | None:
         raise UsageError("--contexts and --tokens must be at least 1, and --continuation at least 2")
     if args.retrieval is not None and args.retrieval < 0:
         raise UsageError("--retrieval must be 0 or more")
-    sizes = args.group_tokens
-    if any(not 1 <= size <= 65536 for size in sizes) or len(set(sizes)) < len(sizes):
-        raise UsageError("--group-tokens takes sizes from 1 to 65536, each once")
+    _check_each("--group-tokens takes sizes from 1 to 65536", args.group_tokens, 1, 65536)
+    _check_each("--kvtc takes ratios from 1.1 to 256", args.kvtc, 1.1, 256)
     from kvabr.cli.calibrate import AC_TRACKS, target_of
     from kvabr.lab.bench.calibrated import CalibrationPlan
 
@@ -207,10 +217,14 @@ def _check(args: argparse.Namespace) -> CalibrationPlan | None:
     if args.target_track not in (None, *AC_TRACKS):
         raise UsageError(f"--target-track {args.target_track}: there are {', '.join(AC_TRACKS)}")
     scales = args.step_scale or [1.0]
-    if not all(0.01 <= scale <= 100 for scale in scales) or len(set(scales)) < len(scales):
-        raise UsageError("--step-scale takes scales from 0.01 to 100, each once")
+    _check_each("--step-scale takes scales from 0.01 to 100", scales, 0.01, 100)
     target = target_of(args.target_kl, args.target_track)
     return CalibrationPlan(args.calibrate, args.calibrate_tokens, target, tuple(scales))
+
+
+def _check_each(takes: str, given: Sequence[float], least: float, most: float) -> None:
+    if not all(least <= number <= most for number in given) or len(set(given)) < len(given):
+        raise UsageError(f"{takes}, each once")
 
 
 def _print(console: Console, lines: Sequence[str]) -> None:

@@ -18,6 +18,8 @@ from kvabr.publish.passages import CONTEXTS, contexts_for
 from kvabr.publish.texts import calibration_texts, measuring_texts
 from kvabr.types.errors import UsageError
 
+BASES = {"mean": "mean", "behind": "neutral", "alone": "alone"}
+"""How passages are computed (`PassageNotes.base`), and what the bench calls it."""
 SHARES = (0.0, 0.05, 0.15, 0.3)
 _PROMPTS = 6
 """Prompts of each kind: a text that goes on, and an entry of one of five manual pages."""
@@ -31,7 +33,9 @@ _SEED = 11
 
 
 def measure_model(
-    loaded: LoadedModel, progress: Callable[[str, int, int], None] = lambda _stage, _done, _all: None
+    loaded: LoadedModel,
+    progress: Callable[[str, int, int], None] = lambda _stage, _done, _all: None,
+    base: str = "mean",
 ) -> tuple[FusionLosses, list[Interval]]:
     """Measure what a passage adds to the loss of a prompt that is joined from four or five, by the share recomputed.
 
@@ -40,6 +44,7 @@ def measure_model(
     Args:
         loaded: the model.
         progress: called after every recipe.
+        base: how else passages are computed, see `BASES`.
 
     Returns:
         The losses, and each with its 95 % interval over prompts.
@@ -60,7 +65,7 @@ def measure_model(
         for kind in _KINDS
         for prompt in make_prompts(loaded, measuring_texts(), kind, _PROMPTS, size=size, seed=_SEED)
     ]
-    plan = [Recipe("mean", DEFAULT if share else "", share) for share in SHARES]
+    plan = [Recipe(BASES[base], DEFAULT if share else "", share) for share in SHARES]
     found = measure(lab, made, plan, lambda _key: None, lambda _key, row: row, progress)
     passages = np.array([len(prompt.passages) for prompt in made])
     bootstrap = Bootstrap([prompt.name for prompt in made])
@@ -74,4 +79,4 @@ def measure_model(
         f"invented manual pages; {DEFAULT} chooses what is computed again"
     )
     told = tuple((share, six(loss.mean)) for share, loss in zip(SHARES, losses, strict=True))
-    return FusionLosses(engine.spec, CONTEXTS, told, method), losses
+    return FusionLosses(engine.spec, CONTEXTS if base == "mean" else 0, told, method, base), losses

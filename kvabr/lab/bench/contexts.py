@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from kvabr.codec.profile import Profile
 from kvabr.engines.transformers.model_loader import LoadedModel
 from kvabr.publish.model import ScoringEngine, opened
 from kvabr.publish.texts import calibration_texts, measuring_texts, paragraphs
@@ -90,6 +91,32 @@ def check_unseen(texts: Mapping[str, str]) -> None:
                 f"the text for {name} shares {len(shared)} paragraphs with the texts that profiles are calibrated on, "
                 f"such as {min(shared)[:60]!r}: measure on another one"
             )
+
+
+def seen_shares(contexts: Sequence[Context], profiles: Iterable[Profile]) -> dict[str, float | None]:
+    """Return which share of each context, by name, a profile's calibration has seen: the most that any of them has.
+
+    None: a profile does not say what it was calibrated on.
+    """
+    seen = [profile.seen for profile in profiles]
+    known = [each for each in seen if each is not None]
+    if len(known) < len(seen):
+        return dict.fromkeys((context.name for context in contexts), None)
+    return {
+        context.name: max((each.share((*context.tokens, *context.continuation)) for each in known), default=0.0)
+        for context in contexts
+    }
+
+
+def seen_sentence(shares: Mapping[str, float | None]) -> str:
+    """Return in words whether the contexts are unseen."""
+    if None in shares.values():
+        return "whether these contexts are unseen is not known: a profile does not record its texts"
+    found = {name: share for name, share in shares.items() if share}
+    if not found:
+        return "no context is in the texts that the profiles were calibrated on"
+    listed = ", ".join(f"{name} {share:.0%}" for name, share in found.items())
+    return f"seen by the calibration, so not to be counted: {listed}"
 
 
 def cut(loaded: LoadedModel, texts: Mapping[str, str], each: int, tokens: int, continuation: int) -> list[Context]:

@@ -106,6 +106,7 @@ Progress = Callable[[str, int, int], None]
 """Called after every step with the stage, the steps done, and all steps."""
 
 STAGES = {
+    "kvtc": "KVTC's transforms (contexts)",
     "prefill": "prefill (contexts)",
     "quality": "loss (contexts x schemes)",
     "size": "other group sizes",
@@ -124,7 +125,7 @@ class Findings:
     """Results by scheme, then by context or case."""
 
     quality: dict[str, dict[str, Row]] = field(default_factory=dict)
-    """``nbytes``, ``bits`` (per element), ``kl``, ``dnll``, ``top1`` of every context."""
+    """``nbytes``, ``bits`` (per element), and what `kvabr.types.tracks.Quality` has, of every context."""
     texts: dict[str, Row] = field(default_factory=dict)
     """``nll``, ``entropy`` of every context's continuation, see `kvabr.publish.quality.Reference.calibration`."""
     recall: dict[str, dict[str, Row]] = field(default_factory=dict)
@@ -139,13 +140,13 @@ class QualityBench:
     def __init__(
         self, loaded: LoadedModel, store: CacheStore, progress: Progress = lambda _stage, _done, _all: None
     ) -> None:
-        self.loaded, self.store, self._progress = loaded, store, progress
+        self.loaded, self.store, self.progress = loaded, store, progress
 
     def prefill(self, contexts: Sequence[Context]) -> None:
         """Compute the caches that the work folder lacks."""
         for index, context in enumerate(contexts):
             self.cache(context)
-            self._progress("prefill", index + 1, len(contexts))
+            self.progress("prefill", index + 1, len(contexts))
 
     def cache(self, context: Context) -> torch.Tensor:
         """Return the exact cache of a context, in the dtype of the published cache."""
@@ -163,7 +164,7 @@ class QualityBench:
             exact: tuple[torch.Tensor, Reference] | None = None
             where = _where(context)
             for scheme in schemes:
-                key = f"quality|{where}|{scheme.key}"
+                key = f"quality/2|{where}|{scheme.key}"
                 row = self.store.known(key)
                 if row is None:
                     if exact is None:
@@ -228,7 +229,7 @@ class QualityBench:
     def _steps(self, stage: str, total: int) -> Iterator[None]:
         """Report progress at every step."""
         for done in range(1, total + 1):
-            self._progress(stage, done, total)
+            self.progress(stage, done, total)
             yield
 
     def _planted(self, needle: Needle) -> torch.Tensor:
@@ -259,4 +260,4 @@ def _size(nbytes: int, cache: torch.Tensor) -> Row:
 def _cost(scheme: Scheme, cache: torch.Tensor, reference: Reference) -> Row:
     coded = scheme.code(cache)
     quality = reference.measure(_decoded(coded))
-    return _size(coded.nbytes, cache) | {"kl": quality.kl, "dnll": quality.dnll, "top1": quality.top1}
+    return _size(coded.nbytes, cache) | asdict(quality) | {"loss": quality.loss}

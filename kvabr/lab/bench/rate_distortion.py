@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvabr.codec.base import codec, names
 from kvabr.codec.profile import Profile
-from kvabr.lab.bench.contexts import Context, plant
+from kvabr.lab.bench import kvtc
+from kvabr.lab.bench.contexts import Context, plant, seen_shares
 from kvabr.lab.bench.measure import EXACT, Findings, QualityBench
 from kvabr.lab.bench.other_codecs import CacheGenQuantiser, LMCacheCodec, Zstd, find_peers
-from kvabr.lab.bench.schemes import Kivi, OwnTrack, Scheme, TrackScheme, tracks_to_measure
+from kvabr.lab.bench.rivals import EngineFp8, Kivi, NvFp4, TurboQuant
+from kvabr.lab.bench.schemes import OwnTrack, Scheme, TrackScheme, tracks_to_measure
 from kvabr.lab.bench.summary import RateCurve, at_group_size, curve, exact_recall, match, scheme_rows, text_row
 from kvabr.types.kv import KVSpec
 
@@ -45,6 +48,8 @@ class BenchPlan:
     """Group sizes in tokens; quality is measured with the first, sizes with all. Empty: the model's own."""
     retrieval: int = 0
     """Number of contexts to plant codes in."""
+    kvtc: Sequence[float] = ()
+    """Ratios of KVTC's recipe, see `kvabr.lab.bench.kvtc`; its transforms are learnt on first use."""
     spec: KVSpec | None = None
     """Of the caches, with the layer classes that kvabr codes one by one; None: that of the bench."""
 
@@ -93,8 +98,10 @@ def _schemes(bench: QualityBench, plan: BenchPlan, stack: ExitStack) -> tuple[Sc
     first, *others = plan.group_tokens or (bench.store.spec.group_tokens,)
     ours = _tracks(bench, plan, first)
     coded: list[Scheme] = [*ours, Kivi(4, group_tokens=first), Kivi(2, group_tokens=first)]
+    coded += [EngineFp8(), NvFp4(), *(TurboQuant(bits) for bits in (4, 3, 2))]
     # Retrieval needs no peers: CacheGen's quantiser makes the same cache, and zstd changes none.
     recalled: list[Scheme] = [*coded, *(CacheGenQuantiser(name) for name in plan.cachegen)]
+    coded += _kvtc(bench, plan, first)
     resized: dict[int, list[Scheme]] = {size: [*_tracks(bench, plan, size)] for size in others}
     found, notes = ({}, []) if plan.peers is None else find_peers(plan.peers)
     for peer in found.values():
@@ -110,6 +117,19 @@ def _schemes(bench: QualityBench, plan: BenchPlan, stack: ExitStack) -> tuple[Sc
         spec = bench.store.spec
         coded += [Zstd(name, width, spec, found["zstd"], bench.store) for name, width in (("FP16", 2), ("Int8", 1))]
     return Schemes(coded, recalled, resized), notes
+
+
+def _kvtc(bench: QualityBench, plan: BenchPlan, group_tokens: int) -> list[Scheme]:
+    """Return KVTC's recipe at every ratio, with the prompt's last tokens exact as in the paper, and coded as here."""
+    if not plan.kvtc:
+        return []
+    spec = plan.spec or bench.store.spec
+    bases = kvtc.learned(bench.loaded, spec, bench.store.folder, partial(bench.progress, "kvtc"))
+    return [
+        kvtc.Kvtc(ratio, spec, bases, recent=recent, group_tokens=group_tokens)
+        for ratio in plan.kvtc
+        for recent in (0, kvtc.RECENT)
+    ]
 
 
 def _tracks(bench: QualityBench, plan: BenchPlan, group_tokens: int) -> list[Scheme]:
@@ -128,17 +148,19 @@ def _tracks(bench: QualityBench, plan: BenchPlan, group_tokens: int) -> list[Sch
     return out
 
 
-def result(findings: Findings, families: Mapping[str, str], contexts: Sequence[Context]) -> Row:
+def result(findings: Findings, families: Mapping[str, str], plan: BenchPlan) -> Row:
     """Return all results as plain JSON values.
 
     Args:
         findings: The findings of `run`.
         families: The curve of each scheme, from `run`.
-        contexts: The contexts of the plan.
+        plan: What was measured.
     """
+    contexts = plan.contexts
+    seen = seen_shares(contexts, (plan.profiles or {}).values())
     return {
         "schema": SCHEMA,
-        "contexts": [{"name": one.name, "tokens": len(one.tokens)} for one in contexts],
+        "contexts": [{"name": one.name, "tokens": len(one.tokens), "seen": seen[one.name]} for one in contexts],
         "schemes": scheme_rows(findings, families),
         "text": text_row(findings),
         "domains": _domains(findings, contexts),
@@ -156,7 +178,7 @@ def _domains(findings: Findings, contexts: Sequence[Context]) -> Row:
     for scheme, rows in findings.quality.items():
         for domain in dict.fromkeys(one.domain for one in contexts):
             some = [rows[one.name] for one in contexts if one.domain == domain]
-            means = {key: sum(row[key] for row in some) / len(some) for key in ("bits", "kl", "dnll", "top1")}
+            means = {key: sum(row[key] for row in some) / len(some) for key in ("bits", "kl", "loss", "dnll", "top1")}
             out.setdefault(domain, {})[scheme] = means
     return out
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -174,54 +173,6 @@ def track_chain(track: str) -> tuple[str, ...]:
     while (lower := codec(names[0]).refines) is not None:
         names.insert(0, lower)
     return tuple(names)
-
-
-class Kivi(Scheme):
-    """KIVI's quantiser (Liu et al., 2024): asymmetric integers, keys per channel, values per token, 32 per scale.
-
-    KIVI keeps a window of recent tokens exact. Here the whole prompt is coded, as in all other schemes.
-    """
-
-    span = 32
-    """Elements that share an offset and a scale, both in half precision."""
-
-    def __init__(self, bits: Literal[2, 4], *, group_tokens: int) -> None:
-        self.bits = bits
-        self.name = f"KIVI-{bits}"
-        self.family = "KIVI"
-        self.group_tokens = group_tokens
-
-    @property
-    def key(self) -> str:
-        """Return bits and group size."""
-        return f"kivi-1|{self.bits}|{self.group_tokens}"
-
-    def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
-        """Quantise and dequantise."""
-        out = torch.empty_like(cache) if decode else None
-        nbytes = 0
-        for first, end in groups(cache.shape[3], self.group_tokens):
-            part = cache[:, :, :, first:end].float()
-            # Keys: runs of tokens of one channel. Values: runs of channels of one token.
-            keys, scales = self._round(part[:, 0].transpose(-1, -2))
-            values, more = self._round(part[:, 1])
-            nbytes += part.numel() * self.bits // 8 + 4 * (scales + more)
-            if out is not None:
-                out[:, 0, :, first:end] = keys.transpose(-1, -2)
-                out[:, 1, :, first:end] = values
-        return Coded(nbytes, out)
-
-    def _round(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return rounded rows and their number of scales."""
-        length, scales = rows.shape[-1], 0
-        parts = []
-        for first, end in groups(length, self.span):
-            part = rows[..., first:end]
-            low = part.amin(dim=-1, keepdim=True).half().float()
-            step = ((part.amax(dim=-1, keepdim=True) - low) / (2**self.bits - 1)).clamp(min=2.0**-24).half().float()
-            parts.append(((part - low) / step).round().clamp(0, 2**self.bits - 1) * step + low)
-            scales += low.numel()
-        return torch.cat(parts, dim=-1), scales
 
 
 @cache

@@ -32,8 +32,8 @@ def scheme_rows(findings: Findings, families: Mapping[str, str]) -> list[Row]:
         families: The curve of each scheme, by name.
 
     Returns:
-        ``scheme, family, bits, ratio`` (to 16 bits), ``kl, kl_median, kl_worst, kl_ci95, dnll, dnll_worst, dnll_ci95,
-        top1, digits, whole, logprob, logprob_ci95``; None for what was not measured.
+        ``scheme, family, bits, ratio`` (to 16 bits), ``kl, kl8, kl32, loss, kl_median, kl_worst, kl_ci95, dnll,
+        dnll_worst, dnll_ci95, top1, digits, whole, logprob, logprob_ci95``; None for what was not measured.
     """
     names = list(dict.fromkeys((*findings.quality, *findings.recall)))
     rows = [_row(findings, name, families.get(name, name)) for name in names]
@@ -46,7 +46,7 @@ def _row(findings: Findings, name: str, family: str) -> Row:
     recalls = list(findings.recall.get(name, {}).values())
     row["bits"] = _mean(quality, "bits") or None
     row["ratio"] = None if row["bits"] is None else 16 / row["bits"]
-    for key in ("kl", "dnll", "top1"):
+    for key in ("kl", "kl8", "kl32", "loss", "dnll", "top1"):
         row[key] = _mean(quality, key)
     row["kl_median"] = statistics.median(one["kl"] for one in quality) if quality else None
     row["kl_worst"] = max((one["kl"] for one in quality), default=None)
@@ -60,7 +60,7 @@ def _row(findings: Findings, name: str, family: str) -> Row:
 
 
 def _mean(rows: Sequence[Row], key: str) -> float | None:
-    return statistics.fmean(row[key] for row in rows) if rows else None
+    return statistics.fmean(row[key] for row in rows) if rows and all(row[key] is not None for row in rows) else None
 
 
 def _interval(values: Sequence[float]) -> list[float] | None:
@@ -88,6 +88,8 @@ class RateCurve:
     """[scheme], mean over contexts."""
     losses: Samples
     """KL, [scheme, context]."""
+    felt: Samples
+    """The same, with the first tokens counted more (`kvabr.types.tracks.Quality.loss`)."""
     recalls: dict[str, Samples]
     """``logprob`` and ``whole``, each [scheme, case]; empty without retrieval."""
 
@@ -96,12 +98,14 @@ def curve(findings: Findings, names: Sequence[str]) -> RateCurve:
     """Return the curve of schemes that were measured on the same contexts and cases."""
     bits = {name: _mean(list(findings.quality[name].values()), "bits") or 0.0 for name in names}
     ordered = sorted(names, key=bits.__getitem__)
-    losses = np.array([[row["kl"] for row in findings.quality[name].values()] for name in ordered])
+    losses, felt = (
+        np.array([[row[key] for row in findings.quality[name].values()] for name in ordered]) for key in ("kl", "loss")
+    )
     recalls = {}
     if all(findings.recall.get(name) for name in ordered):
         for key in ("logprob", "whole"):
             recalls[key] = np.array([[float(row[key]) for row in findings.recall[name].values()] for name in ordered])
-    return RateCurve(tuple(ordered), np.array([bits[name] for name in ordered]), losses, recalls)
+    return RateCurve(tuple(ordered), np.array([bits[name] for name in ordered]), losses, felt, recalls)
 
 
 def crossing(bits: Samples, costs: Samples, target: float, *, log: bool) -> float:
@@ -136,8 +140,9 @@ def match(ours: RateCurve, theirs: RateCurve) -> Row:
         theirs: A curve of one scheme.
 
     Returns:
-        Bits per element at which KL, log-probability of planted codes, and share of whole codes equal theirs: ``kl,
-        logprob, whole``; their maximum ``bits`` with ``ci95``; and ``theirs``, the rate of the other scheme.
+        Bits per element at which KL, the loss that counts first tokens more, log-probability of planted codes, and
+        share of whole codes equal theirs: ``kl, loss, logprob, whole``; their maximum ``bits`` with ``ci95``; and
+        ``theirs``, the rate of the other scheme.
     """
     every = np.arange(ours.losses.shape[1])
     cases = np.arange(next(iter(ours.recalls.values())).shape[1]) if ours.recalls and theirs.recalls else None
@@ -159,8 +164,10 @@ def match(ours: RateCurve, theirs: RateCurve) -> Row:
 def _match(
     ours: RateCurve, theirs: RateCurve, contexts: npt.NDArray[np.int64], cases: npt.NDArray[np.int64] | None
 ) -> dict[str, float]:
-    target = float(theirs.losses[0, contexts].mean())
-    found = {"kl": crossing(ours.bits, ours.losses[:, contexts].mean(axis=1), target, log=True)}
+    found = {
+        key: crossing(ours.bits, mine[:, contexts].mean(axis=1), float(its[0, contexts].mean()), log=True)
+        for key, mine, its in (("kl", ours.losses, theirs.losses), ("loss", ours.felt, theirs.felt))
+    }
     if cases is not None:
         for key in ("logprob", "whole"):
             costs = -ours.recalls[key][:, cases].mean(axis=1)
@@ -219,6 +226,17 @@ def loss_table(result: Row) -> Table:
     return names, lines
 
 
+def first_table(result: Row) -> Table | None:
+    """Return the KL of every scheme over the first tokens; None if continuations are too short."""
+    names = ["scheme", "bits/el", "KL of 8 tokens", "of 32", "of all", "loss"]
+    lines = [
+        [row["scheme"], _show(row["bits"], ".3f"), *(_show(row[key], ".5f") for key in ("kl8", "kl32", "kl", "loss"))]
+        for row in result["schemes"]
+        if row["kl8"] is not None
+    ]
+    return (names, lines) if lines else None
+
+
 def recall_table(result: Row) -> Table | None:
     """Return the retrieval of every scheme; None if it was not measured."""
     if result["exact"] is None:
@@ -272,7 +290,7 @@ def sentence(result: Row) -> str:
     return f"As good as CacheGen by every measure at {bits}: {', '.join(parts)}"
 
 
-_MEASURES = {"kl": "KL", "logprob": "log p of codes", "whole": "whole codes"}
+_MEASURES = {"kl": "KL", "loss": "loss", "logprob": "log p of codes", "whole": "whole codes"}
 
 
 def _show(value: float | None, form: str, unit: str = "") -> str:

@@ -11,7 +11,7 @@ import torch
 
 from kvabr.codec.fit import FitConfig
 from kvabr.codec.native import coder
-from kvabr.codec.native.coder_model import TILE
+from kvabr.codec.native.references import TILE
 from kvabr.codec.profile import ClassProfile, Depth
 from kvabr.codec.quantiser import SymbolCounts, coder_model, nested
 from kvabr.codec.transform import FARTHEST, FINE, NO_MATRIX, RUN, Structure, Transform, layered, rounded

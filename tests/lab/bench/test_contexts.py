@@ -1,12 +1,26 @@
 """Contexts: where they are cut, what they may not be cut from, and the codes planted in them."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kvabr.codec.seen import Seen
 from kvabr.engines.transformers.model_loader import load_model
-from kvabr.lab.bench.contexts import DEPTHS, DOMAINS, check_unseen, cut, plant, read_texts, recall, token_key
+from kvabr.lab.bench.contexts import (
+    DEPTHS,
+    DOMAINS,
+    Context,
+    check_unseen,
+    cut,
+    plant,
+    read_texts,
+    recall,
+    seen_sentence,
+    seen_shares,
+    token_key,
+)
 from kvabr.publish.texts import calibration_texts, paragraphs
 from kvabr.types.errors import UsageError
 from tests.lab.bench.conftest import prose
@@ -38,6 +52,24 @@ def test_texts_of_the_calibration_are_refused():
     with pytest.raises(UsageError, match="shares 1 paragraphs"):
         check_unseen({"mine": f"something else\n\n{seen}\n\nand more"})
     check_unseen({"mine": seen[:150]})
+
+
+def test_contexts_that_a_calibration_has_seen_are_named():
+    tokens = tuple(range(1200))
+    contexts = [Context("a", index, tokens[400 * index : 400 * index + 300], ()) for index in range(3)]
+    some = Seen.of({"t": "text"}, [("t", tokens[:510])])
+    other = Seen.of({"t": "text"}, [("t", range(3000, 3200))])
+    profiles = [SimpleNamespace(seen=some), SimpleNamespace(seen=other)]
+    shares = seen_shares(contexts, profiles)
+    assert shares["a-0"] == 1.0
+    assert 0 < shares["a-1"] < 1
+    assert shares["a-2"] == 0.0
+    assert seen_sentence(shares).startswith("seen by the calibration, so not to be counted: a-0 100%, a-1 ")
+    assert "a-2" not in seen_sentence(shares)
+    assert seen_sentence(seen_shares(contexts, profiles[1:])).startswith("no context is in the texts")
+    unknown = seen_shares(contexts, [*profiles, SimpleNamespace(seen=None)])
+    assert set(unknown.values()) == {None}
+    assert "not known" in seen_sentence(unknown)
 
 
 def test_contexts_are_spread_over_the_text_and_do_not_overlap(tiny):

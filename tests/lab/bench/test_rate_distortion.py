@@ -25,7 +25,7 @@ def outcome(tiny, profile, tmp_path_factory):
 
     contexts = cut(tiny, {"prose": prose(20), "trees": prose(21)}, 1, 200, 24)
     folder, steps = tmp_path_factory.mktemp("work"), []
-    plan = rd.BenchPlan(contexts, TRACKS, {"": profile}, None, group_tokens=(128, 256), retrieval=1)
+    plan = rd.BenchPlan(contexts, TRACKS, {"": profile}, None, group_tokens=(128, 256), retrieval=1, kvtc=(4, 8))
     bench = QualityBench(tiny, CacheStore(folder, tiny.engine.spec), lambda *step: steps.append(step))
     findings, families, notes = rd.run(bench, plan)
     return plan, folder, steps, findings, families, notes
@@ -33,16 +33,19 @@ def outcome(tiny, profile, tmp_path_factory):
 
 def test_every_scheme_is_measured_on_every_context(outcome):
     plan, _, steps, findings, families, notes = outcome
-    names = {*TRACKS, "KIVI-4", "KIVI-2", "CacheGen"}
-    assert set(findings.quality) == set(families) == names
+    names = {*TRACKS, "KIVI-4", "KIVI-2", "CacheGen", "FP8, engine", "NVFP4"}
+    names |= {f"TurboQuant-{bits}" for bits in (2, 3, 4)}
+    learned = {f"KVTC-{ratio}x{end}" for ratio in (4, 8) for end in ("", ", last 128 exact")}
+    assert set(findings.quality) == set(families) == names | learned
     assert set(findings.recall) == names | {EXACT}
     for rows in findings.quality.values():
         assert set(rows) == {"prose-0", "trees-0"}
         assert all(row["kl"] >= 0 and 0 <= row["top1"] <= 1 for row in rows.values())
     assert all(len(rows) == DEPTHS for rows in findings.recall.values())
     assert findings.quality["FP16"]["prose-0"]["kl"] == 0
-    kl = [findings.quality[name]["prose-0"]["kl"] for name in ("AC-L2", "AC-L1", "AC-L0")]
-    assert kl == sorted(kl)
+    for ascending in (("AC-L2", "AC-L1", "AC-L0"), ("KVTC-4x", "KVTC-8x"), ("TurboQuant-4", "TurboQuant-2")):
+        kl = [findings.quality[name]["prose-0"]["kl"] for name in ascending]
+        assert kl == sorted(kl)
     assert [findings.recall[EXACT][case] for case in findings.recall[EXACT]] == list(findings.recall["FP16"].values())
     assert set(findings.sizes) == {256}
     assert notes == []
@@ -62,7 +65,7 @@ def test_nothing_is_measured_twice(outcome, tiny, monkeypatch):
 
 def test_the_result_is_plain_json_and_says_all(outcome):
     plan, _, _, findings, families, _ = outcome
-    result = json.loads(json.dumps(rd.result(findings, families, plan.contexts), allow_nan=False))
+    result = json.loads(json.dumps(rd.result(findings, families, plan), allow_nan=False))
     assert result["schema"] == rd.SCHEMA
     assert result["exact"]["cases"] == DEPTHS
     assert result["text"]["nll"] == pytest.approx(sum(row["nll"] for row in findings.texts.values()) / 2)
@@ -82,7 +85,7 @@ def test_group_sizes_are_set_against_cachegens(outcome):
     findings.sizes[256]["CacheGen"] = {"prose-0": {"bits": 9.0}, "trees-0": {"bits": 9.0}}
     findings.quality["CacheGen"] = findings.quality["AC-L2"]
     findings.recall["CacheGen"] = findings.recall["AC-L2"]
-    result = rd.result(findings, families, plan.contexts)
+    result = rd.result(findings, families, plan)
     (row,) = result["against"]["group_sizes"]
     bits = [one["bits"] for one in findings.sizes[256]["AC-L2"].values()]
     assert row["ratio"] == pytest.approx(9.0 / row["ours"])
@@ -92,7 +95,7 @@ def test_group_sizes_are_set_against_cachegens(outcome):
 
 def test_plot_and_page_are_whole_and_self_contained(outcome):
     plan, _, _, findings, families, _ = outcome
-    result = rd.result(findings, families, plan.contexts)
+    result = rd.result(findings, families, plan)
     svg = drawing(result["schemes"], result["exact"])
     root = ET.fromstring(svg)  # noqa: S314 - our own
     shown = {element.text for element in root.iter() if element.tag.endswith("text")}

@@ -5,8 +5,10 @@ import torch
 
 from kvabr.codec.base import payload_layout
 from kvabr.codec.container import header_bytes
+from kvabr.lab.bench.kvtc import SINKS, Kvtc, allot, learn_bases
 from kvabr.lab.bench.other_codecs import LEVELS, CacheGenQuantiser
-from kvabr.lab.bench.schemes import Kivi, TrackScheme, tracks_to_measure
+from kvabr.lab.bench.rivals import EngineFp8, Kivi, NvFp4, TurboQuant
+from kvabr.lab.bench.schemes import TrackScheme, tracks_to_measure
 from kvabr.types.errors import ForeignError, FormatError, UsageError
 from tests import kvdata
 
@@ -29,7 +31,7 @@ def test_a_track_counts_frames_and_decodes_as_a_player_does(cache):
 
 
 def test_only_the_size_if_only_that_is_asked_for(cache):
-    for scheme in (TrackScheme("Int8", SPEC), Kivi(2, group_tokens=128)):
+    for scheme in (TrackScheme("Int8", SPEC), Kivi(2, group_tokens=128), TurboQuant(3), NvFp4(), EngineFp8()):
         alone = scheme.code(cache, decode=False)
         assert alone.cache is None
         assert alone.nbytes == scheme.code(cache).nbytes
@@ -67,6 +69,9 @@ def test_keys_tell_apart_what_differs(cache):
         TrackScheme("AC-L0", SPEC, profile, group_tokens=64).key,
         *(Kivi(bits, group_tokens=size).key for bits in (2, 4) for size in (64, 128)),
         *(CacheGenQuantiser(name).key for name in LEVELS),
+        *(TurboQuant(bits).key for bits in (2, 3, 4)),
+        EngineFp8().key,
+        NvFp4().key,
     ]
     assert len(set(keys)) == len(keys)
 
@@ -101,3 +106,46 @@ def test_naming_tracks():
         tracks_to_measure(["FP16", "FP16"], [])
     with pytest.raises(FormatError, match="no codec"):
         tracks_to_measure(["FP17"], [])
+
+
+@pytest.mark.parametrize(("bits", "error"), [(2, 0.117), (3, 0.034), (4, 0.0095)])
+def test_turboquant_loses_what_its_paper_says(bits, error):
+    cache = torch.randn(2, 2, 2, 256, 64, generator=torch.Generator().manual_seed(1)).half()
+    coded = TurboQuant(bits).code(cache)
+    assert 8 * coded.nbytes / cache.numel() == bits + 16 / 64
+    lost = (coded.cache.float() - cache.float()).square().sum() / cache.float().square().sum()
+    assert float(lost) == pytest.approx(error, rel=0.05)
+
+
+def test_the_formats_of_engines_round_to_their_levels(cache):
+    eight = EngineFp8().code(cache)
+    assert eight.nbytes == cache.numel()
+    assert torch.equal(eight.cache, cache.to(torch.float8_e4m3fn).to(cache.dtype))
+    four = NvFp4().code(cache)
+    assert 8 * four.nbytes / cache.numel() == pytest.approx(4.5, abs=0.01)
+    block = cache[3, 1, 0, 7, :16].float()
+    # The largest step is that between 4 and 6 sixths of the largest element, whose scale has 3 bits of fraction.
+    assert (four.cache[3, 1, 0, 7, :16].float() - block).abs().max() <= block.abs().max() * (1 / 6 + 1 / 16)
+
+
+def test_kvtc_spends_its_bits_on_the_strongest_components():
+    sample = torch.randn(256, 256, generator=torch.Generator().manual_seed(2)) * torch.linspace(4, 0.01, 256)
+    costs = []
+    for budget in (256, 512, 1024):
+        runs = allot(sample, budget)
+        assert sum(size * bits + (32 if bits else 0) for size, bits in runs) <= budget
+        given = [bits for size, bits in runs for _ in range(size)]
+        assert given == sorted(given, reverse=True)
+        costs.append(sum(size * bits for size, bits in runs))
+    assert costs == sorted(set(costs))
+
+
+def test_kvtc_keeps_what_its_paper_keeps_and_undoes_its_transform(cache):
+    basis = learn_bases(SPEC, (kvdata.cache(SPEC, 300, seed) for seed in range(1, 4)))
+    coded, kept = (Kvtc(4, SPEC, [basis], recent=recent, group_tokens=128).code(cache) for recent in (0, 128))
+    assert torch.equal(coded.cache[:, :, :, :SINKS], cache[:, :, :, :SINKS])
+    assert torch.equal(kept.cache[:, :, :, -128:], cache[:, :, :, -128:])
+    assert kept.nbytes > coded.nbytes
+    middle = slice(SINKS, -128)
+    error = (coded.cache - cache).float()[:, :, :, middle].square().sum()
+    assert float(error) < 0.02 * float(cache.float()[:, :, :, middle].square().sum())

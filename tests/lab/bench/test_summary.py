@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvabr.lab.bench.measure import EXACT, Findings
-from kvabr.lab.bench.summary import at_group_size, crossing, curve, exact_recall, match, scheme_rows
+from kvabr.lab.bench.summary import at_group_size, crossing, curve, exact_recall, first_table, match, scheme_rows
 
 pytestmark = pytest.mark.slow
 
@@ -14,7 +14,10 @@ def findings(points, cases=40):
     made = Findings()
     for name, (bits, kl, logprob, whole) in points.items():
         made.quality[name] = {
-            f"c{n}": {"nbytes": 1, "bits": bits, "kl": kl * (0.5 + n / 11), "dnll": kl * (n / 11 - 0.5), "top1": 0.9}
+            f"c{n}": {"nbytes": 1, "bits": bits, "dnll": kl * (n / 11 - 0.5), "top1": 0.9}
+            | dict(
+                zip(("kl", "kl8", "kl32", "loss"), (kl * (0.5 + n / 11) * more for more in (1, 3, 2, 2)), strict=True)
+            )
             for n in range(12)
         }
         made.recall[name] = {
@@ -37,6 +40,7 @@ def test_rows_are_sorted_by_size_and_say_mean_median_and_worst():
     assert [row["scheme"] for row in rows] == ["L0", "L1", "L2", "CacheGen", EXACT]
     row = rows[1]
     assert row["kl"] == pytest.approx(0.04)
+    assert [row[key] for key in ("kl8", "kl32", "loss")] == pytest.approx([0.12, 0.08, 0.08])
     assert row["kl_worst"] == pytest.approx(0.06)
     assert row["kl_median"] == pytest.approx(0.04)
     assert row["kl_ci95"][0] < 0.04 < row["kl_ci95"][1]
@@ -45,6 +49,19 @@ def test_rows_are_sorted_by_size_and_say_mean_median_and_worst():
     assert row["whole"] == 0.9
     assert rows[-1]["bits"] is None
     assert (rows[3]["family"], row["family"]) == ("CacheGen", "AC")
+
+
+def test_losses_of_first_tokens_count():
+    made = findings(POINTS)
+    names, lines = first_table({"schemes": scheme_rows(made, {})})
+    assert names == ["scheme", "bits/el", "KL of 8 tokens", "of 32", "of all", "loss"]
+    assert lines[1] == ["L1", "1.000", "0.12000", "0.08000", "0.04000", "0.08000"]
+    for row in made.quality["L1"].values():
+        row["loss"] *= 2  # as good as CacheGen by KL, but not at first
+    found = match(curve(made, ["L0", "L1", "L2"]), curve(made, ["CacheGen"]))
+    assert found["kl"] == pytest.approx(1.0)
+    assert 1.0 < found["loss"] < 2.0
+    assert found["bits"] == found["loss"]
 
 
 def test_a_crossing_is_interpolated():
@@ -63,7 +80,7 @@ def test_a_curve_that_gets_worse_again_counts_from_where_it_stays_good():
 def test_the_same_quality_is_found_where_it_is():
     made = findings(POINTS)
     found = match(curve(made, ["L2", "L0", "L1"]), curve(made, ["CacheGen"]))
-    for key in ("kl", "logprob", "whole", "bits"):
+    for key in ("kl", "loss", "logprob", "whole", "bits"):
         assert found[key] == pytest.approx(1.0), key
     assert found["theirs"] == 6.75
     # All schemes differ by one factor on all contexts and cases, so drawing them again changes little.
@@ -89,7 +106,7 @@ def test_without_retrieval_the_loss_alone_decides():
     made = findings(POINTS)
     made.recall = {}
     found = match(curve(made, ["L0", "L1", "L2"]), curve(made, ["CacheGen"]))
-    assert set(found) == {"kl", "bits", "ci95", "theirs"}
+    assert set(found) == {"kl", "loss", "bits", "ci95", "theirs"}
     assert exact_recall(made) is None
 
 

@@ -1,0 +1,55 @@
+"""``kvserve``: the online controller of KVServe (Liu et al., 2026; arXiv 2605.13734), after its public code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from kvabr.abr.policy import Decision, FrontToBack, Parameter
+from kvabr.abr.view import View
+from kvabr.types.catalog import Track
+
+_CANDIDATES = 3
+"""Profiles that are compared by latency: those of the highest ratio."""
+
+
+class KvServe(FrontToBack):
+    """Choose by an analytic latency model among the tracks that are accurate enough.
+
+    Of the tracks within the accepted loss, those that take less time than the largest one at the expected rate are
+    beneficial. The three smallest of these are candidates, and the one of least latency is taken: bytes over the rate,
+    plus the time to decode. KVServe decides once per transfer of a cache. Here every group is such a transfer, so it
+    may change its mind. Two parts are left out: the accuracy classes by kind of task, of which a play has one; and the
+    bandit that corrects the latencies between requests, as a play knows nothing of others. Where no candidate meets
+    the deadline, KVServe sends the cache uncompressed; here the fastest accurate track is taken.
+    """
+
+    name: ClassVar[str] = "kvserve"
+    abandons: ClassVar[bool] = False
+    parameters: ClassVar[Mapping[str, Parameter]] = {"loss": Parameter(1e-4, 0.3, 0.03, log=True)}
+
+    def __init__(self, *, loss: float = 0.03) -> None:
+        """Set the accepted loss, nats per generated token; its artifact asks for 97 % of the accuracy."""
+        self._loss = loss
+
+    def choose(self, view: View, group: int) -> Decision:
+        """Choose for the first missing group as for all that are left."""
+        tracks = view.ladder.tracks
+        good = [track for track in tracks if sum(track.loss) <= self._loss] or [tracks[-1]]
+        if view.rate <= 0:
+            return Decision.fetch(group, good[0].name, "no throughput yet: the smallest accurate track")
+        latency = {track.name: _latency(view, track) for track in good}
+        whole = max(good, key=lambda track: sum(track.bytes))
+        useful = [track for track in good if latency[track.name] < latency[whole.name]]
+        if not useful:
+            return Decision.fetch(group, whole.name, "no smaller track saves time at this rate")
+        candidates = sorted(useful, key=lambda track: sum(track.bytes))[:_CANDIDATES]
+        feasible = [track for track in candidates if latency[track.name] <= view.time_left]
+        chosen = min(feasible or good, key=lambda track: latency[track.name])
+        return Decision.fetch(group, chosen.name, f"least latency, {latency[chosen.name]:.3g} s for all that is left")
+
+
+def _latency(view: View, track: Track) -> float:
+    """Return the seconds to load and decode everything that is missing on one track."""
+    network = sum(track.bytes[group] for group in view.missing) / view.rate
+    return network + view.decode_s(track.name) * len(view.missing) / view.decoders
