@@ -49,6 +49,8 @@ class Adapter:
     """Whether a cache in use can be upgraded."""
     publishes: bool = True
     """Whether it can publish what the engine computes."""
+    passages: str = "no"
+    """How it plays prompts made of passages, in words: ``no``, ``joined``, or ``recomputed`` where tokens matter."""
     also: tuple[str, ...] = ()
     """Other distributions that hold the engine."""
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import repeat
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 import torch
 from pydantic import Field
@@ -55,8 +55,16 @@ _PROFILE_S = 300.0
 _UNSAFE = re.compile(r"[^A-Za-z0-9._/-]")
 
 
+_NO_PASSAGES = (
+    "this engine asks for caches by keys that stand for one place in one prompt, so it cannot play passages; "
+    "transformers models and vLLM's own connector can"
+)
+
+
 class KeyedSettings(EngineSettings):
     """Keys of LMCache's and SGLang's adapters."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(("passages", "max_loss", "fusion"), _NO_PASSAGES)
 
     patience: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     """Deadlines after which an incomplete cache counts as lost, and the engine computes it."""

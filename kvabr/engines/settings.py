@@ -89,6 +89,8 @@ class EngineSettings(BaseModel):
 
     secret: ClassVar[frozenset[str]] = frozenset({"token"})
     """Keys whose values must not appear in messages."""
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Keys of other adapters that this one cannot have, and why."""
 
     url: Url | None = None
     """Where caches are fetched: ``moqt://host:port/`` of an origin or a relay, or an object store, ``s3://bucket/prefix``
@@ -173,6 +175,8 @@ class EngineSettings(BaseModel):
     def _explain(cls, error: ErrorDetails) -> str:
         key = str(error["loc"][0])
         if error["type"] == "extra_forbidden":
+            if key in cls.elsewhere:
+                return f"there is no key {key!r}: {cls.elsewhere[key]}"
             close = difflib.get_close_matches(key, cls.model_fields, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(cls.model_fields)}"
             return f"there is no key {key!r}; {hint}"

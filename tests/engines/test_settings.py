@@ -67,6 +67,12 @@ def test_a_secret_is_not_told():
     assert "secret" not in repr(EngineSettings.read({"token": "a secret"}, "here"))
 
 
+@pytest.mark.parametrize("key", ["passages", "max_loss", "fusion"])
+def test_engines_that_cannot_play_passages_say_which_can(key):
+    with pytest.raises(UsageError, match=rf"there is no key '{key}': .* cannot play passages; transformers .* vLLM"):
+        KeyedSettings.read(URL | {key: 0.5}, "here")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [("patience", 0.5, "greater than or equal to 1"), ("plays", 0, "greater than or equal to 1")],

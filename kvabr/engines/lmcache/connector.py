@@ -84,6 +84,12 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         super().__init__(config, metadata)
         if len(self.meta_shapes) != 1 or config.use_layerwise:
             raise IrrecoverableException("kvabr: one kind of layer, and chunks of all layers (use_layerwise: false)")
+        if getattr(config, "enable_blending", False):
+            raise IrrecoverableException(
+                "kvabr: with enable_blending LMCache uses chunks at places that they were not computed for, and "
+                "kvabr's are for one place: turn it off. Passages are played with transformers models, and with vLLM "
+                "through kvabr's own connector (docs/guides/passages.md)"
+            )
         PLACES.watch(ChunkedTokenDatabase)
         self._settings, self._loop, self._memory = settings, loop, memory
         chunk_tokens = self.meta_shapes[0][2]

@@ -15,7 +15,8 @@ origin. The worker's half (`worker`) plays caches, and publishes what the engine
 A request waits while its cache is played into host memory. Then vLLM is promised the tokens that are in place
 (`promises`), allocates blocks for them, and the worker copies them there within the same step. vLLM computes what is
 behind them, so the player protects the first groups. Layers may have several block tables (`caches`, `blocks`), and
-what windows drop is kept until it is published (`windows`).
+what windows drop is kept until it is published (`windows`). Prompts made of passages are joined (`requests`), and
+passages published (`passages`).
 
 Only `connector` imports vLLM.
 """
@@ -39,6 +40,7 @@ ADAPTER = Adapter(
     layout="paged blocks, several tables; keys transposed on CPUs",
     rate="measured while it serves",
     plays="async",
+    passages="joined",
 )
 
 

@@ -20,6 +20,7 @@ from kvabr.engines.transformers.spec import spec_of
 from kvabr.engines.vllm.caches import EngineCaches, UnknownCacheError, engine_caches
 from kvabr.publish.publisher import with_heads, with_layers
 from kvabr.store.files import read_salt
+from kvabr.types.cost import MISS_PENALTY
 from kvabr.types.errors import FormatError, KvabrError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 
@@ -40,8 +41,8 @@ class VllmSettings(EngineSettings):
 
     deadline_s: Seconds = 2.0
     """TTFT deadline of a request, seconds. A request may bring its own: ``kv_transfer_params={"deadline_s": 0.5}``; the
-    other keys there are ``play`` (false: compute everything), ``publish`` (false: do not publish it) and ``live``
-    (false: publish it when it has ended)."""
+    other keys there are ``play`` (false: compute everything), ``publish`` (false: do not publish it), ``live``
+    (false: publish it when it has ended), ``passages`` and ``publish_passage`` (`kvabr.engines.vllm.requests`)."""
     mode: Mode = "play-first"
     """``play-first``: play into host memory, then promise vLLM the tokens that are in place. ``promise-first``: promise
     the tokens, play into the request's blocks, and report those that did not come as failed."""
@@ -68,6 +69,12 @@ class VllmSettings(EngineSettings):
     """Memory in each worker that publishes, for what layers with windows drop before a request ends, MiB."""
     queue: Count = 4
     """Caches that may wait to be published; more are dropped and counted."""
+    max_loss: Annotated[float, Field(ge=0)] = MISS_PENALTY
+    """Most that a prompt joined from passages may be expected to lose, nats per generated token; the passages behind
+    are computed. Those of which nobody measured what joining them costs are computed, too, unless it is infinite."""
+    fusion: FilePath | None = None
+    """What joining passages costs the model, for those that requests publish: a file that `kvabr calibrate --blend
+    --base alone` or ``behind`` writes. None: it is not known."""
     publish_live: bool = False
     """Publish a cache while it is computed, step by step, so that another node plays it meanwhile. ``publish`` must be
     a folder. Recurrent states are published when their request ends."""
@@ -114,6 +121,8 @@ class ServedModel:
     """Whether vLLM has to wait for copies into blocks: it can be told of requests that failed only, not of blocks."""
     layers: range | None = None
     """The layers of this rank's stage of the pipeline; None: all of `spec`."""
+    prefix_caching: bool = True
+    """Whether the engine gives blocks of one request to others that begin with the same tokens."""
 
     @property
     def block(self) -> int:
@@ -223,7 +232,16 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
     waits = len(caches.kv_cache_groups) > 1 or bool(kept.passing) or not blocks_may_fail
     staged = whole is not None and len(layers) < total
     workers = ranks * int(parallel.pipeline_parallel_size)
-    return ServedModel(spec, dtype, kept, heads, workers, waits, layers if staged else None)
+    return ServedModel(
+        spec,
+        dtype,
+        kept,
+        heads,
+        workers,
+        waits,
+        layers if staged else None,
+        prefix_caching=bool(getattr(cache, "enable_prefix_caching", True)),
+    )
 
 
 def _whole(

@@ -37,6 +37,7 @@ from kvabr.engines.vllm.plays import Step, leave_client, take_client
 from kvabr.engines.vllm.publishing import Publishers
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.worker import WorkerHalf
+from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.publisher import Publisher
 from kvabr.types.catalog import Catalog
@@ -297,6 +298,7 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
     """Return the publishers of this engine's caches; raise if a file that the settings name cannot be used."""
     assert settings.publish is not None  # noqa: S101  # a producer's settings have it
     spec = model.shard
+    fusion = None if settings.fusion is None else FusionLosses.read(settings.fusion).check(model.spec)
     prior = default_catalog() if settings.prior is None else Catalog.read(settings.prior)
     publisher = Publisher(
         settings.publish,
@@ -310,7 +312,7 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
         source=f"computed by vLLM {vllm.__version__}",
         digest=settings.digest,
     )
-    return Publishers(publisher, LivePublisher(publisher) if settings.publish_live else None)
+    return Publishers(publisher, LivePublisher(publisher) if settings.publish_live else None, fusion)
 
 
 def check_scales(config: Any, names: Iterable[str]) -> None:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client
+from kvabr.client.joined_prefix import find_joined
 from kvabr.client.lookup import Found
 from kvabr.engines.settings import open_client
 from kvabr.engines.vllm.config import VllmSettings
 from kvabr.types.errors import KvabrError
 from kvabr.types.kv import KVSpec
+from kvabr.types.passage import Part, Passage
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class LoadRequest:
     """Ids of all its groups if there are several ranks: each finds and names its own layers and heads by them."""
     salt: bytes = b""
     """The tenant's secret."""
+    max_loss: float = math.inf
+    """Most that what comes may be expected to lose, nats per generated token; otherwise nothing of it is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,11 @@ class PublishRequest:
     salt: bytes
     chunks: tuple[str, ...] = ()
     """Chained digests of the groups, as `KeepRequest` named them."""
+    passage: int | None = None
+    """If a passage is published, its first token; all from there on are its own, and ``blocks`` are all blocks that
+    hold them. None: the prompt is published."""
+    cached: bool = False
+    """Whether the engine has not computed all of it for this request."""
 
 
 @dataclass(slots=True)
@@ -153,10 +163,25 @@ async def find_cache(
     return None
 
 
+async def find_parts(
+    client: AsyncClient,
+    parts: Sequence[Part],
+    spec: KVSpec,
+    salt: bytes,
+    max_loss: float,
+    within_s: float,
+    refused: Callable[[Passage, str], None],
+) -> Found | None:
+    """Return what the origin has of a prompt made of passages; errors as `find_joined`, or `TimeoutError`."""
+    async with asyncio.timeout(within_s):
+        origin = await client.connect()
+        return await find_joined(origin, parts, spec, salt=salt, max_loss=max_loss, any_dtype=True, refused=refused)
+
+
 def cut(found: Found, last: int) -> Found:
     """Return what a prompt needs of a cache that goes on behind token ``last`` - 1, which lies in it."""
     catalog = found.catalog
-    groups = catalog.spec.groups(last)
+    groups = catalog.group_at(last - 1) + 1
     return replace(found, catalog=catalog.prefix(groups) if catalog.every_token else catalog.prefix(groups, end=last))
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,16 +20,20 @@ import torch
 from kvabr.engines.vllm.blocks import EngineBlocks, codes
 from kvabr.engines.vllm.config import ServedModel
 from kvabr.engines.vllm.copier import Copier
+from kvabr.engines.vllm.passages import read_passage, reserve_passage
 from kvabr.engines.vllm.plays import GrowRequest, KeepRequest, PublishRequest, SnapshotRequest, Step
 from kvabr.engines.vllm.snapshots import KeptStates
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.windows import KeptWindows
+from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.live_publisher import LivePublisher, LiveSlot
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
-from kvabr.types.errors import UsageError
+from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.naming import chain
 
 _log = logging.getLogger("vllm.kvabr")
+
+_Read = Callable[[], tuple[torch.Tensor, ...]]
 
 
 class PublishingWorker(Protocol):
@@ -45,7 +50,7 @@ class PublishingWorker(Protocol):
         """Tokens per second that the engine prefills."""
 
     @property
-    def lossy(self) -> Container[str]:
+    def lossy(self) -> Collection[str]:
         """Digests of groups that are not exact, and what is computed behind them."""
 
     def gone(self, request: str) -> None:
@@ -60,6 +65,8 @@ class Publishers:
     """Those of requests that have ended."""
     live: LivePublisher | None = None
     """Those of requests that are prefilled, into the same store; None: they are published when they have ended."""
+    fusion: FusionLosses | None = None
+    """What joining passages costs the model; None: it is not known."""
 
     def close(self) -> None:
         """Publish what waits."""
@@ -234,54 +241,76 @@ class Publications:
 
     def _publish(self, publication: PublishRequest) -> None:
         """Begin to publish, or give the blocks back at once."""
-        why = "dropped_failed"
+        why, first = "dropped_failed", publication.passage
         try:
-            slot = self._publishers.ended.reserve(publication.tokens, publication.salt)
-        except UsageError as error:
+            if first is None:
+                slot = self._publishers.ended.reserve(publication.tokens, publication.salt)
+            else:
+                slot = reserve_passage(self._publishers.ended, publication, first, self._publishers.fusion)
+        except KvabrError as error:
             _log.warning("kvabr: not published: %s", error)
         else:
             if not isinstance(slot, Slot):
                 why = f"dropped_{slot}"
-            elif any(chunk in self._engine.lossy for chunk in slot.chunks):
+            elif self._lossy_before(publication, slot):
                 why = "dropped_lossy"
                 slot.leave()
-            else:
-                kept = self._windows.take(publication.chunks) if self._passing else ()
-                states = self._states.take(publication.chunks[-1]) if self._model.caches.states else {}
-                if kept is not None and len(kept) == len(self._passing) and states is not None:
-                    self._copier.mark()
-                    self._copier.submit(self._take, publication, slot, kept, states)
-                    return
+            elif (read := self._reading(publication, slot)) is None:
                 why = "skipped_window"
                 slot.leave()
+            else:
+                self._copier.mark()
+                self._copier.submit(self._take, publication, slot, read)
+                return
         self._counts.add(f"publish_{why}")
         self._engine.gone(publication.request)
 
-    def _take(
+    def _lossy_before(self, publication: PublishRequest, slot: Slot) -> bool:
+        """Return whether a part of a request was played with losses."""
+        if publication.passage is None:
+            return any(chunk in self._engine.lossy for chunk in slot.chunks)
+        # Its groups are none of a prompt, so that nothing is known of what vLLM had of it in its prefix cache.
+        return publication.cached and bool(self._engine.lossy)
+
+    def _reading(self, publication: PublishRequest, slot: Slot) -> _Read | None:
+        """Return what reads a cache out of the engine's blocks; None: vLLM has dropped a part of it."""
+        if publication.passage is not None:
+            return partial(self._read_passage, publication, publication.passage)
+        kept = self._windows.take(publication.chunks) if self._passing else ()
+        states = self._states.take(publication.chunks[-1]) if self._model.caches.states else {}
+        if kept is None or len(kept) < len(self._passing) or states is None:
+            return None
+        return partial(self._read, publication, slot, kept, states)
+
+    def _read_passage(self, publication: PublishRequest, first: int) -> tuple[torch.Tensor, ...]:
+        return (read_passage(self._engine.blocks, publication, first, self._model),)
+
+    def _read(
         self,
         publication: PublishRequest,
         slot: Slot,
         kept: tuple[tuple[torch.Tensor, ...], ...],
         states: dict[int, torch.Tensor],
-    ) -> None:
-        """Copy a cache out of the engine's blocks and give them back; called on the copying thread.
+    ) -> tuple[torch.Tensor, ...]:
+        """Return a prompt's cache. ``kept`` has the groups of the classes with windows, ``states`` the snapshot."""
+        dtype = self._model.dtype
+        had = states | {
+            part: torch.cat([codes(group) for group in groups], dim=3).view(dtype)
+            for part, groups in zip(self._passing, kept, strict=True)
+        }
+        rest: list[torch.Tensor | None] = [
+            None if number in had else torch.empty(part.shape(slot.tokens), dtype=dtype)
+            for number, part in enumerate(self._model.shard.parts)
+        ]
+        self._engine.blocks.read(publication.blocks, rest)
+        return tuple(had[number] if one is None else one for number, one in enumerate(rest))
 
-        ``kept`` has the groups of the classes with windows, ``states`` the snapshot of those with states.
-        """
+    def _take(self, publication: PublishRequest, slot: Slot, read: _Read) -> None:
+        """Copy a cache out of the engine's blocks and give them back; called on the copying thread."""
         began_s = time.thread_time()
         try:
-            dtype = self._model.dtype
-            had = states | {
-                part: torch.cat([codes(group) for group in groups], dim=3).view(dtype)
-                for part, groups in zip(self._passing, kept, strict=True)
-            }
-            rest: list[torch.Tensor | None] = [
-                None if number in had else torch.empty(part.shape(slot.tokens), dtype=dtype)
-                for number, part in enumerate(self._model.shard.parts)
-            ]
             with self._copier.apart():
-                self._engine.blocks.read(publication.blocks, rest)
-            kv = tuple(had[number] if one is None else one for number, one in enumerate(rest))
+                kv = read()
         except Exception as error:  # noqa: BLE001  # the request must go on
             slot.leave()
             self._published(PublishOutcome("failed", why=str(error)))

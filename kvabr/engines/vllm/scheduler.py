@@ -13,28 +13,31 @@ forever.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
+from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client, Handle
 from kvabr.client.lookup import Found
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
 from kvabr.engines.vllm.growing import Growth
-from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, PublishRequest, Step, cut, find_cache
+from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, PublishRequest, Step, cut, find_cache, find_parts
 from kvabr.engines.vllm.promises import Promises
+from kvabr.engines.vllm.requests import PassageRequests, blended, params, salt_of, unfit, wants_passage
 from kvabr.engines.vllm.snapshots import Boundaries
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.windows import Completed, Tables
 from kvabr.types.errors import FormatError, TransportError
 from kvabr.types.naming import chain
+from kvabr.types.passage import Passage
 
 _log = logging.getLogger("vllm.kvabr")
 
@@ -60,6 +63,10 @@ class _Lookup:
     """None if there is no lookup, or if its answer was taken."""
     found: Found | None = None
     """What is wanted of the cache that was found."""
+    joined: Found | None = None
+    """All that was found of a prompt made of passages. What is wanted of it depends on what vLLM has."""
+    computed: int = -1
+    """Tokens that vLLM had when it last asked; -1: it has not asked yet."""
     bytes: dict[int, int] = field(default_factory=dict)
     """Host memory of a play, by the groups that it leaves out."""
     last: int = 0
@@ -69,7 +76,7 @@ class _Lookup:
 
     def over(self) -> None:
         """Forget what was found: there is no hit from now on."""
-        self.found, self.last, self.tokens = None, 0, ()
+        self.found, self.joined, self.last, self.tokens = None, None, 0, ()
 
 
 class SchedulerHalf:
@@ -100,10 +107,11 @@ class SchedulerHalf:
         self._growth: Growth | None = None
         """Of caches that are published while they are computed; None: all are published at the end."""
         if produces and settings.publish_live and not model.caches.states:
-            self._growth = Growth(model.caches, model.spec.group_tokens, self._salt_of)
+            self._growth = Growth(model.caches, model.spec.group_tokens, partial(salt_of, salt=self._salt))
         self.counts = ConnectorCounts()
         self._pause_s, self._again_s = 0.0, 0.0
         self._trouble = TroubleLog(_log)
+        self._passages = PassageRequests(model, self._trouble)
 
     def arrived(self, request: Any) -> None:
         """Begin the lookup of a new request, while it waits to be scheduled."""
@@ -113,11 +121,7 @@ class SchedulerHalf:
             self._completed.arrived(request)
             if self._model.caches.states:
                 self._boundaries.arrived(request)
-            if (
-                self._growth is not None
-                and self._published(request)
-                and _params(request).get("live", True) is not False
-            ):
+            if self._growth is not None and self._published(request) and params(request).get("live", True) is not False:
                 self._growth.arrived(request)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -131,6 +135,9 @@ class SchedulerHalf:
             return 0, False
         if lookup.handle is not None and not self._settle(lookup, lookup.handle):
             return None, False
+        had, lookup.computed = lookup.computed, computed
+        if lookup.joined is not None and had != computed:
+            self._continue(lookup, lookup.joined, computed)
         if computed % self._model.block or lookup.found is None:
             return 0, False
         if self._promises is None:
@@ -209,13 +216,18 @@ class SchedulerHalf:
             self._pending.publications.append(PublishRequest(name, (), (), b""))
             return True
         # vLLM frees the blocks of a load that never reached the worker by itself.
-        if name in self._loading or not self._produces or _params(request).get("publish", True) is False:
+        if name in self._loading or not self._produces or params(request).get("publish", True) is False:
+            return False
+        if blended(request):
+            self.counts.add("publish_skipped_blended")
             return False
         tokens = min(int(request.num_computed_tokens), int(request.num_prompt_tokens))
+        if wants_passage(request):
+            return self._publish_passage(request, blocks, tokens, cached=lookup is not None and lookup.computed > 0)
         tokens = whole_blocks(tokens, math.lcm(self._model.block, size))
         if states:
             tokens = min(tokens, self._boundaries.end(request))
-        if not tokens or _unfit(request) is not None:
+        if not tokens or unfit(request) is not None:
             self.counts.add("publish_skipped_short" if not tokens else "publish_skipped_unfit")
             return False
         self._pending.publications.append(
@@ -223,8 +235,27 @@ class SchedulerHalf:
                 request=name,
                 tokens=tuple(request.prompt_token_ids[:tokens]),
                 blocks=self._model.caches.runs(blocks, 0, tokens),
-                salt=self._salt_of(request),
+                salt=salt_of(request, self._salt),
                 chunks=tuple(chunks[: tokens // size]),
+            )
+        )
+        return True
+
+    def _publish_passage(self, request: Any, blocks: Sequence[Sequence[int]], tokens: int, *, cached: bool) -> bool:
+        """Publish a passage, if the first ``tokens`` tokens of its prompt, which were computed, are all."""
+        first, block = self._passages.passage(request), self._model.block
+        if first is None or unfit(request) is not None or tokens < int(request.num_prompt_tokens):
+            self.counts.add("publish_skipped_unfit")
+            return False
+        end = whole_blocks(tokens + block - 1, block)
+        self._pending.publications.append(
+            PublishRequest(
+                request=request.request_id,
+                tokens=tuple(request.prompt_token_ids),
+                blocks=self._model.caches.runs(blocks, whole_blocks(first, block), end),
+                salt=salt_of(request, self._salt),
+                passage=first,
+                cached=cached,
             )
         )
         return True
@@ -233,7 +264,7 @@ class SchedulerHalf:
         """Return how many tokens are promised of a request whose lookup is over; None: ask again."""
 
         def room(first: int) -> int:
-            skip = first // found.catalog.spec.group_tokens
+            skip = found.catalog.group_at(first)
             if skip not in lookup.bytes:
                 lookup.bytes[skip] = found.catalog.suffix(skip).fp16_bytes // 2 * self._model.dtype.itemsize
             return lookup.bytes[skip]
@@ -263,30 +294,43 @@ class SchedulerHalf:
             deadline_s=left_s,
             tokens=lookup.tokens[: found.catalog.tokens] if self._model.apart else (),
             salt=lookup.salt,
+            max_loss=self._settings.max_loss if found.catalog.sources else math.inf,
         )
 
     def _ask(self, request: Any) -> _Lookup:
         lookup = _Lookup(self._deadline_of(request), time.monotonic())
         # vLLM does not use the cache of a request that wants the log-probabilities of its prompt.
-        if _params(request).get("play", True) is False or getattr(request, "skip_reading_prefix_cache", False):
+        unread = getattr(request, "skip_reading_prefix_cache", False)
+        if params(request).get("play", True) is False or unread or wants_passage(request):
             return lookup
-        if (why := _unfit(request)) is not None:
+        if (why := unfit(request)) is not None:
             self.counts.add("lookups_unfit")
             self._trouble.tell(f"requests with {why} are not played", "their caches depend on more than tokens")
             return lookup
-        if len(request.prompt_token_ids) <= self._model.spec.group_tokens:
+        parts = self._passages.parts(request)
+        if parts is None and len(request.prompt_token_ids) <= self._model.spec.group_tokens:
             self.counts.add("lookups_short")
             return lookup
         if lookup.began_s < self._again_s:
             self.counts.add("lookups_paused")
             return lookup
         assert self._client is not None  # noqa: S101  # a producer has no lookups
-        lookup.tokens, lookup.salt = tuple(request.prompt_token_ids), self._salt_of(request)
+        lookup.tokens, lookup.salt = tuple(request.prompt_token_ids), salt_of(request, self._salt)
         within_s = self._settings.lookup_share * lookup.deadline_s
-        lookup.handle = self._client.begin(
-            lambda client: find_cache(client, lookup.tokens, self._specs, lookup.salt, within_s)
-        )
+
+        def find(client: AsyncClient) -> Coroutine[Any, Any, Found | None]:
+            if parts is None:
+                return find_cache(client, lookup.tokens, self._specs, lookup.salt, within_s)
+            most, refused = self._settings.max_loss, partial(self._refused, lookup.salt)
+            return find_parts(client, parts, self._model.spec, lookup.salt, most, within_s, refused)
+
+        lookup.handle = self._client.begin(find)
         return lookup
+
+    def _refused(self, salt: bytes, passage: Passage, why: str) -> None:
+        """Note a passage that the origin has and that is computed."""
+        self.counts.add("passages_refused")
+        self._trouble.tell("a passage is computed", f"{passage.name(self._model.spec, salt).prompt}: {why}")
 
     def _settle(self, lookup: _Lookup, handle: Handle[Found | None]) -> bool:
         """Take the answer of a lookup if it is over; return whether it is."""
@@ -309,12 +353,27 @@ class SchedulerHalf:
             self._pause_s = self._again_s = 0.0
             self.counts.add("lookups_miss" if found is None else "lookups_hit")
             if found is not None:
-                # vLLM must compute at least one token.
-                lookup.last = self._usable(found, len(lookup.tokens) - 1)
-                lookup.found = cut(found, lookup.last) if lookup.last else None
+                if found.catalog.sources:
+                    lookup.joined = found
+                    self.counts.add("lookups_joined")
+                else:
+                    # vLLM must compute at least one token.
+                    lookup.last = self._usable(found, len(lookup.tokens) - 1)
+                    lookup.found = cut(found, lookup.last) if lookup.last else None
                 least_s = time.monotonic() + _MIN_PLAY_SHARE * lookup.deadline_s
                 lookup.due_s = max(lookup.began_s + lookup.deadline_s, least_s)
         return True
+
+    def _continue(self, lookup: _Lookup, joined: Found, computed: int) -> None:
+        """Decide what is wanted of a prompt made of passages: what continues the tokens that vLLM has, to a gap."""
+        lookup.found, lookup.last = None, 0
+        lookup.bytes.clear()
+        run = joined.catalog.run(computed)
+        if run is None:
+            return
+        last = whole_blocks(min(run.first_token + run.tokens, len(lookup.tokens) - 1), self._model.block)
+        if last > computed:
+            lookup.last, lookup.found = last, cut(replace(joined, catalog=run), last)
 
     def _usable(self, found: Found, most: int) -> int:
         """Return how many tokens of a cache, at most ``most``, vLLM can begin with: whole blocks, and its states."""
@@ -347,22 +406,17 @@ class SchedulerHalf:
             model=spec.model,
             tokenizer=spec.tokenizer,
             group_tokens=spec.group_tokens,
-            salt=self._salt_of(request),
+            salt=salt_of(request, self._salt),
         )
 
     def _published(self, request: Any) -> bool:
         """Return whether a request is published, if it is long enough."""
-        return _params(request).get("publish", True) is not False and _unfit(request) is None
-
-    def _salt_of(self, request: Any) -> bytes:
-        """Return the salt of a request; its own salt separates its cache from all others, as in vLLM's prefix cache."""
-        own = getattr(request, "cache_salt", None)
-        if not own:
-            return self._salt
-        return hashlib.sha256(b"kvabr.vllm.salt/1\0" + self._salt + b"\0" + str(own).encode()).digest()
+        if params(request).get("publish", True) is False or unfit(request) is not None or blended(request):
+            return False
+        return not wants_passage(request)
 
     def _deadline_of(self, request: Any) -> float:
-        given = _params(request).get("deadline_s")
+        given = params(request).get("deadline_s")
         if given is None:
             return self._settings.deadline_s
         most_s = max(_MAX_DEADLINE_S, self._settings.deadline_s)
@@ -370,20 +424,3 @@ class SchedulerHalf:
             self._trouble.tell(f"kv_transfer_params: deadline_s is not a number up to {most_s:g}", f"{WHERE} applies")
             return self._settings.deadline_s
         return float(given)
-
-
-def _params(request: Any) -> dict[str, Any]:
-    """Return a request's own parameters, see `VllmSettings.deadline_s`."""
-    given = getattr(request, "kv_transfer_params", None)
-    return given if isinstance(given, dict) else {}
-
-
-def _unfit(request: Any) -> str | None:
-    """Return what a request's cache depends on besides its tokens; None: nothing."""
-    if getattr(request, "lora_request", None) is not None:
-        return "a LoRA adapter"
-    if getattr(request, "mm_features", None):
-        return "images or sound"
-    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
-        return "embeddings instead of tokens"
-    return None

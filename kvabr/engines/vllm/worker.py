@@ -219,7 +219,7 @@ class WorkerHalf:
     async def _prefix(self, client: AsyncClient, load: LoadRequest, playing: int) -> PlayedPrefix:
         """Play what a request loads; if another rank's shard was found, look up this rank's own first."""
         settings, own, due_s = self._settings, self._model.shard, time.monotonic() + load.deadline_s
-        found, skip = load.found, load.first // load.found.catalog.spec.group_tokens
+        found, skip = load.found, load.found.catalog.group_at(load.first)
         async with asyncio.timeout(_HUNG_S + _HUNG_DEADLINES * load.deadline_s):
             if found.catalog.spec.model not in {self._model.spec.model, own.model}:
                 shard = await find_cache(client, load.tokens, [own], load.salt, load.deadline_s / 2)
@@ -272,6 +272,9 @@ class WorkerHalf:
                 self.counts.add("plays_live")
             for name in ("bytes_fetched", "bytes_wasted", "loss"):
                 self.counts.add(name, getattr(prefix, name))
+            if prefix.loss > load.max_loss:
+                _log.info("kvabr: %s: expected to lose %.3g nats per token; it is computed", load.request, prefix.loss)
+                return None, load.first
             return prefix, max(
                 load.first, whole_blocks(min(load.last, prefix.first + prefix.tokens), self._model.block)
             )
@@ -369,6 +372,11 @@ class WorkerHalf:
         """Copy the KV of tokens ``first`` to ``last`` - 1 into blocks."""
         began_s = time.thread_time()
         self.blocks.write(prefix.parts, prefix.spans, first, last, blocks)
+        if not load.found.catalog.sources:  # nothing behind blocks that were joined from passages is ever published
+            self._note_lossy(load, prefix)
+        self.counts.add("copy_seconds", time.thread_time() - began_s)
+
+    def _note_lossy(self, load: LoadRequest, prefix: PlayedPrefix) -> None:
         chunks, catalog = self._chunks(load), load.found.catalog
         size = catalog.spec.group_tokens
         for unit, track in zip(prefix.units, prefix.coverage, strict=True):
@@ -379,7 +387,6 @@ class WorkerHalf:
                 self._lossy.move_to_end(chunk)
         while len(self._lossy) > self._most_lossy:
             self._lossy.popitem(last=False)
-        self.counts.add("copy_seconds", time.thread_time() - began_s)
 
     def _chunks(self, load: LoadRequest) -> Sequence[str]:
         """Return the digests of what was loaded, as this rank publishes it: under the name of its own heads."""
