@@ -53,8 +53,8 @@ def check(args: argparse.Namespace) -> None:
     if args.fusion is not None:
         from kvabr.publish.fusion import FusionLosses
 
-        if not args.passage or args.alone or args.behind is not None:
-            raise UsageError("--fusion is for passages that are means: give it with --passage, not --alone or --behind")
+        if not args.passage:
+            raise UsageError("--fusion is for passages: add --passage")
         FusionLosses.read(args.fusion)
     if args.contexts is not None and args.contexts < 1:
         raise UsageError("--contexts must be at least 1")
@@ -105,7 +105,7 @@ def compute(
         )
     known = None
     if args.fusion is not None:
-        known = FusionLosses.read(args.fusion).notes(engine.spec, len(contexts))
+        known = FusionLosses.read(args.fusion).notes(engine.spec, named, len(contexts) if named == "mean" else 0)
     if named == "mean":
         kv, notes = mean_cache(engine, ids, contexts, report), PassageNotes(named, len(contexts))
     else:

@@ -31,6 +31,7 @@ An installed package adds policies by the entry point group kvabr.policies.
 _ENGINES_EPILOG = """\
 mode: with "hole", a missed group is computed where it is missing; with "suffix", the engine computes everything behind
 the first miss, so the player protects the front. upgrades: whether a cache in use can be improved.
+passages: whether prompts made of passages are joined, with the tokens that matter recomputed or not.
 
 An installed package adds an engine by the entry point group kvabr.engines: a kvabr.engines.adapters.Adapter.
 """
@@ -108,8 +109,11 @@ def _engines(args: argparse.Namespace) -> int:
     found = [adapter for _, adapter in sorted(adapters().items())]
     _print(
         "serving engines",
-        ("name", "installed", "tested", "mode", "upgrades", "publishes"),
-        [(one.name, _installed(one), one.range, one.mode, _yes(one.upgrades), _yes(one.publishes)) for one in found],
+        ("name", "installed", "tested", "mode", "upgrades", "publishes", "passages"),
+        [
+            (one.name, _installed(one), one.range, one.mode, _yes(one.upgrades), _yes(one.publishes), one.passages)
+            for one in found
+        ],
         ("publishes", "upgrades"),
     )
     write_json(args.json, [_engine_row(adapter) for adapter in found])
@@ -149,6 +153,7 @@ def _engine_row(adapter: Adapter) -> dict[str, Any]:
         "mode": adapter.mode,
         "upgrades": adapter.upgrades,
         "publishes": adapter.publishes,
+        "passages": adapter.passages,
         "plays": adapter.plays,
         "rate": adapter.rate,
         "layout": adapter.layout,

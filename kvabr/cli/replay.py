@@ -275,6 +275,8 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         cost = None
     elif args.prefill_rate is not None:
         cost = PrefillCost.from_rate(args.prefill_rate)
+    if args.passages is not None and cost is None:
+        raise UsageError("a prompt of passages needs an engine, for the text before them: give its --prefill-rate")
     options = ReplayOptions(
         deadline_s=args.deadline,
         rtt_s=None if args.rtt is None else args.rtt / 1000.0,

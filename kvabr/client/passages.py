@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +26,11 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Exact, Part, Passage, check_movable, check_parts, passage_chain
 
+_UNLIKE = (
+    "it has no track, or another codec profile, in common with most of this prompt's passages; publish it as they are"
+)
+_NOT_MEASURED = "what joining it costs was not measured; publish it anew with its fusion losses, or set max_loss=inf"
+
 
 async def find_passages(
     origin: Connection,
@@ -34,27 +38,30 @@ async def find_passages(
     spec: KVSpec,
     *,
     salt: bytes = b"",
-    refused: Callable[[Passage, Exception], None] = lambda *_: None,
+    any_dtype: bool = False,
+    refused: Callable[[Passage, str], None] = lambda *_: None,
 ) -> dict[Passage, Found]:
     """Return what an origin has of some passages; those that it lacks, or that cannot be used, are left out.
 
-    All are asked for at the same time, so that takes one round trip. ``refused`` is told why one cannot be used.
+    All are asked for at the same time, so that takes one round trip. ``refused`` is told why one cannot be used. With
+    ``any_dtype`` the cache's element type need not be the spec's.
 
     Raises `TransportError` or `FormatError` if nothing was found, and one of them could not be asked for, or used.
     """
     wanted = list(dict.fromkeys(passages))
-    answers = await asyncio.gather(*(_find(origin, each, spec, salt) for each in wanted), return_exceptions=True)
+    asked = (_find(origin, each, spec, salt, any_dtype=any_dtype) for each in wanted)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
     found = {passage: answer for passage, answer in zip(wanted, answers, strict=True) if isinstance(answer, Found)}
     for passage, answer in zip(wanted, answers, strict=True):
         if isinstance(answer, Found | NotFoundError):
             continue
         if not isinstance(answer, TransportError | FormatError) or not found:
             raise answer
-        refused(passage, answer)
+        refused(passage, str(answer) or type(answer).__name__)
     return found
 
 
-async def _find(origin: Connection, passage: Passage, spec: KVSpec, salt: bytes) -> Found:
+async def _find(origin: Connection, passage: Passage, spec: KVSpec, salt: bytes, *, any_dtype: bool) -> Found:
     chunks = passage_chain(
         passage.ids, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt
     )
@@ -63,9 +70,30 @@ async def _find(origin: Connection, passage: Passage, spec: KVSpec, salt: bytes)
     catalog = found.catalog
     if catalog.passage is None or catalog.tokens != len(passage.ids) or catalog.chunks != tuple(chunks):
         raise ForeignError(f"what the origin has under the name of {catalog.namespace.prompt[:12]}... is no passage")
-    if catalog.spec.digest() != spec.digest():
+    if catalog.spec.digest() != (spec.with_dtypes(catalog.spec) if any_dtype else spec).digest():
         raise ForeignError(f"the origin's passage is of {catalog.spec.summary}, ours of {spec.summary}")
     return found
+
+
+def joinable(
+    found: Mapping[Passage, Found], max_loss: float, refused: Callable[[Passage, str], None] = lambda *_: None
+) -> dict[Passage, Catalog]:
+    """Return the catalogs of the passages that may be joined with each other; ``refused`` is told why others may not.
+
+    It must be known what joining one costs, unless any loss is accepted (``max_loss``), and they must have enough in
+    common for one play (`_alike`).
+    """
+    measured = {}
+    for passage, one in found.items():
+        if math.isinf(max_loss) or (one.catalog.passage is not None and one.catalog.passage.fusion):
+            measured[passage] = one.catalog
+        else:
+            refused(passage, _NOT_MEASURED)
+    usable = _alike(measured)
+    for passage in measured:
+        if passage not in usable:
+            refused(passage, _UNLIKE)
+    return usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +130,10 @@ class PassagePrompt:
         if engine is None or spec is None:
             raise UsageError("a prompt with passages needs an engine: it computes the text between them")
         if (options.mode or engine.mode) != "hole":
-            raise UsageError("a prompt with passages needs an engine that can compute any group (mode 'hole')")
+            raise UsageError(
+                "a prompt with passages needs an engine that can compute any group (mode 'hole'), as transformers "
+                "models do; vLLM's connector plays them (kv_transfer_params), those of SGLang and LMCache do not"
+            )
         try:
             check_movable(spec)
         except FormatError as error:
@@ -110,6 +141,9 @@ class PassagePrompt:
         whole = check_parts(parts)
         asked = _question(whole[-1], engine, options, question, share)
         prompt = cls(whole, spec, options, asked, share)
+        vocabulary = getattr(engine, "vocabulary", None)
+        if vocabulary is not None and (beyond := max((*prompt.tokens, *asked))) >= vocabulary:
+            raise UsageError(f"{spec.model} has no token {beyond:,}: its vocabulary ends at {vocabulary - 1:,}")
         context, length = getattr(engine, "context", None), len(prompt.tokens)
         if context is not None and length > context:
             raise UsageError(
@@ -138,31 +172,15 @@ class PassagePrompt:
         """Return what an origin has of the passages, joined; None if it has none. Errors as `find_passages`."""
         passages = [part for part in self.parts if isinstance(part, Passage)]
         found = await find_passages(origin, passages, self.spec, salt=self.options.salt, refused=self._refused)
-        measured = {passage: one.catalog for passage, one in found.items() if self._measured(one.catalog)}
-        if not measured:
-            return None, self.spec
-        usable = _with_one_profile(measured)
-        for passage, own in measured.items():
-            if passage not in usable:
-                reason = "its codec profile is not the one that most passages of this prompt have; publish it with that"
-                self.options.note(PassageRefused(0.0, own.namespace.prompt, reason))
+        usable = joinable(found, self.options.max_loss, self._refused)
         catalog = join(self.parts, usable, self.spec)
         told = "".join(one.sha256 for passage, one in found.items() if passage in usable)
         joined = None if catalog is None else Found(catalog, hashlib.sha256(told.encode()).hexdigest())
         return joined, self.spec
 
-    def _refused(self, passage: Passage, error: Exception) -> None:
+    def _refused(self, passage: Passage, reason: str) -> None:
         """Say why a passage that the origin may have is computed."""
-        name = passage.name(self.spec, self.options.salt)
-        self.options.note(PassageRefused(0.0, name.prompt, str(error) or type(error).__name__))
-
-    def _measured(self, catalog: Catalog) -> bool:
-        """Return whether it is known what joining a passage costs; otherwise only who accepts any loss may join it."""
-        if math.isinf(self.options.max_loss) or (catalog.passage is not None and catalog.passage.fusion):
-            return True
-        reason = "what joining it costs was not measured; publish it anew with its fusion losses, or set max_loss=inf"
-        self.options.note(PassageRefused(0.0, catalog.namespace.prompt, reason))
-        return False
+        self.options.note(PassageRefused(0.0, passage.name(self.spec, self.options.salt).prompt, reason))
 
 
 def _question(
@@ -184,8 +202,25 @@ def _question(
     return Exact(tuple(question)).ids if question is not None else last.ids if isinstance(last, Exact) else ()
 
 
-def _with_one_profile(found: Mapping[Passage, Catalog]) -> dict[Passage, Catalog]:
-    """Return the passages of the most common codec profile, and those without one: a play decodes with one profile."""
-    profiles = Counter(catalog.profile for catalog in found.values() if catalog.profile is not None)
-    common = profiles.most_common(1)[0][0] if profiles else None
-    return {passage: catalog for passage, catalog in found.items() if catalog.profile in (None, common)}
+def _alike(found: Mapping[Passage, Catalog]) -> dict[Passage, Catalog]:
+    """Return the passages that can be played together, as many tokens of them as possible.
+
+    A play decodes with one profile, and its base is one track that all passages have.
+    """
+    best: dict[Passage, Catalog] = {}
+    profiles = dict.fromkeys(one.profile for one in found.values())
+    bases = dict.fromkeys(track.name for one in found.values() for track in one.tracks if track.refines is None)
+    for profile in profiles:
+        for base in bases:
+            alike = {
+                passage: one
+                for passage, one in found.items()
+                if one.profile in (None, profile) and base in one.by_name and one.by_name[base].refines is None
+            }
+            if _tokens(alike) > _tokens(best):
+                best = alike
+    return best
+
+
+def _tokens(found: Iterable[Passage]) -> int:
+    return sum(len(passage.ids) for passage in found)

@@ -8,17 +8,19 @@ as on the best. When the play would deliver, it has the tokens computed over the
 On a slow link the engine is idle meanwhile. Then the tokens that their publisher ranks highest are computed, passage by
 passage, as soon as everything before is in place. Their part in the expected loss is not counted.
 
-If the engine fails or does not end, the cache is delivered as it was joined. If its expected loss exceeds the goal's
-limit, the play is given up instead.
+If the engine fails, the cache is delivered as it was joined; if it does not end, so it is at the deadline, or once it
+has taken twice as long as it should. A joined cache whose expected loss exceeds the goal's limit waits for the engine
+as long as any play does, and then the play is given up.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from kvabr.player.blend_plan import BlendOption, BlendPlan
 from kvabr.player.session import Session
-from kvabr.player.session_types import BlendGoal, BlendRecord, ChooseTokens, Goal, RecomputeTokens
+from kvabr.player.session_types import ENGINE_PATIENCE, BlendGoal, BlendRecord, ChooseTokens, Goal, RecomputeTokens
 from kvabr.types.errors import UsageError
 from kvabr.types.events import TokensChosen, TokensDone, TokensFailed, TokensStarted
 from kvabr.types.loss import played_loss
@@ -49,8 +51,10 @@ class BlendSession(Session):
         """When that began, and when choosing did."""
         self._next = 0
         """The first passage of which no tokens have been computed ahead, or passed over."""
-        self._engine_s, self._failed = 0.0, False
-        """When the engine last finished something; and whether it failed at the end, and is asked for nothing more."""
+        self._failed = False
+        """Whether the engine failed at the end, and is asked for nothing more."""
+        self._wait_s = math.inf
+        """When a cache that can be handed over without the tokens no longer waits for them."""
         self.record.blend = self._blend = BlendRecord(fusion_loss=self._plan.fusion([""] * view.groups, 0.0))
         self._reserve(0.0)
 
@@ -106,52 +110,26 @@ class BlendSession(Session):
             self._computing, self._settled, self._failed = None, False, True
             self._deliver(now)
 
-    def computed(self, first: int, last: int, now: float) -> None:
-        """Take computed groups; see `Session.computed`. Once tokens are computed, only the engine's time counts."""
-        lane = self._compute
-        if self._computing is None:
-            super().computed(first, last, now)
-        elif not self.over and lane is not None and lane.computing == (first, last):
-            lane.finish(now)
-            self._engine_done(lane.started_s, now)
-            self.record.tokens_recomputed += self._catalog.tokens_before(last) - self._catalog.tokens_before(first)
-
-    def compute_failed(self, reason: str, now: float) -> None:
-        """Take that groups could not be computed; see `Session.compute_failed`."""
-        if self._computing is None:
-            super().compute_failed(reason, now)
-
-    def decoded(self, request: int, now: float, seconds: float | None = None) -> None:
-        """Take a group that is decoded and in place: too late once tokens are being computed over what is there."""
-        if self._computing is None:
-            super().decoded(request, now, seconds)
-
-    def refused(self, request: int, reason: str, now: float) -> None:
-        """Take a frame that could not be decoded; see `Session.refused`."""
-        if self._computing is None:
-            super().refused(request, reason, now)
-
     def timer(self, now: float) -> None:
         """Take the tick that `next_timer` asked for."""
         if self._computing is None:
             super().timer(now)
         elif not self.over:
             self._next_tick_s = now + self._tick_s
-            if now >= self._patience_s():
+            if now >= min(self._wait_s, self._patience_s()):
                 self.tokens_failed(f"they were not computed within {now - (self._blend.begun_s or 0.0):.1f} s", now)
 
     def next_timer(self) -> float | None:
         """Return when the driver must call `timer`; see `Session.next_timer`."""
-        return super().next_timer() if self.over or self._computing is None else self._next_tick_s
+        if self.over or self._computing is None:
+            return super().next_timer()
+        return min(self._next_tick_s, self._wait_s)
 
     # --------------------------------------------------------------- internals
 
     def _patience_s(self) -> float:
         patience_s = super()._patience_s()
         return patience_s + self._config.give_up_after * (self._full_s - self.view.deadline_s)
-
-    def _ended(self, now: float) -> bool:
-        return super()._ended(now) or self._computing is not None
 
     def _refresh(self, now: float) -> None:
         super()._refresh(now)
@@ -167,10 +145,8 @@ class BlendSession(Session):
         view.deadline_s = self._full_s - tokens_s
 
     def _advance(self, now: float) -> None:
-        if self._computing is not None:
-            return
         super()._advance(now)
-        if self.over or self._choosing or self._computing is not None or len(self._plan.options) < 2:
+        if self._closed or self._choosing or len(self._plan.options) < 2:
             return
         if self._in_place < self._catalog.groups:
             self._compute_ahead(now)
@@ -220,17 +196,17 @@ class BlendSession(Session):
             self._cancel(transfer, "tokens are computed again over what is in place", now)
         # Of groups that were computed no token is left; as many others are computed instead.
         option = replace(option, tokens=min(option.tokens, self._plan.tokens_left(coverage)))
-        self._computing, self._blend.begun_s = option, now
+        self._computing, self._blend.begun_s, self._closed = option, now, True
+        if codec + (joined or 0.0) <= self._max_loss:
+            needed_s = 0.0 if self._ahead is None else self._ahead.seconds
+            if option.tokens:
+                needed_s += option.seconds + (0.0 if chosen else self._plan.look_s)
+            self._wait_s = max(self._full_s, now + max(self._tick_s, ENGINE_PATIENCE * needed_s))
         self._next_tick_s = now + self._tick_s
         self._actions.append(RecomputeTokens(option.share, option.tokens, 0 if self._choosing else self._question))
         saved = (joined or 0.0) - (self._plan.fusion(coverage, option.share) or 0.0)
         reason = f"saves {saved:.4f} nats per token in {option.seconds:.2f} s, of {left_s:.2f} s left"
         self._events.emit(TokensStarted, now, option.tokens, option.share, reason)
-
-    def _engine_done(self, begun_s: float, now: float) -> None:
-        """Count what the engine has done, which does one thing after the other."""
-        self.record.recompute_s += now - max(begun_s, self._engine_s)
-        self._engine_s = now
 
     def _finish(self, now: float, *, cut: str | None = None) -> None:
         self._computing, self._settled, self.view.deadline_s = None, True, self._full_s

@@ -105,11 +105,11 @@ class ComputeQueue:
         self.computing, self.started_s = (first, last), now
         self._free_s = now + self._seconds(first, last)
 
-    def finish(self, now: float) -> float:
-        """Note that the engine is done; return the seconds that it took."""
+    def finish(self) -> float:
+        """Note that the engine is done; return when it was started."""
         self.chosen.difference_update(self._here())
         self.computing = None
-        return now - self.started_s
+        return self.started_s
 
     def _seconds(self, first: int, last: int) -> float:
         begin, end = map(self._view.catalog.tokens_before, (first, last))

@@ -122,6 +122,8 @@ class EventLog:
 class PlayState:
     """What a play knows about its groups, and the operations that change it."""
 
+    _engine_s = 0.0
+    """When the engine last finished something."""
     _look_s = math.inf
     """When to consider again whether layers that are to follow are worth the wait."""
 
@@ -199,8 +201,8 @@ class PlayState:
         self._priorities = RequestPriorities(groups)
         self._content = False
         """Whether the policy wanted nothing more when it was last asked."""
-        self.over = False
-        """True once the play has been delivered or given up."""
+        self.over = self._closed = False
+        """True once the play has been delivered or given up; and once groups come too late to get into the cache."""
         self._begin(goal)
 
     def _leave_out(self, groups: Collection[int]) -> None:
@@ -377,10 +379,15 @@ class PlayState:
             below = tuple(transfer.request for transfer in batch[:-1])
             self._actions.append(Decode(top.request, group, top.track, below))
 
+    def _engine_done(self, begun_s: float, now: float) -> None:
+        """Count what the engine has done since then. It does one thing after the other, whatever it was asked when."""
+        self.record.recompute_s += now - max(begun_s, self._engine_s)
+        self._engine_s = now
+
     def _end_decoding(self, request: int) -> list[Transfer]:
         """Take the batch with this request from the decoders; empty if it is no longer wanted."""
-        if self.over or (transfer := self._decoding.get(request)) is None:
-            return []  # too late: the cache is handed over, and the record is closed
+        if self._closed or (transfer := self._decoding.get(request)) is None:
+            return []  # too late: the cache is as it will be handed over, and so is the record
         progress = self._groups[transfer.group]
         batch, progress.decoding = progress.decoding, []
         for one in batch:

@@ -217,9 +217,11 @@ class Session(PlayState):
         lane = self._compute
         if self.over or lane is None or lane.computing != (first, last):
             return
-        self.record.recompute_s += lane.finish(now)
-        self.record.steps.append(("compute", first, last))
+        self._engine_done(lane.finish(), now)
         self.record.tokens_recomputed += self._catalog.tokens_before(last) - self._catalog.tokens_before(first)
+        if self._closed:
+            return
+        self.record.steps.append(("compute", first, last))
         for group in range(first, last):
             record = self.record.groups[group]
             if record.ready_s is None:
@@ -242,11 +244,11 @@ class Session(PlayState):
     def compute_failed(self, reason: str, now: float) -> None:
         """Take a failure of the engine. The session does not use it again: the network must bring the rest."""
         lane = self._compute
-        if self.over or lane is None or lane.computing is None:
+        if self._closed or lane is None or lane.computing is None:
             return
         first, last = lane.computing
         left = {*range(first, last), *lane.chosen}
-        self.record.recompute_s += lane.finish(now)
+        self._engine_done(lane.finish(), now)
         self._events.emit(RecomputeFailed, now, first, last, reason)
         self._retries.engine_failed(reason)
         self._compute = self.view.cost = None
@@ -263,7 +265,7 @@ class Session(PlayState):
 
     def timer(self, now: float) -> None:
         """Take the tick that `next_timer` asked for."""
-        if self.over or self._ended(now):
+        if self._closed or self._ended(now):
             return
         self._next_tick_s = now + self._tick_s
         self._sampler.tick(now, waiting=bool(self.view.in_flight), idle=self._idle())
@@ -326,10 +328,10 @@ class Session(PlayState):
         elif not complete and now >= self._patience_s():
             self._refresh(now)
             self._give_up(now, self._lacking())
-        return self.over
+        return self._closed
 
     def _advance(self, now: float) -> None:
-        if self.over or self._ended(now):
+        if self._closed or self._ended(now):
             return
         self._refresh(now)
         complete = self._in_place == self._catalog.groups
@@ -482,7 +484,7 @@ class Session(PlayState):
         undecoded = sum(one.bytes for one in (*self._decoding.values(), *chain.from_iterable(left)))
         self.record.bytes_undecoded += undecoded
         self.record.bytes_wasted += undecoded
-        self.over = self._content = True
+        self.over = self._closed = self._content = True
 
     def _deliver(self, now: float, *, cut: str | None = None) -> None:
         self._end("the cache is delivered", now)

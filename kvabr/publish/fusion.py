@@ -29,37 +29,45 @@ class FusionLosses:
     spec: KVSpec
     """Of the model."""
     contexts: int
-    """Contexts of the mean that passages were computed as."""
+    """Contexts of the mean that passages were computed as; 0: they were not."""
     losses: tuple[tuple[float, float], ...]
     """As `PassageNotes.fusion`."""
     method: str
     """How it was measured, in words."""
+    base: str = "mean"
+    """How passages were computed, as `PassageNotes.base`."""
 
-    def notes(self, spec: KVSpec, contexts: int) -> PassageNotes:
-        """Return the notes of a passage that is a mean over some contexts.
-
-        Raises:
-            ForeignError: these losses are of another model.
-            UsageError: they are of passages that were computed in another way.
-        """
+    def check(self, spec: KVSpec) -> FusionLosses:
+        """Return these losses; raise `ForeignError` if they are of another model than that with ``spec``."""
         if not self.spec.same_cache(spec):
             raise ForeignError(
                 f"these fusion losses were measured with {self.spec.model} ({self.spec.summary}), the passage is of "
                 f"{spec.model} ({spec.summary}); measure them with `kvabr calibrate --blend`"
             )
-        if contexts != self.contexts:
-            other = f"a mean over {contexts}" if contexts else "not a mean"
+        return self
+
+    def notes(self, spec: KVSpec, base: str, contexts: int = 0) -> PassageNotes:
+        """Return the notes of a passage with this base, ``mean`` over some contexts or another.
+
+        Raises:
+            ForeignError: these losses are of another model.
+            UsageError: they are of passages that were computed in another way.
+        """
+        self.check(spec)
+        if (base, contexts) != (self.base, self.contexts):
             raise UsageError(
-                f"these fusion losses are of means over {self.contexts} contexts, the passage is {other}: leave them "
-                "out, and they are measured for this passage"
+                f"these fusion losses are of passages computed as {_said(self.base, self.contexts)}, the passage is "
+                f"computed as {_said(base, contexts)}: measure them with `kvabr calibrate --blend --base {base}`; "
+                "without any, they are measured for this passage where that is possible"
             )
-        return PassageNotes("mean", contexts, fusion=self.losses, method=self.method)
+        return PassageNotes(base, contexts, fusion=self.losses, method=self.method)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return {
             "schema": SCHEMA,
             "spec": self.spec.to_json(),
+            "base": self.base,
             "contexts": self.contexts,
             "losses": [list(pair) for pair in self.losses],
             "method": self.method,
@@ -83,5 +91,9 @@ def _parsed(value: Any) -> FusionLosses:
     if not losses:
         raise FormatError("it has no losses")
     # The notes check what they are given.
-    notes = PassageNotes("mean", value["contexts"], fusion=losses, method=value["method"])
-    return FusionLosses(KVSpec.from_json(value["spec"]), notes.contexts, losses, notes.method)
+    notes = PassageNotes(value.get("base", "mean"), value["contexts"], fusion=losses, method=value["method"])
+    return FusionLosses(KVSpec.from_json(value["spec"]), notes.contexts, losses, notes.method, notes.base)
+
+
+def _said(base: str, contexts: int) -> str:
+    return f"the mean over {contexts} contexts" if base == "mean" else base

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvabr.types.engine import ClassEngine, Engine
@@ -48,6 +48,9 @@ class CalibrationEngine(ScoringEngine, Protocol):
     def context(self) -> int:
         """Tokens that the model can see."""
 
+    def check_weights(self) -> None:
+        """Raise a `ModelError` that names the weights that are NaN or infinite, if any in memory are."""
+
     def gradient_classes(
         self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
     ) -> tuple[torch.Tensor, ...]:
@@ -62,6 +65,51 @@ class CalibrationEngine(ScoringEngine, Protocol):
 
         Returns:
             Of the shapes of ``kv``, float32: the gradient of the summed log-probability of the sampled tokens.
+        """
+
+
+class LayerSink(Protocol):
+    """Where an engine that runs layer by layer leaves caches and gradients, and finds the caches again."""
+
+    def put_cache(self, context: int, layer: int, kv: torch.Tensor) -> None:
+        """Take one layer of a context's cache, [K/V, head, token, dim]."""
+
+    def kept(self, context: int, layer: int) -> torch.Tensor:
+        """Return one layer of the cache of a context without its scored tokens, [K/V, head, token, dim]."""
+
+    def put_gradient(self, context: int, layer: int, gradient: torch.Tensor) -> None:
+        """Take the gradient with respect to what `kept` returned, float32."""
+
+
+@runtime_checkable
+class LayerEngine(CalibrationEngine, Protocol):
+    """An engine that holds one layer of its model at a time, and therefore does all contexts layer by layer."""
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a temporary file that each scored token takes in `by_layer`."""
+
+    def places(self) -> list[tuple[int, int]]:
+        """Return of every layer the number of its class, and its place in the class's tensor."""
+
+    def by_layer(
+        self,
+        contexts: Sequence[Sequence[int]],
+        scored: Sequence[int],
+        sink: LayerSink,
+        progress: Callable[[str, int, int], None] = lambda _stage, _done, _all: None,
+    ) -> None:
+        """Compute the caches of contexts, and gradients as `gradient_classes` does, with the context's number as seed.
+
+        Args:
+            contexts: token ids of each.
+            scored: how many of a context's last tokens are the continuation; 0: no gradient is needed.
+            sink: takes the caches of all tokens, then gradients.
+            progress: called with the stages "forward" and "backward", and their steps: contexts times layers.
+
+        Raises:
+            ModelError: the tokens do not fit the model, or weights or outputs are not finite.
+            OSError: the disk has no room for what enters the layers.
         """
 
 

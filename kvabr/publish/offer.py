@@ -21,6 +21,7 @@ from kvabr.types.digests import SHA256, check_kind
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import ITEM_BYTES, KVSpec
 from kvabr.types.naming import LAYERS
+from kvabr.types.passage import PassageNotes
 
 PLAIN_TRACKS = ("FP16", "Int8", "Int4")
 """Default tracks; the AC layers are added if there is a profile."""
@@ -73,13 +74,28 @@ class TrackOffer:
             for part in self.spec.parts:
                 self.profile.of(part).analysis.prepare()
 
-    def encoder(self, chunks: Sequence[str], tokens: int, store: FrameStore, position: int | None = 0) -> FrameEncoder:
-        """Return an encoder of one cache; without a position it has no tracks that need a profile."""
+    def encoder(
+        self,
+        chunks: Sequence[str],
+        tokens: int,
+        store: FrameStore,
+        position: int | None = 0,
+        passage: PassageNotes | None = None,
+    ) -> FrameEncoder:
+        """Return an encoder of one cache, of a ``passage`` or not; without a position it needs no profile."""
         tracks = self.tracks
         if position is None:
             tracks = tuple(track for track in tracks if not codec(track).needs_profile)
         return FrameEncoder(
-            self.spec, chunks, tokens, tracks, self.profile, store, position=position or 0, digest=self.digest
+            self.spec,
+            chunks,
+            tokens,
+            tracks,
+            self.profile,
+            store,
+            position=position or 0,
+            passage=passage,
+            digest=self.digest,
         )
 
     def catalog(self, frames: FrameEncoder, expected: Sequence[str] | None = None) -> Catalog:

@@ -21,6 +21,7 @@ from kvabr.publish.offer import TrackOffer
 from kvabr.store.asset import AssetWriter
 from kvabr.types.errors import FormatError, KvabrError
 from kvabr.types.kv import KVSpec
+from kvabr.types.passage import PassageNotes
 from kvabr.types.units import Unit, snapshot_ends, units_by_chunk, units_of
 
 PublishVerdict = Literal["full", "known", "published", "failed"]
@@ -59,6 +60,8 @@ class Production:
         tokens: int,
         position: int | None,
         done: Callable[[PublishOutcome], object],
+        *,
+        passage: PassageNotes | None = None,
     ) -> None:
         """Begin without any token.
 
@@ -69,6 +72,7 @@ class Production:
             tokens: tokens that the cache will have.
             position: of the first token in the prompt, see `kvabr.publish.publisher.Publisher.reserve_named`.
             done: called with the outcome, by `finish`.
+            passage: of a passage, whose cache has keys before rotation, what the catalog says of it.
         """
         self.offer, self.chunks, self.tokens, self.done = offer, tuple(chunks), tokens, done
         self.lock = threading.Lock()
@@ -83,7 +87,7 @@ class Production:
         """Whether a thread is at it; guarded by `lock`."""
         self.patient_thread: int | None = None
         """Native number of the patient thread while that is at it; guarded by `lock`."""
-        self._make_writer, self._position = make_writer, position
+        self._make_writer, self._position, self._passage = make_writer, position, passage
         self._stack = contextlib.ExitStack()
         self._frames: FrameEncoder | None = None
         self._writer: AssetWriter | None = None
@@ -163,7 +167,7 @@ class Production:
                 self._broken(self._reason)
                 return
             self._writer = self._stack.enter_context(self._make_writer())
-            frames = self.offer.encoder(self.chunks, self.tokens, self._writer, self._position)
+            frames = self.offer.encoder(self.chunks, self.tokens, self._writer, self._position, self._passage)
             frames.write_profile()
             self._begin(frames)
             self._frames = frames

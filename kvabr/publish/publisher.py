@@ -27,6 +27,7 @@ from kvabr.types.digests import SHA256
 from kvabr.types.errors import AssetError, FormatError, may_pass
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import chain
+from kvabr.types.passage import PassageNotes, passage_chain
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +97,19 @@ class Publisher:
         chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
         return self.reserve_named(chunks, len(tokens))
 
+    def reserve_passage(self, tokens: Sequence[int], notes: PassageNotes, salt: bytes = b"") -> Slot | PublishVerdict:
+        """As `reserve`, for a passage; its cache has keys before rotation, float32 (`kvabr.publish.passages`).
+
+        ``notes`` are what the catalog says of it. Raises `FormatError` if the model can have no passages, or none with
+        these notes.
+        """
+        spec = self.offer.spec
+        notes.check(spec, len(tokens))
+        names = {"model": spec.model, "tokenizer": spec.tokenizer}
+        chunks = passage_chain(tokens, **names, group_tokens=spec.group_tokens, salt=salt)
+        slot = self.reserve_named(chunks, len(tokens))
+        return replace(slot, passage=notes) if isinstance(slot, Slot) else slot
+
     def reserve_named(self, chunks: Sequence[str], tokens: int, position: int | None = 0) -> Slot | PublishVerdict:
         """As `reserve`, for other digests of groups, 64 hex digits each; the last one names the asset.
 
@@ -137,7 +151,7 @@ class Publisher:
 
     def _fill(self, slot: Slot, kv: Sequence[torch.Tensor], done: Callable[[PublishOutcome], object]) -> None:
         writer = partial(self.store.writer, slot.chunks[-1])
-        made = Production(self.offer, writer, slot.chunks, slot.tokens, slot.position, done)
+        made = Production(self.offer, writer, slot.chunks, slot.tokens, slot.position, done, passage=slot.passage)
         made.append(0, kv, slot.tokens)
         made.end()
         self.wake(made)
@@ -213,6 +227,8 @@ class Slot:
     tokens: int
     position: int | None = 0
     """See `Publisher.reserve_named`."""
+    passage: PassageNotes | None = None
+    """Of a passage, see `Publisher.reserve_passage`."""
 
     def fill(self, kv: torch.Tensor | tuple[torch.Tensor, ...], done: Callable[[PublishOutcome], object]) -> None:
         """Publish a cache, [layer, K/V, head, token, dim] of any float dtype, which must not change any more.

@@ -67,8 +67,11 @@ class Chosen:
     """KL divergence of the target's track, nats per token, mean over the samples."""
 
 
-class _Class:
+class CodedClass:
     """One layer class: what its coefficients become at a step, without the entropy coder, which loses nothing."""
+
+    kinds: int
+    """2 if keys and values are apart, else 1."""
 
     def __init__(self, transform: Transform, config: FitConfig, track: str, caches: Sequence[torch.Tensor]) -> None:
         self._transform, self._part = transform, transform.structure.spec
@@ -87,8 +90,8 @@ class _Class:
         self._tokens = sum(cache.shape[3] for cache in self._caches)  # columns of a state
         self._power = [power[self._kind == kind] for kind in range(self.kinds)]
 
-    def coded(self, number: int, factors: Sequence[float]) -> torch.Tensor:
-        """Return a cache as a player would have it."""
+    def coded(self, number: int, factors: Sequence[float], gains: tuple[float, ...] = ()) -> torch.Tensor:
+        """Return a cache as a player would have it, with steps times ``factors`` and gains of the decoder."""
         step, cache, found = factors[0] * self._step, self._caches[number], self._coefficients[number]
         others = torch.tensor(factors)[self._kind, None] / factors[0]
         index = quantise(found.rows / others, step, self._dead).clamp_(-FARTHEST, FARTHEST)
@@ -96,7 +99,7 @@ class _Class:
         aside[: self._sinks] = True
         out = torch.empty_like(cache)
         transform = self._transform.scaled([factor / factors[0] for factor in factors])
-        coder.synthesise(transform, (index * FINE).short().numpy(), step, 0, out)
+        coder.synthesise(transform, (index * FINE).short().numpy(), step, 0, out, gains)
         out[:, :, :, aside] = cache[:, :, :, aside]
         return turned_back(out, self._part)
 
@@ -121,7 +124,7 @@ class StepSearch:
         self._samples, self._target, self._progress = samples, target, progress
         caches = zip(*(sample.cache for sample in samples), strict=True)
         pairs = zip(transforms, caches, strict=True)
-        self._classes = [_Class(made, config, target.track, own) for made, own in pairs]
+        self._classes = [CodedClass(made, config, target.track, own) for made, own in pairs]
         self._units = [(number, kind) for number, each in enumerate(self._classes) for kind in range(each.kinds)]
         self._done, self._all = 0, (len(self._units) * _ROUNDS if len(self._units) > 1 else 0) + _MORE_ROUNDS
 

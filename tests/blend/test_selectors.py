@@ -47,6 +47,16 @@ def test_peaks_bring_their_neighbours_in_the_same_passage():
     assert not {14, 15, 16} & set(chosen)
 
 
+def test_peaks_count_less_the_farther_in_a_passage_they_are():
+    """Tokens that had seen little of their own text are wrong; those behind them hardly are."""
+    peaks = torch.zeros(2, 400)
+    peaks[:, 20], peaks[:, 190], peaks[:, 220] = 0.4, 1.0, 0.5
+    prompt = Selection(tokens=400, passages=((0, 200), (200, 400)), layers=2, peaks=peaks, values=torch.ones(2, 400))
+    selector = load_selector("question-peaks")()
+    chosen = choose(prompt, selector.scores(prompt), 34 / 400)
+    assert chosen == (*range(12, 29), *range(212, 229))
+
+
 def test_the_random_choice_is_the_same_every_time():
     first, second = (load_selector("random")().scores(PROMPT) for _ in range(2))
     assert torch.equal(first, second)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from kvabr.codec.fit import fit
-from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from tests.client.live import Producer
-from tests.memory_transport import MemoryConnection, MemoryLink
+from tests.client.playing import connection
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 torch.set_num_threads(1)
@@ -48,11 +45,7 @@ def long(libraries):
 def origin(libraries):
     """Make a connection to an origin: ``origin(rate=..., rtt_s=..., faults=..., folder=...)``."""
 
-    def make(rate=1e8, rtt_s=0.02, folder="short", **options):
-        find = partial(libraries[folder].find, EVERYTHING)
-        return MemoryConnection(find, MemoryLink(rate, rtt_s), **options)
-
-    return make
+    return lambda *link, folder="short", **options: connection(libraries[folder], *link, **options)
 
 
 @pytest.fixture

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import Played
+from kvabr.server.grants import EVERYTHING
+from tests.memory_transport import MemoryConnection, MemoryLink
+
+
+def connection(library, rate=1e8, rtt_s=0.02, **options):
+    """Return a connection to an origin in memory that has these assets; ``options`` are those of `MemoryConnection`."""
+    return MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(rate, rtt_s), **options)
 
 
 async def play(

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from functools import partial
 
 import pytest
 import torch
 
-from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.cost import PrefillCost
 from kvabr.types.events import TokensDone, TokensFailed
-from tests.client.playing import play
+from tests.client.playing import connection, play
 from tests.client.test_play_blend import FUSION, ONE, ORDERED, OTHER, QUESTION, SYSTEM
 from tests.client.virtual import Hang, virtual
-from tests.memory_transport import MemoryConnection, MemoryLink
 from tests.toymodel import ToyBlendModel, toy_passage
 
 PARTS = (SYSTEM, ORDERED, ONE, OTHER, QUESTION)
@@ -34,7 +31,7 @@ def library(tmp_path_factory):
 
 
 def slow(library):
-    return MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(2e4, 0.02))
+    return connection(library, 2e4)
 
 
 class Faulty(ToyBlendModel):
@@ -83,7 +80,7 @@ def test_a_cache_is_whole_after_a_fault_of_the_engine(library, how, nth):
 
 
 @virtual
-async def test_an_engine_that_hangs_after_it_computed_tokens_ahead_ends_no_play_late(library):
+async def test_of_an_engine_that_hangs_the_joined_cache_is_handed_over_by_the_deadline(library):
     with Hang() as hang:
 
         def hanging(made):
@@ -96,6 +93,8 @@ async def test_an_engine_that_hangs_after_it_computed_tokens_ahead_ends_no_play_
             )
             kept = played.kv.clone()
         assert len(played.computed_again) == 6
+        assert played.met
+        assert played.record.blend.share == 0.0
     for thread in [thread for thread in threading.enumerate() if thread.name == "kvabr-engine"]:
         await asyncio.to_thread(thread.join, 300.0)
     assert torch.equal(played.kv, kept)
@@ -133,3 +132,22 @@ async def test_the_engines_time_is_counted_once(library):
         )
     assert played.record.recompute_s <= played.record.delivered_s
     assert sum(event.tokens for event in events if isinstance(event, TokensDone)) == len(played.computed_again)
+
+
+@virtual
+async def test_a_cache_that_would_lose_too_much_waits_for_the_tokens_of_a_slow_engine(library):
+    class Slow(ToyBlendModel):
+        def recompute(self, *arguments, **options):
+            slowness.wait()
+            return super().recompute(*arguments, **options)
+
+    loop = asyncio.get_running_loop()
+    with Hang() as slowness:
+        async with slow(library) as link:
+            loop.call_later(25.0, slowness.release)
+            played = await play(
+                link, parts=PARTS, share=0.1, max_loss=0.2, deadline=20.0, engine=Slow(), gpu_price=100.0,
+                prefill_cost=PrefillCost(0.0, 0.05),
+            )  # fmt: skip
+    assert not played.met
+    assert played.record.blend.share == 0.1

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
-from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
+from kvabr.types.errors import UsageError
+from kvabr.types.events import PassageRefused
 from kvabr.types.passage import Exact, Passage
-from tests.client.playing import play
+from tests.client.playing import connection, play
 from tests.client.test_play_passages import COST, off_by, wanted
 from tests.client.virtual import virtual
-from tests.memory_transport import MemoryConnection, MemoryLink
-from tests.toymodel import SPEC, ToyModel, prompt, toy_passage
+from tests.toymodel import SPEC, ToyBlendModel, ToyModel, prompt, toy_passage
 
 IDS = prompt(120).tokens
 BEGIN, TOKEN, SHORT, LONG = Exact(IDS[:7]), Passage(IDS[7:8]), Passage(IDS[8:13]), Passage(IDS[13:60])
@@ -31,7 +29,7 @@ def library(tmp_path_factory):
 
 @virtual
 async def check(library, parts, joined):
-    async with MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(1e8, 0.02)) as link:
+    async with connection(library) as link:
         played = await play(link, parts=parts, deadline=2.0, engine=ToyModel(), prefill_cost=COST, policy="fixed:FP16")
     tokens = sum(len(part.ids) for part in parts)
     assert played.tokens == tokens
@@ -50,3 +48,30 @@ def test_the_same_passage_many_times_in_a_row(library):
 
 def test_a_prompt_of_nothing_but_one_passage_begins_with_a_computed_one(library):
     check(library, (LONG, LONG, LONG), 2)
+
+
+@virtual
+async def test_passages_without_a_track_in_common_with_most_are_computed(tmp_path):
+    most = (Passage(IDS[13:60]), Passage(IDS[60:90]))
+    for index, (passage, tracks) in enumerate(((SHORT, ("FP8",)), (most[0], ("FP16", "Int4")), (most[1], ("FP16",)))):
+        toy_passage(tmp_path / str(index), passage.ids, tracks)
+    parts, events = (BEGIN, SHORT, *most, Exact(IDS[90:99])), []
+    async with connection(PublishedAssets(tmp_path)) as link:
+        played = await play(
+            link, parts=parts, share=0, deadline=2.0, engine=ToyModel(), prefill_cost=COST, policy="fixed:FP16",
+            log=events.append,
+        )  # fmt: skip
+    assert "FP16" in played.coverage
+    assert off_by(played.kv, wanted(parts, set(most), played.tokens)) < 1e-3
+    assert [event.passage for event in events if isinstance(event, PassageRefused)] == [SHORT.name(SPEC).prompt]
+
+
+@virtual
+async def test_tokens_that_the_model_does_not_have_are_refused_at_once(library):
+    engine = ToyBlendModel()
+    engine.vocabulary = max(IDS) + 1  # as engines of transformers have it
+    async with connection(library) as link:
+        for parts, question in ((BEGIN, LONG, Exact((engine.vocabulary,))), None), ((BEGIN, LONG), [engine.vocabulary]):
+            with pytest.raises(UsageError, match=f"has no token {engine.vocabulary}: its vocabulary ends at"):
+                await play(link, parts=parts, question=question, deadline=2.0, engine=engine, prefill_cost=COST)
+        assert not link.requests

@@ -9,15 +9,13 @@ import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
-from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.events import PassageRefused, PlayGaveUp, TokensChosen, TokensDone, TokensFailed, TokensStarted
 from kvabr.types.passage import Exact, Passage
-from tests.client.playing import play
+from tests.client.playing import connection, play
 from tests.client.virtual import virtual
-from tests.memory_transport import MemoryConnection, MemoryLink
 from tests.toymodel import ToyBlendModel, ToyModel, prompt, toy_passage
 
 COST = PrefillCost(0.001, 0.001)
@@ -45,10 +43,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def origin(library):
-    def make(rate=1e8, rtt_s=0.02, **options):
-        return MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(rate, rtt_s), **options)
-
-    return make
+    return partial(connection, library)
 
 
 def off_by(kv, exact):

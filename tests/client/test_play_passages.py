@@ -18,7 +18,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError, UsageError
 from kvabr.types.passage import Exact, Passage
-from tests.client.playing import play
+from tests.client.playing import connection, play
 from tests.client.virtual import virtual
 from tests.examples import examples
 from tests.memory_transport import Fault, MemoryConnection, MemoryLink
@@ -46,10 +46,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def origin(library):
-    def make(rate=1e8, rtt_s=0.02, **options):
-        return MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(rate, rtt_s), **options)
-
-    return make
+    return partial(connection, library)
 
 
 def wanted(parts, cached, until):

@@ -268,8 +268,7 @@ def test_a_passage_is_encoded_and_inspected(tmp_path, capsys):
         (("--contexts", 3), "add --passage"),
         (("--passage", "--contexts", 0), "at least 1"),
         (("--passage", "--snapshots-every", 128), "recurrent states"),
-        (("--fusion", "f.json"), "give it with --passage"),
-        (("--fusion", "f.json", "--passage", "--alone"), "not --alone"),
+        (("--fusion", "f.json"), "add --passage"),
     ],
 )
 def test_options_of_passages_that_make_no_sense(tmp_path, capsys, more, said):
@@ -296,19 +295,39 @@ def test_fusion_losses_of_a_model_are_measured_once(tmp_path, capsys):
     # Another number of contexts, and another model.
     capsys.readouterr()
     assert kvabr(*words, "--model", model, "--contexts", 2, "--out", tmp_path / "p") == 2
-    assert "of means over 4 contexts, the passage is a mean over 2" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the mean over 4 contexts, the passage is computed as the mean over 2 contexts" in said
+    assert kvabr(*words, "--model", model, "--alone", "--out", tmp_path / "p") == 2
+    assert "--base alone" in capsys.readouterr().err
     other = tinymodels.save(tmp_path / "other", num_hidden_layers=3)
     assert kvabr(*words, "--model", other, "--out", tmp_path / "p") == 1
     assert "measure them with `kvabr calibrate --blend`" in capsys.readouterr().err
     assert not (tmp_path / "p" / "catalog.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("base", "how"), [("alone", ("--alone",)), ("behind", ("--behind", "text.txt"))])
+def test_so_are_those_of_passages_that_are_no_means(tmp_path, monkeypatch, base, how):
+    monkeypatch.chdir(tmp_path)
+    model, text = tinymodels.save(tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text("Some words about a passage that may be used anywhere. " * 8)
+    assert kvabr("calibrate", "--blend", "--base", base, "--model", model, "--out", "f.json") == 0
+    found = FusionLosses.read(tmp_path / "f.json")
+    assert (found.base, found.contexts) == (base, 0)
+    words = ("encode", "--passage", "--text", text, "--tokens", 60, "--fusion", "f.json", "--tracks", "FP16", *how)
+    assert kvabr(*words, "--model", model, "--out", "o") == 0
+    notes = FolderAsset.open(tmp_path / "o").catalog.passage
+    assert (notes.base, notes.contexts, notes.fusion) == (base, 0, found.losses)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("calibrate", "--base", "alone"), "add --blend"),
         (("calibrate", "--blend", "--contexts", 3), "--contexts is for profiles"),
         (("calibrate", "--blend", "--target-kl", 0.1), "--target-kl is for profiles"),
         (("calibrate", "--blend", "--step-scale", 2), "--step-scale is for profiles"),
+        (("calibrate", "--blend", "--load", "layers"), "--load layers is for profiles"),
     ],
 )
 def test_options_of_profiles_make_no_fusion_losses(tmp_path, capsys, words, said):

@@ -54,7 +54,7 @@ def test_sizes_and_digests_are_those_of_the_frames(made):
 
 def test_losses_add_up_to_what_was_measured(made):
     for track in made[0].tracks:
-        assert sum(track.loss) == pytest.approx(track.measured.kl, rel=1e-4)
+        assert sum(track.loss) == pytest.approx(track.measured.loss, rel=1e-4)
         assert track.decode_s > 0
     kl = {track.name: track.measured.kl for track in made[0].tracks}
     assert kl["FP16"] < kl["Int8"] < kl["Int4"]

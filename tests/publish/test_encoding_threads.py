@@ -136,7 +136,7 @@ def test_a_share_that_is_none(tmp_path, share):
 def test_the_first_group_need_not_wait_for_matrices(tmp_path):
     side = Profile.from_bytes(kvdata.profile(SPEC).to_bytes())  # other tests have used the shared one
     analysis = side.of(SPEC.parts[0]).analysis
-    names = {"_native", "_stack_inverse"}
+    names = {"_native", "_inverses"}
     assert not names & vars(analysis).keys()
     LivePublisher(publisher(tmp_path, profile=side)).close()
     assert names & vars(analysis).keys()

@@ -1,6 +1,7 @@
 """Fusion losses of a model: they hold for it, and for passages that were computed as those that were measured."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -16,25 +17,50 @@ def test_they_survive_the_file_and_become_notes(tmp_path):
     path = tmp_path / "toy.json"
     path.write_text(json.dumps(FOUND.to_json()))
     assert FusionLosses.read(path) == FOUND
-    notes = FOUND.notes(SPEC, 4)
+    notes = FOUND.notes(SPEC, "mean", 4)
     assert (notes.base, notes.contexts, notes.fusion, notes.method) == ("mean", 4, FOUND.losses, "measured on paper")
     assert notes.fusion_loss(0.075) == pytest.approx(0.02)
 
 
 def test_the_group_size_does_not_matter_and_the_model_does():
-    assert FOUND.notes(KVSpec.uniform("toy", "bytes", 2, 2, 8, "float16", group_tokens=16), 4).fusion == FOUND.losses
+    assert (
+        FOUND.notes(KVSpec.uniform("toy", "bytes", 2, 2, 8, "float16", group_tokens=16), "mean", 4).fusion
+        == FOUND.losses
+    )
     for other in (
         KVSpec.uniform("toy-2", "bytes", 2, 2, 8, "float16"),
         KVSpec.uniform("toy", "bytes", 3, 2, 8, "float16"),
     ):
         with pytest.raises(ForeignError, match=r"were measured with toy .*the passage is of toy.*calibrate --blend"):
-            FOUND.notes(other, 4)
+            FOUND.notes(other, "mean", 4)
 
 
-@pytest.mark.parametrize(("contexts", "said"), [(2, "a mean over 2"), (0, "not a mean")])
-def test_passages_that_were_computed_otherwise_are_refused(contexts, said):
-    with pytest.raises(UsageError, match=f"the passage is {said}"):
-        FOUND.notes(SPEC, contexts)
+@pytest.mark.parametrize(
+    ("base", "contexts", "said"),
+    [("mean", 2, "the mean over 2 contexts"), ("alone", 0, "alone"), ("behind", 0, "behind")],
+)
+def test_passages_that_were_computed_otherwise_are_refused(base, contexts, said):
+    with pytest.raises(
+        UsageError, match=rf"the mean over 4 contexts, the passage is computed as {said}.*--base {base}"
+    ):
+        FOUND.notes(SPEC, base, contexts)
+
+
+def test_losses_of_passages_that_are_no_means(tmp_path):
+    path, alone = tmp_path / "toy.json", replace(FOUND, base="alone", contexts=0)
+    path.write_text(json.dumps(alone.to_json()))
+    assert FusionLosses.read(path) == alone
+    notes = alone.notes(SPEC, "alone")
+    assert (notes.base, notes.contexts, notes.fusion) == ("alone", 0, FOUND.losses)
+    with pytest.raises(UsageError, match=r"are of passages computed as alone, .* as the mean over 4 contexts"):
+        alone.notes(SPEC, "mean", 4)
+
+
+def test_a_file_without_a_base_is_of_means(tmp_path):
+    path, old = tmp_path / "toy.json", FOUND.to_json()
+    del old["base"]
+    path.write_text(json.dumps(old))
+    assert FusionLosses.read(path) == FOUND
 
 
 @pytest.mark.parametrize(
@@ -50,6 +76,8 @@ def test_passages_that_were_computed_otherwise_are_refused(contexts, said):
         {"spec": {}},
         {"spec": None},
         {"method": 3},
+        {"base": 3},
+        {"base": ""},
     ],
 )
 def test_what_is_no_such_file_is_refused(tmp_path, change):
