@@ -49,6 +49,8 @@ class Verification:
     """Change of the mean negative log-likelihood of the real continuation, nats per token."""
     top1: float
     """Share of continuation tokens where the most likely next token is the same."""
+    loss: float
+    """What the catalog predicts, measured: see `kvabr.types.tracks.Quality.loss`."""
     predicted: float
     """Expected loss of this cache according to the catalog."""
 
@@ -135,7 +137,7 @@ class Verifier:
                 assembler.put_computed(step.first, step.last, *parts)
                 done.append(("compute", step.first, step.last))
         quality = self._reference.measure(assembler.before_classes(catalog.groups))
-        return Verification(quality.kl, quality.dnll, quality.top1, played_loss(catalog, done))
+        return Verification(quality.kl, quality.dnll, quality.top1, quality.loss, played_loss(catalog, done))
 
 
 _VERIFIERS: weakref.WeakKeyDictionary[ScoringEngine, tuple[Asset, Verifier]] = weakref.WeakKeyDictionary()

@@ -210,6 +210,8 @@ def test_the_command_replays_a_prompt_of_passages(passages, tmp_path, capsys):
     ):
         assert main([*how, *wrong]) == 2
         assert words in capsys.readouterr().err
+    assert main([*how[:-4], "--no-recompute"]) == 2
+    assert "needs an engine, for the text before them" in capsys.readouterr().err
     assert main(["replay", str(trace), "--share", "0.1"]) != 0
     assert "--passages" in capsys.readouterr().err
 

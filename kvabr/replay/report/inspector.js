@@ -202,7 +202,7 @@ function drawHead() {
       tile("loss", nats(play.loss), known(play.clairvoyant_loss) ? `clairvoyant ${nats(play.clairvoyant_loss)}` : "nats per token"),
       tile("objective", nats(play.objective), known(play.clairvoyant_objective) ? `clairvoyant ${nats(play.clairvoyant_objective)} at ${seconds(play.clairvoyant_ttft_s)}` : "loss, time and lateness"),
       tile("regret", nats(play.regret)),
-      known(measured.kl) && tile("measured KL", nats(measured.kl), known(measured.predicted) ? `predicted ${nats(measured.predicted)}` : "nats per token"),
+      known(measured.kl) && tile("measured loss", nats(measured.loss ?? measured.kl), known(measured.predicted) ? `predicted ${nats(measured.predicted)}` : "nats per token"),
       tile("fetched", bytes(play.bytes_fetched), fp16 ? `${percent(play.bytes_fetched / fp16)} of FP16` : null),
       tile("wasted", percent(play.bytes_fetched ? play.bytes_wasted / play.bytes_fetched : 0), bytes(play.bytes_wasted)),
       play.estimator && tile("estimator", play.estimator, known(play.rtt_s) ? `round trip ${seconds(play.rtt_s)}` : null),
