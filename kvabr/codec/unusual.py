@@ -41,9 +41,9 @@ NOTHING = _NUMBER.pack(NOTHING_ABOVE)
 FRAME_VERSION = 4
 """Version of the frame of a payload that `is_unusual`."""
 
-_COPIES = (1.7, 3.25)
+_COPIES = (2.15, 4.1)
 """Effective copies of a token (`likeness`), as a multiple of the usual number, from which on a base contains L1, L2."""
-USUAL_COPIES = 1.7
+USUAL_COPIES = 1.35
 """The usual number of effective copies for a profile that does not say it."""
 _ALIKE = 0.4
 """Share of the errors' power that all tokens have in common from which on another codec is used."""
