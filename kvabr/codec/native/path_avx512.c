@@ -191,20 +191,56 @@ static int row_refine(Reader *r, const Depth *d, uint32_t which, int16_t *row, u
     return rows_refine(r, NULL, d->own.lookup + (size_t)which * 3 * TOTAL, row, tokens);
 }
 
+/* 32 lanes of a step, in vectors v and v + 1, of tokens that refer to another, by comparing; returns whether any escaped. */
+INLINE int half_near(Reader *r, Near *near, const NearFlat *flat, int radius, int v, uint32_t n) {
+    __m512i x[2], slot[2], which[2];
+    for (int h = 0; h < 2; h++) {
+        x[h] = _mm512_load_si512(r->state + 16 * (v + h));
+        slot[h] = _mm512_and_si512(x[h], _mm512_set1_epi32(TOTAL - 1));
+        which[h] = _mm512_cvtepu8_epi32(_mm_load_si128((const __m128i *)(near->context + 16 * (v + h))));
+    }
+    __m512i both = BOTH(slot[0], slot[1]), contexts = BOTH(which[0], which[1]), symbol = _mm512_setzero_si512();
+    __m512i from = symbol, to = _mm512_set1_epi16(TOTAL); /* of the symbol */
+    for (int j = 0; j + 1 < flat->symbols; j++) {
+        __m512i start = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)flat->start[j]));
+        start = _mm512_permutexvar_epi16(contexts, start);
+        __mmask32 beyond = _mm512_cmpge_epi16_mask(both, start);
+        symbol = _mm512_mask_add_epi16(symbol, beyond, symbol, _mm512_set1_epi16(1));
+        from = _mm512_mask_mov_epi16(from, beyond, start); /* starts ascend */
+        to = _mm512_mask_min_epi16(to, (__mmask32)~beyond, to, start);
+    }
+    __m512i freq = _mm512_sub_epi16(to, from), place = _mm512_sub_epi16(both, from), low = _mm512_set1_epi32(0xFFFF);
+    advance(r, v, x[0], _mm512_and_si512(freq, low), _mm512_and_si512(place, low), active(n, 16 * v));
+    advance(r, v + 1, x[1], _mm512_srli_epi32(freq, 16), _mm512_srli_epi32(place, 16), active(n, 16 * (v + 1)));
+    __mmask32 escaped = _mm512_cmpeq_epi16_mask(symbol, _mm512_set1_epi16((short)(flat->symbols - 1)));
+    __m512i value = _mm512_sub_epi16(symbol, _mm512_set1_epi16((short)radius));
+    value = _mm512_mask_mov_epi16(value, escaped, _mm512_set1_epi16(ESCAPE));
+    _mm256_store_si256((__m256i *)(near->value + 16 * v), _mm512_cvtepi32_epi16(value));
+    _mm256_store_si256((__m256i *)(near->value + 16 * (v + 1)), _mm512_cvtepi32_epi16(_mm512_srli_epi32(value, 16)));
+    return escaped != 0;
+}
+
 static int row_near(Reader *r, const Depth *d, uint32_t which, int16_t *row, uint32_t tokens, const Lanes *lanes) {
-    const uint32_t *lookup = d->near.lookup + (size_t)which * d->near.contexts * TOTAL;
+    const NearFlat *flat = d->near_flat + which;
     uint32_t n = tokens - LANES;
     Near near;
-    Step step;
-    __m512i context[4];
+    int escaped = 0;
     near_begin(&near, d, row, row + LANES, n, lanes);
     READER_READY(r);
-    for (int v = 0; v < 4; v++)
-        context[v] = _mm512_cvtepu8_epi32(_mm_load_si128((const __m128i *)(near.context + 16 * v)));
-    step_row(r, &step, NULL, lookup, context, n);
-    for (int v = 0; v < 4; v++)
-        _mm256_store_si256((__m256i *)(near.value + 16 * v), _mm512_cvtepi32_epi16(step.value[v]));
-    if (step.escaped && patch(r, near.value, n))
+    if (flat->symbols) {
+        for (int v = 0; v < 4; v += 2)
+            escaped |= half_near(r, &near, flat, d->radius[which], v, n);
+    } else {
+        Step step;
+        __m512i context[4];
+        for (int v = 0; v < 4; v++)
+            context[v] = _mm512_cvtepu8_epi32(_mm_load_si128((const __m128i *)(near.context + 16 * v)));
+        step_row(r, &step, NULL, d->near.lookup + (size_t)which * d->near.contexts * TOTAL, context, n);
+        for (int v = 0; v < 4; v++)
+            _mm256_store_si256((__m256i *)(near.value + 16 * v), _mm512_cvtepi32_epi16(step.value[v]));
+        escaped = step.escaped;
+    }
+    if (escaped && patch(r, near.value, n))
         return BAD_ESCAPE;
     near_end(&near, row, n);
     return OK;
