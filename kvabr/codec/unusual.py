@@ -51,7 +51,7 @@ _MOST_ASIDE = 8
 """One in this many tokens, and four, are stored separately at most; a group with more is coded by another codec."""
 _LEAST_TOKENS = 16
 """Of shorter tiles nothing is said."""
-_SAMPLED = 4096
+_SAMPLED = 2048
 """Rows that are looked at."""
 _UNITS = 16
 """Errors are measured in units of a step over this, as integers: all sums are exact on every machine."""
