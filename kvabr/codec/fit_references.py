@@ -30,6 +30,8 @@ _ABOVE = (
 """Contexts above an index of 0, 1, and 2 or more, by how far what is referred to is from its triple, from -8 on."""
 _PRIOR = 3.0
 """Weight, in symbols, of the prior that a reference tells nothing."""
+_EVERY = 4
+"""One in this many tiles is counted: a few tables for all rows need no more, and counting is slow."""
 _FARTHEST = 10_000
 """Clamp for indices: their triples must not overflow."""
 
@@ -48,9 +50,10 @@ def add_references(
     coarsest = max(depths.values(), key=lambda depth: depth.step)
     buckets = {track: _buckets(track, depth.coder) for track, depth in depths.items()}
     counts = {track: _nothing(depth.coder, buckets[track]) for track, depth in depths.items()}
-    for each in coefficients:
+    for number, each in enumerate(coefficients):
         keep = ~each.outlying.numpy()
-        for first in range(0, each.rows.shape[1] - LANES, TILE):
+        firsts = range(0, each.rows.shape[1] - LANES, TILE)
+        for first in firsts[number % min(_EVERY, len(firsts) or 1) :: _EVERY]:
             tile = slice(first, first + TILE)
             rows = np.ascontiguousarray(each.rows[:, tile].numpy()) * keep[tile]
             chosen = choose_references(rows, coarsest.step, keep[tile], coarsest.coder)
