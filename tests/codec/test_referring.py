@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.codec import gpu
 from kvabr.codec.base import OLDEST_VERSION, GroupContext, codec
 from kvabr.codec.fit import fit
 from kvabr.codec.native import coder
@@ -110,17 +109,6 @@ def test_every_path_makes_the_same_payloads(monkeypatch):
         monkeypatch.setenv(coder.VARIABLE, path)
         made.append(encode(repeated(128)[:, :, :, :100], fitted(), "AC-L1"))
     assert all(each == made[0] for each in made)
-
-
-def test_a_gpu_leaves_them_to_the_processor(monkeypatch):
-    taken = []
-    monkeypatch.setattr(gpu, "available", lambda: True)
-    monkeypatch.setattr(coder, "decode_many", taken.extend)
-    kernels = pytest.importorskip("kvabr.codec.gpu.decoder")
-    monkeypatch.setattr(kernels, "decode_many", lambda jobs: taken.append(len(jobs)))
-    plain, referring = (type("Job", (), {"references": each}) for each in (None, object()))
-    gpu.decode_many([plain, referring, plain])
-    assert taken == [2, referring]
 
 
 def test_profiles_with_tables_have_a_format_of_their_own():

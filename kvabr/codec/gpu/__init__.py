@@ -1,9 +1,8 @@
 """AC decoding on CUDA devices: payloads are copied to the device, and decoded to 16- or 32-bit elements there.
 
 Needs Triton (the extra ``kvabr[gpu]``). Without it, a cache on a GPU is decoded on the processor and copied, which is
-correct but slow; so are groups whose tokens refer to others (`kvabr.codec.referring`). The result is bit for bit that
-of `kvabr.codec.native.reference`: the tests verify it in Triton's interpreter. None of this has run on a GPU yet;
-``tools/bench-gpu`` verifies and times it on a machine that has one.
+correct but slow. The result is bit for bit that of `kvabr.codec.native.reference`: the tests verify it in Triton's
+interpreter. None of this has run on a GPU yet; ``tools/bench-gpu`` verifies and times it on a machine that has one.
 """
 
 from __future__ import annotations
@@ -37,6 +36,4 @@ def decode_many(jobs: Sequence[DecodeJob]) -> None:
         return
     from kvabr.codec.gpu import decoder  # noqa: PLC0415  # needs Triton
 
-    decoder.decode_many([job for job in jobs if job.references is None])
-    # The kernels decode tokens in their order, and know no tables for tokens that refer to others.
-    coder.decode_many([job for job in jobs if job.references is not None])
+    decoder.decode_many(jobs)

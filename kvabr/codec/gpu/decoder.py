@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.gpu import kernels
-from kvabr.codec.native.coder_model import DTYPES, CoderModel, DecodeJob, derived
+from kvabr.codec.gpu.destinations import BlockSlots, Destination, check_blocks
+from kvabr.codec.native.coder_model import BUCKETS, DTYPES, PROBABILITY_BITS, CoderModel, DecodeJob, derived
 from kvabr.codec.native.reference import HEAD, head, lookup
 from kvabr.codec.native.references import LANES, TILE
 from kvabr.codec.rope import rope_first, rope_shape, rope_tables
@@ -36,12 +37,43 @@ _WARPS = 8
 """For the synthesis kernels: with 4 warps they run out of registers (according to ptxas for sm_80 to sm_100)."""
 
 
+class _Task(NamedTuple):
+    """A group to decode, and where to."""
+
+    job: DecodeJob
+    into: Destination
+
+
 def decode_many(jobs: Sequence[DecodeJob]) -> None:
     """Decode groups on the current stream, see `coder.decode_many`; return when all are verified."""
-    verdicts = []
-    batches: dict[Hashable, list[DecodeJob]] = {}
+    tasks, copies = [], []
     for job in jobs:
-        batches.setdefault(_alike(job), []).append(job)
+        out = job.out.detach()
+        if out.dtype not in DTYPES:
+            out = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+            copies.append((job.out.detach(), out))
+        tasks.append(_Task(job, Destination.of_tensor(out)))
+    _run(tasks)
+    for whole, out in copies:
+        whole.copy_(out)
+
+
+def decode_to_blocks(jobs: Sequence[DecodeJob], blocks: Sequence[BlockSlots]) -> None:
+    """Decode groups straight to the blocks of a paged cache, on the current stream; return when all are verified.
+
+    They are written completely, or partly on error. Of `DecodeJob.out` only the shape counts: it may be a tensor of the
+    device ``meta``.
+    """
+    for job, there in zip(jobs, blocks, strict=True):
+        check_blocks(job, there)
+    _run([_Task(job, Destination.of_blocks(there)) for job, there in zip(jobs, blocks, strict=True)])
+
+
+def _run(tasks: Sequence[_Task]) -> None:
+    verdicts = []
+    batches: dict[Hashable, list[_Task]] = {}
+    for task in tasks:
+        batches.setdefault(_alike(task), []).append(task)
     for batch in batches.values():
         left = iter(batch)
         while some := list(islice(left, _at_once(batch))):
@@ -51,10 +83,12 @@ def decode_many(jobs: Sequence[DecodeJob]) -> None:
             raise FormatError("entropy coded part: it does not end where it should; corrupt, or of another profile")
 
 
-def _alike(job: DecodeJob) -> Hashable:
+def _alike(task: _Task) -> Hashable:
     """Return the key by which groups share a launch."""
+    job, into = task
     models = tuple(id(model) for model in job.models)
-    return models, id(job.transform), job.step, job.gains, job.out.device, job.out.dtype, job.out.stride(), _stride(job)
+    where = into.device, into.dtype, into.strides
+    return models, id(job.transform), job.step, job.gains, where, _stride(job)
 
 
 def _stride(job: DecodeJob) -> int:
@@ -62,46 +96,34 @@ def _stride(job: DecodeJob) -> int:
     return -(-job.out.shape[3] // TILE) * TILE
 
 
-def _at_once(batch: Sequence[DecodeJob]) -> int:
+def _at_once(batch: Sequence[_Task]) -> int:
     """Return the number of groups that fit the scratch memory."""
-    job = batch[0]
+    job, into = batch[0]
     stride, structure = _stride(job), job.transform.structure
     # int16 indices and stack outputs, lists of rows, flags, rotary tables.
     each = structure.rows * (4 * stride + 4 + stride // TILE) + 8 * stride * structure.dim
     room = SCRATCH_BYTES
-    if job.out.device.type == "cuda":
-        room = min(room, torch.cuda.mem_get_info(job.out.device)[0] // 4)
+    if into.device.type == "cuda":
+        room = min(room, torch.cuda.mem_get_info(into.device)[0] // 4)
     return max(1, min(room // each, 1 << 15))
 
 
-def _decode(jobs: Sequence[DecodeJob]) -> torch.Tensor:
+def _decode(tasks: Sequence[_Task]) -> torch.Tensor:
     """Start decoding groups that share a launch; return [depth, group] int32 on the device, 0 for a valid payload."""
-    models, transform, out = jobs[0].models, jobs[0].transform, jobs[0].out
-    rows, device = transform.structure.rows, out.device
-    dtype = out.dtype if out.dtype in DTYPES else torch.float32
+    job, into = tasks[0]
+    models, transform, device = job.models, job.transform, into.device
+    rows = transform.structure.rows
     # In Triton's interpreter, tensors are on the CPU.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        outs = [job.out.detach() for job in jobs]
-        if dtype != out.dtype:
-            outs = [torch.empty(each.shape, dtype=dtype, device=device) for each in outs]
-        batch = _Batch.load(jobs, outs, device)
-        verdict = torch.zeros((len(models), len(jobs)), dtype=torch.int32, device=device)
-        index = torch.zeros((len(jobs), rows, batch.stride), dtype=torch.int16, device=device)
-        listed = torch.empty((len(jobs), rows), dtype=torch.int32, device=device)
-        live = torch.empty((len(jobs), batch.stride // TILE, rows), dtype=torch.int8, device=device)
+        batch = _Batch.load(tasks)
+        verdict = torch.zeros((len(models), len(tasks)), dtype=torch.int32, device=device)
+        index = torch.zeros((len(tasks), rows, batch.stride), dtype=torch.int16, device=device)
+        listed = torch.empty((len(tasks), rows), dtype=torch.int32, device=device)
+        live = torch.empty((len(tasks), batch.stride // TILE, rows), dtype=torch.int8, device=device)
         for depth, model in enumerate(models):
             _read(batch, model, depth, index, live, listed, verdict[depth])
-        _synthesise(
-            batch,
-            transform,
-            transform.scale(jobs[0].step, jobs[0].gains),
-            _coder_tables(models[-1], device).delta,
-            index,
-            outs,
-        )
-        if dtype != out.dtype:
-            for job, made in zip(jobs, outs, strict=True):
-                job.out.detach().copy_(made)
+        delta = _coder_tables(models[-1], device).delta
+        _synthesise(batch, transform, transform.scale(job.step, job.gains), delta, index, into)
     return verdict
 
 
@@ -117,50 +139,76 @@ class _Batch:
     """int64 [depth, group, 5]: offsets of states and words, number of words, offset of escapes, number of escapes."""
     tokens: torch.Tensor
     """int32 [group]."""
+    refers: torch.Tensor
+    """int32 [group]: whether tokens refer to others."""
+    lanes: torch.Tensor
+    """uint8 [group, place]: see `References.lane`. Tokens are in the order of their places."""
+    any_refers: bool
     outs: torch.Tensor
-    """int64 [group]: addresses."""
+    """int64 [group, layer and K/V]: addresses."""
+    offsets: torch.Tensor
+    """int64 [group, place]: see `Destination.offsets`."""
     means: torch.Tensor | None
     """float32 [group, layer, K/V, head, dim]; None: those of the transform, for every group."""
     cos: torch.Tensor
-    """float32 [group, token, pair]; empty without a rotary embedding."""
+    """float32 [group, place, pair]; empty without a rotary embedding."""
     sin: torch.Tensor
 
     @classmethod
-    def load(cls, jobs: Sequence[DecodeJob], outs: Sequence[torch.Tensor], device: torch.device) -> _Batch:
+    def load(cls, tasks: Sequence[_Task]) -> _Batch:
         """Check the payloads' heads, and copy everything to the device."""
-        rows, stride = jobs[0].transform.structure.rows, _stride(jobs[0])
-        parts = np.zeros((len(jobs[0].models), len(jobs), 5), dtype=np.int64)
-        size = 0
-        for group, job in enumerate(jobs):
-            for depth, payload in enumerate(job.payloads):
-                words, escapes = head(payload, rows * job.out.shape[3])
-                states = (size + HEAD.size) // 2
-                parts[depth, group] = states, states + 2 * LANES, words, states + 2 * LANES + words, escapes
-                size += -(-memoryview(payload).nbytes // _ALIGN) * _ALIGN
-        data = np.zeros(size, dtype=np.uint8)
-        for group, job in enumerate(jobs):
-            for depth, payload in enumerate(job.payloads):
-                begin = int(parts[depth, group, 0]) * 2 - HEAD.size
-                piece = np.frombuffer(payload, dtype=np.uint8)
-                data[begin : begin + len(piece)] = piece
-        rope = jobs[0].transform.structure.coded.rope
+        jobs, device = [task.job for task in tasks], tasks[0].into.device
+        data, parts = _joined(jobs)
+        rope, stride = jobs[0].transform.structure.coded.rope, _stride(jobs[0])
         turns = torch.zeros((2, len(jobs), stride, rope_shape(rope)[0] // 2))
-        for group, job in enumerate(jobs):
+        offsets = np.full((len(jobs), stride), -1, np.int64)
+        lanes = np.zeros((len(jobs), stride), np.uint8)
+        for group, (job, into) in enumerate(tasks):
             tokens = job.out.shape[3]
-            turns[:, group, :tokens] = torch.from_numpy(np.array(rope_tables(rope, job.first_token, tokens)))
+            order = np.arange(tokens)
+            if job.references is not None:
+                order, lanes[group, :tokens] = job.references.order, job.references.lane
+            offsets[group, :tokens] = into.offsets[order]
+            tables = np.array(rope_tables(rope, job.first_token, tokens))
+            turns[:, group, :tokens] = torch.from_numpy(tables[:, order])
         own = jobs[0].transform.mean.astype(np.float32)
         biased = any(job.mean is not None for job in jobs)
         means = np.stack([own if job.mean is None else job.mean for job in jobs]) if biased else None
+        refers = [job.references is not None for job in jobs]
         return cls(
             len(jobs),
             stride,
-            torch.from_numpy(data.view(np.int16)).to(device),
+            torch.from_numpy(data).to(device),
             torch.from_numpy(parts).to(device),
             torch.tensor([job.out.shape[3] for job in jobs], dtype=torch.int32, device=device),
-            torch.tensor([out.data_ptr() for out in outs], dtype=torch.int64, device=device),
+            torch.tensor(refers, dtype=torch.int32, device=device),
+            torch.from_numpy(lanes).to(device),
+            any(refers),
+            torch.from_numpy(np.stack([task.into.addresses for task in tasks])).to(device),
+            torch.from_numpy(offsets).to(device),
             None if means is None else torch.from_numpy(means).to(device),
             *turns.to(device),
         )
+
+
+def _joined(jobs: Sequence[DecodeJob]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """Check the payloads' heads; return all payloads in one array, and `_Batch.parts`."""
+    rows = jobs[0].transform.structure.rows
+    parts = np.zeros((len(jobs[0].models), len(jobs), 5), dtype=np.int64)
+    size = 0
+    for group, job in enumerate(jobs):
+        for depth, payload in enumerate(job.payloads):
+            words, escapes = head(payload, rows * job.out.shape[3])
+            states = (size + HEAD.size) // 2
+            parts[depth, group] = states, states + 2 * LANES, words, states + 2 * LANES + words, escapes
+            size += -(-memoryview(payload).nbytes // _ALIGN) * _ALIGN
+    data = np.zeros(size, dtype=np.uint8)
+    for group, job in enumerate(jobs):
+        for depth, payload in enumerate(job.payloads):
+            begin = int(parts[depth, group, 0]) * 2 - HEAD.size
+            piece = np.frombuffer(payload, dtype=np.uint8)
+            data[begin : begin + len(piece)] = piece
+    return data.view(np.int16), parts
 
 
 def _read(
@@ -184,13 +232,19 @@ def _read(
         tables.coding_order,
         tables.chances,
         tables.entries,
+        tables.bucket,
+        batch.refers,
+        batch.lanes,
         live,
         index,
         listed,
         verdict,
         rows,
         batch.stride,
+        model.classes * model.contexts << PROBABILITY_BITS,
+        1 if model.near is None else model.near.freqs.shape[1],
         REFINES=model.refines,
+        NEAR=batch.any_refers and model.near is not None,
         num_warps=1,  # a scan within a warp needs no barriers
         num_stages=1,
         enable_fp_fusion=False,
@@ -203,7 +257,7 @@ def _synthesise(
     scale: NDArray[np.float32],
     delta: torch.Tensor,
     index: torch.Tensor,
-    outs: Sequence[torch.Tensor],
+    into: Destination,
 ) -> None:
     """Turn indices into elements."""
     device, structure, spec = index.device, transform.structure, transform.structure.coded
@@ -246,18 +300,20 @@ def _synthesise(
         batch.cos,
         batch.sin,
         batch.outs,
+        batch.offsets,
         batch.tokens,
-        *outs[0].stride(),
+        *into.strides,
         structure.rows,
         tables.outputs,
         batch.stride,
+        batch.outs.shape[1],
         spec.kv_heads,
         structure.dim,
         structure.block_heads,
         rotary // 2,
         rope_first(spec.rope),
         HALVES=structure.halves,
-        KIND=DTYPES[outs[0].dtype],
+        KIND=DTYPES[into.dtype],
         BLOCKS=transform.block is not None,
         INTERLEAVED=bool(interleaved),
         PAIRS=_PAIRS,
@@ -276,7 +332,10 @@ class _CoderTables(NamedTuple):
     chances: torch.Tensor
     """int32 [1 or 2, row]: probability of a set flag out of 4,096, in coding order."""
     entries: torch.Tensor
-    """int32 [class, context, slot]: symbol, frequency << 8, the slot's position in the symbol << 20."""
+    """int32 [class, context, slot]: symbol, frequency << 8, the slot's position in the symbol << 20; then those of
+    `NearTables`."""
+    bucket: torch.Tensor
+    """int32 [1 or 3, 16]: see `NearTables.bucket`; zeros without."""
     delta: torch.Tensor
     """int8 [row]: the class's delta."""
 
@@ -285,18 +344,27 @@ def _coder_tables(model: CoderModel, device: torch.device) -> _CoderTables:
     def make() -> _CoderTables:
         order = model.order.astype(np.int64)
         packed = order | model.row_class[order].astype(np.int64) << 22
-        entries = []
-        for reach, (symbol, freq, place) in zip(model.radius.astype(np.int64), lookup(model.freqs), strict=True):
-            value = np.where(symbol == 2 * reach + 1, _ESCAPED, symbol - reach + 128)
-            entries.append((value | freq << 8 | place << 20).astype(np.uint32).view(np.int32))
+        near = model.near
+        entries = [_entries(model, model.freqs), *([] if near is None else [_entries(model, near.freqs)])]
+        bucket = np.zeros((model.contexts, BUCKETS), np.uint8) if near is None else near.bucket
         return _CoderTables(
             _there(packed.astype(np.int32), device),
             _there(model.flag_freq[:, order].astype(np.int32), device),
-            _there(np.stack(entries), device),
+            _there(np.concatenate(entries), device),
+            _there(bucket.astype(np.int32), device),
             _there(model.delta[model.row_class].astype(np.int8), device),
         )
 
     return derived(model, device, make)
+
+
+def _entries(model: CoderModel, freqs: NDArray[np.uint16]) -> NDArray[np.int32]:
+    """Return tables [class, context, symbol] as `_CoderTables.entries`, flattened."""
+    out = []
+    for reach, (symbol, freq, place) in zip(model.radius.astype(np.int64), lookup(freqs), strict=True):
+        value = np.where(symbol == 2 * reach + 1, _ESCAPED, symbol - reach + 128)
+        out.append((value | freq << 8 | place << 20).astype(np.uint32).view(np.int32))
+    return np.stack(out).reshape(-1)
 
 
 class _TransformTables(NamedTuple):

@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915  # Triton reads annotations; its constants are in capitals
+# ruff: noqa: ANN001, ANN201, ANN202, N803, C901, PLR0915  # Triton reads annotations; its constants are in capitals
 """The kernels: entropy decoding and integer synthesis, bit for bit as in `kvabr.codec.native.reference`.
 
 Importing this module needs Triton. No kernel trusts a payload: reads are masked with lengths that the host has checked,
@@ -40,16 +40,22 @@ def read_rows(
     tokens_of,  # int32 [group]
     coding_order,  # int32 [row]: row | class << 22, in coding order
     chances,  # int32 [1 or 2, row]: of a set flag, in coding order
-    entries,  # int32 [class, context, slot]: symbol, frequency << 8, place << 20
+    entries,  # int32 [class, context, slot]: symbol, frequency << 8, place << 20; then those of near tables
+    bucket,  # int32 [1 or 3, 16]: contexts of near tables
+    refers,  # int32 [group]: whether tokens refer to others
+    lane_of,  # uint8 [group, place]: the place of the tile that is referred to, below 64
     below_live,  # int8 [group, tile, row]: whether the row below has any index but 0; unused by a base
     index,  # int16 [group, row, token]: zeros, or thrice the indices below; becomes the indices
     listed,  # int32 [group, row]: scratch
     status,  # int32 [group]: set to 1 if the payload is not one
     rows,
     stride,  # of a row of `index`: tokens in whole tiles
+    near_first,  # where in `entries` the near tables begin
+    near_count,  # their contexts
     REFINES: tl.constexpr,
+    NEAR: tl.constexpr,
 ):
-    """Entropy decode one depth; a program handles a group."""
+    """Entropy decode one depth; a program handles a group, whose tokens are in the order in which they are coded."""
     group = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, 64)
     parts += group * 5
@@ -67,6 +73,8 @@ def read_rows(
     index += group * rows * stride
     below_live += group * (stride // 128) * rows
     bad = lanes < 0
+    lane_of += group * stride
+    referring = tl.load(refers + group)
 
     for tile in range(tl.cdiv(tokens, 128)):
         live = tl.zeros((), tl.int32)
@@ -96,6 +104,11 @@ def read_rows(
         after = tl.load(listed + 1 // steps, mask=units > 1, other=0)
         at = first + lanes
         lower = tl.zeros((64,), tl.int32)
+        before = tl.zeros((64,), tl.int32)  # indices of the unit before
+        lane = lanes
+        if NEAR:
+            there = first + 64 + lanes < tokens
+            lane = tl.load(lane_of + first + 64 + lanes, mask=there, other=0).to(tl.int32) & 63
         if REFINES:
             place_in = (code & ROW_MASK).to(tl.int64) * stride
             lower = tl.load(index + place_in + at, mask=at < tl.where(units > 0, tokens, 0), other=0).to(tl.int32)
@@ -117,6 +130,19 @@ def read_rows(
                 slot += (table * 3 + context) * 4096
             else:
                 slot += table * 4096
+            minus = lower < 0
+            if NEAR:
+                near = (referring != 0) & (unit % steps == 1)
+                referred = tl.minimum(tl.maximum(tl.gather(before, lane, 0), -127), 127)
+                turned = tl.where(lower == 0, referred < 0, minus)
+                which = tl.where(turned, -referred, referred)
+                if REFINES:
+                    which = tl.minimum(tl.maximum(which - tl.minimum(tl.abs(lower), 126), -8), 7) + 8 + context * 16
+                else:
+                    which = tl.minimum(which, 15)
+                which = table * near_count + tl.load(bucket + which)
+                slot = tl.where(near, near_first + which * 4096 + (state & 4095).to(tl.int32), slot)
+                minus = tl.where(near, turned, minus)
             entry = tl.load(entries + slot)
             symbol = entry & 255
             escaped = active & (symbol == ESCAPED)
@@ -128,9 +154,11 @@ def read_rows(
             escape += count
             bad |= escaped & (far == -32768)
             value = tl.where(escaped, far, symbol - 128)
+            if REFINES or NEAR:
+                value = tl.where(minus, -value, value)
             if REFINES:
-                value = lower + tl.where(lower < 0, -value, value)
-                value = tl.minimum(tl.maximum(value, -32768), 32767)
+                value = tl.minimum(tl.maximum(lower + value, -32768), 32767)
+            before = value
             tl.store(index + (code & ROW_MASK).to(tl.int64) * stride + at, value.to(tl.int16), mask=active)
             code = after
             after = later
@@ -274,18 +302,17 @@ def finish(
     scale,  # float32 [layer, K/V]
     mean,  # float32 [group, layer, K/V, head, dim]
     mean_stride,  # from group to group; 0 if all have the same
-    cos,  # float32 [group, token, pair]
+    cos,  # float32 [group, place, pair]
     sin,
-    outs,  # int64 [group]: addresses
+    outs,  # int64 [group, layer, K/V]: addresses
+    offset_of,  # int64 [group, place]: where in each of these the token is, in elements; negative: nowhere
     tokens_of,  # int32 [group]
-    stride_layer,
-    stride_kv,
     stride_head,
-    stride_token,
     stride_dim,
     rows,
     y_rows,
     stride,
+    layers_kv,
     heads,
     dim,
     block_heads,
@@ -390,10 +417,10 @@ def finish(
         turned_z = z * c + x * s
         x = tl.where(turns[:, None], turned_x, x)
         z = tl.where(turns[:, None], turned_z, z)
-    layer = layer_kv // HALVES
-    out = tl.load(outs + group)
-    base = layer.to(tl.int64) * stride_layer + kv.to(tl.int64) * stride_kv + head.to(tl.int64) * stride_head
-    base = base + token.to(tl.int64)[None, :] * stride_token
+    out = tl.load(outs + group * layers_kv + layer_kv)
+    offset = tl.load(offset_of + group * stride + token, mask=within, other=-1)
+    within = offset >= 0
+    base = head.to(tl.int64) * stride_head + offset[None, :]
     at = base + one.to(tl.int64)[:, None] * stride_dim
     _store(out, at, x, has_one[:, None] & within[None, :], KIND)
     at = base + two.to(tl.int64)[:, None] * stride_dim

@@ -14,17 +14,18 @@ from kvabr.codec.gpu.decoder import _COMPONENTS, _OUTPUTS, _PAIRS, _ROWS, _TOKEN
 
 TYPES = {
     "*i8": "below_live live delta mantissa",
-    "*u8": "gain",
+    "*u8": "gain lane_of",
     "*i16": "data index y",
-    "*i32": "tokens_of coding_order chances entries listed status places",
-    "*i64": "parts outs",
+    "*i32": "tokens_of coding_order chances entries bucket refers listed status places",
+    "*i64": "parts outs offset_of",
     "*fp32": "scale mean cos sin",
 }
 TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
 TILES = {"TOKENS": _TOKENS, "COMPONENTS": _COMPONENTS}
 PAIRS = {"PAIRS": _PAIRS, **TILES}
 VARIANTS = (
-    ("read_rows", {"REFINES": True}, 1),
+    ("read_rows", {"REFINES": True, "NEAR": True}, 1),
+    ("read_rows", {"REFINES": False, "NEAR": False}, 1),
     ("triple", {"ROWS": _ROWS}, 4),
     ("unstack", {"OUTPUTS": _OUTPUTS, **TILES}, _WARPS),
     # Arguments that are 1 are constants to Triton.

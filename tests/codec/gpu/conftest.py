@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,3 +23,63 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpret, if there is nothing to compile for."""
     if DEVICE.type == "cpu":
         monkeypatch.setenv(INTERPRET, "1")
+
+
+def memory(tensor):
+    """Return the first address of a contiguous tensor, and the one behind it."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    """Check every address that a kernel uses against its buffers."""
+    if DEVICE.type != "cpu":
+        pytest.skip("addresses can be watched in the interpreter only")
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from kvabr.codec.gpu import kernels
+
+    given, own, touched = [], [], [0]
+
+    def watch(kernel):
+        run = kernel.run
+
+        def watched(*args, **kwargs):
+            given[:] = own + [memory(arg) for arg in args if isinstance(arg, torch.Tensor)]
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(kernel, "run", watched)
+
+    for name in ("read_rows", "triple", "unstack", "finish"):
+        watch(getattr(kernels, name))
+
+    def check(pointers, mask):
+        at = np.asarray(pointers.data)[np.asarray(mask.data, dtype=bool)]
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        good = np.zeros(at.shape, dtype=bool)
+        for first, last in given:
+            good |= (at >= first) & (at + size <= last)
+        touched[0] += at.size
+        assert good.all(), "a kernel would have left its memory"
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def checked_load(self, pointers, mask, *rest):
+        check(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self, pointers, value, mask, *rest):
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", checked_load)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", checked_store)
+
+    def run(out, work):
+        """Do some work whose kernels may write to a tensor."""
+        own[:] = [memory(out)]
+        before = touched[0]
+        work()
+        assert touched[0] > before
+
+    return run

@@ -10,41 +10,16 @@ from hypothesis import strategies as st
 
 from kvabr.codec.native import reference
 from kvabr.codec.native.coder_model import DecodeJob
-from kvabr.codec.transform import Matrices, Stack, Structure, Transform
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import KVSpec
+from tests.codec.gpu.cases import STEP, cut, expected, long, payloads, same
 from tests.codec.gpu.conftest import DEVICE
 from tests.codec.native import models
 
 pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
 
-from kvabr.codec.gpu import decode_many, decoder, kernels  # not without Triton
+from kvabr.codec.gpu import decode_many, decoder  # not without Triton
 
-STEP = 0.07
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-def payloads(case):
-    out, below = [], None
-    for model, index in zip(case.models, case.indices, strict=True):
-        out.append(reference.encode_indices(model, index, below))
-        below = index
-    return out
-
-
-def expected(case, coded, first, dtype):
-    out = torch.empty(case.shape(), dtype=dtype)
-    reference.decode(case.job(coded, STEP, first, out))
-    return out
-
-
-def same(out, wanted):
-    return torch.equal(out.cpu().contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
-
-
-def cut(case, tokens):
-    """The case with fewer tokens."""
-    return models.Case(case.transform, case.models, tuple(np.array(index[:, :tokens]) for index in case.indices))
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
@@ -78,25 +53,6 @@ def test_gains_are_those_of_the_reference():
     decode_many(jobs)
     assert not torch.equal(outs[0][1], outs[1][1])
     assert all(same(there, out) for there, out in outs)
-
-
-def narrow(seed):
-    """Return a case with one layer of few channels, so that many tokens are fast enough."""
-    dice = np.random.default_rng(seed)
-    mantissa, gain = dice.integers(-128, 128, (2, 2)).astype(np.int8), dice.integers(0, 256, 2).astype(np.uint8)
-    structure = Structure(KVSpec.uniform("m", "t", 1, 1, 3, "float32"), 1, (Stack(0, 0, 1, 2), Stack(1, 0, 1, 2)))
-    mean, norm = dice.normal(size=(1, 2, 1, 3)).astype(np.float16), np.ones((1, 2), np.float32)
-    return Transform(structure, mean, norm, None, (Matrices(mantissa, gain),) * 2, np.ones(1, np.float32), np.inf)
-
-
-def long(seed, tokens, depths=2):
-    dice = np.random.default_rng(seed)
-    transform = narrow(seed)
-    indices = [models.base_indices(dice, transform.structure.rows, tokens)]
-    for _ in range(depths - 1):
-        indices.append(models.finer_indices(dice, indices[-1]))
-    tables = tuple(models.coder_model(dice, transform.structure.rows, refines=depth > 0) for depth in range(depths))
-    return models.Case(transform, tables, tuple(indices))
 
 
 def test_groups_of_unequal_length_are_decoded_side_by_side_into_one_cache():
@@ -140,71 +96,16 @@ def test_what_does_not_fit_the_scratch_is_done_in_turns(monkeypatch):
         assert same(out, expected(case, coded, 0, torch.float32))
 
 
-@pytest.fixture
-def guarded(monkeypatch):
-    """Check every address that a kernel uses against its buffers."""
-    if DEVICE.type != "cpu":
-        pytest.skip("addresses can be watched in the interpreter only")
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    given, touched = [], [0]
-
-    def watch(kernel):
-        run = kernel.run
-
-        def watched(*args, **kwargs):
-            del given[:]
-            for arg in args:
-                if isinstance(arg, torch.Tensor):
-                    given.append((arg.data_ptr(), arg.data_ptr() + arg.numel() * arg.element_size()))
-                    if arg.dtype == torch.int64 and arg.dim() == 1:  # addresses
-                        given.extend((int(at), int(at) + watched.out) for at in arg)
-            return run(*args, **kwargs)
-
-        watched.out = 0
-        monkeypatch.setattr(kernel, "run", watched)
-        return watched
-
-    watches = [watch(getattr(kernels, name)) for name in ("read_rows", "triple", "unstack", "finish")]
-
-    def check(pointers, mask):
-        at = np.asarray(pointers.data)[np.asarray(mask.data, dtype=bool)]
-        size = pointers.get_element_ty().primitive_bitwidth // 8
-        good = np.zeros(at.shape, dtype=bool)
-        for first, last in given:
-            good |= (at >= first) & (at + size <= last)
-        touched[0] += at.size
-        assert good.all(), "a kernel would have left its memory"
-
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-    def checked_load(self, pointers, mask, *rest):
-        check(pointers, mask)
-        return load(self, pointers, mask, *rest)
-
-    def checked_store(self, pointers, value, mask, *rest):
-        check(pointers, mask)
-        return store(self, pointers, value, mask, *rest)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", checked_load)
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", checked_store)
-
-    def run(case, coded):
-        out = torch.empty(case.shape())
-        for each in watches:
-            each.out = out.numel() * 4
-        before = touched[0]
-        decoder.decode_many([case.job(coded, STEP, 0, out)])
-        assert touched[0] > before
-        return out
-
-    return run
+def decoded(guarded, case, coded):
+    out = torch.empty(case.shape())
+    guarded(out, lambda: decoder.decode_many([case.job(coded, STEP, 0, out)]))
+    return out
 
 
 def test_corrupt_payloads_are_refused_as_the_reference_does_and_nothing_is_touched_that_is_not_ours(guarded):
     case = long(5, 12)
     coded = payloads(case)
-    assert same(guarded(case, coded), expected(case, coded, 0, torch.float32))
+    assert same(decoded(guarded, case, coded), expected(case, coded, 0, torch.float32))
     dice, refused = np.random.default_rng(6), 0
     for turn in range(9):
         bad = [bytearray(each) for each in coded]
@@ -217,9 +118,9 @@ def test_corrupt_payloads_are_refused_as_the_reference_does_and_nothing_is_touch
         except FormatError:
             refused += 1
             with pytest.raises(FormatError, match="does not end where it should"):
-                guarded(case, bad)
+                decoded(guarded, case, bad)
         else:
-            assert same(guarded(case, bad), wanted)
+            assert same(decoded(guarded, case, bad), wanted)
     assert refused > 4
 
 
