@@ -127,21 +127,24 @@ class Ac(Codec):
             decode_payload(inner, name, whole, 0, out)
             return
         context = _coded(context)
-        parts = _split_chain(profile, context, chain)
-        last = profile.depth(chain.tracks[-1])
-        models, coded = [profile.depth(track).coder for track in chain.tracks], [part.coded for part in parts]
         columns = spec.only.kind == "state"
         made = out.new_empty(context.spec.shape(context.tokens)) if columns else out
-        position = context.at if context.free else context.first_token
-        gains, references, mean = last.gains, parts[0].references, None
-        if parts[-1].biases is not None:
-            mean = shifted_mean(profile.transform, parts[-1].biases, UNITS[chain.tracks[-1]], last.step)
-        job = DecodeJob(models, coded, profile.transform, last.step, position, made, gains, references, mean)
+        job, parts = _decoding(profile, context, chain, made)
         (gpu.decode_many if out.device.type == "cuda" else coder.decode_many)([job])
         for part in parts:
             part.place(made, context)
         if columns:
             out.copy_(turned_back(made, spec))
+
+    def job(
+        self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
+    ) -> tuple[DecodeJob, list[Parts]] | None:
+        """Return what the coder is to do for `decode`, and what is then to be placed; None if that is not all of it."""
+        profile = _profile(context, self.name)
+        profile.depth(self.name)
+        chain = _read_chain(self.name, (*below, payload))
+        unlike = chain.other is not None or context.spec.only.kind == "state"
+        return None if unlike else _decoding(profile, context, chain, out)
 
     def aside(self, payload: memoryview, context: GroupContext) -> int:
         """Return the number of listed tokens: outliers and far tokens, without sinks; all if another codec did it."""
@@ -359,6 +362,19 @@ def _split_chain(profile: ClassProfile, context: GroupContext, chain: Chain) -> 
     return [split_payload(*each) for each in zip(chain.payloads, repeat(context), sinks, chain.tracks, strict=False)]
 
 
+def _decoding(
+    profile: ClassProfile, context: GroupContext, chain: Chain, out: torch.Tensor
+) -> tuple[DecodeJob, list[Parts]]:
+    parts = _split_chain(profile, context, chain)
+    last = profile.depth(chain.tracks[-1])
+    models, coded = [profile.depth(track).coder for track in chain.tracks], [part.coded for part in parts]
+    position = context.at if context.free else context.first_token
+    references, mean = parts[0].references, None
+    if parts[-1].biases is not None:
+        mean = shifted_mean(profile.transform, parts[-1].biases, UNITS[chain.tracks[-1]], last.step)
+    return DecodeJob(models, coded, profile.transform, last.step, position, out, last.gains, references, mean), parts
+
+
 def _profile(context: GroupContext, track: str) -> ClassProfile:
     check_class(context.spec, track)
     if context.profile is None:
@@ -402,14 +418,19 @@ class Parts:
     def place(self, out: torch.Tensor, context: GroupContext) -> None:
         """Write the stored tokens to their places in a group; if it is position-free, rotate their keys."""
         if len(self.tokens):
-            values, rope = self.values.permute(1, 2, 3, 0, 4), context.spec.rope
-            if context.free and context.at is not None and rope is not None:
-                tables = rope_tables(rope, context.at, context.tokens)
-                values = values.clone()
-                values[:, 0] = rotate_by((tables[0][self.tokens], tables[1][self.tokens]), values[:, 0], rope)
-                values = values.clamp_(-FP16_MAX, FP16_MAX) if out.dtype == torch.float16 else values
             # Indexed assignment neither casts nor copies between devices.
-            out[:, :, :, torch.from_numpy(self.tokens).to(out.device)] = values.to(out.device).to(out.dtype)
+            values = self.stored(context, out.dtype, out.device)
+            out[:, :, :, torch.from_numpy(self.tokens).to(out.device)] = values
+
+    def stored(self, context: GroupContext, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the stored tokens as `place` writes them, [layer, K/V, head, token, dim]."""
+        values, rope = self.values.permute(1, 2, 3, 0, 4), context.spec.rope
+        if context.free and context.at is not None and rope is not None:
+            tables = rope_tables(rope, context.at, context.tokens)
+            values = values.clone()
+            values[:, 0] = rotate_by((tables[0][self.tokens], tables[1][self.tokens]), values[:, 0], rope)
+            values = values.clamp_(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else values
+        return values.to(device).to(dtype)
 
 
 def join_payload(

@@ -11,9 +11,15 @@ import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvabr.codec.block_slots import BlockSlots
 
 
 @cache
@@ -27,6 +33,19 @@ def available() -> bool:
         stacklevel=3,
     )
     return False
+
+
+def decodes(device: torch.device) -> bool:
+    """Return whether the kernels decode to tensors of a device."""
+    return device.type == "cuda" and available()
+
+
+def decode_to_blocks(jobs: Sequence[DecodeJob], blocks: Sequence[BlockSlots]) -> None:
+    """Decode groups straight to the blocks of a paged cache; see `decoder.decode_to_blocks`. Only if it `decodes`."""
+    if jobs:
+        from kvabr.codec.gpu import decoder  # noqa: PLC0415  # needs Triton
+
+        decoder.decode_to_blocks(jobs, blocks)
 
 
 def decode_many(jobs: Sequence[DecodeJob]) -> None:

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvabr.codec.block_slots import BlockSlots
 from kvabr.codec.gpu import kernels
-from kvabr.codec.gpu.destinations import BlockSlots, Destination, check_blocks
+from kvabr.codec.gpu.destinations import Destination, check_blocks
 from kvabr.codec.native.coder_model import BUCKETS, DTYPES, PROBABILITY_BITS, CoderModel, DecodeJob, derived
 from kvabr.codec.native.reference import HEAD, head, lookup
 from kvabr.codec.native.references import LANES, TILE
