@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvabr.codec import gpu
 from kvabr.codec.inverse import BIGGEST, Inverse, inverted
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES, check_cache
@@ -104,6 +105,8 @@ class Analysis:
         Its keys are rotated from ``first_token`` on; None: they are not.
         """
         check_cache(self.transform, group)
+        if gpu.runs_on(group.device):
+            return self._analyse_there(group, first_token)
         if native_available():
             return self._analyse_natively(group.detach().cpu(), first_token)
         bare = group.detach().cpu().float().clone()
@@ -204,6 +207,13 @@ class Analysis:
             )
             made.append(handle)
         return tuple(made)
+
+    def _analyse_there(self, group: torch.Tensor, first_token: int | None) -> Coefficients:
+        """Do it on the group's own device, by `kvabr.codec.gpu`."""
+        found = gpu.analyse(self.transform, self._inverses, self._scale, group, first_token)
+        rows, largest, power = (part.cpu().contiguous() for part in found)
+        quiet = None if self.transform.quiet is None else power[-1]
+        return self._found(rows.numpy(), largest.numpy(), self._outlying(power[0], quiet))
 
     def _analyse_natively(self, group: torch.Tensor, first_token: int | None) -> Coefficients:
         """Do it with stacks in parallel, on as many threads as torch or `encoding_on` says; releases the GIL."""

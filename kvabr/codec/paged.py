@@ -47,7 +47,7 @@ def decode_to_blocks(groups: Sequence[PagedGroup]) -> None:
                 f"{shape} cannot be decoded to blocks {tuple(own.shape)} of {len(group.blocks.slots)} tokens"
             )
         made, job = codec(group.track), None
-        if isinstance(made, Ac) and own.dtype in DTYPES and gpu.decodes(own.device):
+        if isinstance(made, Ac) and own.dtype in DTYPES and gpu.runs_on(own.device):
             job = made.job(
                 group.payload, group.context, torch.empty(shape, dtype=own.dtype, device="meta"), group.below
             )

@@ -15,6 +15,7 @@ if find_spec("triton") is not None and DEVICE.type == "cpu":
     # Triton reads the environment while loading, and again when kernels run.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(INTERPRET, "1")
+        import kvabr.codec.gpu.analysis_kernels
         import kvabr.codec.gpu.kernels  # noqa: F401
 
 
@@ -37,7 +38,7 @@ def guarded(monkeypatch):
         pytest.skip("addresses can be watched in the interpreter only")
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from kvabr.codec.gpu import kernels
+    from kvabr.codec.gpu import analysis_kernels, kernels
 
     given, own, touched = [], [], [0]
 
@@ -52,6 +53,8 @@ def guarded(monkeypatch):
 
     for name in ("read_rows", "triple", "unstack", "finish"):
         watch(getattr(kernels, name))
+    for name in ("centre", "powers", "to_words", "product"):
+        watch(getattr(analysis_kernels, name))
 
     def check(pointers, mask):
         at = np.asarray(pointers.data)[np.asarray(mask.data, dtype=bool)]

@@ -23,7 +23,9 @@ def test_the_kernels_compile_for_a_gpu_without_fusing_what_is_rounded_twice(tmp_
     done = run(Path(__file__).with_name("compiling.py"), TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert {name for name, _, _ in lines} == {"read_rows", "triple", "unstack", "finish"}
+    assert {name for name, _, _ in lines} == {
+        "read_rows", "triple", "unstack", "finish", "centre", "powers", "to_words", "product"
+    }  # fmt: skip
     assert all(int(fused) == 0 and int(size) > 1000 for _, fused, size in lines)
 
 
@@ -33,8 +35,15 @@ def test_the_tool_that_measures_runs_and_compares(tmp_path):
     done = run(ROOT / "tools" / "bench-gpu", *sizes, "--json", report, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(report.read_text())
-    assert [(row["what"], row["groups"]) for row in rows[:4]] == [
-        ("AC, 1 layer", 1), ("AC, 1 layer", 2), ("AC, 2 layers", 1), ("AC, 2 layers", 2),
+    assert [(row["what"], row["groups"]) for row in rows[4:10]] == [
+        ("AC, 1 layer", 1), ("AC, 1 layer", 2), ("AC, 1 layer, into blocks", 2),
+        ("AC, 2 layers", 1), ("AC, 2 layers", 2), ("AC, 2 layers, into blocks", 2),
     ]  # fmt: skip
-    assert len(rows) == 10
+    assert [row["what"] for row in rows[16:]] == ["encoder's transform", "encode AC, 2 layers"]
     assert all(row["good"] and row["seconds"] > 0 for row in rows)
+
+
+def test_the_tool_says_that_there_is_no_gpu():
+    done = run(ROOT / "tools" / "bench-gpu", TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "no GPU here, so nothing was measured" in done.stdout

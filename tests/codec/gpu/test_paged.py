@@ -113,7 +113,7 @@ def test_nothing_but_the_blocks_is_touched(guarded):
 @pytest.mark.parametrize("track", ["AC-L1", "Int8"])
 def test_every_level_decodes_to_blocks(track, kernels, monkeypatch):
     ran = []
-    monkeypatch.setattr(gpu, "decodes", lambda _: kernels)
+    monkeypatch.setattr(gpu, "runs_on", lambda _: kernels)
     whole = decoder.decode_to_blocks
     monkeypatch.setattr(decoder, "decode_to_blocks", lambda jobs, blocks: (ran.extend(jobs), whole(jobs, blocks)))
     first = 0  # with sinks
