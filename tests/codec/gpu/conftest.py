@@ -16,7 +16,8 @@ if find_spec("triton") is not None and DEVICE.type == "cpu":
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(INTERPRET, "1")
         import kvabr.codec.gpu.analysis_kernels
-        import kvabr.codec.gpu.kernels  # noqa: F401
+        import kvabr.codec.gpu.kernels
+        import kvabr.codec.gpu.writer_kernels  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def guarded(monkeypatch):
         pytest.skip("addresses can be watched in the interpreter only")
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from kvabr.codec.gpu import analysis_kernels, kernels
+    from kvabr.codec.gpu import analysis_kernels, kernels, writer_kernels
 
     given, own, touched = [], [], [0]
 
@@ -55,6 +56,8 @@ def guarded(monkeypatch):
         watch(getattr(kernels, name))
     for name in ("centre", "powers", "to_words", "product"):
         watch(getattr(analysis_kernels, name))
+    for name in ("quantise", "write_rows"):
+        watch(getattr(writer_kernels, name))
 
     def check(pointers, mask):
         at = np.asarray(pointers.data)[np.asarray(mask.data, dtype=bool)]

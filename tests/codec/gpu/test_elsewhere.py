@@ -24,7 +24,7 @@ def test_the_kernels_compile_for_a_gpu_without_fusing_what_is_rounded_twice(tmp_
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert {name for name, _, _ in lines} == {
-        "read_rows", "triple", "unstack", "finish", "centre", "powers", "to_words", "product"
+        "read_rows", "triple", "unstack", "finish", "centre", "powers", "to_words", "product", "quantise", "write_rows"
     }  # fmt: skip
     assert all(int(fused) == 0 and int(size) > 1000 for _, fused, size in lines)
 
@@ -39,7 +39,11 @@ def test_the_tool_that_measures_runs_and_compares(tmp_path):
         ("AC, 1 layer", 1), ("AC, 1 layer", 2), ("AC, 1 layer, into blocks", 2),
         ("AC, 2 layers", 1), ("AC, 2 layers", 2), ("AC, 2 layers, into blocks", 2),
     ]  # fmt: skip
-    assert [row["what"] for row in rows[16:]] == ["encoder's transform", "encode AC, 2 layers"]
+    assert [row["what"] for row in rows[16:]] == [
+        "encoder's transform",
+        "encode AC, 2 layers",
+        "quantise and code, 2 layers",
+    ]
     assert all(row["good"] and row["seconds"] > 0 for row in rows)
 
 

@@ -1,0 +1,204 @@
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915  # Triton reads annotations; its constants are in capitals
+"""The kernels that quantise and entropy encode: byte for byte `kvabr.codec.native.reference.encode_rows`.
+
+Importing this module needs Triton. The coder encodes the last symbol first, and writes words and escapes downwards,
+each program in a buffer of its own that holds as many as there can be.
+"""
+
+import triton
+import triton.language as tl
+
+from kvabr.codec.gpu.kernels import ROW_BITS, ROW_MASK
+
+MAGIC: tl.constexpr = tl.constexpr(12582912.0)
+"""1.5 * 2^23: adding and subtracting it rounds magnitudes below 2^22 to the nearest whole number, halves to even."""
+FARTHEST_BELOW: tl.constexpr = tl.constexpr(32767 // 3)
+ESCAPES: tl.constexpr = tl.constexpr(1 << 24)
+"""In an entry: the value is escaped. Below are the start, 12 bits, and the frequency."""
+
+
+@triton.jit
+def _quantised(value, step, dead, keep):
+    """Return coefficients as indices, int32; 0 where a token is not coded."""
+    exact = tl.div_rn(value, step)
+    exact = exact - tl.minimum(tl.maximum(exact, -dead), dead)
+    exact = tl.minimum(tl.maximum(exact, -32767.0), 32767.0)
+    return tl.where(keep, ((exact + MAGIC) - MAGIC).to(tl.int32), 0)
+
+
+@triton.jit
+def quantise(
+    rows_of,  # int64 [group]: addresses of float32 [row, token]
+    keep_of,  # int8 [group, token]: whether it is coded
+    token_of,  # int32 [group, place]: which token is coded there; negative: none
+    steps,  # float32 [4]: step and dead zone, then those of the depth below
+    index,  # int16 [group, row, place]: set to the indices
+    below,  # int16 [group, row, place]: set to those below
+    marks,  # int8 [group, tile, row]: set to 1 if there is anything to code, plus 2 if an index below is not 0
+    wrong,  # int8 [group, tile, row]: set to whether an index is out of reach
+    rows,
+    row_stride,  # of `rows_of`
+    stride,  # of `index`: tokens in whole tiles
+    REFINES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Quantise coefficients, in the order of places; a program handles a few rows of a tile."""
+    group = tl.program_id(2).to(tl.int64)
+    tile = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    place = tile * 128 + tl.arange(0, 128)
+    token = tl.load(token_of + group * stride + place)
+    there = (row < rows)[:, None] & (token >= 0)[None, :]
+    keep = tl.load(keep_of + group * stride + token, mask=token >= 0, other=0) != 0
+    source = tl.load(rows_of + group).to(tl.pointer_type(tl.float32))
+    value = tl.load(source + row.to(tl.int64)[:, None] * row_stride + token[None, :], mask=there, other=0.0)
+    own = _quantised(value, tl.load(steps), tl.load(steps + 1), keep[None, :])
+    at = (group * rows + row.to(tl.int64))[:, None] * stride + place[None, :]
+    tl.store(index + at, own.to(tl.int16), mask=(row < rows)[:, None])
+    mark = tl.max((own != 0).to(tl.int32), 1)
+    bad = tl.zeros((ROWS,), tl.int32)
+    if REFINES:
+        lower = _quantised(value, tl.load(steps + 2), tl.load(steps + 3), keep[None, :])
+        tl.store(below + at, lower.to(tl.int16), mask=(row < rows)[:, None])
+        change = own - 3 * lower
+        mark = tl.max((change != 0).to(tl.int32), 1) + 2 * tl.max((lower != 0).to(tl.int32), 1)
+        bad = tl.max(((tl.abs(change) > 32767) | (tl.abs(lower) > FARTHEST_BELOW)).to(tl.int32), 1)
+    at = (group * (stride // 128) + tile) * rows + row
+    tl.store(marks + at, mark.to(tl.int8), mask=row < rows)
+    tl.store(wrong + at, bad.to(tl.int8), mask=row < rows)
+
+
+@triton.jit
+def _push(state, entry, active, words, word):
+    """Encode a symbol per lane; return states, and where the words begin now."""
+    freq = tl.where(active, (entry >> 12) & 4095, 1).to(tl.uint32)
+    full = active & (state >= (freq << 20))
+    upto = tl.cumsum(full.to(tl.int32), 0)
+    word -= tl.max(upto, 0)
+    tl.store(words + word + upto - 1, (state & 65535).to(tl.int16), mask=full)
+    state = tl.where(full, state >> 16, state)
+    pushed = ((state // freq) << 12) + state % freq + (entry & 4095).to(tl.uint32)
+    return tl.where(active, pushed, state), word
+
+
+@triton.jit
+def write_rows(
+    index,  # int16 [group, row, place]
+    below,  # int16 [group, row, place]
+    marks,  # int8 [group, tile, row]: see `quantise`
+    tokens_of,  # int32 [group]
+    coding_order,  # int32 [row]: row | class << 22, in coding order
+    chances,  # int32 [1 or 2, row]: of a set flag, in coding order
+    radius_of,  # int32 [class]
+    entries,  # int32 [class, context, symbol]: start, frequency << 12, `ESCAPES`; then those of near tables
+    bucket,  # int32 [1 or 3, 16]: contexts of near tables
+    refers,  # int32 [group]: whether tokens refer to others
+    lane_of,  # uint8 [group, place]: the place of the tile that is referred to, below 64
+    listed,  # int32 [group, row]: scratch
+    words,  # int16 [group, most]: set to the words, at the end
+    escapes,  # int16 [group, most]: set to the escapes, at the end
+    states,  # int32 [group, lane]: set to the states
+    ends,  # int64 [group, 2]: set to where words and escapes begin
+    rows,
+    stride,
+    width,  # symbols of a table
+    most,
+    near_first,  # where in `entries` the near tables begin
+    near_count,  # their contexts
+    REFINES: tl.constexpr,
+    NEAR: tl.constexpr,
+):
+    """Entropy encode one depth; a program handles a group."""
+    group = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, 64)
+    tokens = tl.load(tokens_of + group)
+    index += group * rows * stride
+    below += group * rows * stride
+    marks += group * (stride // 128) * rows
+    listed += group * rows
+    words += group * most
+    escapes += group * most
+    lane_of += group * stride
+    referring = tl.load(refers + group)
+    word = tl.zeros((), tl.int64) + most
+    escape = tl.zeros((), tl.int64) + most
+    state = tl.zeros((64,), tl.uint32) + 65536
+    tiles = tl.cdiv(tokens, 128)
+    contexts: tl.constexpr = 3 if REFINES else 1
+
+    for back in range(tiles):
+        tile = tiles - 1 - back
+        first = tile * 128
+        live = tl.zeros((), tl.int32)
+        for start in range(0, rows, 64):
+            which = start + lanes
+            code = tl.load(coding_order + which, mask=which < rows, other=0)
+            mark = tl.load(marks + tile * rows + (code & ROW_MASK), mask=which < rows, other=0).to(tl.int32)
+            upto = tl.cumsum(mark & 1, 0)
+            tl.store(listed + live + upto - 1, code, mask=(mark & 1) != 0)
+            live += tl.max(upto, 0)
+        tl.debug_barrier()  # other threads read the list
+
+        lane = lanes
+        if NEAR:
+            there = first + 64 + lanes < tokens
+            lane = tl.load(lane_of + first + 64 + lanes, mask=there, other=0).to(tl.int32) & 63
+        steps = tl.cdiv(tl.minimum(tokens - first, 128), 64)
+        units = live * steps
+        for step in range(units):
+            unit = units - 1 - step
+            code = tl.load(listed + unit // steps)
+            half = unit % steps
+            place = first + half * 64 + lanes
+            active = place < tokens
+            row = (code & ROW_MASK).to(tl.int64) * stride
+            table = code >> ROW_BITS
+            own = tl.load(index + row + place, mask=active, other=0).to(tl.int32)
+            lower = tl.zeros((64,), tl.int32)
+            if REFINES:
+                lower = tl.load(below + row + place, mask=active, other=0).to(tl.int32)
+            context = tl.minimum(tl.abs(lower), 2)
+            at = (table * contexts + context) * width
+            minus = lower < 0
+            if NEAR:
+                near = (referring != 0) & (half == 1)
+                there = place < tl.where(near, tokens, 0)
+                referred = tl.load(index + row + first + lane, mask=there, other=0).to(tl.int32)
+                referred = tl.minimum(tl.maximum(referred, -127), 127)
+                turned = tl.where(lower == 0, referred < 0, minus)
+                which = tl.where(turned, -referred, referred)
+                if REFINES:
+                    apart = which - 3 * tl.minimum(tl.abs(lower), 42)
+                    which = tl.minimum(tl.maximum(apart, -8), 7) + 8 + context * 16
+                else:
+                    which = tl.minimum(which, 15)
+                which = table * near_count + tl.load(bucket + which)
+                at = tl.where(near, near_first + which * width, at)
+                minus = tl.where(near, turned, minus)
+            value = own - 3 * lower
+            value = tl.where(minus, -value, value)
+            radius = tl.load(radius_of + table)
+            symbol = tl.where(tl.abs(value) <= radius, value + radius, 2 * radius + 1)
+            entry = tl.load(entries + at + symbol, mask=active, other=0)
+            far = active & ((entry & ESCAPES) != 0)
+            upto = tl.cumsum(far.to(tl.int32), 0)
+            escape -= tl.max(upto, 0)
+            tl.store(escapes + escape + upto - 1, value.to(tl.int16), mask=far)
+            state, word = _push(state, entry, active, words, word)
+
+        chunks = tl.cdiv(rows, 64)
+        for step in range(chunks):
+            which = (chunks - 1 - step) * 64 + lanes
+            there = which < rows
+            code = tl.load(coding_order + which, mask=there, other=0)
+            mark = tl.load(marks + tile * rows + (code & ROW_MASK), mask=there, other=0).to(tl.int32)
+            chance = tl.load(chances + which, mask=there, other=1)
+            if REFINES:
+                chance = tl.where(mark >= 2, tl.load(chances + rows + which, mask=there, other=1), chance)
+            entry = tl.where((mark & 1) != 0, chance << 12, ((4096 - chance) << 12) | chance)
+            state, word = _push(state, entry, there, words, word)
+        tl.debug_barrier()  # the next tile overwrites the list
+
+    tl.store(states + group * 64 + lanes, state.to(tl.int32, bitcast=True))
+    tl.store(ends + group * 2, word)
+    tl.store(ends + group * 2 + 1, escape)
