@@ -43,7 +43,8 @@ class LoadRequest:
     deadline_s: float
     """Seconds left of the request's deadline when the scheduler wrote this."""
     tokens: tuple[int, ...] = ()
-    """Ids of all its groups if there are several ranks: each finds and names its own layers and heads by them."""
+    """Ids of all its groups if there are several ranks, which find and name their own layers and heads by them, or if
+    the engine publishes, which notes what it has played with losses."""
     salt: bytes = b""
     """The tenant's secret."""
     max_loss: float = math.inf

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -20,6 +20,7 @@ import torch
 from kvabr.engines.vllm.blocks import EngineBlocks, codes
 from kvabr.engines.vllm.config import ServedModel
 from kvabr.engines.vllm.copier import Copier
+from kvabr.engines.vllm.lossy import LossyGroups
 from kvabr.engines.vllm.passages import read_passage, reserve_passage
 from kvabr.engines.vllm.plays import GrowRequest, KeepRequest, PublishRequest, SnapshotRequest, Step
 from kvabr.engines.vllm.snapshots import KeptStates
@@ -29,7 +30,6 @@ from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.live_publisher import LivePublisher, LiveSlot
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.types.errors import KvabrError, UsageError
-from kvabr.types.naming import chain
 
 _log = logging.getLogger("vllm.kvabr")
 
@@ -49,9 +49,7 @@ class PublishingWorker(Protocol):
     def rate(self) -> float:
         """Tokens per second that the engine prefills."""
 
-    @property
-    def lossy(self) -> Collection[str]:
-        """Digests of groups that are not exact, and what is computed behind them."""
+    lossy: LossyGroups
 
     def gone(self, request: str) -> None:
         """Note that the blocks of a request that has ended are not needed any more."""
@@ -155,7 +153,7 @@ class Publications:
         pace = [max(0, -(-(end - grown.had) // chunk)) * chunk / rate for end in ends]
         why = "failed"
         try:
-            if self._lossy(grown):
+            if self._engine.lossy.before(grown.tokens, grown.salt):  # so that the rest is not exact either
                 slot: LiveSlot | str = "lossy"
             else:
                 slot = live.begin(grown.tokens, pace=pace, salt=grown.salt, done=self._published)
@@ -168,18 +166,6 @@ class Publications:
             why = slot
         self._counts.add(f"publish_dropped_{why}")
         return None
-
-    def _lossy(self, grown: GrowRequest) -> bool:
-        """Return whether a part of a prompt was played with losses, so that the rest is not exact either."""
-        spec = self._model.shard
-        chunks = chain(
-            grown.tokens,
-            model=spec.model,
-            tokenizer=spec.tokenizer,
-            group_tokens=spec.group_tokens,
-            salt=grown.salt,
-        )
-        return any(chunk in self._engine.lossy for chunk in chunks)
 
     def _hand_over(self, slot: LiveSlot, grown: GrowRequest) -> None:
         try:
@@ -252,7 +238,7 @@ class Publications:
         else:
             if not isinstance(slot, Slot):
                 why = f"dropped_{slot}"
-            elif self._lossy_before(publication, slot):
+            elif self._lossy_before(publication):
                 why = "dropped_lossy"
                 slot.leave()
             elif (read := self._reading(publication, slot)) is None:
@@ -265,11 +251,11 @@ class Publications:
         self._counts.add(f"publish_{why}")
         self._engine.gone(publication.request)
 
-    def _lossy_before(self, publication: PublishRequest, slot: Slot) -> bool:
-        """Return whether a part of a request was played with losses."""
+    def _lossy_before(self, publication: PublishRequest) -> bool:
+        """Return whether a part of a request was played with losses, by it or by another one."""
         if publication.passage is None:
-            return any(chunk in self._engine.lossy for chunk in slot.chunks)
-        # Its groups are none of a prompt, so that nothing is known of what vLLM had of it in its prefix cache.
+            return self._engine.lossy.before(publication.tokens, publication.salt)
+        # It may stand behind any text, so that nothing is known of what vLLM had of it in its prefix cache.
         return publication.cached and bool(self._engine.lossy)
 
     def _reading(self, publication: PublishRequest, slot: Slot) -> _Read | None:

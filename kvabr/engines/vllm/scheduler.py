@@ -292,7 +292,7 @@ class SchedulerHalf:
             blocks=blocks,
             behind=len(lookup.tokens) - last,
             deadline_s=left_s,
-            tokens=lookup.tokens[: found.catalog.tokens] if self._model.apart else (),
+            tokens=lookup.tokens[: found.catalog.tokens] if self._model.apart or self._produces else (),
             salt=lookup.salt,
             max_loss=self._settings.max_loss if found.catalog.sources else math.inf,
         )

@@ -14,8 +14,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvabr.client.async_client import AsyncClient
@@ -26,12 +25,12 @@ from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.copier import Copier
+from kvabr.engines.vllm.lossy import LossyGroups
 from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, Step, cut, find_cache
 from kvabr.engines.vllm.publishing import Publications, Publishers
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, PlayError
-from kvabr.types.naming import chain
 
 _log = logging.getLogger("vllm.kvabr")
 
@@ -44,6 +43,8 @@ _DEFAULT_RATE = 1000.0
 """Prefill rate before anything was measured, tokens per second."""
 _HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
 """Seconds plus deadlines after which a play that does not end is cancelled: no request may wait forever."""
+_MOST_LOSSY = 4096
+"""Lossy groups that are remembered at least; an engine with more memory has more."""
 _EXACT = ("FP16", "BF16", "Raw")
 """Tracks that are exact, so that what the engine computes behind them is exact too."""
 
@@ -82,9 +83,7 @@ class WorkerHalf:
         self._began_s: float | None = None
         self._scheduled, self._nap_s = 0, _NAP_S
         self._rate = 0.0
-        self._lossy: OrderedDict[str, None] = OrderedDict()
-        """Digests of lossy groups that may be in vLLM's prefix cache: what is computed behind them is not exact."""
-        self._most_lossy = 4096
+        self.lossy = LossyGroups(model.spec, model.block, _MOST_LOSSY)
         self._publications: Publications | None = None
         if publishers is not None:
             self._publications = Publications(self, publishers, model, self._copier, settings.window_mib << 20)
@@ -97,7 +96,7 @@ class WorkerHalf:
     def register(self, caches: Caches, layout_of: LayoutOf) -> None:
         """Set the engine's cache; errors as `EngineBlocks`."""
         self._blocks = EngineBlocks(self._model, caches, layout_of)
-        self._most_lossy = max(self._most_lossy, 4 * self._blocks.tokens // self._model.spec.group_tokens)
+        self.lossy.most = max(_MOST_LOSSY, 4 * self._blocks.tokens // self._model.spec.group_tokens)
         self._copier.use(self._blocks.device)
         if self._publications is not None:
             self._publications.registered()
@@ -187,11 +186,6 @@ class WorkerHalf:
     def rate(self) -> float:
         """Tokens per second that the engine prefills."""
         return self._settings.prefill_rate or self._rate or _DEFAULT_RATE
-
-    @property
-    def lossy(self) -> OrderedDict[str, None]:
-        """Digests of lossy groups, and of what was computed behind them."""
-        return self._lossy
 
     def gone(self, request: str) -> None:
         """Give the blocks of a request that has ended back to vLLM."""
@@ -372,27 +366,14 @@ class WorkerHalf:
         """Copy the KV of tokens ``first`` to ``last`` - 1 into blocks."""
         began_s = time.thread_time()
         self.blocks.write(prefix.parts, prefix.spans, first, last, blocks)
-        if not load.found.catalog.sources:  # nothing behind blocks that were joined from passages is ever published
+        # Nothing behind blocks that were joined from passages is ever published.
+        if self._publications is not None and not load.found.catalog.sources:
             self._note_lossy(load, prefix)
         self.counts.add("copy_seconds", time.thread_time() - began_s)
 
     def _note_lossy(self, load: LoadRequest, prefix: PlayedPrefix) -> None:
-        chunks, catalog = self._chunks(load), load.found.catalog
-        size = catalog.spec.group_tokens
+        classes, lossy = load.found.catalog.spec.classes, []
         for unit, track in zip(prefix.units, prefix.coverage, strict=True):
             if track not in _EXACT:
-                state = catalog.spec.classes[unit.part].kind == "state"
-                chunk = chunks[(unit.first - state) // size]
-                self._lossy[chunk] = None
-                self._lossy.move_to_end(chunk)
-        while len(self._lossy) > self._most_lossy:
-            self._lossy.popitem(last=False)
-
-    def _chunks(self, load: LoadRequest) -> Sequence[str]:
-        """Return the digests of what was loaded, as this rank publishes it: under the name of its own heads."""
-        mine = self._model.shard
-        if mine.model == load.found.catalog.spec.model:
-            return load.found.catalog.chunks
-        return chain(
-            load.tokens, model=mine.model, tokenizer=mine.tokenizer, group_tokens=mine.group_tokens, salt=load.salt
-        )
+                lossy.append(unit.first - (classes[unit.part].kind == "state"))
+        self.lossy.note(load.tokens, load.salt, lossy)

@@ -220,7 +220,7 @@ def test_what_is_known_or_lossy_does_not_grow(served, tmp_path):
         assert bench.worker.counts.take()["publish_dropped_lossy"] == 1
         assert bench.scheduler.finished(asked, [list(range(1, 10))])
         assert bench.steps()[0] == {"p"}
-        bench.worker._lossy.clear()
+        bench.worker.lossy.clear()
         for verdict in ("published_live", "publish_dropped_known"):
             asked = asking(bench)
             compute(bench, asked, 70)

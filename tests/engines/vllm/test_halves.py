@@ -10,6 +10,7 @@ import pytest
 
 from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout, PagedBlocks
+from kvabr.engines.vllm.lossy import LossyGroups
 from kvabr.engines.vllm.plays import CopyRequest, Step
 from kvabr.publish.publisher import Publisher, with_heads
 from kvabr.types.naming import chain
@@ -246,6 +247,31 @@ def test_what_was_computed_behind_a_lossy_cache_is_not_published(served, tmp_pat
         assert not list((tmp_path / "out").iterdir())
     finally:
         bench.close()
+
+
+@pytest.mark.parametrize(("computed", "shared", "lossy"), [(0, 8, 1), (0, 7, 0), (32, 40, 1), (32, 39, 0)])
+def test_nor_is_what_shares_a_block_of_a_lossy_group(served, tmp_path, computed, shared, lossy):
+    """vLLM gives a prompt all blocks that it shares with another; a group has two of them."""
+    bench = Bench(served, tmp_path / "out", policy="fixed:Int4")
+    try:
+        bench.load(request(), computed)
+        other = [*TOKENS[:shared], *(token + 1 for token in TOKENS[shared:])]
+        assert bench.scheduler.finished(request("other", other), [list(range(20))])
+        bench.steps()
+        assert bench.worker.counts.take().get("publish_dropped_lossy", 0) == lossy
+    finally:
+        bench.close()
+
+
+def test_the_latest_lossy_groups_are_remembered():
+    lossy = LossyGroups(SPEC, BLOCK, most=2)
+    assert not lossy
+    prompts = [[first, *TOKENS[1:48]] for first in (1, 2, 3)]
+    for tokens in prompts:
+        lossy.note(tokens, b"", [0])
+    assert [lossy.before(tokens, b"") for tokens in prompts] == [False, True, True]
+    assert not lossy.before(prompts[2], b"salt")
+    assert len(lossy) == 2
 
 
 def test_a_step_travels_between_processes(bench):

@@ -162,7 +162,7 @@ def test_a_copy_that_fails_is_computed(world, monkeypatch):
 
 def test_what_was_computed_behind_an_exact_cache_is_published(world):
     """Its windows were kept when the beginning was computed here."""
-    world.engine.worker._lossy.clear()  # vLLM's own cache is empty: nothing of another test is in it
+    world.engine.worker.lossy.clear()  # vLLM's own cache is empty: nothing of another test is in it
     before = set(world.assets.iterdir())
     longer = [*world.prompt, 7 if world.engine.half._promises else 11, *world.other[-150:]]
     cold = world.computed(longer)

@@ -264,14 +264,14 @@ def test_a_state_that_was_played_with_losses_is_not_kept(served, tmp_path, mode)
         bench.steps()
         for lossy in (True, False):
             if lossy:  # as a track with losses would be
-                bench.worker._lossy.update(dict.fromkeys(bench.scheduler._chain_of(asked)))
+                bench.worker.lossy.note(asked.prompt_token_ids, b"", range(64))
             again = request(f"r{lossy}", tokens=asked.prompt_token_ids, num_computed_tokens=64)
             bench.scheduler.arrived(again)
             bench.running, bench.tables = {again.request_id: 1}, {again.request_id: OTHERS}
             bench.step()
             bench.running = {}
             assert bool(bench.worker._publications._states._kept) != lossy
-            bench.worker._lossy.clear()
+            bench.worker.lossy.clear()
     finally:
         bench.close()
 
