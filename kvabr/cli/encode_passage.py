@@ -50,16 +50,25 @@ def check(args: argparse.Namespace) -> None:
     """Raise `UsageError` if options of passages do not go with the others."""
     if not args.passage and any(each not in (None, False) for each in (args.contexts, args.alone, args.behind)):
         raise UsageError("--contexts, --alone and --behind are for passages: add --passage")
+    if args.fusion is not None and not args.passage:
+        raise UsageError("--fusion is for passages: add --passage")
+    if args.contexts is not None and args.contexts < 1:
+        raise UsageError("--contexts must be at least 1")
     if args.fusion is not None:
         from kvabr.publish.fusion import FusionLosses
 
-        if not args.passage:
-            raise UsageError("--fusion is for passages: add --passage")
-        FusionLosses.read(args.fusion)
-    if args.contexts is not None and args.contexts < 1:
-        raise UsageError("--contexts must be at least 1")
+        FusionLosses.read(args.fusion).check_base(*_base(args))
     if args.passage and args.snapshots_every is not None:
         raise UsageError("--snapshots-every: a model with recurrent states can have no passages")
+
+
+def _base(args: argparse.Namespace) -> tuple[str, int]:
+    """Return how the passage is computed, as `PassageNotes.base`, and over how many contexts."""
+    from kvabr.publish.passages import CONTEXTS
+
+    if args.behind is not None or args.alone:
+        return "alone" if args.alone else "behind", 0
+    return "mean", args.contexts or CONTEXTS
 
 
 def compute(
@@ -85,18 +94,19 @@ def compute(
     from kvabr.publish.encoder import PassageBase
     from kvabr.publish.fusion import FusionLosses
     from kvabr.publish.model import opened
-    from kvabr.publish.passages import CONTEXTS, NEUTRAL, contexts_for, free_cache, mean_cache
+    from kvabr.publish.passages import NEUTRAL, contexts_for, free_cache, mean_cache
     from kvabr.publish.texts import calibration_texts
     from kvabr.store.files import read_text
     from kvabr.types.passage import PassageNotes
 
     engine, ids, report = model.engine, prompt.tokens, partial(progress, "prefill")
     neutral = list(opened(model, model.encode(NEUTRAL)))
-    contexts, named = [list(model.opening)], "alone"
-    if args.behind is not None:
-        contexts, named = [list(opened(model, model.encode(read_text(args.behind))))], "behind"
-    elif not args.alone:
-        contexts, named = contexts_for(model, calibration_texts(), args.contexts or CONTEXTS), "mean"
+    named, count = _base(args)
+    contexts = [list(model.opening)]
+    if named == "behind":
+        contexts = [list(opened(model, model.encode(read_text(args.behind))))]
+    elif named == "mean":
+        contexts = contexts_for(model, calibration_texts(), count)
     longest = max(map(len, (neutral, *contexts)))
     if longest + len(ids) + len(prompt.continuation) > engine.context:
         raise UsageError(
@@ -105,9 +115,9 @@ def compute(
         )
     known = None
     if args.fusion is not None:
-        known = FusionLosses.read(args.fusion).notes(engine.spec, named, len(contexts) if named == "mean" else 0)
+        known = FusionLosses.read(args.fusion).notes(engine.spec, named, count)
     if named == "mean":
-        kv, notes = mean_cache(engine, ids, contexts, report), PassageNotes(named, len(contexts))
+        kv, notes = mean_cache(engine, ids, contexts, report), PassageNotes(named, count)
     else:
         kv, notes = free_cache(engine, ids, contexts[0]), PassageNotes(named)
         report(1, 1)

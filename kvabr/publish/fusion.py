@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvabr.publish.passages import CONTEXTS
 from kvabr.store.files import read_text
 from kvabr.types.errors import ForeignError, FormatError, UsageError
 from kvabr.types.kv import KVSpec
@@ -54,13 +55,17 @@ class FusionLosses:
             UsageError: they are of passages that were computed in another way.
         """
         self.check(spec)
+        self.check_base(base, contexts)
+        return PassageNotes(base, contexts, fusion=self.losses, method=self.method)
+
+    def check_base(self, base: str, contexts: int = 0) -> None:
+        """Raise `UsageError` if these losses are of passages that were computed in another way than this."""
         if (base, contexts) != (self.base, self.contexts):
             raise UsageError(
                 f"these fusion losses are of passages computed as {_said(self.base, self.contexts)}, the passage is "
-                f"computed as {_said(base, contexts)}: measure them with `kvabr calibrate --blend --base {base}`; "
+                f"computed as {_said(base, contexts)}: compute it as they say, or {_measuring(base, contexts)}; "
                 "without any, they are measured for this passage where that is possible"
             )
-        return PassageNotes(base, contexts, fusion=self.losses, method=self.method)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -93,6 +98,12 @@ def _parsed(value: Any) -> FusionLosses:
     # The notes check what they are given.
     notes = PassageNotes(value.get("base", "mean"), value["contexts"], fusion=losses, method=value["method"])
     return FusionLosses(KVSpec.from_json(value["spec"]), notes.contexts, losses, notes.method, notes.base)
+
+
+def _measuring(base: str, contexts: int) -> str:
+    if base == "mean" and contexts != CONTEXTS:
+        return f"give none (`kvabr calibrate --blend` measures means over {CONTEXTS} contexts)"
+    return f"measure others with `kvabr calibrate --blend --base {base}`"
 
 
 def _said(base: str, contexts: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.texts import measuring_texts
 from kvabr.store.asset_folder import FolderAsset, frame_path
 from kvabr.types.catalog import Catalog
+from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LAYERS, chain
 from tests import tinymodels
 from tests.toymodel import toy_asset
@@ -275,6 +277,26 @@ def test_options_of_passages_that_make_no_sense(tmp_path, capsys, more, said):
     text = tmp_path / "text.txt"
     text.write_text("words " * 50)
     assert kvabr("encode", "--text", text, "--tokens", 20, "--out", tmp_path / "o", *more) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ((), "as alone, the passage is computed as the mean over 4 contexts"),
+        (("--contexts", 2), "give none (`kvabr calibrate --blend` measures means over 4 contexts)"),
+        (("--behind", "text.txt"), "calibrate --blend --base behind"),
+    ],
+)
+def test_losses_of_passages_made_otherwise_are_refused_before_the_model_is_loaded(
+    tmp_path, monkeypatch, capsys, how, said
+):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("words " * 50)
+    losses = FusionLosses(KVSpec.uniform("toy", "bytes", 2, 2, 8, "float16"), 0, ((0.0, 0.1),), "on paper", "alone")
+    Path("f.json").write_text(json.dumps(losses.to_json()))
+    words = ("encode", "--passage", "--text", "text.txt", "--tokens", 20, "--fusion", "f.json", "--model", "nowhere")
+    assert kvabr(*words, "--out", "o", *how) == 2
     assert said in capsys.readouterr().err
 
 

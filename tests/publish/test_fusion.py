@@ -37,12 +37,14 @@ def test_the_group_size_does_not_matter_and_the_model_does():
 
 @pytest.mark.parametrize(
     ("base", "contexts", "said"),
-    [("mean", 2, "the mean over 2 contexts"), ("alone", 0, "alone"), ("behind", 0, "behind")],
+    [
+        ("mean", 2, "the mean over 2 contexts: .*means over 4"),
+        ("alone", 0, "alone: .*--base alone"),
+        ("behind", 0, "behind: .*--base behind"),
+    ],
 )
 def test_passages_that_were_computed_otherwise_are_refused(base, contexts, said):
-    with pytest.raises(
-        UsageError, match=rf"the mean over 4 contexts, the passage is computed as {said}.*--base {base}"
-    ):
+    with pytest.raises(UsageError, match=rf"the mean over 4 contexts, the passage is computed as {said}"):
         FOUND.notes(SPEC, base, contexts)
 
 
