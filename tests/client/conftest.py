@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -46,6 +48,12 @@ def origin(libraries):
     """Make a connection to an origin: ``origin(rate=..., rtt_s=..., faults=..., folder=...)``."""
 
     return lambda *link, folder="short", **options: connection(libraries[folder], *link, **options)
+
+
+@pytest.fixture
+def library_origin(library):
+    """Make connections as `origin` does, to an origin that has the ``library`` of the test's module."""
+    return partial(connection, library)
 
 
 @pytest.fixture

@@ -16,6 +16,11 @@ def connection(library, rate=1e8, rtt_s=0.02, **options):
     return MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(rate, rtt_s), **options)
 
 
+def off_by(kv, exact):
+    """Return how far a cache is from the exact one, as a share of its norm."""
+    return float((kv.float() - exact).norm() / exact.norm())
+
+
 async def play(
     via, tokens=(), *, deadline, parts=None, question=None, share=None, spec=None, engine=None, peer=None, **options
 ):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.events import PassageRefused, PlayGaveUp, TokensChosen, TokensDone, TokensFailed, TokensStarted
 from kvabr.types.passage import Exact, Passage
-from tests.client.playing import connection, play
+from tests.client.playing import off_by, play
 from tests.client.virtual import virtual
 from tests.toymodel import ToyBlendModel, ToyModel, prompt, toy_passage
 
@@ -41,18 +39,9 @@ def library(tmp_path_factory):
     return PublishedAssets(root)
 
 
-@pytest.fixture
-def origin(library):
-    return partial(connection, library)
-
-
-def off_by(kv, exact):
-    return float((kv.float() - exact).norm() / exact.norm())
-
-
 @virtual
-async def test_the_tokens_that_the_question_asks_for_are_computed_over_the_rest(origin):
-    async with origin() as link:
+async def test_the_tokens_that_the_question_asks_for_are_computed_over_the_rest(library_origin):
+    async with library_origin() as link:
         plain = await play(
             link, parts=PARTS, share=0, deadline=5.0, engine=ToyBlendModel(), policy="fixed:FP16", **DEAR
         )
@@ -79,9 +68,9 @@ async def test_the_tokens_that_the_question_asks_for_are_computed_over_the_rest(
 
 
 @virtual
-async def test_all_tokens_are_a_full_prefill(origin):
+async def test_all_tokens_are_a_full_prefill(library_origin):
     parts, ids = (SYSTEM, ONE, OTHER, QUESTION), (*SYSTEM.ids, *ONE.ids, *OTHER.ids)
-    async with origin() as link:
+    async with library_origin() as link:
         played = await play(
             link, parts=parts, share=1, deadline=5.0, engine=ToyBlendModel(), policy="fixed:FP16", **DEAR
         )
@@ -90,8 +79,8 @@ async def test_all_tokens_are_a_full_prefill(origin):
 
 
 @virtual
-async def test_without_a_share_it_is_what_the_tokens_are_worth(origin):
-    async with origin() as link:
+async def test_without_a_share_it_is_what_the_tokens_are_worth(library_origin):
+    async with library_origin() as link:
         for price, share in ((0.0, 1.0), (4.0, 0.1), (20.0, 0.0), (float("inf"), 0.0)):
             played = await play(
                 link,
@@ -106,13 +95,13 @@ async def test_without_a_share_it_is_what_the_tokens_are_worth(origin):
 
 
 @virtual
-async def test_a_selector_of_ones_own_chooses(origin, tmp_path):
+async def test_a_selector_of_ones_own_chooses(library_origin, tmp_path):
     own = tmp_path / "ends.py"
     own.write_text(
         "import torch\nfrom kvabr.blend import Selector\n\nclass Ends(Selector):\n"
         "    def scores(self, prompt):\n        return torch.arange(float(prompt.tokens))\n"
     )
-    async with origin() as link:
+    async with library_origin() as link:
         played = await play(
             link, parts=PARTS, share=0.1, deadline=5.0, engine=ToyBlendModel(), selector=f"{own}:Ends", **DEAR
         )
@@ -122,9 +111,9 @@ async def test_a_selector_of_ones_own_chooses(origin, tmp_path):
 
 
 @virtual
-async def test_tokens_are_chosen_while_layers_still_come(origin):
+async def test_tokens_are_chosen_while_layers_still_come(library_origin):
     events = []
-    async with origin(rate=2e5) as link:
+    async with library_origin(rate=2e5) as link:
         played = await play(
             link, parts=PARTS, share=0.1, deadline=1.0, engine=ToyBlendModel(), log=events.append, **DEAR
         )
@@ -136,12 +125,12 @@ async def test_tokens_are_chosen_while_layers_still_come(origin):
 
 
 @virtual
-async def test_on_a_slow_link_the_publishers_order_is_computed_meanwhile(origin):
+async def test_on_a_slow_link_the_publishers_order_is_computed_meanwhile(library_origin):
     parts = (SYSTEM, ORDERED, ONE, OTHER, QUESTION)
     ahead = tuple(range(11 + 34, 11 + 40))  # the last tokens of the passage, 15 % of them
     events, quick = [], {"prefill_cost": PrefillCost(0.0, 3e-5), "gpu_price": 100.0}
     for share in (0.1, 0.0001):
-        async with origin(rate=2e4) as link:
+        async with library_origin(rate=2e4) as link:
             played = await play(
                 link, parts=parts, share=share, deadline=20.0, engine=ToyBlendModel(), log=events.append, **quick
             )
@@ -158,9 +147,9 @@ async def test_on_a_slow_link_the_publishers_order_is_computed_meanwhile(origin)
 
 
 @virtual
-async def test_what_there_is_no_time_for_is_not_computed(origin):
+async def test_what_there_is_no_time_for_is_not_computed(library_origin):
     slow = PrefillCost(0.001, 0.02)
-    async with origin(rate=1e5) as link:
+    async with library_origin(rate=1e5) as link:
         played = await play(
             link, parts=PARTS, share=1, deadline=1.2, engine=ToyBlendModel(), prefill_cost=slow, gpu_price=100.0
         )
@@ -169,7 +158,7 @@ async def test_what_there_is_no_time_for_is_not_computed(origin):
 
 
 @virtual
-async def test_an_engine_that_fails_leaves_the_cache_as_it_was_joined(origin):
+async def test_an_engine_that_fails_leaves_the_cache_as_it_was_joined(library_origin):
     class NoAttention(ToyBlendModel):
         def attention(self, *_, **__):
             raise RuntimeError("out of memory")
@@ -184,7 +173,7 @@ async def test_an_engine_that_fails_leaves_the_cache_as_it_was_joined(origin):
 
     for engine in (NoAttention(), NoRecompute(), Garbage()):
         events = []
-        async with origin() as link:
+        async with library_origin() as link:
             played = await play(link, parts=PARTS, share=0.3, deadline=5.0, engine=engine, log=events.append, **DEAR)
         assert played.computed_again == ()
         assert played.fusion_loss == pytest.approx(0.18)
@@ -193,10 +182,10 @@ async def test_an_engine_that_fails_leaves_the_cache_as_it_was_joined(origin):
 
 
 @virtual
-async def test_a_loss_above_the_limit_is_computed_instead(origin):
+async def test_a_loss_above_the_limit_is_computed_instead(library_origin):
     for limit, share, refused in ((0.2, 0, False), (0.17, 0, True), (0.12, 0.1, False), (0.09, 0.1, True)):
         events = []
-        async with origin() as link:
+        async with library_origin() as link:
             played = await play(
                 link,
                 parts=PARTS,
@@ -219,8 +208,8 @@ async def test_a_loss_above_the_limit_is_computed_instead(origin):
 
 
 @virtual
-async def test_a_limit_asks_for_more_tokens_than_their_price(origin):
-    async with origin() as link:
+async def test_a_limit_asks_for_more_tokens_than_their_price(library_origin):
+    async with library_origin() as link:
         played = await play(
             link,
             parts=PARTS,
@@ -236,10 +225,10 @@ async def test_a_limit_asks_for_more_tokens_than_their_price(origin):
 
 
 @virtual
-async def test_a_passage_of_unknown_loss_is_computed_unless_any_loss_will_do(origin):
+async def test_a_passage_of_unknown_loss_is_computed_unless_any_loss_will_do(library_origin):
     parts = (SYSTEM, ONE, UNMEASURED, QUESTION)
     events = []
-    async with origin() as link:
+    async with library_origin() as link:
         played = await play(link, parts=parts, share=0, deadline=5.0, engine=ToyBlendModel(), log=events.append, **DEAR)
         assert played.tokens == 11 + 49
         assert [event.passage for event in events if isinstance(event, PassageRefused)]
@@ -252,10 +241,10 @@ async def test_a_passage_of_unknown_loss_is_computed_unless_any_loss_will_do(ori
 
 
 @virtual
-async def test_what_cannot_be_computed_again_is_said_at_once(origin):
+async def test_what_cannot_be_computed_again_is_said_at_once(library_origin):
     bare, small = (SYSTEM, ONE, OTHER), ToyBlendModel()
     small.context = 102  # as engines of transformers have it
-    async with origin() as link:
+    async with library_origin() as link:
         for words, engine, how, parts in (
             ("question is empty", ToyBlendModel(), {"question": ()}, PARTS),
             ("single tokens", ToyModel(), {"share": 0.1}, PARTS),
@@ -279,9 +268,9 @@ async def test_what_cannot_be_computed_again_is_said_at_once(origin):
 
 
 @virtual
-async def test_a_cache_in_use_is_upgraded_and_nothing_is_computed_again(origin):
+async def test_a_cache_in_use_is_upgraded_and_nothing_is_computed_again(library_origin):
     options = PlayOptions(prefill_cost=COST, after=5.0, gpu_price=1.0)
-    async with origin(rate=2e5) as link, AsyncClient(link, engine=ToyBlendModel()) as client:
+    async with library_origin(rate=2e5) as link, AsyncClient(link, engine=ToyBlendModel()) as client:
         played = await client.play(parts=PARTS, deadline=0.4, options=options)
         assert played.computed_again == ()
         await played.upgrades.wait()

@@ -18,7 +18,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError, UsageError
 from kvabr.types.passage import Exact, Passage
-from tests.client.playing import connection, play
+from tests.client.playing import off_by, play
 from tests.client.virtual import virtual
 from tests.examples import examples
 from tests.memory_transport import Fault, MemoryConnection, MemoryLink
@@ -44,11 +44,6 @@ def library(tmp_path_factory):
     return PublishedAssets(root)
 
 
-@pytest.fixture
-def origin(library):
-    return partial(connection, library)
-
-
 def wanted(parts, cached, until):
     """The cache of a joined prompt, part by part: passages rotated to their places, all else behind what is there."""
     model, kv, ids, place = ToyModel(), None, [], 0
@@ -63,14 +58,10 @@ def wanted(parts, cached, until):
     return kv[:, :, :, :until]
 
 
-def off_by(kv, exact):
-    return float((kv.float() - exact).norm() / exact.norm())
-
-
 @virtual
-async def test_passages_are_placed_and_the_rest_is_computed_in_order(origin):
+async def test_passages_are_placed_and_the_rest_is_computed_in_order(library_origin):
     engine = ToyModel()
-    async with origin() as link:
+    async with library_origin() as link:
         played = await play(link, parts=PARTS, deadline=2.0, engine=engine, prefill_cost=COST, policy="fixed:FP16")
         assert link.requests == 3 + 4 + 2  # a passage that comes twice is fetched once
     assert played.tokens == COVERED
@@ -86,10 +77,10 @@ async def test_passages_are_placed_and_the_rest_is_computed_in_order(origin):
 
 
 @virtual
-async def test_the_default_policy_plays_them_as_well_as_time_allows(origin):
+async def test_the_default_policy_plays_them_as_well_as_time_allows(library_origin):
     errors = []
     for rate in (1e8, 9e4):
-        async with origin(rate=rate) as link:
+        async with library_origin(rate=rate) as link:
             played = await play(link, parts=PARTS, deadline=1.0, engine=ToyModel(), prefill_cost=COST, gpu_price=100.0)
         assert played.met
         assert played.approximate
@@ -100,9 +91,9 @@ async def test_the_default_policy_plays_them_as_well_as_time_allows(origin):
 
 
 @virtual
-async def test_layers_and_tokens_kept_aside_are_placed_as_well(origin):
+async def test_layers_and_tokens_kept_aside_are_placed_as_well(library_origin):
     parts = (SYSTEM, LAYERED, BETWEEN, LAYERED, QUESTION)
-    async with origin() as link:
+    async with library_origin() as link:
         # An engine that takes seconds is not asked for passages, however slowly this machine decodes.
         slow = PrefillCost(0.001, 0.05)
         played = await play(link, parts=parts, deadline=60.0, engine=ToyModel(), prefill_cost=slow, gpu_price=100.0)
@@ -111,13 +102,13 @@ async def test_layers_and_tokens_kept_aside_are_placed_as_well(origin):
 
 
 @virtual
-async def test_what_does_not_come_is_computed_behind_what_is_in_place(origin):
+async def test_what_does_not_come_is_computed_behind_what_is_in_place(library_origin):
     """A link that carries nothing after the catalogs, and one on which a passage is damaged."""
 
     def dead(ask):
         return None if ask.track == "kvabr.catalog" else Fault(stall_after=0)
 
-    async with origin(faults=dead) as link:
+    async with library_origin(faults=dead) as link:
         played = await play(link, parts=PARTS, deadline=1.0, engine=ToyModel(), prefill_cost=COST)
     assert set(played.coverage) == {"recomputed"}
     assert not played.approximate
@@ -127,7 +118,7 @@ async def test_what_does_not_come_is_computed_behind_what_is_in_place(origin):
     def damaged(ask):
         return Fault(corrupt_at=400) if ask.namespace == OTHER.name(SPEC) and ask.track != "kvabr.catalog" else None
 
-    async with origin(faults=damaged) as link:
+    async with library_origin(faults=damaged) as link:
         played = await play(link, parts=PARTS, deadline=1.0, engine=ToyModel(), prefill_cost=COST, gpu_price=100.0)
     assert played.coverage[6:8] == ("recomputed",) * 2
     assert off_by(played.kv, wanted(PARTS, {ONE}, COVERED)) < 0.08
@@ -136,9 +127,9 @@ async def test_what_does_not_come_is_computed_behind_what_is_in_place(origin):
 
 
 @virtual
-async def test_without_any_passage_the_engine_computes_the_prompt(origin):
+async def test_without_any_passage_the_engine_computes_the_prompt(library_origin):
     for parts in ((SYSTEM, ABSENT, QUESTION), (SYSTEM, QUESTION), (ONE, QUESTION)):
-        async with origin() as link:
+        async with library_origin() as link:
             played = await play(link, parts=parts, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
         ids = [token for part in parts for token in part.ids]
         assert played.tokens == len(ids)
@@ -148,8 +139,8 @@ async def test_without_any_passage_the_engine_computes_the_prompt(origin):
 
 
 @virtual
-async def test_a_salt_keeps_passages_apart(origin):
-    async with origin() as link:
+async def test_a_salt_keeps_passages_apart(library_origin):
+    async with library_origin() as link:
         for salt, approximate in ((b"secret", True), (b"other", False)):
             played = await play(
                 link,
@@ -164,9 +155,9 @@ async def test_a_salt_keeps_passages_apart(origin):
 
 
 @virtual
-async def test_groups_of_passages_are_kept_for_the_next_prompt(origin):
+async def test_groups_of_passages_are_kept_for_the_next_prompt(library_origin):
     options = PlayOptions(prefill_cost=COST, gpu_price=100.0)
-    async with origin() as link, AsyncClient(link, engine=ToyModel(), options=options) as client:
+    async with library_origin() as link, AsyncClient(link, engine=ToyModel(), options=options) as client:
         first = await client.play(parts=PARTS, deadline=2.0)
         before = link.requests
         again = await client.play(parts=(SYSTEM, OTHER, BETWEEN, ONE, QUESTION), deadline=2.0)
@@ -176,23 +167,23 @@ async def test_groups_of_passages_are_kept_for_the_next_prompt(origin):
 
 
 @virtual
-async def test_an_engine_that_fails_is_named(origin):
+async def test_an_engine_that_fails_is_named(library_origin):
     class Broken(ToyModel):
         def prefill(self, tokens, before=None):
             raise RuntimeError("out of memory")
 
-    async with origin() as link:
+    async with library_origin() as link:
         with pytest.raises(ModelError, match="out of memory"):
             await play(link, parts=PARTS, deadline=1.0, engine=Broken(), prefill_cost=COST)
 
 
 @virtual
-async def test_what_cannot_be_played_in_parts_is_said_at_once(origin):
+async def test_what_cannot_be_played_in_parts_is_said_at_once(library_origin):
     class Suffix(ToyModel):
         mode = "suffix"
 
     unrotated = ToyModel(SPEC.changed(rope=None))
-    async with origin() as link:
+    async with library_origin() as link:
         for words, options in (
             ("needs an engine", {}),
             ("needs an engine", {"spec": SPEC}),
@@ -230,12 +221,12 @@ def test_any_prompt_of_any_parts_is_placed_as_it_should_be(library, parts):
 
 
 @virtual
-async def test_upgrades_go_on_while_the_cache_is_in_use(origin):
+async def test_upgrades_go_on_while_the_cache_is_in_use(library_origin):
     class Writer:
         async def write(self, first, end, write):
             write()
 
-    async with origin(rate=2e5) as link, AsyncClient(link, engine=ToyModel()) as client:
+    async with library_origin(rate=2e5) as link, AsyncClient(link, engine=ToyModel()) as client:
         options = PlayOptions(prefill_cost=COST, after=5.0, gpu_price=100.0)
         played = await client.play(parts=PARTS, deadline=0.4, options=options)
         before = off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED))
