@@ -27,7 +27,7 @@ def test_they_decode_and_are_as_large_as_real_ones() -> None:
         out = torch.full(catalog.spec.shape(tokens), float("nan"), dtype=torch.float16)
         decode_group(frame, track.name, sample.context, CHUNK, 0, out, below)
         assert bool(torch.isfinite(out).all())
-        # Source code takes fewer bits than the calibration's texts, which the tables are of, and its tokens refer to others.
+        # Source code takes fewer bits than the texts that the tables are of, and its tokens refer to others.
         assert len(frame) == pytest.approx(track.total_bytes / catalog.groups, rel=0.25), track.name
         again = SampleFrames(GroupContext(catalog.spec, tokens, tokens, profile))
         assert track.name != "AC-L3" or again.frame(track.name) == frame
