@@ -7,7 +7,9 @@ each has a thread of its own that nobody waits for. A lock per engine makes it d
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +30,11 @@ _MIN_TOKENS, _MAX_TOKENS = 128, 1024
 its cost apart."""
 _ANY_TOKENS = range(64)
 """Token ids that every model has."""
+_EXIT_S = 10.0
+"""Seconds that the end of the process waits for engines. One that comes back to Python later than that aborts it: up to
+Python 3.13, a thread that asks for the interpreter's lock then is unwound, which C++ code does not allow."""
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Of engines; those that have ended may be among them."""
 
 
 @cache
@@ -54,7 +61,7 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
 async def in_thread(work: Callable[[], T]) -> T:
     """Return what ``work`` returns, or raise what it raises, from a daemon thread of its own.
 
-    Cancelling this does not wait for the thread, which does not keep the process alive either.
+    Cancelling this does not wait for the thread. The end of the process does, but not for long.
     """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # from here on cancelling does nothing to it
@@ -66,8 +73,17 @@ async def in_thread(work: Callable[[], T]) -> T:
             fit = isinstance(error, Exception) and not isinstance(error, StopIteration)  # for a future
             done.set_exception(error if fit else RuntimeError(f"the engine's thread ended: {error!r}"))
 
-    threading.Thread(target=run, name="kvabr-engine", daemon=True).start()
+    thread = threading.Thread(target=run, name="kvabr-engine", daemon=True)
+    thread.start()
+    _threads.add(thread)
     return await asyncio.wrap_future(done)
+
+
+@atexit.register
+def _wait_for_engines() -> None:
+    until_s = time.monotonic() + _EXIT_S
+    for thread in list(_threads):
+        thread.join(max(0.0, until_s - time.monotonic()))
 
 
 async def on_engine(engine: Engine, work: Callable[[], T]) -> T:

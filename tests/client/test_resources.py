@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -93,6 +95,33 @@ async def test_whatever_a_thread_raises_arrives(error: BaseException, raised: ty
 
     with pytest.raises(raised):
         await in_thread(work)
+
+
+LEFT_ALONE = """
+import asyncio, threading, torch
+from kvabr.client.resources import in_thread
+
+began = threading.Event()
+
+def compute():
+    some = torch.ones(512, 512)
+    for _ in range(100):  # each returns to Python from C++, and needs the interpreter for that
+        began.set()
+        some = (some @ some).clamp(max=1.0)
+    print("computed")
+
+async def give_up():
+    work = asyncio.ensure_future(in_thread(compute))
+    await asyncio.to_thread(began.wait)
+    work.cancel()
+
+asyncio.run(give_up())
+"""
+
+
+def test_a_process_that_ends_while_an_engine_computes_ends_in_order() -> None:
+    done = subprocess.run([sys.executable, "-c", LEFT_ALONE], capture_output=True, text=True, timeout=300, check=False)  # noqa: S603
+    assert (done.returncode, done.stdout, done.stderr) == (0, "computed\n", "")
 
 
 @pytest.fixture
