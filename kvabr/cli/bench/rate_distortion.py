@@ -23,6 +23,7 @@ examples:
   tools/fetch-texts && tools/setup-peers          texts to measure on, and LMCache's CacheGen as a peer
   kvabr bench rd --html rd.html --json rd.json
   kvabr bench rd --domains german chat --retrieval 0
+  kvabr bench rd --repeated --contexts 1 --retrieval 0
   kvabr bench rd --kvtc 8 16 32 --retrieval 0
   kvabr bench rd --tokens 4096 --contexts 1 --group-tokens 128 256 1024
   tools/gemma-model gemma
@@ -59,6 +60,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     what = parser.add_argument_group("what to measure on")
     what.add_argument("--texts", type=Path, metavar="DIR", help="DOMAIN.txt files (default: .texts, else Python's own)")
+    what.add_argument(
+        "--repeated", action="store_true",
+        help="measure on texts that repeat themselves (one word, dumps, tables of zeros, a log), instead of --texts",
+    )  # fmt: skip
     what.add_argument("--domains", nargs="+", metavar="D", help="domains to measure (default: python c licence prose)")
     what.add_argument("--contexts", type=int, default=_CONTEXTS, metavar="N", help="contexts per domain (default: 3)")
     what.add_argument("--tokens", type=int, default=_TOKENS, metavar="N", help="tokens per prompt (default: 1024)")
@@ -126,15 +131,13 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.lab.bench import rate_distortion as rd
     from kvabr.lab.bench import summary
     from kvabr.lab.bench.calibrated import profiles
-    from kvabr.lab.bench.contexts import check_unseen, cut, read_texts, seen_sentence
+    from kvabr.lab.bench.contexts import cut, seen_sentence
     from kvabr.lab.bench.measure import STAGES, CacheStore, QualityBench
     from kvabr.lab.bench.page import drawing, page
     from kvabr.store.files import write_text
 
     calibration = _check(args)
-    folder = args.texts or (Path(".texts") if Path(".texts").is_dir() else None)
-    texts = read_texts(folder, args.domains)
-    check_unseen(texts)
+    texts = _texts(args)
     console = Console(stderr=True)
     # Caches of all tokens in all layers: the model masks what a window does not show.
     loaded = load(args.model, console, whole_windows=True)
@@ -199,6 +202,8 @@ def _check(args: argparse.Namespace) -> CalibrationPlan | None:
         raise UsageError("--contexts and --tokens must be at least 1, and --continuation at least 2")
     if args.retrieval is not None and args.retrieval < 0:
         raise UsageError("--retrieval must be 0 or more")
+    if args.repeated and args.texts is not None:
+        raise UsageError("--repeated makes its texts, --texts reads them: leave out one")
     _check_each("--group-tokens takes sizes from 1 to 65536", args.group_tokens, 1, 65536)
     _check_each("--kvtc takes ratios from 1.1 to 256", args.kvtc, 1.1, 256)
     from kvabr.cli.calibrate import AC_TRACKS, target_of
@@ -220,6 +225,18 @@ def _check(args: argparse.Namespace) -> CalibrationPlan | None:
     _check_each("--step-scale takes scales from 0.01 to 100", scales, 0.01, 100)
     target = target_of(args.target_kl, args.target_track)
     return CalibrationPlan(args.calibrate, args.calibrate_tokens, target, tuple(scales))
+
+
+def _texts(args: argparse.Namespace) -> dict[str, str]:
+    """Return the texts by domain."""
+    from kvabr.lab.bench.contexts import check_unseen, chosen, read_texts
+    from kvabr.lab.bench.repeated_texts import repeated_texts
+
+    if args.repeated:
+        return chosen(repeated_texts(), args.domains)
+    texts = read_texts(args.texts or (Path(".texts") if Path(".texts").is_dir() else None), args.domains)
+    check_unseen(texts)
+    return texts
 
 
 def _check_each(takes: str, given: Sequence[float], least: float, most: float) -> None:

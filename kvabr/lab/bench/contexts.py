@@ -69,12 +69,21 @@ def read_texts(folder: Path | None, domains: Sequence[str] | None) -> dict[str, 
         where = str(folder)
     if domains is None:
         usual = [name for name in DOMAINS if name in texts]
-        domains = usual if folder is not None and usual else list(texts)
-    missing = [name for name in domains if name not in texts]
-    if missing or not domains:
+        domains = usual if folder is not None and usual else None
+    return chosen(texts, domains, f"{where}: ", f". {_FETCH}")
+
+
+def chosen(
+    texts: Mapping[str, str], domains: Sequence[str] | None, where: str = "", where_else: str = ""
+) -> dict[str, str]:
+    """Return the texts of some domains, or all; a `UsageError` says which do not exist, and what there is."""
+    wanted = list(texts) if domains is None else domains
+    missing = [name for name in wanted if name not in texts]
+    if missing or not wanted:
         there = ", ".join(texts) or "none"
-        raise UsageError(f"{where}: no text for {', '.join(missing) or 'any domain'}; there is {there}. {_FETCH}")
-    return {name: texts[name] for name in domains}
+        named = ", ".join(missing) or "any domain"
+        raise UsageError(f"{where}no text for {named}; there is {there}{where_else}")
+    return {name: texts[name] for name in wanted}
 
 
 def check_unseen(texts: Mapping[str, str]) -> None:

@@ -23,6 +23,10 @@ from kvabr.types.kv import KVSpec
 SCHEMA = "kvabr.bench.rd/1"
 AC = "AC"
 """Name of the curve of the tracks that need a profile."""
+ENDS = {"AC-L0": ("AC-L1", "AC-L2"), "AC-L1": ("AC-L2",), "AC-L2": ("AC-L3",)}
+"""Tracks that are also measured with these at the last group, as a play that chooses a track per group gets them."""
+AC_END = f"{AC}, end finer"
+"""Name of the curve of these, which begins with the base alone."""
 _PLAIN = {"floats": ("FP", "BF", "Raw"), "integers": ("Int",)}
 """Families of the other tracks, by the beginnings of their names."""
 TARGET = "CacheGen"
@@ -99,8 +103,9 @@ def _schemes(bench: QualityBench, plan: BenchPlan, stack: ExitStack) -> tuple[Sc
     ours = _tracks(bench, plan, first)
     coded: list[Scheme] = [*ours, Kivi(4, group_tokens=first), Kivi(2, group_tokens=first)]
     coded += [EngineFp8(), NvFp4(), *(TurboQuant(bits) for bits in (4, 3, 2))]
+    usual = [scheme for scheme in coded if scheme.family != AC_END]
     # Retrieval needs no peers: CacheGen's quantiser makes the same cache, and zstd changes none.
-    recalled: list[Scheme] = [*coded, *(CacheGenQuantiser(name) for name in plan.cachegen)]
+    recalled: list[Scheme] = [*usual, *(CacheGenQuantiser(name) for name in plan.cachegen)]
     coded += _kvtc(bench, plan, first)
     resized: dict[int, list[Scheme]] = {size: [*_tracks(bench, plan, size)] for size in others}
     found, notes = ({}, []) if plan.peers is None else find_peers(plan.peers)
@@ -135,7 +140,8 @@ def _kvtc(bench: QualityBench, plan: BenchPlan, group_tokens: int) -> list[Schem
 def _tracks(bench: QualityBench, plan: BenchPlan, group_tokens: int) -> list[Scheme]:
     spec, profiles = plan.spec or bench.store.spec, plan.profiles or {}
     out: list[Scheme] = []
-    for name in tracks_to_measure(plan.tracks, names()):
+    wanted = tracks_to_measure(plan.tracks, names())
+    for name in wanted:
         if not codec(name).needs_profile:
             family = next((family for family, start in _PLAIN.items() if name.startswith(start)), name)
             out.append(TrackScheme(name, spec, group_tokens=group_tokens, family=family))
@@ -144,7 +150,10 @@ def _tracks(bench: QualityBench, plan: BenchPlan, group_tokens: int) -> list[Sch
             out.append(OwnTrack(name, spec, group_tokens=group_tokens))
         # A profile made for a sweep may have only one track.
         for label, profile in ((label, made) for label, made in profiles.items() if name in made.tracks):
-            out.append(TrackScheme(name, spec, profile, group_tokens=group_tokens, label=label, family=AC))
+            track = partial(TrackScheme, name, spec, profile, group_tokens=group_tokens, label=label)
+            out.append(track(family=AC))
+            ends = (end for end in ENDS.get(name, ()) if end in wanted and end in profile.tracks)
+            out += [track(family=AC_END, end=end) for end in ends]
     return out
 
 
@@ -166,6 +175,7 @@ def result(findings: Findings, families: Mapping[str, str], plan: BenchPlan) -> 
         "domains": _domains(findings, contexts),
         "exact": exact_recall(findings),
         "against": _against(findings, families),
+        "against_end": _against_end(findings, families),
         "by_context": findings.quality,
         "by_case": findings.recall,
         "by_group_size": findings.sizes,
@@ -192,6 +202,15 @@ def _against(findings: Findings, families: Mapping[str, str]) -> Row | None:
     found = match(mine, curve(findings, [TARGET]))
     found["group_sizes"] = _group_sizes(findings, mine, found)
     return found
+
+
+def _against_end(findings: Findings, families: Mapping[str, str]) -> Row | None:
+    """Return the rate at which the curve whose end is finer reaches CacheGen's quality."""
+    ends = [name for name, family in families.items() if family == AC_END]
+    base = [name for name, family in families.items() if family == AC and name.startswith(next(iter(ENDS)))]
+    if not ends or TARGET not in findings.quality:
+        return None
+    return match(curve(findings, [*base, *ends]), curve(findings, [TARGET]))
 
 
 def _group_sizes(findings: Findings, mine: RateCurve, found: Row) -> list[Row]:

@@ -80,6 +80,7 @@ class TrackScheme(Scheme):
         label: str = "",
         family: str = "",
         free: bool = False,
+        end: str = "",
     ) -> None:
         """Set the scheme up.
 
@@ -91,10 +92,10 @@ class TrackScheme(Scheme):
             label: Suffix of the name, which tells profiles apart.
             family: Name of the curve; the track's name if empty.
             free: Whether caches are position-free (`kvabr.codec.base.GroupContext.free`), before and after.
+            end: Name of the last group's codec, if that is another one.
         """
-        below = track_chain(track)
-        self._tracks = below
-        self._needs = any(codec(name).needs_profile for name in below)
+        self._tracks, self._end = track_chain(track), track_chain(end or track)
+        self._needs = any(codec(name).needs_profile for name in (*self._tracks, *self._end))
         if self._needs and profile is None:
             raise UsageError(f"{track} needs a profile: make one with `kvabr calibrate`, and give it with --profile F")
         self.group_tokens = group_tokens or spec.group_tokens
@@ -105,14 +106,15 @@ class TrackScheme(Scheme):
             profile.check(spec)
             self._profile = profile
         self._origin = "" if profile is None or not self._needs else profile.digest
-        self.name = f"{track}{label}"
+        self.name = f"{track}{', end ' if end else ''}{end}{label}"
         self.family = family or track
 
     @property
     def key(self) -> str:
-        """Return codec, profile, group size, and the digest of the codecs' sources."""
+        """Return codecs, profile, group size, and the digest of the codecs' sources."""
         free = "|free" if self._free else ""
-        return f"{self._tracks[-1]}|{self._origin}|{self.group_tokens}|{sources('codec')}{free}"
+        end = "" if self._end == self._tracks else f"|{self._end[-1]}"
+        return f"{self._tracks[-1]}|{self._origin}|{self.group_tokens}|{sources('codec')}{free}{end}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
         """Encode like an origin and decode like a player, group by group."""
@@ -132,13 +134,14 @@ class TrackScheme(Scheme):
             context = GroupContext(part, first, end - first, self._profile, self._free, memo={})
             group = kv[:, :, :, first:end]
             frames: list[bytes] = []
-            for track in self._tracks:
+            tracks = self._end if end == kv.shape[3] else self._tracks
+            for track in tracks:
                 below = [bytes(payload_of(frame)) for frame in frames]
                 frames.append(encode_group(group, track, context, _CHUNK, index, below))
             nbytes += sum(map(len, frames))
             if out is not None:
                 views = [payload_of(frame) for frame in frames[:-1]]
-                decode_group(frames[-1], self._tracks[-1], context, _CHUNK, index, out[:, :, :, first:end], views)
+                decode_group(frames[-1], tracks[-1], context, _CHUNK, index, out[:, :, :, first:end], views)
         return nbytes
 
 

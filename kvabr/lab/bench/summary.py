@@ -276,18 +276,25 @@ def group_table(result: Row) -> Table | None:
 
 
 def sentence(result: Row) -> str:
-    """Return the outcome in one sentence."""
-    against = result["against"]
+    """Return the outcome in a sentence or two."""
+    against, ends = result["against"], result["against_end"]
     if not against:
         return f"{len(result['schemes'])} schemes on {len(result['contexts'])} contexts"
     parts = [f"{name} {against[key]:.3f}" for key, name in _MEASURES.items() if against.get(key) is not None]
+    finer = ""
+    if ends and ends["bits"] is not None:
+        finer = f". With the last group on a finer track: {_rate(ends)}"
     if against["bits"] is None:
-        return f"CacheGen's quality is not reached by every measure; bits an element: {', '.join(parts) or 'none'}"
-    spread = _show_interval(against["ci95"], ".3f")
+        listed = ", ".join(parts) or "none"
+        return f"CacheGen's quality is not reached by every measure; bits an element: {listed}{finer}"
     theirs = f", where CacheGen takes {against['theirs']:.2f}" if against["theirs"] else ""
-    said = f" (95%: {spread})" if against["ci95"] else ""
-    bits = f"{against['bits']:.3f} bits an element{said}{theirs}"
-    return f"As good as CacheGen by every measure at {bits}: {', '.join(parts)}"
+    said = f"{_rate(against)} bits an element{theirs}"
+    return f"As good as CacheGen by every measure at {said}: {', '.join(parts)}{finer}"
+
+
+def _rate(against: Row) -> str:
+    spread = f" (95%: {_show_interval(against['ci95'], '.3f')})" if against["ci95"] else ""
+    return f"{against['bits']:.3f}{spread}"
 
 
 _MEASURES = {"kl": "KL", "loss": "loss", "logprob": "log p of codes", "whole": "whole codes"}

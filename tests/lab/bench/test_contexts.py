@@ -1,5 +1,6 @@
 """Contexts: where they are cut, what they may not be cut from, and the codes planted in them."""
 
+import zlib
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from kvabr.lab.bench.contexts import (
     DOMAINS,
     Context,
     check_unseen,
+    chosen,
     cut,
     plant,
     read_texts,
@@ -21,6 +23,7 @@ from kvabr.lab.bench.contexts import (
     seen_shares,
     token_key,
 )
+from kvabr.lab.bench.repeated_texts import repeated_texts
 from kvabr.publish.texts import calibration_texts, paragraphs
 from kvabr.types.errors import UsageError
 from tests.lab.bench.conftest import prose
@@ -45,6 +48,16 @@ def test_missing_texts_are_told_with_what_fetches_them(texts_folder, tmp_path):
         read_texts(texts_folder, ["prose", "klingon"])
     with pytest.raises(UsageError, match="no such folder"):
         read_texts(tmp_path / "nowhere", None)
+
+
+def test_repeated_texts_are_the_same_every_time_and_compress_well():
+    texts = repeated_texts()
+    assert texts == repeated_texts()
+    for name, text in texts.items():
+        assert len(zlib.compress(text.encode())) < len(text) / (1.5 if name == "hexdump" else 4), name
+    assert list(chosen(texts, ["base64", "one-word"])) == ["base64", "one-word"]
+    with pytest.raises(UsageError, match="no text for python; there is one-word, line-breaks"):
+        chosen(texts, ["python"])
 
 
 def test_texts_of_the_calibration_are_refused():

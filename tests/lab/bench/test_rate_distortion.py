@@ -35,8 +35,9 @@ def test_every_scheme_is_measured_on_every_context(outcome):
     plan, _, steps, findings, families, notes = outcome
     names = {*TRACKS, "KIVI-4", "KIVI-2", "CacheGen", "FP8, engine", "NVFP4"}
     names |= {f"TurboQuant-{bits}" for bits in (2, 3, 4)}
+    ends = {"AC-L0, end AC-L1", "AC-L0, end AC-L2", "AC-L1, end AC-L2"}
     learned = {f"KVTC-{ratio}x{end}" for ratio in (4, 8) for end in ("", ", last 128 exact")}
-    assert set(findings.quality) == set(families) == names | learned
+    assert set(findings.quality) == set(families) == names | learned | ends
     assert set(findings.recall) == names | {EXACT}
     for rows in findings.quality.values():
         assert set(rows) == {"prose-0", "trees-0"}
@@ -91,6 +92,17 @@ def test_group_sizes_are_set_against_cachegens(outcome):
     assert row["ratio"] == pytest.approx(9.0 / row["ours"])
     assert row["ours"] <= sum(bits) / 2 + 1e-9
     assert summary.group_table(result)[1] == [["256", "9.000", f"{row['ours']:.3f}", f"{row['ratio']:.2f}x"]]
+
+
+def test_a_finer_end_has_a_rate_of_its_own(outcome):
+    plan, _, _, findings, families, _ = outcome
+    between = findings.quality["AC-L0, end AC-L1"]["prose-0"], findings.quality["AC-L0, end AC-L2"]["prose-0"]
+    rows = [findings.quality["AC-L0"]["prose-0"], *between, findings.quality["AC-L2"]["prose-0"]]
+    assert [row["bits"] for row in rows] == sorted(row["bits"] for row in rows)
+    findings.quality["CacheGen"] = findings.quality["AC-L0, end AC-L2"]
+    found = rd.result(findings, families, plan)
+    assert found["against_end"]["bits"] <= sum(row["bits"] for row in findings.quality["CacheGen"].values()) / 2 + 1e-9
+    assert f"finer track: {found['against_end']['bits']:.3f}" in summary.sentence(found)
 
 
 def test_plot_and_page_are_whole_and_self_contained(outcome):

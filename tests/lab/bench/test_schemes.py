@@ -48,6 +48,15 @@ def test_a_layer_costs_all_that_lies_below(cache):
     assert errors == sorted(errors, reverse=True)
 
 
+def test_a_finer_end_is_of_the_last_group_alone(cache):
+    profile = kvdata.profile(SPEC)
+    base, fine = (TrackScheme(name, SPEC, profile).code(cache) for name in ("AC-L0", "AC-L2"))
+    mixed = TrackScheme("AC-L0", SPEC, profile, end="AC-L2").code(cache)
+    assert torch.equal(mixed.cache[:, :, :, :128], base.cache[:, :, :, :128])
+    assert torch.equal(mixed.cache[:, :, :, 128:], fine.cache[:, :, :, 128:])
+    assert base.nbytes < mixed.nbytes < fine.nbytes
+
+
 def test_longer_groups_take_the_same_profile_and_fewer_bytes(cache):
     profile = kvdata.profile(SPEC)
     short, long = (TrackScheme("AC-5x", SPEC, profile, group_tokens=size).code(cache) for size in (128, 256))
@@ -66,6 +75,7 @@ def test_keys_tell_apart_what_differs(cache):
     profile = kvdata.profile(SPEC)
     keys = [
         *(TrackScheme(name, SPEC, profile).key for name in ("FP16", "AC-L0", "AC-L1")),
+        TrackScheme("AC-L0", SPEC, profile, end="AC-L1").key,
         TrackScheme("AC-L0", SPEC, profile, group_tokens=64).key,
         *(Kivi(bits, group_tokens=size).key for bits in (2, 4) for size in (64, 128)),
         *(CacheGenQuantiser(name).key for name in LEVELS),
