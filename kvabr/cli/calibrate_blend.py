@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.blend.selectors import DEFAULT
-    from kvabr.cli.display import StageBar, plain, table
+    from kvabr.cli.display import StageBar, output, plain, table
     from kvabr.lab.bench.blend import STAGES
     from kvabr.lab.bench.blend_model import measure_model
     from kvabr.store.files import write_text
@@ -58,6 +58,6 @@ def run(args: argparse.Namespace) -> int:
         for (share, _), each in zip(found.losses, intervals, strict=True)
     ]
     title = f"{found.spec.model}: what each passage of a prompt costs, nats per generated token"
-    Console().print(table(title, (f"computed again ({DEFAULT})", "loss, with its 95 % interval"), lines))
+    output().print(table(title, (f"computed again ({DEFAULT})", "loss, with its 95 % interval"), lines))
     plain(f"fusion losses: {args.out} ({time.perf_counter() - start:.0f} s)")
     return 0

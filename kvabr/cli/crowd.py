@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.abr.policies import DEFAULT
+    from kvabr.cli.display import output, write_json
     from kvabr.cli.display import table as as_table
-    from kvabr.cli.display import write_json
     from kvabr.lab.crowd import Crowd, PlayTable, drawn, fewest, flow, loads, without_caches
 
     check_writable(args.json)
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
             plays = list(drawn(table, found, args.sample, args.seed))
         rows.append(_row(one, found, plays))
         cells.append(_cells(rows[-1]))
-    out = Console()
+    out = output()
     title = (
         f"{crowd.players:,} players in {crowd.within_s:g} s, deadline {crowd.deadline_s:g} s, {tree.edge.kind} edges"
     )

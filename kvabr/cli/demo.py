@@ -46,9 +46,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay, write the page, and print the verdict."""
-    from rich.console import Console
-
-    from kvabr.cli.display import PlayBar
+    from kvabr.cli.display import PlayBar, output
     from kvabr.cli.options import check_writable
     from kvabr.replay.report import write_page
     from kvabr.replay.run import replay
@@ -56,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.html)
     matrix = _matrix(args.deadline)
     plays = len(matrix.traces) * matrix.starts
-    out = Console()
+    out = output()
     out.print(
         f"A KV cache of {matrix.catalog.tokens:,} tokens ({matrix.catalog.fp16_bytes / 1e6:.0f} MB at FP16) over "
         f"{len(matrix.traces)} network traces, {plays} plays for each of {len(_POLICIES)} policies.\nThe links carry "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import Counter, deque
@@ -32,6 +33,7 @@ from kvabr.types.catalog import Catalog, Track
 
 _FIRST_S, _EVERY_S = 2.0, 10.0
 """Seconds until the first line of progress where there is no terminal, and from each line to the next."""
+_FILE_COLUMNS = 240
 _RECENT = 64
 """Reports of a stage that the time left is estimated from: what an earlier run has done already takes no time."""
 
@@ -119,9 +121,17 @@ class PlayBar(_Bar):
         self._line(task.description, task.completed, task.total)
 
 
+def output() -> Console:
+    """Return a console for results; off a terminal it is wider than every table, so that a file has all of them.
+
+    The variable COLUMNS goes before.
+    """
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _FILE_COLUMNS)
+
+
 def plain(*lines: str) -> None:
     """Print lines as they are: neither wrapped, nor coloured, nor parsed as markup."""
-    out = Console()
+    out = output()
     for line in lines:
         out.print(printable(line), soft_wrap=True, highlight=False, markup=False)
 

@@ -61,11 +61,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look at everything, print it, and end with 1 if something fails."""
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from kvabr.cli.display import write_json
+    from kvabr.cli.display import output, write_json
 
     findings = [*_base(), _configuration(), *_codec(), _shared_memory(), *_extras(), *_engines()]
     if args.url is not None:
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         fix = f"\n{_BEFORE_FIX[finding.state]}{finding.fix}" if finding.fix else ""
         detail = escape(f"{finding.detail}{fix}")  # extras are written in brackets
         table.add_row(escape(finding.what), f"[{_MARKS[finding.state]}]{finding.state}[/]", detail)
-    out = Console()
+    out = output()
     out.print(table)
     out.print(f"\n{_summary([finding.state for finding in findings])}", highlight=False)
     write_json(args.json, [asdict(finding) for finding in findings])

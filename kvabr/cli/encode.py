@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     """Encode the text's cache and print its tracks."""
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar, mix_rows, mix_table, plain, track_rows, track_table, write_json
+    from kvabr.cli.display import StageBar, mix_rows, mix_table, output, plain, track_rows, track_table, write_json
     from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import ordered_tracks, publish
     from kvabr.publish.texts import cut_prompt
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
         "mixes": mix_rows(catalog),
     }
     write_json(args.json, result)
-    out = Console()
+    out = output()
     out.print(track_table(catalog, f"{catalog.spec.model}: {catalog.tokens} tokens in {catalog.groups} groups"))
     if catalog.mixes:
         out.print(mix_table(catalog))

@@ -52,12 +52,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables, and check the groups if asked to."""
-    from rich.console import Console
-
-    from kvabr.cli.display import group_tables, mix_rows, mix_table, track_rows, track_table, write_json
+    from kvabr.cli.display import group_tables, mix_rows, mix_table, output, track_rows, track_table, write_json
 
     catalog, asset = _open(args)
-    out = Console()
+    out = output()
     _head(catalog)
     out.print(track_table(catalog))
     if args.groups:

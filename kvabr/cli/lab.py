@@ -173,8 +173,7 @@ def _play(
 
 def _lab(args: argparse.Namespace) -> int:
     """Play the matrix, compare the policies, print the tables."""
-    from rich.console import Console
-
+    from kvabr.cli.display import output
     from kvabr.lab import tables
     from kvabr.lab.matrix import build
     from kvabr.lab.totals import cuts
@@ -182,7 +181,7 @@ def _lab(args: argparse.Namespace) -> int:
     axes = axes_of(args)
     matrix = build(axes)
     played, result = _play(matrix, args.out, args.jobs, axes)
-    console = Console()
+    console = output()
     console.print(tables.ranking_table(result))
     console.print(tables.deadline_table(result))
     ranked = [row["policy"] for row in result["comparison"]["ranking"]]

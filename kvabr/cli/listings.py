@@ -121,11 +121,10 @@ def _engines(args: argparse.Namespace) -> int:
 
 
 def _print(title: str, columns: Sequence[str], rows: Iterable[tuple[str, ...]], spare: Sequence[str]) -> None:
-    from rich.console import Console
 
-    from kvabr.cli.display import table
+    from kvabr.cli.display import output, table
 
-    Console().print(table(title, columns, rows, fold=columns, spare=spare))
+    output().print(table(title, columns, rows, fold=columns, spare=spare))
 
 
 def _first_line(cls: type) -> str:

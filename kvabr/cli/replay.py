@@ -212,11 +212,10 @@ def _write(args: argparse.Namespace, report: Report) -> None:
 
 
 def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    from rich.console import Console
-
+    from kvabr.cli.display import output
     from kvabr.replay import report as views
 
-    out = Console()
+    out = output()
     out.print(views.summary_table(result))
     if len(result["families"]) > 1:
         out.print(views.family_table(result))

@@ -191,9 +191,8 @@ def _one(args: argparse.Namespace) -> int:
 
 
 def _show(route: Route, size: CacheSize, lengths: Sequence[tuple[float, float]]) -> None:
-    from rich.console import Console
 
-    from kvabr.cli.display import human, plain, table
+    from kvabr.cli.display import human, output, plain, table
 
     rows = [
         (
@@ -205,7 +204,7 @@ def _show(route: Route, size: CacheSize, lengths: Sequence[tuple[float, float]])
         for one in route.options
     ]
     columns = ("place", "TTFT s", "queue s", "prefill s", "over the link", "limited by")
-    Console().print(table(None, columns, rows, left=("place", "limited by")))
+    output().print(table(None, columns, rows, left=("place", "limited by")))
     plain(f"{human(round(size.per_token))} per token at a loss of {size.loss:.2g} nats per generated token")
     if lengths:
         words = " and ".join(
@@ -221,9 +220,8 @@ def _show(route: Route, size: CacheSize, lengths: Sequence[tuple[float, float]])
 
 
 def _day(args: argparse.Namespace) -> int:
-    from rich.console import Console
 
-    from kvabr.cli.display import StageBar, plain, write_json
+    from kvabr.cli.display import StageBar, output, plain, write_json
     from kvabr.lab.bench.routes import DAY_SCHEMA, chart
     from kvabr.replay.day.compare import compare
     from kvabr.replay.day.requests import DayShape, day_of_requests, shared_parts
@@ -253,7 +251,7 @@ def _day(args: argparse.Namespace) -> int:
         world = WorldShape(sites[0], sites[1], size, scaled, args.rtt / 1000, live, both, warm=warm)
         with StageBar({"rules": f"rules at {mbps:g} Mbit/s", "oracle": f"oracle at {mbps:g} Mbit/s"}) as bar:
             found = compare(requests, world, deadline_s=deadline_s, sweeps=args.oracle, on_progress=bar)
-        Console().print(_day_table(mbps, len(requests), deadline_s, found))
+        output().print(_day_table(mbps, len(requests), deadline_s, found))
         plain(*(f"{one.rule}: {one.note}" for one in found if one.note), "")
         days.append({"mbps": mbps, "requests": len(requests), "rules": [one.to_json() for one in found]})
     result = {"schema": DAY_SCHEMA, "deadline_s": deadline_s, "seed": args.seed, "trace": trace.name, "days": days}

@@ -9,9 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
-
-from kvabr.cli.display import StageBar, human, plain, printable, table, write_json
+from kvabr.cli.display import StageBar, human, output, plain, printable, table, write_json
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import check_writable
 from kvabr.store.locations import open_store
@@ -60,7 +58,7 @@ def ls(args: argparse.Namespace) -> int:
     columns = ("name", "model", "tokens", "bytes", "own", "age", "used", "pinned", "measured")
     spare = ("measured", "own", "age", "tokens")
     if rows:
-        Console().print(table(None, columns, rows, left=("name",), fold=("model",), spare=spare))
+        output().print(table(None, columns, rows, left=("name",), fold=("model",), spare=spare))
     _say_damaged(found)
     plain(f"{len(held)} assets, {human(total_bytes(held))}" if held else f"{library.location}: no assets")
     write_json(
@@ -104,7 +102,7 @@ def _du(tenant: str, found: Inventory) -> dict[str, Any]:
             for track, size in each.tracks.items():
                 sizes[track] += size
         tracks += [(model, track, size) for track, size in sizes.items()]
-    out = Console()
+    out = output()
     title = f"tenant {tenant}" if tenant else None
     out.print(table(title, ("model", "assets", "bytes", "pinned"), rows, fold=("model",)))
     shown = [(model, track, human(size)) for model, track, size in tracks]

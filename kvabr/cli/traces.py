@@ -157,11 +157,10 @@ def _read(args: argparse.Namespace) -> Iterator[tuple[Path, str, Trace]]:
 
 
 def _info(args: argparse.Namespace) -> int:
-    from rich.console import Console
 
-    from kvabr.cli.display import write_json
+    from kvabr.cli.display import output, write_json
 
-    console = Console()
+    console = output()
     cells = 24 if console.width >= _WIDE else 12
     rows: list[dict[str, Any]] = []
     lines: list[str] = []

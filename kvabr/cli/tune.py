@@ -56,9 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tune the policy and print what was found."""
-    from rich.console import Console
-
-    from kvabr.cli.display import PlayBar, write_json
+    from kvabr.cli.display import PlayBar, output, write_json
     from kvabr.lab.matrix import build
     from kvabr.lab.results_folder import PlayStore
     from kvabr.lab.tune import Search, tune
@@ -68,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     with kept_on_interrupt(args.out), PlayStore(args.out) as store, PlayBar("tuning") as bar:
         found = tune(args.tuned, matrix, store, search, jobs=args.jobs, progress=bar.advance, tell=bar.say)
     write_json(args.json, as_json(found))
-    console = Console()
+    console = output()
     console.print(_values(found))
     console.print(_folds(found))
     if found.left_out:

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar, table, write_json
+    from kvabr.cli.display import StageBar, output, table, write_json
     from kvabr.engines.transformers.blend import blend_engine
     from kvabr.lab.bench import blend, blend_summary
     from kvabr.lab.bench.blend_picture import picture
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     result |= {"passage_tokens": args.passage_tokens, "contexts": args.contexts, "seed": args.seed, "dtype": args.dtype}
     result |= blend_summary.summarise(found, plan)
     result["rows"] = found
-    out = Console()
+    out = output()
     title = f"{engine.spec.model}: {count} prompts of each kind, passages of {args.passage_tokens} tokens"
     heads, lines = blend_summary.loss_table(result)
     out.print(table(f"{title}: KL with 95 % intervals", heads, lines, fold=heads[:1], spare=("work",)))

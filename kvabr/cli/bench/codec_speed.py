@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Time the codecs and print the tables."""
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar, write_json
+    from kvabr.cli.display import StageBar, output, write_json
     from kvabr.codec.base import codec, names
     from kvabr.codec.native.coder import available_paths
     from kvabr.lab.bench import codec_speed
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if missing or not args.seconds > 0:
         there = ", ".join(available_paths())
         raise UsageError(f"--paths: this machine supports {there}; --seconds must be positive")
-    console, out = Console(stderr=True), Console()
+    console, out = Console(stderr=True), output()
     result: dict[str, Any] = {"schema": codec_speed.SCHEMA, "machine": codec_speed.machine()}
     result |= {"coder": [], "tracks": [], "lmcache": [], "over_ideal": {}}
     out.print("{processor}, {cores} cores; coder: {0}".format(", ".join(available_paths()), **result["machine"]))

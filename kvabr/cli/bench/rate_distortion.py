@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.calibrate import stage_titles
-    from kvabr.cli.display import StageBar, table, write_json
+    from kvabr.cli.display import StageBar, output, table, write_json
     from kvabr.engines.transformers.spec import spec_of
     from kvabr.lab.bench import rate_distortion as rd
     from kvabr.lab.bench import summary
@@ -180,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
         "size at CacheGen's quality, by length of groups": summary.group_table(result),
     }
     shown = [(name, found) for name, found in every.items() if found is not None]
-    out = Console()
+    out = output()
     out.print(title, highlight=False)
     for name, (heads, lines) in shown:
         out.print(table(name, heads, lines, left=heads[:1]))

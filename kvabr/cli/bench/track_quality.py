@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure every track on every text and print the tables."""
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar, mix_rows, mix_table, track_rows, track_table, write_json
+    from kvabr.cli.display import StageBar, mix_rows, mix_table, output, track_rows, track_table, write_json
     from kvabr.cli.encode import STAGES
     from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import ordered_tracks, publish
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     loaded = load(args.model, console)
     profile = find_profile(loaded.engine.spec, args.profile)
     prompts = {name: cut_prompt(loaded, text, args.tokens, args.continuation) for name, text in texts.items()}
-    out = Console()
+    out = output()
     catalogs: dict[str, Catalog] = {}
     for name, prompt in prompts.items():
         with StageBar(STAGES, console) as bar:
