@@ -1,6 +1,7 @@
 """A moment of `tools/fuzz` for every target, and all inputs of the corpora."""
 
 import random
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -10,7 +11,7 @@ import pytest
 
 from kvabr.moqt import session as session_module
 from kvabr.moqt.wire import DRAFTS
-from tests.fuzz import corpora
+from tests.fuzz import corpora, sanitized
 from tests.fuzz.campaign import NATIVE
 from tests.fuzz.mutation import mutate, run
 from tests.fuzz.registry import TARGETS
@@ -31,6 +32,13 @@ def test_hostile_input(name):
     fed = run(TARGETS[name], seed=1, rounds=rounds)
     assert fed.inputs == rounds
     assert 0 < fed.accepted < rounds
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_native_harness_fits_the_code(name):
+    file = Path(__file__).parent / "native" / f"{name}.c"
+    subprocess.run(["cc", "-fsyntax-only", "-Wall", "-Werror", f"-I{sanitized.ROOM}", file], check=True)  # noqa: S603, S607
 
 
 @pytest.mark.parametrize("name", TARGETS)

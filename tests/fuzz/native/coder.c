@@ -24,6 +24,7 @@ typedef struct {
     int16_t *index[CHAIN];   /* [row][token] */
     uint8_t *payload[CHAIN]; /* of these */
     size_t size[CHAIN];
+    int refers; /* whether tokens refer to others */
 } Case;
 
 static const Path *paths[3];
@@ -61,7 +62,20 @@ static void table(uint16_t *freqs, uint32_t symbols, uint64_t *dice) {
     }
 }
 
-static Depth *tables(uint32_t rows, int refines, uint64_t *dice) {
+/* The tables of tokens that refer to others. */
+static void near_tables(Depth *d, const uint8_t *radius, uint64_t *dice) {
+    uint32_t contexts = 1 + rolled(dice, MOST_NEAR);
+    uint8_t bucket[48];
+    uint16_t *freqs = need(calloc((size_t)d->classes * contexts * d->width, sizeof *freqs));
+    for (uint32_t t = 0; t < d->classes * contexts; t++)
+        table(freqs + (size_t)t * d->width, 2u * radius[t / contexts] + 2, dice);
+    for (size_t i = 0; i < sizeof bucket; i++)
+        bucket[i] = (uint8_t)rolled(dice, contexts);
+    CHECK(depth_near(d, contexts, freqs, bucket) == OK);
+    free(freqs);
+}
+
+static Depth *tables(uint32_t rows, int refines, int refers, uint64_t *dice) {
     static const uint8_t radii[] = {0, 1, 1, 1, 2, 3, 5, 8, 15, 16, 40, 126};
     uint32_t classes = 1 + rolled(dice, 6), contexts = refines ? 3 : 1, widest = 0;
     uint8_t radius[8], delta[8], *of_row = need(malloc(rows));
@@ -84,6 +98,8 @@ static Depth *tables(uint32_t rows, int refines, uint64_t *dice) {
     for (uint32_t r = 0; r < (refines ? 2 : 1) * rows; r++)
         flags[r] = (uint16_t)(1 + rolled(dice, TOTAL - 1));
     Depth *d = need(depth_new(rows, classes, contexts, width, of_row, radius, freqs, flags, delta, order));
+    if (refers)
+        near_tables(d, radius, dice);
     free(of_row), free(freqs), free(flags), free(order);
     return d;
 }
@@ -147,6 +163,37 @@ static void make_transform(Transform *t, const Path *path, uint64_t dice) {
     CHECK(row == t->rows);
 }
 
+/* Some references of a group: the same for the same number of tokens. */
+typedef struct {
+    uint8_t place[MOST_TOKENS], lane[MOST_TOKENS];
+} Referring;
+
+static References references(const Case *it, uint32_t tokens, Referring *to) {
+    uint64_t dice = tokens;
+    if (!it->refers)
+        return (References){NULL, NULL};
+    memset(to, 0, sizeof *to);
+    for (uint32_t first = 0; first < tokens; first += TILE) {
+        uint32_t here = at_most(TILE, tokens - first), early = 0, late = LANES;
+        for (uint32_t t = 0; t < here; t++) {
+            int second = here > LANES && (early == LANES || (late < here && rolled(&dice, 2)));
+            to->place[first + (second ? late++ : early++)] = (uint8_t)t;
+        }
+        for (uint32_t t = LANES; t < here; t++)
+            to->lane[first + t] = (uint8_t)rolled(&dice, LANES);
+    }
+    return (References){to->place, to->lane};
+}
+
+/* Rows of tokens in the order in which they are coded. */
+static int16_t *by_place(const int16_t *index, uint32_t rows, uint32_t tokens, References by) {
+    int16_t *to = need(malloc((size_t)rows * tokens * sizeof *to));
+    for (size_t row = 0; row < rows; row++)
+        for (uint32_t p = 0; p < tokens; p++)
+            to[row * tokens + p] = index[row * tokens + (by.place ? p / TILE * TILE + by.place[p] : p)];
+    return to;
+}
+
 static void fill_indices(Case *it, uint64_t *dice) {
     uint32_t rows = it->depth[0]->rows;
     for (int d = it->depths; d-- > 0;)
@@ -171,8 +218,9 @@ static Case *case_of(uint32_t number) {
         make_transform(it->transform + p, paths[p], 5000 + number % CASES);
     const Transform *t = it->transform;
     it->depths = 1 + (int)rolled(&dice, CHAIN), it->tokens = token_counts[rolled(&dice, 14)];
+    it->refers = number % CASES % 2;
     for (int d = 0; d < it->depths; d++)
-        it->depth[d] = tables(t->rows, d > 0, &dice);
+        it->depth[d] = tables(t->rows, d > 0, it->refers, &dice);
     size_t angles = (size_t)MOST_TOKENS * (t->rotary / 2 + 1);
     it->scale = need(malloc(2 * t->layers * sizeof(float)));
     it->cos = need(malloc(angles * sizeof(float))), it->sin = need(malloc(angles * sizeof(float)));
@@ -181,8 +229,10 @@ static Case *case_of(uint32_t number) {
     for (size_t i = 0; i < angles; i++)
         it->cos[i] = (float)(int)rolled(&dice, 2001) / 1000 - 1, it->sin[i] = (float)(int)rolled(&dice, 2001) / 1000 - 1;
     fill_indices(it, &dice);
+    Referring some;
     for (int d = 0; d < it->depths; d++) {
         Indices from = {.index = it->index[d], .below = d ? it->index[d - 1] : NULL};
+        from.references = references(it, it->tokens, &some);
         CHECK(paths[0]->encode_group(it->depth[d], &from, it->tokens, it->payload + d, it->size + d) == OK);
     }
     it->made = 1;
@@ -272,7 +322,9 @@ static void decode(Input *in, const Case *it, uint32_t kind, uint32_t tokens, ui
     }
     Memory m[3];
     int error[3];
-    Tile group = {it->scale, it->cos, it->sin, 0, tokens};
+    Tile group = {it->scale, it->cos, it->sin, 0, tokens, NULL};
+    Referring some;
+    chain.references = references(it, tokens, &some);
     for (int p = 0; p < path_count; p++) {
         m[p] = memory(it->transform + p, kind, tokens);
         error[p] = decode_group(paths[p], it->transform + p, &chain, &group, &m[p].out, threads);
@@ -284,7 +336,8 @@ static void decode(Input *in, const Case *it, uint32_t kind, uint32_t tokens, ui
         index[p] = need(calloc(bytes, 1));
         error[p] = OK;
         for (int d = 0; d < chain.depths && !error[p]; d++)
-            error[p] = decode_group_indices(paths[p], it->depth[d], payload[d].data, payload[d].size, index[p], tokens);
+            error[p] = decode_group_indices(paths[p], it->depth[d], payload[d].data, payload[d].size, index[p], tokens,
+                                            chain.references.lane);
         CHECK(error[p] == error[0]);
         CHECK(error[p] || !memcmp(index[p], index[0], bytes));
     }
@@ -318,6 +371,8 @@ static void encode(Input *in, const Case *it, uint32_t kind, uint32_t tokens, in
             from.below = lower;
         }
     }
+    Referring some;
+    from.references = references(it, tokens, &some);
     uint8_t *out[3] = {0};
     size_t size[3] = {0};
     int error[3];
@@ -327,12 +382,11 @@ static void encode(Input *in, const Case *it, uint32_t kind, uint32_t tokens, in
         CHECK(error[p] || (size[p] == size[0] && !memcmp(out[p], out[0], size[0])));
     }
     for (int p = 0; p < path_count && !error[0] && !coefficients; p++) {
-        int16_t *index = need(calloc(count, sizeof *index));
-        if (lower)
-            memcpy(index, lower, count * sizeof *index);
-        CHECK(decode_group_indices(paths[p], d, out[0], size[0], index, tokens) == OK);
-        CHECK(!memcmp(index, own, count * sizeof *index));
-        free(index);
+        int16_t *index = lower ? by_place(lower, d->rows, tokens, from.references) : need(calloc(count, sizeof *index));
+        int16_t *wanted = by_place(own, d->rows, tokens, from.references);
+        CHECK(decode_group_indices(paths[p], d, out[0], size[0], index, tokens, from.references.lane) == OK);
+        CHECK(!memcmp(index, wanted, count * sizeof *index));
+        free(index), free(wanted);
     }
     for (int p = 0; p < path_count; p++)
         aligned_free(out[p]);
@@ -341,7 +395,7 @@ static void encode(Input *in, const Case *it, uint32_t kind, uint32_t tokens, in
 
 static void synthesise_any(Input *in, const Case *it, uint32_t kind, uint32_t tokens) {
     int16_t *z = (int16_t *)(void *)filled(in, (size_t)it->transform[0].rows * tokens * sizeof *z);
-    Tile group = {it->scale, it->cos, it->sin, 0, tokens};
+    Tile group = {it->scale, it->cos, it->sin, 0, tokens, NULL};
     Memory m[3];
     int error[3];
     for (int p = 0; p < path_count; p++) {
