@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvabr.cli import main as cli
-from kvabr.cli.display import plain
+from kvabr.cli.display import output, plain, table
 from kvabr.cli.main import COMMANDS, main, parse
 from kvabr.types.catalog import Catalog
 from tests.catalogs import catalog
@@ -364,6 +364,14 @@ def test_tables_fit_a_narrow_terminal_without_cutting_numbers(capsys, monkeypatc
         assert status == 0
         assert "…" not in out
         assert max(map(len, out.partition("prompt digest")[0].splitlines()[:3])) <= width
+
+
+def test_a_file_gets_wide_tables_whole(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    numbers = [f"{number:.7f}" for number in range(1, 15)]
+    output().print(table(None, numbers, [numbers]))
+    heads, _, line = capsys.readouterr().out.split("\n")[1:4]
+    assert heads.split() == line.split() == numbers
 
 
 @pytest.mark.parametrize(

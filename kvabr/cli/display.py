@@ -126,7 +126,10 @@ def output() -> Console:
 
     The variable COLUMNS goes before.
     """
-    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _FILE_COLUMNS)
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _FILE_COLUMNS
+    return console
 
 
 def plain(*lines: str) -> None:
