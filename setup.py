@@ -34,11 +34,11 @@ setup(
             "kvabr.codec.native._kvcoder",
             sources=[
                 f"{_ROOM}/{name}.c"
-                for name in ("_kvcoder", "group", "tables", "path_portable", "path_avx2", "path_avx512")
+                for name in ("_kvcoder", "capsules", "group", "tables", "path_portable", "path_avx2", "path_avx512")
             ],
             depends=[
                 f"{_ROOM}/{name}.h"
-                for name in ("kvcoder", "rans", "near", "near_avx2", "tile", "synth", "encode", "encode_avx2")
+                for name in ("kvcoder", "module", "rans", "near", "near_avx2", "tile", "synth", "encode", "encode_avx2")
             ],
             extra_compile_args=_FLAGS,
             **_API,

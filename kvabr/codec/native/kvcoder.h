@@ -6,7 +6,8 @@
  *   path_*.c     one per instruction set: a rANS step and an integer matrix product ...
  *   tile.h, synth.h, encode.h     ... and the code that is the same for all, compiled with each of them
  *   group.c      whole groups, tile by tile, in one thread or several
- *   _kvcoder.c   the Python module
+ *   capsules.c   what Python keeps between calls: the tables, as capsules
+ *   _kvcoder.c   the Python module, and module.h what these two share
  */
 #ifndef KVCODER_H
 #define KVCODER_H
