@@ -18,6 +18,7 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import CoderModel, derived
 from kvabr.codec.native.references import LANES, References, join_references, tiles
 from kvabr.types.errors import FormatError
@@ -51,14 +52,11 @@ def choose_references(
     """
     if not tiles(rows.shape[1]):
         return None
-    index = rows[derived(model, "loud", lambda: _loud(model))] / np.float32(step)
-    np.rint(index, out=index)
-    np.clip(index, -_LARGEST, _LARGEST, out=index)
-    index *= keep
+    loud = derived(model, "loud", lambda: _loud(model))
     parts, worth = {}, []
     for tile in tiles(rows.shape[1]):
-        here = index[:, tile]
-        gram = here.T @ here  # of small integers, exact in any order
+        products = coder.alike(rows, loud, np.arange(tile.start, tile.stop), step, _LARGEST)
+        gram = (products * keep[tile] * keep[tile, None]).astype(np.float32)
         power = np.maximum(np.diag(gram), 1)
         alike = gram / np.sqrt(power * power[:, None])
         np.fill_diagonal(alike, -1)

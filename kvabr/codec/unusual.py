@@ -16,7 +16,6 @@ layer with nothing all layers have nothing; so do those that a base contains. Fr
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvabr.codec.native import coder
 from kvabr.codec.native.references import TILE
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS
@@ -53,8 +53,6 @@ _LEAST_TOKENS = 16
 """Of shorter tiles nothing is said."""
 _SAMPLED = 2048
 """Rows that are looked at."""
-_UNITS = 16
-"""Errors are measured in units of a step over this, as integers: all sums are exact on every machine."""
 
 
 def is_unusual(payload: bytes | memoryview) -> bool:
@@ -177,23 +175,18 @@ def likeness(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) -> Likene
         step: of the quantiser.
         keep: [token]: which tokens are coded.
     """
-    every = -(-len(rows) // _SAMPLED)
-    sample = rows[::every].numpy()
-    sample = sample if keep.all() else sample[:, keep]
-    tiles = [_likeness(sample[:, first : first + TILE], step) for first in range(0, sample.shape[1], TILE)]
-    return Likeness(max((it.common for it in tiles), default=0.0), max((it.copies for it in tiles), default=0.0))
+    sample, coded = np.arange(0, len(rows), -(-len(rows) // _SAMPLED)), np.flatnonzero(keep)
+    tiles = [coded[first : first + TILE] for first in range(0, len(coded), TILE)]
+    found = [
+        _likeness(coder.alike(rows.numpy(), sample, tile, step).astype(np.float64))
+        for tile in tiles
+        if len(tile) >= _LEAST_TOKENS
+    ]
+    return Likeness(max((it.common for it in found), default=0.0), max((it.copies for it in found), default=0.0))
 
 
-def _likeness(rows: NDArray[np.float32], step: float) -> Likeness:
-    count = rows.shape[1]
-    if count < _LEAST_TOKENS:
-        return Likeness(0.0, 0.0)
-    error = rows / np.float32(step)
-    error -= np.rint(error)
-    error *= np.float32(_UNITS)
-    np.rint(error, out=error)
-    # Products of these integers are at most 64, so float32 holds their sums.
-    gram = (error.T @ error).astype(np.float64)
+def _likeness(gram: NDArray[np.float64]) -> Likeness:
+    count = len(gram)
     power = float(np.trace(gram))
     if not power:
         return Likeness(0.0, 0.0)
@@ -201,5 +194,6 @@ def _likeness(rows: NDArray[np.float32], step: float) -> Likeness:
     total = float(sums.sum())
     mutual = gram - (sums[:, None] + sums) / count + total / count**2
     size = np.sqrt(np.maximum(np.diag(mutual), 1e-9 * power / count))
-    copies = math.fsum(((mutual / size / size[:, None]) ** 2).reshape(-1).tolist()) / count
+    squares = np.square(mutual / size / size[:, None]).reshape(-1)
+    copies = float(np.add.accumulate(squares)[-1]) / count  # in order, as everywhere
     return Likeness(total / count / power, copies)

@@ -258,6 +258,37 @@ static PyObject *error_sums(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* alike(path, rows f32 [row, token], tokens, which u32, token u32, step, most, sums i32 [n, n] of zeros) */
+static PyObject *alike(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer b[4] = {{0}};
+    const char *name;
+    unsigned tokens, most;
+    float step;
+    if (!PyArg_ParseTuple(args, "sy*Iy*y*fIw*", &name, b, &tokens, b + 1, b + 2, &step, &most, b + 3))
+        return NULL;
+    const Path *path = path_named(name);
+    size_t count = (size_t)b[1].len / 4, n = (size_t)b[2].len / 4, rows = tokens ? (size_t)b[0].len / 4 / tokens : 0;
+    const uint32_t *which = b[1].buf, *token = b[2].buf;
+    int error = OK, good = path && tokens && n <= TILE && count < (1u << 20) && most <= 8 && holds(b, rows * tokens, 4) &&
+                           holds(b + 1, count, 4) && holds(b + 2, n, 4) && holds(b + 3, n * n, 4);
+    for (size_t i = 0; good && i < count; i++)
+        good = which[i] < rows;
+    for (size_t i = 0; good && i < n; i++)
+        good = token[i] < tokens;
+    if (good) {
+        Py_BEGIN_ALLOW_THREADS
+        error = path->alike(b[0].buf, tokens, which, (uint32_t)count, token, (uint32_t)n, step, (int32_t)most, b[3].buf);
+        Py_END_ALLOW_THREADS
+    }
+    release(b, 4);
+    if (!good)
+        return PyErr_Occurred() ? NULL : size_error();
+    if (error)
+        return raised(error);
+    Py_RETURN_NONE;
+}
+
 /* decode(path, transform, depths, payloads, target, threads = 1, place u8, lane u8, mean f32) */
 static PyObject *decode(PyObject *self, PyObject *args) {
     (void)self;
@@ -322,6 +353,7 @@ static PyMethodDef methods[] = {
     {"encode", encode, METH_VARARGS, "Indices to a payload."},
     {"encode_rows", encode_rows, METH_VARARGS, "Coefficients to a payload."},
     {"error_sums", error_sums, METH_VARARGS, "What quantising takes from rows."},
+    {"alike", alike, METH_VARARGS, "How alike tokens are."},
     {"decode_indices", decode_indices, METH_VARARGS, "A payload to indices."},
     {"synthesise", synthesise, METH_VARARGS, "Coefficients to a tensor."},
     {"decode", decode, METH_VARARGS, "A chain of payloads to a tensor."},

@@ -1,5 +1,5 @@
 /* The encoder. rANS encodes the last symbol first, so that the decoder reads them first to last. The same for every path,
- * compiled with each; a path that defines VECTOR_ENCODER provides its own put_row, put_flags, quantised
+ * compiled with each; a path that defines VECTOR_ENCODER provides its own put_row, put_flags, quantised, permuted
  * and refer.
  */
 #include "near.h"
@@ -11,6 +11,31 @@ typedef struct Writer {
     uint8_t *word;   /* written downwards */
     uint8_t *escape; /* written downwards as well */
 } Writer;
+
+/* The order in which the tokens of a tile are coded. */
+typedef struct Order {
+    uint16_t place[TILE] __attribute__((aligned(64)));
+    uint8_t step[2][TILE / 8]; /* a bit for each token: coded in the first step, in the second */
+    int ascending;             /* in both; and the tile is made of eights */
+} Order;
+
+static void fill_order(Order *order, const uint8_t *place, uint32_t tokens) {
+    memset(order, 0, sizeof *order);
+    order->ascending = tokens % 8 == 0;
+    for (uint32_t t = 0; t < tokens; t++) {
+        uint8_t here = place[t], bit = (uint8_t)(1 << here % 8);
+        order->place[t] = here;
+        order->ascending &= t % LANES == 0 || place[t - 1] < here;
+        order->ascending &= !((order->step[0][here / 8] | order->step[1][here / 8]) & bit);
+        order->step[t / LANES][here / 8] |= bit;
+    }
+}
+
+static const int16_t *scattered(const int16_t *from, const Order *order, uint32_t tokens, int16_t *to) {
+    for (uint32_t t = 0; t < tokens; t++)
+        to[t] = from[order->place[t]];
+    return to;
+}
 
 static inline void put16(uint8_t *p, uint32_t value) { p[0] = (uint8_t)value, p[1] = (uint8_t)(value >> 8); }
 static inline void put32(uint8_t *p, uint32_t value) { put16(p, value), put16(p + 2, value >> 16); }
@@ -121,6 +146,11 @@ static void quantised(const float *from, const Quantiser *q, const int16_t *keep
     }
 }
 
+/* Tokens in the order in which they are coded; with room for eight numbers in front of `to`. */
+static const int16_t *permuted(const int16_t *from, const Order *order, uint32_t tokens, int16_t *to) {
+    return scattered(from, order, tokens, to);
+}
+
 /* The values to code of tokens that refer to another, and their contexts. */
 static void refer(const Depth *d, const int16_t *index, const int16_t *below, const Lanes *lanes, uint32_t tokens, int16_t *value,
                   uint8_t *context) {
@@ -163,12 +193,6 @@ static int conditioned(const int16_t *index, const int16_t *below, uint32_t toke
     return any != 0;
 }
 
-static const int16_t *permuted(const int16_t *from, const uint8_t *place, uint32_t tokens, int16_t *to) {
-    for (uint32_t t = 0; t < tokens; t++)
-        to[t] = from[place[t]];
-    return to;
-}
-
 static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, uint8_t **out, size_t *size) {
     const int16_t *index = from->index, *below = from->below;
     const uint8_t *place = from->references.place;
@@ -193,10 +217,13 @@ static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, ui
         Lanes lanes;
         if (refers)
             fill_lanes(&lanes, from->references.lane + first, here);
+        Order order;
+        if (place)
+            fill_order(&order, place + first, here);
         while (which-- > 0) {
             uint32_t begin = which ? d->class_end[which - 1] : 0;
             for (uint32_t i = d->class_end[which]; i-- > begin;) {
-                int16_t value[TILE], own[TILE], lower[TILE], moved[2][TILE];
+                int16_t value[TILE], own[TILE], lower[TILE], moved[2][8 + TILE];
                 uint8_t context[TILE];
                 size_t at = (size_t)d->order[i] * tokens + first, next = (size_t)d->order[i < AHEAD ? 0 : i - AHEAD] * tokens + first;
                 const int16_t *row = own, *base = refines ? lower : NULL;
@@ -214,8 +241,8 @@ static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, ui
                     }
                 }
                 if (place) {
-                    row = permuted(row, place + first, here, moved[0]);
-                    base = base ? permuted(base, place + first, here, moved[1]) : NULL;
+                    row = permuted(row, &order, here, moved[0] + 8);
+                    base = base ? permuted(base, &order, here, moved[1] + 8) : NULL;
                 }
                 int under;
                 live[i] = (uint8_t)conditioned(row, base, here, value, context, &bad, &under);

@@ -5,6 +5,8 @@ static void put_flags(struct Writer *, const uint16_t *chance, const uint8_t *se
 static void put_row(struct Writer *, const Depth *, const Tables *, uint32_t which, const int16_t *value, const uint8_t *context,
                     uint32_t tokens);
 static void quantised(const float *from, const Quantiser *, const int16_t *keep, uint32_t tokens, int16_t *index);
+struct Order;
+static const int16_t *permuted(const int16_t *from, const struct Order *, uint32_t tokens, int16_t *to);
 #include "encode.h"
 
 /* The nearest indices, ties to even. Positive floats order like their bits. */
@@ -50,6 +52,23 @@ static __attribute__((constructor)) void fill_gathered(void) {
                 gathered[set][2 * next + 1] = (uint8_t)(2 * lane + 1);
             }
     }
+}
+
+/* A step's tokens ascend, so each eight tokens of the tile give a few that follow each other: from the last on, as what is
+ * below those that count is overwritten. */
+static const int16_t *permuted(const int16_t *from, const Order *order, uint32_t tokens, int16_t *to) {
+    if (!order->ascending)
+        return scattered(from, order, tokens, to);
+    for (int step = 1; step >= 0; step--) {
+        int16_t *end = to + (step || tokens < LANES ? tokens : LANES);
+        for (uint32_t eight = tokens / 8; eight-- > 0;) {
+            uint32_t set = order->step[step][eight];
+            __m128i some = _mm_loadu_si128((const __m128i *)(from + 8 * eight));
+            _mm_storeu_si128((__m128i *)(end - 8), _mm_shuffle_epi8(some, _mm_load_si128((const __m128i *)gathered[set])));
+            end -= __builtin_popcount(set);
+        }
+    }
+    return to;
 }
 
 /* x / freq, or one less, for x < 2^20 freq: four roundings by at most 3.5 / 2^24 in all, and the divisor is 4 / 2^24 larger,

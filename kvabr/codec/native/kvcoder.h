@@ -4,7 +4,7 @@
  *   rans.h       the state of 64 interleaved rANS decoders, and opening a payload
  *   near.h       contexts of tokens that refer to another of their tile
  *   path_*.c     one per instruction set: a rANS step and an integer matrix product ...
- *   tile.h, synth.h, encode.h     ... and the code that is the same for all, compiled with each of them
+ *   tile.h, synth.h, encode.h, alike.h     ... and the code that is the same for all, compiled with each of them
  *   group.c      whole groups, tile by tile, in one thread or several
  *   capsules.c   what Python keeps between calls: the tables, as capsules
  *   _kvcoder.c   the Python module, and module.h what these two share
@@ -153,6 +153,9 @@ typedef struct {
     int (*encode_group)(const Depth *, const Indices *, uint32_t tokens, uint8_t **out, size_t *size);
     /* What decoding takes from a row where `coded` is -1, not 0, added in units of step/1024. */
     int64_t (*error_sum)(const float *row, float gain, const Quantiser *, const int32_t *coded, uint32_t tokens);
+    /* See alike.h: rows[row * stride + token] of `count` rows `which` and `n` tokens; sums: [n][n] zeros. */
+    int (*alike)(const float *rows, size_t stride, const uint32_t *which, uint32_t count, const uint32_t *token, uint32_t n,
+                 float step, int32_t most, int32_t *sums);
 } Path;
 
 extern const Path path_portable;

@@ -333,10 +333,11 @@ static void to_half(const float *from, uint16_t *to, uint32_t n) {
 }
 
 #include "encode_avx2.h"
+#include "alike.h"
 #include "synth.h"
 #include "tile.h"
 
-const Path path_avx2 = {"avx2", 1, 0, decode_tile, synthesise, encode_group, error_sum};
+const Path path_avx2 = {"avx2", 1, 0, decode_tile, synthesise, encode_group, error_sum, alike};
 
 #ifdef __clang__
 #pragma clang attribute pop

@@ -304,7 +304,24 @@ static void put_flags(struct Writer *, const uint16_t *chance, const uint8_t *se
 static void put_row(struct Writer *, const Depth *, const Tables *, uint32_t which, const int16_t *value, const uint8_t *context,
                     uint32_t tokens);
 static void quantised(const float *from, const Quantiser *, const int16_t *keep, uint32_t tokens, int16_t *index);
+struct Order;
+static const int16_t *permuted(const int16_t *from, const struct Order *, uint32_t tokens, int16_t *to);
 #include "encode.h"
+
+static const int16_t *permuted(const int16_t *from, const Order *order, uint32_t tokens, int16_t *to) {
+    if (tokens != TILE)
+        return scattered(from, order, tokens, to);
+    __m512i part[4];
+    for (int i = 0; i < 4; i++)
+        part[i] = _mm512_loadu_si512(from + 32 * i);
+    for (int i = 0; i < 4; i++) {
+        __m512i place = _mm512_load_si512(order->place + 32 * i);
+        __m512i low = _mm512_permutex2var_epi16(part[0], place, part[1]), high = _mm512_permutex2var_epi16(part[2], place, part[3]);
+        __mmask32 second = _mm512_test_epi16_mask(place, _mm512_set1_epi16(64));
+        _mm512_storeu_si512(to + 32 * i, _mm512_mask_mov_epi16(low, second, high));
+    }
+    return to;
+}
 /* 16 lanes of a step: words from states that would overflow, then the symbols. */
 INLINE void put(Writer *w, int v, __m512i freq, __m512i start, __mmask16 on) {
     __m512i before = _mm512_load_si512(w->state + 16 * v);
@@ -381,10 +398,11 @@ static void put_row(Writer *w, const Depth *d, const Tables *of, uint32_t which,
 }
 
 #define PRODUCTS8
+#include "alike.h"
 #include "synth.h"
 #include "tile.h"
 
-const Path path_avx512 = {"avx512", 1, 1, decode_tile, synthesise, encode_group, error_sum};
+const Path path_avx512 = {"avx512", 1, 1, decode_tile, synthesise, encode_group, error_sum, alike};
 
 #ifdef __clang__
 #pragma clang attribute pop

@@ -221,6 +221,10 @@ def synthesise(
 
 ERROR_UNIT = 1024
 """Errors are added as integers, in units of a step over this: sums are exact, in any order."""
+_EXACT_ROWS = 1 << 17
+_WHOLE = np.float32(2**23)  # from here on, floats are integers
+_EXACT_ROWS = 1 << 17
+_WHOLE = np.float32(2**23)  # from here on, floats are integers
 _MOST_ERROR = np.float32(4095)
 
 
@@ -245,6 +249,32 @@ def error_sums(
     error = exact - gains[:, None] * np.rint(exact - exact.clip(-dead, dead))
     units = np.rint(error.clip(-_MOST_ERROR, _MOST_ERROR) * np.float32(ERROR_UNIT))
     sums: NDArray[np.int64] = units.astype(np.int64).sum(axis=1)
+    return sums
+
+
+def alike(
+    rows: NDArray[np.float32], which: NDArray[np.intp], tokens: NDArray[np.intp], step: float, most: int = 0
+) -> NDArray[np.int32]:
+    """Return how alike tokens are in some rows: the sums over rows of the products of each two tokens' numbers.
+
+    Args:
+        rows: coefficients, [row, token] float32.
+        which: the rows, fewer than 2^20.
+        tokens: the tokens, up to `TILE`.
+        step: of the quantiser that makes them numbers.
+        most: numbers are indices, cut to this, at most 8; 0: the errors of rounding, in sixteenths of the step.
+
+    Returns:
+        [token, token], the same on every path.
+    """
+    with np.errstate(over="ignore"):
+        exact = (rows[which][:, tokens] / np.float32(step)).clip(-_WHOLE, _WHOLE)
+    number = np.rint(exact).clip(-most, most) if most else np.rint(16 * (exact - np.rint(exact)))
+    # Products of these integers are at most 64, so float32 holds the sums of that many rows.
+    parts = [number[first : first + _EXACT_ROWS] for first in range(0, len(number), _EXACT_ROWS)]
+    sums = np.zeros((len(tokens), len(tokens)), np.int32)
+    for part in parts:
+        sums += (part.T @ part).astype(np.int32)
     return sums
 
 

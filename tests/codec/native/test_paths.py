@@ -93,6 +93,30 @@ def test_coefficients_become_the_indices_that_the_quantiser_says(
             assert coder.encode_rows(base, beyond, own, None, keep) == coder.encode_indices(base, cut)
 
 
+@examples(25)
+@given(
+    seed=st.integers(0, 1 << 32),
+    tokens=st.sampled_from((1, 16, 127, 128, 300)),
+    taken=st.sampled_from((1, 5, 100, 128)),
+    step=st.sampled_from((1.0, 0.37, 1e-9)),
+    most=st.sampled_from((0, 3, 8)),
+)
+def test_tokens_are_as_alike_on_every_path(seed: int, tokens: int, taken: int, step: float, most: int) -> None:
+    dice = np.random.default_rng(seed)
+    rows = (dice.standard_normal((300, tokens)) * dice.choice([0.1, 1, 1e4, 3e37], (300, 1))).astype(np.float32)
+    rows[dice.random(rows.shape) < 0.2] = np.float32(step) * np.float32(dice.integers(-4, 4) + 0.5)  # ties
+    which = np.flatnonzero(dice.random(300) < 0.7)
+    of = np.sort(dice.choice(tokens, min(tokens, taken), replace=False))
+    with np.errstate(over="ignore"):
+        exact = (rows[which][:, of] / np.float32(step)).clip(-(2**23), 2**23)  # from there on, all are integers
+    number = np.rint(exact).clip(-most, most) if most else np.rint(16 * (exact - np.rint(exact)))
+    wanted = number.astype(np.int64).T @ number.astype(np.int64)
+    for path in coder.available_paths():
+        with coder.taking(path):
+            assert np.array_equal(coder.alike(rows, which, of, step, most), wanted)
+            assert not coder.alike(rows, np.zeros(0, int), of, step, most).any()
+
+
 @examples(10)
 @given(seed=st.integers(0, 1 << 32), kind=st.integers(0, 4))
 def test_the_reference_reads_what_it_writes(seed: int, kind: int) -> None:
