@@ -12,8 +12,9 @@ import torch
 from kvabr.client.upgrades import Upgrades
 from kvabr.player.session_types import LiveRecord, PlayRecord
 from kvabr.store.files import PRIVATE, replacing, sweep
-from kvabr.types.catalog import RECOMPUTED, Catalog
+from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError, PlayError
+from kvabr.types.joined import is_joined
 from kvabr.types.kv import KVSpec
 from kvabr.types.units import Span, Unit
 
@@ -62,12 +63,10 @@ class Played:
     def approximate(self) -> bool:
         """Whether it is joined from passages, whose caches were computed without what comes before them in the prompt.
 
-        Such a cache is not the prompt's own, on no track: do not publish it.
+        So is what was computed over them. Such a cache is not the prompt's own, on no track: do not publish it.
         """
-        if self.catalog is None or not self.catalog.sources:
-            return False
-        pairs = zip(self.catalog.units, self.coverage, strict=True)
-        return any(unit.free is not None and track != RECOMPUTED for unit, track in pairs)
+        joined = self.catalog is not None and self.catalog.sources
+        return self.catalog is not None and bool(joined) and is_joined(self.catalog, self.record.steps)
 
     @property
     def live(self) -> LiveRecord | None:

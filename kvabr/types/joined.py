@@ -18,7 +18,7 @@ plain sum of what the codec costs would be 0.31 and 0.41.)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -120,6 +120,18 @@ def joined_passages(catalog: Catalog) -> tuple[Joined, ...]:
         )
         for source, groups in places.items()
     )
+
+
+def is_joined(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -> bool:
+    """Return whether a passage is part of a cache that was assembled in these steps, or of what was computed over it.
+
+    Steps are as in `PlayRecord.steps`. What is computed is the prompt's own only behind what is so at that time.
+    """
+    foreign = [False] * catalog.groups
+    for _, first, what in steps:
+        for group in range(first, min(what if isinstance(what, int) else first + 1, len(foreign))):
+            foreign[group] = catalog.unit(group).free is not None if isinstance(what, str) else any(foreign[:group])
+    return any(foreign)
 
 
 def fusion_loss(catalog: Catalog, coverage: Sequence[str], share: float = 0.0) -> float | None:

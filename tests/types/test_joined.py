@@ -7,7 +7,7 @@ import pytest
 from kvabr.abr.ladder import Ladder
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.joined import fusion_loss, join, joined_passages
+from kvabr.types.joined import fusion_loss, is_joined, join, joined_passages
 from kvabr.types.loss import played_loss, predicted_loss
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Exact, Passage, PassageNotes, passage_chain
@@ -177,3 +177,18 @@ def test_the_text_that_begins_a_prompt_may_have_a_cache_of_its_own():
     ]
     assert (gap.run(0).tokens, gap.run(128), gap.run(208).first_token) == (128, None, 200)
     assert join((SYSTEM, QUESTION), FOUND, SPEC, whole) is None
+
+
+def test_what_is_computed_over_a_passage_is_no_more_the_prompts_own_than_that():
+    joined = join(PARTS, FOUND, SPEC)
+    fetched = [("fetch", group, "Int8") for group in range(9) if group not in (0, 5)]
+    own = [("compute", 0, 1), ("compute", 5, 6)]
+    assert is_joined(joined, [*fetched, *own])
+    every = [("compute", group, group + 1) for group in range(9)]
+    assert not is_joined(joined, every)
+    assert not is_joined(joined, [("compute", 0, 9)])
+    assert not is_joined(joined, [*fetched, *every])
+    assert is_joined(joined, [*fetched, *reversed(every)])  # each was computed over a passage, and none is left
+    assert is_joined(joined, [*every, ("fetch", 8, "FP16")])
+    assert is_joined(joined, [*every[:1], *fetched[:1], *every[2:], *every[1:2]])
+    assert not is_joined(joined, [*every[:1], *fetched[:1], *every[2:], *every[1:]])
