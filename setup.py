@@ -38,7 +38,10 @@ setup(
             ],
             depends=[
                 f"{_ROOM}/{name}.h"
-                for name in ("kvcoder", "module", "rans", "near", "near_avx2", "tile", "synth", "encode", "encode_avx2", "alike")
+                for name in (
+                    *("kvcoder", "module", "rans", "tile", "synth"),
+                    *("near", "near_avx2", "encode", "encode_avx2", "alike"),
+                )
             ],
             extra_compile_args=_FLAGS,
             **_API,
