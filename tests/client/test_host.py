@@ -134,19 +134,21 @@ async def test_a_process_that_stands_still_does_not_hold_up_the_others(published
 async def test_a_group_that_was_damaged_in_shared_memory_is_fetched_anew(published, shm, started):
     source, catalog, sha256, _ = published
     async with WebServer(source) as origin:
-        (one,) = await started(1, origin.url, f"shm://{shm}", catalog)
-        assert (await one.play())["sha256"] == sha256
+
+        async def play():
+            (one,) = await started(1, origin.url, f"shm://{shm}", catalog)
+            told = await one.play()
+            await one.end()  # on a slow machine it may have asked for a group twice, and would put it there again
+            assert told["sha256"] == sha256
+            return told["network"], told["damaged"]
+
+        await play()
         for path in list(shm.glob("*.group"))[:2]:
             data = path.read_bytes()
             path.unlink()
             path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        (other,) = await started(1, origin.url, f"shm://{shm}", catalog)
-        told = await other.play()
-        assert (told["sha256"], told["network"], told["damaged"]) == (sha256, 2, 2)
-        assert (await one.play())["sha256"] == sha256
-        assert (await one.play())["damaged"] == 0
-        for each in (one, other):
-            await each.end()
+        assert await play() == (2, 2)
+        assert await play() == (0, 0)
 
 
 async def test_where_there_is_no_room_each_fetches_for_itself(published, shm, started):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -63,8 +64,8 @@ class Loaded:
 
     opening = ()
 
-    def __init__(self, name):
-        self.engine = tiny(name)
+    def __init__(self, name, **options):
+        self.engine = tiny(name, **options)
 
     def encode(self, text):
         return list(text.encode())
@@ -102,9 +103,16 @@ def test_a_calibration_takes_several_snapshots_of_each_context():
         torch.testing.assert_close(many[:, :, :, -rows:], at_end)
 
 
+def steps_of(profile, track):
+    """The mean step of a track in units of the cache, over keys and values of all classes."""
+    own = [profile.of(part) for part in profile.spec.parts]
+    return np.exp(np.mean([np.log(each.depths[track].step * each.transform.norm.mean(axis=0)) for each in own]))
+
+
 @pytest.mark.slow
 def test_steps_are_chosen_by_what_they_lose():
-    loaded, told, seen = Loaded("Gemma3"), [], []
+    # In 16 bits this model's loss is made of roundings as much as of steps, and how these fall depends on the machine.
+    loaded, told, seen = Loaded("Gemma3", dtype=torch.float32), [], []
     options = {"contexts": 3, "tokens": 240}
     usual = calibrate(loaded, TEXTS, **options)
     steps = []
@@ -112,11 +120,11 @@ def test_steps_are_chosen_by_what_they_lose():
         made = calibrate(
             loaded, TEXTS, target=Target(target), tell=told.append, progress=lambda *at: seen.append(at), **options
         )
-        steps.append([made.of(part).depths["AC-5x"].step for part in loaded.engine.spec.parts])
+        steps.append(steps_of(made, "AC-5x"))
         for part in loaded.engine.spec.parts:  # all depths move together
             depths = made.of(part).depths
             assert depths["AC-L0"].step / depths["AC-5x"].step == pytest.approx(3.3 / 0.185)
-    assert all(fine < coarse for fine, coarse in zip(*steps, strict=True))
+    assert steps[0] < steps[1]
     assert usual.of(loaded.engine.spec.parts[0]).depths["AC-5x"].step == 0.185
     measured = [float(line.split(" loses ")[1].split()[0]) for line in told]
     assert [0.2 * target < kl <= target for kl, target in zip(measured, (1e-6, 1e-5), strict=True)] == [True, True]
@@ -126,19 +134,21 @@ def test_steps_are_chosen_by_what_they_lose():
 @pytest.mark.slow
 def test_another_track_can_be_the_one_that_meets_the_target():
     told = []
+    loaded = Loaded("Gemma3", dtype=torch.float32)
     made = [
-        calibrate(Loaded("Gemma3"), TEXTS, target=Target(1e-5, track), tell=told.append, contexts=3, tokens=240)
+        calibrate(loaded, TEXTS, target=Target(3e-6, track), tell=told.append, contexts=3, tokens=240)
         for track in ("AC-L1", "AC-5x")
     ]
     measured = [
         float(line.split(f"{track} loses ")[1].split()[0]) for line, track in zip(told, ("AC-L1", "AC-5x"), strict=True)
     ]
-    assert all(2e-6 < kl <= 1e-5 for kl in measured)
-    for part in made[0].spec.parts:
-        layer, single = (profile.of(part).depths for profile in made)
-        assert layer["AC-L1"].step > layer["AC-5x"].step  # all depths move together
-        # Both have about the step that loses as much; the search stops within the target.
-        assert 0.25 < layer["AC-L1"].step / single["AC-5x"].step < 4
+    assert all(6e-7 < kl <= 3e-6 for kl in measured)
+    layer, single = made
+    for part in layer.spec.parts:
+        depths = layer.of(part).depths
+        assert depths["AC-L1"].step > depths["AC-5x"].step  # all depths move together
+    # Both have about the step that loses as much; the search stops within the target.
+    assert 0.25 < steps_of(layer, "AC-L1") / steps_of(single, "AC-5x") < 4
 
 
 @pytest.mark.slow
