@@ -114,7 +114,10 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
     )
     axes.add_argument("--rtt", nargs="+", metavar="MS", help="round trips, or own (default: own, else 40)")
     axes.add_argument(
-        "--engine", nargs="+", metavar="E", help="none, asset, 2x, 1500/s, 2x@0.05:suffix (default: none)"
+        "--engine",
+        nargs="+",
+        metavar="E",
+        help="none, asset, 2x, 1500/s, 2x@0.05:suffix (default: none; asset for prompts of passages)",
     )
     axes.add_argument(
         "--asset",
@@ -173,6 +176,8 @@ def _play(
 
 def _lab(args: argparse.Namespace) -> int:
     """Play the matrix, compare the policies, print the tables."""
+    from rich.console import Console
+
     from kvabr.cli.display import output
     from kvabr.lab import tables
     from kvabr.lab.matrix import build
@@ -180,6 +185,8 @@ def _lab(args: argparse.Namespace) -> int:
 
     axes = axes_of(args)
     matrix = build(axes)
+    for note in (note for offer in matrix.offers for note in offer.notes):
+        Console(stderr=True).print(f"note: {note}", style="yellow", soft_wrap=True)
     played, result = _play(matrix, args.out, args.jobs, axes)
     console = output()
     console.print(tables.ranking_table(result))

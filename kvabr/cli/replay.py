@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(stderr=True)
     _check_live(args)
-    catalog, asset = _asset(args.asset) if args.passages is None else (_joined(args), None)
+    catalog, asset = _asset(args.asset) if args.passages is None else (_joined(args, console), None)
     matrix = _matrix(args, catalog)
     check_writable(args.json, args.html, args.svg, args.log, args.perfetto)
     if args.verify and asset is None:
@@ -238,14 +238,19 @@ def _asset(path: str | None) -> tuple[Catalog, Asset | None]:
     return open_catalog(path)
 
 
-def _joined(args: argparse.Namespace) -> Catalog:
+def _joined(args: argparse.Namespace, console: Console) -> Catalog:
     from kvabr.replay.passages import EXACT, prompt_of
     from kvabr.store.locations import open_catalog
 
     if args.asset is not None or args.live or args.verify:
         raise UsageError("--passages takes the place of --asset, and is for simulations")
     exact = EXACT if args.exact is None else args.exact
-    return prompt_of([open_catalog(path)[0] for path in args.passages], exact)
+    limit = MISS_PENALTY if args.max_loss is None else args.max_loss
+
+    def computed(number: int, reason: str) -> None:
+        console.print(f"note: {args.passages[number]} is computed: {reason}", style="yellow", soft_wrap=True)
+
+    return prompt_of([open_catalog(path)[0] for path in args.passages], exact, limit, computed)
 
 
 def _blend(args: argparse.Namespace) -> BlendGoal | None:
@@ -274,8 +279,6 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         cost = None
     elif args.prefill_rate is not None:
         cost = PrefillCost.from_rate(args.prefill_rate)
-    if args.passages is not None and cost is None:
-        raise UsageError("a prompt of passages needs an engine, for the text before them: give its --prefill-rate")
     options = ReplayOptions(
         deadline_s=args.deadline,
         rtt_s=None if args.rtt is None else args.rtt / 1000.0,

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
 from kvabr.client.lookup import Found, Unplayable, find_prefix
-from kvabr.client.passages import find_passages, joinable
+from kvabr.client.passages import find_passages
 from kvabr.quic.interface import Connection
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, TransportError
-from kvabr.types.joined import join
+from kvabr.types.joined import join, joinable
 from kvabr.types.kv import KVSpec
 from kvabr.types.passage import Exact, Part, Passage, check_movable, check_parts
 
@@ -67,7 +67,7 @@ async def find_joined(
         if opening is None or not isinstance(found, TransportError | FormatError):
             raise found
         return opening
-    usable = joinable(found, max_loss, refused)
+    usable = joinable({passage: one.catalog for passage, one in found.items()}, max_loss, refused)
     own = next((catalog.spec for catalog in usable.values()), spec)
     for passage in [passage for passage, catalog in usable.items() if catalog.spec.digest() != own.digest()]:
         refused(passage, f"its element type is not that of the others, {own.summary}")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvabr.blend.selectors import load_selector
@@ -21,15 +20,10 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.engine import BlendEngine, Engine
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.events import PassageRefused
-from kvabr.types.joined import join
+from kvabr.types.joined import join, joinable
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Exact, Part, Passage, check_movable, check_parts, passage_chain
-
-_UNLIKE = (
-    "it has no track, or another codec profile, in common with most of this prompt's passages; publish it as they are"
-)
-_NOT_MEASURED = "what joining it costs was not measured; publish it anew with its fusion losses, or set max_loss=inf"
 
 
 async def find_passages(
@@ -73,27 +67,6 @@ async def _find(origin: Connection, passage: Passage, spec: KVSpec, salt: bytes,
     if catalog.spec.digest() != (spec.with_dtypes(catalog.spec) if any_dtype else spec).digest():
         raise ForeignError(f"the origin's passage is of {catalog.spec.summary}, ours of {spec.summary}")
     return found
-
-
-def joinable(
-    found: Mapping[Passage, Found], max_loss: float, refused: Callable[[Passage, str], None] = lambda *_: None
-) -> dict[Passage, Catalog]:
-    """Return the catalogs of the passages that may be joined with each other; ``refused`` is told why others may not.
-
-    It must be known what joining one costs, unless any loss is accepted (``max_loss``), and they must have enough in
-    common for one play (`_alike`).
-    """
-    measured = {}
-    for passage, one in found.items():
-        if math.isinf(max_loss) or (one.catalog.passage is not None and one.catalog.passage.fusion):
-            measured[passage] = one.catalog
-        else:
-            refused(passage, _NOT_MEASURED)
-    usable = _alike(measured)
-    for passage in measured:
-        if passage not in usable:
-            refused(passage, _UNLIKE)
-    return usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +145,8 @@ class PassagePrompt:
         """Return what an origin has of the passages, joined; None if it has none. Errors as `find_passages`."""
         passages = [part for part in self.parts if isinstance(part, Passage)]
         found = await find_passages(origin, passages, self.spec, salt=self.options.salt, refused=self._refused)
-        usable = joinable(found, self.options.max_loss, self._refused)
+        catalogs = {passage: one.catalog for passage, one in found.items()}
+        usable = joinable(catalogs, self.options.max_loss, self._refused)
         catalog = join(self.parts, usable, self.spec)
         told = "".join(one.sha256 for passage, one in found.items() if passage in usable)
         joined = None if catalog is None else Found(catalog, hashlib.sha256(told.encode()).hexdigest())
@@ -200,27 +174,3 @@ def _question(
     if options.after is not None or share == 0 or not able:
         return ()
     return Exact(tuple(question)).ids if question is not None else last.ids if isinstance(last, Exact) else ()
-
-
-def _alike(found: Mapping[Passage, Catalog]) -> dict[Passage, Catalog]:
-    """Return the passages that can be played together, as many tokens of them as possible.
-
-    A play decodes with one profile, and its base is one track that all passages have.
-    """
-    best: dict[Passage, Catalog] = {}
-    profiles = dict.fromkeys(one.profile for one in found.values())
-    bases = dict.fromkeys(track.name for one in found.values() for track in one.tracks if track.refines is None)
-    for profile in profiles:
-        for base in bases:
-            alike = {
-                passage: one
-                for passage, one in found.items()
-                if one.profile in (None, profile) and base in one.by_name and one.by_name[base].refines is None
-            }
-            if _tokens(alike) > _tokens(best):
-                best = alike
-    return best
-
-
-def _tokens(found: Iterable[Passage]) -> int:
-    return sum(len(passage.ids) for passage in found)

@@ -101,6 +101,8 @@ class Offer:
     name: str
     """Display name; unique in the matrix."""
     catalog: Catalog
+    notes: tuple[str, ...] = ()
+    """What the user should know of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +304,8 @@ def build(axes: Mapping[str, Any]) -> LabMatrix:
         AssetError: An asset does not exist.
     """
     offers = tuple(_offer(item) for item in axes.get("assets") or [SHIPPED])
+    # Of a prompt of passages, an engine must compute the text between them.
+    default = "asset" if any(offer.catalog.sources for offer in offers) else "none"
     estimator = axes.get("estimator")
     if estimator is not None and not isinstance(estimator, str):
         raise UsageError(f"estimator {estimator!r}: give a name")
@@ -312,7 +316,7 @@ def build(axes: Mapping[str, Any]) -> LabMatrix:
         deadlines=tuple(_number(item, "deadlines") for item in axes.get("deadlines") or [2.0]),
         loads=tuple(None if item == "own" else _number(item, "loads") for item in axes.get("loads") or DEFAULT_LOADS),
         rtts=tuple(None if i == "own" else _number(i, "rtts") / 1000.0 for i in axes.get("rtts") or ["own"]),
-        engines=tuple(EngineSpec.parse(_text(item, "engines")) for item in axes.get("engines") or ["none"]),
+        engines=tuple(EngineSpec.parse(_text(item, "engines")) for item in axes.get("engines") or [default]),
         starts=_whole(axes.get("starts", 1), "starts"),
         per_family=None if axes.get("per_family") is None else _whole(axes["per_family"], "per_family"),
         seed=_whole(axes.get("seed", 0), "seed"),
@@ -364,13 +368,19 @@ def _offer(item: Any) -> Offer:
     if not path.exists():
         raise AssetError(f"{path}: no such asset; `kvabr encode` makes one")
     found = path / "catalog.json" if path.is_dir() else path
+    notes: list[str] = []
     if found.exists():
         catalog = Catalog.read(found)
     elif below := sorted(path.glob("*/catalog.json")):
-        catalog = prompt_of([Catalog.read(each) for each in below], EXACT)
+
+        def computed(number: int, reason: str) -> None:
+            notes.append(f"{below[number].parent} is computed: {reason}")
+
+        catalog = prompt_of([Catalog.read(each) for each in below], EXACT, refused=computed)
     else:
         raise AssetError(f"{path}: neither an asset nor a folder of passages, which would be one prompt")
-    return Offer(path.name.removesuffix(".json").removesuffix(".catalog").removesuffix(".asset"), catalog)
+    name = path.name.removesuffix(".json").removesuffix(".catalog").removesuffix(".asset")
+    return Offer(name, catalog, tuple(notes))
 
 
 def _beside(home: Path, item: Any) -> str:

@@ -35,7 +35,8 @@ def delivered_loss(catalog: Catalog, record: PlayRecord) -> float:
     if blend is None or blend.fusion_loss is None:
         return loss
     coverage = [group.track or "" for group in record.groups]
-    return loss + blend.fusion_loss - (fusion_loss(catalog, coverage) or 0.0)
+    codec = max(0.0, loss - (fusion_loss(catalog, coverage) or 0.0))
+    return (1 - blend.share) * codec + blend.fusion_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,15 @@ class BlendPlan:
         for share in shares:
             tokens = math.ceil(round(share * self._tokens, 6))
             seconds = cost.seconds(ladder.catalog.tokens - tokens, tokens) if cost is not None else 0.0
-            saved = fusion_loss(ladder.catalog, every, share)
-            self.options.append(BlendOption(share, tokens, seconds, self.options[0].fusion if saved is None else saved))
+            fusion = fusion_loss(ladder.catalog, every, share)
+            least = self.options[0].fusion if fusion is None else fusion
+            self.options.append(BlendOption(share, tokens, seconds, least))
         hulls = ladder.layered
         self._base_bytes = sum(hull[0].bytes for hull in hulls)
-        self._losses = [sum(hull[0].loss for hull in hulls)]
-        self._losses += [self._losses[0] - saved for saved in accumulate(step.saving for step in ladder.layered_steps)]
+        self._losses = [max(0.0, sum(hull[0].loss for hull in hulls) - self.options[0].fusion)]
+        self._losses += [
+            max(0.0, self._losses[0] - saved) for saved in accumulate(step.saving for step in ladder.layered_steps)
+        ]
         self._spent = [0, *accumulate(step.bytes for step in ladder.layered_steps)]
 
     @property
@@ -95,6 +99,13 @@ class BlendPlan:
     def fusion(self, coverage: Sequence[str], share: float) -> float | None:
         """Return the fusion loss of a cache, see `kvabr.types.joined.fusion_loss`."""
         return fusion_loss(self._catalog, coverage, share)
+
+    def loss(self, coverage: Sequence[str], codec: float, share: float) -> float:
+        """Return the expected loss of a cache of which a share is computed again, nats per generated token.
+
+        ``codec`` is what it is without that share, and without what joining it costs.
+        """
+        return (1 - share) * codec + (self.fusion(coverage, share) or 0.0)
 
     def reserve_s(self, left_s: float, received: int, rate: float) -> float:
         """Return the seconds before the deadline that tokens are worth more than the last layers.
@@ -112,9 +123,9 @@ class BlendPlan:
                     continue
                 codec = 0.0
             else:
-                codec = self._codec(received + rate * max(0.0, left_s - needed_s))
+                codec = self._codec(received + rate * max(0.0, left_s - needed_s), option.share)
             # Of two that are worth the same, that with more tokens: if the user names a share, it is that one.
-            worth = codec + self._worth(option)
+            worth = codec + self._worth(option, option.fusion)
             if worth < least:
                 best, least = needed_s, worth
         return best
@@ -147,20 +158,20 @@ class BlendPlan:
         """
         found, least = None, math.inf
         for option in self.options if self.tokens_left(coverage) else self.options[:1]:
-            fusion = self.fusion(coverage, option.share)
-            if codec + (fusion or 0.0) > self._goal.max_loss:
+            loss = self.loss(coverage, codec, option.share)
+            if loss > self._goal.max_loss:
                 continue
             needed_s = option.seconds + (0.0 if chosen else self.look_s) if option.tokens else 0.0
             late = MISS_PENALTY if needed_s > max(0.0, left_s) else 0.0
-            worth = self._worth(option, fusion or 0.0) + late
+            worth = self._worth(option, loss) + late
             if worth < least:
                 found, least = option, worth
         return found
 
-    def _worth(self, option: BlendOption, fusion: float | None = None) -> float:
+    def _worth(self, option: BlendOption, loss: float) -> float:
         if self._goal.share is not None:
             return -option.share * MISS_PENALTY  # the user has decided; what is late is worse than any share
-        return (option.fusion if fusion is None else fusion) + self._price * option.seconds
+        return loss + self._price * option.seconds
 
     def _shares(self) -> list[float]:
         """Return the shares to choose from: those that were measured, and the one that the user names."""
@@ -169,11 +180,14 @@ class BlendPlan:
             return _thinned(share for share in measured if share > 0)
         return _thinned({share for share in measured if 0 < share < self._goal.share} | ({self._goal.share} - {0.0}))
 
-    def _codec(self, nbytes: float) -> float:
-        """Return the least loss that the codec costs if ``nbytes`` arrive; without a whole cache, that of missing."""
+    def _codec(self, nbytes: float, share: float) -> float:
+        """Return the least loss that the codec costs if ``nbytes`` arrive; without a whole cache, that of missing.
+
+        The ``share`` of the tokens that is computed again costs nothing.
+        """
         if nbytes < self._base_bytes:
             return MISS_PENALTY + self._losses[0] * (2 - nbytes / self._base_bytes)
-        return self._losses[bisect_right(self._spent, nbytes - self._base_bytes) - 1]
+        return (1 - share) * self._losses[bisect_right(self._spent, nbytes - self._base_bytes) - 1]
 
 
 def _thinned(shares: Iterable[float]) -> list[float]:

@@ -186,8 +186,8 @@ class BlendSession(Session):
         left_s, chosen = self._full_s - now, self._blend.chosen_s is not None
         option = self._plan.best(left_s, coverage, codec, chosen=chosen)
         if option is None:
-            least = min(self._plan.fusion(coverage, one.share) or 0.0 for one in self._plan.options)
-            self._give_up(now, self._too_lossy(codec + least))
+            least = min(self._plan.loss(coverage, codec, one.share) for one in self._plan.options)
+            self._give_up(now, self._too_lossy(least))
             return
         if self._failed or (not option.tokens and not self._blend.ahead and self._ahead is None):
             self._finish(now)

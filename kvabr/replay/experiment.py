@@ -28,7 +28,7 @@ from kvabr.replay.link import (
     running_sums,
 )
 from kvabr.replay.live_bound import LiveClairvoyant
-from kvabr.replay.outcome import NO_CACHE_LOSS, PlayOutcome, rounded, run_line, shift, valued
+from kvabr.replay.outcome import NO_CACHE_LOSS, PlayOutcome, computed_whole, rounded, run_line, shift, valued
 from kvabr.replay.producer import Producer
 from kvabr.replay.simulator import LinkUse, Machine, Simulator
 from kvabr.replay.trace import Trace
@@ -95,6 +95,11 @@ class ReplayOptions:
             raise UsageError("a cache that is still being prefilled is replayed warm, alone, and without an engine")
         if self.blend is not None and (self.producer is not None or self.mode != "hole"):
             raise UsageError("a prompt joined from passages takes an engine of mode 'hole', and published passages")
+        if self.blend is not None and self.cost is None:
+            raise UsageError(
+                "a prompt of passages needs an engine, for the text before them: give its --prefill-rate, or in a "
+                "laboratory --engine asset"
+            )
 
 
 class Experiment:
@@ -422,6 +427,8 @@ class Experiment:
             ghost_bytes: bytes that came for cancelled requests.
         """
         options, record = self.options, session.record
+        if record.gave_up is not None and self.catalog.sources and options.cost is not None:
+            computed_whole(record, self.catalog, options.cost, session.view.now, self._time_for(lookup_s))
         self._count_lookup(record, lines, lookup_s)
         catalog, config, deadline_s = self.catalog, options.config, options.deadline_s
         run = run_line(catalog, config, deadline_s, trace, start_s, policy, record, bound, capacity, ghost_bytes)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvabr.player.blend_plan import delivered_loss
-from kvabr.player.session_types import PlayerConfig, PlayRecord
+from kvabr.player.session_types import BlendRecord, GroupRecord, PlayerConfig, PlayRecord
 from kvabr.replay.clairvoyant import Bound
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import LinkUse
 from kvabr.replay.trace import Trace
-from kvabr.types.catalog import Catalog
-from kvabr.types.cost import objective
+from kvabr.types.catalog import RECOMPUTED, Catalog
+from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.events import PlayEvent
 
 NO_CACHE_LOSS = 1.0
@@ -41,6 +41,23 @@ def shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) -> 
                 setattr(group, name, value + seconds)
     if lines is not None:
         lines[1:] = [replace(line, t=line.t + seconds) for line in lines[1:]]
+
+
+def computed_whole(record: PlayRecord, catalog: Catalog, cost: PrefillCost, now: float, deadline_s: float) -> None:
+    """Have the engine compute the whole prompt of a joined play that was given up at ``now``, as a client does."""
+    seconds = cost.seconds(0, catalog.tokens)
+    record.delivered_s = now + seconds
+    record.met = record.delivered_s <= deadline_s
+    record.gave_up = None
+    record.groups = [
+        GroupRecord(group, RECOMPUTED, requested_s=now, ready_s=record.delivered_s, source=RECOMPUTED)
+        for group in range(catalog.groups)
+    ]
+    record.tokens_recomputed += catalog.tokens
+    record.recompute_s += seconds
+    record.bytes_wasted = record.bytes_fetched
+    record.steps = [("compute", 0, catalog.groups)]
+    record.blend = BlendRecord(fusion_loss=0.0)
 
 
 def valued(catalog: Catalog, config: PlayerConfig, deadline_s: float, record: PlayRecord) -> tuple[float, float]:

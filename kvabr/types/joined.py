@@ -10,15 +10,17 @@ What follows the last passage is no part of it, as what follows a cached prefix 
 On every track, each group of a passage loses its part of what joining the passage costs (the fusion loss), besides what
 the codec costs. So whatever weighs groups against each other knows that computing one saves both. What the codec costs
 was measured on the text right behind the passage, with nothing else before it, so of a prompt each passage has only its
-part by length. Fusion losses add up. (Three prompts of four pieces of a text, SmolLM2-135M: by this rule FP16 should
-lose 0.018, 0.047 and 0.053 nats, and lost 0.014, 0.033 and 0.044; AC-L0 0.09 and 0.14, and lost 0.054 and 0.062. The
-plain sum of what the codec costs would be 0.31 and 0.41.)
+part by length, and of that only the part of the tokens that are not computed again. Fusion losses add up. (Three
+prompts of four pieces of a text, SmolLM2-135M: by this rule FP16 should lose 0.018, 0.047 and 0.053 nats, and lost
+0.014, 0.033 and 0.044; AC-L0 0.09 and 0.14, and lost 0.054 and 0.062. The plain sum of what the codec costs would be
+0.31 and 0.41.)
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,6 +34,10 @@ from kvabr.types.units import COMPUTED, Unit
 
 _NO_BYTES = 1
 """Size on every track of a group that has none: sizes are positive, and one byte weighs nothing."""
+_UNLIKE = (
+    "it has no track, or another codec profile, in common with most of this prompt's passages; publish it as they are"
+)
+_NOT_MEASURED = "what joining it costs was not measured; publish it anew with its fusion losses, or set max_loss=inf"
 
 
 class Joined(NamedTuple):
@@ -45,6 +51,27 @@ class Joined(NamedTuple):
     """What its publisher says of it."""
     groups: range
     """Its groups in the joined catalog."""
+
+
+def joinable(
+    found: Mapping[Passage, Catalog], max_loss: float, refused: Callable[[Passage, str], None] = lambda *_: None
+) -> dict[Passage, Catalog]:
+    """Return the passages that may be joined with each other; ``refused`` is told why others may not.
+
+    It must be known what joining one costs, unless any loss is accepted (``max_loss``), and they must have enough in
+    common for one play (`_alike`).
+    """
+    measured = {}
+    for passage, catalog in found.items():
+        if math.isinf(max_loss) or (catalog.passage is not None and catalog.passage.fusion):
+            measured[passage] = catalog
+        else:
+            refused(passage, _NOT_MEASURED)
+    usable = _alike(measured)
+    for passage in measured:
+        if passage not in usable:
+            refused(passage, _UNLIKE)
+    return usable
 
 
 def join(
@@ -153,6 +180,30 @@ def fusion_loss(catalog: Catalog, coverage: Sequence[str], share: float = 0.0) -
     return total
 
 
+def _alike(found: Mapping[Passage, Catalog]) -> dict[Passage, Catalog]:
+    """Return the passages that can be played together, as many tokens of them as possible.
+
+    A play decodes with one profile, and its base is one track that all passages have.
+    """
+    best: dict[Passage, Catalog] = {}
+    profiles = dict.fromkeys(one.profile for one in found.values())
+    bases = dict.fromkeys(track.name for one in found.values() for track in one.tracks if track.refines is None)
+    for profile in profiles:
+        for base in bases:
+            alike = {
+                passage: one
+                for passage, one in found.items()
+                if one.profile in (None, profile) and base in one.by_name and one.by_name[base].refines is None
+            }
+            if _tokens(alike) > _tokens(best):
+                best = alike
+    return best
+
+
+def _tokens(found: Iterable[Passage]) -> int:
+    return sum(len(passage.ids) for passage in found)
+
+
 def _common(units: Sequence[Unit], sources: Sequence[Catalog], share: float) -> tuple[Track, ...]:
     """Return the tracks that all passages have, with what each group is on them, and what joining it costs."""
     whole = sum(one.tokens for one in sources)
@@ -170,7 +221,7 @@ def _common(units: Sequence[Unit], sources: Sequence[Catalog], share: float) -> 
             if unit.source == COMPUTED
             else (
                 every[unit.source].bytes[unit.group],
-                every[unit.source].loss[unit.group] * parts[unit.source]
+                every[unit.source].loss[unit.group] * parts[unit.source] * (1 - share)
                 + fusion[unit.source] * unit.tokens / sources[unit.source].tokens,
                 every[unit.source].digests[unit.group],
             )

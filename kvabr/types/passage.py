@@ -17,6 +17,7 @@ import binascii
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 from kvabr.types.errors import FormatError, UsageError
@@ -146,14 +147,15 @@ class PassageNotes:
     def fusion_loss(self, share: float) -> float | None:
         """Return the expected fusion loss if a share of the tokens is computed again; None if none was measured.
 
-        Between two shares that were measured it is interpolated; below the lowest and above the highest, it is theirs.
+        Between two shares that were measured it is interpolated, and above the highest to 0 at all tokens; below the
+        lowest, it is that one's.
         """
         if not self.fusion:
             return None
-        for one, other in pairwise(self.fusion):
+        for one, other in pairwise((*self.fusion, (1.0, 0.0))):
             if share < other[0]:
                 return one[1] + max(0.0, (share - one[0]) / (other[0] - one[0])) * (other[1] - one[1])
-        return self.fusion[-1][1]
+        return self.fusion[-1][1] if self.fusion[-1][0] == 1 else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; `read_notes` reads them back."""
@@ -189,8 +191,8 @@ def read_notes(pieces: JsonPieces) -> PassageNotes:
 
 def _ids(ids: Iterable[int]) -> tuple[int, ...]:
     try:
-        found = tuple(map(int, ids))
-    except (TypeError, ValueError) as error:
+        found = tuple(map(index, ids))
+    except TypeError as error:
         raise UsageError(f"token ids are whole numbers: {error}") from error
     if not found:
         raise UsageError("a part of a prompt needs at least one token")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
 from kvabr.cli.main import main
+from kvabr.lab.matrix import build
 from kvabr.player.blend_plan import BlendPlan
 from kvabr.player.session_types import BlendGoal, PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
@@ -16,7 +18,7 @@ from kvabr.replay.report.timeline import computations
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.events import TokensChosen, TokensDone, TokensStarted
-from kvabr.types.joined import at_share, fusion_loss
+from kvabr.types.joined import at_share, fusion_loss, joined_passages
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import PassageNotes
 from tests import assets
@@ -123,7 +125,9 @@ def test_a_bound_knows_what_every_share_loses():
                 prompt.track("Int4").loss, at_share(prompt, option.share).track("Int4").loss, strict=True
             )
         ]
-        assert sum(saved) == pytest.approx(fusion_loss(prompt, every) - option.fusion)
+        joins = fusion_loss(prompt, every)
+        codec = sum(prompt.track("Int4").loss) - joins
+        assert sum(saved) == pytest.approx(joins - option.fusion + option.share * codec)
     alone = [
         Experiment(
             prompt, ReplayOptions(2.0, 0.05, 0.4, COST, config=DEAR, blend=BlendGoal(share, 20 if share else 0))
@@ -132,6 +136,39 @@ def test_a_bound_knows_what_every_share_loses():
     ]
     free = experiment.prepare(world("steady", [1e6]), 0.0)[2]
     assert free.objective == pytest.approx(min(bound.objective for bound in alone))
+
+
+def test_passages_that_a_player_would_not_join_are_computed():
+    told = []
+    catalogs = [passage(1, 4), passage(2, 3, fusion=()), passage(3, 4)]
+    prompt = prompt_of(catalogs, 30, refused=lambda number, reason: told.append((number, reason)))
+    assert [(number, "not measured" in reason) for number, reason in told] == [(1, True)]
+    assert len(joined_passages(prompt)) == 2
+    assert prompt.tokens == prompt_of(catalogs, 30, math.inf).tokens
+    played = Experiment(prompt, ReplayOptions(2.0, 0.02, None, COST, blend=BlendGoal(None, 20))).play(
+        world("steady", [1e6]), 0.0, "anytime"
+    )
+    assert [group.track for group in played.record.groups].count("recomputed") >= 2
+    with pytest.raises(UsageError, match="none of these passages can be joined: what joining it costs"):
+        prompt_of([passage(1, 3, fusion=())], 30)
+
+
+@pytest.mark.parametrize(("deadline_s", "met"), [(5.0, True), (0.5, False)])
+def test_a_prompt_that_would_lose_too_much_is_computed(deadline_s, met):
+    prompt = joined()
+    options = ReplayOptions(deadline_s, 0.02, None, COST, blend=BlendGoal(None, 20, 0.0))
+    played = Experiment(prompt, options).play(world("steady", [1e6]), 0.0, "anytime")
+    assert (played.run["gave_up"], played.run["loss"], played.run["met"]) == (None, 0.0, met)
+    assert played.run["ttft_s"] == pytest.approx(COST.seconds(0, prompt.tokens), abs=1e-6)
+    assert played.run["tokens_recomputed"] == prompt.tokens
+    assert played.run["regret"] >= -1e-9 or not played.run["feasible"]
+
+
+def test_computed_tokens_lose_nothing():
+    # At a share of 1 nothing of the codec and nothing of the joining is left.
+    options = ReplayOptions(20.0, 0.02, None, COST, config=DEAR, blend=BlendGoal(1.0, 20))
+    played = Experiment(joined(), options).play(world("steady", [1e6]), 0.0, "anytime")
+    assert (played.run["share"], played.run["loss"]) == (1.0, 0.0)
 
 
 def test_a_publisher_cannot_make_a_play_weigh_thousands_of_shares():
@@ -177,6 +214,8 @@ def test_what_is_no_prompt_of_passages_is_refused():
     foreign = replace(other, spec=replace(other.spec, model="another"))
     with pytest.raises(UsageError, match="not one prompt"):
         prompt_of([passage(1, 3), foreign], 30)
+    with pytest.raises(UsageError, match="needs an engine"):
+        ReplayOptions(2.0, blend=BlendGoal(None, 20))
     with pytest.raises(UsageError, match="mode 'hole'"):
         ReplayOptions(2.0, cost=COST, mode="suffix", blend=BlendGoal(None, 20))
 
@@ -216,12 +255,18 @@ def test_the_command_replays_a_prompt_of_passages(passages, tmp_path, capsys):
     assert "--passages" in capsys.readouterr().err
 
 
-def test_the_laboratory_plays_a_folder_of_passages(passages, tmp_path):
+def test_the_laboratory_plays_a_folder_of_passages(passages, tmp_path, capsys):
     trace = tmp_path / "link.csv"
     trace.write_text("t_s,mbps\n" + "".join(f"{second},{8 + second % 5}\n" for second in range(30)))
     out = tmp_path / "lab"
     how = ["lab", str(trace), "--asset", str(passages), "--engine", "2x", "--policy", "anytime", "--load", "0.3", "1"]
     assert main([*how, "--out", str(out), "--jobs", "1"]) == 0
     assert main([*how, "--out", str(out), "--jobs", "1"]) == 0
+    # An engine must compute the text before them.
+    assert main([*how[:4], "--engine", "none", "--out", str(tmp_path / "none")]) == 2
+    assert "--engine asset" in capsys.readouterr().err
+    assert build({"traces": [str(trace)], "assets": [str(passages)], "engines": ["2x"]}).offers[0].notes == ()
+    with pytest.raises(UsageError, match="engine 'asset'"):  # which is the default, and was not measured here
+        build({"traces": [str(trace)], "assets": [str(passages)]})
     (tmp_path / "empty").mkdir()
     assert main(["lab", str(trace), "--asset", str(tmp_path / "empty"), "--out", str(out)]) != 0

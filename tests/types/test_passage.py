@@ -3,7 +3,9 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -192,20 +194,23 @@ def test_a_passage_is_not_played_while_it_is_prefilled():
 
 
 @pytest.mark.parametrize(
-    ("share", "loss"), [(0.0, 0.152), (0.075, 0.116), (0.15, 0.08), (0.225, 0.064), (0.3, 0.048), (1.0, 0.048)]
+    ("share", "loss"),
+    [(0.0, 0.152), (0.075, 0.116), (0.15, 0.08), (0.225, 0.064), (0.3, 0.048), (0.65, 0.024), (1.0, 0.0)],
 )
 def test_fusion_losses_are_interpolated(share, loss):
     assert NOTES.fusion_loss(share) == pytest.approx(loss)
-    assert replace(NOTES, fusion=((0.2, 0.1),)).fusion_loss(share) == 0.1
+    assert replace(NOTES, fusion=((0.2, 0.1),)).fusion_loss(share) == pytest.approx(min(0.1, (1 - share) / 8))
+    assert replace(NOTES, fusion=((0.2, 0.1), (1.0, 0.01))).fusion_loss(1.0) == 0.01
     assert replace(NOTES, fusion=()).fusion_loss(share) is None
 
 
 def test_parts_of_a_prompt_are_checked():
     parts = [Exact([1, 2]), Passage(range(3))]
     assert check_parts(parts) == (Exact((1, 2)), Passage((0, 1, 2)))
-    for wrong in (lambda: Exact(()), lambda: Passage((-1,)), lambda: Passage((1 << 32,))):
-        with pytest.raises(UsageError):
-            wrong()
+    for wrong in ((), (-1,), (1 << 32,), (1.5, 2.0), "12", 7):
+        with pytest.raises(UsageError, match="token"):
+            Exact(wrong)
+    assert Passage(np.arange(3)).ids == Passage(torch.arange(3)).ids == (0, 1, 2)
     for wrong in ([], [(1, 2)], [Exact((1,))] * 5000):
         with pytest.raises(UsageError, match="parts"):
             check_parts(wrong)
