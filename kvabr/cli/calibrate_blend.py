@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.store.files import write_text
 
     unfit = [name for name in _OF_PROFILES if getattr(args, name) is not None]
-    if unfit := unfit + ["step_scale"] * (args.step_scale != 1):
+    if unfit := unfit + ["step_scale"] * (args.step_scale != 1) + ["gain"] * args.gain:
         raise UsageError(
             f"--{unfit[0].replace('_', '-')} is for profiles, and --blend makes none: leave one of them out"
         )

@@ -160,6 +160,8 @@ def run(args: argparse.Namespace) -> int:
     out.print(track_table(catalog, f"{catalog.spec.model}: {catalog.tokens} tokens in {catalog.groups} groups"))
     if catalog.mixes:
         out.print(mix_table(catalog))
+    if catalog.passage is not None:
+        plain(*encode_passage.told(catalog.passage))
     plain(*unusual, f"asset: {writer.location} ({seconds:.0f} s)")
     return 0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvabr.types.errors import UsageError
+from kvabr.types.passage import MAX_CONTEXTS
 
 if TYPE_CHECKING:
     import torch
@@ -52,14 +53,23 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError("--contexts, --alone and --behind are for passages: add --passage")
     if args.fusion is not None and not args.passage:
         raise UsageError("--fusion is for passages: add --passage")
-    if args.contexts is not None and args.contexts < 1:
-        raise UsageError("--contexts must be at least 1")
+    if args.contexts is not None and not 1 <= args.contexts <= MAX_CONTEXTS:
+        raise UsageError(f"--contexts must be 1 to {MAX_CONTEXTS}")
     if args.fusion is not None:
         from kvabr.publish.fusion import FusionLosses
 
         FusionLosses.read(args.fusion).check_base(*_base(args))
     if args.passage and args.snapshots_every is not None:
         raise UsageError("--snapshots-every: a model with recurrent states can have no passages")
+
+
+def told(notes: PassageNotes) -> list[str]:
+    """Return what the user is to know of a published passage."""
+    if not notes.fusion:
+        more = f"--fusion, or a text that goes on for --continuation {_QUESTION + 2} tokens or more"
+        return [f"what joining it costs was not measured, so players compute it: give {more}"]
+    losses = ", ".join(f"{loss:.4f} with {share:.0%}" for share, loss in notes.fusion)
+    return [f"what joining it costs, nats per token, by the share of its tokens computed again: {losses}"]
 
 
 def _base(args: argparse.Namespace) -> tuple[str, int]:

@@ -88,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
         result["bad"] = bad
     write_json(args.json, result)
     if bad:
-        raise FormatError(f"{args.asset}: {len(bad)} parts are missing or damaged; encode or copy the asset again")
+        raise FormatError(
+            f"{args.asset}: {len(bad)} parts cannot be read, as said above; encode or copy the asset again"
+        )
     return 0
 
 
@@ -161,6 +163,8 @@ def _head(catalog: Catalog) -> None:
 def _passage_lines(notes: PassageNotes) -> list[str]:
     contexts = f" over {notes.contexts} contexts" if notes.contexts else ""
     lines = [f"a passage, to be played anywhere in a prompt; its cache was computed: {notes.base}{contexts}"]
+    if not notes.fusion:
+        lines.append("what joining it costs was not measured: players compute it, unless their max_loss is infinite")
     for share, loss in notes.fusion:
         lines.append(f"fusion loss with {share:.0%} of its tokens computed again: {loss:.4f} nats per token")
     if notes.method:

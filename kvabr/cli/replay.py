@@ -360,6 +360,8 @@ def _check_live(args: argparse.Namespace) -> None:
     given = [name for name in ("quic", "loss") if getattr(args, name) is not None]
     if given and not args.live:
         raise UsageError(f"--{given[0]} is about a real transport: it needs --live")
+    if args.live and args.passages is not None:
+        raise UsageError("--passages is for simulations: a real play has an asset's groups")
     if args.live and (args.asset is None or Path(args.asset).is_file()):
         raise UsageError("--live plays real bytes: `kvabr encode` makes an asset, --asset names its folder")
     for name in ("rivals", "one_connection", "codel"):

@@ -151,7 +151,10 @@ def _announce(server: Server, library: PublishedAssets, setup: serving.ServerSet
         log.warning("certificate expires soon", days=left, hint="renew it; the new one is used at once")
     everyone = "who can reach this address may read every asset; --grants limits that" if args.grants is None else None
     url = setup.announce(server, "serving", everyone, assets=len(assets), left_out=library.damaged)
-    if assets:
-        line = setup.fetch_line(url, assets[0].catalog.namespace, token=args.grants is not None)
-        print(f"fetch from it, for instance {assets[0].name}: {line}")
+    whole = next((asset for asset in assets if asset.catalog.passage is None), None)
+    if whole is not None:
+        line = setup.fetch_line(url, whole.catalog.namespace, token=args.grants is not None)
+        print(f"fetch from it, for instance {whole.name}: {line}")
+    elif assets:
+        print(f"it has passages alone, for programs: Client({url!r}).play(parts=[...])")
     sys.stdout.flush()

@@ -290,15 +290,19 @@ def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str
 
 
 def check_tokens(catalog: Catalog, tokens: Sequence[int], salt: bytes) -> None:
-    """Raise `UsageError` unless the tokens are those of an asset."""
+    """Raise `UsageError` unless the tokens are those of an asset, and it is no passage."""
     spec, name = catalog.spec, catalog.namespace
+    if catalog.passage is not None:
+        raise UsageError(f"{name.prompt[:12]}... is a passage, which is played as a part of a prompt")
     ours = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
     if len(tokens) != catalog.tokens or shared_groups(catalog, tokens, ours) < len(catalog.chunks):
         raise UsageError(f"the tokens given are not those of {name.model}/{name.prompt}")
 
 
-def playable(catalog: Catalog, *, profile: bool) -> Catalog:
+def playable(catalog: Catalog, *, profile: bool, why: str = "") -> Catalog:
     """Return the catalog with only the tracks that can be decoded here, with its codec profile or without.
+
+    ``why`` says why there is no profile.
 
     Raises:
         FormatError: there is no such track.
@@ -313,8 +317,10 @@ def playable(catalog: Catalog, *, profile: bool) -> Catalog:
             tracks.add(track.name)
     if not tracks:
         have = ", ".join(catalog.by_name)
-        why = "" if profile else " without its codec profile"
-        raise FormatError(f"none of the asset's tracks ({have}) can be decoded here{why}; is a codec plug-in missing?")
+        if profile:
+            raise FormatError(f"none of the asset's tracks ({have}) can be decoded here; is a codec plug-in missing?")
+        reason = f": {why}" if why else ""
+        raise FormatError(f"none of the asset's tracks ({have}) can be decoded here without its codec profile{reason}")
     return catalog.with_tracks(tracks)
 
 

@@ -91,8 +91,8 @@ class PlayOptions:
         # Raise for unknown names and prices here, before anything is asked of the network.
         PlayerConfig(gpu_price=self.gpu_price, time_price=self.time_price)
         BlendGoal(max_loss=self.max_loss)
-        if self.selector != DEFAULT_SELECTOR:
-            load_selector(self.selector)
+        if self.selector != DEFAULT_SELECTOR and "exact" in load_selector(self.selector)().needs:
+            raise UsageError(f"selector {self.selector} needs the exact cache, which no play has: it is for benches")
         load_policy(self.policy)
         if self.estimator is not None:
             load_estimator(self.estimator)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 
 from kvabr.blend.selectors import load_selector
@@ -161,6 +161,8 @@ def _question(
     last: Part, engine: Engine, options: PlayOptions, question: Sequence[int] | None, share: float | None
 ) -> tuple[int, ...]:
     """Return the question of a prompt that ends with a part; empty: no tokens are computed again."""
+    if question is not None and not isinstance(question, Sized):
+        raise UsageError("the question is a sequence of token ids")
     if question is not None and not len(question):
         raise UsageError("the question is empty; leave it out to take the text that ends the prompt")
     able = isinstance(engine, BlendEngine)

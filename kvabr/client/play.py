@@ -112,8 +112,8 @@ class Play:
             UsageError: everything is skipped.
         """
         catalog = found.catalog.to_play
-        profile = await self._profile_of(catalog)
-        catalog = playable(catalog, profile=profile is not None or catalog.profile is None)
+        profile, why = await self._profile_of(catalog)
+        catalog = playable(catalog, profile=profile is not None or catalog.profile is None, why=why)
         whole = catalog.tokens
         if behind is not None and self.cost is not None:
             left_s = self.clock.left() - guard_s(self.clock.deadline_s)
@@ -135,17 +135,19 @@ class Play:
             raise PlayError(f"no cache after {self.clock.now():.2f} s: its catalog was only just there") from error
         return Prepared(ladder, profile, found.sha256, found.limited_by, whole - catalog.tokens, growing)
 
-    async def _profile_of(self, catalog: Catalog) -> Profile | None:
-        """Return the codec profile of an asset if it needs one, fetching it pays, and time allows."""
+    async def _profile_of(self, catalog: Catalog) -> tuple[Profile | None, str]:
+        """Return the codec profile of an asset if it needs one, fetching it pays, and time allows; else why not."""
         if catalog.profile is None:
-            return None
+            return None, "it has none"
+        if not self.profiles.has(catalog) and not pays(catalog):
+            return None, "fetching it does not pay"
         try:
-            if self.profiles.has(catalog) or pays(catalog):
-                async with asyncio.timeout(max(0.0, _PROFILE_SHARE * self.clock.left())):
-                    return await self.profiles.fetch(self.connection, catalog)
+            async with asyncio.timeout(max(0.0, _PROFILE_SHARE * self.clock.left())):
+                return await self.profiles.fetch(self.connection, catalog), ""
         except (TransportError, FormatError, TimeoutError) as error:
-            self.options.note(ProfileFailed(self.clock.now(), str(error) or "it did not come in time"))
-        return None
+            why = str(error) or "it did not come in time"
+            self.options.note(ProfileFailed(self.clock.now(), why))
+        return None, why
 
     async def whole(self, prepared: Prepared, prompt: PassagePrompt | None = None) -> Played:
         """Play the whole cache, of a prompt in parts if one is given; errors as `AsyncClient.play`."""

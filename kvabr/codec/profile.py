@@ -97,7 +97,7 @@ class Profile(ABC):
         """Raise a `ForeignError` unless the profile fits a cache of this spec. The group size does not matter."""
         if spec is not self.spec and not spec.same_cache(self.spec):
             raise ForeignError(
-                f"this profile was calibrated for {_title(self.spec)}, the cache is of {_title(spec)}; "
+                f"this profile was calibrated for {self.spec.title}, the cache is of {spec.title}; "
                 "use that model's profile, or make one with `kvabr calibrate`"
             )
 
@@ -239,7 +239,7 @@ class ModelProfile(Profile):
 
     def __post_init__(self) -> None:
         if len(self.classes) != len(self.spec.parts) or len(self.classes) < 2:
-            raise FormatError(f"profile: {len(self.classes)} classes of {_title(self.spec)}")
+            raise FormatError(f"profile: {len(self.classes)} classes of {self.spec.title}")
         for profile, part in zip(self.classes, self.spec.parts, strict=True):
             profile.check(part)
 
@@ -248,7 +248,7 @@ class ModelProfile(Profile):
         for profile in self.classes:
             if spec is profile.spec or spec.same_cache(profile.spec):
                 return profile
-        raise ForeignError(f"this profile was calibrated for {_title(self.spec)}, which has no {_title(spec)}")
+        raise ForeignError(f"this profile was calibrated for {self.spec.title}, which has no {spec.title}")
 
     @property
     def tracks(self) -> tuple[str, ...]:
@@ -284,7 +284,7 @@ def joined(spec: KVSpec, classes: Sequence[ClassProfile], seen: Seen | None = No
 def _unpacked_parts(spec: KVSpec, listed: Mapping[str, Any], arrays: _Arrays) -> tuple[ClassProfile, ...]:
     """Remove the arrays of all classes from ``arrays``, and return what they and the facts mean."""
     if set(listed) != set(spec.names):
-        raise FormatError(f"profile: classes {', '.join(sorted(map(str, listed))[:16])} of {_title(spec)}")
+        raise FormatError(f"profile: classes {', '.join(sorted(map(str, listed))[:16])} of {spec.title}")
     profiles = []
     for name, part in zip(spec.names, spec.parts, strict=True):
         own = {key: arrays.pop(key) for key in list(arrays) if key.startswith(f"{name}/")}
@@ -321,17 +321,6 @@ def _unpacked(spec: KVSpec, facts: Mapping[str, Any], arrays: _Arrays) -> ClassP
     }
     copies = _number(facts["copies"], _MOST_COPIES) if "copies" in facts else None
     return ClassProfile(spec, facts["sinks"], transform, depths, copies)
-
-
-def _title(spec: KVSpec) -> str:
-    if len(spec.classes) > 1:
-        return f"{spec.model} ({spec.summary})"
-    of = "" if spec.part_of is None else f"the class {spec.part_of[1]} of "
-    rope, turned = spec.rope, "no rotary embedding"
-    if rope is not None:
-        scaled = "" if rope.frequencies is None else f", scaled down to {min(rope.frequencies):g} a token"
-        turned = f"a rotary embedding of base {rope.theta:g}{scaled}"
-    return f"{of}{spec.model} ({spec.summary}, {turned})"
 
 
 def _matrices(arrays: _Arrays, name: str) -> Matrices:

@@ -51,8 +51,8 @@ class BlendGoal:
     """Expected loss, nats per generated token, above which the play is given up: the prompt is to be computed."""
 
     def __post_init__(self) -> None:
-        if self.share is not None and not 0 <= self.share <= 1:
-            raise UsageError(f"a share of {self.share:g} of the passages' tokens; give 0 to 1")
+        if self.share is not None and not (isinstance(self.share, int | float) and 0 <= self.share <= 1):
+            raise UsageError(f"a share of {self.share} of the passages' tokens; give 0 to 1")
         if self.share and not self.question:
             raise UsageError("to choose the tokens that are computed again takes a question of at least one token")
         if not self.max_loss >= 0:

@@ -154,8 +154,8 @@ def _check_room(engine: CalibrationEngine, cuts: Sequence[Sequence[int]]) -> Non
     free = shutil.disk_usage(folder).free
     if wanted > free:
         raise AssetError(
-            f"{folder}: {free / 1e9:.1f} GB are free, but the caches of {len(cuts)} contexts take {wanted / 1e9:.1f} "
-            "GB there; set TMPDIR to a folder with more room, or give fewer --contexts"
+            f"{folder}: {free / 1e6:,.0f} MB are free, but the caches of {len(cuts)} contexts take {wanted / 1e6:,.0f} "
+            "MB there; set TMPDIR to a folder with more room, or give fewer --contexts"
         )
 
 

@@ -42,8 +42,8 @@ class FusionLosses:
         """Return these losses; raise `ForeignError` if they are of another model than that with ``spec``."""
         if not self.spec.same_cache(spec):
             raise ForeignError(
-                f"these fusion losses were measured with {self.spec.model} ({self.spec.summary}), the passage is of "
-                f"{spec.model} ({spec.summary}); measure them with `kvabr calibrate --blend`"
+                f"these fusion losses were measured with {self.spec.title}, the passage is of {spec.title}; measure "
+                "them with `kvabr calibrate --blend`"
             )
         return self
 
@@ -107,4 +107,4 @@ def _measuring(base: str, contexts: int) -> str:
 
 
 def _said(base: str, contexts: int) -> str:
-    return f"the mean over {contexts} contexts" if base == "mean" else base
+    return {"mean": f"the mean over {contexts} contexts", "behind": "one behind another text"}.get(base, base)

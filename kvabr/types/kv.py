@@ -180,6 +180,18 @@ class KVSpec:
             for name, each in told
         )
 
+    @property
+    def title(self) -> str:
+        """The model with its summary and, of one class, how keys are rotated, in words."""
+        if len(self.classes) > 1:
+            return f"{self.model} ({self.summary})"
+        of = "" if self.part_of is None else f"the class {self.part_of[1]} of "
+        rope, turned = self.only.rope, "no rotary embedding"
+        if rope is not None:
+            scaled = "" if rope.frequencies is None else f", scaled down to {min(rope.frequencies):g} a token"
+            turned = f"a rotary embedding of base {rope.theta:g}{scaled}"
+        return f"{of}{self.model} ({self.summary}, {turned})"
+
     def changed(self, **fields: Any) -> KVSpec:
         """Return this spec with other fields of its only class, see `LayerClass`."""
         return replace(self, classes=(replace(self.only, **fields),))

@@ -29,7 +29,8 @@ MAX_PASSAGE_TOKENS = 1 << 17
 """Maximum tokens of a passage: a longer text is several of them."""
 MAX_PARTS = 4096
 """Maximum parts of a prompt."""
-_MAX_CONTEXTS = 1 << 16
+MAX_CONTEXTS = 1 << 16
+"""Maximum contexts of a mean."""
 _MAX_FUSION = 64
 _MAX_FUSION_LOSS = 1e6
 _MAX_BASE, _MAX_METHOD = 256, 4096
@@ -121,8 +122,8 @@ class PassageNotes:
     def __post_init__(self) -> None:
         if not isinstance(self.base, str) or not 0 < len(self.base) <= _MAX_BASE:
             raise FormatError(f"passage: its base must be named in 1 to {_MAX_BASE} characters")
-        if type(self.contexts) is not int or not 0 <= self.contexts <= _MAX_CONTEXTS:
-            raise FormatError(f"passage: {str(self.contexts)[:40]} contexts, not 0 to {_MAX_CONTEXTS}")
+        if type(self.contexts) is not int or not 0 <= self.contexts <= MAX_CONTEXTS:
+            raise FormatError(f"passage: {str(self.contexts)[:40]} contexts, not 0 to {MAX_CONTEXTS}")
         if not isinstance(self.method, str) or len(self.method) > _MAX_METHOD:
             raise FormatError(f"passage: its method must be told in at most {_MAX_METHOD} characters")
         if len(self.order) > MAX_PASSAGE_TOKENS:

@@ -70,7 +70,7 @@ def test_inspect_check_names_every_bad_part(toy, capsys):
     assert "Int4/00001.kvg: missing" in captured.out
     assert "this is group 0 of FP16, not group 2 of FP16" in captured.out
     assert "prompt.json" in captured.out
-    assert "3 parts are missing or damaged" in captured.err
+    assert "3 parts cannot be read" in captured.err
 
 
 def test_inspect_of_nothing(tmp_path, capsys):
@@ -268,7 +268,8 @@ def test_a_passage_is_encoded_and_inspected(tmp_path, capsys):
     [
         (("--alone",), "add --passage"),
         (("--contexts", 3), "add --passage"),
-        (("--passage", "--contexts", 0), "at least 1"),
+        (("--passage", "--contexts", 0), "1 to 65536"),
+        (("--passage", "--contexts", 100_000), "1 to 65536"),
         (("--passage", "--snapshots-every", 128), "recurrent states"),
         (("--fusion", "f.json"), "add --passage"),
     ],
@@ -349,6 +350,7 @@ def test_so_are_those_of_passages_that_are_no_means(tmp_path, monkeypatch, base,
         (("calibrate", "--blend", "--contexts", 3), "--contexts is for profiles"),
         (("calibrate", "--blend", "--target-kl", 0.1), "--target-kl is for profiles"),
         (("calibrate", "--blend", "--step-scale", 2), "--step-scale is for profiles"),
+        (("calibrate", "--blend", "--gain"), "--gain is for profiles"),
         (("calibrate", "--blend", "--load", "layers"), "--load layers is for profiles"),
     ],
 )
@@ -381,7 +383,7 @@ def test_a_model_with_windows_has_no_passages_and_the_reason_is_told_once(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_passage_may_be_shorter_than_a_group_and_a_token_long(tmp_path):
+def test_a_passage_may_be_shorter_than_a_group_and_a_token_long(tmp_path, capsys):
     model, text = tinymodels.save(tmp_path / "model"), tmp_path / "text.txt"
     text.write_text("Some words about a passage that may be used anywhere. " * 8)
     for tokens in (1, 5):
@@ -391,3 +393,8 @@ def test_a_passage_may_be_shorter_than_a_group_and_a_token_long(tmp_path):
         catalog = FolderAsset.open(out).catalog
         assert (catalog.tokens, catalog.groups, len(catalog.passage.order)) == (tokens, 1, tokens)
         assert len(catalog.passage.fusion) == 4
+        assert "what joining it costs, nats per token" in capsys.readouterr().out
+    assert kvabr(*words, "--continuation", 17, "--contexts", 1, "--tracks", "FP16", "--out", tmp_path / "unknown") == 0
+    assert "was not measured, so players compute it: give --fusion" in capsys.readouterr().out
+    assert kvabr("inspect", tmp_path / "unknown") == 0
+    assert "was not measured: players compute it" in capsys.readouterr().out

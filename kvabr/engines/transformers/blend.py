@@ -25,7 +25,7 @@ from kvabr.engines.adapters import require
 from kvabr.engines.transformers.cache import is_plain
 from kvabr.engines.transformers.engine import CHUNK, TransformersEngine
 from kvabr.types.engine import AttentionReduction
-from kvabr.types.errors import ModelError
+from kvabr.types.errors import ModelError, UsageError
 from kvabr.types.kv import KVSpec
 
 _MASKED = ("sdpa", "eager")
@@ -37,7 +37,11 @@ def blend_engine(engine: TransformersEngine) -> TransformersBlendEngine:
 
     Raises:
         ModelError: the model's cache cannot be joined from passages; the message says why.
+        UsageError: this is no engine.
     """
+    if not isinstance(engine, TransformersEngine):
+        given = type(engine).__name__
+        raise UsageError(f"blend_engine takes a TransformersEngine (a loaded model's .engine), not {given}")
     return TransformersBlendEngine(engine.model, engine.spec, context=engine.context)
 
 
