@@ -226,8 +226,10 @@ static void tile(const Analysis *a, const Group *g, const Analysed *out, uint32_
     }
     if (a->size) {
         for (uint32_t panel = 0; panel < panels_of(tokens); panel++)
-            for (uint32_t k = 0; k < a->size; k++)
-                EACH(t) room->across[((size_t)panel * a->size + k) * WIDE + t] *= a->stack.columns[k];
+            for (uint32_t k = 0; k < a->size; k++) {
+                float *to = room->across + ((size_t)panel * a->size + k) * WIDE, by = a->stack.columns[k];
+                EACH(t) to[t] *= by;
+            }
         p.split = 0;
         p.rows = out->rows + first;
         product(&a->stack, a->size, room->across, room->words, &p);

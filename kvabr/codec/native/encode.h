@@ -1,6 +1,6 @@
 /* The encoder. rANS encodes the last symbol first, so that the decoder reads them first to last. The same for every path,
  * compiled with each; a path that defines VECTOR_ENCODER provides its own put_row, put_flags, quantised, permuted
- * and refer.
+ * and refer, and one that defines QUICK_ROWS its own quick_row.
  */
 #include "near.h"
 
@@ -15,19 +15,17 @@ typedef struct Writer {
 /* The order in which the tokens of a tile are coded. */
 typedef struct Order {
     uint16_t place[TILE] __attribute__((aligned(64)));
-    uint8_t step[2][TILE / 8]; /* a bit for each token: coded in the first step, in the second */
-    int ascending;             /* in both; and the tile is made of eights */
+    /* For each 16 tokens: where in them a place's token is; 0x80 if elsewhere, or if its indices are all 0. */
+    uint8_t shuffle[TILE / 16][TILE] __attribute__((aligned(64)));
 } Order;
 
-static void fill_order(Order *order, const uint8_t *place, uint32_t tokens) {
-    memset(order, 0, sizeof *order);
-    order->ascending = tokens % 8 == 0;
+static void fill_order(Order *order, const uint8_t *place, const int16_t *keep, uint32_t tokens) {
+    memset(order->place, 0, sizeof order->place);
+    memset(order->shuffle, 0x80, sizeof order->shuffle);
     for (uint32_t t = 0; t < tokens; t++) {
-        uint8_t here = place[t], bit = (uint8_t)(1 << here % 8);
-        order->place[t] = here;
-        order->ascending &= t % LANES == 0 || place[t - 1] < here;
-        order->ascending &= !((order->step[0][here / 8] | order->step[1][here / 8]) & bit);
-        order->step[t / LANES][here / 8] |= bit;
+        uint8_t token = order->place[t] = place ? place[t] : (uint8_t)t;
+        if (!keep || keep[token])
+            order->shuffle[token / 16][t] = token % 16;
     }
 }
 
@@ -193,10 +191,28 @@ static int conditioned(const int16_t *index, const int16_t *below, uint32_t toke
     return any != 0;
 }
 
+#ifndef QUICK_ROWS
+static int quick_row(const float *row, const Order *order, float by, uint32_t tokens, int refines, int16_t *own, int16_t *lower,
+                     int16_t *value, uint8_t *context, int *under) {
+    (void)row, (void)order, (void)by, (void)tokens, (void)refines, (void)own, (void)lower, (void)value, (void)context, (void)under;
+    return -1;
+}
+#endif
+
+/* Whether indices below are those of the row divided by three and rounded, but for a relative error of 2^-21; then rows may
+ * be quick. */
+static int nested(const Indices *from, int refines) {
+    const Quantiser *q = &from->own, *l = &from->lower;
+    double apart = (double)l->step - 3 * (double)q->step, most = (double)l->step / (1 << 21);
+    int alone = q->dead == 0 && q->step > 1e-30f && q->step < 1e30f;
+    return from->rows && alone && (!refines || (l->dead == 0 && apart <= most && apart >= -most));
+}
+
 static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, uint8_t **out, size_t *size) {
     const int16_t *index = from->index, *below = from->below;
     const uint8_t *place = from->references.place;
-    const int refines = d->contexts > 1, near = place && d->near.contexts;
+    const int refines = d->contexts > 1, near = place && d->near.contexts, nests = nested(from, refines);
+    const float by = nests ? 1 / from->own.step : 0;
     int bad = 0;
     size_t rows = d->rows, tiles = ((size_t)tokens + TILE - 1) / TILE;
     /* At most a word and an escape per symbol and a word per flag, plus a vector of those that are written before they count. */
@@ -218,8 +234,7 @@ static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, ui
         if (refers)
             fill_lanes(&lanes, from->references.lane + first, here);
         Order order;
-        if (place)
-            fill_order(&order, place + first, here);
+        fill_order(&order, place ? place + first : NULL, from->keep ? from->keep + first : NULL, here);
         while (which-- > 0) {
             uint32_t begin = which ? d->class_end[which - 1] : 0;
             for (uint32_t i = d->class_end[which]; i-- > begin;) {
@@ -227,25 +242,32 @@ static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, ui
                 uint8_t context[TILE];
                 size_t at = (size_t)d->order[i] * tokens + first, next = (size_t)d->order[i < AHEAD ? 0 : i - AHEAD] * tokens + first;
                 const int16_t *row = own, *base = refines ? lower : NULL;
+                int under = 0, any = -1;
                 if (from->rows) {
                     fetch(from->rows + next, here * sizeof(float));
-                    quantised(from->rows + at, &from->own, from->keep + first, here, own);
-                    if (refines)
-                        quantised(from->rows + at, &from->lower, from->keep + first, here, lower);
-                } else {
-                    fetch(index + next, here * sizeof *index);
-                    row = index + at;
-                    if (refines) {
-                        fetch(below + next, here * sizeof *below);
-                        base = below + at;
+                    if (nests)
+                        any = quick_row(from->rows + at, &order, by, here, refines, own, lower, value, context, &under);
+                }
+                if (any < 0) {
+                    if (from->rows) {
+                        quantised(from->rows + at, &from->own, from->keep + first, here, own);
+                        if (refines)
+                            quantised(from->rows + at, &from->lower, from->keep + first, here, lower);
+                    } else {
+                        fetch(index + next, here * sizeof *index);
+                        row = index + at;
+                        if (refines) {
+                            fetch(below + next, here * sizeof *below);
+                            base = below + at;
+                        }
                     }
+                    if (place) {
+                        row = permuted(row, &order, here, moved[0] + 8);
+                        base = base ? permuted(base, &order, here, moved[1] + 8) : NULL;
+                    }
+                    any = conditioned(row, base, here, value, context, &bad, &under);
                 }
-                if (place) {
-                    row = permuted(row, &order, here, moved[0] + 8);
-                    base = base ? permuted(base, &order, here, moved[1] + 8) : NULL;
-                }
-                int under;
-                live[i] = (uint8_t)conditioned(row, base, here, value, context, &bad, &under);
+                live[i] = (uint8_t)any;
                 if (refines)
                     mixed[i] = d->flag[under][i];
                 if (!live[i])

@@ -1,5 +1,6 @@
 /* The encoder's steps with AVX2, 8 lanes at a time; included once, by path_avx2.c. */
 #define VECTOR_ENCODER
+#define QUICK_ROWS
 struct Writer;
 static void put_flags(struct Writer *, const uint16_t *chance, const uint8_t *set, uint32_t n);
 static void put_row(struct Writer *, const Depth *, const Tables *, uint32_t which, const int16_t *value, const uint8_t *context,
@@ -7,6 +8,8 @@ static void put_row(struct Writer *, const Depth *, const Tables *, uint32_t whi
 static void quantised(const float *from, const Quantiser *, const int16_t *keep, uint32_t tokens, int16_t *index);
 struct Order;
 static const int16_t *permuted(const int16_t *from, const struct Order *, uint32_t tokens, int16_t *to);
+static int quick_row(const float *row, const struct Order *, float by, uint32_t tokens, int refines, int16_t *own, int16_t *lower,
+                     int16_t *value, uint8_t *context, int *under);
 #include "encode.h"
 
 /* The nearest indices, ties to even. Positive floats order like their bits. */
@@ -54,21 +57,74 @@ static __attribute__((constructor)) void fill_gathered(void) {
     }
 }
 
-/* A step's tokens ascend, so each eight tokens of the tile give a few that follow each other: from the last on, as what is
- * below those that count is overwritten. */
 static const int16_t *permuted(const int16_t *from, const Order *order, uint32_t tokens, int16_t *to) {
-    if (!order->ascending)
-        return scattered(from, order, tokens, to);
-    for (int step = 1; step >= 0; step--) {
-        int16_t *end = to + (step || tokens < LANES ? tokens : LANES);
-        for (uint32_t eight = tokens / 8; eight-- > 0;) {
-            uint32_t set = order->step[step][eight];
-            __m128i some = _mm_loadu_si128((const __m128i *)(from + 8 * eight));
-            _mm_storeu_si128((__m128i *)(end - 8), _mm_shuffle_epi8(some, _mm_load_si128((const __m128i *)gathered[set])));
-            end -= __builtin_popcount(set);
+    return scattered(from, order, tokens, to);
+}
+
+/* Eight indices by multiplying with 1 / step. Keeps the largest distance from an index: no number is larger than all. */
+INLINE __m256i quick_indices(const float *from, __m256 by, __m256i *far) {
+    __m256 exact = _mm256_mul_ps(_mm256_loadu_ps(from), by);
+    __m256i index = _mm256_cvtps_epi32(exact);
+    __m256 error = _mm256_sub_ps(exact, _mm256_cvtepi32_ps(index));
+    *far = _mm256_max_epi32(*far, _mm256_castps_si256(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), error)));
+    return index;
+}
+
+/* 32 of them in bytes, the nearest. */
+INLINE __m256i quick_bytes(const float *from, __m256 by, __m256i *far) {
+    __m256i low = _mm256_packs_epi32(quick_indices(from, by, far), quick_indices(from + 8, by, far));
+    __m256i high = _mm256_packs_epi32(quick_indices(from + 16, by, far), quick_indices(from + 24, by, far));
+    return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+INLINE int quick_vectors(const float *row, const Order *order, float by, uint32_t vectors, int refines, int16_t *own, int16_t *lower,
+                         int16_t *value, uint8_t *context, int *under) {
+    __m256i bytes[TILE / 32], far = _mm256_setzero_si256(), most = far, any = far, base = far;
+#pragma GCC unroll 4
+    for (uint32_t v = 0; v < vectors; v++)
+        bytes[v] = quick_bytes(row + 32 * v, _mm256_set1_ps(by), &far);
+    for (uint32_t v = 0; v < vectors; v++) {
+        __m256i moved = _mm256_setzero_si256(), size[2];
+        for (uint32_t part = 0; part < 2 * vectors; part++) {
+            __m256i some = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)bytes + part));
+            moved = _mm256_or_si256(moved, _mm256_shuffle_epi8(some, _mm256_load_si256((const __m256i *)(order->shuffle[part] + 32 * v))));
         }
+        most = _mm256_max_epu8(most, _mm256_abs_epi8(moved));
+        for (uint32_t half = 0; half < 2; half++) {
+            uint32_t at = 32 * v + 16 * half;
+            __m256i index = _mm256_cvtepi8_epi16(half ? _mm256_extracti128_si256(moved, 1) : _mm256_castsi256_si128(moved));
+            _mm256_storeu_si256((__m256i *)(own + at), index);
+            if (!refines) {
+                any = _mm256_or_si256(any, index);
+                continue;
+            }
+            __m256i b = _mm256_mulhrs_epi16(index, _mm256_set1_epi16(10923)); /* divided by three */
+            __m256i change = _mm256_sub_epi16(index, _mm256_add_epi16(_mm256_add_epi16(b, b), b)), minus = _mm256_srai_epi16(b, 15);
+            any = _mm256_or_si256(any, change), base = _mm256_or_si256(base, b);
+            size[half] = _mm256_min_epi16(_mm256_abs_epi16(b), _mm256_set1_epi16(2));
+            _mm256_storeu_si256((__m256i *)(lower + at), b);
+            _mm256_storeu_si256((__m256i *)(value + at), _mm256_sub_epi16(_mm256_xor_si256(change, minus), minus));
+        }
+        if (refines)
+            _mm256_storeu_si256((__m256i *)(context + 32 * v), _mm256_permute4x64_epi64(_mm256_packs_epi16(size[0], size[1]), 0xD8));
     }
-    return to;
+    __m256i beyond = _mm256_cmpgt_epi32(far, _mm256_castps_si256(_mm256_set1_ps(0.5f - 1.0f / 8192)));
+    beyond = _mm256_or_si256(beyond, _mm256_cmpeq_epi8(_mm256_max_epu8(most, _mm256_set1_epi8(127)), most));
+    *under = !_mm256_testz_si256(base, base);
+    return !_mm256_testz_si256(beyond, beyond) ? -1 : !_mm256_testz_si256(any, any);
+}
+
+/* The indices of most rows, and those below, in the order of coding: without a division, and with an order of bytes. Returns
+ * 0 if that might be wrong: if a token is within 2^-13 of the middle of two indices, or a magnitude is beyond 126. Up to
+ * there the product with 1 / step, rounded twice, is wrong by less than 2^-15, and the middle of two indices below is that of
+ * two of these, but for 2^-14. */
+static int quick_row(const float *row, const Order *order, float by, uint32_t tokens, int refines, int16_t *own, int16_t *lower,
+                     int16_t *value, uint8_t *context, int *under) {
+    if (tokens == TILE && refines)
+        return quick_vectors(row, order, by, TILE / 32, 1, own, lower, value, context, under);
+    if (tokens == TILE)
+        return quick_vectors(row, order, by, TILE / 32, 0, own, lower, value, context, under);
+    return tokens % 32 ? -1 : quick_vectors(row, order, by, tokens / 32, refines, own, lower, value, context, under);
 }
 
 /* x / freq, or one less, for x < 2^20 freq: four roundings by at most 3.5 / 2^24 in all, and the divisor is 4 / 2^24 larger,
@@ -81,9 +137,9 @@ INLINE __m256i nearly_divided(__m256i x, __m256i freq) {
     return _mm256_cvttps_epi32(_mm256_div_ps(numerator, divisor));
 }
 
-/* 8 lanes of a step of n: words from states that would overflow, then the symbols. */
-INLINE void put(Writer *w, int v, __m256i freq, __m256i start, uint32_t n) {
-    __m256i before = _mm256_load_si256((const __m256i *)(w->state + 8 * v));
+/* 8 lanes of a step of n: words from states that would overflow, then the symbols. Returns where the words begin. */
+INLINE uint8_t *put(uint32_t *state, uint8_t *word, int v, __m256i freq, __m256i start, uint32_t n) {
+    __m256i before = _mm256_load_si256((const __m256i *)(state + 8 * v));
     __m256i fits = _mm256_cmpgt_epi32(freq, _mm256_srli_epi32(before, 32 - PROBABILITY_BITS));
     uint32_t full = 0xFF & ~(uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(fits));
     if (n != LANES)
@@ -91,8 +147,7 @@ INLINE void put(Writer *w, int v, __m256i freq, __m256i start, uint32_t n) {
     __m256i low = _mm256_and_si256(before, _mm256_set1_epi32(0xFFFF));
     __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
     /* Below the words that count are others, which the next ones overwrite. */
-    _mm_storeu_si128((__m128i *)(w->word - 16), _mm_shuffle_epi8(words, _mm_load_si128((const __m128i *)gathered[full])));
-    w->word -= 2 * __builtin_popcount(full);
+    _mm_storeu_si128((__m128i *)(word - 16), _mm_shuffle_epi8(words, _mm_load_si128((const __m128i *)gathered[full])));
     __m256i x = _mm256_blendv_epi8(_mm256_srli_epi32(before, 16), before, fits);
     __m256i quotient = nearly_divided(x, freq), rest = _mm256_sub_epi32(x, _mm256_mullo_epi32(quotient, freq));
     /* One more: 2^12 more, and `freq` less of the rest. */
@@ -100,23 +155,30 @@ INLINE void put(Writer *w, int v, __m256i freq, __m256i start, uint32_t n) {
     x = _mm256_add_epi32(_mm256_add_epi32(_mm256_slli_epi32(quotient, PROBABILITY_BITS), more), _mm256_add_epi32(rest, start));
     if (n != LANES)
         x = _mm256_blendv_epi8(before, x, active(n, 8 * v));
-    _mm256_store_si256((__m256i *)(w->state + 8 * v), x);
+    _mm256_store_si256((__m256i *)(state + 8 * v), x);
+    return word - 2 * __builtin_popcount(full);
 }
 
 static void put_flags(Writer *w, const uint16_t *chance, const uint8_t *set, uint32_t n) {
     for (int v = VECTORS; v-- > 0;) {
         __m256i c = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(chance + 8 * v)));
         __m256i zero = _mm256_cmpeq_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(set + 8 * v))), _mm256_setzero_si256());
-        put(w, v, _mm256_blendv_epi8(c, _mm256_sub_epi32(_mm256_set1_epi32(TOTAL), c), zero), _mm256_and_si256(zero, c), n);
+        __m256i freq = _mm256_blendv_epi8(c, _mm256_sub_epi32(_mm256_set1_epi32(TOTAL), c), zero);
+        w->word = put(w->state, w->word, v, freq, _mm256_and_si256(zero, c), n);
     }
 }
 
-static __attribute__((noinline)) void put_escapes(Writer *w, const int16_t *value, uint32_t escaped) {
-    while (escaped) {
-        uint32_t lane = 31 - (uint32_t)__builtin_clz(escaped);
-        w->escape -= 2;
-        put16(w->escape, (uint16_t)value[lane]);
-        escaped &= ~(1u << lane);
+static __attribute__((noinline)) void put_escapes(Writer *w, const __m256i *entry, const int16_t *value, uint32_t n) {
+    for (uint32_t v = (n + 7) / 8; v-- > 0;) {
+        uint32_t escaped = (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(entry[v]));
+        if (n < 8 * v + 8)
+            escaped &= (1u << (n - 8 * v)) - 1;
+        while (escaped) {
+            uint32_t lane = 31 - (uint32_t)__builtin_clz(escaped);
+            w->escape -= 2;
+            put16(w->escape, (uint16_t)value[8 * v + lane]);
+            escaped &= ~(1u << lane);
+        }
     }
 }
 
@@ -126,9 +188,13 @@ typedef struct {
     __m256i part[4], middle, last, symbols;
 } Coding;
 
+/* First all entries, then all states: chains of instructions that depend on each other are half as long, and more of them fit
+ * into the processor. */
 INLINE void put_step(Writer *w, const Coding *c, int parts, int contexts, const int16_t *value, const uint8_t *context, uint32_t n) {
     const __m256i twelve = _mm256_set1_epi32(TOTAL - 1);
-    for (uint32_t v = (n + 7) / 8; v-- > 0;) {
+    const uint32_t vectors = (n + 7) / 8;
+    __m256i entry[VECTORS], escapes = _mm256_setzero_si256();
+    for (uint32_t v = 0; v < vectors; v++) {
         /* Unsigned: values below -radius wrap to large ones. */
         __m256i symbol = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)(value + 8 * v)));
         symbol = _mm256_min_epu32(_mm256_add_epi32(symbol, c->middle), c->last);
@@ -145,13 +211,17 @@ INLINE void put_step(Writer *w, const Coding *c, int parts, int contexts, const 
         } else {
             found = _mm256_i32gather_epi32((const int *)c->coded, symbol, 4);
         }
-        uint32_t escaped = (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(found));
-        if (n < 8 * v + 8)
-            escaped &= (1u << (n - 8 * v)) - 1;
-        if (__builtin_expect(escaped, 0))
-            put_escapes(w, value + 8 * v, escaped);
-        put(w, (int)v, _mm256_and_si256(found, twelve), _mm256_and_si256(_mm256_srli_epi32(found, 12), twelve), n);
+        escapes = _mm256_or_si256(escapes, found);
+        entry[v] = found;
     }
+    if (__builtin_expect(_mm256_movemask_ps(_mm256_castsi256_ps(escapes)), 0))
+        put_escapes(w, entry, value, n);
+    uint8_t *word = w->word;
+    for (uint32_t v = vectors; v-- > 0;) {
+        __m256i start = _mm256_and_si256(_mm256_srli_epi32(entry[v], 12), twelve);
+        word = put(w->state, word, (int)v, _mm256_and_si256(entry[v], twelve), start, n);
+    }
+    w->word = word;
 }
 
 INLINE void put_steps(Writer *w, const Coding *c, int parts, int contexts, const int16_t *value, const uint8_t *context,
