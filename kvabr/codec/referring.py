@@ -81,24 +81,29 @@ def _matched(alike: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.
     Args:
         alike: how much a token resembles another, [token, other], -1 on the diagonal.
     """
-    every, first = np.arange(len(alike)), np.ones(len(alike), bool)
+    first, among = np.ones(len(alike), bool), alike.copy()
+    named = among.argmax(axis=1)
+    most = among[np.arange(len(alike)), named]
     while (left := int(first.sum()) - LANES) > 0:
-        among = np.where(first, alike, np.float32(-1))
-        named = among.argmax(axis=1)
-        most = among[every, named]
-        among[every, named] = -1
         later = np.flatnonzero(~first)
-        lost = np.bincount(named[later], (most - among.max(axis=1))[later], len(alike))
+        others = among[later]
+        others[np.arange(len(later)), named[later]] = -1
+        lost = np.bincount(named[later], most[later] - others.max(axis=1), len(alike))
         worth = np.where(first, most - lost, -np.inf)
         chosen: list[int] = []
         needed: set[int] = set()
+        names, free = named.tolist(), first.tolist()
         for token in np.argsort(-worth, kind="stable")[: 2 * _AT_ONCE].tolist():
-            free = first[token] and token not in needed and named[token] not in chosen
-            if free and len(chosen) < min(left, _AT_ONCE):
+            fits = free[token] and token not in needed and names[token] not in chosen
+            if fits and len(chosen) < min(left, _AT_ONCE):
                 chosen.append(token)
-                needed.add(int(named[token]))
+                needed.add(names[token])
         first[chosen] = False
-    return ~first, np.where(first, alike, np.float32(-1)).argmax(axis=1)
+        among[:, chosen] = -1
+        again = np.flatnonzero(~first[named])
+        named[again] = among[again].argmax(axis=1)
+        most[again] = among[again, named[again]]
+    return ~first, named
 
 
 def checked_refers(payload: bytes | memoryview, track: str, tokens: int) -> bool:

@@ -292,15 +292,13 @@ class KVSpec:
         """Return whether both describe the same cache, whatever the size of groups and the interval of snapshots."""
         # The digest of the whole that a part has covers the group size, too.
         mine, theirs = (
-            (
-                one.model,
-                one.tokenizer,
-                [replace(each, interval=None) for each in one.classes],
-                one.part_of and one.part_of[1],
-            )
-            for one in (self, other)
+            (one.model, one.tokenizer, len(one.classes), one.part_of and one.part_of[1]) for one in (self, other)
         )
-        return mine == theirs
+        pairs = zip(self.classes, other.classes, strict=False)
+        # Equal classes are the usual case, and comparing them is cheap.
+        return mine == theirs and all(
+            one == another or replace(one, interval=None) == replace(another, interval=None) for one, another in pairs
+        )
 
     def with_dtypes(self, other: KVSpec) -> KVSpec:
         """Return this spec with the element types of another that has as many classes; itself otherwise.
