@@ -19,6 +19,13 @@ typedef struct Order {
     uint8_t shuffle[TILE / 16][TILE] __attribute__((aligned(64)));
 } Order;
 
+/* A row of a tile, in that order. */
+typedef struct Coded {
+    int16_t index[TILE], below[TILE], value[TILE]; /* value: what is coded of it, and with which context; see `conditioned` */
+    uint8_t context[TILE];
+    int under; /* whether an index below is not 0 */
+} Coded;
+
 static void fill_order(Order *order, const uint8_t *place, const int16_t *keep, uint32_t tokens) {
     memset(order->place, 0, sizeof order->place);
     memset(order->shuffle, 0x80, sizeof order->shuffle);
@@ -144,7 +151,7 @@ static void quantised(const float *from, const Quantiser *q, const int16_t *keep
     }
 }
 
-/* Tokens in the order in which they are coded; with room for eight numbers in front of `to`. */
+/* Tokens in the order in which they are coded. */
 static const int16_t *permuted(const int16_t *from, const Order *order, uint32_t tokens, int16_t *to) {
     return scattered(from, order, tokens, to);
 }
@@ -192,27 +199,26 @@ static int conditioned(const int16_t *index, const int16_t *below, uint32_t toke
 }
 
 #ifndef QUICK_ROWS
-static int quick_row(const float *row, const Order *order, float by, uint32_t tokens, int refines, int16_t *own, int16_t *lower,
-                     int16_t *value, uint8_t *context, int *under) {
-    (void)row, (void)order, (void)by, (void)tokens, (void)refines, (void)own, (void)lower, (void)value, (void)context, (void)under;
+/* What is coded of most rows, with less work: see encode_avx2.h. Returns whether a value is not 0, or -1 for other rows. */
+static int quick_row(const float *row, const Order *order, float by, uint32_t tokens, int refines, Coded *to) {
+    (void)row, (void)order, (void)by, (void)tokens, (void)refines, (void)to;
     return -1;
 }
 #endif
 
-/* Whether indices below are those of the row divided by three and rounded, but for a relative error of 2^-21; then rows may
- * be quick. */
-static int nested(const Indices *from, int refines) {
+/* 1 / step if rows may be quick, or 0: indices below must be a third of the indices, rounded, but for 2^-21 of the step. */
+static float quick_factor(const Indices *from, int refines) {
     const Quantiser *q = &from->own, *l = &from->lower;
     double apart = (double)l->step - 3 * (double)q->step, most = (double)l->step / (1 << 21);
-    int alone = q->dead == 0 && q->step > 1e-30f && q->step < 1e30f;
-    return from->rows && alone && (!refines || (l->dead == 0 && apart <= most && apart >= -most));
+    int nested = !refines || (l->dead == 0 && apart <= most && apart >= -most);
+    return from->rows && q->dead == 0 && q->step > 1e-30f && q->step < 1e30f && nested ? 1 / q->step : 0;
 }
 
 static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, uint8_t **out, size_t *size) {
     const int16_t *index = from->index, *below = from->below;
     const uint8_t *place = from->references.place;
-    const int refines = d->contexts > 1, near = place && d->near.contexts, nests = nested(from, refines);
-    const float by = nests ? 1 / from->own.step : 0;
+    const int refines = d->contexts > 1, near = place && d->near.contexts;
+    const float by = quick_factor(from, refines);
     int bad = 0;
     size_t rows = d->rows, tiles = ((size_t)tokens + TILE - 1) / TILE;
     /* At most a word and an escape per symbol and a word per flag, plus a vector of those that are written before they count. */
@@ -238,17 +244,18 @@ static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, ui
         while (which-- > 0) {
             uint32_t begin = which ? d->class_end[which - 1] : 0;
             for (uint32_t i = d->class_end[which]; i-- > begin;) {
-                int16_t value[TILE], own[TILE], lower[TILE], moved[2][8 + TILE];
-                uint8_t context[TILE];
+                int16_t own[TILE], lower[TILE];
+                Coded c;
                 size_t at = (size_t)d->order[i] * tokens + first, next = (size_t)d->order[i < AHEAD ? 0 : i - AHEAD] * tokens + first;
-                const int16_t *row = own, *base = refines ? lower : NULL;
-                int under = 0, any = -1;
+                const int16_t *row = c.index, *base = refines ? c.below : NULL;
+                int any = -1;
                 if (from->rows) {
                     fetch(from->rows + next, here * sizeof(float));
-                    if (nests)
-                        any = quick_row(from->rows + at, &order, by, here, refines, own, lower, value, context, &under);
+                    if (by != 0)
+                        any = quick_row(from->rows + at, &order, by, here, refines, &c);
                 }
                 if (any < 0) {
+                    row = own, base = refines ? lower : NULL;
                     if (from->rows) {
                         quantised(from->rows + at, &from->own, from->keep + first, here, own);
                         if (refines)
@@ -262,23 +269,23 @@ static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, ui
                         }
                     }
                     if (place) {
-                        row = permuted(row, &order, here, moved[0] + 8);
-                        base = base ? permuted(base, &order, here, moved[1] + 8) : NULL;
+                        row = permuted(row, &order, here, c.index);
+                        base = base ? permuted(base, &order, here, c.below) : NULL;
                     }
-                    any = conditioned(row, base, here, value, context, &bad, &under);
+                    any = conditioned(row, base, here, c.value, c.context, &bad, &c.under);
                 }
                 live[i] = (uint8_t)any;
                 if (refines)
-                    mixed[i] = d->flag[under][i];
+                    mixed[i] = d->flag[c.under][i];
                 if (!live[i])
                     continue;
                 uint32_t alone = here;
                 if (refers) {
                     alone = LANES;
-                    refer(d, row, base, &lanes, here, value, context);
-                    put_row(&w, d, &d->near, which, value + LANES, context + LANES, here - LANES);
+                    refer(d, row, base, &lanes, here, c.value, c.context);
+                    put_row(&w, d, &d->near, which, c.value + LANES, c.context + LANES, here - LANES);
                 }
-                put_row(&w, d, &d->own, which, refines ? value : row, context, alone);
+                put_row(&w, d, &d->own, which, refines ? c.value : row, c.context, alone);
             }
         }
         const uint16_t *chance = refines ? mixed : d->flag[0];

@@ -8,8 +8,8 @@ static void put_row(struct Writer *, const Depth *, const Tables *, uint32_t whi
 static void quantised(const float *from, const Quantiser *, const int16_t *keep, uint32_t tokens, int16_t *index);
 struct Order;
 static const int16_t *permuted(const int16_t *from, const struct Order *, uint32_t tokens, int16_t *to);
-static int quick_row(const float *row, const struct Order *, float by, uint32_t tokens, int refines, int16_t *own, int16_t *lower,
-                     int16_t *value, uint8_t *context, int *under);
+struct Coded;
+static int quick_row(const float *row, const struct Order *, float by, uint32_t tokens, int refines, struct Coded *to);
 #include "encode.h"
 
 /* The nearest indices, ties to even. Positive floats order like their bits. */
@@ -77,8 +77,8 @@ INLINE __m256i quick_bytes(const float *from, __m256 by, __m256i *far) {
     return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-INLINE int quick_vectors(const float *row, const Order *order, float by, uint32_t vectors, int refines, int16_t *own, int16_t *lower,
-                         int16_t *value, uint8_t *context, int *under) {
+INLINE int quick_vectors(const float *row, const Order *order, float by, uint32_t vectors, int refines, Coded *to) {
+    const __m256i third = _mm256_set1_epi16(10923); /* of 2^15 */
     __m256i bytes[TILE / 32], far = _mm256_setzero_si256(), most = far, any = far, base = far;
 #pragma GCC unroll 4
     for (uint32_t v = 0; v < vectors; v++)
@@ -87,44 +87,46 @@ INLINE int quick_vectors(const float *row, const Order *order, float by, uint32_
         __m256i moved = _mm256_setzero_si256(), size[2];
         for (uint32_t part = 0; part < 2 * vectors; part++) {
             __m256i some = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)bytes + part));
-            moved = _mm256_or_si256(moved, _mm256_shuffle_epi8(some, _mm256_load_si256((const __m256i *)(order->shuffle[part] + 32 * v))));
+            __m256i where = _mm256_load_si256((const __m256i *)(order->shuffle[part] + 32 * v));
+            moved = _mm256_or_si256(moved, _mm256_shuffle_epi8(some, where));
         }
         most = _mm256_max_epu8(most, _mm256_abs_epi8(moved));
         for (uint32_t half = 0; half < 2; half++) {
             uint32_t at = 32 * v + 16 * half;
             __m256i index = _mm256_cvtepi8_epi16(half ? _mm256_extracti128_si256(moved, 1) : _mm256_castsi256_si128(moved));
-            _mm256_storeu_si256((__m256i *)(own + at), index);
+            _mm256_storeu_si256((__m256i *)(to->index + at), index);
             if (!refines) {
                 any = _mm256_or_si256(any, index);
                 continue;
             }
-            __m256i b = _mm256_mulhrs_epi16(index, _mm256_set1_epi16(10923)); /* divided by three */
-            __m256i change = _mm256_sub_epi16(index, _mm256_add_epi16(_mm256_add_epi16(b, b), b)), minus = _mm256_srai_epi16(b, 15);
+            __m256i b = _mm256_mulhrs_epi16(index, third), minus = _mm256_srai_epi16(b, 15);
+            __m256i change = _mm256_sub_epi16(index, _mm256_add_epi16(_mm256_add_epi16(b, b), b));
             any = _mm256_or_si256(any, change), base = _mm256_or_si256(base, b);
             size[half] = _mm256_min_epi16(_mm256_abs_epi16(b), _mm256_set1_epi16(2));
-            _mm256_storeu_si256((__m256i *)(lower + at), b);
-            _mm256_storeu_si256((__m256i *)(value + at), _mm256_sub_epi16(_mm256_xor_si256(change, minus), minus));
+            _mm256_storeu_si256((__m256i *)(to->below + at), b);
+            _mm256_storeu_si256((__m256i *)(to->value + at), _mm256_sub_epi16(_mm256_xor_si256(change, minus), minus));
         }
-        if (refines)
-            _mm256_storeu_si256((__m256i *)(context + 32 * v), _mm256_permute4x64_epi64(_mm256_packs_epi16(size[0], size[1]), 0xD8));
+        if (refines) {
+            __m256i context = _mm256_permute4x64_epi64(_mm256_packs_epi16(size[0], size[1]), 0xD8);
+            _mm256_storeu_si256((__m256i *)(to->context + 32 * v), context);
+        }
     }
     __m256i beyond = _mm256_cmpgt_epi32(far, _mm256_castps_si256(_mm256_set1_ps(0.5f - 1.0f / 8192)));
     beyond = _mm256_or_si256(beyond, _mm256_cmpeq_epi8(_mm256_max_epu8(most, _mm256_set1_epi8(127)), most));
-    *under = !_mm256_testz_si256(base, base);
+    to->under = !_mm256_testz_si256(base, base);
     return !_mm256_testz_si256(beyond, beyond) ? -1 : !_mm256_testz_si256(any, any);
 }
 
-/* The indices of most rows, and those below, in the order of coding: without a division, and with an order of bytes. Returns
- * 0 if that might be wrong: if a token is within 2^-13 of the middle of two indices, or a magnitude is beyond 126. Up to
- * there the product with 1 / step, rounded twice, is wrong by less than 2^-15, and the middle of two indices below is that of
- * two of these, but for 2^-14. */
-static int quick_row(const float *row, const Order *order, float by, uint32_t tokens, int refines, int16_t *own, int16_t *lower,
-                     int16_t *value, uint8_t *context, int *under) {
+/* Most rows need no division, no second rounding for the indices below, and only bytes to be reordered. Others are those with a
+ * token within 2^-13 of the middle of two indices, or one beyond 126. Up to there the product with 1 / step differs from the
+ * quotient by less than 2^-15, and where two indices below meet, two of these meet, but for 2^-13.5 in all. So both are what
+ * `quantised` finds, and the one below is a third of the other, rounded. */
+static int quick_row(const float *row, const Order *order, float by, uint32_t tokens, int refines, Coded *to) {
     if (tokens == TILE && refines)
-        return quick_vectors(row, order, by, TILE / 32, 1, own, lower, value, context, under);
+        return quick_vectors(row, order, by, TILE / 32, 1, to);
     if (tokens == TILE)
-        return quick_vectors(row, order, by, TILE / 32, 0, own, lower, value, context, under);
-    return tokens % 32 ? -1 : quick_vectors(row, order, by, tokens / 32, refines, own, lower, value, context, under);
+        return quick_vectors(row, order, by, TILE / 32, 0, to);
+    return tokens % 32 ? -1 : quick_vectors(row, order, by, tokens / 32, refines, to);
 }
 
 /* x / freq, or one less, for x < 2^20 freq: four roundings by at most 3.5 / 2^24 in all, and the divisor is 4 / 2^24 larger,
