@@ -483,9 +483,11 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
     scale = finite(reader.tensor(torch.float16, near), what).float()
     codes = reader.tensor(torch.int8, (*near, *each)).float()
     whole = finite(reader.tensor(torch.float16, (count, layers, halves, *each)), what).float()
-    values = torch.empty((len(tokens), layers, halves, *each))
-    values[~far] = (codes * scale[..., None, None]).clamp(-FP16_MAX, FP16_MAX)
-    values[far] = whole
+    values = (codes * scale[..., None, None]).clamp_(-FP16_MAX, FP16_MAX)
+    if count:
+        both = torch.empty((len(tokens), layers, halves, *each))
+        both[~far], both[far] = values, whole
+        values = both
     biases = None
     if biased:
         size = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])

@@ -10,6 +10,17 @@ typedef struct {
     int8_t minus[LANES] __attribute__((aligned(64))); /* -1: the sign is the other one */
 } Near;
 
+/* Copies n numbers; a whole step in vectors as wide as those that then read them: processors wait where compilers' narrower
+ * stores were not all of what is read. */
+static inline __attribute__((always_inline)) void copy_step(int16_t *to, const int16_t *from, uint32_t n) {
+    if (n != LANES) {
+        memcpy(to, from, n * sizeof *to);
+        return;
+    }
+    for (int v = 0; v < LANES; v += 16)
+        _mm256_storeu_si256((__m256i *)(to + v), _mm256_loadu_si256((const __m256i *)(from + v)));
+}
+
 static inline __attribute__((always_inline)) __m256i in_bytes(const int16_t *from) {
     __m256i first = _mm256_loadu_si256((const __m256i *)from), second = _mm256_loadu_si256((const __m256i *)(from + 16));
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi16(first, second), 0xD8);
@@ -34,7 +45,7 @@ static inline __attribute__((always_inline)) void near_begin(Near *near, const D
     if (n != LANES || !refines)
         memset(near->below, 0, sizeof near->below);
     if (refines)
-        memcpy(near->below, below, n * sizeof *below);
+        copy_step(near->below, below, n);
     for (int half = 0; half < 2; half++) {
         __m256i r = zero, context, minus;
         for (int p = 0; p < 4; p++)
@@ -70,7 +81,7 @@ static inline __attribute__((always_inline)) void near_end(Near *near, int16_t *
         b = _mm256_adds_epi16(_mm256_adds_epi16(_mm256_adds_epi16(b, b), b), add);
         _mm256_store_si256((__m256i *)(near->below + v), b);
     }
-    memcpy(row + LANES, near->below, n * sizeof *row);
+    copy_step(row + LANES, near->below, n);
 }
 
 /* For the encoder: the values to code, and their contexts. */
@@ -79,8 +90,9 @@ static void refer(const Depth *d, const int16_t *index, const int16_t *below, co
     Near near;
     uint32_t n = tokens - LANES;
     near_begin(&near, d, index, below ? below + LANES : NULL, n, lanes);
-    memset(near.value, 0, sizeof near.value);
-    memcpy(near.value, index + LANES, n * sizeof *index);
+    if (n != LANES)
+        memset(near.value, 0, sizeof near.value);
+    copy_step(near.value, index + LANES, n);
     for (int v = 0; v < LANES; v += 16) {
         __m256i b = _mm256_load_si256((const __m256i *)(near.below + v));
         __m256i minus = _mm256_cvtepi8_epi16(_mm_load_si128((const __m128i *)(near.minus + v)));
@@ -89,6 +101,6 @@ static void refer(const Depth *d, const int16_t *index, const int16_t *below, co
         change = _mm256_sub_epi16(_mm256_xor_si256(change, minus), minus);
         _mm256_store_si256((__m256i *)(near.value + v), change);
     }
-    memcpy(value + LANES, near.value, n * sizeof *value);
+    copy_step(value + LANES, near.value, n);
     memcpy(context + LANES, near.context, n);
 }

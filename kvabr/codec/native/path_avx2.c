@@ -168,7 +168,7 @@ INLINE int base_step(Reader *r, const Flat *flat, const uint32_t *lookup, int16_
         half_base(r, &step, flat, lookup, v, n);
     if (step.escaped && patch(r, step.value, n))
         return BAD_ESCAPE;
-    memcpy(row, step.value, n * sizeof *row);
+    copy_step(row, step.value, n);
     return OK;
 }
 
@@ -178,7 +178,7 @@ INLINE int refine_step(Reader *r, const Flat *flat, const uint32_t *lookup, int1
     step.escaped = 0;
     if (n != LANES)
         memset(below, 0, sizeof below);
-    memcpy(below, row, n * sizeof *row);
+    copy_step(below, row, n);
     READER_READY(r);
     for (int v = 0; v < VECTORS; v += 2) {
         __m256i b = _mm256_load_si256((const __m256i *)(below + 8 * v));
@@ -194,7 +194,7 @@ INLINE int refine_step(Reader *r, const Flat *flat, const uint32_t *lookup, int1
         b = _mm256_adds_epi16(_mm256_adds_epi16(_mm256_adds_epi16(b, b), b), add);
         _mm256_store_si256((__m256i *)(below + 8 * v), b);
     }
-    memcpy(row, below, n * sizeof *row);
+    copy_step(row, below, n);
     return OK;
 }
 

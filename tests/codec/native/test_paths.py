@@ -15,7 +15,7 @@ from kvabr.codec.native.coder_model import Quantiser, dequantise
 from kvabr.codec.quantiser import quantise
 from kvabr.types.errors import FormatError
 from tests.codec.native.conftest import NATIVE
-from tests.codec.native.models import base_indices, case, coder_model, spread_out
+from tests.codec.native.models import base_indices, case, coder_model, some_references, spread_out
 from tests.examples import examples
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -91,6 +91,35 @@ def test_coefficients_become_the_indices_that_the_quantiser_says(
             cut = indices[1].copy()
             cut[0, 0] = 32767 * keep[0]
             assert coder.encode_rows(base, beyond, own, None, keep) == coder.encode_indices(base, cut)
+
+
+@examples(25)
+@given(
+    seed=st.integers(0, 1 << 32),
+    tokens=st.sampled_from((32, 96, 100, 128, 256)),
+    finer=st.sampled_from((0.37, 1 / 3, 0.14055555555555554, 1e-31, 1e31)),
+    apart=st.sampled_from((0.0, 2.0**-22, 2.0**-18)),
+)
+def test_no_path_is_wrong_about_coefficients_near_the_middle_of_two_indices(
+    seed: int, tokens: int, finer: float, apart: float
+) -> None:
+    dice = np.random.default_rng(seed)
+    own, lower = Quantiser(finer, 0.0), Quantiser(3 * finer * (1 + apart), 0.0)
+    most = dice.choice([1, 5, 126, 127, 129, 1000], (60, 1))
+    place = np.rint(dice.uniform(-most, most, (60, tokens))) + dice.uniform(-0.45, 0.45, (60, tokens))
+    near = dice.random(place.shape) < dice.choice([0, 0.01, 0.5], (60, 1))
+    place[near] = np.floor(place[near]) + 0.5
+    rows = (place * finer).astype(np.float32)
+    rows.view(np.int32)[near] += dice.integers(-3, 4, int(near.sum())).astype(np.int32)
+    keep = dice.random(tokens) < 0.9
+    base, enhancement = coder_model(dice, 60, refines=False), coder_model(dice, 60, refines=True)
+    references = some_references(dice, tokens) if dice.random() < 0.7 else None
+    jobs = (base, rows, own, None, keep, references), (enhancement, rows, own, lower, keep, references)
+    for job in jobs:
+        wanted = reference.encode_rows(*job)
+        for path in NATIVE:
+            with coder.taking(path):
+                assert coder.encode_rows(*job) == wanted
 
 
 @examples(25)
