@@ -79,7 +79,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--profile",
         type=Path,
         metavar="FILE",
-        help="codec profile of the model (default: the shipped one for smollm2; otherwise estimated from the asset)",
+        help="codec profile of the model (default: the one that kvabr ships for its shape: SmolLM2-135M, Gemma 3 "
+        "270M; otherwise estimated from the asset)",
     )
     add_digest_option(parser)
     add_salt_option(parser)

@@ -73,7 +73,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="with --live: tracks to make at once, the others at the end (default: the AC layers if there are any)",
     )
     parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="codec profile of the model (default: the shipped one for smollm2)"
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="codec profile of the model (default: the one that kvabr ships for its shape: SmolLM2-135M, Gemma 3 270M)",
     )
     parser.add_argument(
         "--prior", metavar="ASSET", help="asset or catalog that the losses are taken from (default: one of smollm2)"

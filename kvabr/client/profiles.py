@@ -13,11 +13,12 @@ from cachetools import LRUCache
 from kvabr.client.lookup import fetch_small
 from kvabr.client.resources import decoders
 from kvabr.codec.profile import Profile
-from kvabr.data import default_profile_bytes
+from kvabr.data.profiles import shipped_bytes
 from kvabr.quic.interface import Connection
 from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, write_file
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.errors import AssetError, FormatError
+from kvabr.types.kv import KVSpec
 from kvabr.types.naming import PROFILE_TRACK, TrackNamespace
 
 PROFILES = "profiles"
@@ -44,7 +45,7 @@ class ProfileCache:
         wanted = _name(catalog).prompt
         if wanted in _profiles or (self._folder is not None and _file(self._folder, wanted).is_file()):
             return True
-        return _shipped(wanted, catalog.profile_bytes) is not None
+        return _shipped(wanted, catalog.profile_bytes, catalog.spec) is not None
 
     async def fetch(self, origin: Connection, catalog: Catalog) -> Profile | None:
         """Return the profile that a catalog names; None if its tracks need none. Callers share one download.
@@ -62,7 +63,7 @@ class ProfileCache:
         async with _locks.setdefault(loop, _Locks()).setdefault(wanted, asyncio.Lock()):
             profile = _profiles.get(wanted)
             if profile is None:
-                profile = await loop.run_in_executor(decoders(), self._local, wanted, size)
+                profile = await loop.run_in_executor(decoders(), self._local, wanted, size, catalog.spec)
             if profile is None:
                 data = await fetch_small(origin, name, PROFILE_TRACK, size)
                 profile = await loop.run_in_executor(decoders(), _checked, data, wanted)
@@ -71,7 +72,7 @@ class ProfileCache:
         profile.check(catalog.spec)
         return profile
 
-    def _local(self, sha256: str, size: int) -> Profile | None:
+    def _local(self, sha256: str, size: int, spec: KVSpec) -> Profile | None:
         """Return the profile from the folder or from the package."""
         if self._folder is not None:
             try:
@@ -79,7 +80,7 @@ class ProfileCache:
                     return _checked(file.read(MAX_PROFILE_BYTES + 1), sha256)
             except (OSError, FormatError):
                 pass  # not there, or damaged: the origin has it
-        data = _shipped(sha256, size)
+        data = _shipped(sha256, size, spec)
         return None if data is None else _checked(data, sha256)
 
     def _keep(self, sha256: str, data: bytes) -> None:
@@ -105,10 +106,9 @@ def _name(catalog: Catalog) -> TrackNamespace:
 
 
 @lru_cache(_MAX_KEPT)
-def _shipped(sha256: str, size: int) -> bytes | None:
-    """Return the profile that comes with the package if it is the one that is wanted."""
-    data = default_profile_bytes()
-    return data if len(data) == size and hashlib.sha256(data).hexdigest() == sha256 else None
+def _shipped(sha256: str, size: int, spec: KVSpec) -> bytes | None:
+    """Return the profile that comes with the package if it is the one that is wanted, see `shipped_bytes`."""
+    return shipped_bytes(sha256, size, spec)
 
 
 def _checked(data: bytes, sha256: str) -> Profile:

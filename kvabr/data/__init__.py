@@ -1,14 +1,14 @@
-"""Data shipped with the package: the profile of SmolLM2, the catalog of a real encode of it, and network traces."""
+"""Data shipped with the package: codec profiles, the catalog of a real encode of SmolLM2, and network traces."""
 
 from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
 
+from kvabr.data.profiles import SMOLLM2
 from kvabr.types.catalog import Catalog
 
 CATALOG = "smollm2-8k.catalog.json"
-PROFILE = "smollm2.profile.safetensors"
 
 
 def default_catalog() -> Catalog:
@@ -17,15 +17,8 @@ def default_catalog() -> Catalog:
 
 
 def default_profile_bytes() -> bytes:
-    """Return the codec profile of SmolLM2-135M; parse it with `Profile.from_bytes`.
-
-    It was made as by `kvabr calibrate --gain --step-scale 1.15`, from 55 contexts of 1,024 tokens: English manual pages
-    (18), Python's manual (12), answers sampled from the model (12), made-up records (5), and manual pages in Spanish,
-    Russian, Chinese (2 each), Polish and Portuguese (1 each). Gains are those of 7 of them. The threshold for tokens
-    that are stored separately was set afterwards, to what half a per cent of a part of these exceed. It saw no source
-    code, licences, stories or chat, and of the languages of `tools/fetch-texts` only Russian and Chinese.
-    """
-    return files(__name__).joinpath(PROFILE).read_bytes()
+    """Return the codec profile that the default catalog names, of SmolLM2; parse it with `Profile.from_bytes`."""
+    return SMOLLM2.read()
 
 
 def traces_folder() -> Path:

@@ -28,7 +28,8 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.profiles import keep
 from kvabr.codec.base import codec
 from kvabr.codec.profile import ClassProfile, Profile
-from kvabr.data import default_catalog, default_profile_bytes
+from kvabr.data import default_catalog
+from kvabr.data.profiles import shipped_profiles
 from kvabr.engines.settings import EngineSettings, Seconds, TroubleLog, open_client
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile
 from kvabr.store.lru import ByteLru
@@ -96,17 +97,17 @@ def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
     """Return the codec profile of the settings for an engine's caches, whose rotary embedding it tells.
 
     An engine's own names of a model and its tokenizer differ from those of a profile, so the user answers for its being
-    of this model. Without one in the settings this is the profile that kvabr ships, if the names are equal.
+    of this model. Without one in the settings this is the one that kvabr ships under the same name, if any.
 
     Raises:
         AssetError, FormatError: the file cannot be read, or is no profile.
         ForeignError: it is for caches of another shape, such as those of all heads where this rank has some.
     """
     chosen = settings.profile is not None
-    profile = read_profile(settings.profile) if settings.profile is not None else _shipped()
-    theirs = profile.spec
-    if not chosen and theirs.model != spec.model:
+    profile = read_profile(settings.profile) if settings.profile is not None else _shipped(spec.model)
+    if profile is None:
         return None
+    theirs = profile.spec
     # The spec of a profile names no dtype that matters: it codes numbers.
     mine = replace(spec, classes=tuple(replace(one, rope=theirs.rope) for one in spec.classes))
     if not isinstance(profile, ClassProfile) or theirs.changed(dtype=mine.dtype).classes != mine.classes:
@@ -117,8 +118,9 @@ def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
     return replace(profile, spec=mine, transform=replace(profile.transform, structure=structure))
 
 
-def _shipped() -> Profile:
-    return Profile.from_bytes(default_profile_bytes())
+def _shipped(model: str) -> Profile | None:
+    found = next((each for each in shipped_profiles() if each.spec.model == model), None)
+    return None if found is None else Profile.from_bytes(found.read())
 
 
 def _alike(one: KVSpec, other: KVSpec) -> bool:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from kvabr.codec.profile import Profile
-from kvabr.data import default_catalog, default_profile_bytes
+from kvabr.data import default_catalog
+from kvabr.data.profiles import shipped_profile
 from kvabr.engines.transformers.cache import (
     SNAPSHOTS,
     States,
@@ -291,7 +292,7 @@ def _last_snapshot(cache: object, spec: KVSpec, tokens: int) -> int:
 
 
 def find_profile(spec: KVSpec, path: Path | None = None) -> Profile | None:
-    """Return the codec profile in a file; without one, the profile that kvabr ships if it is of this model.
+    """Return the codec profile in a file; without one, the profile that kvabr ships for caches of this shape, if any.
 
     Raises:
         AssetError: the file cannot be read.
@@ -299,12 +300,8 @@ def find_profile(spec: KVSpec, path: Path | None = None) -> Profile | None:
         ForeignError: it is of another model.
     """
     if path is None:
-        profile = Profile.from_bytes(default_profile_bytes())
-        try:
-            profile.check(spec)
-        except ForeignError:
-            return None
-        return profile
+        shipped = shipped_profile(spec)
+        return None if shipped is None else Profile.from_bytes(shipped.bound(spec))
     profile = read_profile(path)
     try:
         profile.check(spec)
