@@ -39,9 +39,8 @@ def blend_engine(engine: TransformersEngine) -> TransformersBlendEngine:
         ModelError: the model's cache cannot be joined from passages; the message says why.
         UsageError: this is no engine.
     """
-    if not isinstance(engine, TransformersEngine):
-        given = type(engine).__name__
-        raise UsageError(f"blend_engine takes a TransformersEngine (a loaded model's .engine), not {given}")
+    if not issubclass(given := type(engine), TransformersEngine):
+        raise UsageError(f"blend_engine takes a TransformersEngine (a loaded model's .engine), not {given.__name__}")
     return TransformersBlendEngine(engine.model, engine.spec, context=engine.context)
 
 

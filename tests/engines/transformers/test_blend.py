@@ -14,7 +14,7 @@ from kvabr.engines.transformers import TransformersEngine, spec_of
 from kvabr.engines.transformers.blend import TransformersBlendEngine, blend_engine
 from kvabr.engines.transformers.engine import CHUNK
 from kvabr.types.engine import BlendEngine
-from kvabr.types.errors import ModelError
+from kvabr.types.errors import ModelError, UsageError
 from tests.engines.transformers.tiny import ATTENTION, PLAIN, SMALL, STATES, tiny
 
 IDS = random.Random(3).choices(range(256), k=90)
@@ -194,6 +194,11 @@ def test_models_whose_caches_cannot_be_joined_are_refused(kind):
     other = tiny(kind)
     with pytest.raises(ModelError, match="cannot play passages: not all of its layers keep keys and values of every"):
         blend_engine(other)
+
+
+def test_what_is_no_engine_is_refused():
+    with pytest.raises(UsageError, match="a loaded model's .engine"):
+        blend_engine(tiny("Llama").model)
 
 
 def test_a_rotation_that_is_not_known_is_refused():
