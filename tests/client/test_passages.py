@@ -68,8 +68,8 @@ def test_nobody_plays_a_passage_as_a_prompt(tmp_path):
     async def check():
         async with connection(tmp_path) as link:
             assert isinstance(await play(link, IDS, deadline=5.0, spec=SPEC), NothingCached)
-            for tokens, words in (((), "played as a part"), (IDS, "not those of")):
-                with pytest.raises(UsageError, match=words):
+            for tokens in ((), IDS):
+                with pytest.raises(UsageError, match="played as a part"):
                     await play_asset(link, NAME, deadline=5.0, tokens=tokens)
 
     check()
