@@ -18,7 +18,11 @@ PATHS = ("group", "tables", "path_portable", "path_avx2", "path_avx512")
 """Sources of the coder without its Python module."""
 ANALYSIS = ("analysis", "analysis_portable", "analysis_avx2", "analysis_avx512")
 """The same of the encoder's transform."""
-MODULES = {"_kvcoder": ("_kvcoder", *PATHS), "_kvplace": ("_kvplace",), "_kvanalysis": ("_kvanalysis", *ANALYSIS)}
+MODULES = {
+    "_kvcoder": ("_kvcoder", "capsules", *PATHS),
+    "_kvplace": ("_kvplace",),
+    "_kvanalysis": ("_kvanalysis", *ANALYSIS),
+}
 FLAGS = (
     *("-O1", "-g", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-omit-frame-pointer"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
