@@ -242,7 +242,7 @@ def _joined(args: argparse.Namespace, console: Console) -> Catalog:
     from kvabr.replay.passages import EXACT, prompt_of
     from kvabr.store.locations import open_catalog
 
-    if args.asset is not None or args.live or args.verify:
+    if args.asset is not None or args.verify:
         raise UsageError("--passages takes the place of --asset, and is for simulations")
     exact = EXACT if args.exact is None else args.exact
     limit = MISS_PENALTY if args.max_loss is None else args.max_loss

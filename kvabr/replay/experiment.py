@@ -304,12 +304,12 @@ class Experiment:
         outcome.run["sharing"] = {
             "dropped_bytes": plays.link.dropped,
             "most_queued_bytes": plays.link.most_queued,
-            "rivals": [self._rival(player.session.record, lookup_s) for player in plays.players[1:]],
+            "rivals": [self._rival(player.session, lookup_s) for player in plays.players[1:]],
         }
         return outcome
 
-    def _rival(self, record: PlayRecord, lookup_s: float) -> dict[str, Any]:
-        self._count_lookup(record, None, lookup_s)
+    def _rival(self, session: Session, lookup_s: float) -> dict[str, Any]:
+        record = self._finished(session, None, lookup_s)
         loss, value = valued(self.catalog, self.options.config, self.options.deadline_s, record)
         return {
             "ttft_s": rounded(record.delivered_s),
@@ -426,10 +426,7 @@ class Experiment:
             lookup_s: seconds of the deadline that passed before the play began.
             ghost_bytes: bytes that came for cancelled requests.
         """
-        options, record = self.options, session.record
-        if record.gave_up is not None and self.catalog.sources and options.cost is not None:
-            computed_whole(record, self.catalog, options.cost, session.view.now, self._time_for(lookup_s))
-        self._count_lookup(record, lines, lookup_s)
+        options, record = self.options, self._finished(session, lines, lookup_s)
         catalog, config, deadline_s = self.catalog, options.config, options.deadline_s
         run = run_line(catalog, config, deadline_s, trace, start_s, policy, record, bound, capacity, ghost_bytes)
         if lines is None:
@@ -439,8 +436,15 @@ class Experiment:
         series = capacity.series(max(end, options.deadline_s) * 1.05 - lookup_s)
         return PlayOutcome(run, record, lines, [(t + lookup_s, rate) for t, rate in series])
 
-    def _count_lookup(self, record: PlayRecord, lines: list[PlayEvent] | None, lookup_s: float) -> None:
-        """Count a finished play from before its lookup."""
+    def _finished(self, session: Session, lines: list[PlayEvent] | None, lookup_s: float) -> PlayRecord:
+        """Return the record of a play that is over, counted from before its lookup.
+
+        A joined prompt whose play was given up is computed, as a client does.
+        """
+        record, cost = session.record, self.options.cost
+        if record.gave_up is not None and self.catalog.sources and cost is not None:
+            computed_whole(record, self.catalog, cost, session.view.now, self._time_for(lookup_s))
         if lookup_s or self.options.guard_s:
             shift(record, lines, lookup_s)
             record.met = record.delivered_s is not None and record.delivered_s <= self.options.deadline_s
+        return record

@@ -135,6 +135,9 @@ def test_only_what_can_be_decoded_is_played(long, short):
     assert list(playable(odd, profile=False).by_name) == ["Int4"]
     with pytest.raises(FormatError, match=r"MPEG.*can be decoded here.*plug-in"):
         playable(replace(short, tracks=(strange,)), profile=True)
+    with pytest.raises(FormatError, match="without its codec profile: it is too new") as caught:
+        playable(replace(long, tracks=(long.by_name["AC-5x"],)), profile=False, why="it is too new")
+    assert "plug-in" not in str(caught.value)
 
 
 @pytest.fixture

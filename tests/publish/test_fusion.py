@@ -7,7 +7,7 @@ import pytest
 
 from kvabr.publish.fusion import FusionLosses
 from kvabr.types.errors import AssetError, ForeignError, FormatError, UsageError
-from kvabr.types.kv import KVSpec
+from kvabr.types.kv import KVSpec, RopeSpec
 
 SPEC = KVSpec.uniform("toy", "bytes", 2, 2, 8, "float16")
 FOUND = FusionLosses(SPEC, 4, ((0.0, 0.03), (0.15, 0.01)), "measured on paper")
@@ -33,6 +33,12 @@ def test_the_group_size_does_not_matter_and_the_model_does():
     ):
         with pytest.raises(ForeignError, match=r"were measured with toy .*the passage is of toy.*calibrate --blend"):
             FOUND.notes(other, "mean", 4)
+
+
+def test_what_two_models_differ_in_is_said():
+    turned = SPEC.changed(rope=RopeSpec(5e5, 8))
+    with pytest.raises(ForeignError, match=r"rotary embedding.*the passage is of.*a rotary embedding of base 500000"):
+        FOUND.notes(turned, "mean", 4)
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,11 @@ def test_the_command_replays_a_prompt_of_passages(passages, tmp_path, capsys):
         assert words in capsys.readouterr().err
     assert main([*how[:-4], "--no-recompute"]) == 2
     assert "needs an engine, for the text before them" in capsys.readouterr().err
+    assert main([*how, "--live"]) == 2
+    assert "--passages is for simulations" in capsys.readouterr().err
+    unknown = assets.make_asset(tmp_path / "unknown", range(900, 930), passage=PassageNotes("mean", 4)).path
+    assert main([*how[:3], str(unknown), *how[3:]]) == 0
+    assert "unknown is computed: what joining it costs was not measured" in capsys.readouterr().err
     assert main(["replay", str(trace), "--share", "0.1"]) != 0
     assert "--passages" in capsys.readouterr().err
 
@@ -265,6 +270,10 @@ def test_the_laboratory_plays_a_folder_of_passages(passages, tmp_path, capsys):
     # An engine must compute the text before them.
     assert main([*how[:4], "--engine", "none", "--out", str(tmp_path / "none")]) == 2
     assert "--engine asset" in capsys.readouterr().err
+    assets.make_asset(passages / "p9", range(900, 930), passage=PassageNotes("mean", 4))
+    assert main([*how, "--out", str(tmp_path / "some"), "--jobs", "1"]) == 0
+    assert "p9 is computed: what joining it costs was not measured" in capsys.readouterr().err
+    (passages / "p9").rename(tmp_path / "p9")
     assert build({"traces": [str(trace)], "assets": [str(passages)], "engines": ["2x"]}).offers[0].notes == ()
     with pytest.raises(UsageError, match="engine 'asset'"):  # which is the default, and was not measured here
         build({"traces": [str(trace)], "assets": [str(passages)]})

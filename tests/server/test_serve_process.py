@@ -20,6 +20,7 @@ from kvabr.quic.options import DialOptions
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.errors import NotFoundError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_track
+from kvabr.types.passage import PassageNotes
 from tests.assets import digests, make_asset
 
 pytestmark = pytest.mark.process
@@ -188,6 +189,16 @@ async def test_tokens_that_cannot_be_read_are_wrong_usage(root, tmp_path, conten
 async def test_an_empty_root_is_served_and_said(tmp_path):
     async with serving(tmp_path, "--quic", "aioquic") as served:
         assert "kvabr encode" in (await served.event("no assets yet"))["hint"]
+
+
+async def test_the_example_is_no_passage(tmp_path):
+    make_asset(tmp_path / "a-passage", range(8), passage=PassageNotes("alone"))
+    async with serving(tmp_path, "--quic", "aioquic") as served:
+        assert "play(parts=[...])" in (await served.process.stdout.readline()).decode()
+    whole = make_asset(tmp_path / "whole", range(8)).catalog
+    async with serving(tmp_path, "--quic", "aioquic") as served:
+        words = shlex.split((await served.process.stdout.readline()).decode())
+        assert asset_of(words[words.index("fetch", 5) + 1]) == whole.namespace
 
 
 @pytest.mark.parametrize("where", ["a full disk", "a pipe that nobody reads"])
