@@ -23,15 +23,18 @@ _Result = TypeVar("_Result")
 def side_by_side(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
     """Yield what ``work`` returns for each item, in order; items are drawn in this thread as they are needed.
 
-    Two are worked on at once, each with half of torch's threads, if torch has two.
+    Two are worked on at once, each with half of torch's threads, if torch has two. Meanwhile this thread has half of
+    them, too: threads that wait for its next operation do so busily.
     """
     threads = torch.get_num_threads()
     if threads < _AT_ONCE:
         yield from map(work, items)
         return
+    half = threads // _AT_ONCE
     waiting: deque[Future[_Result]] = deque()
-    pool = ThreadPoolExecutor(_AT_ONCE, "kvabr-beside", torch.set_num_threads, (threads // _AT_ONCE,))
+    pool = ThreadPoolExecutor(_AT_ONCE, "kvabr-beside", torch.set_num_threads, (half,))
     try:
+        torch.set_num_threads(half)
         for item in items:
             waiting.append(pool.submit(work, item))
             if len(waiting) > _AT_ONCE:

@@ -1,8 +1,7 @@
 """The first half of a calibration: caches of texts and gradients with respect to them, in temporary files.
 
-Elements take 16 bits there (caches: those of the published type). Memory holds one context at a time, or two to four
-if an engine is `concurrent`, or, of an engine that runs layer by layer (`kvabr.publish.model.LayerEngine`), one layer of
-one context.
+Elements take 16 bits there (caches: those of the published type). Memory holds one context at a time (up to four, if
+two threads compute), or, of an engine that runs layer by layer (`kvabr.publish.model.LayerEngine`), one layer of one.
 """
 
 from __future__ import annotations
