@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import MOST_RADIUS, TOTAL, CoderModel, frequencies
 from kvabr.codec.native.references import TILE
 from kvabr.types.errors import FormatError
@@ -99,6 +100,8 @@ class SymbolCounts:
 
     def add(self, index: NDArray[np.int32], below: NDArray[np.int32] | None = None) -> None:
         """Count tiles of indices [row, token], given those one depth below if this depth refines it."""
+        if coder.count_symbols(index, below, self.symbols, self.flags):
+            return
         whole = index.shape[1] - index.shape[1] % TILE
         for tokens in (slice(0, whole), slice(whole, None)):
             # Some rows at a time: what is counted stays in the processor's cache.
