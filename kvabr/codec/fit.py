@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import TypeVar
 
 import numpy as np
@@ -64,8 +65,8 @@ _ABSURD = 100.0
 make the quantiser so coarse that nothing else of its layer is left."""
 _WORTH = 20.0
 """Tokens with quiet values are stored separately if they bear this many times their share of the gradients' power."""
-_AT_ONCE = 4
-"""Tiles whose symbols are counted together."""
+_ROWS_AT_ONCE = 256
+"""Rows whose symbols are counted together: their indices stay in the processor's cache."""
 _BEYOND = 1e6
 """Clamp for indices: no table has symbols for larger ones, and integers must not overflow."""
 
@@ -434,19 +435,25 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
     """Fit the tables of every depth; also return the usual number of copies of a token, None if there is no base."""
     rows, chain = analysis.structure.rows, nested(config.steps)
     counts = {track: SymbolCounts.nothing(rows, refines=below is not None) for track, below in chain.items()}
-    copies: list[float] = []
-    analysis.prepare()  # once, not in every thread
-    for coefficients in source.each("tables", lambda bare, _: analysis.analyse(bare, None)):
+    parts = [(slice(first, first + _ROWS_AT_ONCE), Lock()) for first in range(0, rows, _ROWS_AT_ONCE)]
+
+    def counted(bare: torch.Tensor, _: torch.Tensor | None) -> list[float]:
+        """Count one cache; return the number of copies in each of its tiles."""
+        coefficients = analysis.analyse(bare, None)
         # Tokens that are stored separately count as zeros, as in the encoder.
         every = coefficients.rows * ~coefficients.outlying
-        for start in range(0, every.shape[1], _AT_ONCE * TILE):
-            for loud in config.louder:
-                _count(every[:, start : start + _AT_ONCE * TILE] * loud, chain, config, counts)
-        if LAYERS[0] in chain:
-            for start in range(0, every.shape[1], TILE):
-                tile = slice(start, start + TILE)
-                kept = ~coefficients.outlying[tile].numpy()
-                copies.append(likeness(coefficients.rows[:, tile], config.steps[LAYERS[0]], kept).copies)
+        for part, lock in parts:
+            with lock:
+                _count(every[part], chain, config, {track: own.of(part) for track, own in counts.items()})
+        if LAYERS[0] not in chain:
+            return []
+        tiles = [slice(start, start + TILE) for start in range(0, every.shape[1], TILE)]
+        kept = ~coefficients.outlying.numpy()
+        step = config.steps[LAYERS[0]]
+        return [likeness(coefficients.rows[:, tile], step, kept[tile]).copies for tile in tiles]
+
+    analysis.prepare()  # once, not in every thread
+    copies = [each for found in source.each("tables", counted) for each in found]
     made = side_by_side(lambda track: coder_model(counts[track], config.classes, small=not config.transform), chain)
     depths = {
         track: Depth(config.steps[track], config.dead.get(track, 0.0), model, config.gains.get(track, ()))
@@ -457,14 +464,16 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
 
 
 def _count(
-    tiles: torch.Tensor, chain: Mapping[str, str | None], config: FitConfig, counts: Mapping[str, SymbolCounts]
+    part: torch.Tensor, chain: Mapping[str, str | None], config: FitConfig, counts: Mapping[str, SymbolCounts]
 ) -> None:
-    made: dict[str, NDArray[np.int32]] = {}
-    for track, below in chain.items():
-        step = config.steps[track]
-        index = quantise(tiles, step, config.dead.get(track, 0.0)).clamp_(-_BEYOND, _BEYOND)
-        made[track] = index.int().numpy()
-        counts[track].add(made[track], None if below is None else made[below])
+    """Count the symbols of some rows at every depth."""
+    for loud in config.louder:
+        made: dict[str, NDArray[np.int32]] = {}
+        for track, below in chain.items():
+            step = config.steps[track]
+            index = quantise(part * loud, step, config.dead.get(track, 0.0)).clamp_(-_BEYOND, _BEYOND)
+            made[track] = index.int().numpy()
+            counts[track].add(made[track], None if below is None else made[below])
 
 
 def _steady(common: torch.Tensor) -> torch.Tensor:

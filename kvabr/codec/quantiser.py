@@ -98,6 +98,10 @@ class SymbolCounts:
             np.zeros((rows, 2 if refines else 1, 2), np.int32),
         )
 
+    def of(self, rows: slice) -> SymbolCounts:
+        """Return the statistics of some rows, which share memory with these."""
+        return SymbolCounts(self.symbols[rows], self.flags[rows])
+
     def add(self, index: NDArray[np.int32], below: NDArray[np.int32] | None = None) -> None:
         """Count tiles of indices [row, token], given those one depth below if this depth refines it."""
         if coder.count_symbols(index, below, self.symbols, self.flags):
