@@ -230,7 +230,7 @@ class _Source:
         """Return one cache without sinks and rotation, as numbers; of a state its columns."""
         if is_quantised(cache.dtype):
             cache = numbers_of(cache, self.spec)
-        bare = turned(cache, self.spec)[:, :, :, self.sinks :].float().clone()
+        bare = turned(cache, self.spec)[:, :, :, self.sinks :].to(torch.float32, copy=True)
         bare[:, 0] = rotate(bare[:, 0], self.spec.rope, self.sinks, undo=True)
         return bare
 
@@ -245,7 +245,7 @@ class _Source:
 
 def _sensible(bare: torch.Tensor) -> torch.Tensor:
     """Zero absurd tokens in their layer, in place; an encoder stores such tokens separately."""
-    peak = bare.abs().amax(dim=(2, 4))  # [layer, K/V, token]
+    peak = torch.maximum(bare.amax(dim=(2, 4)), -bare.amin(dim=(2, 4)))  # [layer, K/V, token]; a copy takes longer
     usual = peak.nanmedian(dim=2, keepdim=True).values
     absurd = ~(peak <= FP16_MAX) | ((peak > _ABSURD * usual) & (usual > 0))
     if bool(absurd.any()):
@@ -411,9 +411,12 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
     def products(bare: torch.Tensor, _: torch.Tensor | None) -> list[torch.Tensor]:
         found = analysis.analyse(bare, None)
         components, made = found.rows[:, ~found.outlying], []
-        for number, (stack, size) in enumerate(zip(structure.stacks, sizes, strict=True)):
+        for number, (stack, scatter) in enumerate(zip(structure.stacks, scatters, strict=True)):
+            if not stack.kept:
+                made.append(scatter)  # empty
+                continue
             own = components[slice(*structure.first_rows[number : number + 2])]
-            across = own.reshape(-1, structure.width, own.shape[1])[:, : stack.kept].reshape(size, -1)
+            across = own.reshape(-1, structure.width, own.shape[1])[:, : stack.kept].reshape(len(scatter), -1)
             made.append(across @ across.T)
         return made
 

@@ -195,7 +195,8 @@ def _sorted(symbols: Counted, classes: int) -> NDArray[np.intp]:
 def _summed(of_row: NDArray[np.intp], symbols: Counted) -> Counted:
     """Return the sums by class, [class, context, symbol]; no class is empty."""
     member = (of_row == np.arange(of_row.max() + 1)[:, None]).astype(np.float64)
-    return (member @ symbols.reshape(len(symbols), -1)).reshape(-1, *symbols.shape[1:])  # exact: halves, below 2**52
+    out: Counted = member @ symbols.reshape(len(symbols), -1)  # exact: halves, below 2**52
+    return out.reshape(-1, *symbols.shape[1:])
 
 
 def _smooth(summed: Counted) -> Counted:
