@@ -40,7 +40,7 @@ setup(
                 f"{_ROOM}/{name}.h"
                 for name in (
                     *("kvcoder", "module", "rans", "tile", "synth"),
-                    *("near", "near_avx2", "encode", "encode_avx2", "alike"),
+                    *("near", "near_avx2", "encode", "encode_avx2", "alike", "count"),
                 )
             ],
             extra_compile_args=_FLAGS,

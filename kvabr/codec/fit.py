@@ -1,14 +1,17 @@
 """Fit a profile to caches of diverse texts: means, transforms, norms, and the tables of every depth.
 
-Several passes read one cache at a time, so memory holds only the matrices (in double precision) and the counts. With
-the model's sensitivity to errors in each channel (`gradients`), a block is transformed in units of that sensitivity:
-noise of equal power in all coefficients then costs the model the least.
+Several passes read two to four caches at a time, so memory holds little more than the matrices (in double precision)
+and the counts. Results are added in the order of the caches, whichever thread is first. With the model's sensitivity to
+errors in each channel (`gradients`), a block is transformed in units of that sensitivity: noise of equal power in all
+coefficients then costs the model the least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +25,19 @@ from kvabr.codec.profile import MAX_SINKS, MAX_STEP, ClassProfile, Depth
 from kvabr.codec.quantised import is_quantised, numbers_of
 from kvabr.codec.quantiser import SymbolCounts, coder_model, nested, quantise
 from kvabr.codec.rope import rotate
-from kvabr.codec.transform import LARGEST, NO_MATRIX, RUN, Quiet, Structure, Transform, layered, plain, rounded
+from kvabr.codec.side_by_side import side_by_side
+from kvabr.codec.transform import (
+    LARGEST,
+    NO_MATRIX,
+    RUN,
+    Matrices,
+    Quiet,
+    Structure,
+    Transform,
+    layered,
+    plain,
+    rounded,
+)
 from kvabr.codec.unusual import likeness
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import FP16_MAX, KVSpec
@@ -33,6 +48,8 @@ Caches = Callable[[], Iterable[torch.Tensor]]
 
 Progress = Callable[[str, int], None]
 """Called after every cache of a pass with the name of the pass and the number of caches seen."""
+
+_Found = TypeVar("_Found")
 
 PASSES = ("means", "outliers", "channels", "stacks", "tables", "references")
 
@@ -48,8 +65,8 @@ _ABSURD = 100.0
 make the quantiser so coarse that nothing else of its layer is left."""
 _WORTH = 20.0
 """Tokens with quiet values are stored separately if they bear this many times their share of the gradients' power."""
-_AT_ONCE = 4
-"""Tiles whose symbols are counted together."""
+_ROWS_AT_ONCE = 256
+"""Rows whose symbols are counted together: their indices stay in the processor's cache."""
 _BEYOND = 1e6
 """Clamp for indices: no table has symbols for larger ones, and integers must not overflow."""
 
@@ -165,7 +182,7 @@ def fit_tables(
     source = _Source(spec, caches, config.sinks, progress)
     analysis = Analysis(transform)
     depths, copies = _depths(analysis, source, config)
-    again = (analysis.analyse(bare, None) for bare in source("references"))
+    again = source.each("references", lambda bare, _: analysis.analyse(bare, None))
     # Columns of a state do not resemble each other as tokens do, and without transforms profiles are to be small.
     if config.transform and spec.only.kind != "state":
         depths = add_references(depths, again, config.louder)
@@ -181,15 +198,26 @@ class _Source:
     sinks: int
     progress: Progress
 
-    def __call__(self, stage: str) -> Iterator[torch.Tensor]:
-        """Yield the caches without sinks, float32, keys without rotary embedding."""
+    def each(
+        self, stage: str, work: Callable[[torch.Tensor, torch.Tensor | None], _Found], gradients: Caches | None = None
+    ) -> Iterator[_Found]:
+        """Yield what ``work`` returns, in other threads, for every cache and its gradient, None if there is none.
+
+        Caches come without sinks, float32, keys without rotary embedding; gradients as they are.
+        """
+        slopes = None if gradients is None else iter(gradients())
+
+        def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+            for cache in self.caches():
+                self._check(cache)
+                if cache.shape[3] > self.sinks:
+                    yield cache, None if slopes is None else next(slopes)
+
         seen = 0
-        for cache in self.caches():
-            self._check(cache)
-            if cache.shape[3] > self.sinks:
-                yield _sensible(self.bare(cache))
-                seen += 1
-                self.progress(stage, seen)
+        for found in side_by_side(lambda pair: work(_sensible(self.bare(pair[0])), pair[1]), pairs()):
+            yield found
+            seen += 1
+            self.progress(stage, seen)
         if not seen:
             raise FormatError(f"calibration needs caches longer than {self.sinks} tokens")
 
@@ -202,7 +230,7 @@ class _Source:
         """Return one cache without sinks and rotation, as numbers; of a state its columns."""
         if is_quantised(cache.dtype):
             cache = numbers_of(cache, self.spec)
-        bare = turned(cache, self.spec)[:, :, :, self.sinks :].float().clone()
+        bare = turned(cache, self.spec)[:, :, :, self.sinks :].to(torch.float32, copy=True)
         bare[:, 0] = rotate(bare[:, 0], self.spec.rope, self.sinks, undo=True)
         return bare
 
@@ -217,7 +245,7 @@ class _Source:
 
 def _sensible(bare: torch.Tensor) -> torch.Tensor:
     """Zero absurd tokens in their layer, in place; an encoder stores such tokens separately."""
-    peak = bare.abs().amax(dim=(2, 4))  # [layer, K/V, token]
+    peak = torch.maximum(bare.amax(dim=(2, 4)), -bare.amin(dim=(2, 4)))  # [layer, K/V, token]; a copy takes longer
     usual = peak.nanmedian(dim=2, keepdim=True).values
     absurd = ~(peak <= FP16_MAX) | ((peak > _ABSURD * usual) & (usual > 0))
     if bool(absurd.any()):
@@ -231,9 +259,9 @@ def _means(structure: Structure, source: _Source) -> Transform:
     layers, halves, heads, _, dim = spec.shape(1)
     total = torch.zeros((layers, halves, heads, dim), dtype=torch.float64)
     count = 0
-    for bare in source("means"):
-        total += bare.sum(dim=3, dtype=torch.float64)
-        count += bare.shape[3]
+    for part, tokens in source.each("means", lambda bare, _: (bare.sum(dim=3, dtype=torch.float64), bare.shape[3])):
+        total += part
+        count += tokens
     ones, quiet = np.ones((layers, halves), np.float32), np.ones(layers, np.float32)
     none = (NO_MATRIX,) * len(structure.stacks)
     return Transform(structure, (total / count).half().numpy(), ones, None, none, quiet, float("inf"))
@@ -246,14 +274,19 @@ def _outliers(transform: Transform, source: _Source, config: FitConfig, gradient
     """
     analysis = Analysis(transform)
     keys, values, minded = [], [], []
-    slopes = iter(gradients()) if gradients is not None and transform.structure.halves == 2 else None
-    for bare in source("outliers"):
+
+    def powers(bare: torch.Tensor, slope: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         channels = analysis.centred(bare)
-        keys.append(analysis.key_power(channels))
-        if slopes is not None:
-            slope = next(slopes)[:, :, :, source.sinks :].float().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            minded.append(slope.square().sum(dim=(0, 1, 2, 4)))
-            values.append(analysis.value_power(channels)[:, : len(minded[-1])])
+        power = analysis.key_power(channels)
+        if slope is None:
+            return (power,)
+        slope = slope[:, :, :, source.sinks :].float().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return power, analysis.value_power(channels)[:, : slope.shape[3]], slope.square().sum(dim=(0, 1, 2, 4))
+
+    for own, *more in source.each("outliers", powers, gradients if transform.structure.halves == 2 else None):
+        keys.append(own)
+        values += more[:1]
+        minded += more[1:]
     every = torch.cat(keys, dim=1)  # [layer, token]: few numbers
     spread = every.double().mean(dim=1).clamp(min=_LEAST).sqrt().float()
     loudness = (every.sqrt() / spread[:, None]).amax(dim=0).numpy()
@@ -294,21 +327,28 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
     shape = (blocks, width, width) if config.transform else (blocks, width)
     scatter, minded = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
     count = 0
-    slopes = iter(gradients()) if gradients is not None and config.transform else None
-    for bare in source("channels"):
+    slopes = gradients if config.transform else None
+
+    def sums_of(bare: torch.Tensor, slope: torch.Tensor | None) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
         channels = analysis.centred(bare)
         usual = ~analysis.outlying(channels)
-        if slopes is not None:
-            slope = source.slope(next(slopes)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        own = torch.zeros(())
+        if slope is not None:
+            slope = source.slope(slope).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             same = slope.transpose(3, 4).reshape(blocks, width, -1)[:, :, usual[: slope.shape[3]]]
             # Halfway between the gradient and its direction: a few tokens, too few in a calibration, have huge
             # gradients.
             same /= torch.linalg.vector_norm(same, dim=1, keepdim=True).clamp(min=1e-30).sqrt()
-            minded += torch.bmm(same, same.transpose(1, 2))
+            own = torch.bmm(same, same.transpose(1, 2))
         channels = channels[:, :, usual]
-        total += channels.sum(dim=2, dtype=torch.float64)
-        scatter += torch.bmm(channels, channels.transpose(1, 2)) if config.transform else channels.square().sum(dim=2)
-        count += channels.shape[2]
+        power = torch.bmm(channels, channels.transpose(1, 2)) if config.transform else channels.square().sum(dim=2)
+        return channels.shape[2], channels.sum(dim=2, dtype=torch.float64), power, own
+
+    for tokens, sums, power, own in source.each("channels", sums_of, slopes):
+        count += tokens
+        total += sums
+        scatter += power
+        minded += own
     if not count:
         raise FormatError("calibration: every token is an outlier")
     off = total / count
@@ -367,61 +407,76 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
     analysis = Analysis(transform)
     sizes = [structure.width_of(stack) for stack in structure.stacks]
     scatters = [torch.zeros((size, size), dtype=torch.float64) for size in sizes]
-    for bare in source("stacks"):
+
+    def products(bare: torch.Tensor, _: torch.Tensor | None) -> list[torch.Tensor]:
         found = analysis.analyse(bare, None)
-        components = found.rows[:, ~found.outlying]
+        components, made = found.rows[:, ~found.outlying], []
         for number, (stack, scatter) in enumerate(zip(structure.stacks, scatters, strict=True)):
-            if stack.kept:
-                own = components[slice(*structure.first_rows[number : number + 2])]
-                across = own.reshape(-1, structure.width, own.shape[1])[:, : stack.kept].reshape(len(scatter), -1)
-                scatter.add_(across @ across.T)
-    # The principal components, the most powerful first.
-    made = tuple(
-        rounded(torch.linalg.eigh(_steady(each)).eigenvectors.flip(-1), run=RUN) if len(each) else NO_MATRIX
-        for each in scatters
-    )
-    return replace(transform, structure=structure, stack=made)
+            if not stack.kept:
+                made.append(scatter)  # empty
+                continue
+            own = components[slice(*structure.first_rows[number : number + 2])]
+            across = own.reshape(-1, structure.width, own.shape[1])[:, : stack.kept].reshape(len(scatter), -1)
+            made.append(across @ across.T)
+        return made
+
+    analysis.prepare()  # once, not in every thread
+    for found in source.each("stacks", products):
+        for scatter, product in zip(scatters, found, strict=True):
+            scatter.add_(product)
+
+    def principal(scatter: torch.Tensor) -> Matrices:
+        """Return the principal components, the most powerful first."""
+        if not len(scatter):
+            return NO_MATRIX
+        return rounded(torch.linalg.eigh(_steady(scatter)).eigenvectors.flip(-1), run=RUN)
+
+    return replace(transform, structure=structure, stack=tuple(side_by_side(principal, scatters)))
 
 
 def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dict[str, Depth], float | None]:
     """Fit the tables of every depth; also return the usual number of copies of a token, None if there is no base."""
     rows, chain = analysis.structure.rows, nested(config.steps)
     counts = {track: SymbolCounts.nothing(rows, refines=below is not None) for track, below in chain.items()}
-    copies: list[float] = []
-    for bare in source("tables"):
+    parts = [(slice(first, first + _ROWS_AT_ONCE), Lock()) for first in range(0, rows, _ROWS_AT_ONCE)]
+
+    def counted(bare: torch.Tensor, _: torch.Tensor | None) -> list[float]:
+        """Count one cache; return the number of copies in each of its tiles."""
         coefficients = analysis.analyse(bare, None)
         # Tokens that are stored separately count as zeros, as in the encoder.
         every = coefficients.rows * ~coefficients.outlying
-        for start in range(0, every.shape[1], _AT_ONCE * TILE):
-            for loud in config.louder:
-                _count(every[:, start : start + _AT_ONCE * TILE] * loud, chain, config, counts)
-        if LAYERS[0] in chain:
-            for start in range(0, every.shape[1], TILE):
-                tile = slice(start, start + TILE)
-                kept = ~coefficients.outlying[tile].numpy()
-                copies.append(likeness(coefficients.rows[:, tile], config.steps[LAYERS[0]], kept).copies)
+        for part, lock in parts:
+            with lock:
+                _count(every[part], chain, config, {track: own.of(part) for track, own in counts.items()})
+        if LAYERS[0] not in chain:
+            return []
+        tiles = [slice(start, start + TILE) for start in range(0, every.shape[1], TILE)]
+        kept = ~coefficients.outlying.numpy()
+        step = config.steps[LAYERS[0]]
+        return [likeness(coefficients.rows[:, tile], step, kept[tile]).copies for tile in tiles]
+
+    analysis.prepare()  # once, not in every thread
+    copies = [each for found in source.each("tables", counted) for each in found]
+    made = side_by_side(lambda track: coder_model(counts[track], config.classes, small=not config.transform), chain)
     depths = {
-        track: Depth(
-            config.steps[track],
-            config.dead.get(track, 0.0),
-            coder_model(counts[track], config.classes, small=not config.transform),
-            config.gains.get(track, ()),
-        )
-        for track in chain
+        track: Depth(config.steps[track], config.dead.get(track, 0.0), model, config.gains.get(track, ()))
+        for track, model in zip(chain, made, strict=True)
     }
     told = [each for each in copies if each]  # 0: nothing is said of a tile
     return depths, round(float(np.median(told)), 3) if told else None
 
 
 def _count(
-    tiles: torch.Tensor, chain: Mapping[str, str | None], config: FitConfig, counts: Mapping[str, SymbolCounts]
+    part: torch.Tensor, chain: Mapping[str, str | None], config: FitConfig, counts: Mapping[str, SymbolCounts]
 ) -> None:
-    made: dict[str, NDArray[np.int32]] = {}
-    for track, below in chain.items():
-        step = config.steps[track]
-        index = quantise(tiles, step, config.dead.get(track, 0.0)).clamp_(-_BEYOND, _BEYOND)
-        made[track] = index.int().numpy()
-        counts[track].add(made[track], None if below is None else made[below])
+    """Count the symbols of some rows at every depth."""
+    for loud in config.louder:
+        made: dict[str, NDArray[np.int32]] = {}
+        for track, below in chain.items():
+            step = config.steps[track]
+            index = quantise(part * loud, step, config.dead.get(track, 0.0)).clamp_(-_BEYOND, _BEYOND)
+            made[track] = index.int().numpy()
+            counts[track].add(made[track], None if below is None else made[below])
 
 
 def _steady(common: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from kvabr.codec.native.references import LANES, TILE, References
 from kvabr.codec.profile import Depth
 from kvabr.codec.quantiser import RATIO, nested, quantise
 from kvabr.codec.referring import choose_references
+from kvabr.codec.side_by_side import side_by_side
 from kvabr.types.naming import LAYERS
 
 _COARSE = (0, 1, 2, 3, 3, 4, 4, *[5] * 9)
@@ -32,6 +33,8 @@ _PRIOR = 3.0
 """Weight, in symbols, of the prior that a reference tells nothing."""
 _EVERY = 4
 """One in this many tiles is counted: a few tables for all rows need no more, and counting is slow."""
+_ROWS_AT_ONCE = 256
+"""Rows whose symbols are counted together."""
 _FARTHEST = 10_000
 """Clamp for indices: their triples must not overflow."""
 
@@ -50,26 +53,39 @@ def add_references(
     coarsest = max(depths.values(), key=lambda depth: depth.step)
     buckets = {track: _buckets(track, depth.coder) for track, depth in depths.items()}
     counts = {track: _nothing(depth.coder, buckets[track]) for track, depth in depths.items()}
+
+    def counted(tile: tuple[NDArray[np.float32], NDArray[np.bool_]]) -> dict[str, NDArray[np.int64]]:
+        rows, keep = tile
+        chosen = choose_references(rows, coarsest.step, keep, coarsest.coder)
+        assert chosen is not None  # noqa: S101  # the tile has two steps
+        found = {track: np.zeros_like(own) for track, own in counts.items()}
+        for loud in louder:
+            made: dict[str, NDArray[np.int64]] = {}
+            for track, below in chain.items():
+                depth = depths[track]
+                index = quantise(torch.from_numpy(rows) * loud, depth.step, depth.dead)
+                made[track] = index.clamp_(-_FARTHEST, _FARTHEST).numpy().astype(np.int64)
+                under = None if below is None else made[below]
+                _count(depth.coder, buckets[track], made[track], under, chosen[0], found[track])
+        return found
+
+    for found in side_by_side(counted, _tiles(coefficients)):
+        for track, own in found.items():
+            counts[track] += own
+    return {
+        track: replace(depth, coder=_with_near(depth.coder, buckets[track], counts[track]))
+        for track, depth in depths.items()
+    }
+
+
+def _tiles(coefficients: Iterable[Coefficients]) -> Iterator[tuple[NDArray[np.float32], NDArray[np.bool_]]]:
+    """Yield the tiles that are counted, zero where tokens are stored separately, and which tokens are not."""
     for number, each in enumerate(coefficients):
         keep = ~each.outlying.numpy()
         firsts = range(0, each.rows.shape[1] - LANES, TILE)
         for first in firsts[number % min(_EVERY, len(firsts) or 1) :: _EVERY]:
             tile = slice(first, first + TILE)
-            rows = np.ascontiguousarray(each.rows[:, tile].numpy()) * keep[tile]
-            chosen = choose_references(rows, coarsest.step, keep[tile], coarsest.coder)
-            assert chosen is not None  # noqa: S101  # the tile has two steps
-            for loud in louder:
-                made: dict[str, NDArray[np.int64]] = {}
-                for track, below in chain.items():
-                    depth = depths[track]
-                    index = quantise(torch.from_numpy(rows) * loud, depth.step, depth.dead)
-                    made[track] = index.clamp_(-_FARTHEST, _FARTHEST).numpy().astype(np.int64)
-                    under = None if below is None else made[below]
-                    _count(depth.coder, buckets[track], made[track], under, chosen[0], counts[track])
-    return {
-        track: replace(depth, coder=_with_near(depth.coder, buckets[track], counts[track]))
-        for track, depth in depths.items()
-    }
+            yield np.ascontiguousarray(each.rows[:, tile].numpy()) * keep[tile], keep[tile]
 
 
 def _buckets(track: str, model: CoderModel) -> NDArray[np.uint8]:
@@ -91,17 +107,22 @@ def _count(
     counts: NDArray[np.int64],
 ) -> None:
     """Count the symbols of one tile's second step, by class and context."""
-    under = np.zeros_like(index) if below is None else below
-    live = (index != RATIO * under).any(axis=1)
     later = references.order[LANES:]
-    referred = index[:, references.order[references.lane[LANES:]]][live]
-    context, sign = near_contexts(bucket, referred, under[:, later][live])
-    value = (index[:, later] - RATIO * under[:, later])[live] * sign
-    which = model.row_class[live].astype(np.int64)[:, None]
-    radius = model.radius[which].astype(np.int64)
-    symbol = np.where(np.abs(value) > radius, 2 * radius + 1, value + radius)
-    place = (which * counts.shape[1] + context) * counts.shape[2] + symbol
-    counts += np.bincount(place.reshape(-1), minlength=counts.size).reshape(counts.shape)
+    named = references.order[references.lane[LANES:]]
+    places = []
+    # Some rows at a time: what is computed of them stays in the processor's cache.
+    for first in range(0, len(index), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        under = np.zeros_like(index[rows]) if below is None else below[rows]
+        live = np.flatnonzero((index[rows] != RATIO * under).any(axis=1))
+        own, under = index[rows][live], under[live][:, later]
+        context, sign = near_contexts(bucket, own[:, named], under)
+        value = (own[:, later] - RATIO * under) * sign
+        which = model.row_class[rows][live].astype(np.int64)[:, None]
+        radius = model.radius[which].astype(np.int64)
+        symbol = np.where(np.abs(value) > radius, 2 * radius + 1, value + radius)
+        places.append(((which * counts.shape[1] + context) * counts.shape[2] + symbol).reshape(-1))
+    counts += np.bincount(np.concatenate(places), minlength=counts.size).reshape(counts.shape)
 
 
 def _with_near(model: CoderModel, bucket: NDArray[np.uint8], counts: NDArray[np.int64]) -> CoderModel:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import MOST_RADIUS, TOTAL, CoderModel, frequencies
 from kvabr.codec.native.references import TILE
 from kvabr.types.errors import FormatError
@@ -97,8 +98,14 @@ class SymbolCounts:
             np.zeros((rows, 2 if refines else 1, 2), np.int32),
         )
 
+    def of(self, rows: slice) -> SymbolCounts:
+        """Return the statistics of some rows, which share memory with these."""
+        return SymbolCounts(self.symbols[rows], self.flags[rows])
+
     def add(self, index: NDArray[np.int32], below: NDArray[np.int32] | None = None) -> None:
         """Count tiles of indices [row, token], given those one depth below if this depth refines it."""
+        if coder.count_symbols(index, below, self.symbols, self.flags):
+            return
         whole = index.shape[1] - index.shape[1] % TILE
         for tokens in (slice(0, whole), slice(whole, None)):
             # Some rows at a time: what is counted stays in the processor's cache.
@@ -187,9 +194,9 @@ def _sorted(symbols: Counted, classes: int) -> NDArray[np.intp]:
 
 def _summed(of_row: NDArray[np.intp], symbols: Counted) -> Counted:
     """Return the sums by class, [class, context, symbol]; no class is empty."""
-    rows = np.argsort(of_row, kind="stable")
-    out: Counted = np.add.reduceat(symbols[rows], np.flatnonzero(np.diff(of_row[rows], prepend=-1)), axis=0)
-    return out
+    member = (of_row == np.arange(of_row.max() + 1)[:, None]).astype(np.float64)
+    out: Counted = member @ symbols.reshape(len(symbols), -1)  # exact: halves, below 2**52
+    return out.reshape(-1, *symbols.shape[1:])
 
 
 def _smooth(summed: Counted) -> Counted:

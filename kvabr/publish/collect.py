@@ -1,7 +1,7 @@
 """The first half of a calibration: caches of texts and gradients with respect to them, in temporary files.
 
-Elements take 16 bits there (caches: those of the published type). Memory holds one context at a time, or, of an engine
-that runs layer by layer (`kvabr.publish.model.LayerEngine`), one layer of one context.
+Elements take 16 bits there (caches: those of the published type). Memory holds one context at a time (up to four, if
+two threads compute), or, of an engine that runs layer by layer (`kvabr.publish.model.LayerEngine`), one layer of one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from kvabr.codec.group import clean, largest_number
 from kvabr.codec.payload import raw
+from kvabr.codec.side_by_side import side_by_side
 from kvabr.publish.model import CalibrationEngine, LayerEngine
 from kvabr.publish.quality import Reference
 from kvabr.publish.target import HeldOutText
@@ -117,21 +118,33 @@ def collect(
     engine.check_weights()
     _check_room(engine, [ids for number, ids in enumerate(cuts) if number not in held])
     classes = [ClassFiles(part, files) for part in engine.spec.parts]
-    samples, seed = [], 0
+    samples: list[HeldOutText] = []
+    seed = 0
     if isinstance(engine, LayerEngine):
         fitted = [ids for number, ids in enumerate(cuts) if number not in held]
         engine.by_layer(fitted, [_scored(ids) for ids in fitted], _Sink(engine, fitted, classes), progress)
-    for number, ids in enumerate(cuts):
-        if isinstance(engine, LayerEngine) and number not in held:
-            continue
-        scored = _scored(ids)
-        cache, kept = caches_of(engine, ids, len(ids) - scored)
-        if number in held:
-            samples.append(HeldOutText(kept, Reference(engine, kept, ids[-scored:])))
+    # Numbers of what is left to do, each with the seed of its gradients.
+    left: list[tuple[int, int]] = []
+    for number in range(len(cuts)):
+        if number in held or not isinstance(engine, LayerEngine):
+            left.append((number, seed))
+            seed += number not in held
+
+    def computed(each: tuple[int, int]) -> HeldOutText | tuple[Cache, Cache]:
+        number, seed = each
+        ids = cuts[number]
+        end = len(ids) - _scored(ids)
+        if number not in held:
+            return _differentiated(engine, ids, end, seed)
+        kept = caches_of(engine, ids, end)[1]
+        return HeldOutText(kept, Reference(engine, kept, ids[end:]))
+
+    both = side_by_side if engine.concurrent else map
+    for (number, _), found in zip(left, both(computed, left), strict=True):
+        if isinstance(found, HeldOutText):
+            samples.append(found)
         else:
-            gradients = engine.gradient_classes(kept, ids[-scored:], seed)
-            seed += 1
-            for each, part, slope in zip(classes, cache, gradients, strict=True):
+            for each, part, slope in zip(classes, *found, strict=True):
                 each.caches.add(part)
                 each.gradients.add(slope)
         progress("prefill", number + 1, len(cuts))
@@ -172,6 +185,18 @@ def room_needed(engine: CalibrationEngine, lengths: Sequence[int]) -> int:
     return total
 
 
+def _differentiated(engine: CalibrationEngine, ids: Sequence[int], end: int, seed: int) -> tuple[Cache, Cache]:
+    """Return the cache of a context, and the gradients of what follows its first ``end`` tokens by their cache."""
+    parts = engine.spec.parts
+    if any(part.only.kind == "state" for part in parts):  # of which the cache has snapshots
+        cache, kept = caches_of(engine, ids, end)
+        return cache, engine.gradient_classes(kept, ids[end:], seed)
+    first, kept = caches_of(engine, ids[:end], end)
+    last, gradients = engine.continue_classes(kept, ids[end:], seed)
+    _check(last, parts)
+    return tuple(torch.cat(pair, dim=3) for pair in zip(first, last, strict=True)), gradients
+
+
 def caches_of(engine: CalibrationEngine, ids: Sequence[int], end: int) -> tuple[Cache, Cache]:
     """Return the cache of a context, with several snapshots of each state, and that of its first ``end`` tokens."""
     parts, total = engine.spec.parts, len(ids)
@@ -189,15 +214,19 @@ def caches_of(engine: CalibrationEngine, ids: Sequence[int], end: int) -> tuple[
         if last == end or not marks:
             kept = whole
     cache = tuple(torch.cat(part, dim=3) for part in zip(*pieces, strict=True))
-    for kv, part in zip(cache, parts, strict=True):
-        for place, layer in enumerate(part.only.layers):
-            _check_layer(kv[place], layer)
+    _check(cache, parts)
     # A cache of 16 bits may hold infinities, behind which all probabilities are NaN.
     clear = (
         clean(one if state else one[:, :, :, :end], largest_number(part))[0]
         for one, part, state in zip(kept, parts, states, strict=True)
     )
     return cache, tuple(clear)
+
+
+def _check(cache: Cache, parts: Sequence[KVSpec]) -> None:
+    for kv, part in zip(cache, parts, strict=True):
+        for place, layer in enumerate(part.only.layers):
+            _check_layer(kv[place], layer)
 
 
 def _check_layer(kv: torch.Tensor, layer: int) -> None:

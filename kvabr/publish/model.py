@@ -67,6 +67,15 @@ class CalibrationEngine(ScoringEngine, Protocol):
             Of the shapes of ``kv``, float32: the gradient of the summed log-probability of the sampled tokens.
         """
 
+    def continue_classes(
+        self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Return the KV of ``tokens`` behind ``kv``, and what `gradient_classes` returns."""
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether two threads may compute at once, and are the faster for it."""
+
 
 class LayerSink(Protocol):
     """Where an engine that runs layer by layer leaves caches and gradients, and finds the caches again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import MOST_RADIUS, TOTAL
 from kvabr.codec.native.references import TILE
 from kvabr.codec.quantiser import SymbolCounts, coder_model
@@ -98,3 +99,19 @@ def test_many_tiles_are_counted_as_one_after_the_other(refines):
     if not refines:
         row = int(np.argmin(np.abs(np.abs(index).max(axis=1) - 5)))
         assert int(whole.symbols[row, 0, 2 + MOST_RADIUS]) == int((index[row] == 2).sum())
+
+
+@pytest.mark.parametrize("refines", [False, True])
+def test_native_code_counts_the_same(refines):
+    dice = np.random.default_rng(4)
+    rows, tokens = 70, 2 * TILE + 9
+    index = (dice.normal(size=(rows, tokens)) * 10.0 ** dice.integers(-2, 6, size=(rows, 1))).round().astype(np.int32)
+    below = (index // 3 + dice.integers(-1, 2, size=index.shape)).astype(np.int32) if refines else None
+    counts = []
+    for path in coder.available_paths():
+        counts.append(SymbolCounts.nothing(rows, refines=refines))
+        with coder.taking(path):
+            counts[-1].add(index, below)
+    for other in counts[1:]:
+        assert np.array_equal(counts[0].symbols, other.symbols)
+        assert np.array_equal(counts[0].flags, other.flags)

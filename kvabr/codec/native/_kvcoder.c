@@ -3,6 +3,7 @@
  * checked shape and strides. Work is done without the GIL. */
 #include <string.h>
 
+#include "count.h"
 #include "module.h"
 
 static const char *message(int error) {
@@ -289,6 +290,32 @@ static PyObject *alike(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* count_symbols(index i32 [row, token], below i32 or None, rows, symbols i32 [row, context, symbol], flags i32 [row, context, 2]):
+ * see count.h */
+static PyObject *count_symbols(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer b[4] = {{0}};
+    unsigned rows;
+    if (!PyArg_ParseTuple(args, "y*z*Iw*w*", b, b + 1, &rows, b + 2, b + 3))
+        return NULL;
+    size_t contexts = b[1].buf ? 3 : 1, states = b[1].buf ? 4 : 2, count = rows ? (size_t)b[0].len / 4 / rows : 0;
+    size_t symbols = rows ? (size_t)b[2].len / 4 / rows / contexts : 0;
+    int good = rows && count < (1u << 24) && symbols >= 2 && symbols < (1u << 16) && symbols % 2 == 0 && holds(b, rows * count, 4) &&
+               (!b[1].buf || holds(b + 1, rows * count, 4)) && holds(b + 2, rows * contexts * symbols, 4) &&
+               holds(b + 3, rows * states, 4);
+    if (good) {
+        Py_BEGIN_ALLOW_THREADS
+        for (size_t r = 0; r < rows; r++)
+            count_row((const int32_t *)b[0].buf + r * count, b[1].buf ? (const int32_t *)b[1].buf + r * count : NULL, (uint32_t)count,
+                      (uint32_t)symbols - 2, (int32_t *)b[2].buf + r * contexts * symbols, (int32_t *)b[3].buf + r * states);
+        Py_END_ALLOW_THREADS
+    }
+    release(b, 4);
+    if (!good)
+        return PyErr_Occurred() ? NULL : size_error();
+    Py_RETURN_NONE;
+}
+
 /* decode(path, transform, depths, payloads, target, threads = 1, place u8, lane u8, mean f32) */
 static PyObject *decode(PyObject *self, PyObject *args) {
     (void)self;
@@ -354,6 +381,7 @@ static PyMethodDef methods[] = {
     {"encode_rows", encode_rows, METH_VARARGS, "Coefficients to a payload."},
     {"error_sums", error_sums, METH_VARARGS, "What quantising takes from rows."},
     {"alike", alike, METH_VARARGS, "How alike tokens are."},
+    {"count_symbols", count_symbols, METH_VARARGS, "Counts of indices, for a calibration."},
     {"decode_indices", decode_indices, METH_VARARGS, "A payload to indices."},
     {"synthesise", synthesise, METH_VARARGS, "Coefficients to a tensor."},
     {"decode", decode, METH_VARARGS, "A chain of payloads to a tensor."},

@@ -153,6 +153,20 @@ def alike(
     return sums
 
 
+def count_symbols(
+    index: NDArray[np.int32], below: NDArray[np.int32] | None, symbols: NDArray[np.int32], flags: NDArray[np.int32]
+) -> bool:
+    """Add indices to a calibration's counts, as `kvabr.codec.quantiser.SymbolCounts` does.
+
+    Returns whether native code could; it cannot if the extension was compiled from older sources.
+    """
+    if active_path() == "reference" or not hasattr(_kvcoder, "count_symbols"):
+        return False
+    under = None if below is None else np.ascontiguousarray(below, np.int32)
+    _kvcoder.count_symbols(np.ascontiguousarray(index, np.int32), under, len(index), symbols, flags)
+    return True
+
+
 def decode_indices(
     model: CoderModel,
     data: bytes | memoryview,

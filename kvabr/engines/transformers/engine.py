@@ -131,17 +131,35 @@ class TransformersEngine:
         Raises:
             ModelError: as for `score`; or the model's output is not finite.
         """
+        return self.continue_classes(kv, tokens, seed)[1]
+
+    def continue_classes(
+        self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Return the KV of ``tokens``, as `prefill_classes` does, and `gradient_classes`, from one forward pass."""
         self.model.requires_grad_(False)
         with torch.enable_grad():
             leaves = tuple(part.detach().to(self.dtype, copy=True).requires_grad_() for part in kv)
             ids, cache, start = self._begin(tokens, leaves)
             replace_states(cache)
             logits = self.model(**self._given(cache, ids, start)).logits[0]
-            sample_next(logits, seed, self.spec.model).backward()  # type: ignore[no-untyped-call]
+            said = sample_next(logits, seed, self.spec.model)
+            with torch.no_grad():
+                made = read_cache(cache, self.spec, start, start + len(tokens))
+            said.backward()  # type: ignore[no-untyped-call]
         out = tuple(leaf.grad.float() for leaf in leaves if leaf.grad is not None)
         if len(out) < len(leaves):
             raise ModelError(f"{self.spec.model}: its output does not depend on its cache")
-        return out
+        return made, out
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether two threads may compute at once, and are the faster for it.
+
+        transformers changes rotary embeddings that depend on the length of a prompt in place.
+        """
+        steady = all(each.kind != "state" and each.rope is not None for each in self.spec.classes)
+        return steady and self.device.type == "cpu"
 
     def check_weights(self) -> None:
         """Raise a `ModelError` that names the weights that are NaN or infinite, if any are."""

@@ -305,6 +305,17 @@ class LayerwiseEngine(TransformersEngine):
                 out[number][place] = own.float().cpu()
         return out
 
+    def continue_classes(
+        self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """As `TransformersEngine.continue_classes`, in two passes."""
+        return self.prefill_classes(tokens, kv), self.gradient_classes(kv, tokens, seed)
+
+    @property
+    def concurrent(self) -> bool:
+        """See `TransformersEngine.concurrent`: memory has room for one layer."""
+        return False
+
     @property
     def layer_bytes(self) -> int:
         """See `kvabr.publish.model.LayerEngine.layer_bytes`."""
