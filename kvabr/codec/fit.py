@@ -471,10 +471,11 @@ def _count(
 ) -> None:
     """Count the symbols of some rows at every depth."""
     for loud in config.louder:
+        louder = part * loud
         made: dict[str, NDArray[np.int32]] = {}
         for track, below in chain.items():
             step = config.steps[track]
-            index = quantise(part * loud, step, config.dead.get(track, 0.0)).clamp_(-_BEYOND, _BEYOND)
+            index = quantise(louder, step, config.dead.get(track, 0.0)).clamp_(-_BEYOND, _BEYOND)
             made[track] = index.int().numpy()
             counts[track].add(made[track], None if below is None else made[below])
 
