@@ -15,6 +15,7 @@ from kvabr.player.session_types import BlendGoal, PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.passages import prompt_of
 from kvabr.replay.report.timeline import computations
+from kvabr.replay.sharing import Sharing
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.events import TokensChosen, TokensDone, TokensStarted
@@ -162,6 +163,13 @@ def test_a_prompt_that_would_lose_too_much_is_computed(deadline_s, met):
     assert played.run["ttft_s"] == pytest.approx(COST.seconds(0, prompt.tokens), abs=1e-6)
     assert played.run["tokens_recomputed"] == prompt.tokens
     assert played.run["regret"] >= -1e-9 or not played.run["feasible"]
+    # So is that of another play on the same link.
+    shared = Experiment(prompt, replace(options, sharing=Sharing(rivals=1))).play(
+        world("steady", [1e6]), 0.0, "anytime"
+    )
+    (rival,) = shared.run["sharing"]["rivals"]
+    assert (rival["loss"], rival["met"]) == (0.0, met)
+    assert rival["ttft_s"] == pytest.approx(COST.seconds(0, prompt.tokens), abs=1e-6)
 
 
 def test_computed_tokens_lose_nothing():
