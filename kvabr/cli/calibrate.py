@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -132,6 +133,9 @@ def run(args: argparse.Namespace) -> int:
         return calibrate_blend.run(args)
     if args.base is not None:
         raise UsageError("--base is for what joining passages costs: add --blend")
+    # Torch reads this when it first needs memory. Tensors of megabytes come and go: with pages of 4 kB the kernel would
+    # take a tenth of the time.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from rich.console import Console
 
     from kvabr.cli.display import StageBar

@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from kvabr.codec.analysis import Analysis, quietness
+from kvabr.codec.analysis import Analysis, Coefficients, quietness
 from kvabr.codec.columns import turned
-from kvabr.codec.fit_references import add_references
+from kvabr.codec.fit_references import add_references, tiles_counted
+from kvabr.codec.native.coder_model import Quantiser
 from kvabr.codec.native.references import TILE
 from kvabr.codec.profile import MAX_SINKS, MAX_STEP, ClassProfile, Depth
 from kvabr.codec.quantised import is_quantised, numbers_of
-from kvabr.codec.quantiser import SymbolCounts, coder_model, nested, quantise
+from kvabr.codec.quantiser import SymbolCounts, coder_model, count, nested
 from kvabr.codec.rope import rotate
 from kvabr.codec.side_by_side import side_by_side
 from kvabr.codec.transform import (
@@ -67,8 +67,6 @@ _WORTH = 20.0
 """Tokens with quiet values are stored separately if they bear this many times their share of the gradients' power."""
 _ROWS_AT_ONCE = 256
 """Rows whose symbols are counted together: their indices stay in the processor's cache."""
-_BEYOND = 1e6
-"""Clamp for indices: no table has symbols for larger ones, and integers must not overflow."""
 
 
 @dataclass(frozen=True)
@@ -182,11 +180,26 @@ def fit_tables(
     source = _Source(spec, caches, config.sinks, progress)
     analysis = Analysis(transform)
     depths, copies = _depths(analysis, source, config)
-    again = source.each("references", lambda bare, _: analysis.analyse(bare, None))
+
+    def analysed(cache: _Cache) -> list[Coefficients]:
+        tiles = tiles_counted(cache.number, cache.bare.shape[3])
+        return [analysis.analyse(cache.bare[:, :, :, tile], None) for tile in tiles]
+
     # Columns of a state do not resemble each other as tokens do, and without transforms profiles are to be small.
     if config.transform and spec.only.kind != "state":
-        depths = add_references(depths, again, config.louder)
+        tiles = (tile for found in source.each("references", analysed) for tile in found)
+        depths = add_references(depths, tiles, config.louder)
     return ClassProfile(spec, config.sinks, transform, depths, copies)
+
+
+class _Cache(NamedTuple):
+    """A cache as a pass sees it."""
+
+    number: int
+    bare: torch.Tensor
+    """Without sinks, float32, keys without rotary embedding."""
+    slope: torch.Tensor | None
+    """Its gradient as it was given, None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -198,23 +211,18 @@ class _Source:
     sinks: int
     progress: Progress
 
-    def each(
-        self, stage: str, work: Callable[[torch.Tensor, torch.Tensor | None], _Found], gradients: Caches | None = None
-    ) -> Iterator[_Found]:
-        """Yield what ``work`` returns, in other threads, for every cache and its gradient, None if there is none.
-
-        Caches come without sinks, float32, keys without rotary embedding; gradients as they are.
-        """
+    def each(self, stage: str, work: Callable[[_Cache], _Found], gradients: Caches | None = None) -> Iterator[_Found]:
+        """Yield what ``work`` returns, in other threads, for every cache."""
         slopes = None if gradients is None else iter(gradients())
 
-        def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-            for cache in self.caches():
+        def given() -> Iterator[_Cache]:
+            for number, cache in enumerate(self.caches()):
                 self._check(cache)
                 if cache.shape[3] > self.sinks:
-                    yield cache, None if slopes is None else next(slopes)
+                    yield _Cache(number, cache, None if slopes is None else next(slopes))
 
         seen = 0
-        for found in side_by_side(lambda pair: work(_sensible(self.bare(pair[0])), pair[1]), pairs()):
+        for found in side_by_side(lambda it: work(it._replace(bare=_sensible(self.bare(it.bare)))), given()):
             yield found
             seen += 1
             self.progress(stage, seen)
@@ -259,7 +267,11 @@ def _means(structure: Structure, source: _Source) -> Transform:
     layers, halves, heads, _, dim = spec.shape(1)
     total = torch.zeros((layers, halves, heads, dim), dtype=torch.float64)
     count = 0
-    for part, tokens in source.each("means", lambda bare, _: (bare.sum(dim=3, dtype=torch.float64), bare.shape[3])):
+
+    def sums_of(cache: _Cache) -> tuple[torch.Tensor, int]:
+        return cache.bare.sum(dim=3, dtype=torch.float64), cache.bare.shape[3]
+
+    for part, tokens in source.each("means", sums_of):
         total += part
         count += tokens
     ones, quiet = np.ones((layers, halves), np.float32), np.ones(layers, np.float32)
@@ -275,8 +287,8 @@ def _outliers(transform: Transform, source: _Source, config: FitConfig, gradient
     analysis = Analysis(transform)
     keys, values, minded = [], [], []
 
-    def powers(bare: torch.Tensor, slope: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        channels = analysis.centred(bare)
+    def powers(cache: _Cache) -> tuple[torch.Tensor, ...]:
+        channels, slope = analysis.centred(cache.bare), cache.slope
         power = analysis.key_power(channels)
         if slope is None:
             return (power,)
@@ -329,8 +341,8 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
     count = 0
     slopes = gradients if config.transform else None
 
-    def sums_of(bare: torch.Tensor, slope: torch.Tensor | None) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
-        channels = analysis.centred(bare)
+    def sums_of(cache: _Cache) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+        channels, slope = analysis.centred(cache.bare), cache.slope
         usual = ~analysis.outlying(channels)
         own = torch.zeros(())
         if slope is not None:
@@ -408,8 +420,8 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
     sizes = [structure.width_of(stack) for stack in structure.stacks]
     scatters = [torch.zeros((size, size), dtype=torch.float64) for size in sizes]
 
-    def products(bare: torch.Tensor, _: torch.Tensor | None) -> list[torch.Tensor]:
-        found = analysis.analyse(bare, None)
+    def products(cache: _Cache) -> list[torch.Tensor]:
+        found = analysis.analyse(cache.bare, None)
         components, made = found.rows[:, ~found.outlying], []
         for number, (stack, scatter) in enumerate(zip(structure.stacks, scatters, strict=True)):
             if not stack.kept:
@@ -438,16 +450,19 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
     """Fit the tables of every depth; also return the usual number of copies of a token, None if there is no base."""
     rows, chain = analysis.structure.rows, nested(config.steps)
     counts = {track: SymbolCounts.nothing(rows, refines=below is not None) for track, below in chain.items()}
+    quantisers = {track: Quantiser(step, config.dead.get(track, 0.0)) for track, step in config.steps.items()}
     parts = [(slice(first, first + _ROWS_AT_ONCE), Lock()) for first in range(0, rows, _ROWS_AT_ONCE)]
 
-    def counted(bare: torch.Tensor, _: torch.Tensor | None) -> list[float]:
+    def counted(cache: _Cache) -> list[float]:
         """Count one cache; return the number of copies in each of its tiles."""
-        coefficients = analysis.analyse(bare, None)
+        coefficients = analysis.analyse(cache.bare, None)
         # Tokens that are stored separately count as zeros, as in the encoder.
-        every = coefficients.rows * ~coefficients.outlying
+        every = (coefficients.rows * ~coefficients.outlying).numpy()
         for part, lock in parts:
+            own = {track: (quantisers[track], seen.of(part)) for track, seen in counts.items()}
             with lock:
-                _count(every[part], chain, config, {track: own.of(part) for track, own in counts.items()})
+                for loud in config.louder:
+                    count(every[part], loud, own)
         if LAYERS[0] not in chain:
             return []
         tiles = [slice(start, start + TILE) for start in range(0, every.shape[1], TILE)]
@@ -459,25 +474,11 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
     copies = [each for found in source.each("tables", counted) for each in found]
     made = side_by_side(lambda track: coder_model(counts[track], config.classes, small=not config.transform), chain)
     depths = {
-        track: Depth(config.steps[track], config.dead.get(track, 0.0), model, config.gains.get(track, ()))
+        track: Depth(quantisers[track].step, quantisers[track].dead, model, config.gains.get(track, ()))
         for track, model in zip(chain, made, strict=True)
     }
     told = [each for each in copies if each]  # 0: nothing is said of a tile
     return depths, round(float(np.median(told)), 3) if told else None
-
-
-def _count(
-    part: torch.Tensor, chain: Mapping[str, str | None], config: FitConfig, counts: Mapping[str, SymbolCounts]
-) -> None:
-    """Count the symbols of some rows at every depth."""
-    for loud in config.louder:
-        louder = part * loud
-        made: dict[str, NDArray[np.int32]] = {}
-        for track, below in chain.items():
-            step = config.steps[track]
-            index = quantise(louder, step, config.dead.get(track, 0.0)).clamp_(-_BEYOND, _BEYOND)
-            made[track] = index.int().numpy()
-            counts[track].add(made[track], None if below is None else made[below])
 
 
 def _steady(common: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.analysis import Coefficients
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import TOTAL, CoderModel, NearTables, frequencies
 from kvabr.codec.native.reference import near_contexts
 from kvabr.codec.native.references import LANES, TILE, References
@@ -39,14 +40,21 @@ _FARTHEST = 10_000
 """Clamp for indices: their triples must not overflow."""
 
 
+def tiles_counted(number: int, tokens: int) -> list[slice]:
+    """Return the tiles to count of a cache, which are others in the next one; none of a cache that is too short."""
+    firsts = range(0, tokens - LANES, TILE)
+    counted = firsts[number % min(_EVERY, len(firsts) or 1) :: _EVERY]
+    return [slice(first, min(tokens, first + TILE)) for first in counted]
+
+
 def add_references(
-    depths: Mapping[str, Depth], coefficients: Iterable[Coefficients], louder: Sequence[float]
+    depths: Mapping[str, Depth], tiles: Iterable[Coefficients], louder: Sequence[float]
 ) -> dict[str, Depth]:
     """Return depths with tables for tokens that refer to others.
 
     Args:
         depths: by track, as `kvabr.codec.fit` makes them.
-        coefficients: of the calibration's caches, each from its first token that is coded.
+        tiles: coefficients of those that `tiles_counted` names of the calibration's caches.
         louder: amplitudes at which they are counted, see `kvabr.codec.fit.FitConfig`.
     """
     chain = nested({track: depth.step for track, depth in depths.items()})
@@ -54,38 +62,30 @@ def add_references(
     buckets = {track: _buckets(track, depth.coder) for track, depth in depths.items()}
     counts = {track: _nothing(depth.coder, buckets[track]) for track, depth in depths.items()}
 
-    def counted(tile: tuple[NDArray[np.float32], NDArray[np.bool_]]) -> dict[str, NDArray[np.int64]]:
-        rows, keep = tile
+    def counted(tile: Coefficients) -> dict[str, NDArray[np.int64]]:
+        keep = ~tile.outlying.numpy()
+        rows = tile.rows.numpy() * keep  # tokens that are stored separately count as zeros
         chosen = choose_references(rows, coarsest.step, keep, coarsest.coder)
         assert chosen is not None  # noqa: S101  # the tile has two steps
         found = {track: np.zeros_like(own) for track, own in counts.items()}
         for loud in louder:
-            made: dict[str, NDArray[np.int64]] = {}
+            scaled = torch.from_numpy(rows) * loud
+            made: dict[str, NDArray[np.int32]] = {}
             for track, below in chain.items():
                 depth = depths[track]
-                index = quantise(torch.from_numpy(rows) * loud, depth.step, depth.dead)
-                made[track] = index.clamp_(-_FARTHEST, _FARTHEST).numpy().astype(np.int64)
+                index = quantise(scaled, depth.step, depth.dead)
+                made[track] = index.clamp_(-_FARTHEST, _FARTHEST).int().numpy()
                 under = None if below is None else made[below]
                 _count(depth.coder, buckets[track], made[track], under, chosen[0], found[track])
         return found
 
-    for found in side_by_side(counted, _tiles(coefficients)):
+    for found in side_by_side(counted, tiles):
         for track, own in found.items():
             counts[track] += own
     return {
         track: replace(depth, coder=_with_near(depth.coder, buckets[track], counts[track]))
         for track, depth in depths.items()
     }
-
-
-def _tiles(coefficients: Iterable[Coefficients]) -> Iterator[tuple[NDArray[np.float32], NDArray[np.bool_]]]:
-    """Yield the tiles that are counted, zero where tokens are stored separately, and which tokens are not."""
-    for number, each in enumerate(coefficients):
-        keep = ~each.outlying.numpy()
-        firsts = range(0, each.rows.shape[1] - LANES, TILE)
-        for first in firsts[number % min(_EVERY, len(firsts) or 1) :: _EVERY]:
-            tile = slice(first, first + TILE)
-            yield np.ascontiguousarray(each.rows[:, tile].numpy()) * keep[tile], keep[tile]
 
 
 def _buckets(track: str, model: CoderModel) -> NDArray[np.uint8]:
@@ -101,12 +101,14 @@ def _nothing(model: CoderModel, bucket: NDArray[np.uint8]) -> NDArray[np.int64]:
 def _count(
     model: CoderModel,
     bucket: NDArray[np.uint8],
-    index: NDArray[np.int64],
-    below: NDArray[np.int64] | None,
+    index: NDArray[np.int32],
+    below: NDArray[np.int32] | None,
     references: References,
     counts: NDArray[np.int64],
 ) -> None:
     """Count the symbols of one tile's second step, by class and context."""
+    if coder.count_near(model, bucket, index, below, references, counts):
+        return
     later = references.order[LANES:]
     named = references.order[references.lane[LANES:]]
     places = []

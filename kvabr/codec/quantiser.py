@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.native import coder
-from kvabr.codec.native.coder_model import MOST_RADIUS, TOTAL, CoderModel, frequencies
+from kvabr.codec.native.coder_model import MOST_RADIUS, TOTAL, CoderModel, Quantiser, frequencies
 from kvabr.codec.native.references import TILE
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS
@@ -63,6 +63,8 @@ def quantise(rows: torch.Tensor, step: float, dead: float = 0.0) -> torch.Tensor
     return exact.round_()
 
 
+_BEYOND = 1e6
+"""Clamp for indices: no table has symbols for larger ones, and integers must not overflow."""
 _ROWS_AT_ONCE = 512
 """Rows whose symbols are counted together."""
 _ROUNDS = 10
@@ -104,8 +106,6 @@ class SymbolCounts:
 
     def add(self, index: NDArray[np.int32], below: NDArray[np.int32] | None = None) -> None:
         """Count tiles of indices [row, token], given those one depth below if this depth refines it."""
-        if coder.count_symbols(index, below, self.symbols, self.flags):
-            return
         whole = index.shape[1] - index.shape[1] % TILE
         for tokens in (slice(0, whole), slice(whole, None)):
             # Some rows at a time: what is counted stays in the processor's cache.
@@ -134,6 +134,29 @@ class SymbolCounts:
             place += np.minimum(np.abs(below.reshape(tiled)[live]), 2) * symbols
         counted = self.symbols[rows]
         counted += np.bincount(place.reshape(-1), minlength=counted.size).reshape(counted.shape).astype(np.int32)
+
+
+def count(
+    rows: NDArray[np.float32],
+    loud: float,
+    depths: Mapping[str, tuple[Quantiser, SymbolCounts]],
+) -> None:
+    """Quantise coefficients [row, token] times an amplitude at every depth, and count them.
+
+    Args:
+        rows: finite coefficients.
+        loud: the amplitude.
+        depths: quantiser and counts by track; their steps nest.
+    """
+    chain = nested({track: own.step for track, (own, _) in depths.items()})
+    order = [(track, *depths[track], below) for track, below in chain.items()]
+    native = [(own, below is not None, counts.symbols, counts.flags) for _, own, counts, below in order]
+    if coder.count_symbols(rows, loud, native):
+        return
+    louder, made = torch.from_numpy(rows) * loud, dict[str, NDArray[np.int32]]()
+    for track, own, counts, below in order:
+        made[track] = quantise(louder, own.step, own.dead).clamp_(-_BEYOND, _BEYOND).int().numpy()
+        counts.add(made[track], None if below is None else made[below])
 
 
 def coder_model(counts: SymbolCounts, classes: int, *, small: bool = False) -> CoderModel:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from kvabr.codec.fit import PASSES, fit
+from kvabr.codec.native import coder
 from kvabr.codec.profile import Profile
 from kvabr.types.errors import FormatError, UsageError
 from tests.codec.test_ac import FIRST, SHAPE, SMALL, decode, encode
@@ -47,6 +48,26 @@ def test_calibration_needs_tokens_and_the_right_shape():
         fit(SHAPE, list)
     with pytest.raises(FormatError, match="shape"):
         fit(SHAPE, lambda: [cache(spec(1, 1, 32), 40)])
+
+
+def test_every_path_of_the_coder_fits_the_same_profile():
+    """Copies of tokens, so that references count; one context has a short second step, one has none."""
+
+    def caches():
+        for seed, tokens in enumerate((400, 220, 30)):
+            kv = related(SHAPE, tokens, seed)
+            if tokens > 100:
+                kv[:, 1, :, 70:100] = kv[:, 1, :, :30] + kv[:, 1, :, 70:100] / 50
+            kv[2, :, :, 9] *= 30
+            yield kv
+
+    config = dataclasses.replace(SMALL, dead={"AC-L0": 0.1})
+    made = {}
+    for path in coder.available_paths():
+        with coder.taking(path):
+            made[path] = fit(SHAPE, caches, config)
+    assert all(depth.coder.near is not None for depth in made["reference"].depths.values())
+    assert len({profile.digest for profile in made.values()}) == 1
 
 
 def test_progress_is_told_of_every_cache():

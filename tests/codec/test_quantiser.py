@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvabr.codec.native import coder
-from kvabr.codec.native.coder_model import MOST_RADIUS, TOTAL
+from kvabr.codec.native.coder_model import MOST_RADIUS, TOTAL, Quantiser
 from kvabr.codec.native.references import TILE
-from kvabr.codec.quantiser import SymbolCounts, coder_model
+from kvabr.codec.quantiser import SymbolCounts, coder_model, count
 
 TOKENS = 128
 
@@ -101,17 +101,26 @@ def test_many_tiles_are_counted_as_one_after_the_other(refines):
         assert int(whole.symbols[row, 0, 2 + MOST_RADIUS]) == int((index[row] == 2).sum())
 
 
-@pytest.mark.parametrize("refines", [False, True])
-def test_native_code_counts_the_same(refines):
+def test_every_path_counts_the_same():
     dice = np.random.default_rng(4)
     rows, tokens = 70, 2 * TILE + 9
-    index = (dice.normal(size=(rows, tokens)) * 10.0 ** dice.integers(-2, 6, size=(rows, 1))).round().astype(np.int32)
-    below = (index // 3 + dice.integers(-1, 2, size=index.shape)).astype(np.int32) if refines else None
-    counts = []
+    values = dice.normal(size=(rows, tokens)) * 10.0 ** dice.integers(-3, 9, size=(rows, 1))
+    values[::3] = (values[::3] * 4).round() / 4  # the middle of two indices, and dead zones' ends
+    values[:, TILE : TILE + 40] *= dice.random((rows, 1)) < 0.5
+    steps = {"AC-L0": 4.5, "AC-L1": 1.5, "AC-L2": 0.5, "AC-5x": 0.185}
+    dead = {"AC-L0": 0.25, "AC-L2": 0.1}
+    every = []
     for path in coder.available_paths():
-        counts.append(SymbolCounts.nothing(rows, refines=refines))
+        counts = {track: SymbolCounts.nothing(rows, refines=track in ("AC-L1", "AC-L2")) for track in steps}
+        depths = {track: (Quantiser(step, dead.get(track, 0.0)), counts[track]) for track, step in steps.items()}
         with coder.taking(path):
-            counts[-1].add(index, below)
-    for other in counts[1:]:
-        assert np.array_equal(counts[0].symbols, other.symbols)
-        assert np.array_equal(counts[0].flags, other.flags)
+            for loud in (1.0, 1.45):
+                count(values.astype(np.float32), loud, depths)
+        every.append(counts)
+    for other in every[:-1]:
+        for track, own in every[-1].items():
+            assert np.array_equal(own.symbols, other[track].symbols)
+            assert np.array_equal(own.flags, other[track].flags)
+        # Values that are counted apart from those near zero, and those that have no symbol.
+        assert every[-1]["AC-5x"].symbols[:, :, MOST_RADIUS + 33 : -1].any()
+        assert every[-1]["AC-5x"].symbols[:, :, -1].any()

@@ -3,7 +3,6 @@
  * checked shape and strides. Work is done without the GIL. */
 #include <string.h>
 
-#include "count.h"
 #include "module.h"
 
 static const char *message(int error) {
@@ -290,27 +289,91 @@ static PyObject *alike(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* count_symbols(index i32 [row, token], below i32 or None, rows, symbols i32 [row, context, symbol], flags i32 [row, context, 2]):
- * see count.h */
+/* count_symbols(path, rows f32 [row, token], rows, loud, ((step, dead, refines, symbols i32 [row, context, symbol], flags i32 [row,
+ * context, 2]), ...)): see count.h */
 static PyObject *count_symbols(PyObject *self, PyObject *args) {
     (void)self;
-    Py_buffer b[4] = {{0}};
+    Py_buffer from = {0}, b[2 * MOST_DEPTHS] = {{0}};
+    CountedDepth depth[MOST_DEPTHS];
+    const char *name;
+    PyObject *tuple;
     unsigned rows;
-    if (!PyArg_ParseTuple(args, "y*z*Iw*w*", b, b + 1, &rows, b + 2, b + 3))
+    float loud;
+    if (!PyArg_ParseTuple(args, "sy*IfO!", &name, &from, &rows, &loud, &PyTuple_Type, &tuple))
         return NULL;
-    size_t contexts = b[1].buf ? 3 : 1, states = b[1].buf ? 4 : 2, count = rows ? (size_t)b[0].len / 4 / rows : 0;
-    size_t symbols = rows ? (size_t)b[2].len / 4 / rows / contexts : 0;
-    int good = rows && count < (1u << 24) && symbols >= 2 && symbols < (1u << 16) && symbols % 2 == 0 && holds(b, rows * count, 4) &&
-               (!b[1].buf || holds(b + 1, rows * count, 4)) && holds(b + 2, rows * contexts * symbols, 4) &&
-               holds(b + 3, rows * states, 4);
+    const Path *path = path_named(name);
+    Py_ssize_t n = PyTuple_Size(tuple);
+    size_t tokens = rows ? (size_t)from.len / 4 / rows : 0, symbols = 0;
+    int good = path && tokens && tokens < (1u << 24) && holds(&from, rows * tokens, 4) && n && n <= MOST_DEPTHS;
+    for (Py_ssize_t d = 0; good && d < n; d++) {
+        CountedDepth *own = depth + d;
+        Py_buffer *to = b + 2 * d;
+        good = PyArg_ParseTuple(PyTuple_GetItem(tuple, d), "ffpw*w*", &own->own.step, &own->own.dead, &own->refines, to, to + 1);
+        size_t contexts = own->refines ? 3 : 1, states = own->refines ? 4 : 2;
+        symbols = d ? symbols : (size_t)to->len / 4 / rows;
+        good = good && (d || !own->refines) && symbols >= 2 * CLOSE + 2 && symbols < (1u << 16) && symbols % 2 == 0 &&
+               holds(to, rows * contexts * symbols, 4) && holds(to + 1, rows * states, 4);
+        own->symbols = to->buf, own->flags = to[1].buf;
+    }
     if (good) {
         Py_BEGIN_ALLOW_THREADS
         for (size_t r = 0; r < rows; r++)
-            count_row((const int32_t *)b[0].buf + r * count, b[1].buf ? (const int32_t *)b[1].buf + r * count : NULL, (uint32_t)count,
-                      (uint32_t)symbols - 2, (int32_t *)b[2].buf + r * contexts * symbols, (int32_t *)b[3].buf + r * states);
+            path->count_row((const float *)from.buf + r * tokens, (uint32_t)tokens, loud, depth, (int)n, r, (uint32_t)symbols - 2);
         Py_END_ALLOW_THREADS
     }
-    release(b, 4);
+    release(&from, 1);
+    release(b, 2 * MOST_DEPTHS);
+    if (!good)
+        return PyErr_Occurred() ? NULL : size_error();
+    Py_RETURN_NONE;
+}
+
+/* The buffers of count_near, and what their sizes say. */
+enum { INDEX = 0, BELOW, PLACE, LANE, ROW_CLASS, RADIUS, BUCKET, COUNTS, NEAR_BUFFERS };
+
+static int near_fits(const Py_buffer *b, uint32_t tokens, uint32_t contexts, Depth *d, References *references) {
+    size_t rows = (size_t)b[ROW_CLASS].len, classes = (size_t)b[RADIUS].len, tables = classes * contexts;
+    d->contexts = b[BELOW].buf ? 3 : 1;
+    if (tokens <= LANES || tokens > TILE || !tables || tables > (1u << 16) || (size_t)b[COUNTS].len % (8 * tables))
+        return 0;
+    d->width = (uint32_t)((size_t)b[COUNTS].len / (8 * tables));
+    int good = references_of(b + PLACE, b + LANE, tokens, references) && references->place && holds(b + INDEX, rows * tokens, 4) &&
+               (!b[BELOW].buf || holds(b + BELOW, rows * tokens, 4)) && holds(b + BUCKET, d->contexts * sizeof d->bucket[0], 1);
+    for (size_t r = 0; good && r < rows; r++)
+        good = ((const uint8_t *)b[ROW_CLASS].buf)[r] < classes;
+    for (size_t c = 0; good && c < classes; c++)
+        good = 2u * ((const uint8_t *)b[RADIUS].buf)[c] + 1 < d->width;
+    for (size_t i = 0; good && i < (size_t)b[BUCKET].len; i++)
+        good = (d->bucket[i / 16][i % 16] = ((const uint8_t *)b[BUCKET].buf)[i]) < contexts;
+    return good;
+}
+
+/* count_near(path, index i32 [row, token], below i32 or None, tokens, place u8, lane u8, row_class u8, radius u8, bucket u8,
+ * contexts, counts i64 [class, context, symbol]): see count.h */
+static PyObject *count_near(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer b[NEAR_BUFFERS] = {{0}};
+    const char *name;
+    unsigned tokens, contexts;
+    Depth d = {0};
+    References references = {0};
+    if (!PyArg_ParseTuple(args, "sy*z*Iy*y*y*y*y*Iw*", &name, b + INDEX, b + BELOW, &tokens, b + PLACE, b + LANE, b + ROW_CLASS, b + RADIUS,
+                          b + BUCKET, &contexts, b + COUNTS)) {
+        release(b, NEAR_BUFFERS);
+        return NULL;
+    }
+    const Path *path = path_named(name);
+    int good = path && near_fits(b, tokens, contexts, &d, &references);
+    if (good) {
+        const int32_t *index = b[INDEX].buf, *below = b[BELOW].buf;
+        const uint8_t *row_class = b[ROW_CLASS].buf, *radius = b[RADIUS].buf;
+        Py_BEGIN_ALLOW_THREADS
+        for (size_t r = 0; r < (size_t)b[ROW_CLASS].len; r++)
+            path->count_near_row(index + r * tokens, below ? below + r * tokens : NULL, &references, tokens, &d, radius[row_class[r]], d.width,
+                           (int64_t *)b[COUNTS].buf + (size_t)row_class[r] * contexts * d.width);
+        Py_END_ALLOW_THREADS
+    }
+    release(b, NEAR_BUFFERS);
     if (!good)
         return PyErr_Occurred() ? NULL : size_error();
     Py_RETURN_NONE;
@@ -382,6 +445,7 @@ static PyMethodDef methods[] = {
     {"error_sums", error_sums, METH_VARARGS, "What quantising takes from rows."},
     {"alike", alike, METH_VARARGS, "How alike tokens are."},
     {"count_symbols", count_symbols, METH_VARARGS, "Counts of indices, for a calibration."},
+    {"count_near", count_near, METH_VARARGS, "The same of tokens that refer to others."},
     {"decode_indices", decode_indices, METH_VARARGS, "A payload to indices."},
     {"synthesise", synthesise, METH_VARARGS, "Coefficients to a tensor."},
     {"decode", decode, METH_VARARGS, "A chain of payloads to a tensor."},

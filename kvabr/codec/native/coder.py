@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -154,16 +154,43 @@ def alike(
 
 
 def count_symbols(
-    index: NDArray[np.int32], below: NDArray[np.int32] | None, symbols: NDArray[np.int32], flags: NDArray[np.int32]
+    rows: NDArray[np.float32],
+    loud: float,
+    depths: Sequence[tuple[Quantiser, bool, NDArray[np.int32], NDArray[np.int32]]],
 ) -> bool:
-    """Add indices to a calibration's counts, as `kvabr.codec.quantiser.SymbolCounts` does.
+    """Add coefficients times ``loud`` to a calibration's counts, as `kvabr.codec.quantiser.count` does.
+
+    Each depth is its quantiser, whether it refines the one before, and its counts of symbols and flags.
 
     Returns whether native code could; it cannot if the extension was compiled from older sources.
     """
-    if active_path() == "reference" or not hasattr(_kvcoder, "count_symbols"):
+    path = active_path()
+    if path == "reference" or not hasattr(_kvcoder, "count_near"):
+        return False
+    parts = tuple((own.step, own.dead, *rest) for own, *rest in depths)
+    _kvcoder.count_symbols(path, np.ascontiguousarray(rows, np.float32), len(rows), loud, parts)
+    return True
+
+
+def count_near(
+    model: CoderModel,
+    bucket: NDArray[np.uint8],
+    index: NDArray[np.int32],
+    below: NDArray[np.int32] | None,
+    references: References,
+    counts: NDArray[np.int64],
+) -> bool:
+    """Add the indices of one tile to a calibration's counts, as `kvabr.codec.fit_references` does.
+
+    Returns whether native code could, as `count_symbols`.
+    """
+    path = active_path()
+    if path == "reference" or not hasattr(_kvcoder, "count_near"):
         return False
     under = None if below is None else np.ascontiguousarray(below, np.int32)
-    _kvcoder.count_symbols(np.ascontiguousarray(index, np.int32), under, len(index), symbols, flags)
+    tables = model.row_class, model.radius, bucket, counts.shape[1], counts
+    own = np.ascontiguousarray(index, np.int32)
+    _kvcoder.count_near(path, own, under, index.shape[1], *_places(references), *tables)
     return True
 
 

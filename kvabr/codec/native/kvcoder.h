@@ -4,7 +4,7 @@
  *   rans.h       the state of 64 interleaved rANS decoders, and opening a payload
  *   near.h       contexts of tokens that refer to another of their tile
  *   path_*.c     one per instruction set: a rANS step and an integer matrix product ...
- *   tile.h, synth.h, encode.h, alike.h     ... and the code that is the same for all, compiled with each of them
+ *   tile.h, synth.h, encode.h, alike.h, count.h    ... and the code that is the same for all, compiled with each of them
  *   group.c      whole groups, tile by tile, in one thread or several
  *   capsules.c   what Python keeps between calls: the tables, as capsules
  *   _kvcoder.c   the Python module, and module.h what these two share
@@ -26,6 +26,7 @@
 #define ESCAPE (-128) /* instead of a value in a lookup entry */
 #define FLAT_BASE 32  /* most symbols of a table that is searched by comparing, without contexts ... */
 #define FLAT_CONTEXT 8 /* ... and with several contexts */
+#define CLOSE 32       /* magnitude below which a calibration counts values in four places in turn */
 #define MOST_NEAR 8    /* contexts of tokens that refer to another */
 
 /* Matrix products work on 8 tokens and 32 outputs at a time. */
@@ -133,6 +134,14 @@ typedef struct {
     References references;
 } Indices;
 
+/* A depth that a calibration counts. Its counts are [row][context][symbol], `most` + 2 symbols each, and
+ * [row][context][live]; if it refines the one before there are three contexts of symbols and two of flags, otherwise one. */
+typedef struct {
+    Quantiser own;
+    int refines;
+    int32_t *symbols, *flags;
+} CountedDepth;
+
 struct Reader;
 struct Scratch;
 
@@ -156,6 +165,10 @@ typedef struct {
     /* See alike.h: rows[row * stride + token] of `count` rows `which` and `n` tokens; sums: [n][n] zeros. */
     int (*alike)(const float *rows, size_t stride, const uint32_t *which, uint32_t count, const uint32_t *token, uint32_t n,
                  float step, int32_t most, int32_t *sums);
+    /* See count.h: counts of the row with this number, for a calibration. */
+    void (*count_row)(const float *row, uint32_t tokens, float loud, const CountedDepth *, int depths, size_t number, uint32_t most);
+    void (*count_near_row)(const int32_t *index, const int32_t *below, const References *, uint32_t tokens, const Depth *,
+                           uint32_t radius, uint32_t width, int64_t *counts);
 } Path;
 
 extern const Path path_portable;

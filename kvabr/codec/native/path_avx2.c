@@ -341,10 +341,12 @@ static void to_half(const float *from, uint16_t *to, uint32_t n) {
 
 #include "encode_avx2.h"
 #include "alike.h"
+#include "count.h"
 #include "synth.h"
 #include "tile.h"
 
-const Path path_avx2 = {"avx2", 1, 0, decode_tile, synthesise, encode_group, error_sum, alike};
+const Path path_avx2 = {"avx2", 1, 0, decode_tile, synthesise, encode_group, error_sum, alike,
+                        count_row, count_near_row};
 
 #ifdef __clang__
 #pragma clang attribute pop

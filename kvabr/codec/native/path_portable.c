@@ -132,7 +132,9 @@ static void to_half(const float *from, uint16_t *to, uint32_t n) {
 
 #include "encode.h"
 #include "alike.h"
+#include "count.h"
 #include "synth.h"
 #include "tile.h"
 
-const Path path_portable = {"portable", 0, 0, decode_tile, synthesise, encode_group, error_sum, alike};
+const Path path_portable = {"portable", 0, 0, decode_tile, synthesise, encode_group, error_sum, alike,
+                            count_row, count_near_row};

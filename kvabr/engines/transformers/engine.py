@@ -209,7 +209,10 @@ def sample_next(logits: torch.Tensor, seed: int, model: str) -> torch.Tensor:
     chances = likely.detach().cpu()
     if not bool(torch.isfinite(chances).all()):
         raise ModelError(f"{model}: its output is NaN or infinite; its weights are damaged")
-    said = torch.multinomial(chances.exp(), 1, generator=torch.Generator().manual_seed(seed))
+    # One number per row: torch.multinomial draws one per token of the vocabulary, and takes as long as a whole layer.
+    upto = chances.exp().cumsum_(dim=-1)
+    drawn = torch.rand((len(upto), 1), generator=torch.Generator().manual_seed(seed)) * upto[:, -1:]
+    said = torch.searchsorted(upto, drawn, right=True).clamp_(max=upto.shape[1] - 1)
     return likely.gather(1, said.to(likely.device)).sum()
 
 

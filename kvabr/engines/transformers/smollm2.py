@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvabr.engines.adapters import INSTALL, require
@@ -62,7 +63,7 @@ def load() -> tuple[TransformersEngine, Any]:
     gguf = require("gguf")
     path = find_gguf()
     try:
-        reader = gguf.GGUFReader(str(path))
+        reader = _reader(gguf, path)
         config = _config(reader)
         weights = _weights(reader, gguf, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads)
         tokenizer, digest = _tokenizer(reader)
@@ -76,6 +77,16 @@ def load() -> tuple[TransformersEngine, Any]:
     model.eval()
     spec = spec_of(model, name=NAME, tokenizer=digest, dtype="float16")
     return TransformersEngine(model, spec, context=int(config.max_position_embeddings)), tokenizer
+
+
+def _reader(gguf: Any, path: Path) -> Any:
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        def _get(self, *args: Any, **kwargs: Any) -> Any:
+            # It takes hundreds of thousands of slices, each of which takes three times as long of a memory map.
+            self.data: Any = np.asarray(self.data)
+            return super()._get(*args, **kwargs)
+
+    return Reader(str(path))
 
 
 def _config(reader: Any) -> Any:
