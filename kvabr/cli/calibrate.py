@@ -42,7 +42,7 @@ than others: --target-kl measures, and chooses steps for each layer class; all A
 --target-track: AC-L0 or AC-L1 where links are slow and the first layers must be good enough. A coarse step leaves
 decoded values a little too small; --gain measures by how much, and decoders make up for it at no cost.
 
-The model runs forwards over every context, and backwards through the last quarter of it, to find the channels in which
+The model runs forwards over every context, and backwards through the last eighth of it, to find the channels in which
 errors matter. That takes minutes for a small model, and space for all caches twice in the temporary folder (TMPDIR).
 With --load layers, all contexts go through one layer before the next is read, so memory holds the embedding, the head,
 one layer and little more; what enters each layer at the scored tokens is in the temporary folder, too. This works with

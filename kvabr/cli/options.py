@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import ipaddress
 import os
 import re
@@ -210,10 +211,15 @@ def add_time_price_option(parser: argparse._ActionsContainer) -> None:
 
 def load(name: str, console: Console, **how: Any) -> LoadedModel:
     """Load a model as `kvabr.engines.transformers.model_loader.load_model` does, and say so meanwhile."""
-    from kvabr.engines.transformers.model_loader import load_model
-
     with console.status("loading the model"):
-        return load_model(name, **how)
+        # Imports and a tokenizer make a million objects that stay: looking for garbage among them takes seconds.
+        gc.disable()
+        try:
+            from kvabr.engines.transformers.model_loader import load_model
+
+            return load_model(name, **how)
+        finally:
+            gc.enable()
 
 
 def check_writable(*paths: Path | None) -> None:
