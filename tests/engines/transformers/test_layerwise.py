@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvabr.codec.profile import Profile
+from kvabr.engines.transformers.engine import sample_next
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.publish.calibrate import calibrate
 from kvabr.publish.target import Target
@@ -66,6 +67,19 @@ def test_gradients_and_scores_are_those_of_the_whole_model(tmp_path):
     assert float(one.norm()) > 0
     assert torch.allclose(one, other, atol=1e-5 * float(one.abs().max()))
     assert torch.allclose(whole.engine.score_classes(kv, ids[:9]), layers.engine.score_classes(kv, ids[:9]), atol=1e-4)
+
+
+def test_next_tokens_are_sampled_as_often_as_the_model_says():
+    chances = torch.tensor([0.1, 0.0, 0.2, 0.0, 0.3, 0.4, 0.0])
+    logits = chances.log().clamp(min=-1e4).repeat(20_000, 1).requires_grad_()
+    for seed in range(2):
+        (slope,) = torch.autograd.grad(sample_next(logits, seed, "tiny"), logits)
+        said = (slope + chances).round()  # the gradient of a token's log-probability: 1 for it, less all chances
+        assert torch.equal(said.sum(dim=1), torch.ones(20_000))
+        assert torch.allclose(said.mean(dim=0), chances, atol=0.02)
+        assert float(said[:, chances == 0].sum()) == 0
+    with pytest.raises(ModelError, match="NaN or infinite"):
+        sample_next(logits.detach() * float("nan"), 0, "tiny")
 
 
 def test_layers_are_in_memory_only_while_they_run(tmp_path):
