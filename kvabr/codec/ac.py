@@ -2,8 +2,7 @@
 
 AC-L0 is a self-contained base. AC-L1 to AC-L3 each refine the layer before with a third of its step, and code only what
 the index below leaves open, so a base and its enhancements together are as large as the finest quantiser alone. AC-5x,
-the draft's level, is a single self-contained layer. A payload, behind references if it has any
-(`kvabr.codec.referring`), is:
+the draft's level, is a single self-contained layer. A payload is:
 
     listed 4 | offsets 4 ... | scales | codes | far tokens | biases | coded
 
@@ -11,6 +10,8 @@ Some tokens are stored separately from the coded ones. The first tokens of a pro
 every self-contained payload, and are not listed. Listed are further tokens that the model uses as sinks, and, with the
 highest bit of their offset set, far tokens whose coefficients exceed a decoder's integers: nothing is ever coded to
 noise. An enhancement lists the far tokens that its finer step adds.
+
+A payload with references begins with them (`kvabr.codec.referring`).
 
     scales: FP16, [token, layer, K/V]; of all stored tokens that are not far, in order
     codes:  8 bits, [token, layer, K/V, head, dim], in units of the scale
@@ -49,7 +50,7 @@ from kvabr.codec.payload import PayloadReader, finite, raw
 from kvabr.codec.profile import ClassProfile
 from kvabr.codec.quantiser import RATIO, SINGLE, quantise
 from kvabr.codec.quantiser import below as track_below
-from kvabr.codec.referring import MARK, Chosen, checked_refers, choose_references
+from kvabr.codec.referring import MARK, checked_refers, choose_references
 from kvabr.codec.rope import rope_tables, rotate_by
 from kvabr.codec.unusual import (
     COARSE,
@@ -60,7 +61,6 @@ from kvabr.codec.unusual import (
     Chain,
     Likeness,
     crowded,
-    enhancements,
     is_unusual,
     layered,
     likeness,
@@ -184,7 +184,7 @@ class _Work:
     coefficients: Coefficients
     made: dict[str, _Made] = field(default_factory=dict)
     """By depth."""
-    chosen: dict[bytes, Chosen | None] = field(default_factory=dict)
+    chosen: dict[bytes, tuple[References, bool] | None] = field(default_factory=dict)
     """By which tokens are stored separately."""
 
     @cached_property
@@ -193,7 +193,7 @@ class _Work:
         step = self.profile.depth(LAYERS[0]).step
         return likeness(self.coefficients.rows, step, ~self.coefficients.outlying.numpy())
 
-    def references(self, aside: NDArray[np.bool_]) -> Chosen | None:
+    def references(self, aside: NDArray[np.bool_]) -> tuple[References, bool] | None:
         """Choose references, see `choose_references`."""
         key = aside.tobytes()
         if key not in self.chosen:
@@ -237,20 +237,16 @@ def _base(track: str, work: _Work, context: GroupContext) -> bytes | None:
         name = COARSE if track == LAYERS[0] else FINE
         return other(name, codec(name).encode(work.given, context))
     payloads: list[bytes] = []
-    for each in (track,) if alike is None else LAYERS:
-        if payloads and (len(payloads) > _inside(work) or each not in work.profile.depths):
-            break
+    inside = [track]
+    if alike is not None:
+        more = LAYERS[1 : 1 + alike.enhancements(work.profile.copies)]
+        inside += [each for each in more if each in work.profile.depths]
+    for each in inside:
         made = _layer(each, work, context, payloads)
         if made is None:
             break
         payloads.append(made)
     return None if not payloads else payloads[0] if len(payloads) == 1 else layered(payloads)
-
-
-def _inside(work: _Work) -> int:
-    """Return how many layers above it the base should contain; its own payload has been made."""
-    chosen = work.chosen.get(work.made[LAYERS[0]].aside.tobytes())
-    return enhancements(work.likeness, 0.0 if chosen is None else chosen.copied, work.profile.copies)
 
 
 def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]) -> bytes | None:
@@ -285,9 +281,9 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
     try:
         if lower is None and (refines is None or not new.any()):
             base, rows = None if refines is None else profile.depth(refines), work.coefficients.rows.numpy()
-            references = references if chosen is None else chosen.references
+            references = references if chosen is None else chosen[0]
             coded = coder.encode_rows(depth.coder, rows, depth, base, ~aside, references)
-            if chosen is not None and not chosen.certain:
+            if chosen is not None and not chosen[1]:
                 alone = coder.encode_rows(depth.coder, rows, depth, base, ~aside)
                 if len(alone) <= len(coded) + len(MARK) + references_size(context.tokens):
                     coded, references = alone, None

@@ -76,7 +76,7 @@ def add_references(
                 index = quantise(scaled, depth.step, depth.dead)
                 made[track] = index.clamp_(-_FARTHEST, _FARTHEST).int().numpy()
                 under = None if below is None else made[below]
-                _count(depth.coder, buckets[track], made[track], under, chosen.references, found[track])
+                _count(depth.coder, buckets[track], made[track], under, chosen[0], found[track])
         return found
 
     for found in side_by_side(counted, tiles):

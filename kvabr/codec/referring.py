@@ -14,7 +14,6 @@ The receiver needs no token ids, and groups stay independent of each other.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,25 +34,12 @@ _AT_ONCE = 8
 """Tokens that are moved to the second step before all are looked at again."""
 _WORTH = 0.5
 """Mean correlation of tokens with what they refer to, below which a payload may be smaller without references."""
-_COPY = 0.9
-"""Correlation above which a token is a copy of another. One in twenty tokens of ordinary texts is, half of JSON's."""
-
-
-@dataclass(frozen=True, eq=False)
-class Chosen:
-    """What an encoder has found out about the references of a group."""
-
-    references: References
-    certain: bool
-    """Whether they certainly make the payload smaller."""
-    copied: float
-    """Share of tokens that are copies of another one of their tile; of several tiles the largest."""
 
 
 def choose_references(
     rows: NDArray[np.float32], step: float, keep: NDArray[np.bool_], model: CoderModel
-) -> Chosen | None:
-    """Choose the references of a group.
+) -> tuple[References, bool] | None:
+    """Choose the references of a group, and say whether they certainly make its payload smaller.
 
     Args:
         rows: coefficients, [row, token].
@@ -67,18 +53,17 @@ def choose_references(
     if not tiles(rows.shape[1]):
         return None
     loud = derived(model, "loud", lambda: _loud(model))
-    parts, worth, copied = {}, [], []
+    parts, worth = {}, []
     for tile in tiles(rows.shape[1]):
         products = coder.alike(rows, loud, np.arange(tile.start, tile.stop), step, _LARGEST)
         gram = (products * keep[tile] * keep[tile, None]).astype(np.float32)
         power = np.maximum(np.diag(gram), 1)
         alike = gram / np.sqrt(power * power[:, None])
         np.fill_diagonal(alike, -1)
-        copied.append(float((alike.max(axis=1) > _COPY).mean()))
         second, named = _matched(alike)
         parts[tile.start] = second, named
         worth.append(float(alike[second, named[second]].mean()))
-    return Chosen(join_references(parts, rows.shape[1]), min(worth) > _WORTH, max(copied))
+    return join_references(parts, rows.shape[1]), min(worth) > _WORTH
 
 
 def _loud(model: CoderModel) -> NDArray[np.intp]:

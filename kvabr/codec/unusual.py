@@ -43,8 +43,6 @@ FRAME_VERSION = 4
 
 _COPIES = (2.15, 4.1)
 """Effective copies of a token (`likeness`), as a multiple of the usual number, from which on a base contains L1, L2."""
-_COPIED = 0.75
-"""Share of tokens that are copies of another from which on a base contains L1, if each has only one or two copies."""
 USUAL_COPIES = 1.35
 """The usual number of effective copies for a profile that does not say it."""
 _ALIKE = 0.4
@@ -154,22 +152,14 @@ class Likeness:
 
     It is the mean over tokens of the summed squares of their correlations with all tokens."""
 
+    def enhancements(self, usual: float | None) -> int:
+        """Return how many layers above it the base should contain, given the usual `copies`; None: not known."""
+        return sum(self.copies >= least * (usual or USUAL_COPIES) for least in _COPIES)
+
     @property
     def alike(self) -> bool:
         """Whether all tokens are so much alike that layers do not help."""
         return self.common >= _ALIKE
-
-
-def enhancements(found: Likeness, copied: float, usual: float | None) -> int:
-    """Return how many layers above it the base should contain.
-
-    Args:
-        found: how alike the errors are.
-        copied: share of tokens that are copies of another one (`kvabr.codec.referring`).
-        usual: the usual `Likeness.copies`; None: not known.
-    """
-    several = sum(found.copies >= least * (usual or USUAL_COPIES) for least in _COPIES)
-    return max(several, int(copied >= _COPIED))
 
 
 def crowded(outlying: torch.Tensor) -> bool:

@@ -44,14 +44,14 @@ def without(profile):
 
 
 def repeated(tokens, seed=5, first=FIRST):
-    """Return a cache of which each tile's second half resembles the first, in another order, without being copies."""
+    """Return a cache of which each tile's second half resembles the first, in another order."""
     kv, noise = related(SHAPE, tokens, seed, first), related(SHAPE, tokens, seed + 1, first)
     kv[:, 0] = rotate(kv[:, 0], SHAPE.rope, first, undo=True)
     order = torch.randperm(LANES, generator=torch.Generator().manual_seed(seed))
     for tile in tiles(tokens):
         later = torch.arange(tile.start + LANES, tile.stop)
         like = order[: len(later)] + tile.start
-        kv[:, :, :, later] = 0.8 * kv[:, :, :, like] + 0.5 * noise[:, :, :, later]
+        kv[:, :, :, later] = 0.98 * kv[:, :, :, like] + 0.02 * noise[:, :, :, later]
     kv[:, 0] = rotate(kv[:, 0], SHAPE.rope, first)
     return kv
 
