@@ -52,7 +52,7 @@ def test_contexts_begin_as_prompts_of_the_model_do(tmp_path, monkeypatch):
     (bang,) = loaded.opening
     assert loaded.encode("!") == [bang]
     # The last quarter is computed with its gradients.
-    assert [(ids[0], ids.count(bang), len(ids)) for ids in seen] == [(bang, 1, 75)] * 2
+    assert [(ids[0], ids.count(bang), len(ids)) for ids in seen] == [(bang, 1, 87)] * 2
     prompt = cut_prompt(loaded, "what it says " * 40, 32, 8)
     assert prompt.tokens == (bang, *loaded.encode("what it says " * 3)[:31])
     assert opened(loaded, prompt.tokens) == prompt.tokens
@@ -89,7 +89,7 @@ def test_a_cache_with_infinite_numbers_still_calibrates(tmp_path, monkeypatch):
     made = calibrate(loaded, {"a": "what it says " * 40}, contexts=2, tokens=200)
     assert len(spoilt) == 2
     assert Profile.from_bytes(made.to_bytes()).digest == made.digest
-    assert float(np.abs(np.log(made.transform.norm / good.transform.norm)).max()) < 0.3
+    assert float(np.abs(np.log(made.transform.norm / good.transform.norm)).max()) < 0.5
 
 
 @pytest.mark.slow
