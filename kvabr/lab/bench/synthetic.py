@@ -11,9 +11,10 @@ import torch
 
 from kvabr.codec.fit import FitConfig
 from kvabr.codec.native import coder
+from kvabr.codec.native.coder_model import Quantiser
 from kvabr.codec.native.references import TILE
 from kvabr.codec.profile import ClassProfile, Depth
-from kvabr.codec.quantiser import SymbolCounts, coder_model, nested
+from kvabr.codec.quantiser import SymbolCounts, coder_model, count, nested
 from kvabr.codec.transform import FARTHEST, FINE, NO_MATRIX, RUN, Structure, Transform, layered, rounded
 from kvabr.types.kv import KVSpec, RopeSpec
 
@@ -51,17 +52,17 @@ def profile(spec: KVSpec, seed: int = 0, config: FitConfig | None = None) -> Cla
     mean = torch.randn(shape, generator=dice).half().numpy()
     norm, spread = np.ones((layers, halves), np.float32), np.ones(spec.layers, np.float32)
     transform = Transform(structure, mean, norm, block, stacks, spread, _NEVER)
-    chain, depths = nested(config.steps), {}
+    chain = nested(config.steps)
     drawn = coefficients(structure, _COUNTED_TILES * TILE, seed + 1).numpy()
-    below: dict[str, np.ndarray] = {}
-    for track, lower in chain.items():
-        exact = drawn / np.float32(config.steps[track])
-        below[track] = np.rint(exact).astype(np.int32)
-        counts = SymbolCounts.nothing(structure.rows, refines=lower is not None)
-        for first in range(0, exact.shape[1], TILE):
-            part = slice(first, first + TILE)
-            counts.add(below[track][:, part], None if lower is None else below[lower][:, part])
-        depths[track] = Depth(config.steps[track], 0.0, coder_model(counts, config.classes))
+    counted = {
+        track: (Quantiser(config.steps[track], 0.0), SymbolCounts.nothing(structure.rows, refines=below is not None))
+        for track, below in chain.items()
+    }
+    count(drawn, 1.0, counted)
+    depths = {
+        track: Depth(config.steps[track], 0.0, coder_model(counts, config.classes))
+        for track, (_, counts) in counted.items()
+    }
     return ClassProfile(spec, config.sinks, transform, depths)
 
 
