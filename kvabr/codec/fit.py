@@ -215,14 +215,18 @@ class _Source:
         """Yield what ``work`` returns, in other threads, for every cache."""
         slopes = None if gradients is None else iter(gradients())
 
-        def given() -> Iterator[_Cache]:
+        def given() -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
             for number, cache in enumerate(self.caches()):
                 self._check(cache)
                 if cache.shape[3] > self.sinks:
-                    yield _Cache(number, cache, None if slopes is None else next(slopes))
+                    yield number, cache, None if slopes is None else next(slopes)
+
+        def prepared(each: tuple[int, torch.Tensor, torch.Tensor | None]) -> _Found:
+            number, cache, slope = each
+            return work(_Cache(number, _sensible(self.bare(cache)), slope))
 
         seen = 0
-        for found in side_by_side(lambda it: work(it._replace(bare=_sensible(self.bare(it.bare)))), given()):
+        for found in side_by_side(prepared, given()):
             yield found
             seen += 1
             self.progress(stage, seen)

@@ -51,7 +51,7 @@ def test_contexts_begin_as_prompts_of_the_model_do(tmp_path, monkeypatch):
     calibrate(loaded, {"a": "what it says " * 40}, contexts=2, tokens=100)
     (bang,) = loaded.opening
     assert loaded.encode("!") == [bang]
-    # The last quarter is computed with its gradients.
+    # The last eighth is computed with its gradients.
     assert [(ids[0], ids.count(bang), len(ids)) for ids in seen] == [(bang, 1, 87)] * 2
     prompt = cut_prompt(loaded, "what it says " * 40, 32, 8)
     assert prompt.tokens == (bang, *loaded.encode("what it says " * 3)[:31])

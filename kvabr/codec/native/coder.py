@@ -45,6 +45,8 @@ except ImportError:
 MOST_DEPTHS = 16
 _MOST_THREADS: int = getattr(_kvcoder, "MOST_THREADS", 1)
 """Threads for one group; 1: the extension was compiled from older sources."""
+_COUNTS = hasattr(_kvcoder, "count_near")
+"""Whether the extension counts coefficients for calibrations; false: the same. What it counted before were indices."""
 VARIABLE = "KVABR_CODER"
 _warned = False
 ERROR_UNIT = reference.ERROR_UNIT
@@ -162,10 +164,10 @@ def count_symbols(
 
     Each depth is its quantiser, whether it refines the one before, and its counts of symbols and flags.
 
-    Returns whether native code could; it cannot if the extension was compiled from older sources.
+    Returns whether native code could.
     """
     path = active_path()
-    if path == "reference" or not hasattr(_kvcoder, "count_near"):
+    if path == "reference" or not _COUNTS:
         return False
     parts = tuple((own.step, own.dead, *rest) for own, *rest in depths)
     _kvcoder.count_symbols(path, np.ascontiguousarray(rows, np.float32), len(rows), loud, parts)
@@ -182,10 +184,10 @@ def count_near(
 ) -> bool:
     """Add the indices of one tile to a calibration's counts, as `kvabr.codec.fit_references` does.
 
-    Returns whether native code could, as `count_symbols`.
+    Returns whether native code could.
     """
     path = active_path()
-    if path == "reference" or not hasattr(_kvcoder, "count_near"):
+    if path == "reference" or not _COUNTS:
         return False
     under = None if below is None else np.ascontiguousarray(below, np.int32)
     tables = model.row_class, model.radius, bucket, counts.shape[1], counts
