@@ -42,6 +42,7 @@ from kvabr.codec import gpu
 from kvabr.codec.analysis import Coefficients
 from kvabr.codec.base import Codec, GroupContext, codec
 from kvabr.codec.bias import UNITS, biases, join_biases, shifted_mean, split_biases
+from kvabr.codec.centred import CENTRED, Centred
 from kvabr.codec.columns import check_class, coded_spec, turned, turned_back
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
@@ -53,6 +54,7 @@ from kvabr.codec.quantiser import below as track_below
 from kvabr.codec.referring import MARK, checked_refers, choose_references
 from kvabr.codec.rope import rope_tables, rotate_by
 from kvabr.codec.unusual import (
+    CENTRED_VERSION,
     COARSE,
     EXACT,
     FINE,
@@ -66,6 +68,7 @@ from kvabr.codec.unusual import (
     likeness,
     other,
     read_chain,
+    repeated,
 )
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX
@@ -99,8 +102,8 @@ class Ac(Codec):
             return made
         chain = _read_chain(self.refines, below)
         coded = None
-        if chain.other is not None and self.name == LAYERS[-1] and chain.other[0] == COARSE:
-            coded = other(FINE, codec(FINE).encode(group, context))
+        if chain.other is not None and self.name == LAYERS[-1] and chain.other[0] in COARSE:
+            coded = _by_another(FINE, group, context)
         elif not chain.full and self.name not in chain.tracks:
             coded = _layer(self.name, work, _coded(context), list(map(bytes, chain.payloads)))
         taken = sum(map(len, below))
@@ -108,7 +111,12 @@ class Ac(Codec):
 
     def frame_version(self, payload: bytes | memoryview) -> int:
         """See `Codec.frame_version`."""
-        if payload[:4] != NOTHING and any(map(_is_newer, read_chain((self.name,), (payload,)).payloads)):
+        if payload[:4] == NOTHING:
+            return FRAME_VERSION
+        chain = read_chain((self.name,), (payload,))
+        if chain.other is not None and chain.other[0].endswith(CENTRED):
+            return CENTRED_VERSION
+        if any(map(_is_newer, chain.payloads)):
             return NEWER_VERSION
         return FRAME_VERSION if is_unusual(payload) else super().frame_version(payload)
 
@@ -121,10 +129,10 @@ class Ac(Codec):
         chain = _read_chain(self.name, (*below, payload))
         if chain.other is not None:
             # Here, because that module needs the registry of codecs.
-            from kvabr.codec.group import decode_payload  # noqa: PLC0415
+            from kvabr.codec.group import decode_by  # noqa: PLC0415
 
             name, inner = chain.other
-            decode_payload(inner, name, whole, 0, out)
+            decode_by(_other_codec(name), inner, whole, 0, out)
             return
         context = _coded(context)
         columns = spec.only.kind == "state"
@@ -234,12 +242,12 @@ def _base(track: str, work: _Work, context: GroupContext) -> bytes | None:
         return _layer(track, work, _coded(context), [])
     alike = work.likeness if track == LAYERS[0] else None
     if crowded(work.coefficients.outlying) or (alike is not None and alike.alike):
-        name = COARSE if track == LAYERS[0] else FINE
-        return other(name, codec(name).encode(work.given, context))
+        return _by_another(FINE if alike is None else COARSE, work.given, context)
     payloads: list[bytes] = []
     inside = [track]
     if alike is not None:
-        more = LAYERS[1 : 1 + alike.enhancements(work.profile.copies)]
+        share = repeated(work.group, context.spec)
+        more = LAYERS[1 : 1 + alike.enhancements(work.profile.copies, share)]
         inside += [each for each in more if each in work.profile.depths]
     for each in inside:
         made = _layer(each, work, context, payloads)
@@ -247,6 +255,17 @@ def _base(track: str, work: _Work, context: GroupContext) -> bytes | None:
             break
         payloads.append(made)
     return None if not payloads else payloads[0] if len(payloads) == 1 else layered(payloads)
+
+
+def _other_codec(name: str) -> Codec:
+    """Return a codec of `kvabr.codec.unusual.OTHERS`."""
+    return Centred(name.removesuffix(CENTRED)) if name.endswith(CENTRED) else codec(name)
+
+
+def _by_another(names: tuple[str, str], group: torch.Tensor, context: GroupContext) -> bytes:
+    """Return the payload of an unusual group, by `FINE` or `COARSE`."""
+    name = names[context.spec.only.split[1] > 0]
+    return other(name, _other_codec(name).encode(group, context))
 
 
 def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]) -> bytes | None:

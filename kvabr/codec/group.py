@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from kvabr.codec.base import GroupContext, codec
+from kvabr.codec.base import Codec, GroupContext, codec
 from kvabr.codec.container import FrameHeader, HasDigest, pack, unpack
 from kvabr.codec.payload import place
 from kvabr.codec.quantised import check_type, clean_codes, codes_of, is_quantised, numbers_of
@@ -109,8 +109,19 @@ def decode_payload(
     below: Sequence[memoryview] = (),
 ) -> None:
     """Decompress the payload of a frame that has been checked; arguments and errors as for `decode_group`."""
+    decode_by(codec(track), payload, context, group, out, below)
+
+
+def decode_by(
+    made: Codec,
+    payload: memoryview,
+    context: GroupContext,
+    group: int,
+    out: torch.Tensor,
+    below: Sequence[memoryview] = (),
+) -> None:
+    """Do what `decode_payload` does with a codec that need not be a track's."""
     _check_shape(out, context, f"group {group}: cannot decode into")
-    made = codec(track)
     rotated = context.free and context.at is not None and not made.rotates
     if not rotated and (made.takes_codes or not is_quantised(out.dtype)):
         made.decode(payload, context, out, below)

@@ -2,16 +2,18 @@
 
 Rounding loses little because its errors point in all directions, and a model averages over many tokens. Where a text
 repeats itself (tables of zeros, hexdumps, copies of a paragraph), equal tokens have equal errors, and nothing averages
-out. The base of such a group contains the layers above it. If nearly every token of a group is unusual, as with one
-token a thousand times, another codec encodes the group. A payload that begins with one of these numbers, where others
-have the number of their listed tokens, is not an ordinary one:
+out. The base of such a group contains the layers above it. It is known by its errors (`Likeness`), or by its words
+(`repeated`). If nearly every token of a group is unusual, as with one token a thousand times, another codec encodes the
+group. A payload that begins with one of these numbers, where others have the number of their listed tokens, is not an
+ordinary one:
 
     0xFFFFFFFF  another codec's: code 1 (see `OTHERS`) | its payload of the group
     0xFFFFFFFE  nothing: the values are those of the layers below
     0xFFFFFFFD  of a base, layers in one: enhancements 1 | size 4 of each payload ... | ordinary payloads, base first
 
 The last of several payloads of other codecs counts: a base may have four bits, and the finest layer eight. Above a
-layer with nothing all layers have nothing; so do those that a base contains. Frames of such payloads have version 4.
+layer with nothing all layers have nothing; so do those that a base contains. Frames of such payloads have version 4, or
+6 if `kvabr.codec.centred` encoded the group.
 """
 
 from __future__ import annotations
@@ -27,24 +29,35 @@ from numpy.typing import NDArray
 from kvabr.codec.native import coder
 from kvabr.codec.native.references import TILE
 from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LAYERS
 
-OTHERS = ("FP16", "Int8", "Int4")
+OTHERS = ("FP16", "Int8", "Int4", "Int8-centred", "Int4-centred")
 """Codecs by their code in a payload."""
-EXACT, FINE, COARSE = OTHERS
-"""The codec of groups that AC would make larger, or cannot code at all; those of groups of unusual tokens."""
+EXACT = "FP16"
+"""The codec of groups that AC would make larger, or cannot code at all."""
+FINE, COARSE = ("Int8", "Int8-centred"), ("Int4", "Int4-centred")
+"""Those of groups of unusual tokens, for classes without values and with them (`kvabr.codec.centred`)."""
 LAYERED, NOTHING_ABOVE, OTHER = 0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF
 _NUMBER = struct.Struct("<I")
 _CODE = struct.Struct("<IB")
 NOTHING = _NUMBER.pack(NOTHING_ABOVE)
 """Payload of an enhancement that adds nothing."""
-FRAME_VERSION = 4
-"""Version of the frame of a payload that `is_unusual`."""
+FRAME_VERSION, CENTRED_VERSION = 4, 6
+"""Version of the frame of a payload that `is_unusual`, and of one that `kvabr.codec.centred` encoded."""
 
 _COPIES = (2.15, 4.1)
 """Effective copies of a token (`likeness`), as a multiple of the usual number, from which on a base contains L1, L2."""
 USUAL_COPIES = 1.35
 """The usual number of effective copies for a profile that does not say it."""
+_REPEATED = 0.2
+"""Share of `repeated` tokens from which on a base contains L1."""
+_RUN = 16
+"""Tokens of a repetition, a power of two: code has shorter ones, which do not tell anything."""
+_CHANNELS = 8
+"""Channels in which two tokens are compared."""
+_SAME = 2.0**-7
+"""Largest difference, over the larger of two tokens' largest channel: engines round equal tokens to 8 bits and more."""
 _ALIKE = 0.4
 """Share of the errors' power that all tokens have in common from which on another codec is used."""
 _MOST_ASIDE = 8
@@ -152,9 +165,14 @@ class Likeness:
 
     It is the mean over tokens of the summed squares of their correlations with all tokens."""
 
-    def enhancements(self, usual: float | None) -> int:
-        """Return how many layers above it the base should contain, given the usual `copies`; None: not known."""
-        return sum(self.copies >= least * (usual or USUAL_COPIES) for least in _COPIES)
+    def enhancements(self, usual: float | None, share: float) -> int:
+        """Return how many layers above it the base should contain.
+
+        Args:
+            usual: the usual `copies`; None: not known.
+            share: of tokens that are `repeated`.
+        """
+        return max(sum(self.copies >= least * (usual or USUAL_COPIES) for least in _COPIES), share >= _REPEATED)
 
     @property
     def alike(self) -> bool:
@@ -197,3 +215,39 @@ def _likeness(gram: NDArray[np.float64]) -> Likeness:
     squares = np.square(mutual / size / size[:, None]).reshape(-1)
     copies = float(np.add.accumulate(squares)[-1]) / count  # in order, as everywhere
     return Likeness(total / count / power, copies)
+
+
+def repeated(group: torch.Tensor, spec: KVSpec) -> float:
+    """Return the share of tokens that belong to a repetition of others before them, in the tile where it is largest.
+
+    In a model's first layer, values depend on nothing but the token itself. So equal tokens have equal values there,
+    and tokens are known without their ids. In a class without that layer nothing is known to repeat itself.
+
+    Args:
+        group: [layer, K/V, head, token, dim], any float dtype.
+        spec: of its class, which is no state.
+    """
+    rope, values = spec.only.rope, group[0, -1]
+    turning = range(0) if rope is None or group.shape[1] == 2 else range(rope.first, rope.first + rope.rotary_dim)
+    still = np.array([dim for dim in range(group.shape[4]) if dim not in turning])
+    if spec.only.layers[0] != 0 or not len(still):
+        return 0.0
+    places = np.linspace(0, group.shape[2] * len(still) - 1, _CHANNELS).astype(np.intp)
+    heads, dims = (
+        torch.from_numpy(each).to(group.device) for each in (places // len(still), still[places % len(still)])
+    )
+    numbers = values[heads, :, dims].detach().float().cpu().numpy()
+    tiles = (numbers[:, first : first + TILE] for first in range(0, numbers.shape[1], TILE))
+    return max((_repeated(tile) for tile in tiles if tile.shape[1] > _RUN), default=0.0)
+
+
+def _repeated(numbers: NDArray[np.float32]) -> float:
+    size = np.abs(numbers).max(axis=0)
+    apart = numbers[:, :, None] - numbers[:, None]
+    apart = np.abs(apart, out=apart).max(axis=0)
+    begins = np.tril(apart <= np.float32(_SAME) * np.maximum(size[:, None], size), -1)
+    length = 1
+    while length < _RUN:  # of a token and one before it: are as many again equal that follow?
+        begins = begins[:-length, :-length] & begins[length:, length:]
+        length *= 2
+    return float((np.convolve(begins.any(axis=1), np.ones(_RUN, np.intp)) > 0).mean())

@@ -2,16 +2,28 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvabr.codec.base import GroupContext, codec
+from kvabr.codec.centred import Centred
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.codec.rope import rotate
-from kvabr.codec.unusual import LAYERED, NOTHING, NOTHING_ABOVE, OTHER, OTHERS, is_unusual, likeness, read_chain
+from kvabr.codec.unusual import (
+    LAYERED,
+    NOTHING,
+    NOTHING_ABOVE,
+    OTHER,
+    OTHERS,
+    is_unusual,
+    likeness,
+    read_chain,
+    repeated,
+)
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS
 from tests.kvdata import related, spec
@@ -66,6 +78,15 @@ def copies(each, tokens=128):
     return kv
 
 
+def with_repeated_words(period, length=None, tokens=128):
+    """Return a cache of unlike tokens, whose words, in the first layer, are those of ``period`` tokens before."""
+    kv = related(SHAPE, tokens, 12, FIRST)
+    end = tokens if length is None else period + length
+    for token in range(period, end):
+        kv[0, 1, :, token] = kv[0, 1, :, token - period]
+    return kv
+
+
 @pytest.mark.parametrize("track", TRACKS)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 128])
 @pytest.mark.parametrize("loud", [1, 30, 1000, 60000])
@@ -90,6 +111,28 @@ def test_loud_keys_at_the_beginning_of_a_group_pass_every_layer(loud):
         assert float((out - kv)[:, :, :, :4].abs().max()) <= 0.05 * float(kv.abs().max())
 
 
+@pytest.mark.parametrize("far", [1.0, 500.0])
+def test_tokens_that_are_all_alike_keep_what_they_have_in_common(far):
+    kv = (far * alike()).clamp(-65504, 65504)
+    kv += 0.001 * torch.randn(kv.shape, generator=torch.Generator().manual_seed(4))
+    context, out = GroupContext(SHAPE, FIRST, 128), torch.empty(kv.shape)
+    payload = Centred("Int4").encode(kv, context)
+    Centred("Int4").decode(memoryview(payload), context, out)
+    assert float((out - kv)[:, 1].abs().max()) <= 0.001 + float(kv.abs().max()) / 2**11
+    assert 8 * len(payload) / kv.numel() < 4.7
+
+
+def test_medians_never_move_values_out_of_reach():
+    kv = torch.full(SHAPE.shape(128), -65504.0)
+    kv[..., :60, :] = 65504
+    context, out = GroupContext(SHAPE, FIRST, 128), torch.empty(kv.shape)
+    Centred("Int4").decode(memoryview(Centred("Int4").encode(kv, context)), context, out)
+    assert float((out - kv).abs().max()) <= 64
+    for payload in (b"", Centred("Int4").encode(kv, context)[:-1], b"\xff" * len(Centred("Int4").encode(kv, context))):
+        with pytest.raises(FormatError):
+            Centred("Int4").decode(memoryview(payload), context, out)
+
+
 def test_a_group_that_is_smaller_in_fp16_is_in_fp16():
     noise = (100 * torch.randn(SHAPE.shape(1), generator=torch.Generator().manual_seed(3))).half().float()
     frames = frames_of(noise, "AC-5x")
@@ -104,8 +147,9 @@ def test_one_token_many_times_is_coded_by_an_integer_codec():
     assert [kind(frame) for frame in frames] == [OTHER, NOTHING_ABOVE, NOTHING_ABOVE, OTHER]
     out = torch.empty(SHAPE.shape(128))
     context = GroupContext(SHAPE, FIRST, 128, fitted())
-    for depth, (track, name) in enumerate(zip(LAYERS, ("Int4", "Int4", "Int4", "Int8"), strict=True)):
-        codec(name).decode(memoryview(codec(name).encode(kv, context)), context, out)
+    coarse, fine = Centred("Int4"), Centred("Int8")
+    for depth, (track, made) in enumerate(zip(LAYERS, (coarse, coarse, coarse, fine), strict=True)):
+        made.decode(memoryview(made.encode(kv, context)), context, out)
         assert torch.equal(decoded(frames[: depth + 1], track, 128), out)
     assert codec("AC-L0").aside(payload_of(frames[0]), context) == 128
     assert codec("AC-L1").aside(payload_of(frames[1]), context) == 0
@@ -120,6 +164,7 @@ def test_the_base_of_copies_contains_the_layers_above_with_their_values(each, mo
     assert [bytes(payload_of(frame)) == NOTHING for frame in frames[1:]] == [place < inside for place in range(3)]
     with monkeypatch.context() as patch:
         patch.setattr("kvabr.codec.unusual._COPIES", ())
+        patch.setattr("kvabr.codec.unusual._REPEATED", 2)
         usual = frames_of(kv, "AC-L3")
     assert not any(is_unusual(payload_of(frame)) for frame in usual)
     for depth, track in enumerate(LAYERS):
@@ -133,10 +178,55 @@ def test_the_base_of_copies_contains_the_layers_above_with_their_values(each, mo
     assert sum(map(len, frames)) < sum(map(len, usual)) + 64
 
 
+@pytest.mark.parametrize(
+    ("period", "length", "share"), [(70, 58, 58), (1, 127, 127), (40, 16, 16), (40, 15, 0), (100, 28, 28)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_repeated_words_are_counted_if_they_follow_each_other(period, length, share, dtype):
+    kv = with_repeated_words(period, length).to(dtype)
+    assert repeated(kv, SHAPE) == share / 128
+    again = torch.cat((kv[:, :, :, :0], related(SHAPE, 128, 13, FIRST).to(dtype), kv), dim=3)
+    assert repeated(again, SHAPE) == share / 128  # of the second tile
+
+
+def test_words_are_known_although_an_engine_rounds_equal_tokens_differently():
+    kv = with_repeated_words(64)
+    kv[0, 1] *= 1 + 2.0**-8 * torch.rand(kv[0, 1].shape, generator=torch.Generator().manual_seed(2))
+    assert repeated(kv, SHAPE) == 0.5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": (4, 5, 6, 7)},
+        {"kind": "latent", "v_dim": 0, "heads": 1, "layers": (0,), "k_dim": 32},
+    ],
+)
+def test_where_no_words_are_known_nothing_repeats_itself(changes):
+    part = SHAPE.changed(**changes) if "kind" in changes else replace(SHAPE, part_of=("ab", "some")).changed(**changes)
+    assert repeated(torch.zeros(part.shape(128)), part) == 0
+
+
+def test_short_groups_repeat_nothing():
+    for tokens in (1, 2, 16):
+        assert repeated(torch.zeros(SHAPE.shape(tokens)), SHAPE) == 0
+    assert repeated(torch.zeros(SHAPE.shape(17)), SHAPE) == 16 / 17
+
+
+def test_the_base_of_repeated_words_contains_the_next_layer_although_its_errors_are_not_alike():
+    for period, contains in ((70, True), (100, True), (110, False)):
+        base, above = frames_of(with_repeated_words(period), "AC-L1")
+        assert (kind(base) == LAYERED) == contains
+        assert (bytes(payload_of(above)) == NOTHING) == contains
+        if contains:
+            assert payload_of(base)[4] == 1
+
+
 def test_ordinary_groups_have_frames_that_older_readers_know():
     kv = related(SHAPE, 60, 23, FIRST)
     assert {frame[4] for frame in (*frames_of(kv, "AC-L3"), *frames_of(kv, "AC-5x"))} == {3}
-    assert {frame[4] for frame in frames_of(alike(), "AC-L1")} == {4}
+    assert {frame[4] for frame in frames_of(100 * torch.randn(SHAPE.shape(1)), "AC-L1")} == {4}  # in FP16
+    assert [frame[4] for frame in frames_of(alike(), "AC-L3")] == [6, 4, 4, 6]
 
 
 def test_many_loud_tokens_are_all_kept_if_they_are_not_too_many():
@@ -188,7 +278,7 @@ def test_payloads_that_no_encoder_writes_are_refused():
     layers = LAYERED.to_bytes(4, "little")
     bad = [
         ([other], "AC-L0"),
-        ([other + b"\3"], "AC-L0"),
+        ([other + b"\5"], "AC-L0"),
         ([other + b"\0", plain], "AC-L0 AC-L1"),
         ([plain, NOTHING, plain], "AC-L0 AC-L1 AC-L2"),
         ([NOTHING], "AC-L0"),
@@ -208,6 +298,6 @@ def test_payloads_that_no_encoder_writes_are_refused():
     assert good.tracks == LAYERS[:3]
     assert not good.full
     assert read_chain(("AC-L0", "AC-L1"), [plain, NOTHING]).full
-    assert len(OTHERS) == 3
+    assert len(OTHERS) == 5
     for one, two in itertools.pairwise(TRACKS[:4]):
         assert read_chain((one, two), [plain, plain]).tracks == (one, two)
