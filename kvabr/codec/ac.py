@@ -240,21 +240,26 @@ def _base(track: str, work: _Work, context: GroupContext) -> bytes | None:
     """Return the payload of a self-contained depth; None if its indices do not fit the coder."""
     if context.spec.only.kind == "state":  # its columns have no sinks, and do not repeat as tokens do
         return _layer(track, work, _coded(context), [])
-    alike = work.likeness if track == LAYERS[0] else None
-    if crowded(work.coefficients.outlying) or (alike is not None and alike.alike):
-        return _by_another(FINE if alike is None else COARSE, work.given, context)
+    more = 0 if track != LAYERS[0] else _contained(work, context)
+    if crowded(work.coefficients.outlying) or more is None:
+        return _by_another(COARSE if track == LAYERS[0] else FINE, work.given, context)
     payloads: list[bytes] = []
-    inside = [track]
-    if alike is not None:
-        share = repeated(work.group, context.spec)
-        more = LAYERS[1 : 1 + alike.enhancements(work.profile.copies, share)]
-        inside += [each for each in more if each in work.profile.depths]
-    for each in inside:
+    for each in (track, *(each for each in LAYERS[1 : 1 + more] if each in work.profile.depths)):
         made = _layer(each, work, context, payloads)
         if made is None:
             break
         payloads.append(made)
     return None if not payloads else payloads[0] if len(payloads) == 1 else layered(payloads)
+
+
+def _contained(work: _Work, context: GroupContext) -> int | None:
+    """Return how many layers above it a base should contain; None: another codec is to encode the group."""
+    words = repeated(work.group, context.spec)
+    if words is not None and not words.suspect:
+        return 0
+    found = work.likeness
+    most = max(0 if words is None else words.enhancements, found.enhancements(work.profile.copies))
+    return None if found.alike else most
 
 
 def _other_codec(name: str) -> Codec:

@@ -26,11 +26,11 @@ from kvabr.types.errors import FormatError
 REFERRING = 0xFFFFFFFC
 MARK = struct.pack("<I", REFERRING)
 
-_LOUD = 2048
+_LOUD = 1024
 """Rows that are looked at: those with the most power."""
 _LARGEST = 3
 """Indices are cut to this, so that no row counts more than others."""
-_AT_ONCE = 8
+_AT_ONCE = 16
 """Tokens that are moved to the second step before all are looked at again."""
 _WORTH = 0.5
 """Mean correlation of tokens with what they refer to, below which a payload may be smaller without references."""

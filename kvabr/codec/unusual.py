@@ -21,6 +21,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -51,11 +52,13 @@ _COPIES = (2.15, 4.1)
 USUAL_COPIES = 1.35
 """The usual number of effective copies for a profile that does not say it."""
 _REPEATED = 0.2
-"""Share of `repeated` tokens from which on a base contains L1."""
-_RUN = 16
-"""Tokens of a repetition, a power of two: code has shorter ones, which do not tell anything."""
-_CHANNELS = 8
-"""Channels in which two tokens are compared."""
+"""Share of tokens in long repetitions from which on a base contains L1."""
+_SUSPECT = 0.1
+"""Share of tokens in repetitions from which on errors are looked at."""
+_FEW, _MANY = 4, 16
+"""Tokens of a repetition, and of a long one: powers of two. Code is full of short ones."""
+_CHANNELS = 4
+"""Channels in which two tokens are compared: few, since equal ones must follow each other, too."""
 _SAME = 2.0**-7
 """Largest difference, over the larger of two tokens' largest channel: engines round equal tokens to 8 bits and more."""
 _ALIKE = 0.4
@@ -165,14 +168,9 @@ class Likeness:
 
     It is the mean over tokens of the summed squares of their correlations with all tokens."""
 
-    def enhancements(self, usual: float | None, share: float) -> int:
-        """Return how many layers above it the base should contain.
-
-        Args:
-            usual: the usual `copies`; None: not known.
-            share: of tokens that are `repeated`.
-        """
-        return max(sum(self.copies >= least * (usual or USUAL_COPIES) for least in _COPIES), share >= _REPEATED)
+    def enhancements(self, usual: float | None) -> int:
+        """Return how many layers above it the base should contain, given the usual `copies`; None: not known."""
+        return sum(self.copies >= least * (usual or USUAL_COPIES) for least in _COPIES)
 
     @property
     def alike(self) -> bool:
@@ -217,37 +215,67 @@ def _likeness(gram: NDArray[np.float64]) -> Likeness:
     return Likeness(total / count / power, copies)
 
 
-def repeated(group: torch.Tensor, spec: KVSpec) -> float:
-    """Return the share of tokens that belong to a repetition of others before them, in the tile where it is largest.
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """Shares of a group's tokens that repeat others before them in their tile, in the tile where they are largest."""
+
+    some: float
+    """In repetitions of at least `_FEW` tokens."""
+    long: float
+    """Of at least `_MANY`."""
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the errors of tokens may be alike."""
+        return self.some >= _SUSPECT
+
+    @property
+    def enhancements(self) -> int:
+        """How many layers above it the base should contain, at least."""
+        return int(self.long >= _REPEATED)
+
+
+def repeated(group: torch.Tensor, spec: KVSpec) -> Repetition | None:
+    """Return how much of a group repeats itself; None if that is not known.
 
     In a model's first layer, values depend on nothing but the token itself. So equal tokens have equal values there,
-    and tokens are known without their ids. In a class without that layer nothing is known to repeat itself.
+    and are known without their ids. In a class without that layer they are not.
 
     Args:
         group: [layer, K/V, head, token, dim], any float dtype.
         spec: of its class, which is no state.
     """
-    rope, values = spec.only.rope, group[0, -1]
-    turning = range(0) if rope is None or group.shape[1] == 2 else range(rope.first, rope.first + rope.rotary_dim)
-    still = np.array([dim for dim in range(group.shape[4]) if dim not in turning])
-    if spec.only.layers[0] != 0 or not len(still):
-        return 0.0
-    places = np.linspace(0, group.shape[2] * len(still) - 1, _CHANNELS).astype(np.intp)
-    heads, dims = (
-        torch.from_numpy(each).to(group.device) for each in (places // len(still), still[places % len(still)])
-    )
-    numbers = values[heads, :, dims].detach().float().cpu().numpy()
+    places = _compared(spec)
+    if places is None:
+        return None
+    heads, dims = (torch.from_numpy(each).to(group.device) for each in places)
+    numbers = group[0, -1][heads, :, dims].detach().float().cpu().numpy()
     tiles = (numbers[:, first : first + TILE] for first in range(0, numbers.shape[1], TILE))
-    return max((_repeated(tile) for tile in tiles if tile.shape[1] > _RUN), default=0.0)
+    found = [_repeated(tile) for tile in tiles if tile.shape[1] > _MANY]
+    return Repetition(max((some for some, _ in found), default=0.0), max((long for _, long in found), default=0.0))
 
 
-def _repeated(numbers: NDArray[np.float32]) -> float:
+@lru_cache(maxsize=64)
+def _compared(spec: KVSpec) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
+    """Return the heads and dimensions in which tokens are compared: some that do not rotate."""
+    only, rope = spec.only, spec.only.rope
+    turning = range(0) if rope is None or only.halves == 2 else range(rope.first, rope.first + rope.rotary_dim)
+    still = np.array([dim for dim in range(only.shape(1)[4]) if dim not in turning], np.intp)
+    if only.layers[0] != 0 or not len(still):
+        return None
+    places = np.linspace(0, only.heads * len(still) - 1, _CHANNELS).astype(np.intp)
+    return places // len(still), still[places % len(still)]
+
+
+def _repeated(numbers: NDArray[np.float32]) -> tuple[float, float]:
     size = np.abs(numbers).max(axis=0)
     apart = numbers[:, :, None] - numbers[:, None]
     apart = np.abs(apart, out=apart).max(axis=0)
     begins = np.tril(apart <= np.float32(_SAME) * np.maximum(size[:, None], size), -1)
-    length = 1
-    while length < _RUN:  # of a token and one before it: are as many again equal that follow?
+    shares, length = [], 1
+    while length < _MANY:  # of a token and one before it: are as many again equal that follow?
         begins = begins[:-length, :-length] & begins[length:, length:]
         length *= 2
-    return float((np.convolve(begins.any(axis=1), np.ones(_RUN, np.intp)) > 0).mean())
+        if length in (_FEW, _MANY):
+            shares.append(float((np.convolve(begins.any(axis=1), np.ones(length, np.intp)) > 0).mean()))
+    return shares[0], shares[1]

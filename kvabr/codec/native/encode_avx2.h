@@ -77,12 +77,22 @@ INLINE __m256i quick_bytes(const float *from, __m256 by, __m256i *far) {
     return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
+/* Whether the largest distance from an index is too near to half of one. */
+INLINE int near_middle(__m256i far) {
+    __m256i beyond = _mm256_cmpgt_epi32(far, _mm256_castps_si256(_mm256_set1_ps(0.5f - 1.0f / 8192)));
+    return !_mm256_testz_si256(beyond, beyond);
+}
+
 INLINE int quick_vectors(const float *row, const Order *order, float by, uint32_t vectors, int refines, Coded *to) {
     const __m256i third = _mm256_set1_epi16(10923); /* of 2^15 */
-    __m256i bytes[TILE / 32], far = _mm256_setzero_si256(), most = far, any = far, base = far;
+    __m256i bytes[TILE / 32], far = _mm256_setzero_si256(), most = far, any = far, base = far, all = far;
 #pragma GCC unroll 4
     for (uint32_t v = 0; v < vectors; v++)
-        bytes[v] = quick_bytes(row + 32 * v, _mm256_set1_ps(by), &far);
+        bytes[v] = quick_bytes(row + 32 * v, _mm256_set1_ps(by), &far), all = _mm256_or_si256(all, bytes[v]);
+    if (_mm256_testz_si256(all, all)) { /* most rows of coarse depths */
+        to->under = 0;
+        return near_middle(far) ? -1 : 0;
+    }
     for (uint32_t v = 0; v < vectors; v++) {
         __m256i moved = _mm256_setzero_si256(), size[2];
         for (uint32_t part = 0; part < 2 * vectors; part++) {
@@ -111,10 +121,9 @@ INLINE int quick_vectors(const float *row, const Order *order, float by, uint32_
             _mm256_storeu_si256((__m256i *)(to->context + 32 * v), context);
         }
     }
-    __m256i beyond = _mm256_cmpgt_epi32(far, _mm256_castps_si256(_mm256_set1_ps(0.5f - 1.0f / 8192)));
-    beyond = _mm256_or_si256(beyond, _mm256_cmpeq_epi8(_mm256_max_epu8(most, _mm256_set1_epi8(127)), most));
+    __m256i beyond = _mm256_cmpeq_epi8(_mm256_max_epu8(most, _mm256_set1_epi8(127)), most);
     to->under = !_mm256_testz_si256(base, base);
-    return !_mm256_testz_si256(beyond, beyond) ? -1 : !_mm256_testz_si256(any, any);
+    return near_middle(far) || !_mm256_testz_si256(beyond, beyond) ? -1 : !_mm256_testz_si256(any, any);
 }
 
 /* Most rows need no division, no second rounding for the indices below, and only bytes to be reordered. Others are those with a

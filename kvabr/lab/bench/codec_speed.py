@@ -26,6 +26,7 @@ from kvabr.codec.native.reference import ideal_bits
 from kvabr.codec.native.references import References
 from kvabr.codec.profile import ClassProfile, Profile
 from kvabr.codec.quantiser import quantise
+from kvabr.codec.unusual import is_unusual
 from kvabr.engines.transformers.model_loader import LoadedModel
 from kvabr.lab.bench import coder_speed as raw
 from kvabr.lab.bench import synthetic
@@ -373,7 +374,7 @@ def coder_alone(wanted: Sequence[str] | None, seconds: float = 0.5) -> list[Row]
 def over_ideal(subject: Subject, tracks: Sequence[str]) -> dict[str, float]:
     """Return the coded size of a track's own layer over its ideal code length, by track.
 
-    The latter is that of the profile's tables when no token refers to another.
+    The latter is that of the profile's tables when no token refers to another. Unusual groups have none.
     """
     out: dict[str, float] = {}
     for track in tracks:
@@ -385,6 +386,8 @@ def over_ideal(subject: Subject, tracks: Sequence[str]) -> dict[str, float]:
         below: Index | None = None
         references: References | None = None
         for name, payload in zip(track_chain(track), job.payloads, strict=True):
+            if is_unusual(payload):
+                break
             sinks = 0 if codec(name).refines else min(context.tokens, profile.sinks)
             part = split_payload(payload, context, sinks, name)
             references = references or part.references

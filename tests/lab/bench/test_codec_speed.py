@@ -77,6 +77,8 @@ def test_a_synthetic_profile_codes_a_synthetic_cache():
     ideal = codec_speed.over_ideal(codec_speed.Subject("s", spec, cache, profile), ["AC-L0", "AC-L1", "FP16"])
     assert set(ideal) == {"AC-L0", "AC-L1"}
     assert all(0.99 < ratio < 1.2 for ratio in ideal.values())
+    cache[0, 1, :, 32:] = cache[0, 1, :, :-32]  # repeated words: its base contains AC-L1
+    assert codec_speed.over_ideal(codec_speed.Subject("s", spec, cache, profile), ["AC-L0", "AC-L1"]) == {}
 
 
 def test_rows_come_for_every_track_and_path(group):
