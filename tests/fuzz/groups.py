@@ -11,9 +11,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from kvabr.codec import container
+from kvabr.codec import container, unusual
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.builtin import BUILTIN
+from kvabr.codec.centred import CENTRED, Centred
 from kvabr.codec.container import FrameHeader, object_spans, pack, unpack
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES, CoderModel
@@ -200,7 +201,19 @@ def _valid_layers() -> list[bytes]:
         escapes = _HEAD.unpack_from(coded)[1]
         if len(coded) < 1500 and escapes < 256 and not valid[0].startswith(MARK):
             out += [head + b"\0" + _NOTHING_LISTED + coded, head + b"\2" + bytes([escapes]) + coded[_HEAD.size :]]
+        out += [head + b"\0" + part for part in _by_others(seed) if len(part) < 1500]
     return out
+
+
+def _by_others(seed: int) -> list[bytes]:
+    """Return payloads of a group that other codecs encoded."""
+    profile, _, tokens = _profile(seed)
+    context = GroupContext(profile.spec, _FIRST, tokens, profile)
+    cache = torch.linspace(-4.0, 4.0, profile.spec.elements_per_token * tokens).reshape(profile.spec.shape(tokens))
+    made = {name: codec(name) for name in unusual.OTHERS if not name.endswith(CENTRED)}
+    if profile.spec.only.split[1]:
+        made |= {plain + CENTRED: Centred(plain) for plain in ("Int8", "Int4")}
+    return [unusual.other(name, each.encode(cache, context)) for name, each in made.items()]
 
 
 def _profile_file(data: bytes) -> bool:
