@@ -51,7 +51,7 @@ _COPIES = (2.15, 4.1)
 """Effective copies of a token (`likeness`), as a multiple of the usual number, from which on a base contains L1, L2."""
 USUAL_COPIES = 1.35
 """The usual number of effective copies for a profile that does not say it."""
-_REPEATED = 0.2
+_REPEATED = 0.4
 """Share of tokens in long repetitions from which on a base contains L1."""
 _SUSPECT = 0.1
 """Share of tokens in repetitions from which on errors are looked at."""

@@ -91,9 +91,8 @@ GEMMA3_270M = ShippedProfile(
 """Made of Gemma 3 270M with 4-bit weights (`tools/gemma-model`) as by `kvabr calibrate --kept 96 96 --target-kl 0.12
 --target-track AC-L0`, from 29 contexts of 640 tokens that begin with <bos>: English manual pages (10), Python's manual
 (5), READMEs (3), made-up records (2), and manual pages in Chinese (2), German, Italian, Japanese, Polish, Portuguese,
-Russian and Spanish (1 each). Four of them chose the steps. Gradients are of the last eighth of a context, where
-`kvabr calibrate` takes a quarter. Then it was bound to the name google/gemma-3-270m and to bfloat16. It saw no source
-code, licences, stories or chat.
+Russian and Spanish (1 each). Four of them chose the steps. Then it was bound to the name google/gemma-3-270m and to
+bfloat16. It saw no source code, licences, stories or chat.
 
 It contains statistics of caches of Gemma 3 270M (means, transforms, probability tables) and digests of texts, but no
 weights and no text. Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms;
