@@ -239,7 +239,8 @@ def repeated(group: torch.Tensor, spec: KVSpec) -> Repetition | None:
     """Return how much of a group repeats itself; None if that is not known.
 
     In a model's first layer, values depend on nothing but the token itself. So equal tokens have equal values there,
-    and are known without their ids. In a class without that layer they are not.
+    and are known without their ids. In a class without that layer they are not, nor where keys do not rotate: such a
+    model may add positions to its tokens.
 
     Args:
         group: [layer, K/V, head, token, dim], any float dtype.
@@ -259,9 +260,11 @@ def repeated(group: torch.Tensor, spec: KVSpec) -> Repetition | None:
 def _compared(spec: KVSpec) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
     """Return the heads and dimensions in which tokens are compared: some that do not rotate."""
     only, rope = spec.only, spec.only.rope
-    turning = range(0) if rope is None or only.halves == 2 else range(rope.first, rope.first + rope.rotary_dim)
+    if only.layers[0] != 0 or rope is None:
+        return None
+    turning = range(0) if only.halves == 2 else range(rope.first, rope.first + rope.rotary_dim)
     still = np.array([dim for dim in range(only.shape(1)[4]) if dim not in turning], np.intp)
-    if only.layers[0] != 0 or not len(still):
+    if not len(still):
         return None
     places = np.linspace(0, only.heads * len(still) - 1, _CHANNELS).astype(np.intp)
     return places // len(still), still[places % len(still)]

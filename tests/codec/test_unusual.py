@@ -206,10 +206,11 @@ def test_words_are_known_although_an_engine_rounds_equal_tokens_differently():
     "changes",
     [
         {"layers": (4, 5, 6, 7)},
+        {"rope": None},
         {"kind": "latent", "v_dim": 0, "heads": 1, "layers": (0,), "k_dim": 32},
     ],
 )
-def test_words_are_not_known_without_the_first_layer_or_where_all_channels_rotate(changes):
+def test_words_are_not_known_without_the_first_layer_or_channels_that_mean_nothing_but_the_token(changes):
     part = SHAPE.changed(**changes) if "kind" in changes else replace(SHAPE, part_of=("ab", "some")).changed(**changes)
     assert repeated(torch.zeros(part.shape(128)), part) is None
 
