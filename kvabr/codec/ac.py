@@ -30,7 +30,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import repeat
 from typing import ClassVar
 
@@ -42,7 +42,7 @@ from kvabr.codec import gpu
 from kvabr.codec.analysis import Coefficients
 from kvabr.codec.base import Codec, GroupContext, codec
 from kvabr.codec.bias import UNITS, biases, join_biases, shifted_mean, split_biases
-from kvabr.codec.centred import CENTRED, Centred
+from kvabr.codec.centred import CENTRED, Centred, centring_helps
 from kvabr.codec.columns import check_class, coded_spec, turned, turned_back
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
@@ -61,14 +61,12 @@ from kvabr.codec.unusual import (
     FRAME_VERSION,
     NOTHING,
     Chain,
-    Likeness,
+    contained,
     crowded,
     is_unusual,
     layered,
-    likeness,
     other,
     read_chain,
-    repeated,
 )
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX
@@ -96,7 +94,7 @@ class Ac(Codec):
         work = _work(group, context, profile)
         room = 2 * group.numel()
         if self.refines is None:
-            made = _base(self.name, work, context)
+            made = _base(self.name, work, context, room)
             if made is None or len(made) > room:
                 made = other(EXACT, codec(EXACT).encode(group, context))
             return made
@@ -195,12 +193,6 @@ class _Work:
     chosen: dict[bytes, tuple[References, bool] | None] = field(default_factory=dict)
     """By which tokens are stored separately."""
 
-    @cached_property
-    def likeness(self) -> Likeness:
-        """How alike the errors at the base are."""
-        step = self.profile.depth(LAYERS[0]).step
-        return likeness(self.coefficients.rows, step, ~self.coefficients.outlying.numpy())
-
     def references(self, aside: NDArray[np.bool_]) -> tuple[References, bool] | None:
         """Choose references, see `choose_references`."""
         key = aside.tobytes()
@@ -236,30 +228,27 @@ def _work(group: torch.Tensor, context: GroupContext, profile: ClassProfile) -> 
     return work
 
 
-def _base(track: str, work: _Work, context: GroupContext) -> bytes | None:
-    """Return the payload of a self-contained depth; None if its indices do not fit the coder."""
+def _base(track: str, work: _Work, context: GroupContext, room: int) -> bytes | None:
+    """Return the payload of a self-contained depth; None if its indices do not fit the coder.
+
+    It contains no layers that do not fit ``room``, in bytes.
+    """
     if context.spec.only.kind == "state":  # its columns have no sinks, and do not repeat as tokens do
         return _layer(track, work, _coded(context), [])
-    more = 0 if track != LAYERS[0] else _contained(work, context)
-    if crowded(work.coefficients.outlying) or more is None:
+    outlying = work.coefficients.outlying
+    more = None if crowded(outlying) else 0
+    if more is not None and track == LAYERS[0]:
+        step, keep = work.profile.depth(track).step, ~outlying.numpy()
+        more = contained(work.group, context.spec, work.coefficients.rows, step, keep, work.profile.copies)
+    if more is None:
         return _by_another(COARSE if track == LAYERS[0] else FINE, work.given, context)
     payloads: list[bytes] = []
     for each in (track, *(each for each in LAYERS[1 : 1 + more] if each in work.profile.depths)):
         made = _layer(each, work, context, payloads)
-        if made is None:
+        if made is None or (payloads and sum(map(len, payloads)) + len(made) > room):
             break
         payloads.append(made)
     return None if not payloads else payloads[0] if len(payloads) == 1 else layered(payloads)
-
-
-def _contained(work: _Work, context: GroupContext) -> int | None:
-    """Return how many layers above it a base should contain; None: another codec is to encode the group."""
-    words = repeated(work.group, context.spec)
-    if words is not None and not words.suspect:
-        return 0
-    found = work.likeness
-    most = max(0 if words is None else words.enhancements, found.enhancements(work.profile.copies))
-    return None if found.alike else most
 
 
 def _other_codec(name: str) -> Codec:
@@ -269,7 +258,7 @@ def _other_codec(name: str) -> Codec:
 
 def _by_another(names: tuple[str, str], group: torch.Tensor, context: GroupContext) -> bytes:
     """Return the payload of an unusual group, by `FINE` or `COARSE`."""
-    name = names[context.spec.only.split[1] > 0]
+    name = names[centring_helps(group, context.spec)]
     return other(name, _other_codec(name).encode(group, context))
 
 

@@ -18,14 +18,38 @@ import torch
 from kvabr.codec.base import Codec, GroupContext, codec
 from kvabr.codec.payload import PayloadReader, finite, keys_and_values, place, raw
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import FP16_MAX
+from kvabr.types.kv import FP16_MAX, KVSpec
 
 CENTRED = "-centred"
 """End of the names."""
 
 
+_LEAST_TOKENS = 16
+"""Of fewer the medians would be more than a bit per value."""
+
+
+def centring_helps(group: torch.Tensor, spec: KVSpec) -> bool:
+    """Return whether most tokens' values have less than half their range without the medians of their channels.
+
+    A class whose tokens have no values (`LayerClass.split`) gains nothing.
+    """
+    _, values = keys_and_values(group.float(), spec)
+    if values.shape[2] < _LEAST_TOKENS or not values.shape[3]:
+        return False
+    before, after = (part.amax(dim=3) - part.amin(dim=3) for part in (values, values - _medians(values).float()))
+    return 2 * int((2 * after < before).sum()) > before.numel()
+
+
+def _medians(values: torch.Tensor) -> torch.Tensor:
+    """Return the median of each channel, [layer, head, 1, dim] float16, of values [layer, head, token, dim] float32."""
+    low, high = values.amin(dim=2, keepdim=True), values.amax(dim=2, keepdim=True)
+    # Within FP16's range of both ends, so that differences are, too. Of the two zeros always the positive one.
+    medians = values.median(dim=2, keepdim=True).values.clamp(high - FP16_MAX, low + FP16_MAX) + 0.0
+    return medians.clamp(-FP16_MAX, FP16_MAX).half()
+
+
 class Centred(Codec):
-    """See above. A class whose tokens have no values (`LayerClass.split`) gains nothing from it."""
+    """See above."""
 
     def __init__(self, plain: str) -> None:
         """Make it of the codec of a track."""
@@ -33,11 +57,9 @@ class Centred(Codec):
 
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:  # noqa: ARG002
         """Write the medians, which are the same everywhere, then what differs from them."""
-        numbers = group.float().clone()
+        numbers = group.to(torch.float32, copy=True)
         _, values = keys_and_values(numbers, context.spec)
-        low, high = values.amin(dim=2, keepdim=True), values.amax(dim=2, keepdim=True)
-        # Within this of both ends, so that differences are in FP16's range, too.
-        medians = values.median(dim=2, keepdim=True).values.clamp(high - FP16_MAX, low + FP16_MAX).half()
+        medians = _medians(values)
         values -= medians.float()
         return raw(medians) + self._plain.encode(numbers, context)
 

@@ -30,9 +30,9 @@ from kvabr.types.naming import check_track_name
 MAGIC = b"KVAB"
 VERSION = 6
 """Newest version of frames and payloads that is read. Frames have the oldest version whose readers understand them:
-`kvabr.codec.base.OLDEST_VERSION`; of AC's payloads, 4 if the group is unusual, 6 if its tokens are all alike
-(`kvabr.codec.unusual`), and 5 if tokens refer to others (`kvabr.codec.referring`) or values have biases
-(`kvabr.codec.bias`)."""
+`kvabr.codec.base.OLDEST_VERSION`; of AC's payloads, 4 if the group is unusual (`kvabr.codec.unusual`), 5 if tokens
+refer to others (`kvabr.codec.referring`) or values have biases (`kvabr.codec.bias`), and 6 if the group is coded about
+medians (`kvabr.codec.centred`)."""
 MAX_PAYLOAD = 1 << 40
 _FIXED = struct.Struct("<4sBB16s32sIQIQI")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -3,8 +3,8 @@
 Rounding loses little because its errors point in all directions, and a model averages over many tokens. Where a text
 repeats itself (tables of zeros, hexdumps, copies of a paragraph), equal tokens have equal errors, and nothing averages
 out. The base of such a group contains the layers above it. It is known by its errors (`Likeness`), or by its words
-(`repeated`). If nearly every token of a group is unusual, as with one token a thousand times, another codec encodes the
-group. A payload that begins with one of these numbers, where others have the number of their listed tokens, is not an
+(`repeated`). If many tokens of a group stand out, or all are alike, as with one token a thousand times, another codec
+encodes the group. A payload that begins with one of these numbers, where others have the number of their listed tokens, is not an
 ordinary one:
 
     0xFFFFFFFF  another codec's: code 1 (see `OTHERS`) | its payload of the group
@@ -38,7 +38,7 @@ OTHERS = ("FP16", "Int8", "Int4", "Int8-centred", "Int4-centred")
 EXACT = "FP16"
 """The codec of groups that AC would make larger, or cannot code at all."""
 FINE, COARSE = ("Int8", "Int8-centred"), ("Int4", "Int4-centred")
-"""Those of groups of unusual tokens, for classes without values and with them (`kvabr.codec.centred`)."""
+"""Those of groups of unusual tokens, and if it helps about the medians of their values (`kvabr.codec.centred`)."""
 LAYERED, NOTHING_ABOVE, OTHER = 0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF
 _NUMBER = struct.Struct("<I")
 _CODE = struct.Struct("<IB")
@@ -52,23 +52,24 @@ _COPIES = (2.15, 4.1)
 USUAL_COPIES = 1.35
 """The usual number of effective copies for a profile that does not say it."""
 _REPEATED = 0.4
-"""Share of tokens in long repetitions from which on a base contains L1."""
-_SUSPECT = 0.1
-"""Share of tokens in repetitions from which on errors are looked at."""
-_FEW, _MANY = 4, 16
-"""Tokens of a repetition, and of a long one: powers of two. Code is full of short ones."""
+"""Share of `repeated` tokens from which on a base contains L1."""
+_MANY = 16
+"""Tokens of a repetition, a power of two: code is full of shorter ones."""
 _CHANNELS = 4
 """Channels in which two tokens are compared: few, since equal ones must follow each other, too."""
 _SAME = 2.0**-7
-"""Largest difference, over the larger of two tokens' largest channel: engines round equal tokens to 8 bits and more."""
+"""Largest difference of equal tokens, over that of the token that differs most: engines may round them differently."""
 _ALIKE = 0.4
 """Share of the errors' power that all tokens have in common from which on another codec is used."""
 _MOST_ASIDE = 8
 """One in this many tokens, and four, are stored separately at most; a group with more is coded by another codec."""
 _LEAST_TOKENS = 16
 """Of shorter tiles nothing is said."""
-_SAMPLED = 2048
-"""Rows that are looked at."""
+_SAMPLED, _GLANCED = 2048, 256
+"""Rows that are looked at, and at first."""
+_SUSPECT = 2.6
+"""Effective copies in the first rows, as a multiple of the usual number in all, below which the others are not looked
+at: in fewer rows more tokens are alike by chance."""
 
 
 def is_unusual(payload: bytes | memoryview) -> bool:
@@ -183,15 +184,16 @@ def crowded(outlying: torch.Tensor) -> bool:
     return int(outlying.sum()) > 4 + len(outlying) // _MOST_ASIDE
 
 
-def likeness(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) -> Likeness:
+def likeness(rows: torch.Tensor, step: float, keep: NDArray[np.bool_], sampled: int = _SAMPLED) -> Likeness:
     """Return how alike the errors are that rounding makes.
 
     Args:
         rows: coefficients, [row, token] float32.
         step: of the quantiser.
         keep: [token]: which tokens are coded.
+        sampled: rows to look at, at most.
     """
-    sample, coded = np.arange(0, len(rows), -(-len(rows) // _SAMPLED)), np.flatnonzero(keep)
+    sample, coded = np.arange(0, len(rows), -(-len(rows) // sampled)), np.flatnonzero(keep)
     tiles = [coded[first : first + TILE] for first in range(0, len(coded), TILE)]
     found = [
         _likeness(coder.alike(rows.numpy(), sample, tile, step).astype(np.float64))
@@ -215,32 +217,33 @@ def _likeness(gram: NDArray[np.float64]) -> Likeness:
     return Likeness(total / count / power, copies)
 
 
-@dataclass(frozen=True, slots=True)
-class Repetition:
-    """Shares of a group's tokens that repeat others before them in their tile, in the tile where they are largest."""
+def contained(
+    group: torch.Tensor, spec: KVSpec, rows: torch.Tensor, step: float, keep: NDArray[np.bool_], usual: float | None
+) -> int | None:
+    """Return how many layers above it the base of a group should contain; None: another codec should encode the group.
 
-    some: float
-    """In repetitions of at least `_FEW` tokens."""
-    long: float
-    """Of at least `_MANY`."""
+    Args:
+        group: as for `repeated`, and ``spec``.
+        spec: of its class.
+        rows: as for `likeness`, and ``step`` and ``keep``.
+        step: of the base's quantiser.
+        keep: which tokens are coded.
+        usual: the usual `Likeness.copies`; None: not known.
+    """
+    by_words = int(repeated(group, spec) >= _REPEATED)
+    glance = likeness(rows, step, keep, _GLANCED)
+    if glance.copies < _SUSPECT * (usual or USUAL_COPIES) and glance.common < _ALIKE / 2:
+        return by_words
+    found = likeness(rows, step, keep)
+    return None if found.alike else max(by_words, found.enhancements(usual))
 
-    @property
-    def suspect(self) -> bool:
-        """Whether the errors of tokens may be alike."""
-        return self.some >= _SUSPECT
 
-    @property
-    def enhancements(self) -> int:
-        """How many layers above it the base should contain, at least."""
-        return int(self.long >= _REPEATED)
-
-
-def repeated(group: torch.Tensor, spec: KVSpec) -> Repetition | None:
-    """Return how much of a group repeats itself; None if that is not known.
+def repeated(group: torch.Tensor, spec: KVSpec) -> float:
+    """Return the share of tokens in repetitions of `_MANY` and more, in the tile where it is largest.
 
     In a model's first layer, values depend on nothing but the token itself. So equal tokens have equal values there,
-    and are known without their ids. In a class without that layer they are not, nor where keys do not rotate: such a
-    model may add positions to its tokens.
+    and are known without their ids. Nothing is known, and 0 returned, of a class without that layer, and where keys do
+    not rotate: such a model may add positions to its tokens.
 
     Args:
         group: [layer, K/V, head, token, dim], any float dtype.
@@ -248,12 +251,11 @@ def repeated(group: torch.Tensor, spec: KVSpec) -> Repetition | None:
     """
     places = _compared(spec)
     if places is None:
-        return None
+        return 0.0
     heads, dims = (torch.from_numpy(each).to(group.device) for each in places)
     numbers = group[0, -1][heads, :, dims].detach().float().cpu().numpy()
     tiles = (numbers[:, first : first + TILE] for first in range(0, numbers.shape[1], TILE))
-    found = [_repeated(tile) for tile in tiles if tile.shape[1] > _MANY]
-    return Repetition(max((some for some, _ in found), default=0.0), max((long for _, long in found), default=0.0))
+    return max((_repeated(tile) for tile in tiles if tile.shape[1] > _MANY), default=0.0)
 
 
 @lru_cache(maxsize=64)
@@ -270,15 +272,14 @@ def _compared(spec: KVSpec) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
     return places // len(still), still[places % len(still)]
 
 
-def _repeated(numbers: NDArray[np.float32]) -> tuple[float, float]:
-    size = np.abs(numbers).max(axis=0)
+def _repeated(numbers: NDArray[np.float32]) -> float:
     apart = numbers[:, :, None] - numbers[:, None]
     apart = np.abs(apart, out=apart).max(axis=0)
-    begins = np.tril(apart <= np.float32(_SAME) * np.maximum(size[:, None], size), -1)
-    shares, length = [], 1
+    farthest = apart.max(axis=0)  # 0: channels in which nothing differs tell nothing
+    limit = np.float32(_SAME) * np.maximum(farthest[:, None], farthest)
+    begins = np.tril((apart <= limit) & (limit > 0), -1)
+    length = 1
     while length < _MANY:  # of a token and one before it: are as many again equal that follow?
         begins = begins[:-length, :-length] & begins[length:, length:]
         length *= 2
-        if length in (_FEW, _MANY):
-            shares.append(float((np.convolve(begins.any(axis=1), np.ones(length, np.intp)) > 0).mean()))
-    return shares[0], shares[1]
+    return float((np.convolve(begins.any(axis=1), np.ones(_MANY, np.intp)) > 0).mean())
