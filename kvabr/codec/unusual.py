@@ -4,8 +4,8 @@ Rounding loses little because its errors point in all directions, and a model av
 repeats itself (tables of zeros, hexdumps, copies of a paragraph), equal tokens have equal errors, and nothing averages
 out. The base of such a group contains the layers above it. It is known by its errors (`Likeness`), or by its words
 (`repeated`). If many tokens of a group stand out, or all are alike, as with one token a thousand times, another codec
-encodes the group. A payload that begins with one of these numbers, where others have the number of their listed tokens, is not an
-ordinary one:
+encodes the group. A payload that begins with one of these numbers, where others have the number of their listed tokens,
+is not an ordinary one:
 
     0xFFFFFFFF  another codec's: code 1 (see `OTHERS`) | its payload of the group
     0xFFFFFFFE  nothing: the values are those of the layers below
