@@ -6,6 +6,9 @@ import os
 import time
 from pydoc_data.topics import topics
 
+import pytest
+import torch
+
 TEXT = "\n".join(topics.values())[:40_000]
 """Python's own help, which every Python has."""
 
@@ -17,6 +20,12 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+NEEDS_FP8 = pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="vLLM has no FP8 cache on processors without AVX-512 and AMX",
+)
 
 
 def transfer(extra, role="kv_both", **more):

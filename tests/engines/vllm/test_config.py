@@ -16,7 +16,7 @@ from kvabr.engines.vllm.caches import UnknownCacheError
 from kvabr.engines.vllm.config import VllmSettings, ropes_of_config, served_model
 from kvabr.types.errors import UsageError
 from tests.engines.smollm2_folder import smollm2_folder
-from tests.engines.vllm.engine import ENVIRONMENT, transfer
+from tests.engines.vllm.engine import ENVIRONMENT, NEEDS_FP8, transfer
 
 pytestmark = pytest.mark.model
 
@@ -179,6 +179,7 @@ def test_a_cache_that_kvabr_does_not_know_is_left_to_vllm(config, fields, what):
     assert worker.get_kv_connector_stats() is None
 
 
+@NEEDS_FP8
 def test_the_layout_of_an_fp8_cache(config):
     from kvabr.engines.layouts import BlockLayout
     from kvabr.engines.vllm.connector import layout_of

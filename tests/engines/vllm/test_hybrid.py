@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm mak
 
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import PlayError
-from tests.engines.vllm.engine import TEXT, RealEngine
+from tests.engines.vllm.engine import NEEDS_FP8, TEXT, RealEngine
 from tests.engines.vllm.tinies import tiny_gemma
 from tests.engines.vllm.world import SMALL, VllmWorld, harmed
 
@@ -59,7 +59,11 @@ class World(VllmWorld):
 
 @pytest.fixture(
     scope="module",
-    params=["tiny", "fp8", pytest.param("gemma", marks=pytest.mark.skipif(not GEMMA, reason="KVABR_GEMMA"))],
+    params=[
+        "tiny",
+        pytest.param("fp8", marks=NEEDS_FP8),
+        pytest.param("gemma", marks=pytest.mark.skipif(not GEMMA, reason="KVABR_GEMMA")),
+    ],
 )
 def world(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)

@@ -1,6 +1,6 @@
 """A model with recurrent states in the real vLLM: a small random Qwen3-Next (gated delta), in bfloat16.
 
-vLLM's kernels for CPUs run it in no other type. Its states are float32.
+vLLM's kernels for CPUs run it in no other type. Its states are float32, as vLLM chooses by itself on some processors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("delta")
     model = tiny_delta(folder / "model")
     try:
-        world = World(folder, model, block=128, length=500, shared=300, most=768, exact="Raw", dtype="bfloat16")
+        types = {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}
+        world = World(folder, model, block=128, length=500, shared=300, most=768, exact="Raw", **types)
     except UsageError as error:
         if "'amx'" not in str(error):
             raise
