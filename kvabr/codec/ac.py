@@ -42,7 +42,7 @@ from kvabr.codec import gpu
 from kvabr.codec.analysis import Coefficients
 from kvabr.codec.base import Codec, GroupContext, codec
 from kvabr.codec.bias import UNITS, biases, join_biases, shifted_mean, split_biases
-from kvabr.codec.centred import CENTRED, Centred, centring_helps
+from kvabr.codec.centred import CENTRED
 from kvabr.codec.columns import check_class, coded_spec, turned, turned_back
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
@@ -61,11 +61,13 @@ from kvabr.codec.unusual import (
     FRAME_VERSION,
     NOTHING,
     Chain,
+    by_another,
     contained,
     crowded,
     is_unusual,
     layered,
     other,
+    other_codec,
     read_chain,
 )
 from kvabr.types.errors import FormatError
@@ -101,7 +103,7 @@ class Ac(Codec):
         chain = _read_chain(self.refines, below)
         coded = None
         if chain.other is not None and self.name == LAYERS[-1] and chain.other[0] in COARSE:
-            coded = _by_another(FINE, group, context)
+            coded = by_another(FINE, group, context)
         elif not chain.full and self.name not in chain.tracks:
             coded = _layer(self.name, work, _coded(context), list(map(bytes, chain.payloads)))
         taken = sum(map(len, below))
@@ -130,7 +132,7 @@ class Ac(Codec):
             from kvabr.codec.group import decode_by  # noqa: PLC0415
 
             name, inner = chain.other
-            decode_by(_other_codec(name), inner, whole, 0, out)
+            decode_by(other_codec(name), inner, whole, 0, out)
             return
         context = _coded(context)
         columns = spec.only.kind == "state"
@@ -241,7 +243,7 @@ def _base(track: str, work: _Work, context: GroupContext, room: int) -> bytes | 
         step, keep = work.profile.depth(track).step, ~outlying.numpy()
         more = contained(work.group, context.spec, work.coefficients.rows, step, keep, work.profile.copies)
     if more is None:
-        return _by_another(COARSE if track == LAYERS[0] else FINE, work.given, context)
+        return by_another(COARSE if track == LAYERS[0] else FINE, work.given, context)
     payloads: list[bytes] = []
     for each in (track, *(each for each in LAYERS[1 : 1 + more] if each in work.profile.depths)):
         made = _layer(each, work, context, payloads)
@@ -249,17 +251,6 @@ def _base(track: str, work: _Work, context: GroupContext, room: int) -> bytes | 
             break
         payloads.append(made)
     return None if not payloads else payloads[0] if len(payloads) == 1 else layered(payloads)
-
-
-def _other_codec(name: str) -> Codec:
-    """Return a codec of `kvabr.codec.unusual.OTHERS`."""
-    return Centred(name.removesuffix(CENTRED)) if name.endswith(CENTRED) else codec(name)
-
-
-def _by_another(names: tuple[str, str], group: torch.Tensor, context: GroupContext) -> bytes:
-    """Return the payload of an unusual group, by `FINE` or `COARSE`."""
-    name = names[centring_helps(group, context.spec)]
-    return other(name, _other_codec(name).encode(group, context))
 
 
 def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]) -> bytes | None:

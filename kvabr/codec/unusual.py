@@ -27,6 +27,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvabr.codec.base import Codec, GroupContext, codec
+from kvabr.codec.centred import CENTRED, Centred, centring_helps
 from kvabr.codec.native import coder
 from kvabr.codec.native.references import TILE
 from kvabr.types.errors import FormatError
@@ -80,6 +82,17 @@ def is_unusual(payload: bytes | memoryview) -> bool:
 def other(name: str, payload: bytes) -> bytes:
     """Return the payload of a group that another codec of `OTHERS` encoded."""
     return _CODE.pack(OTHER, OTHERS.index(name)) + payload
+
+
+def other_codec(name: str) -> Codec:
+    """Return a codec of `OTHERS`."""
+    return Centred(name.removesuffix(CENTRED)) if name.endswith(CENTRED) else codec(name)
+
+
+def by_another(names: tuple[str, str], group: torch.Tensor, context: GroupContext) -> bytes:
+    """Return the payload of a group by the first of two codecs, `FINE` or `COARSE`, or the second if medians help."""
+    name = names[centring_helps(group, context.spec)]
+    return other(name, other_codec(name).encode(group, context))
 
 
 def layered(payloads: Sequence[bytes]) -> bytes:
