@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import subprocess
@@ -26,6 +27,7 @@ class ServedFolder:
             self.port = probe.getsockname()[1]
         self._root, self._quic, self._log = root, quic, folder / "serve.log"
         self._process = None
+        atexit.register(self.close)  # nobody does it if an engine does not start
         self.start()
 
     @property
