@@ -39,6 +39,7 @@ def test_a_crowd_behind_nginx_asks_the_store_once_for_each_slice(tmp_path):
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_crowd_behind_two_relays_asks_the_origin_once_for_each_group(tmp_path):
-    fetched = crowd(tmp_path, "--through", "relays", "--policy", "fixed:FP16")
+    # A relay asks again for what stalls for seconds, as it may on a busy machine. Without relays it would be 10 times.
+    fetched = crowd(tmp_path, "--through", "relays", "--policy", "fixed:FP16", "--most", "1.5")
     assert fetched["groups"] > 0
     assert fetched["sent by the relay"] >= PLAYERS * 24
