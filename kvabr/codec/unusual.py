@@ -55,7 +55,7 @@ USUAL_COPIES = 1.35
 """The usual number of effective copies for a profile that does not say it."""
 _REPEATED = 0.4
 """Share of `repeated` tokens from which on a base contains L1."""
-_MANY = 16
+_MANY = 32
 """Tokens of a repetition, a power of two: code is full of shorter ones."""
 _CHANNELS = 4
 """Channels in which two tokens are compared: few, since equal ones must follow each other, too."""
