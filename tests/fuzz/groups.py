@@ -14,7 +14,7 @@ import torch
 from kvabr.codec import container, unusual
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.builtin import BUILTIN
-from kvabr.codec.centred import CENTRED, Centred
+from kvabr.codec.centred import CENTRED
 from kvabr.codec.container import FrameHeader, object_spans, pack, unpack
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES, CoderModel
@@ -210,10 +210,8 @@ def _by_others(seed: int) -> list[bytes]:
     profile, _, tokens = _profile(seed)
     context = GroupContext(profile.spec, _FIRST, tokens, profile)
     cache = torch.linspace(-4.0, 4.0, profile.spec.elements_per_token * tokens).reshape(profile.spec.shape(tokens))
-    made = {name: codec(name) for name in unusual.OTHERS if not name.endswith(CENTRED)}
-    if profile.spec.only.split[1]:
-        made |= {plain + CENTRED: Centred(plain) for plain in ("Int8", "Int4")}
-    return [unusual.other(name, each.encode(cache, context)) for name, each in made.items()]
+    fitting = (name for name in unusual.OTHERS if profile.spec.only.split[1] or not name.endswith(CENTRED))
+    return [unusual.other(name, unusual.other_codec(name).encode(cache, context)) for name in fitting]
 
 
 def _profile_file(data: bytes) -> bool:
