@@ -122,6 +122,20 @@ def test_no_path_is_wrong_about_coefficients_near_the_middle_of_two_indices(
                 assert coder.encode_rows(*job) == wanted
 
 
+def test_no_path_takes_a_row_for_zeros_that_has_a_one() -> None:
+    """Divided by the step the number is just above the middle of 0 and 1, multiplied with 1 / step in the middle."""
+    dice, step, number = np.random.default_rng(1), 0.1039000004529953, 0.05195000395178795
+    rows, keep = np.zeros((60, 128), np.float32), np.ones(128, bool)
+    rows[::2, 5] = number
+    own, lower = Quantiser(step, 0.0), Quantiser(3 * step, 0.0)
+    for refines in (False, True):
+        job = coder_model(dice, 60, refines=refines), rows, own, lower if refines else None, keep
+        wanted = reference.encode_rows(*job)
+        for path in NATIVE:
+            with coder.taking(path):
+                assert coder.encode_rows(*job) == wanted
+
+
 @examples(25)
 @given(
     seed=st.integers(0, 1 << 32),
