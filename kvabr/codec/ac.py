@@ -11,7 +11,8 @@ every self-contained payload, and are not listed. Listed are further tokens that
 highest bit of their offset set, far tokens whose coefficients exceed a decoder's integers: nothing is ever coded to
 noise. An enhancement lists the far tokens that its finer step adds.
 
-A payload with references begins with them (`kvabr.codec.referring`).
+A payload with references begins with them (`kvabr.codec.referring`). Where the coded part is cut into streams
+(`kvabr.codec.native.reference`), the number 0xFFFFFFFB precedes all else, and frames have version 7.
 
     scales: FP16, [token, layer, K/V]; of all stored tokens that are not far, in order
     codes:  8 bits, [token, layer, K/V, head, dim], in units of the scale
@@ -46,6 +47,7 @@ from kvabr.codec.centred import CENTRED
 from kvabr.codec.columns import check_class, coded_spec, turned, turned_back
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
+from kvabr.codec.native.reference import has_streams
 from kvabr.codec.native.references import References, pack_references, read_references, references_size
 from kvabr.codec.payload import PayloadReader, finite, raw
 from kvabr.codec.profile import ClassProfile
@@ -116,6 +118,8 @@ class Ac(Codec):
         chain = read_chain((self.name,), (payload,))
         if chain.other is not None and chain.other[0].endswith(CENTRED):
             return CENTRED_VERSION
+        if any(map(_is_streamed, chain.payloads)):
+            return STREAMED_VERSION
         if any(map(_is_newer, chain.payloads)):
             return NEWER_VERSION
         return FRAME_VERSION if is_unusual(payload) else super().frame_version(payload)
@@ -301,9 +305,8 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
     except FormatError:
         return None
     tokens = np.flatnonzero(new)
-    payload = join_payload(work.group, tokens, far[tokens], sinks, coded, work.biases(track, aside))
-    if refines is None and references is not None:
-        payload = MARK + pack_references(references) + payload
+    head = payload_head(coded, references if refines is None else None)
+    payload = head + join_payload(work.group, tokens, far[tokens], sinks, coded, work.biases(track, aside))
     work.made[track] = _Made(payload, aside, index, references)
     return payload
 
@@ -397,6 +400,13 @@ _HAS_BIASES = 1 << 31
 """Flag in the number of listed tokens. With it, that number is still below those of `kvabr.codec.unusual`."""
 NEWER_VERSION = 5
 """Version of the frame of a payload with references (`kvabr.codec.referring`) or biases."""
+STREAMED = _COUNT.pack(0xFFFFFFFB)
+STREAMED_VERSION = 7
+"""Version of the frame of a payload whose coded part is cut into streams."""
+
+
+def _is_streamed(payload: memoryview) -> bool:
+    return payload[: len(STREAMED)] == STREAMED
 
 
 def _is_newer(payload: memoryview) -> bool:
@@ -437,6 +447,12 @@ class Parts:
         return values.to(device).to(dtype)
 
 
+def payload_head(coded: bytes, references: References | None = None) -> bytes:
+    """Return what precedes the number of listed tokens in a payload."""
+    streamed = STREAMED if has_streams(coded) else b""
+    return streamed if references is None else streamed + MARK + pack_references(references)
+
+
 def join_payload(
     group: torch.Tensor,
     tokens: NDArray[np.int64],
@@ -445,7 +461,7 @@ def join_payload(
     coded: bytes,
     biases: NDArray[np.int16] | None = None,
 ) -> bytes:
-    """Build a payload from a group, the offsets of the tokens to store, which of them are far, and the coded rest.
+    """Build a payload, after its head, from a group, the offsets of the tokens to store, which are far, and the rest.
 
     The offsets ascend; the first ``sinks`` of them are the sinks, and these are never far.
     """
@@ -467,7 +483,10 @@ def join_payload(
 
 def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> Parts:
     """Parse an untrusted payload of a group, of which ``sinks`` tokens are stored without being listed."""
-    reader = PayloadReader(memoryview(payload), what)
+    payload = memoryview(payload)
+    streamed = _is_streamed(payload)
+    payload = payload[len(STREAMED) * streamed :]
+    reader = PayloadReader(payload, what)
     references: References | None = None
     if track_below(what) is None and checked_refers(payload, what, context.tokens):
         reader.bytes(len(MARK))
@@ -497,4 +516,7 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
         size = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
         of_values = layers * heads * dim if halves == 2 and what in UNITS else 0  # keys and values
         biases = split_biases(reader.bytes(size), of_values, what)
-    return Parts(tokens, listed, values, reader.rest(), references, biases)
+    coded = reader.rest()
+    if has_streams(coded) != streamed:
+        raise FormatError(f"{what}: streams that it does not announce, or the reverse; the payload is corrupt")
+    return Parts(tokens, listed, values, coded, references, biases)

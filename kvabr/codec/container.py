@@ -28,11 +28,11 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import check_track_name
 
 MAGIC = b"KVAB"
-VERSION = 6
+VERSION = 7
 """Newest version of frames and payloads that is read. Frames have the oldest version whose readers understand them:
 `kvabr.codec.base.OLDEST_VERSION`; of AC's payloads, 4 if the group is unusual (`kvabr.codec.unusual`), 5 if tokens
-refer to others (`kvabr.codec.referring`) or values have biases (`kvabr.codec.bias`), and 6 if the group is coded about
-medians (`kvabr.codec.centred`)."""
+refer to others (`kvabr.codec.referring`) or values have biases (`kvabr.codec.bias`), 6 if the group is coded about
+medians (`kvabr.codec.centred`), and 7 if the coded part is cut into streams (`kvabr.codec.native.reference`)."""
 MAX_PAYLOAD = 1 << 40
 _FIXED = struct.Struct("<4sBB16s32sIQIQI")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -345,8 +345,8 @@ def test_lists_of_tokens_aside_that_no_encoder_writes():
         bad = payload[:4] + np.array(changed, "<u4").tobytes() + payload[12:]
         with pytest.raises(FormatError, match="not in ascending order"):
             decode([bad], fitted(), 60, "AC-5x")
-    with pytest.raises(FormatError, match="2147483643 listed tokens"):
-        decode([b"\xfb" + b"\xff" * 3 + payload[4:]], fitted(), 60, "AC-5x")
+    with pytest.raises(FormatError, match="2147483642 listed tokens"):
+        decode([b"\xfa" + b"\xff" * 3 + payload[4:]], fitted(), 60, "AC-5x")
     nan = payload[:12] + b"\xff\xff" + payload[14:]
     with pytest.raises(FormatError, match="not finite"):
         decode([nan], fitted(), 60, "AC-5x")

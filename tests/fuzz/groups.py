@@ -16,15 +16,15 @@ from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.builtin import BUILTIN
 from kvabr.codec.centred import CENTRED
 from kvabr.codec.container import FrameHeader, object_spans, pack, unpack
-from kvabr.codec.native import coder
-from kvabr.codec.native.coder_model import DTYPES, CoderModel
+from kvabr.codec.native import coder, reference
+from kvabr.codec.native.coder_model import DTYPES, CoderModel, most_streams
 from kvabr.codec.native.references import pack_references, references_size
 from kvabr.codec.profile import ClassProfile, Depth, Profile
 from kvabr.codec.referring import MARK
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import LAYERS
-from tests.codec.native.models import case, spread_out
+from tests.codec.native.models import base_indices, case, coder_model, spread_out
 from tests.fuzz.target import SEPARATOR, Target, family, refused
 
 _SPEC = KVSpec.uniform("test/model", "tokenizer", 2, 2, 16, "float16", None, 128)
@@ -205,6 +205,46 @@ def _valid_layers() -> list[bytes]:
     return out
 
 
+# ------------------------------------------------------------------ streams
+
+_STREAM_ROWS, _STREAM_TOKENS = 200, 3
+
+
+@cache
+def _streamed() -> tuple[CoderModel, tuple[bytes, ...]]:
+    """Return a model, and payloads of one to as many streams as its rows can be cut into."""
+    dice = np.random.default_rng(11)
+    model = coder_model(dice, _STREAM_ROWS, refines=False)
+    index = base_indices(dice, _STREAM_ROWS, _STREAM_TOKENS)
+    most = most_streams(_STREAM_ROWS)
+    return model, tuple(coder.encode_indices(model, index, streams=streams) for streams in range(1, most + 1))
+
+
+def _streams(data: bytes) -> bool:
+    """A coded part: a valid one that the first byte chooses, changed by (place 2, xor 1) ..., or the rest."""
+    model, valid = _streamed()
+    kind = data[0] if data else 0
+    payload = data[1:] if kind & 128 else _meant(b"\1" + data[1:], valid[kind % len(valid)])
+    room = np.zeros(reference.gathered_bytes([payload]), np.uint8)
+
+    def read() -> torch.Tensor:
+        parts = coder.gather([payload], [_STREAM_TOKENS], [7], _STREAM_ROWS, room)
+        assert bool((parts[:, 3] + parts[:, 5] <= len(room) // 2).all())
+        return torch.from_numpy(parts.copy())
+
+    def decode() -> torch.Tensor:
+        return torch.from_numpy(coder.decode_indices(model, payload, _STREAM_TOKENS))
+
+    paths = (*(coder.available_paths()[:-1] or ("reference",)), "reference")
+    read_at_all = _alike(paths, read)
+    return _alike(paths, decode) and read_at_all
+
+
+def _valid_streams() -> list[bytes]:
+    valid = _streamed()[1]
+    return [*(bytes([kind]) for kind in range(len(valid))), *(b"\xff" + payload for payload in valid)]
+
+
 def _by_others(seed: int) -> list[bytes]:
     """Return payloads of a group that other codecs encoded."""
     profile, _, tokens = _profile(seed)
@@ -255,5 +295,6 @@ GROUPS = family(
     Target(_frame, _valid_frames),
     Target(_separable, _valid_separable, native=True),
     Target(_layers, _valid_layers, native=True),
+    Target(_streams, _valid_streams, native=True),
 )
 PROFILES = Target(_profile_file, _valid_profiles, most_bytes=1 << 14, native=True)

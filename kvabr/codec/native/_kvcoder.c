@@ -1,6 +1,7 @@
 /* The Python module. Private: coder.py checks the arguments, and model.py the profile. Only sizes are checked here, so that
  * no bug above can make this read or write outside of a buffer. For tensors, which are passed by address, coder.py has
  * checked shape and strides. Work is done without the GIL. */
+#include <stdlib.h>
 #include <string.h>
 
 #include "module.h"
@@ -61,17 +62,20 @@ static PyObject *paths(PyObject *self, PyObject *none) {
     return list;
 }
 
-static PyObject *encoded(const Path *path, const Depth *d, const Indices *from, uint32_t tokens) {
+static PyObject *encoded(const Path *path, const Depth *d, const Indices *from, uint32_t tokens, uint32_t streams, uint32_t threads) {
     uint8_t *out = NULL;
     size_t size = 0;
     int error;
     Py_BEGIN_ALLOW_THREADS
-    error = path->encode_group(d, from, tokens, &out, &size);
+    error = encode_group(path, d, from, tokens, streams, threads, &out, &size);
     Py_END_ALLOW_THREADS
     PyObject *result = error ? raised(error) : PyBytes_FromStringAndSize((const char *)out, (Py_ssize_t)size);
     aligned_free(out);
     return result;
 }
+
+/* Whether rows can be cut into as many streams. */
+static int cuts(const Depth *d, uint32_t streams) { return streams && streams <= most_streams(d->rows); }
 
 /* Reads optional references, u8 [token] each; returns whether they are as `References` says. */
 static int references_of(const Py_buffer *place, const Py_buffer *lane, uint32_t tokens, References *to) {
@@ -87,53 +91,54 @@ static int references_of(const Py_buffer *place, const Py_buffer *lane, uint32_t
     return 1;
 }
 
-/* encode(path, depth, index i16 [row, token], below i16 or None, tokens, place u8, lane u8) -> bytes */
+/* encode(path, depth, index i16 [row, token], below i16 or None, tokens, streams, threads, place u8, lane u8) -> bytes */
 static PyObject *encode(PyObject *self, PyObject *args) {
     (void)self;
     Py_buffer b[4] = {{0}};
     PyObject *capsule, *result = NULL;
     const char *name;
-    unsigned tokens;
+    unsigned tokens, streams, threads;
     Indices from = {0};
-    if (!PyArg_ParseTuple(args, "sOy*z*I|z*z*", &name, &capsule, b, b + 1, &tokens, b + 2, b + 3)) {
+    if (!PyArg_ParseTuple(args, "sOy*z*III|z*z*", &name, &capsule, b, b + 1, &tokens, &streams, &threads, b + 2, b + 3)) {
         release(b, 4);
         return NULL;
     }
     const Path *path = path_named(name);
     const Depth *d = path ? PyCapsule_GetPointer(capsule, DEPTH_NAME) : NULL;
-    if (d && (!tokens || !references_of(b + 2, b + 3, tokens, &from.references) || !holds(b, (size_t)d->rows * tokens, 2) || (d->contexts == 1) != !b[1].buf ||
+    if (d && (!tokens || !cuts(d, streams) || !references_of(b + 2, b + 3, tokens, &from.references) ||
+              !holds(b, (size_t)d->rows * tokens, 2) || (d->contexts == 1) != !b[1].buf ||
               (b[1].buf && b[1].len != b[0].len))) {
         size_error();
     } else if (d) {
         from.index = b[0].buf, from.below = b[1].buf;
-        result = encoded(path, d, &from, tokens);
+        result = encoded(path, d, &from, tokens, streams, threads);
     }
     release(b, 4);
     return result;
 }
 
-/* encode_rows(path, depth, rows f32 [row, token], (step, dead), (step, dead) below, keep i16 [token], tokens, place u8,
- * lane u8) -> bytes */
+/* encode_rows(path, depth, rows f32 [row, token], (step, dead), (step, dead) below, keep i16 [token], tokens, streams,
+ * threads, place u8, lane u8) -> bytes */
 static PyObject *encode_rows(PyObject *self, PyObject *args) {
     (void)self;
     Py_buffer b[4] = {{0}};
     PyObject *capsule, *result = NULL;
     const char *name;
-    unsigned tokens;
+    unsigned tokens, streams, threads;
     Indices from = {0};
-    if (!PyArg_ParseTuple(args, "sOy*(ff)(ff)y*I|z*z*", &name, &capsule, b, &from.own.step, &from.own.dead, &from.lower.step,
-                          &from.lower.dead, b + 1, &tokens, b + 2, b + 3)) {
+    if (!PyArg_ParseTuple(args, "sOy*(ff)(ff)y*III|z*z*", &name, &capsule, b, &from.own.step, &from.own.dead, &from.lower.step,
+                          &from.lower.dead, b + 1, &tokens, &streams, &threads, b + 2, b + 3)) {
         release(b, 4);
         return NULL;
     }
     const Path *path = path_named(name);
     const Depth *d = path ? PyCapsule_GetPointer(capsule, DEPTH_NAME) : NULL;
-    if (d && (!tokens || !holds(b, (size_t)d->rows * tokens, 4) || !holds(b + 1, tokens, 2) ||
+    if (d && (!tokens || !cuts(d, streams) || !holds(b, (size_t)d->rows * tokens, 4) || !holds(b + 1, tokens, 2) ||
               !references_of(b + 2, b + 3, tokens, &from.references))) {
         size_error();
     } else if (d) {
         from.rows = b[0].buf, from.keep = b[1].buf;
-        result = encoded(path, d, &from, tokens);
+        result = encoded(path, d, &from, tokens, streams, threads);
     }
     release(b, 4);
     return result;
@@ -436,6 +441,54 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* gather(payloads, tokens u32 [payload], groups i64 [payload], rows, to u8, threads) -> parts i64 [stream][8]; see `Gathered` */
+static PyObject *gather(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer b[3] = {{0}}, *payload = NULL;
+    PyObject *tuple, *result = NULL;
+    unsigned rows, threads;
+    if (!PyArg_ParseTuple(args, "O!y*y*Iw*I", &PyTuple_Type, &tuple, b, b + 1, &rows, b + 2, &threads)) {
+        release(b, 3);
+        return NULL;
+    }
+    size_t n = (size_t)PyTuple_Size(tuple), held = 0;
+    uint64_t streams = 0, bytes = 0;
+    Gathered *from = calloc(n + 1, sizeof *from);
+    payload = calloc(n + 1, sizeof *payload);
+    int error = from && payload ? OK : NO_MEMORY, good = n <= UINT32_MAX && holds(b, n, 4) && holds(b + 1, n, 8);
+    if (!good)
+        size_error();
+    for (; good && !error && held < n; held++) {
+        if (PyObject_GetBuffer(PyTuple_GetItem(tuple, (Py_ssize_t)held), payload + held, PyBUF_SIMPLE)) {
+            good = 0;
+            break;
+        }
+        from[held].data = payload[held].buf, from[held].size = (size_t)payload[held].len;
+        from[held].tokens = ((const uint32_t *)b[0].buf)[held], from[held].group = ((const int64_t *)b[1].buf)[held];
+    }
+    if (good && !error && !(error = gather_check(from, (uint32_t)n, rows, &streams, &bytes))) {
+        if ((uint64_t)b[2].len < bytes) {
+            good = 0;
+            size_error();
+        } else if ((result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(streams * PART_NUMBERS * sizeof(int64_t))))) {
+            int64_t *parts = (int64_t *)(void *)PyBytes_AsString(result);
+            Py_BEGIN_ALLOW_THREADS
+            error = gather_parts(from, (uint32_t)n, rows, parts);
+            error = error ? error : gather_copy(from, (uint32_t)n, b[2].buf, threads);
+            Py_END_ALLOW_THREADS
+        }
+    }
+    if (payload)
+        release(payload, (int)held);
+    free(payload), free(from);
+    release(b, 3);
+    if (good && error) {
+        Py_CLEAR(result);
+        return raised(error);
+    }
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"paths", paths, METH_NOARGS, "Names of the paths that this processor can run, fastest first."},
     {"depth", depth, METH_VARARGS, "Prepare the tables of one depth."},
@@ -449,6 +502,7 @@ static PyMethodDef methods[] = {
     {"decode_indices", decode_indices, METH_VARARGS, "A payload to indices."},
     {"synthesise", synthesise, METH_VARARGS, "Coefficients to a tensor."},
     {"decode", decode, METH_VARARGS, "A chain of payloads to a tensor."},
+    {"gather", gather, METH_VARARGS, "Payloads to one buffer, and where their streams are in it."},
     {NULL, NULL, 0, NULL},
 };
 

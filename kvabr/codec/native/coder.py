@@ -29,10 +29,11 @@ from kvabr.codec.native.coder_model import (
     check_indices,
     check_rows,
     derived,
+    usual_streams,
 )
 from kvabr.codec.native.references import References
 from kvabr.codec.rope import rope_first, rope_shape, rope_tables
-from kvabr.codec.threads import CORES
+from kvabr.codec.threads import CORES, encoder_threads
 from kvabr.codec.transform import Transform
 from kvabr.types.errors import FormatError, UsageError
 
@@ -47,6 +48,8 @@ _MOST_THREADS: int = getattr(_kvcoder, "MOST_THREADS", 1)
 """Threads for one group; 1: the extension was compiled from older sources."""
 _COUNTS = hasattr(_kvcoder, "count_near")
 """Whether the extension counts coefficients for calibrations; false: the same. What it counted before were indices."""
+_BYTES_PER_THREAD = 1 << 22
+"""Bytes to copy that are worth a thread."""
 VARIABLE = "KVABR_CODER"
 _warned = False
 ERROR_UNIT = reference.ERROR_UNIT
@@ -90,16 +93,27 @@ def taking(path: str) -> Iterator[None]:
 
 
 def encode_indices(
-    model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None = None, references: References | None = None
+    model: CoderModel,
+    index: NDArray[Any],
+    below: NDArray[Any] | None = None,
+    references: References | None = None,
+    streams: int | None = None,
+    threads: int | None = None,
 ) -> bytes:
-    """Code the indices of one group; see `reference.encode_indices`."""
+    """Code the indices of one group; see `reference.encode_indices`, and `encode_rows` for ``threads``."""
     path = active_path()
     if path == "reference":
-        return reference.encode_indices(model, index, below, references)
+        return reference.encode_indices(model, index, below, references, streams)
     index, base = check_indices(model, index, below)
+    parts = _parts(model, index.shape[1], streams, threads)
     with _errors("indices"):
-        payload: bytes = _kvcoder.encode(path, _depth(model), index, base, index.shape[1], *_places(references))
+        payload: bytes = _kvcoder.encode(path, _depth(model), index, base, index.shape[1], *parts, *_places(references))
     return payload
+
+
+def _parts(model: CoderModel, tokens: int, streams: int | None, threads: int | None) -> tuple[int, int]:
+    """Return the number of streams to make, and that of threads to make them in."""
+    return streams or usual_streams(model, tokens), threads or encoder_threads() or torch.get_num_threads()
 
 
 def encode_rows(
@@ -109,16 +123,21 @@ def encode_rows(
     lower: Quantiser | None,
     keep: NDArray[np.bool_],
     references: References | None = None,
+    streams: int | None = None,
+    threads: int | None = None,
 ) -> bytes:
-    """Quantise the coefficients of one group and code the indices; see `reference.encode_rows`."""
+    """Quantise the coefficients of one group and code the indices; see `reference.encode_rows`.
+
+    Streams are coded side by side, in up to ``threads`` threads; None: as `encoding_on` says, else one per core.
+    """
     path = active_path()
     if path == "reference":
-        return reference.encode_rows(model, rows, own, lower, keep, references)
+        return reference.encode_rows(model, rows, own, lower, keep, references, streams)
     rows, mask = check_rows(model, rows, lower, keep)
     base = lower or own
     quantisers = (own.step, own.dead), (base.step, base.dead)
     with _errors("coefficients"):
-        more = _places(references)
+        more = *_parts(model, rows.shape[1], streams, threads), *_places(references)
         payload: bytes = _kvcoder.encode_rows(path, _depth(model), rows, *quantisers, mask, rows.shape[1], *more)
     return payload
 
@@ -242,8 +261,8 @@ def synthesise(
 def decode(job: DecodeJob, threads: int | None = None) -> None:
     """Decode a base and the enhancements above it into a cache, in one call that releases the GIL.
 
-    The stacks of layers of a transform are synthesised in parallel in up to ``threads`` threads, which is most of the
-    work; the result is the same. None: this group's share of the cores.
+    The streams of a payload are decoded side by side, and so are the stacks of layers of a transform synthesised, in up
+    to ``threads`` threads; the result is the same. None: this group's share of the cores.
 
     Needs memory for little more than the smaller of one group and 128 tokens, in 16-bit numbers.
     """
@@ -280,6 +299,24 @@ def decode_many(jobs: Iterable[DecodeJob], threads: int | None = None) -> None:
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="kvabr-decode") as pool:
         list(pool.map(decode, jobs))
+
+
+def gather(
+    payloads: Sequence[bytes | memoryview],
+    tokens: Sequence[int],
+    groups: Sequence[int],
+    rows: int,
+    out: NDArray[np.uint8],
+) -> NDArray[np.int64]:
+    """Copy untrusted payloads of one depth to a buffer, for a device; see `reference.gather`. Releases the GIL."""
+    path = active_path()
+    if path == "reference":
+        return reference.gather(payloads, tokens, groups, rows, out)
+    numbers = np.array(tokens, np.uint32), np.array(groups, np.int64)
+    threads = min(torch.get_num_threads(), 1 + len(out) // _BYTES_PER_THREAD)
+    with _errors("entropy coded part"):
+        parts = _kvcoder.gather(tuple(payloads), *numbers, rows, out, threads)
+    return np.frombuffer(parts, np.int64).reshape(-1, reference.PART_NUMBERS)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.native.references import References
+from kvabr.codec.native.references import LANES, TILE, References
 from kvabr.codec.transform import FARTHEST, FINE, MAX_ROWS, Transform, keep, need
 from kvabr.types.errors import FormatError
 
@@ -28,6 +28,12 @@ MOST_DELTA = 7
 MOST_NEAR = 8
 """Maximum contexts of tokens that refer to another."""
 BUCKETS = 16
+_USUAL_ROWS = 2048
+"""Rows of a stream, of 128 tokens: few enough for thousands of streams, which a GPU decodes at once."""
+_STREAM_BYTES = 8 + 4 * LANES
+"""What one more stream takes: its numbers in the directory, and its states."""
+_STREAM_SHARE = 0.0145
+"""Share of a group's expected bytes that all streams but one may take."""
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Element types of a cache that native code reads and writes."""
 
@@ -144,6 +150,39 @@ class CoderModel:
     def refines(self) -> bool:
         """Whether it is coded conditionally on the depth below."""
         return self.contexts == 3
+
+
+def most_streams(rows: int) -> int:
+    """Return the maximum number of streams of a payload: each has at least a whole run of rows."""
+    return max(1, min(rows // LANES, 0xFFFF))
+
+
+def cut(order: NDArray[np.uint32], streams: int) -> list[NDArray[np.uint32]]:
+    """Cut rows in coding order into streams: run by run, of as many rows as a step of the coder has flags.
+
+    So all streams have rows of every class, and neighbours in one share tables.
+    """
+    run = np.arange(len(order)) // LANES % streams
+    return [order[run == stream] for stream in range(streams)]
+
+
+def usual_streams(model: CoderModel, tokens: int) -> int:
+    """Return the number of streams that an encoder cuts a group into.
+
+    Streams are decoded side by side. There are as many as make their longest walk short, but so few that they cost
+    little of the bytes that the tables expect.
+    """
+    each = derived(model, "bytes", lambda: _expected_bytes(model))
+    tiles = -(-tokens // TILE)
+    affordable = 1 + int(_STREAM_SHARE * each * tokens / _STREAM_BYTES)
+    return max(1, min(affordable, -(-model.rows * tiles // _USUAL_ROWS), most_streams(model.rows)))
+
+
+def _expected_bytes(model: CoderModel) -> float:
+    """Return the bytes that a token is expected to take; of a depth that refines another, above indices of 0."""
+    share = model.freqs[:, 0] / TOTAL
+    bits = -(share * np.log2(np.maximum(share, 1 / TOTAL))).sum(axis=1)
+    return float((bits[model.row_class] * model.flag_freq[0] / TOTAL).sum()) / 8
 
 
 def dequantise(model: CoderModel, index: Index) -> NDArray[np.int16]:

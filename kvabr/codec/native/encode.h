@@ -42,9 +42,6 @@ static const int16_t *scattered(const int16_t *from, const Order *order, uint32_
     return to;
 }
 
-static inline void put16(uint8_t *p, uint32_t value) { p[0] = (uint8_t)value, p[1] = (uint8_t)(value >> 8); }
-static inline void put32(uint8_t *p, uint32_t value) { put16(p, value), put16(p + 2, value >> 16); }
-
 /* Positive floats order like their bits. Compilers vectorise comparing bits; comparing floats might trap. */
 static inline int32_t bits_of(float value) {
     int32_t bits;
@@ -214,19 +211,19 @@ static float quick_factor(const Indices *from, int refines) {
     return from->rows && q->dead == 0 && q->step > 1e-30f && q->step < 1e30f && nested ? 1 / q->step : 0;
 }
 
-static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, uint8_t **out, size_t *size) {
+static int encode_stream(const Depth *d, const Indices *from, Cut cut, uint32_t tokens, Written *out) {
     const int16_t *index = from->index, *below = from->below;
     const uint8_t *place = from->references.place;
     const int refines = d->contexts > 1, near = place && d->near.contexts;
     const float by = quick_factor(from, refines);
     int bad = 0;
-    size_t rows = d->rows, tiles = ((size_t)tokens + TILE - 1) / TILE;
+    size_t rows = cut_before(cut, d->rows), tiles = ((size_t)tokens + TILE - 1) / TILE;
     /* At most a word and an escape per symbol and a word per flag, plus a vector of those that are written before they count. */
     size_t most_words = rows * tokens + rows * tiles + 8, most_escapes = rows * tokens;
-    uint8_t *words = malloc(2 * most_words), *escapes = malloc(2 * most_escapes), *live = calloc(rows + LANES, 1);
+    uint8_t *words = malloc(2 * (most_words + most_escapes)), *escapes = words + 2 * most_words, *live = calloc(rows + LANES, 1);
     uint16_t *mixed = calloc(rows + LANES, sizeof *mixed); /* flag probabilities, if they depend on the row below */
-    if (!words || !escapes || !live || !mixed) {
-        free(words), free(escapes), free(live), free(mixed);
+    if (!words || !live || !mixed) {
+        free(words), free(live), free(mixed);
         return NO_MEMORY;
     }
     Writer w = {{0}, words + 2 * most_words, escapes + 2 * most_escapes};
@@ -242,11 +239,12 @@ static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, ui
         Order order;
         fill_order(&order, place ? place + first : NULL, from->keep ? from->keep + first : NULL, here);
         while (which-- > 0) {
-            uint32_t begin = which ? d->class_end[which - 1] : 0;
-            for (uint32_t i = d->class_end[which]; i-- > begin;) {
+            uint32_t begin = which ? cut_before(cut, d->class_end[which - 1]) : 0;
+            for (uint32_t i = cut_before(cut, d->class_end[which]); i-- > begin;) {
                 int16_t own[TILE], lower[TILE];
                 Coded c;
-                size_t at = (size_t)d->order[i] * tokens + first, next = (size_t)d->order[i < AHEAD ? 0 : i - AHEAD] * tokens + first;
+                uint32_t position = cut_at(cut, i), ahead = cut_at(cut, i < AHEAD ? 0 : i - AHEAD);
+                size_t at = (size_t)d->order[position] * tokens + first, next = (size_t)d->order[ahead] * tokens + first;
                 const int16_t *row = c.index, *base = refines ? c.below : NULL;
                 int any = -1;
                 if (from->rows) {
@@ -276,7 +274,7 @@ static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, ui
                 }
                 live[i] = (uint8_t)any;
                 if (refines)
-                    mixed[i] = d->flag[c.under][i];
+                    mixed[i] = d->flag[c.under][position];
                 if (!live[i])
                     continue;
                 uint32_t alone = here;
@@ -288,23 +286,19 @@ static int encode_group(const Depth *d, const Indices *from, uint32_t tokens, ui
                 put_row(&w, d, &d->own, which, refines ? c.value : row, c.context, alone);
             }
         }
-        const uint16_t *chance = refines ? mixed : d->flag[0];
-        for (uint32_t step = (d->rows + LANES - 1) / LANES; step-- > 0;)
-            put_flags(&w, chance + step * LANES, live + step * LANES, at_most(LANES, d->rows - step * LANES));
+        for (size_t step = (rows + LANES - 1) / LANES; step-- > 0;) {
+            uint32_t at = (uint32_t)step * LANES;
+            put_flags(&w, refines ? mixed + at : d->flag[0] + cut_at(cut, at), live + at, at_most(LANES, (uint32_t)rows - at));
+        }
     }
-    size_t word_bytes = (size_t)(words + 2 * most_words - w.word), escape_bytes = (size_t)(escapes + 2 * most_escapes - w.escape);
-    int error = bad || word_bytes / 2 > UINT32_MAX || escape_bytes / 2 > UINT32_MAX ? BAD_INDEX : OK;
-    *size = HEAD_BYTES + word_bytes + escape_bytes;
-    if (!error && (*out = aligned_zeros(*size, 1)) == NULL)
-        error = NO_MEMORY;
-    if (!error) {
-        put32(*out, (uint32_t)(word_bytes / 2));
-        put32(*out + 4, (uint32_t)(escape_bytes / 2));
-        for (int lane = 0; lane < LANES; lane++)
-            put32(*out + 8 + 4 * lane, w.state[lane]);
-        memcpy(*out + HEAD_BYTES, w.word, word_bytes);
-        memcpy(*out + HEAD_BYTES + word_bytes, w.escape, escape_bytes);
-    }
-    free(words), free(escapes), free(live), free(mixed);
-    return error;
+    free(live), free(mixed);
+    *out = (Written){.word = w.word, .escape = w.escape, .block = words};
+    out->word_bytes = (size_t)(words + 2 * most_words - w.word);
+    out->escape_bytes = (size_t)(escapes + 2 * most_escapes - w.escape);
+    memcpy(out->state, w.state, sizeof w.state);
+    if (!bad && out->word_bytes / 2 < STREAMED && out->escape_bytes / 2 <= UINT32_MAX)
+        return OK;
+    free(words);
+    out->block = NULL;
+    return BAD_INDEX;
 }

@@ -1,15 +1,37 @@
-/* Whole groups, tile by tile: payloads to indices, coefficients to a tensor, or both at once. */
+/* Whole groups, tile by tile and stream by stream: payloads to indices, coefficients to a tensor, or both at once; and indices
+ * to payloads. */
 #include "rans.h"
-#include <pthread.h>
+
+#include <stdlib.h>
 
 /* Of a tile that begins at a token. */
 static const uint8_t *from_token(const uint8_t *of_group, uint32_t first) { return of_group ? of_group + first : NULL; }
 
+/* Readers of all streams of a payload, at most as many as `most_streams` says. */
+static int open_payload(const uint8_t *payload, size_t size, uint32_t rows, uint32_t tokens, Reader **readers, uint32_t *streams) {
+    size_t directory;
+    *streams = streams_of(payload, size, rows, &directory);
+    if (!*streams)
+        return TOO_SHORT;
+    if (!(*readers = aligned_zeros(*streams, sizeof **readers)))
+        return NO_MEMORY;
+    return readers_open(*readers, *streams, directory, payload, size, rows, tokens);
+}
+
+/* The first error of any stream, or of its end. */
+static int first_error(const Reader *readers, uint32_t streams, int ended) {
+    int error = OK;
+    for (uint32_t s = 0; s < streams && !error; s++)
+        error = readers[s].error ? readers[s].error : ended ? reader_end(readers + s) : OK;
+    return error;
+}
+
 int decode_group_indices(const Path *path, const Depth *d, const uint8_t *payload, size_t size, int16_t *index,
                          uint32_t tokens, const uint8_t *lane) {
     Scratch *scratch = scratch_new(d->rows, tokens, NULL, 0);
-    Reader *r = aligned_zeros(1, sizeof *r);
-    int error = scratch && r ? reader_open(r, payload, size, (uint64_t)d->rows * tokens) : NO_MEMORY;
+    Reader *readers = NULL;
+    uint32_t streams = 0;
+    int error = scratch ? open_payload(payload, size, d->rows, tokens, &readers, &streams) : NO_MEMORY;
     for (uint32_t first = 0; first < tokens && !error; first += TILE) {
         uint32_t here = at_most(TILE, tokens - first);
         for (uint32_t row = 0; row < d->rows && d->contexts > 1; row++) {
@@ -18,10 +40,12 @@ int decode_group_indices(const Path *path, const Depth *d, const uint8_t *payloa
                 any |= index[(size_t)row * tokens + first + t];
             scratch->live[row] = any != 0;
         }
-        error = path->decode_tile(r, d, index + first, tokens, here, from_token(lane, first), scratch->live, scratch);
+        for (uint32_t s = 0; s < streams && !error; s++)
+            error = path->decode_tile(readers + s, d, (Cut){s, streams}, index + first, tokens, here, from_token(lane, first),
+                                      scratch->live, scratch);
     }
-    error = error ? error : reader_end(r);
-    aligned_free(r);
+    error = error ? error : first_error(readers, streams, 1);
+    aligned_free(readers);
     scratch_free(scratch);
     return error;
 }
@@ -50,78 +74,182 @@ int synthesise_group(const Path *path, const Transform *t, const int16_t *z, con
     return OK;
 }
 
-/* A share of a tile's synthesis. Stacks write to layers of their own, so threads need nothing but scratch memory. */
+/* A group that is being decoded. Streams have rows of their own, and stacks of the transform layers of their own, so threads
+ * need nothing but scratch memory. */
 typedef struct {
     const Path *path;
-    Transform stacks; /* the transform with some of its stacks */
-    const Tile *tile;
-    const int16_t *index;
-    size_t stride;
-    const uint8_t *live;
-    const Depth *last;
+    const Transform *transform;
+    const Chain *chain;
     const Output *out;
-    Scratch *scratch;
-    pthread_t thread;
-    int begun;
-} Share;
+    Scratch *scratch[MOST_THREADS]; /* of each thread; the first one's has the indices, and which rows are live */
+    Reader *readers[MOST_DEPTHS];   /* [stream] of each depth */
+    uint32_t streams[MOST_DEPTHS];
+    size_t stride;
+    Tile tile;
+    int depth;
+} Decoding;
 
-static void *synthesise_share(void *share) {
-    Share *s = share;
-    s->path->synthesise(&s->stacks, s->tile, s->index, s->stride, s->live, s->last->row_class, s->last->delta, s->out, s->scratch);
-    return NULL;
+static void decode_stream(void *context, uint32_t item, uint32_t worker) {
+    Decoding *it = context;
+    Reader *r = it->readers[it->depth] + item;
+    r->error = it->path->decode_tile(r, it->chain->depth[it->depth], (Cut){item, it->streams[it->depth]}, it->scratch[0]->index,
+                                     it->stride, it->tile.tokens, from_token(it->chain->references.lane, it->tile.first),
+                                     it->scratch[0]->live, it->scratch[worker]);
 }
 
-/* Synthesises a tile in up to `threads` threads; in fewer if there are too few stacks, no memory, or no threads. */
-static void synthesise_tile(const Path *path, const Transform *t, const Tile *tile, size_t stride, Scratch *scratch,
-                            const Depth *last, const Output *out, uint32_t threads) {
-    Share share[MOST_THREADS];
-    uint32_t n = at_most(at_most(threads, MOST_THREADS), t->stacks), at = 0;
-    for (uint32_t i = 0; i < n; i++) {
-        uint32_t end = (uint32_t)((uint64_t)t->stacks * (i + 1) / n);
-        share[i] = (Share){path, *t, tile, scratch->index, stride, scratch->live, last, out, scratch, 0, 0};
-        share[i].stacks.stack = t->stack + at;
-        share[i].stacks.stacks = end - at;
-        at = end;
-        if (i && (share[i].scratch = scratch_new(t->rows, tile->tokens, t, 0)))
-            share[i].begun = pthread_create(&share[i].thread, NULL, synthesise_share, share + i) == 0;
-    }
-    for (uint32_t i = 0; i < n; i++) { /* this thread's own share, and those that got none */
-        if (share[i].begun)
-            continue;
-        Scratch *own = share[i].scratch;
-        share[i].scratch = scratch;
-        synthesise_share(share + i);
-        share[i].scratch = own;
-    }
-    for (uint32_t i = 1; i < n; i++) {
-        if (share[i].begun)
-            pthread_join(share[i].thread, NULL);
-        scratch_free(share[i].scratch);
-    }
+static void synthesise_stack(void *context, uint32_t item, uint32_t worker) {
+    const Decoding *it = context;
+    const Depth *last = it->chain->depth[it->chain->depths - 1];
+    Transform one = *it->transform; /* with a single stack */
+    one.stack += item;
+    one.stacks = 1;
+    it->path->synthesise(&one, &it->tile, it->scratch[0]->index, it->stride, it->scratch[0]->live, last->row_class, last->delta,
+                         it->out, it->scratch[worker]);
 }
 
 int decode_group(const Path *path, const Transform *t, const Chain *chain, const Tile *group, const Output *out,
                  uint32_t threads) {
-    size_t stride = (at_most(group->tokens, TILE) + TOKENS - 1) / TOKENS * TOKENS;
-    Scratch *scratch = scratch_new(t->rows, group->tokens, t, 1);
-    Reader *readers = aligned_zeros((size_t)chain->depths, sizeof *readers);
-    int error = scratch && readers ? OK : NO_MEMORY;
-    for (int d = 0; d < chain->depths && !error; d++)
-        error = reader_open(readers + d, chain->payload[d], chain->size[d], (uint64_t)t->rows * group->tokens);
-    const Depth *last = chain->depth[chain->depths - 1];
+    Decoding it = {path, t, chain, out, {NULL}, {NULL}, {0}, 0, *group, 0};
+    it.stride = (at_most(group->tokens, TILE) + TOKENS - 1) / TOKENS * TOKENS;
+    uint32_t useful = t->stacks, workers = 0;
+    int error = OK;
+    for (int d = 0; d < chain->depths && !error; d++) {
+        error = open_payload(chain->payload[d], chain->size[d], t->rows, group->tokens, &it.readers[d], &it.streams[d]);
+        useful = it.streams[d] > useful ? it.streams[d] : useful;
+    }
+    useful = at_most(at_most(useful, threads ? threads : 1), MOST_THREADS);
+    while (!error && workers < useful && (it.scratch[workers] = scratch_new(t->rows, group->tokens, t, workers == 0)))
+        workers++;
+    Team *team = workers ? team_new(workers) : NULL;
+    if (!error && !team)
+        error = NO_MEMORY;
     for (uint32_t first = 0; first < group->tokens && !error; first += TILE) {
-        Tile tile = tile_at(group, first);
-        tile.place = from_token(chain->references.place, first);
-        memset(scratch->live, 0, t->rows);
-        for (int d = 0; d < chain->depths && !error; d++)
-            error = path->decode_tile(readers + d, chain->depth[d], scratch->index, stride, tile.tokens,
-                                      from_token(chain->references.lane, first), scratch->live, scratch);
+        it.tile = tile_at(group, first);
+        it.tile.place = from_token(chain->references.place, first);
+        memset(it.scratch[0]->live, 0, t->rows);
+        for (it.depth = 0; it.depth < chain->depths && !error; it.depth++) {
+            team_run(team, decode_stream, &it, it.streams[it.depth]);
+            error = first_error(it.readers[it.depth], it.streams[it.depth], 0);
+        }
         if (!error)
-            synthesise_tile(path, t, &tile, stride, scratch, last, out, threads);
+            team_run(team, synthesise_stack, &it, t->stacks);
     }
     for (int d = 0; d < chain->depths && !error; d++)
-        error = reader_end(readers + d);
-    aligned_free(readers);
-    scratch_free(scratch);
+        error = first_error(it.readers[d], it.streams[d], 1);
+    team_free(team);
+    for (int d = 0; d < chain->depths; d++)
+        aligned_free(it.readers[d]);
+    for (int i = 0; i < MOST_THREADS; i++)
+        scratch_free(it.scratch[i]);
     return error;
+}
+
+/* A group that is being encoded. */
+typedef struct {
+    const Path *path;
+    const Depth *depth;
+    const Indices *from;
+    uint32_t tokens, streams;
+    Written *written; /* [stream] */
+} Encoding;
+
+static void encode_one(void *context, uint32_t item, uint32_t worker) {
+    Encoding *it = context;
+    (void)worker;
+    it->written[item].error = it->path->encode_stream(it->depth, it->from, (Cut){item, it->streams}, it->tokens, it->written + item);
+}
+
+/* The streams behind their directory. */
+static uint8_t *joined(const Written *written, uint32_t streams, size_t *size) {
+    const size_t directory = streams > 1 ? 4 : 0;
+    *size = directory + (size_t)(COUNT_BYTES + STATE_BYTES) * streams;
+    for (uint32_t s = 0; s < streams; s++)
+        *size += written[s].word_bytes + written[s].escape_bytes;
+    uint8_t *out = aligned_zeros(*size, 1), *at = out + directory + (size_t)COUNT_BYTES * streams;
+    if (out && directory)
+        put32(out, STREAMED | streams);
+    for (uint32_t s = 0; s < streams && out; s++) {
+        const Written *w = written + s;
+        put32(out + directory + (size_t)COUNT_BYTES * s, (uint32_t)(w->word_bytes / 2));
+        put32(out + directory + (size_t)COUNT_BYTES * s + 4, (uint32_t)(w->escape_bytes / 2));
+        for (int lane = 0; lane < LANES; lane++)
+            put32(at + 4 * lane, w->state[lane]);
+        memcpy(at + STATE_BYTES, w->word, w->word_bytes);
+        memcpy(at + STATE_BYTES + w->word_bytes, w->escape, w->escape_bytes);
+        at += STATE_BYTES + w->word_bytes + w->escape_bytes;
+    }
+    return out;
+}
+
+int encode_group(const Path *path, const Depth *d, const Indices *from, uint32_t tokens, uint32_t streams, uint32_t threads,
+                 uint8_t **out, size_t *size) {
+    Encoding it = {path, d, from, tokens, streams, calloc(streams, sizeof(Written))};
+    Team *team = team_new(at_most(threads, streams));
+    int error = it.written && team ? OK : NO_MEMORY;
+    if (!error)
+        team_run(team, encode_one, &it, streams);
+    for (uint32_t s = 0; s < streams && !error; s++)
+        error = it.written[s].error;
+    if (!error && !(*out = joined(it.written, streams, size)))
+        error = NO_MEMORY;
+    team_free(team);
+    for (uint32_t s = 0; s < streams && it.written; s++)
+        free(it.written[s].block);
+    free(it.written);
+    return error;
+}
+
+int gather_check(Gathered *it, uint32_t payloads, uint32_t rows, uint64_t *streams, uint64_t *bytes) {
+    *streams = *bytes = 0;
+    for (uint32_t i = 0; i < payloads; i++) {
+        if (!(it[i].streams = streams_of(it[i].data, it[i].size, rows, &it[i].directory)))
+            return TOO_SHORT;
+        it[i].at = *bytes;
+        *streams += it[i].streams;
+        *bytes += (it[i].size + 15) / 16 * 16;
+    }
+    return OK;
+}
+
+int gather_parts(const Gathered *it, uint32_t payloads, uint32_t rows, int64_t *part) {
+    for (uint32_t i = 0; i < payloads; i++, it++) {
+        uint64_t at = it->directory + (uint64_t)COUNT_BYTES * it->streams;
+        for (uint32_t s = 0; s < it->streams; s++, part += PART_NUMBERS) {
+            if (at > it->size)
+                return TOO_SHORT;
+            const uint8_t *count = it->data + it->directory + (size_t)COUNT_BYTES * s;
+            uint64_t words = little32(count), escapes = little32(count + 4), states = (it->at + at) / 2;
+            uint64_t most = (uint64_t)cut_before((Cut){s, it->streams}, rows) * it->tokens;
+            at += STATE_BYTES + 2 * words + 2 * escapes;
+            if (at > it->size || escapes > most)
+                return TOO_SHORT;
+            part[0] = it->group, part[1] = (int64_t)states, part[2] = (int64_t)states + 2 * LANES;
+            part[3] = part[2] + (int64_t)words, part[4] = (int64_t)words, part[5] = (int64_t)escapes;
+            part[6] = s, part[7] = it->streams;
+        }
+        if (at != it->size)
+            return TOO_SHORT;
+    }
+    return OK;
+}
+
+typedef struct {
+    const Gathered *from;
+    uint8_t *to;
+} Copying;
+
+static void copy_payload(void *context, uint32_t item, uint32_t worker) {
+    const Copying *it = context;
+    (void)worker;
+    memcpy(it->to + it->from[item].at, it->from[item].data, it->from[item].size);
+}
+
+int gather_copy(const Gathered *from, uint32_t payloads, uint8_t *to, uint32_t threads) {
+    Copying it = {from, to};
+    Team *team = team_new(at_most(threads, payloads));
+    if (!team)
+        return NO_MEMORY;
+    team_run(team, copy_payload, &it, payloads);
+    team_free(team);
+    return OK;
 }

@@ -1,11 +1,12 @@
 /* Shared declarations of the native coder. `reference.py` defines the results, bit for bit.
  *
  *   tables.c     prepared once per profile: lookup tables, packed matrices
- *   rans.h       the state of 64 interleaved rANS decoders, and opening a payload
+ *   rans.h       the state of 64 interleaved rANS decoders, and opening a payload's streams
  *   near.h       contexts of tokens that refer to another of their tile
  *   path_*.c     one per instruction set: a rANS step and an integer matrix product ...
  *   tile.h, synth.h, encode.h, alike.h, count.h    ... and the code that is the same for all, compiled with each of them
- *   group.c      whole groups, tile by tile, in one thread or several
+ *   group.c      whole groups, tile by tile and stream by stream, in one thread or several
+ *   team.c       these threads
  *   capsules.c   what Python keeps between calls: the tables, as capsules
  *   _kvcoder.c   the Python module, and module.h what these two share
  */
@@ -22,7 +23,7 @@
 #define LOW (1u << 16)
 #define FARTHEST 2047
 #define MOST_DEPTHS 16
-#define MOST_THREADS 16 /* that one group is decoded in */
+#define MOST_THREADS 16 /* that work on one group */
 #define ESCAPE (-128) /* instead of a value in a lookup entry */
 #define FLAT_BASE 32  /* most symbols of a table that is searched by comparing, without contexts ... */
 #define FLAT_CONTEXT 8 /* ... and with several contexts */
@@ -35,6 +36,8 @@
 
 enum { OK = 0, TOO_SHORT, LEFT_OVER, BAD_ESCAPE, BAD_INDEX, NO_MEMORY };
 enum { FLOAT32 = 0, FLOAT16, BFLOAT16 };
+
+static inline uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 /* A table with few symbols, found by comparing a slot with the start of each. */
 typedef struct {
@@ -142,6 +145,32 @@ typedef struct {
     int32_t *symbols, *flags;
 } CountedDepth;
 
+/* The rows of stream `first` of `step`: in coding order, every `step`-th run of as many rows as a step has flags. */
+typedef struct {
+    uint32_t first, step;
+} Cut;
+
+/* Where in coding order its i-th row is. */
+static inline uint32_t cut_at(Cut cut, uint32_t i) { return (i / LANES * cut.step + cut.first) * LANES + i % LANES; }
+
+/* How many of its rows are before a position in coding order. */
+static inline uint32_t cut_before(Cut cut, uint32_t position) {
+    uint32_t run = position / LANES, runs = run > cut.first ? (run - cut.first - 1) / cut.step + 1 : 0;
+    return runs * LANES + (run % cut.step == cut.first ? position % LANES : 0);
+}
+
+/* Streams have at least a whole run each. */
+static inline uint32_t most_streams(uint32_t rows) { return rows < 2 * LANES ? 1 : at_most(rows / LANES, 0xFFFF); }
+
+/* What an encoder made of one stream. */
+typedef struct {
+    uint32_t state[LANES];
+    uint8_t *word, *escape; /* in `block` */
+    size_t word_bytes, escape_bytes;
+    void *block; /* free */
+    int error;
+} Written;
+
 struct Reader;
 struct Scratch;
 
@@ -150,16 +179,16 @@ typedef struct {
     const char *name;
     int paired;   /* whether packed matrices hold two components side by side */
     int products8; /* whether the stack transform also multiplies bytes */
-    /* Decodes one tile of one depth into index[row * stride + place], which holds the indices below if the depth refines.
+    /* Decodes one tile of one stream into index[row * stride + place], which holds the indices below if the depth refines.
      * live[row]: whether the row has a nonzero index; on entry of the indices below, on return of the result.
      * lane[place]: see References; or NULL. */
-    int (*decode_tile)(struct Reader *, const Depth *, int16_t *index, size_t stride, uint32_t tokens, const uint8_t *lane,
+    int (*decode_tile)(struct Reader *, const Depth *, Cut, int16_t *index, size_t stride, uint32_t tokens, const uint8_t *lane,
                        uint8_t *live, struct Scratch *);
     /* From indices (delta not NULL) or coefficients to the output. */
     void (*synthesise)(const Transform *, const Tile *, const int16_t *index, size_t stride, const uint8_t *live,
                        const uint8_t *row_class, const uint8_t *delta, const Output *, struct Scratch *);
-    /* Indices of a group to a payload in a new buffer (aligned_free). */
-    int (*encode_group)(const Depth *, const Indices *, uint32_t tokens, uint8_t **out, size_t *size);
+    /* Indices of a group to a stream; returns OK or an error, without a block then. */
+    int (*encode_stream)(const Depth *, const Indices *, Cut, uint32_t tokens, Written *);
     /* What decoding takes from a row where `coded` is -1, not 0, added in units of step/1024. */
     int64_t (*error_sum)(const float *row, float gain, const Quantiser *, const int32_t *coded, uint32_t tokens);
     /* See alike.h: rows[row * stride + token] of `count` rows `which` and `n` tokens; sums: [n][n] zeros. */
@@ -181,7 +210,7 @@ extern const Path path_avx2, path_avx512;
 typedef struct Scratch {
     void *block;
     size_t bytes;
-    uint16_t *chance;   /* [rows + 64] */
+    uint16_t *chance;   /* [64] */
     uint64_t *flags;    /* [rows / 64 + 1] */
     int16_t *index;     /* [rows][TILE or less]; only if requested */
     uint8_t *live;      /* [rows] */
@@ -226,7 +255,33 @@ int decode_group_indices(const Path *, const Depth *, const uint8_t *payload, si
                          const uint8_t *lane);
 int synthesise_group(const Path *, const Transform *, const int16_t *z, const Tile *group, const Output *);
 int decode_group(const Path *, const Transform *, const Chain *, const Tile *group, const Output *, uint32_t threads);
+/* Indices of a group to a payload in a new buffer (aligned_free). */
+int encode_group(const Path *, const Depth *, const Indices *, uint32_t tokens, uint32_t streams, uint32_t threads, uint8_t **out,
+                 size_t *size);
 
-static inline uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
+/* Payloads that are to be decoded elsewhere: checks their directories, and copies them one behind another, each to a multiple
+ * of 16 bytes. Of each stream, as int64: its group; where states, words and escapes are, in 16-bit words; how many words and
+ * escapes; its number, and how many its payload has. */
+typedef struct {
+    const uint8_t *data;
+    size_t size;
+    uint32_t tokens;
+    int64_t group;
+    uint32_t streams; /* set by gather_check */
+    size_t directory;
+    uint64_t at;
+} Gathered;
+
+enum { PART_NUMBERS = 8 };
+int gather_check(Gathered *, uint32_t payloads, uint32_t rows, uint64_t *streams, uint64_t *bytes);
+int gather_parts(const Gathered *, uint32_t payloads, uint32_t rows, int64_t *parts);
+int gather_copy(const Gathered *, uint32_t payloads, uint8_t *to, uint32_t threads);
+
+/* team.c: threads that share work, item by item. One that cannot be started is done without. */
+typedef struct Team Team;
+typedef void (*Job)(void *context, uint32_t item, uint32_t worker);
+Team *team_new(uint32_t threads); /* at most MOST_THREADS; NULL: no memory */
+void team_run(Team *, Job, void *context, uint32_t items); /* returns when all items are done */
+void team_free(Team *);
 
 #endif

@@ -403,7 +403,7 @@ static void put_row(Writer *w, const Depth *d, const Tables *of, uint32_t which,
 #include "synth.h"
 #include "tile.h"
 
-const Path path_avx512 = {"avx512", 1, 1, decode_tile, synthesise, encode_group, error_sum, alike,
+const Path path_avx512 = {"avx512", 1, 1, decode_tile, synthesise, encode_stream, error_sum, alike,
                           count_row, count_near_row};
 
 #ifdef __clang__

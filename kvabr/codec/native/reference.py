@@ -2,6 +2,14 @@
 
     words 4 | escapes 4 | 64 states 4 | words 2 ... | escapes 2 ...          (little-endian)
 
+or, cut into n streams that are decoded independently of each other,
+
+    n + 0xFFFF0000 4 | words 4 | escapes 4 of each stream | of each: 64 states 4 | words 2 ... | escapes 2 ...
+
+In coding order, stream s has the runs s, s + n, s + 2n ... of 64 rows each, of which the last may be shorter. So all
+streams are about as long, and neighbours in one share tables. Each has at least one whole run. What follows is the same
+for each of them, and for a payload of one.
+
 The words are those of 64 interleaved rANS coders (Duda, 2013; Giesen, 2014) with 32-bit states, 12-bit probabilities
 and 16-bit words. A step decodes up to 64 symbols, one per lane from the first lane on; then the lanes whose state fell
 below 2^16 take one word each, in order. A group is cut into tiles of 128 tokens. Each tile starts with the flags of all
@@ -14,7 +22,8 @@ Escaped indices follow at the end. States start (for the decoder: end) at 2^16.
 from __future__ import annotations
 
 import struct
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +39,10 @@ from kvabr.codec.native.coder_model import (
     check_below,
     check_indices,
     check_rows,
+    cut,
     dequantise,
+    most_streams,
+    usual_streams,
 )
 from kvabr.codec.native.references import LANES, TILE, References
 from kvabr.codec.rope import rotate
@@ -38,7 +50,11 @@ from kvabr.codec.transform import ONE, Transform
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX
 
-HEAD = struct.Struct("<II")
+COUNTS = struct.Struct("<II")
+"""Of a stream, in the directory: words and escapes."""
+STREAMED = 0xFFFF0000
+"""Added to the number of streams, which stands before the directory of more than one."""
+_NUMBER = struct.Struct("<I")
 LOW = 1 << 16
 """States stay in the range from this to 2^32."""
 _SLOT = TOTAL - 1
@@ -47,7 +63,11 @@ _Step = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def encode_indices(
-    model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None = None, references: References | None = None
+    model: CoderModel,
+    index: NDArray[Any],
+    below: NDArray[Any] | None = None,
+    references: References | None = None,
+    streams: int | None = None,
 ) -> bytes:
     """Code the indices of one group.
 
@@ -56,10 +76,30 @@ def encode_indices(
         index: [row, token], integers within 16 bits: the indices at this depth, not their difference from below.
         below: [row, token]: the indices one depth below, if the model refines one; those above must be in reach.
         references: which tokens refer to others; those of the depth below.
+        streams: how many to cut the rows into, see `most_streams`; None: as many as `usual_streams` says.
     """
     index, base = check_indices(model, index, below)
     if references is not None:
         index, base = index[:, references.order], None if base is None else base[:, references.order]
+    count = streams or usual_streams(model, index.shape[1])
+    made = [_encode_stream(model, rows, index, base, references) for rows in cut(model.order, count)]
+    counts = np.array([[[len(words) // 2, len(escapes) // 2] for _, words, escapes in made]])
+    return b"".join((payload_heads(counts).tobytes(), *(part for stream in made for part in stream)))
+
+
+def payload_heads(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Return what precedes the streams in payloads, [group, byte], from words and escapes, [group, stream, 2]."""
+    groups, streams = counts.shape[:2]
+    numbers = counts.reshape(groups, -1)
+    if streams > 1:
+        numbers = np.column_stack((np.full(groups, STREAMED + streams), numbers))
+    return np.ascontiguousarray(numbers).astype("<u4").view(np.uint8)
+
+
+def _encode_stream(
+    model: CoderModel, order: NDArray[np.uint32], index: Index, base: Index | None, references: References | None
+) -> tuple[bytes, bytes, bytes]:
+    """Code some rows, in this order; return states, words and escapes."""
     steps: list[_Step] = []
     escapes: list[NDArray[np.int16]] = []
     values, context = _conditioned(index, base)
@@ -70,11 +110,11 @@ def encode_indices(
         tile = slice(first, first + TILE)
         live = (values[:, tile] != 0).any(axis=1)
         chance = _flag_chance(model, base, tile)
-        for at in range(0, model.rows, LANES):
-            rows = model.order[at : at + LANES]
+        for at in range(0, len(order), LANES):
+            rows = order[at : at + LANES]
             one = chance[rows]
             steps.append((np.where(live[rows], 0, one), np.where(live[rows], one, TOTAL - one)))
-        for row in model.order[live[model.order]]:
+        for row in order[live[order]]:
             for at in range(tile.start, min(tile.stop, index.shape[1]), LANES):
                 place, freqs, starts = slice(at, min(at + LANES, tile.stop)), model.freqs, cum
                 value, which = values[row, place], context[row, place]
@@ -90,7 +130,7 @@ def encode_indices(
                 steps.append((starts[chosen], freqs[chosen].astype(np.int64)))
     side = np.concatenate([np.zeros(0, np.int16), *escapes])
     states, words = _push(steps)
-    return HEAD.pack(len(words), len(side)) + states.tobytes() + words.tobytes() + side.astype("<i2").tobytes()
+    return states.tobytes(), words.tobytes(), side.astype("<i2").tobytes()
 
 
 def encode_rows(
@@ -100,6 +140,7 @@ def encode_rows(
     lower: Quantiser | None,
     keep: NDArray[np.bool_],
     references: References | None = None,
+    streams: int | None = None,
 ) -> bytes:
     """Quantise the coefficients of one group and code the indices.
 
@@ -110,6 +151,7 @@ def encode_rows(
         lower: quantiser of the depth below, if the model refines one; its payload was made from the same rows.
         keep: [token]: False where all indices, of both depths, are 0.
         references: see `encode_indices`.
+        streams: see `encode_indices`.
     """
     rows, mask = check_rows(model, rows, lower, keep)
 
@@ -119,7 +161,7 @@ def encode_rows(
         out: Index = np.rint(exact).astype(np.int16) & mask
         return out
 
-    return encode_indices(model, indices(own), None if lower is None else indices(lower), references)
+    return encode_indices(model, indices(own), None if lower is None else indices(lower), references, streams)
 
 
 def decode_indices(
@@ -133,18 +175,33 @@ def decode_indices(
     base = check_below(model, tokens, below)
     if references is not None and base is not None:
         base = base[:, references.order]
-    reader = _Reader(data, model.rows * tokens)
     out = np.zeros((model.rows, tokens), dtype=np.int16)
+    parts = directory(data, model.rows, tokens)
+    for order, *part in zip(cut(model.order, len(parts.at)), *(each.tolist() for each in parts), strict=True):
+        _decode_stream(model, order, _Reader(data, *part), base, references, out)
+    if references is not None:
+        out[:, references.order] = out.copy()
+    return out
+
+
+def _decode_stream(
+    model: CoderModel,
+    order: NDArray[np.uint32],
+    reader: _Reader,
+    base: Index | None,
+    references: References | None,
+    out: Index,
+) -> None:
+    """Decode some rows, in this order."""
+    tokens = out.shape[1]
     tables = lookup(model.freqs)
     near = None if references is None else model.near
     near_tables = [] if near is None else lookup(near.freqs)
     for first in range(0, tokens, TILE):
         tile = slice(first, min(tokens, first + TILE))
         chance = _flag_chance(model, base, tile)
-        live = np.concatenate(
-            [reader.flags(chance[model.order[at : at + LANES]]) for at in range(0, model.rows, LANES)]
-        )
-        for row in model.order[live]:
+        live = np.concatenate([reader.flags(chance[order[at : at + LANES]]) for at in range(0, len(order), LANES)])
+        for row in order[live]:
             table, radius = tables[model.row_class[row]], int(model.radius[model.row_class[row]])
             for at in range(tile.start, tile.stop, LANES):
                 step = slice(at, min(tile.stop, at + LANES))
@@ -159,12 +216,9 @@ def decode_indices(
                     values[lane] = reader.escape()
                 out[row, step] = _combined(values * sign, under)
         if base is not None:
-            dead = np.setdiff1d(np.arange(model.rows), model.order[live])
+            dead = order[~live]
             out[dead, tile] = _combined(np.zeros((), np.int64), base[dead, tile])
     reader.end()
-    if references is not None:
-        out[:, references.order] = out.copy()
-    return out
 
 
 def near_contexts(
@@ -221,8 +275,6 @@ def synthesise(
 
 ERROR_UNIT = 1024
 """Errors are added as integers, in units of a step over this: sums are exact, in any order."""
-_EXACT_ROWS = 1 << 17
-_WHOLE = np.float32(2**23)  # from here on, floats are integers
 _EXACT_ROWS = 1 << 17
 _WHOLE = np.float32(2**23)  # from here on, floats are integers
 _MOST_ERROR = np.float32(4095)
@@ -288,13 +340,88 @@ def decode(job: DecodeJob) -> None:
     synthesise(job.transform, z, job.step, job.first_token, job.out, job.gains, job.mean)
 
 
-def head(data: bytes | memoryview, symbols: int) -> tuple[int, int]:
-    """Return the numbers of words and escapes in an untrusted payload of rows times tokens ``symbols``."""
+def has_streams(data: bytes | memoryview) -> bool:
+    """Return whether a payload says that it is cut into several streams."""
+    return memoryview(data).nbytes >= _NUMBER.size and bool(_NUMBER.unpack_from(data)[0] >= STREAMED)
+
+
+class Directory(NamedTuple):
+    """The streams of a payload, arrays [stream] of int64."""
+
+    at: NDArray[np.int64]
+    """Offset of its states, in bytes; words and escapes follow."""
+    words: NDArray[np.int64]
+    escapes: NDArray[np.int64]
+
+
+def directory(data: bytes | memoryview, rows: int, tokens: int) -> Directory:
+    """Return the streams of an untrusted payload; raise a `FormatError` unless they fill it exactly."""
     size = memoryview(data).nbytes
-    words, escapes = HEAD.unpack_from(data) if size >= HEAD.size else (0, 0)
-    if size != HEAD.size + 4 * LANES + 2 * words + 2 * escapes or escapes > symbols:
-        raise FormatError(f"entropy coded part: {size} bytes for {words} words and {escapes} escapes; truncated?")
-    return words, escapes
+    number = _NUMBER.unpack_from(data)[0] if size >= COUNTS.size else 0
+    count, begin = (1, 0) if number < STREAMED else (number - STREAMED, _NUMBER.size)
+    good = size >= begin + COUNTS.size * count and (not begin or 2 <= count <= most_streams(rows))
+    if good:
+        words, escapes = np.frombuffer(data, "<u4", 2 * count, begin).astype(np.int64).reshape(-1, 2).T
+        sizes = 4 * LANES + 2 * words + 2 * escapes
+        ends = begin + COUNTS.size * count + np.cumsum(sizes)
+        good = int(ends[-1]) == size and bool((escapes <= rows_of_streams(rows, count) * tokens).all())
+    if not good:
+        raise FormatError(f"entropy coded part: {size} bytes do not hold the streams that it says; truncated?")
+    return Directory(ends - sizes, words, escapes)
+
+
+def rows_of_streams(rows: int, streams: int) -> NDArray[np.int64]:
+    """Return how many rows each stream has; see `cut`."""
+    runs, rest = divmod(rows, LANES)
+    out = np.full(streams, LANES * (runs // streams))
+    out[: runs % streams] += LANES
+    out[runs % streams] += rest
+    return out
+
+
+PART_NUMBERS = 8
+_ALIGN = 16
+
+
+def gathered_bytes(payloads: Sequence[bytes | memoryview]) -> int:
+    """Return the room that `gather` needs."""
+    return sum(-(-memoryview(payload).nbytes // _ALIGN) * _ALIGN for payload in payloads)
+
+
+def gather(
+    payloads: Sequence[bytes | memoryview],
+    tokens: Sequence[int],
+    groups: Sequence[int],
+    rows: int,
+    out: NDArray[np.uint8],
+) -> NDArray[np.int64]:
+    """Copy untrusted payloads of one depth to a buffer one behind another, each to a multiple of 16 bytes.
+
+    Args:
+        payloads: of groups.
+        tokens: of each group.
+        groups: a number for each.
+        rows: of the depth.
+        out: [byte], of `gathered_bytes`.
+
+    Returns:
+        [stream, 8]: its group's number; where in ``out`` its states, words and escapes are, in units of 16 bits; how
+        many words and escapes; its number, and how many streams the payload has.
+    """
+    at, parts = 0, []
+    for payload, count, group in zip(payloads, tokens, groups, strict=True):
+        streams = directory(payload, rows, count)
+        part = np.empty((len(streams.at), PART_NUMBERS), np.int64)
+        part[:, 0], part[:, 6], part[:, 7] = group, np.arange(len(part)), len(part)
+        part[:, 1] = (at + streams.at) // 2
+        part[:, 2] = part[:, 1] + 2 * LANES
+        part[:, 3] = part[:, 2] + streams.words
+        part[:, 4], part[:, 5] = streams.words, streams.escapes
+        size = memoryview(payload).nbytes
+        out[at : at + size] = np.frombuffer(payload, np.uint8)
+        at += -(-size // _ALIGN) * _ALIGN
+        parts.append(part)
+    return np.concatenate(parts)
 
 
 def ideal_bits(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None = None) -> float:
@@ -394,14 +521,13 @@ def lookup(freqs: NDArray[np.uint16]) -> list[tuple[NDArray[np.int64], NDArray[n
 
 
 class _Reader:
-    """64 rANS decoders over a payload, and the escapes after it."""
+    """64 rANS decoders over a stream, and the escapes after it."""
 
-    def __init__(self, data: bytes | memoryview, symbols: int) -> None:
+    def __init__(self, data: bytes | memoryview, at: int, words: int, escapes: int) -> None:
         data = memoryview(data)
-        words, escapes = head(data, symbols)
-        self._states = np.frombuffer(data, "<u4", LANES, HEAD.size).astype(np.int64)
-        self._words = np.frombuffer(data, "<u2", words, HEAD.size + 4 * LANES).astype(np.int64)
-        self._escapes = np.frombuffer(data, "<i2", escapes, HEAD.size + 4 * LANES + 2 * words)
+        self._states = np.frombuffer(data, "<u4", LANES, at).astype(np.int64)
+        self._words = np.frombuffer(data, "<u2", words, at + 4 * LANES).astype(np.int64)
+        self._escapes = np.frombuffer(data, "<i2", escapes, at + 4 * LANES + 2 * words)
         self._word = self._escape = 0
 
     def flags(self, chance: NDArray[np.int64]) -> NDArray[np.bool_]:

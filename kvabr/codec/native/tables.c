@@ -252,7 +252,7 @@ Scratch *scratch_new(uint32_t rows, uint32_t tokens, const Transform *t, int ind
     if (!s)
         return NULL;
     size_t tile = at_most(tokens, TILE), blocks = (tile + TOKENS - 1) / TOKENS, padded = blocks * TOKENS;
-    int good = (s->chance = aligned_zeros((size_t)rows + LANES, sizeof *s->chance)) != NULL;
+    int good = (s->chance = aligned_zeros(LANES, sizeof *s->chance)) != NULL;
     good = good && (s->flags = aligned_zeros((size_t)rows / LANES + 1, sizeof *s->flags)) != NULL;
     good = good && (s->live = aligned_zeros(rows, 1)) != NULL;
     if (index)

@@ -1,4 +1,4 @@
-/* Decoding one tile of one depth: flags, then the live rows. The same for every path, compiled with each.
+/* Decoding one tile of one stream: flags, then the live rows. The same for every path, compiled with each.
  *
  * A path defines before it includes this:
  *   step_flags(Reader *, const uint16_t *chance, unsigned n) -> bits       one step of flags, n of 1..64
@@ -24,33 +24,35 @@ static int nonzero(const int16_t *row, uint32_t tokens) {
     return any != 0;
 }
 
-static int decode_flags(Reader *r, const Depth *d, const uint8_t *live, Scratch *scratch) {
-    const uint16_t *chance = d->flag[0];
-    if (d->contexts > 1) {
-        for (uint32_t i = 0; i < d->rows; i++)
-            scratch->chance[i] = live[d->order[i]] ? d->flag[1][i] : d->flag[0][i];
-        chance = scratch->chance;
-    }
-    for (uint32_t at = 0; at < d->rows; at += LANES) {
+static int decode_flags(Reader *r, const Depth *d, Cut cut, const uint8_t *live, Scratch *scratch) {
+    const uint32_t rows = cut_before(cut, d->rows);
+    for (uint32_t at = 0; at < rows; at += LANES) {
+        uint32_t first = cut_at(cut, at), here = at_most(LANES, rows - at);
+        const uint16_t *chance = d->flag[0] + first;
+        if (d->contexts > 1) {
+            for (uint32_t i = 0; i < here; i++)
+                scratch->chance[i] = d->flag[live[d->order[first + i]] != 0][first + i];
+            chance = scratch->chance;
+        }
         READER_READY(r);
-        scratch->flags[at / LANES] = step_flags(r, chance + at, at_most(LANES, d->rows - at));
+        scratch->flags[at / LANES] = step_flags(r, chance, here);
     }
     return OK;
 }
 
 /* Prefetch rows that are refined, since these are read; rows that are only written need none. */
-static inline void fetch_refined(const Depth *d, const int16_t *index, size_t stride, uint32_t tokens, const uint8_t *live,
-                                 const Scratch *scratch, uint32_t at) {
-    if (at >= d->rows)
+static inline void fetch_refined(const Depth *d, Cut cut, const int16_t *index, size_t stride, uint32_t tokens,
+                                 const uint8_t *live, const Scratch *scratch, uint32_t at) {
+    if (cut_at(cut, at) >= d->rows)
         return;
-    uint32_t row = d->order[at];
+    uint32_t row = d->order[cut_at(cut, at)];
     if (scratch->flags[at / LANES] >> at % LANES & 1 || live[row])
         fetch(index + row * stride, tokens * sizeof *index);
 }
 
-static int decode_tile(Reader *r, const Depth *d, int16_t *index, size_t stride, uint32_t tokens, const uint8_t *lane,
+static int decode_tile(Reader *r, const Depth *d, Cut cut, int16_t *index, size_t stride, uint32_t tokens, const uint8_t *lane,
                        uint8_t *live, Scratch *scratch) {
-    int error = decode_flags(r, d, live, scratch);
+    int error = decode_flags(r, d, cut, live, scratch);
     if (error)
         return error;
     Lanes lanes;
@@ -59,15 +61,16 @@ static int decode_tile(Reader *r, const Depth *d, int16_t *index, size_t stride,
     if (near)
         fill_lanes(&lanes, lane, tokens);
     for (uint32_t which = 0; which < d->classes; which++) {
-        while (at < d->class_end[which]) {
+        const uint32_t end = cut_before(cut, d->class_end[which]);
+        while (at < end) {
             uint64_t flags = scratch->flags[at / LANES] >> at % LANES;
             if (!flags && !refines) {
-                at = at_most(d->class_end[which], (at / LANES + 1) * LANES);
+                at = at_most(end, (at / LANES + 1) * LANES);
                 continue;
             }
             if (refines)
-                fetch_refined(d, index, stride, tokens, live, scratch, at + AHEAD);
-            uint32_t row = d->order[at++];
+                fetch_refined(d, cut, index, stride, tokens, live, scratch, at + AHEAD);
+            uint32_t row = d->order[cut_at(cut, at++)];
             int16_t *to = index + row * stride;
             if (!refines) {
                 if (!(flags & 1))

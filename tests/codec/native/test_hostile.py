@@ -11,14 +11,14 @@ import torch
 
 from kvabr.codec.native import coder, reference
 from kvabr.codec.native.coder_model import DecodeJob
-from kvabr.codec.native.reference import HEAD
+from kvabr.codec.native.reference import COUNTS
 from kvabr.codec.native.references import LANES
 from kvabr.types.errors import FormatError
 from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import Case, case
 from tests.fuzz.mutation import mutate
 
-WORDS = HEAD.size + 4 * LANES
+WORDS = COUNTS.size + 4 * LANES
 
 
 def outcome(it: Case, payloads: list[bytes]) -> list[np.ndarray] | None:
@@ -52,7 +52,7 @@ def test_every_truncation_is_refused(path: str) -> None:
 def test_counts_that_lie_are_refused(path: str) -> None:
     it = case(7, small=True, depths=1)
     (payload,) = it.encode()
-    words, escapes = HEAD.unpack_from(payload)
+    words, escapes = COUNTS.unpack_from(payload)
     lies = [
         (words + 1, escapes), (words + 1, escapes - 1), (words - 1, escapes + 1), (0, words + escapes),
         (2**32 - 1, escapes), (words, 2**32 - 1), (2**31, 2**31), (2**32 - 1, 2**32 - 1),
@@ -63,7 +63,7 @@ def test_counts_that_lie_are_refused(path: str) -> None:
 
 def test_an_escape_that_no_encoder_writes_is_refused(path: str) -> None:
     cases = (case(seed, small=True, depths=1) for seed in range(100))
-    it, payload = next((it, payload) for it in cases for payload in it.encode() if HEAD.unpack_from(payload)[1])
+    it, payload = next((it, payload) for it in cases for payload in it.encode() if COUNTS.unpack_from(payload)[1])
     assert outcome(it, [payload]) is not None
     assert outcome(it, [payload[:-2] + b"\x00\x80"]) is None
 
@@ -100,7 +100,7 @@ def test_noise_that_is_far_larger_than_a_group_is_refused(path: str) -> None:
     it = case(31, depths=1)
     dice = np.random.default_rng(0)
     words = dice.bytes(2 * 500_000)
-    payload = HEAD.pack(500_000, 0) + dice.bytes(4 * LANES) + words
+    payload = COUNTS.pack(500_000, 0) + dice.bytes(4 * LANES) + words
     with pytest.raises(FormatError):
         coder.decode(it.job([payload], 1.0, 0, torch.empty(it.shape())))
 
@@ -124,7 +124,7 @@ def test_noise_costs_no_more_than_a_group(monkeypatch: pytest.MonkeyPatch) -> No
     for words in (50_000, 500_000):
         decoded = 0
         with pytest.raises(FormatError):
-            reference.decode_indices(model, HEAD.pack(words, 0) + states + noise[: 2 * words], tokens)
+            reference.decode_indices(model, COUNTS.pack(words, 0) + states + noise[: 2 * words], tokens)
         work.append(decoded)
     assert work[0] == work[1]
     assert 0 < work[0] <= model.rows * (tokens + -(-tokens // reference.TILE))

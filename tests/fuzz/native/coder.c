@@ -233,7 +233,8 @@ static Case *case_of(uint32_t number) {
     for (int d = 0; d < it->depths; d++) {
         Indices from = {.index = it->index[d], .below = d ? it->index[d - 1] : NULL};
         from.references = references(it, it->tokens, &some);
-        CHECK(paths[0]->encode_group(it->depth[d], &from, it->tokens, it->payload + d, it->size + d) == OK);
+        uint32_t streams = 1 + rolled(&dice, most_streams(it->depth[d]->rows));
+        CHECK(encode_group(paths[0], it->depth[d], &from, it->tokens, streams, 1, it->payload + d, it->size + d) == OK);
     }
     it->made = 1;
     return it;
@@ -258,15 +259,15 @@ static Bytes meant(const uint8_t *part, size_t size, const uint8_t *valid, size_
         return (Bytes){to, n};
     }
     if (mode == 2) {
-        size_t body = n ? n - 1 : 0, words = body > HEAD_BYTES - 8 ? (body - (HEAD_BYTES - 8)) / 2 : 0;
+        size_t body = n ? n - 1 : 0, words = body > STATE_BYTES ? (body - (STATE_BYTES)) / 2 : 0;
         size_t escapes = n && rest[0] < words ? rest[0] : words;
-        uint8_t *to = need(calloc(HEAD_BYTES + 2 * words, 1));
+        uint8_t *to = need(calloc((COUNT_BYTES + STATE_BYTES) + 2 * words, 1));
         if (n)
-            memcpy(to + 8, rest + 1, body < HEAD_BYTES - 8 + 2 * words ? body : HEAD_BYTES - 8 + 2 * words);
+            memcpy(to + 8, rest + 1, body < STATE_BYTES + 2 * words ? body : STATE_BYTES + 2 * words);
         words -= escapes;
         for (int i = 0; i < 4; i++)
             to[i] = (uint8_t)(words >> 8 * i), to[4 + i] = (uint8_t)(escapes >> 8 * i);
-        return (Bytes){to, HEAD_BYTES + 2 * (words + escapes)};
+        return (Bytes){to, (COUNT_BYTES + STATE_BYTES) + 2 * (words + escapes)};
     }
     uint8_t *to = need(malloc(valid_size));
     memcpy(to, valid, valid_size);
@@ -377,7 +378,7 @@ static void encode(Input *in, const Case *it, uint32_t kind, uint32_t tokens, in
     size_t size[3] = {0};
     int error[3];
     for (int p = 0; p < path_count; p++) {
-        error[p] = paths[p]->encode_group(d, &from, tokens, out + p, size + p);
+        error[p] = encode_group(paths[p], d, &from, tokens, 1 + kind % most_streams(d->rows), 1 + kind % 3, out + p, size + p);
         CHECK(error[p] == error[0]);
         CHECK(error[p] || (size[p] == size[0] && !memcmp(out[p], out[0], size[0])));
     }
