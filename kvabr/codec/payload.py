@@ -48,14 +48,14 @@ class PayloadReader:
         if not count:
             return torch.empty(shape, dtype=dtype)  # torch rejects empty buffers
         piece = self.bytes(count * dtype.itemsize)
-        return torch.frombuffer(_uncopied(piece), dtype=torch.uint8).view(dtype).reshape(shape)
+        return torch.frombuffer(uncopied(piece), dtype=torch.uint8).view(dtype).reshape(shape)
 
     def rest(self) -> memoryview:
         """Return the rest of the payload."""
         return self.bytes(len(self._payload) - self._at)
 
 
-def _uncopied(piece: memoryview) -> memoryview | ctypes.Array[ctypes.c_ubyte]:
+def uncopied(piece: memoryview) -> memoryview | ctypes.Array[ctypes.c_ubyte]:
     """Return a buffer that `torch.frombuffer` takes as it is; it warns of read-only ones, as payloads mostly are."""
     if not piece.readonly:
         return piece

@@ -5,23 +5,27 @@ processor.
 
 Needs Triton (the extra ``kvabr[gpu]``). Without it, a cache on a GPU is copied, and coded on the processor, which is
 correct but slow. The result is bit for bit that of `kvabr.codec.native.reference`: the tests verify it in Triton's
-interpreter. None of this has run on a GPU yet; ``tools/bench-gpu`` verifies and times it on a machine that has one.
+interpreter, and ``tools/bench-gpu`` on a GPU, which it times as well.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
+from kvabr.types.errors import FormatError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
     from kvabr.codec.block_slots import BlockSlots
@@ -69,10 +73,122 @@ def analyse(
 
 
 def decode_many(jobs: Sequence[DecodeJob]) -> None:
-    """Decode groups in parallel, as `coder.decode_many` does: a single group fills a hundredth of a GPU."""
-    if not available():
-        coder.decode_many(jobs)
-        return
-    from kvabr.codec.gpu import decoder  # noqa: PLC0415  # needs Triton
+    """Decode groups in parallel, as `coder.decode_many` does, together with those that other threads ask for.
 
-    decoder.decode_many(jobs)
+    A single group fills a small part of a GPU. So what comes while groups are being decoded is decoded together, next.
+    The first group of each kind is decoded on the processor as well, and compared.
+    """
+    if available():
+        _TOGETHER.decode(jobs)
+    else:
+        coder.decode_many(jobs)
+
+
+class _Asked:
+    """What one thread asks for."""
+
+    def __init__(self, jobs: Sequence[DecodeJob]) -> None:
+        self.jobs = jobs
+        self.done = False
+        self.error: Exception | None = None
+
+
+class _Together:
+    """Decodes what several threads ask for. The thread that finds nobody at work does it for all."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[_Asked] = []
+        self._working = False
+
+    def decode(self, jobs: Sequence[DecodeJob]) -> None:
+        """Return when these groups are decoded; raise what decoding them raises, whatever becomes of other threads'."""
+        own = _Asked(jobs)
+        with self._changed:
+            self._waiting.append(own)
+            self._changed.wait_for(lambda: own.done or not self._working)
+            if not own.done:
+                self._working = True
+                asked, self._waiting = self._waiting, []
+        if not own.done:
+            try:
+                self._run(asked)
+            finally:  # Ctrl-C, perhaps: nobody waits for what does not come
+                with self._changed:
+                    for each in asked:
+                        if not each.done:
+                            each.error, each.done = FormatError("decoding was interrupted"), True
+                    self._working = False
+                    self._changed.notify_all()
+        if own.error is not None:
+            raise own.error
+
+    def _run(self, asked: Sequence[_Asked]) -> None:
+        whole = [job for each in asked for job in each.jobs]
+        if len(asked) > 1 and _failed(whole) is None:
+            for each in asked:
+                each.done = True
+        for each in asked:  # whose group was it?
+            if not each.done:
+                each.error, each.done = _failed(each.jobs), True
+
+
+def _failed(jobs: Sequence[DecodeJob]) -> Exception | None:
+    """Decode groups, on the processor if the device cannot; return what is wrong with them."""
+    try:
+        if not _wrong.isdisjoint(map(_kind, jobs)):
+            raise UsageError("its kernels gave other numbers than the processor")  # noqa: TRY301  # see below
+        from kvabr.codec.gpu import decoder  # noqa: PLC0415  # needs Triton
+
+        decoder.decode_many(jobs)
+        for kind, job in {_kind(job): job for job in jobs}.items():
+            _compare(kind, job)
+    except FormatError as error:
+        return error
+    except Exception as error:  # noqa: BLE001  # no memory, or no compiler: whatever it is, the processor can
+        if len(jobs) > 1:
+            return error
+        _warn(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
+        try:
+            coder.decode_many(jobs)
+        except FormatError as wrong:
+            return wrong
+    return None
+
+
+_good: set[Hashable] = set()
+_wrong: set[Hashable] = set()
+"""Kinds of groups of which one was decoded on the processor, too: with the same result, and with another."""
+
+
+def _kind(job: DecodeJob) -> Hashable:
+    """Return what a device's compiler makes other code for, or other tables."""
+    models = tuple(map(id, job.models))
+    return id(job.transform), models, job.references is None, job.out.dtype, job.out.stride()[2:], job.out.device
+
+
+def _compare(kind: Hashable, job: DecodeJob) -> None:
+    """Compare the first group of a kind with what the processor makes of it; raise a `UsageError` if they differ.
+
+    The cache of a prompt is what a model goes by: a compiler's error must not show as words.
+    """
+    if kind in _good:
+        return
+    own = replace(job, out=torch.empty(job.out.shape, dtype=job.out.dtype))
+    coder.decode_many([own])
+    if not torch.equal(job.out.cpu().contiguous().view(torch.uint8), own.out.view(torch.uint8)):
+        _wrong.add(kind)
+        raise UsageError("its kernels gave other numbers than the processor")
+    _good.add(kind)
+
+
+@cache
+def _warn(reason: str) -> None:
+    warnings.warn(
+        f"a group was decoded on the processor, not on its GPU ({reason}); kvabr doctor says what is missing",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+_TOGETHER = _Together()

@@ -1,11 +1,13 @@
 """The host's part of decoding on a CUDA device.
 
-It checks the payloads' heads as on the processor, copies the payloads of many groups in one transfer, starts a kernel
-for each step of the format, and synchronises once at the end to check for errors.
+Groups of any tracks are decoded together. Each step of the format is one launch for all of them, and entropy decoding
+one for each layer's tables. What a step needs is checked and copied while the device is at an earlier one, and nothing
+waits for it before the end, when errors are looked for.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,23 +21,50 @@ from numpy.typing import NDArray
 from kvabr.codec.block_slots import BlockSlots
 from kvabr.codec.gpu import kernels
 from kvabr.codec.gpu.destinations import Destination, check_blocks
-from kvabr.codec.native.coder_model import BUCKETS, DTYPES, PROBABILITY_BITS, CoderModel, DecodeJob, derived
-from kvabr.codec.native.reference import HEAD, head, lookup
-from kvabr.codec.native.references import LANES, TILE
+from kvabr.codec.gpu.staging import Staging, pinned, sent
+from kvabr.codec.gpu.tables import (
+    COARSE,
+    COMPONENTS,
+    OUTPUTS,
+    coder_tables,
+    common,
+    divisible,
+    on_device,
+    transform_tables,
+)
+from kvabr.codec.native import coder
+from kvabr.codec.native.coder_model import DTYPES, PROBABILITY_BITS, CoderModel, DecodeJob
+from kvabr.codec.native.reference import gathered_bytes, rows_of_streams
+from kvabr.codec.native.references import TILE
 from kvabr.codec.rope import rope_first, rope_shape, rope_tables
-from kvabr.codec.transform import NO_MATRIX, Transform
+from kvabr.codec.transform import Transform
 from kvabr.types.errors import FormatError
+from kvabr.types.kv import RopeSpec
 
 SCRATCH_BYTES = 4 << 30
 """Maximum scratch memory for groups that are decoded at once, further limited to a quarter of the free device memory.
 One group is always allowed."""
-_ALIGN = 16
-_ESCAPED = 255
-"""Escape mark in the low byte of a table's entry; other symbols are their value plus 128."""
-_ROWS, _OUTPUTS, _PAIRS, _TOKENS, _COMPONENTS = 16, 64, 32, 64, 64
-"""Tile sizes of the kernels. Tokens must divide `TILE`, and a tensor core takes at least 16 by 32 by 16."""
-_WARPS = 8
-"""For the synthesis kernels: with 4 warps they run out of registers (according to ptxas for sm_80 to sm_100)."""
+
+
+class _Tile(NamedTuple):
+    """What a program handles."""
+
+    rows: int
+    """Rows, outputs, or pairs of channels; at least 16 where there are products."""
+    tokens: int
+    """A divisor of `TILE`."""
+    warps: int
+    stages: int = 3
+    """Of the pipeline that loads what is multiplied."""
+
+
+_TRIPLE, _PREPARE, _UNSTACK, _FINISH = _Tile(16, TILE, 4), _Tile(64, 64, 4), _Tile(OUTPUTS, 128, 4, 4), _Tile(64, 64, 4)
+_CROWDED = 512
+"""Streams from which on the coarse table is used: it saves a look-up's time where many programs share a cache."""
+_MOST_WORDS = (1 << 31) - 1
+"""Of a stream, or escapes."""
+_MOST_POSITIONS = 1 << 17
+"""Positions up to which the turns of a rotary embedding stay on the device."""
 
 
 class _Task(NamedTuple):
@@ -71,25 +100,28 @@ def decode_to_blocks(jobs: Sequence[DecodeJob], blocks: Sequence[BlockSlots]) ->
 
 
 def _run(tasks: Sequence[_Task]) -> None:
-    verdicts = []
+    begun: list[tuple[list[_Verdict], list[_Task]]] = []
     batches: dict[Hashable, list[_Task]] = {}
     for task in tasks:
         batches.setdefault(_alike(task), []).append(task)
     for batch in batches.values():
         left = iter(batch)
         while some := list(islice(left, _at_once(batch))):
-            verdicts.append(_decode(some))
-    for verdict in verdicts:
-        if bool(verdict.any()):
-            raise FormatError("entropy coded part: it does not end where it should; corrupt, or of another profile")
+            begun.append((_decode(some), some))
+    for verdicts, some in begun:
+        status = torch.cat([verdict.status for verdict in verdicts]).cpu().numpy()
+        bad = np.concatenate([verdict.groups for verdict in verdicts])[status != 0]
+        if len(bad):
+            raise FormatError(
+                f"entropy coded part of the group from token {some[bad[0]].job.first_token} on: it does not end where "
+                "it should; corrupt, or of another profile"
+            )
 
 
 def _alike(task: _Task) -> Hashable:
-    """Return the key by which groups share a launch."""
+    """Return the key by which groups share launches."""
     job, into = task
-    models = tuple(id(model) for model in job.models)
-    where = into.device, into.dtype, into.strides
-    return models, id(job.transform), job.step, job.gains, where, _stride(job)
+    return id(job.transform), into.device, into.dtype, into.strides, _stride(job)
 
 
 def _stride(job: DecodeJob) -> int:
@@ -99,316 +131,381 @@ def _stride(job: DecodeJob) -> int:
 
 def _at_once(batch: Sequence[_Task]) -> int:
     """Return the number of groups that fit the scratch memory."""
+    if len(batch) == 1:
+        return 1
     job, into = batch[0]
-    stride, structure = _stride(job), job.transform.structure
-    # int16 indices and stack outputs, lists of rows, flags, rotary tables.
-    each = structure.rows * (4 * stride + 4 + stride // TILE) + 8 * stride * structure.dim
+    stride, tables = _stride(job), transform_tables(job.transform, into.device)
+    rows = job.transform.structure.rows
+    # int16 indices, three planes, lists of rows, flags.
+    each = stride * (2 * rows + 3 * tables.width) + rows * (4 + stride // TILE)
     room = SCRATCH_BYTES
     if into.device.type == "cuda":
         room = min(room, torch.cuda.mem_get_info(into.device)[0] // 4)
     return max(1, min(room // each, 1 << 15))
 
 
-def _decode(tasks: Sequence[_Task]) -> torch.Tensor:
-    """Start decoding groups that share a launch; return [depth, group] int32 on the device, 0 for a valid payload."""
+class _Verdict(NamedTuple):
+    """What became of streams that were decoded."""
+
+    status: torch.Tensor
+    """int32 [stream], on the device: 0 for a good one."""
+    groups: NDArray[np.int64]
+    """[stream]: of which group each is."""
+
+
+def _decode(tasks: Sequence[_Task]) -> list[_Verdict]:
+    """Start decoding groups that share launches."""
     job, into = tasks[0]
-    models, transform, device = job.models, job.transform, into.device
-    rows = transform.structure.rows
+    rows, stride, count, device = job.transform.structure.rows, _stride(job), len(tasks), into.device
+    if rows * stride >= 1 << 31:
+        raise FormatError(f"a group of {rows} x {job.out.shape[3]} coefficients is too large for the kernels")
+    depths = max(len(task.job.models) for task in tasks)
     # In Triton's interpreter, tensors are on the CPU.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        batch = _Batch.load(tasks)
-        verdict = torch.zeros((len(models), len(tasks)), dtype=torch.int32, device=device)
-        index = torch.zeros((len(tasks), rows, batch.stride), dtype=torch.int16, device=device)
-        listed = torch.empty((len(tasks), rows), dtype=torch.int32, device=device)
-        live = torch.empty((len(tasks), batch.stride // TILE, rows), dtype=torch.int8, device=device)
-        for depth, model in enumerate(models):
-            _read(batch, model, depth, index, live, listed, verdict[depth])
-        delta = _coder_tables(models[-1], device).delta
-        _synthesise(batch, transform, transform.scale(job.step, job.gains), delta, index, into)
-    return verdict
+        index = torch.zeros((count, rows, stride), dtype=torch.int16, device=device)
+        live = torch.empty((count, stride // TILE, rows), dtype=torch.int8, device=device)
+        verdicts: list[_Verdict] = []
+        order: _Order | None = None
+        # What a later step needs is prepared and copied while the device is at an earlier one.
+        for depth in range(depths):
+            level = _Level.load(tasks, depth, order)
+            order = level.order
+            if depth:
+                kernels.triple[(-(-rows // _TRIPLE.rows), stride // TILE, len(level.groups))](
+                    index,
+                    live,
+                    level.groups,
+                    rows,
+                    stride,
+                    ROWS=_TRIPLE.rows,
+                    num_warps=_TRIPLE.warps,
+                    enable_fp_fusion=False,
+                )
+            for each in level.readings:
+                verdicts += [_Verdict(_read(order, each, index, live), each.groups)]
+        assert order is not None  # noqa: S101  # there is a depth
+        _synthesise(_Batch.load(tasks), order, index, into)
+    return verdicts
+
+
+class _Order(NamedTuple):
+    """In which order the tokens of groups are coded, on the device."""
+
+    tokens: torch.Tensor
+    """int32 [group]: how many."""
+    refers: torch.Tensor
+    """int32 [group]: whether they refer to others."""
+    lanes: torch.Tensor
+    """uint8 [group, place]: see `References.lane`. Tokens are in the order of their places."""
+    any_refers: bool
+
+
+def _order_of(tasks: Sequence[_Task]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
+    """Return `_Order.tokens`, `_Order.refers` and `_Order.lanes`."""
+    jobs = [task.job for task in tasks]
+    lanes = np.zeros((len(jobs), _stride(jobs[0])), np.uint8)
+    for own, job in zip(lanes, jobs, strict=True):
+        if job.references is not None:
+            own[: len(job.references.lane)] = job.references.lane
+    refers = np.array([job.references is not None for job in jobs], np.int32)
+    return np.array([job.out.shape[3] for job in jobs], np.int32), refers, lanes
+
+
+class _Reading(NamedTuple):
+    """Streams of one depth that are decoded with the same tables."""
+
+    model: CoderModel
+    data: torch.Tensor
+    """int16: the payloads."""
+    parts: torch.Tensor
+    """int64 [stream, 8]: see `kernels.read_rows`."""
+    groups: NDArray[np.int64]
+    """[stream]: of which group each is."""
+    most: int
+    """Maximum rows of a stream."""
+
+
+class _Level(NamedTuple):
+    """One depth of the groups that have it."""
+
+    readings: list[_Reading]
+    groups: torch.Tensor
+    """int32: which these are."""
+    order: _Order
+
+    @classmethod
+    def load(cls, tasks: Sequence[_Task], depth: int, order: _Order | None) -> _Level:
+        """Check the payloads' heads, and begin to copy them, and the order if it is not known yet."""
+        device, rows = tasks[0].into.device, tasks[0].job.transform.structure.rows
+        groups = [group for group, task in enumerate(tasks) if depth < len(task.job.models)]
+        by_model: dict[int, list[int]] = {}
+        for group in groups:
+            by_model.setdefault(id(tasks[group].job.models[depth]), []).append(group)
+        staging = Staging(device)
+        ordered = [] if order is not None else [staging.add(each) for each in _order_of(tasks)]
+        loaded = []
+        for some in by_model.values():
+            jobs = [tasks[group].job for group in some]
+            payloads = [job.payloads[depth] for job in jobs]
+            here = pinned(gathered_bytes(payloads), device)
+            parts = coder.gather(payloads, [job.out.shape[3] for job in jobs], some, rows, here.numpy())
+            data = sent(here, device).view(torch.int16)
+            if int(parts[:, 4:6].max()) > _MOST_WORDS:
+                raise FormatError("entropy coded part: more words than a group can have; the payload is corrupt")
+            most = int(rows_of_streams(rows, int(parts[:, 7].min()))[0])
+            loaded.append((jobs[0].models[depth], data, staging.add(parts), (parts[:, 0], most)))
+        which = staging.add(np.array(groups, np.int32))
+        staging.send()
+        if order is None:
+            tokens, refers, lanes = map(staging.view, ordered)
+            order = _Order(tokens, refers, lanes, any(task.job.references is not None for task in tasks))
+        readings = [_Reading(model, data, staging.view(parts), *rest) for model, data, parts, rest in loaded]
+        return cls(readings, staging.view(which), order)
 
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """What differs between groups that share a launch, on the device."""
+    """What turns the indices of groups into elements, on the device."""
 
-    groups: int
+    transform: Transform
     stride: int
-    data: torch.Tensor
-    """int16: the payloads."""
-    parts: torch.Tensor
-    """int64 [depth, group, 5]: offsets of states and words, number of words, offset of escapes, number of escapes."""
-    tokens: torch.Tensor
-    """int32 [group]."""
-    refers: torch.Tensor
-    """int32 [group]: whether tokens refer to others."""
-    lanes: torch.Tensor
-    """uint8 [group, place]: see `References.lane`. Tokens are in the order of their places."""
-    any_refers: bool
+    track_of: torch.Tensor
+    """int32 [group]: its row of the next two."""
+    delta: torch.Tensor
+    """int8 [track, row]."""
+    scale: torch.Tensor
+    """float32 [track, layer, K/V]."""
+    mean_of: torch.Tensor
+    """int32 [group]: its row of the next."""
+    mean: torch.Tensor
+    """float32 [mean, layer, K/V, head, dim]."""
     outs: torch.Tensor
     """int64 [group, layer and K/V]: addresses."""
     offsets: torch.Tensor
     """int64 [group, place]: see `Destination.offsets`."""
-    means: torch.Tensor | None
-    """float32 [group, layer, K/V, head, dim]; None: those of the transform, for every group."""
-    cos: torch.Tensor
-    """float32 [group, place, pair]; empty without a rotary embedding."""
-    sin: torch.Tensor
+    apart: int
+    """A power of two that divides the addresses, in elements, and the offsets."""
+    positions: torch.Tensor
+    """int32 [group, place]: rows of the next; -1: not turned."""
+    turns: tuple[torch.Tensor, torch.Tensor]
+    """float32 [position, pair]: cosines and sines; empty without a rotary embedding."""
+
+    @property
+    def groups(self) -> int:
+        """Number of groups."""
+        return len(self.track_of)
 
     @classmethod
     def load(cls, tasks: Sequence[_Task]) -> _Batch:
-        """Check the payloads' heads, and copy everything to the device."""
+        """Begin to copy all of this to the device."""
         jobs, device = [task.job for task in tasks], tasks[0].into.device
-        data, parts = _joined(jobs)
-        rope, stride = jobs[0].transform.structure.coded.rope, _stride(jobs[0])
-        turns = torch.zeros((2, len(jobs), stride, rope_shape(rope)[0] // 2))
-        offsets = np.full((len(jobs), stride), -1, np.int64)
-        lanes = np.zeros((len(jobs), stride), np.uint8)
-        for group, (job, into) in enumerate(tasks):
-            tokens = job.out.shape[3]
-            order = np.arange(tokens)
-            if job.references is not None:
-                order, lanes[group, :tokens] = job.references.order, job.references.lane
-            offsets[group, :tokens] = into.offsets[order]
-            tables = np.array(rope_tables(rope, job.first_token, tokens))
-            turns[:, group, :tokens] = torch.from_numpy(tables[:, order])
-        own = jobs[0].transform.mean.astype(np.float32)
-        biased = any(job.mean is not None for job in jobs)
-        means = np.stack([own if job.mean is None else job.mean for job in jobs]) if biased else None
-        refers = [job.references is not None for job in jobs]
+        transform, stride = jobs[0].transform, _stride(jobs[0])
+        staging = Staging(device)
+        offsets, positions, turns = _places(tasks, stride, device)
+        keys = [(id(job.models[-1]), job.step, job.gains) for job in jobs]
+        tracks = dict(zip(keys, jobs, strict=True))
+        numbers = {key: number for number, key in enumerate(tracks)}
+        track_of = np.array([numbers[key] for key in keys], np.int32)
+        deltas = [coder_tables(job.models[-1], device).delta for job in tracks.values()]
+        scale = [transform.scale(job.step, job.gains) for job in tracks.values()]
+        outs = np.stack([task.into.address + task.into.addresses for task in tasks])
+        own = np.array([job.mean is not None for job in jobs])
+        means = [staging.add(job.mean) for job in jobs if job.mean is not None]
+        usual = transform_tables(transform, device).mean
+        pieces = {
+            "track_of": staging.add(track_of),
+            "scale": staging.add(np.stack(scale)),
+            "mean_of": staging.add((np.cumsum(own) * own).astype(np.int32)),
+            "outs": staging.add(outs),
+            "offsets": staging.add(offsets),
+            "positions": staging.add(positions),
+        }
+        staging.send()
         return cls(
-            len(jobs),
-            stride,
-            torch.from_numpy(data).to(device),
-            torch.from_numpy(parts).to(device),
-            torch.tensor([job.out.shape[3] for job in jobs], dtype=torch.int32, device=device),
-            torch.tensor(refers, dtype=torch.int32, device=device),
-            torch.from_numpy(lanes).to(device),
-            any(refers),
-            torch.from_numpy(np.stack([task.into.addresses for task in tasks])).to(device),
-            torch.from_numpy(offsets).to(device),
-            None if means is None else torch.from_numpy(means).to(device),
-            *turns.to(device),
+            transform=transform,
+            stride=stride,
+            delta=deltas[0][None] if len(deltas) == 1 else torch.stack(deltas),
+            mean=usual[None] if not means else torch.stack([usual, *map(staging.view, means)]),
+            turns=turns,
+            apart=common(divisible(outs // tasks[0].into.dtype.itemsize), divisible(offsets[offsets >= 0])),
+            **{name: staging.view(piece) for name, piece in pieces.items()},
         )
 
 
-def _joined(jobs: Sequence[DecodeJob]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Check the payloads' heads; return all payloads in one array, and `_Batch.parts`."""
-    rows = jobs[0].transform.structure.rows
-    parts = np.zeros((len(jobs[0].models), len(jobs), 5), dtype=np.int64)
-    size = 0
-    for group, job in enumerate(jobs):
-        for depth, payload in enumerate(job.payloads):
-            words, escapes = head(payload, rows * job.out.shape[3])
-            states = (size + HEAD.size) // 2
-            parts[depth, group] = states, states + 2 * LANES, words, states + 2 * LANES + words, escapes
-            size += -(-memoryview(payload).nbytes // _ALIGN) * _ALIGN
-    data = np.zeros(size, dtype=np.uint8)
-    for group, job in enumerate(jobs):
-        for depth, payload in enumerate(job.payloads):
-            begin = int(parts[depth, group, 0]) * 2 - HEAD.size
-            piece = np.frombuffer(payload, dtype=np.uint8)
-            data[begin : begin + len(piece)] = piece
-    return data.view(np.int16), parts
+_Turns = tuple[torch.Tensor, torch.Tensor]
 
 
-def _read(
-    batch: _Batch,
-    model: CoderModel,
-    depth: int,
-    index: torch.Tensor,
-    live: torch.Tensor,
-    listed: torch.Tensor,
-    verdict: torch.Tensor,
-) -> None:
-    """Entropy decode one depth on top of those below."""
-    rows, tables = model.rows, _coder_tables(model, index.device)
-    if depth:
-        grid = (-(-rows // _ROWS), batch.stride // TILE, batch.groups)
-        kernels.triple[grid](index, live, rows, batch.stride, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False)
-    kernels.read_rows[(batch.groups,)](
-        batch.data,
-        batch.parts[depth],
-        batch.tokens,
+def _places(
+    tasks: Sequence[_Task], stride: int, device: torch.device
+) -> tuple[NDArray[np.int64], NDArray[np.int32], _Turns]:
+    """Return `_Batch.offsets`, `_Batch.positions`, and `_Batch.turns`."""
+    offsets, positions = np.full((len(tasks), stride), -1, np.int64), np.full((len(tasks), stride), -1, np.int32)
+    rope = tasks[0].job.transform.structure.coded.rope
+    ends = [0 if job.first_token is None else job.first_token + job.out.shape[3] for job, _ in tasks]
+    near = max(ends) <= _MOST_POSITIONS
+    far, rows = [], 0
+    for group, (job, into) in enumerate(tasks):
+        tokens = job.out.shape[3]
+        token = np.arange(tokens) if job.references is None else job.references.order
+        offsets[group, :tokens] = into.offsets[token]
+        if job.first_token is not None:
+            positions[group, :tokens] = token + (job.first_token if near else rows)
+            if not near:
+                far.append(rope_tables(rope, job.first_token, tokens))
+                rows += tokens
+    if near or rope is None:
+        return offsets, positions, _turns(rope, max(ends), device)
+    cos, sin = (on_device(np.concatenate(tables), device) for tables in zip(*far, strict=True))
+    return offsets, positions, (cos, sin)
+
+
+_turned: dict[tuple[RopeSpec | None, torch.device], _Turns] = {}
+"""Tables of turns on a device, from position 0 on."""
+_turning = threading.Lock()
+
+
+def _turns(rope: RopeSpec | None, positions: int, device: torch.device) -> _Turns:
+    """Return cosines and sines of at least as many positions; they stay on the device."""
+    with _turning:
+        known = _turned.get((rope, device))
+        have = 0 if known is None else len(known[0])
+        if known is None or have < positions:
+            more = rope_tables(rope, have, max(TILE, 1 << (positions - 1).bit_length()) - have)
+            cos, sin = (on_device(table, device) for table in more)
+            known = (cos, sin) if known is None else (torch.cat((known[0], cos)), torch.cat((known[1], sin)))
+            _turned[rope, device] = known
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # other streams use them, too
+        return known
+
+
+def _read(order: _Order, reading: _Reading, index: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """Entropy decode streams on top of the depths below; return int32 [stream], 0 for a good one."""
+    model, device = reading.model, index.device
+    tables, streams = coder_tables(model, device), len(reading.parts)
+    status = torch.empty(streams, dtype=torch.int32, device=device)
+    coarse = COARSE if streams >= _CROWDED else 0
+    kernels.read_rows[(streams,)](
+        reading.data,
+        reading.parts,
+        order.tokens,
         tables.coding_order,
         tables.chances,
         tables.entries,
+        tables.coarse,
         tables.bucket,
-        batch.refers,
-        batch.lanes,
+        order.refers,
+        order.lanes,
         live,
         index,
-        listed,
-        verdict,
-        rows,
-        batch.stride,
+        torch.empty((streams, reading.most), dtype=torch.int32, device=device),
+        status,
+        model.rows,
+        reading.most,
+        index.shape[2],
         model.classes * model.contexts << PROBABILITY_BITS,
         1 if model.near is None else model.near.freqs.shape[1],
         REFINES=model.refines,
-        NEAR=batch.any_refers and model.near is not None,
-        num_warps=1,  # a scan within a warp needs no barriers
+        NEAR=order.any_refers and model.near is not None,
+        VOTES=device.type == "cuda",
+        COARSE=coarse,
+        num_warps=1,  # the votes are those of one warp, and need no barriers
         num_stages=1,
         enable_fp_fusion=False,
     )
+    return status
 
 
-def _synthesise(
-    batch: _Batch,
-    transform: Transform,
-    scale: NDArray[np.float32],
-    delta: torch.Tensor,
-    index: torch.Tensor,
-    into: Destination,
-) -> None:
+def _channels_together(dim: int, rope: RopeSpec | None, pairs: int, into: Destination, apart: int) -> int:
+    """Return how many channels of neighbouring pairs are neighbours in memory, from a multiple of as many on."""
+    rotary, interleaved = rope_shape(rope)
+    if interleaved or dim % 2 or into.strides[1] != 1:
+        return 1
+    return common(dim // 2, rotary // 2, rope_first(rope), pairs, into.strides[0], apart)
+
+
+def _synthesise(batch: _Batch, order: _Order, index: torch.Tensor, into: Destination) -> None:
     """Turn indices into elements."""
-    device, structure, spec = index.device, transform.structure, transform.structure.coded
+    device, structure = index.device, batch.transform.structure
+    spec, rows, stride = structure.coded, structure.rows, batch.stride
     rotary, interleaved = rope_shape(spec.rope)
-    tables = _transform_tables(transform, device)
-    made = torch.empty((batch.groups, tables.outputs, batch.stride), dtype=torch.int16, device=device)
-    for mantissa, gain, first_row, first_output in tables.stacks:
-        size = len(gain)
-        kernels.unstack[(-(-size // _OUTPUTS), batch.stride // _TOKENS, batch.groups)](
-            index,
-            delta,
-            mantissa,
-            gain,
-            made,
-            batch.tokens,
-            first_row,
-            first_output,
-            size,
-            structure.rows,
-            tables.outputs,
-            batch.stride,
-            OUTPUTS=_OUTPUTS,
-            TOKENS=_TOKENS,
-            COMPONENTS=_COMPONENTS,
-            num_warps=_WARPS,
+    tables = transform_tables(batch.transform, device)
+    planes = torch.empty((3, batch.groups, stride, tables.width), dtype=torch.int8, device=device)
+    plane = planes[0].numel()
+    kernels.prepare[(-(-rows // _PREPARE.rows), stride // _PREPARE.tokens, batch.groups)](
+        index,
+        batch.delta,
+        batch.track_of,
+        tables.row_gain,
+        tables.row_place,
+        planes,
+        plane,
+        order.tokens,
+        rows,
+        stride,
+        tables.width,
+        ROWS=_PREPARE.rows,
+        TOKENS=_PREPARE.tokens,
+        RUN=tables.run,
+        num_warps=_PREPARE.warps,
+        enable_fp_fusion=False,
+    )
+    if len(tables.tiles):
+        kernels.unstack[(len(tables.tiles), stride // _UNSTACK.tokens, batch.groups)](
+            planes,
+            plane,
+            tables.tiles,
+            tables.stack_mantissa,
+            tables.output_gain,
+            tables.output_place,
+            order.tokens,
+            stride,
+            tables.width,
+            OUTPUTS=OUTPUTS,
+            RUN=tables.run,
+            TOKENS=_UNSTACK.tokens,
+            COMPONENTS=COMPONENTS,
+            num_warps=_UNSTACK.warps,
+            num_stages=min(_UNSTACK.stages, tables.most_tiles),
             enable_fp_fusion=False,
         )
-    pair_tiles = -(-structure.dim // (2 * _PAIRS))
-    jobs = spec.layers * structure.halves * spec.kv_heads * pair_tiles * (batch.stride // _TOKENS)
+    pairs = min(_FINISH.rows, max(32, 1 << (-(-structure.dim // 2) - 1).bit_length()))
+    pair_tiles = -(-structure.dim // (2 * pairs))
+    jobs = spec.layers * structure.halves * spec.kv_heads * pair_tiles * (stride // _FINISH.tokens)
     kernels.finish[(jobs, batch.groups)](
-        index,
-        delta,
-        made,
-        tables.places,
+        planes,
+        plane,
+        tables.first_place,
         tables.mantissa,
-        tables.gain,
-        torch.from_numpy(scale).to(device),
-        tables.mean if batch.means is None else batch.means,
-        0 if batch.means is None else tables.mean.numel(),
-        batch.cos,
-        batch.sin,
+        batch.scale,
+        batch.track_of,
+        batch.mean,
+        batch.mean_of,
+        *batch.turns,
+        batch.positions,
         batch.outs,
         batch.offsets,
-        batch.tokens,
+        order.tokens,
         *into.strides,
-        structure.rows,
-        tables.outputs,
-        batch.stride,
+        stride,
+        tables.width,
         batch.outs.shape[1],
         spec.kv_heads,
         structure.dim,
         structure.block_heads,
+        tables.padded,
         rotary // 2,
         rope_first(spec.rope),
         HALVES=structure.halves,
         KIND=DTYPES[into.dtype],
-        BLOCKS=transform.block is not None,
+        BLOCKS=batch.transform.block is not None,
         INTERLEAVED=bool(interleaved),
-        PAIRS=_PAIRS,
-        TOKENS=_TOKENS,
-        COMPONENTS=_COMPONENTS,
-        num_warps=_WARPS,
+        PAIRS=pairs,
+        WHOLE=structure.dim == 2 * pairs * pair_tiles,
+        RUN=_channels_together(structure.dim, spec.rope, pairs, into, batch.apart),
+        TOKENS=_FINISH.tokens,
+        COMPONENTS=COMPONENTS,
+        num_warps=_FINISH.warps,
+        num_stages=min(_FINISH.stages, tables.padded // COMPONENTS),
         enable_fp_fusion=False,  # each product and sum is rounded by itself
     )
-
-
-class _CoderTables(NamedTuple):
-    """The tables of one depth, on the device."""
-
-    coding_order: torch.Tensor
-    """int32 [row]: row | class << 22, in coding order."""
-    chances: torch.Tensor
-    """int32 [1 or 2, row]: probability of a set flag out of 4,096, in coding order."""
-    entries: torch.Tensor
-    """int32 [class, context, slot]: symbol, frequency << 8, the slot's position in the symbol << 20; then those of
-    `NearTables`."""
-    bucket: torch.Tensor
-    """int32 [1 or 3, 16]: see `NearTables.bucket`; zeros without."""
-    delta: torch.Tensor
-    """int8 [row]: the class's delta."""
-
-
-def _coder_tables(model: CoderModel, device: torch.device) -> _CoderTables:
-    def make() -> _CoderTables:
-        order = model.order.astype(np.int64)
-        packed = order | model.row_class[order].astype(np.int64) << 22
-        near = model.near
-        entries = [_entries(model, model.freqs), *([] if near is None else [_entries(model, near.freqs)])]
-        bucket = np.zeros((model.contexts, BUCKETS), np.uint8) if near is None else near.bucket
-        return _CoderTables(
-            _there(packed.astype(np.int32), device),
-            _there(model.flag_freq[:, order].astype(np.int32), device),
-            _there(np.concatenate(entries), device),
-            _there(bucket.astype(np.int32), device),
-            _there(model.delta[model.row_class].astype(np.int8), device),
-        )
-
-    return derived(model, device, make)
-
-
-def _entries(model: CoderModel, freqs: NDArray[np.uint16]) -> NDArray[np.int32]:
-    """Return tables [class, context, symbol] as `_CoderTables.entries`, flattened."""
-    out = []
-    for reach, (symbol, freq, place) in zip(model.radius.astype(np.int64), lookup(freqs), strict=True):
-        value = np.where(symbol == 2 * reach + 1, _ESCAPED, symbol - reach + 128)
-        out.append((value | freq << 8 | place << 20).astype(np.uint32).view(np.int32))
-    return np.stack(out).reshape(-1)
-
-
-class _TransformTables(NamedTuple):
-    """The arrays of a transform, on the device."""
-
-    stacks: list[tuple[torch.Tensor, torch.Tensor, int, int]]
-    """Of every stack with a transform: mantissa int8 [output, component], gain uint8 [component], first row of its
-    coefficients, and its first output among those of all stacks."""
-    outputs: int
-    """Number of outputs of all stacks."""
-    places: torch.Tensor
-    """int32 [layer, K/V, 3]: first row of the first block's untransformed components, its first stack output, and the
-    number of components in the stack."""
-    mantissa: torch.Tensor
-    """int8 [block, channel, component]; empty without block transforms."""
-    gain: torch.Tensor
-    """uint8 [block, component]."""
-    mean: torch.Tensor
-    """float32 [layer, K/V, head, dim]."""
-
-
-def _transform_tables(transform: Transform, device: torch.device) -> _TransformTables:
-    def make() -> _TransformTables:
-        structure = transform.structure
-        places = np.zeros((structure.coded.layers, structure.halves, 3), dtype=np.int32)
-        stacks, outputs = [], 0
-        for number, (stack, matrix) in enumerate(zip(structure.stacks, transform.stack, strict=True)):
-            trailing = structure.trailing_rows(number).start
-            for index, layer in enumerate(stack.layers):
-                before = index * structure.per_layer
-                row = trailing + before * (structure.width - stack.kept)
-                places[layer, stack.kind] = row, outputs + before * stack.kept, stack.kept
-            if stack.kept:
-                mantissa, gain = (_there(part, device) for part in matrix)
-                stacks.append((mantissa, gain, structure.first_rows[number], outputs))
-            outputs += structure.width_of(stack)
-        mantissa, gain = (_there(part, device) for part in transform.block or NO_MATRIX)
-        mean = _there(transform.mean.astype(np.float32), device)
-        return _TransformTables(stacks, outputs, _there(places, device), mantissa, gain, mean)
-
-    return derived(transform, device, make)
-
-
-def _there(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    # Copy: torch rejects read-only arrays.
-    return torch.from_numpy(np.array(array, order="C")).to(device)

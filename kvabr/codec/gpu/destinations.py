@@ -6,6 +6,7 @@ Both are addresses, one for each layer's keys and values, and offsets from these
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -20,8 +21,10 @@ from kvabr.types.errors import FormatError
 class Destination:
     """What the kernels need to know."""
 
+    address: int
+    """Of the first element, to which the next are added."""
     addresses: NDArray[np.int64]
-    """[layer, K/V], flattened."""
+    """[layer, K/V], flattened: in bytes."""
     offsets: NDArray[np.int64]
     """[token]: in elements; negative: not written."""
     strides: tuple[int, int]
@@ -33,9 +36,10 @@ class Destination:
     def of_tensor(cls, out: torch.Tensor) -> Destination:
         """Describe a tensor [layer, K/V, head, token, dim]."""
         by_layer, by_half, by_head, by_token, by_dim = out.stride()
-        layer, half = np.arange(out.shape[0])[:, None] * by_layer, np.arange(out.shape[1]) * by_half
-        addresses = out.data_ptr() + out.element_size() * (layer + half).reshape(-1)
-        return cls(addresses, np.arange(out.shape[3]) * by_token, (by_head, by_dim), out.dtype, out.device)
+        size = out.element_size()
+        addresses = _grid(out.shape[0], by_layer * size, out.shape[1], by_half * size)
+        offsets = _grid(out.shape[3], by_token, 1, 0)
+        return cls(out.data_ptr(), addresses, offsets, (by_head, by_dim), out.dtype, out.device)
 
     @classmethod
     def of_blocks(cls, blocks: BlockSlots) -> Destination:
@@ -45,7 +49,13 @@ class Destination:
         size, slots = first.shape[2], blocks.slots
         offsets = np.where(slots < 0, -1, slots // size * by_block + slots % size * by_token)
         addresses = np.array([view.data_ptr() for layer in blocks.layers for view in layer], np.int64)
-        return cls(addresses, offsets, (by_head, by_dim), first.dtype, first.device)
+        return cls(0, addresses, offsets, (by_head, by_dim), first.dtype, first.device)
+
+
+@lru_cache(maxsize=256)
+def _grid(rows: int, by_row: int, columns: int, by_column: int) -> NDArray[np.int64]:
+    """Return where the elements of a matrix are, row by row; not to be modified. Groups of a cache are alike."""
+    return (np.arange(rows)[:, None] * by_row + np.arange(columns) * by_column).reshape(-1)
 
 
 def check_blocks(job: DecodeJob, blocks: BlockSlots) -> None:

@@ -4,9 +4,13 @@
 Importing this module needs Triton. No kernel trusts a payload: reads are masked with lengths that the host has checked,
 writes depend only on the model's shapes, and so does the running time. Corrupt payloads are reported in ``status``.
 
-Sums of int16 products use int8 tensor cores. A matrix entry is mantissa * gain[component], and gain * vector fits 24
-bits, i.e. three signed int8 limbs. Each limb's sum is exact in int32 (at most 2^14 terms of at most 2^14), and
-everything after is done in int64, of which the low 32 bits are kept.
+`read_rows` decodes a stream per program. With many of them, a step looks its states up in a coarse table first, of
+which a multiprocessor's cache holds 32 times as many, and in the whole one only where a symbol ends within a slot of
+the coarse one. `prepare` turns indices into what matrices are multiplied with; `unstack` and `finish` multiply. Sums of
+int16 products use int8 tensor cores. A matrix entry is mantissa * gain[component], and gain * vector fits 24 bits, i.e.
+three signed int8 limbs, which are split once, where the vector is made. Their planes lie component by component, as
+tensor cores want them. The products with a limb are added up, and shifted by 8 bits before those of the next lower one:
+all in int32, of which only the low bits count, so it may overflow.
 """
 
 import triton
@@ -18,58 +22,119 @@ ROW_MASK: tl.constexpr = tl.constexpr((1 << 22) - 1)
 ESCAPED: tl.constexpr = tl.constexpr(255)
 """Escape mark in the low byte of a table's entry; other symbols are stored as their value plus 128."""
 
+_RANKS: tl.constexpr = tl.constexpr(
+    """{
+    .reg .pred p, q, near;
+    .reg .b32 m, n, under, a, b, c, one;
+    setp.ne.s32 p, $4, 0;
+    setp.ne.s32 q, $5, 0;
+    vote.sync.ballot.b32 m, p, 0xffffffff;
+    vote.sync.ballot.b32 n, q, 0xffffffff;
+    mov.u32 under, %lanemask_lt;
+    sub.s32 a, $7, $6;
+    setp.eq.s32 near, a, 1;
+    and.b32 a, m, under;
+    and.b32 b, n, under;
+    popc.b32 a, a;
+    popc.b32 b, b;
+    popc.b32 c, m;
+    popc.b32 n, n;
+    selp.b32 one, 1, 0, p;
+    selp.b32 m, b, 0, near;
+    add.s32 $0, a, m;
+    add.s32 one, one, a;
+    selp.b32 m, one, c, near;
+    add.s32 $1, m, b;
+    add.s32 c, c, n;
+    mov.b32 $2, c;
+    mov.b32 $3, c;
+    }"""
+)
+"""How many marked lanes come before each of a thread's two, and how many are marked in all: of 64 lanes in a warp, two
+to a thread, either neighbours or half of them apart, as the compiler has laid them out."""
+
 
 @triton.jit
-def _advance(state, freq, place, active, marked, words, word, word_end):
-    """Advance all lanes by one rANS step; return states, words used, ranks of the marked lanes, and their number."""
+def _ranks(marked, lanes, VOTES: tl.constexpr):
+    """Return for each of 64 lanes how many before it are marked, and how many are marked in all, both [64]."""
+    if VOTES:
+        return tl.inline_asm_elementwise(
+            _RANKS,
+            "=&r,=&r,=&r,=&r,r,r,r,r",
+            [marked.to(tl.int32), lanes],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=2,
+        )
+    upto = tl.cumsum(marked.to(tl.int32), 0)
+    return upto - marked.to(tl.int32), tl.zeros((64,), tl.int32) + tl.max(upto, 0)
+
+
+@triton.jit
+def _advance(state, freq, place, active, lanes, words, word, word_end, VOTES: tl.constexpr):
+    """Advance all lanes by one rANS step; return states, and words used."""
     state = tl.where(active, freq.to(tl.uint32) * (state >> 12) + place.to(tl.uint32), state)
     low = active & (state < 65536)
-    # One scan for two counts: there are only 64 lanes.
-    upto = tl.cumsum(low.to(tl.int32) + (marked.to(tl.int32) << 8), 0)
-    total = tl.max(upto, 0)
-    at = word + (upto & 255) - 1
+    before, total = _ranks(low, lanes, VOTES)
+    at = word + before
     more = tl.load(words + at, mask=low & (at < word_end), other=0).to(tl.uint16, bitcast=True).to(tl.uint32)
     state = tl.where(low, (state << 16) | more, state)
-    return state, word + (total & 255), (upto >> 8) - 1, total >> 8
+    return state, word + total
+
+
+@triton.jit
+def _below(index, code, stride, token, tokens, REFINES: tl.constexpr):
+    """Return what a row has below, int32 [64], of up to 64 tokens."""
+    lower = tl.zeros((64,), tl.int32)
+    if REFINES:
+        lower = tl.load(index + (code & ROW_MASK) * stride + token, mask=token < tokens, other=0).to(tl.int32)
+    return lower
 
 
 @triton.jit
 def read_rows(
     data,  # int16: all payloads
-    parts,  # int64 [group, 5]: where in it the states are, the words, and how many; the escapes, and how many
+    parts,  # int64 [program, 8]: see `kvabr.codec.native.reference.gather`
     tokens_of,  # int32 [group]
     coding_order,  # int32 [row]: row | class << 22, in coding order
     chances,  # int32 [1 or 2, row]: of a set flag, in coding order
-    entries,  # int32 [class, context, slot]: symbol, frequency << 8, place << 20; then those of near tables
+    entries,  # int32 [class, context, slot]: symbol, frequency << 8, first slot << 20; then those of near tables
+    coarse,  # int32 [class, context, slot >> COARSE]: the same, or 0 if a symbol ends within; then those of near tables
     bucket,  # int32 [1 or 3, 16]: contexts of near tables
     refers,  # int32 [group]: whether tokens refer to others
     lane_of,  # uint8 [group, place]: the place of the tile that is referred to, below 64
     below_live,  # int8 [group, tile, row]: whether the row below has any index but 0; unused by a base
     index,  # int16 [group, row, token]: zeros, or thrice the indices below; becomes the indices
-    listed,  # int32 [group, row]: scratch
-    status,  # int32 [group]: set to 1 if the payload is not one
+    listed,  # int32 [program, most]: scratch
+    status,  # int32 [program]: set to 1 if the stream is not one
     rows,
-    stride,  # of a row of `index`: tokens in whole tiles
+    most,  # rows of a stream
+    stride,  # of a row of `index`: tokens in whole tiles; a group has fewer than 2^31 indices
     near_first,  # where in `entries` the near tables begin
     near_count,  # their contexts
     REFINES: tl.constexpr,
     NEAR: tl.constexpr,
+    VOTES: tl.constexpr,
+    COARSE: tl.constexpr,  # 0: there is no coarse table
 ):
-    """Entropy decode one depth; a program handles a group, whose tokens are in the order in which they are coded."""
-    group = tl.program_id(0).to(tl.int64)
+    """Entropy decode one depth; a program handles a stream of a group, whose tokens are in the order of coding."""
+    program = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, 64)
-    parts += group * 5
-    words = data + tl.load(parts + 1)
-    word = tl.zeros((), tl.int64)
-    word_end = tl.load(parts + 2)
+    parts += program * 8
+    group = tl.load(parts)
+    halves = data + tl.load(parts + 1) + 2 * lanes
+    words = data + tl.load(parts + 2)
     escapes = data + tl.load(parts + 3)
-    escape = tl.zeros((), tl.int64)
-    escape_end = tl.load(parts + 4)
-    halves = data + tl.load(parts) + 2 * lanes
+    word_end = tl.load(parts + 4).to(tl.int32)
+    escape_end = tl.load(parts + 5).to(tl.int32)
+    stream = tl.load(parts + 6).to(tl.int32)
+    streams = tl.load(parts + 7).to(tl.int32)
+    word = tl.zeros((64,), tl.int32)
+    escape = tl.zeros((64,), tl.int32)
     low_half = tl.load(halves).to(tl.uint16, bitcast=True).to(tl.uint32)
     state = (tl.load(halves + 1).to(tl.uint16, bitcast=True).to(tl.uint32) << 16) | low_half
     tokens = tl.load(tokens_of + group)
-    listed += group * rows
+    listed += program * most
     index += group * rows * stride
     below_live += group * (stride // 128) * rows
     bad = lanes < 0
@@ -77,8 +142,8 @@ def read_rows(
     referring = tl.load(refers + group)
 
     for tile in range(tl.cdiv(tokens, 128)):
-        live = tl.zeros((), tl.int32)
-        for start in range(0, rows, 64):
+        live = tl.zeros((64,), tl.int32)
+        for start in range(stream * 64, rows, streams * 64):
             which = start + lanes
             there = which < rows
             code = tl.load(coding_order + which, mask=there, other=0)
@@ -90,97 +155,103 @@ def read_rows(
             flag = there & (slot < chance)
             freq = tl.where(flag, chance, 4096 - chance)
             place = tl.where(flag, slot, slot - chance)
-            state, word, nth, count = _advance(state, freq, place, there, flag, words, word, word_end)
-            tl.store(listed + live + nth, code, mask=flag)
+            state, word = _advance(state, freq, place, there, lanes, words, word, word_end, VOTES)
+            before, count = _ranks(flag, lanes, VOTES)
+            tl.store(listed + live + before, code, mask=flag)
             live += count
         tl.debug_barrier()  # other threads read the list
 
-        # A unit is up to 64 tokens of a live row. Rows are prefetched two units ahead and indices below one ahead,
-        # since neither depends on the states.
+        # A live row takes two steps, the second without any tokens if the tile has no more than 64. Rows are known
+        # three ahead, and indices below two ahead, since neither depends on the states.
         first = tile * 128
-        steps = tl.cdiv(tl.minimum(tokens - first, 128), 64)
-        units = live * steps
-        code = tl.load(listed, mask=units > 0, other=0)
-        after = tl.load(listed + 1 // steps, mask=units > 1, other=0)
-        at = first + lanes
-        lower = tl.zeros((64,), tl.int32)
-        before = tl.zeros((64,), tl.int32)  # indices of the unit before
+        live_rows = tl.max(live, 0)
+        code = tl.load(listed, mask=live_rows > 0, other=0)
+        code_1 = tl.load(listed + 1, mask=live_rows > 1, other=0)
+        code_2 = tl.load(listed + 2, mask=live_rows > 2, other=0)
+        token_0 = first + lanes
+        token_1 = first + 64 + lanes
         lane = lanes
         if NEAR:
-            there = first + 64 + lanes < tokens
-            lane = tl.load(lane_of + first + 64 + lanes, mask=there, other=0).to(tl.int32) & 63
-        if REFINES:
-            place_in = (code & ROW_MASK).to(tl.int64) * stride
-            lower = tl.load(index + place_in + at, mask=at < tl.where(units > 0, tokens, 0), other=0).to(tl.int32)
-        for unit in range(units):
-            at = first + (unit % steps) * 64 + lanes
-            active = at < tokens
-            later = tl.load(listed + (unit + 2) // steps, mask=unit + 2 < units, other=0)
-            lower_after = lower
-            if REFINES:
-                at_after = first + ((unit + 1) % steps) * 64 + lanes
-                place_in = (after & ROW_MASK).to(tl.int64) * stride
-                there = at_after < tl.where(unit + 1 < units, tokens, 0)
-                lower_after = tl.load(index + place_in + at_after, mask=there, other=0).to(tl.int32)
+            lane = tl.load(lane_of + token_1, mask=token_1 < tokens, other=0).to(tl.int32) & 63
+        lower_0 = _below(index, code, stride, token_0, tokens, REFINES)
+        lower_1 = _below(index, code, stride, token_1, tokens, REFINES)
+        next_0 = _below(index, code_1, stride, token_0, tokens, REFINES)
+        next_1 = _below(index, code_1, stride, token_1, tokens, REFINES)
+        for row in range(live_rows):
+            later_0 = _below(index, code_2, stride, token_0, tokens, REFINES)
+            later_1 = _below(index, code_2, stride, token_1, tokens, REFINES)
+            code_3 = tl.load(listed + row + 3, mask=row + 3 < live_rows, other=0)
             table = code >> ROW_BITS
-            slot = (state & 4095).to(tl.int32)
-            if REFINES:
-                # `lower` is three times the index below: 3 for 1, 6 or more for larger ones.
-                context = (lower != 0).to(tl.int32) + (tl.abs(lower) > 3).to(tl.int32)
-                slot += (table * 3 + context) * 4096
-            else:
-                slot += table * 4096
-            minus = lower < 0
-            if NEAR:
-                near = (referring != 0) & (unit % steps == 1)
-                referred = tl.minimum(tl.maximum(tl.gather(before, lane, 0), -127), 127)
-                turned = tl.where(lower == 0, referred < 0, minus)
-                which = tl.where(turned, -referred, referred)
+            to = index + (code & ROW_MASK) * stride
+            earlier = lower_0  # indices of the first step
+            for half in tl.static_range(2):
+                token = token_0 if half == 0 else token_1
+                lower = lower_0 if half == 0 else lower_1
+                active = token < tokens
+                low = (state & 4095).to(tl.int32)
+                slot = table * 4096 + low
                 if REFINES:
-                    which = tl.minimum(tl.maximum(which - tl.minimum(tl.abs(lower), 126), -8), 7) + 8 + context * 16
+                    # `lower` is three times the index below: 3 for 1, 6 or more for larger ones.
+                    context = (lower != 0).to(tl.int32) + (tl.abs(lower) > 3).to(tl.int32)
+                    slot = (table * 3 + context) * 4096 + low
+                minus = lower < 0
+                if NEAR and half == 1:
+                    referred = tl.minimum(tl.maximum(tl.gather(earlier, lane, 0), -127), 127)
+                    turned = tl.where(lower == 0, referred < 0, minus)
+                    which = tl.where(turned, -referred, referred)
+                    if REFINES:
+                        which = tl.minimum(tl.maximum(which - tl.minimum(tl.abs(lower), 126), -8), 7) + 8 + context * 16
+                    else:
+                        which = tl.minimum(which, 15)
+                    which = table * near_count + tl.load(bucket + which)
+                    slot = tl.where(referring != 0, near_first + which * 4096 + low, slot)
+                    minus = tl.where(referring != 0, turned, minus)
+                if COARSE == 0:
+                    entry = tl.load(entries + slot)
                 else:
-                    which = tl.minimum(which, 15)
-                which = table * near_count + tl.load(bucket + which)
-                slot = tl.where(near, near_first + which * 4096 + (state & 4095).to(tl.int32), slot)
-                minus = tl.where(near, turned, minus)
-            entry = tl.load(entries + slot)
-            symbol = entry & 255
-            escaped = active & (symbol == ESCAPED)
-            state, word, nth, count = _advance(
-                state, (entry >> 8) & 4095, (entry >> 20) & 4095, active, escaped, words, word, word_end
-            )
-            nth += escape
-            far = tl.load(escapes + nth, mask=escaped & (nth < escape_end), other=0).to(tl.int32)
-            escape += count
-            bad |= escaped & (far == -32768)
-            value = tl.where(escaped, far, symbol - 128)
-            if REFINES or NEAR:
-                value = tl.where(minus, -value, value)
-            if REFINES:
-                value = tl.minimum(tl.maximum(lower + value, -32768), 32767)
-            before = value
-            tl.store(index + (code & ROW_MASK).to(tl.int64) * stride + at, value.to(tl.int16), mask=active)
-            code = after
-            after = later
-            lower = lower_after
+                    entry = tl.load(coarse + (slot >> COARSE))
+                    entry = tl.where(entry == 0, tl.load(entries + slot, mask=entry == 0, other=0), entry)
+                symbol = entry & 255
+                place = low - ((entry >> 20) & 4095)
+                state, word = _advance(state, (entry >> 8) & 4095, place, active, lanes, words, word, word_end, VOTES)
+                escaped = active & (symbol == ESCAPED)
+                before, count = _ranks(escaped, lanes, VOTES)
+                nth = escape + before
+                far = tl.load(escapes + nth, mask=escaped & (nth < escape_end), other=0).to(tl.int32)
+                escape += count
+                bad |= escaped & (far == -32768)
+                value = tl.where(escaped, far, symbol - 128)
+                if REFINES or (NEAR and half == 1):
+                    value = tl.where(minus, -value, value)
+                if REFINES:
+                    value = tl.minimum(tl.maximum(lower + value, -32768), 32767)
+                earlier = value
+                tl.store(to + token, value.to(tl.int16), mask=active)
+            code = code_1
+            code_1 = code_2
+            code_2 = code_3
+            lower_0 = next_0
+            lower_1 = next_1
+            next_0 = later_0
+            next_1 = later_1
         below_live += rows
         tl.debug_barrier()  # the next tile overwrites the list
 
-    wrong = tl.max((bad | (state != 65536)).to(tl.int32), 0)
-    wrong = tl.where((word != word_end) | (escape != escape_end), 1, wrong)
-    tl.store(status + group, wrong)
+    wrong = bad | (state != 65536) | (word != word_end) | (escape != escape_end)
+    tl.store(status + program, tl.max(wrong.to(tl.int32), 0))
 
 
 @triton.jit
 def triple(
     index,  # int16 [group, row, token]: becomes three times itself, saturating
     live,  # int8 [group, tile, row]: set to whether any was not 0
+    groups,  # int32 [program]: the groups that it is done to
     rows,
     stride,
     ROWS: tl.constexpr,
 ):
     """Triple the indices of one depth for the next one; a program handles a few rows of a tile."""
-    group = tl.program_id(2).to(tl.int64)
+    group = tl.load(groups + tl.program_id(2)).to(tl.int64)
     tile = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < rows
@@ -193,129 +264,162 @@ def triple(
 
 
 @triton.jit
-def _dequantised(index, delta):
-    """Return indices as coefficients in units of step/16."""
-    value = tl.minimum(tl.maximum(index.to(tl.int32), -2047), 2047)
-    return 16 * value - tl.where(value < 0, -1, tl.where(value > 0, 1, 0)) * delta.to(tl.int32)
-
-
-@triton.jit
-def _limbs(value):
-    """Split signed 24-bit numbers into three signed int8 limbs, highest first."""
+def _store_limbs(planes, plane, at, value, mask):
+    """Split signed 24-bit numbers into three signed int8 limbs, and store these in their planes, highest first."""
     rest = (value + 128) >> 8
     low = value - (rest << 8)
     high = (rest + 128) >> 8
-    return high.to(tl.int8), (rest - (high << 8)).to(tl.int8), low.to(tl.int8)
+    tl.store(planes + at, high.to(tl.int8), mask=mask)
+    tl.store(planes + plane + at, (rest - (high << 8)).to(tl.int8), mask=mask)
+    tl.store(planes + 2 * plane + at, low.to(tl.int8), mask=mask)
 
 
 @triton.jit
-def _joined(high, middle, low):
-    """Join the sums of limbs exactly."""
-    return (high.to(tl.int64) << 16) + (middle.to(tl.int64) << 8) + low.to(tl.int64)
+def prepare(
+    index,  # int16 [group, row, token]
+    delta,  # int8 [track, row]
+    track_of,  # int32 [group]: which of the rows of `delta` is its own
+    gain,  # uint8 [row]: of the matrix that the row is multiplied with first
+    places,  # int32 [row]: where in a token's planes it goes
+    planes,  # int8 [limb, group, token, place]: set
+    plane,  # numbers in a plane
+    tokens_of,  # int32 [group]
+    rows,
+    stride,
+    width,  # places of a token
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    RUN: tl.constexpr,  # places are neighbours in runs of as many
+):
+    """Turn indices into coefficients, times their gains, in limbs; a program handles a tile of rows and tokens."""
+    group = tl.program_id(2).to(tl.int64)
+    if tl.program_id(1) * TOKENS >= tl.load(tokens_of + group):
+        return
+    plane = tl.cast(plane, tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = row < rows
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    at = index + (group * rows + row.to(tl.int64))[:, None] * stride + token[None, :]
+    value = tl.load(at, mask=there[:, None], other=0).to(tl.int32)
+    value = tl.minimum(tl.maximum(value, -2047), 2047)
+    nearer = tl.load(delta + tl.load(track_of + group) * rows + row, mask=there, other=0).to(tl.int32)
+    value = 16 * value - tl.where(value < 0, -1, tl.where(value > 0, 1, 0)) * nearer[:, None]
+    value = value * tl.load(gain + row, mask=there, other=0).to(tl.int32)[:, None]
+    place = tl.load(places + row, mask=there, other=0)
+    place = tl.max_contiguous(tl.multiple_of(place, RUN), RUN)
+    at = (group * stride + token[None, :].to(tl.int64)) * width + place[:, None]
+    _store_limbs(planes, plane, at, value, there[:, None])
+
+
+@triton.jit
+def _multiplied(matrix, planes, plane, size, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, COMPONENTS: tl.constexpr):
+    """Return the products of the rows of a matrix with vectors in limbs, int32 [row, token], wrapping.
+
+    ``matrix`` are pointers to the first components of its rows, [row, component], and ``planes`` those of the vectors,
+    [component, token]. Components come in whole tiles.
+    """
+    total = tl.zeros((OUTPUTS, TOKENS), tl.int32)
+    for limb in tl.static_range(3):
+        total = total << 8
+        for start in range(0, size, COMPONENTS):
+            total = tl.dot(tl.load(matrix + start), tl.load(planes + limb * plane + start), total, out_dtype=tl.int32)
+    return total
 
 
 @triton.jit
 def unstack(
-    index,  # int16 [group, row, token]
-    delta,  # int8 [row]
-    mantissa,  # int8 [output, component]
-    gain,  # uint8 [component]
-    y,  # int16 [group, output of any stack, token]
+    planes,  # int8 [limb, group, token, place]: of what `prepare` wrote, products are set
+    plane,  # numbers in a plane
+    tiles,  # int64 [program, 5]: where in `mantissa` the rows of a tile begin, components padded to whole tiles, the
+    # place of the first one; the tile's first output, and where those of its stack end, both among those of all stacks
+    mantissa,  # int8: [output, component] of each stack, padded with zeros
+    gain,  # uint8 [output]: of the matrix that it is multiplied with next
+    places,  # int32 [output]: where it goes
     tokens_of,  # int32 [group]
-    first_row,  # of the stack in `index`
-    first_y,  # and in `y`
-    size,
-    rows,
-    y_rows,
     stride,
+    width,
     OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
     COMPONENTS: tl.constexpr,
+    RUN: tl.constexpr,  # see `prepare`
 ):
-    """Apply the inverse transform of one stack; a program handles a tile of outputs and tokens."""
+    """Apply the inverse transforms of the stacks; a program handles a tile of outputs and tokens."""
     group = tl.program_id(2).to(tl.int64)
     if tl.program_id(1) * TOKENS >= tl.load(tokens_of + group):
         return
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    plane = tl.multiple_of(tl.cast(plane, tl.int64), COMPONENTS)
+    tiles += tl.program_id(0) * 5
+    size = tl.multiple_of(tl.load(tiles + 1).to(tl.int32), COMPONENTS)
+    matrix = mantissa + tl.multiple_of(tl.load(tiles), COMPONENTS)
+    first = tl.multiple_of(tl.load(tiles + 2).to(tl.int32), COMPONENTS)
+    output = tl.multiple_of(tl.load(tiles + 3).to(tl.int32), RUN) + tl.arange(0, OUTPUTS)
+    there = output < tl.multiple_of(tl.load(tiles + 4).to(tl.int32), RUN)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    index += (group * rows + first_row) * stride
-    high = tl.zeros((OUTPUTS, TOKENS), tl.int32)
-    middle = tl.zeros((OUTPUTS, TOKENS), tl.int32)
-    low = tl.zeros((OUTPUTS, TOKENS), tl.int32)
-    for start in range(0, size, COMPONENTS):
-        component = start + tl.arange(0, COMPONENTS)
-        there = component < size
-        matrix = tl.load(
-            mantissa + output.to(tl.int64)[:, None] * size + component[None, :],
-            mask=(output < size)[:, None] & there[None, :],
-            other=0,
-        )
-        at = index + component.to(tl.int64)[:, None] * stride + token[None, :]
-        value = tl.load(at, mask=there[:, None], other=0)
-        value = _dequantised(value, tl.load(delta + first_row + component, mask=there, other=0)[:, None])
-        weight = tl.load(gain + component, mask=there, other=0).to(tl.int32)
-        limb2, limb1, limb0 = _limbs(value * weight[:, None])
-        high = tl.dot(matrix, limb2, high, out_dtype=tl.int32)
-        middle = tl.dot(matrix, limb1, middle, out_dtype=tl.int32)
-        low = tl.dot(matrix, limb0, low, out_dtype=tl.int32)
-    total = (_joined(high, middle, low) + 8192).to(tl.int32) >> 14
+    component = tl.arange(0, COMPONENTS)
+    base = (group * stride + token.to(tl.int64)) * width
+    rows = matrix + tl.arange(0, OUTPUTS)[:, None] * size + component[None, :]
+    vectors = planes + first + base[None, :] + component[:, None]
+    total = _multiplied(rows, vectors, plane, size, OUTPUTS, TOKENS, COMPONENTS)
+    total = (total + 8192) >> 14
     total = tl.minimum(tl.maximum(total, -32768), 32767)
-    at = y + (group * y_rows + first_y + output.to(tl.int64))[:, None] * stride + token[None, :]
-    tl.store(at, total.to(tl.int16), mask=(output < size)[:, None])
+    total = total * tl.load(gain + output, mask=there, other=0).to(tl.int32)[:, None]
+    place = tl.load(places + output, mask=there, other=0)
+    place = tl.max_contiguous(tl.multiple_of(place, RUN), RUN)
+    at = base[None, :] + place[:, None]
+    _store_limbs(planes, plane, at, total, there[:, None])
 
 
 @triton.jit
-def _components(index, delta, y, row, y_row, component, kept, width, token, stride):
-    """Load a tile of one block's input: outputs of a stack, and the components outside of it."""
-    from_stack = component < kept
-    at = y + (y_row + component).to(tl.int64)[:, None] * stride + token[None, :]
-    one = tl.load(at, mask=from_stack[:, None], other=0).to(tl.int32)
-    trailing = (component >= kept) & (component < width)
-    at = index + (row + component - kept).to(tl.int64)[:, None] * stride + token[None, :]
-    other = tl.load(at, mask=trailing[:, None], other=0)
-    return one + _dequantised(other, tl.load(delta + row + component - kept, mask=trailing, other=0)[:, None])
+def _joined(planes, plane, at):
+    """Return the numbers of which the limbs are there."""
+    high = tl.load(planes + at).to(tl.int32)
+    middle = tl.load(planes + plane + at).to(tl.int32)
+    return (high << 16) + (middle << 8) + tl.load(planes + 2 * plane + at).to(tl.int32)
 
 
 @triton.jit
-def _store(out, at, value, mask, KIND: tl.constexpr):
-    """Round and store for the output type: 0 is float32, 1 float16, 2 bfloat16."""
+def _store(out, at, value, mask, KIND: tl.constexpr, RUN: tl.constexpr):
+    """Round and store for the output type: 0 is float32, 1 float16, 2 bfloat16; addresses are multiples of ``RUN``."""
     if KIND == 0:
-        tl.store(out.to(tl.pointer_type(tl.float32)) + at, value, mask=mask)
+        out = tl.multiple_of(out.to(tl.pointer_type(tl.float32)), 4 * RUN)
+        tl.store(out + at, value, mask=mask)
     elif KIND == 1:
+        out = tl.multiple_of(out.to(tl.pointer_type(tl.float16)), 2 * RUN)
         value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
-        tl.store(out.to(tl.pointer_type(tl.float16)) + at, value.to(tl.float16), mask=mask)
+        tl.store(out + at, value.to(tl.float16), mask=mask)
     else:
         # Round to nearest even in integers; values are never infinite or NaN.
-        bits = value.to(tl.uint32, bitcast=True).to(tl.int64)
-        bits = (bits + 32767 + ((bits >> 16) & 1)) >> 16
-        tl.store(out.to(tl.pointer_type(tl.int16)) + at, bits.to(tl.int16), mask=mask)
+        bits = value.to(tl.uint32, bitcast=True)
+        bits = (bits + (32767 + ((bits >> 16) & 1))) >> 16
+        out = tl.multiple_of(out.to(tl.pointer_type(tl.int16)), 2 * RUN)
+        tl.store(out + at, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
 
 
 @triton.jit
 def finish(
-    index,  # int16 [group, row, token]
-    delta,  # int8 [row]
-    y,  # int16 [group, output of any stack, token]
-    places,  # int32 [layer, K/V, 3]: first rows of the first block in `index` and in `y`, components kept
-    mantissa,  # int8 [layer, K/V, block, channel, component]
-    gain,  # uint8 [layer, K/V, block, component]
-    scale,  # float32 [layer, K/V]
+    planes,  # int8 [limb, group, token, place]
+    plane,  # numbers in a plane
+    first_place,  # of the first block; those of each fill whole tiles of components
+    mantissa,  # int8 [layer, K/V, block, channel, component], components padded to whole tiles
+    scale,  # float32 [track, layer, K/V]
+    track_of,  # int32 [group]: which of the scales are its own
     mean,  # float32 [group, layer, K/V, head, dim]
-    mean_stride,  # from group to group; 0 if all have the same
-    cos,  # float32 [group, place, pair]
+    mean_of,  # int32 [group]: which of the means are its own
+    cos,  # float32 [position, pair]
     sin,
+    position_of,  # int32 [group, place]: of the token; negative: it is not turned
     outs,  # int64 [group, layer, K/V]: addresses
     offset_of,  # int64 [group, place]: where in each of these the token is, in elements; negative: nowhere
     tokens_of,  # int32 [group]
     stride_head,
     stride_dim,
-    rows,
-    y_rows,
     stride,
+    width,
     layers_kv,
     heads,
     dim,
     block_heads,
+    padded,  # components of a block
     turned,  # pairs that the rotary embedding turns
     begin,  # first dimension that it turns
     HALVES: tl.constexpr,
@@ -325,6 +429,8 @@ def finish(
     PAIRS: tl.constexpr,
     TOKENS: tl.constexpr,
     COMPONENTS: tl.constexpr,
+    WHOLE: tl.constexpr,  # all pairs of every tile have two channels
+    RUN: tl.constexpr,  # channels of pairs are neighbours in memory in runs of as many, at multiples of it
 ):
     """Inverse block transform, scale, mean, rotation, rounding; a program handles some pairs of channels of a head.
 
@@ -336,6 +442,7 @@ def finish(
     token_tiles = stride // TOKENS
     if (job % token_tiles) * TOKENS >= tokens:
         return
+    plane = tl.multiple_of(tl.cast(plane, tl.int64), COMPONENTS)
     token = (job % token_tiles) * TOKENS + tl.arange(0, TOKENS)
     job = job // token_tiles
     pair_tiles = tl.cdiv(tl.cdiv(dim, 2), PAIRS)
@@ -344,74 +451,58 @@ def finish(
     head = job % heads
     layer_kv = job // heads
     kv = layer_kv % HALVES
-    turned = tl.where(kv == 1, 0, turned)
-    block = head // block_heads
-    width = block_heads * dim
+    turned_here = tl.where(kv == 1, 0, turned)
+    blocks = heads // block_heads
+    block = layer_kv * blocks + head // block_heads
     # Positions of a pair's two channels within a head.
-    rest = pair - turned
-    halves = (dim - 2 * turned + 1) // 2
+    rest = pair - turned_here
+    halves = (dim - 2 * turned_here + 1) // 2
     if INTERLEAVED:
-        one = tl.where(rest < 0, 2 * pair, 2 * turned + rest)
-        two = tl.where(rest < 0, 2 * pair + 1, 2 * turned + rest + halves)
+        one = tl.where(rest < 0, 2 * pair, 2 * turned_here + rest)
+        two = tl.where(rest < 0, 2 * pair + 1, 2 * turned_here + rest + halves)
     else:
-        one = tl.where(rest < 0, pair, 2 * turned + rest)
-        two = tl.where(rest < 0, pair + turned, 2 * turned + rest + halves)
+        one = tl.where(rest < 0, pair, 2 * turned_here + rest)
+        two = tl.where(rest < 0, pair + turned_here, 2 * turned_here + rest + halves)
     has_one = rest < halves
     has_two = has_one & (two < dim)
-    one = tl.where(has_one, (one + begin) % dim, one)
-    two = tl.where(has_two, (two + begin) % dim, two)
+    one = tl.where(has_one, (one + begin) % dim, 0)
+    two = tl.where(has_two, (two + begin) % dim, 0)
+    one = tl.max_contiguous(tl.multiple_of(one, RUN), RUN)
+    two = tl.max_contiguous(tl.multiple_of(two, RUN), RUN)
 
-    index += group * rows * stride
-    y += group * y_rows * stride
-    kept = tl.load(places + layer_kv * 3 + 2)
-    row = tl.load(places + layer_kv * 3) + block * (width - kept)
-    y_row = tl.load(places + layer_kv * 3 + 1) + block * kept
     channel = (head % block_heads) * dim
+    base = (group * stride + token.to(tl.int64)) * width + first_place + block * padded
     if BLOCKS:
-        blocks = heads // block_heads
-        base = (layer_kv * blocks + block).to(tl.int64) * width
-        matrix = mantissa + base * width
-        a2 = tl.zeros((PAIRS, TOKENS), tl.int32)
-        a1 = tl.zeros((PAIRS, TOKENS), tl.int32)
-        a0 = tl.zeros((PAIRS, TOKENS), tl.int32)
-        b2 = tl.zeros((PAIRS, TOKENS), tl.int32)
-        b1 = tl.zeros((PAIRS, TOKENS), tl.int32)
-        b0 = tl.zeros((PAIRS, TOKENS), tl.int32)
-        for start in range(0, width, COMPONENTS):
-            component = start + tl.arange(0, COMPONENTS)
-            there = component < width
-            value = _components(index, delta, y, row, y_row, component, kept, width, token, stride)
-            weight = tl.load(gain + base + component, mask=there, other=0).to(tl.int32)
-            limb2, limb1, limb0 = _limbs(value * weight[:, None])
-            at = matrix + (channel + one).to(tl.int64)[:, None] * width + component[None, :]
-            part = tl.load(at, mask=has_one[:, None] & there[None, :], other=0)
-            a2 = tl.dot(part, limb2, a2, out_dtype=tl.int32)
-            a1 = tl.dot(part, limb1, a1, out_dtype=tl.int32)
-            a0 = tl.dot(part, limb0, a0, out_dtype=tl.int32)
-            at = matrix + (channel + two).to(tl.int64)[:, None] * width + component[None, :]
-            part = tl.load(at, mask=has_two[:, None] & there[None, :], other=0)
-            b2 = tl.dot(part, limb2, b2, out_dtype=tl.int32)
-            b1 = tl.dot(part, limb1, b1, out_dtype=tl.int32)
-            b0 = tl.dot(part, limb0, b0, out_dtype=tl.int32)
-        first = _joined(a2, a1, a0).to(tl.int32)
-        second = _joined(b2, b1, b0).to(tl.int32)
+        component = tl.arange(0, COMPONENTS)
+        rows = mantissa + (block.to(tl.int64) * block_heads * dim + channel) * padded
+        vectors = planes + base[None, :] + component[:, None]
+        rows_one = rows + one[:, None] * padded + component[None, :]
+        rows_two = rows + two[:, None] * padded + component[None, :]
+        first = tl.zeros((PAIRS, TOKENS), tl.int32)
+        second = tl.zeros((PAIRS, TOKENS), tl.int32)
+        for limb in tl.static_range(3):  # as in `_multiplied`, but each vector is loaded once
+            first = first << 8
+            second = second << 8
+            for start in range(0, padded, COMPONENTS):
+                vector = tl.load(vectors + limb * plane + start)
+                first = tl.dot(tl.load(rows_one + start), vector, first, out_dtype=tl.int32)
+                second = tl.dot(tl.load(rows_two + start), vector, second, out_dtype=tl.int32)
     else:
-        beyond = channel + dim  # masks reads beyond the head
-        place = tl.where(has_one, channel + one, beyond)
-        first = _components(index, delta, y, row, y_row, place, kept, beyond, token, stride) << 14
-        place = tl.where(has_two, channel + two, beyond)
-        second = _components(index, delta, y, row, y_row, place, kept, beyond, token, stride) << 14
+        base += channel
+        first = _joined(planes, plane, base[None, :] + one[:, None]) << 14
+        second = _joined(planes, plane, base[None, :] + two[:, None]) << 14
 
-    factor = tl.load(scale + layer_kv)
-    means = mean + group * mean_stride + (layer_kv * heads + head) * dim
-    x = first.to(tl.float32) * factor + tl.load(means + one, mask=has_one, other=0.0)[:, None]
-    z = second.to(tl.float32) * factor + tl.load(means + two, mask=has_two, other=0.0)[:, None]
+    factor = tl.load(scale + tl.load(track_of + group) * layers_kv + layer_kv)
+    means = mean + (tl.load(mean_of + group) * layers_kv + layer_kv).to(tl.int64) * heads * dim + head * dim
+    x = first.to(tl.float32) * factor + tl.load(means + one)[:, None]
+    z = second.to(tl.float32) * factor + tl.load(means + two)[:, None]
     within = token < tokens
-    turns = pair < turned
+    turns = pair < turned_here
     if kv == 0:
-        at = (group * stride + token[None, :]) * turned + pair[:, None]
-        mask = turns[:, None] & within[None, :]
-        c = tl.load(cos + at, mask=mask, other=0.0)
+        position = tl.load(position_of + group * stride + token, mask=within, other=-1)
+        at = position[None, :].to(tl.int64) * turned + pair[:, None]
+        mask = turns[:, None] & (position >= 0)[None, :]
+        c = tl.load(cos + at, mask=mask, other=1.0)
         s = tl.load(sin + at, mask=mask, other=0.0)
         turned_x = x * c - z * s
         turned_z = z * c + x * s
@@ -420,8 +511,10 @@ def finish(
     out = tl.load(outs + group * layers_kv + layer_kv)
     offset = tl.load(offset_of + group * stride + token, mask=within, other=-1)
     within = offset >= 0
-    base = head.to(tl.int64) * stride_head + offset[None, :]
-    at = base + one.to(tl.int64)[:, None] * stride_dim
-    _store(out, at, x, has_one[:, None] & within[None, :], KIND)
-    at = base + two.to(tl.int64)[:, None] * stride_dim
-    _store(out, at, z, has_two[:, None] & within[None, :], KIND)
+    offset = tl.multiple_of(offset, RUN)
+    to = head.to(tl.int64) * stride_head + offset[None, :]
+    # A mask that is the same for neighbouring channels lets them be written together.
+    mask_one = within[None, :] if WHOLE else has_one[:, None] & within[None, :]
+    mask_two = within[None, :] if WHOLE else has_two[:, None] & within[None, :]
+    _store(out, to + one[:, None].to(tl.int64) * stride_dim, x, mask_one, KIND, RUN)
+    _store(out, to + two[:, None].to(tl.int64) * stride_dim, z, mask_two, KIND, RUN)

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.gpu import writer_kernels as kernels
-from kvabr.codec.native.coder_model import BUCKETS, CoderModel, Quantiser, derived
-from kvabr.codec.native.reference import HEAD
+from kvabr.codec.gpu.staging import Staging, pinned
+from kvabr.codec.native.coder_model import BUCKETS, CoderModel, Quantiser, derived, usual_streams
+from kvabr.codec.native.reference import payload_heads, rows_of_streams
 from kvabr.codec.native.references import LANES, TILE, References
 from kvabr.types.errors import FormatError
 
@@ -23,6 +24,8 @@ SCRATCH_BYTES = 4 << 30
 One group is always allowed."""
 _ROWS = 16
 """Rows of a tile that a program quantises."""
+_CHUNKS = 4
+"""Programs that copy a stream."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +41,8 @@ class EncodeJob:
     keep: NDArray[np.bool_]
     """[token]: False for tokens that are not coded."""
     references: References | None = None
+    streams: int | None = None
+    """How many to cut the rows into; None: as many as `usual_streams` says."""
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -53,13 +58,13 @@ class EncodeJob:
             raise FormatError("this depth " + ("needs" if self.model.refines else "takes no") + " depth below")
 
 
-def encode_many(jobs: Sequence[EncodeJob]) -> list[bytes]:
+def encode_many(jobs: Sequence[EncodeJob]) -> list[memoryview]:
     """Quantise and code groups on the current stream, many at a time; return what `coder.encode_rows` does for each.
 
-    A group is one program, which codes row after row: few groups do not fill a GPU. Raises `FormatError` if an index is
-    out of reach.
+    A stream of a group is one program, which codes row after row. The payloads of groups that were coded together share
+    memory; who keeps some and not others copies them. Raises `FormatError` if an index is out of reach.
     """
-    out: dict[int, bytes] = {}
+    out: dict[int, memoryview] = {}
     batches: dict[Hashable, list[int]] = {}
     for number, job in enumerate(jobs):
         batches.setdefault(_alike(job), []).append(number)
@@ -71,7 +76,11 @@ def encode_many(jobs: Sequence[EncodeJob]) -> list[bytes]:
 
 
 def _alike(job: EncodeJob) -> Hashable:
-    return id(job.model), job.own, job.lower, job.rows.device, job.rows.stride(0), _stride(job)
+    return id(job.model), job.own, job.lower, job.rows.device, job.rows.stride(0), _stride(job), _streams(job)
+
+
+def _streams(job: EncodeJob) -> int:
+    return job.streams or usual_streams(job.model, job.rows.shape[1])
 
 
 def _stride(job: EncodeJob) -> int:
@@ -87,9 +96,9 @@ def _at_once(job: EncodeJob) -> int:
     return max(1, min(room // each, 1 << 15))
 
 
-def _encode(jobs: Sequence[EncodeJob]) -> list[bytes]:
+def _encode(jobs: Sequence[EncodeJob]) -> list[memoryview]:
     """Encode groups that share a launch."""
-    model, count, stride = jobs[0].model, len(jobs), _stride(jobs[0])
+    model, count, stride, streams = jobs[0].model, len(jobs), _stride(jobs[0]), _streams(jobs[0])
     rows, tiles, device = model.rows, stride // TILE, jobs[0].rows.device
     keep, order = np.zeros((count, stride), np.int8), np.full((count, stride), -1, np.int32)
     lanes = np.zeros((count, stride), np.uint8)
@@ -98,21 +107,32 @@ def _encode(jobs: Sequence[EncodeJob]) -> list[bytes]:
         keep[group, :tokens], order[group, :tokens] = job.keep, np.arange(tokens)
         if job.references is not None:
             order[group, :tokens], lanes[group, :tokens] = job.references.order, job.references.lane
-    refers = [job.references is not None for job in jobs]
+    refers = np.array([job.references is not None for job in jobs], np.int32)
     quantisers = [jobs[0].own, jobs[0].lower or jobs[0].own]
     steps = [number for each in quantisers for number in (each.step, each.dead)]
     # In Triton's interpreter, tensors are on the CPU.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        tables = _tables(model, device)
+        tables, staging = _tables(model, device), Staging(device)
+        pieces = [
+            staging.add(np.array([job.rows.data_ptr() for job in jobs], np.int64)),
+            staging.add(keep),
+            staging.add(order),
+            staging.add(np.array(steps, np.float32)),
+            staging.add(np.array([len(job.keep) for job in jobs], np.int32)),
+            staging.add(refers),
+            staging.add(lanes),
+        ]
+        staging.send()
+        rows_of, keep_of, token_of, steps_there, tokens_of, refers_there, lane_of = map(staging.view, pieces)
         index = torch.empty((count, rows, stride), dtype=torch.int16, device=device)
         below = torch.empty_like(index) if model.refines else index
         marks = torch.empty((count, tiles, rows), dtype=torch.int8, device=device)
         wrong = torch.empty_like(marks)
         kernels.quantise[(-(-rows // _ROWS), tiles, count)](
-            torch.tensor([job.rows.data_ptr() for job in jobs], dtype=torch.int64, device=device),
-            torch.from_numpy(keep).to(device),
-            torch.from_numpy(order).to(device),
-            torch.tensor(steps, dtype=torch.float32, device=device),
+            rows_of,
+            keep_of,
+            token_of,
+            steps_there,
             index,
             below,
             marks,
@@ -125,49 +145,83 @@ def _encode(jobs: Sequence[EncodeJob]) -> list[bytes]:
             num_warps=4,
             enable_fp_fusion=False,
         )
-        # At most a word and an escape for each symbol, and a word for each flag.
-        most = rows * (stride + tiles)
-        words, escapes = (torch.empty((count, most), dtype=torch.int16, device=device) for _ in range(2))
-        states = torch.empty((count, LANES), dtype=torch.int32, device=device)
-        ends = torch.empty((count, 2), dtype=torch.int64, device=device)
-        kernels.write_rows[(count,)](
+        # Of a stream: at most a word and an escape for each symbol, and a word for each flag.
+        own = int(rows_of_streams(rows, streams)[0]) + LANES - 1 & -LANES
+        most = own * (stride + tiles)
+        words, escapes = (torch.empty((count * streams, most), dtype=torch.int16, device=device) for _ in range(2))
+        states = torch.empty((count * streams, LANES), dtype=torch.int32, device=device)
+        ends = torch.empty((count * streams, 2), dtype=torch.int64, device=device)
+        kernels.write_rows[(count * streams,)](
             index,
             below,
             marks,
-            torch.tensor([len(job.keep) for job in jobs], dtype=torch.int32, device=device),
+            tokens_of,
             tables.coding_order,
             tables.chances,
             tables.radius,
             tables.entries,
             tables.bucket,
-            torch.tensor(refers, dtype=torch.int32, device=device),
-            torch.from_numpy(lanes).to(device),
-            torch.empty((count, rows), dtype=torch.int32, device=device),
+            refers_there,
+            lane_of,
+            torch.empty((count * streams, own), dtype=torch.int32, device=device),
             words,
             escapes,
             states,
             ends,
+            streams,
             rows,
+            own,
             stride,
             model.freqs.shape[2],
             most,
             model.freqs.size,
             1 if model.near is None else model.near.freqs.shape[1],
             REFINES=model.refines,
-            NEAR=any(refers) and model.near is not None,
-            num_warps=1,  # a scan within a warp needs no barriers
+            NEAR=bool(refers.any()) and model.near is not None,
+            VOTES=device.type == "cuda",
+            num_warps=1,  # the votes are those of one warp, and need no barriers
             num_stages=1,
             enable_fp_fusion=False,
         )
         if bool(wrong.any()):
             raise FormatError("an index is beyond 16 bits, or cannot be reached from the one below")
-        begins, first = ends.cpu().numpy(), states.cpu().numpy()
-        out = []
-        for group in range(count):
-            word, escape = begins[group].tolist()
-            parts = [part.cpu().numpy().tobytes() for part in (words[group, word:], escapes[group, escape:])]
-            out.append(HEAD.pack(most - word, most - escape) + first[group].astype("<i4").tobytes() + b"".join(parts))
-    return out
+        return _collected(words, escapes, states, ends.cpu().numpy(), streams)
+
+
+def _collected(
+    words: torch.Tensor, escapes: torch.Tensor, states: torch.Tensor, ends: NDArray[np.int64], streams: int
+) -> list[memoryview]:
+    """Return the payloads of groups, one behind another in memory that a device copies to."""
+    device, groups = words.device, len(ends) // streams
+    sizes = words.shape[1] - ends
+    heads = payload_heads(sizes.reshape(groups, streams, 2))
+    bodies = 2 * LANES + sizes.sum(axis=1).reshape(groups, streams)
+    each = heads.shape[1] // 2 + bodies.sum(axis=1)  # in units of 16 bits
+    begins = np.cumsum(each) - each
+    places = begins[:, None] + heads.shape[1] // 2 + np.cumsum(bodies, axis=1) - bodies
+    staging = Staging(device)
+    pieces = staging.add(np.column_stack((places.reshape(-1), ends))), staging.add(begins), staging.add(heads)
+    staging.send()
+    out = torch.empty(int(each.sum()), dtype=torch.int16, device=device)
+    kernels.collect[(len(ends), _CHUNKS)](
+        words,
+        escapes,
+        states,
+        staging.view(pieces[0]),
+        staging.view(pieces[1]),
+        staging.view(pieces[2]),
+        out,
+        words.shape[1],
+        streams,
+        heads.shape[1],
+        CHUNKS=_CHUNKS,
+        HEAD=1 << (heads.shape[1] - 1).bit_length(),
+        num_warps=4,
+    )
+    here = pinned(2 * len(out), device)
+    here.copy_(out.view(torch.uint8))
+    whole = here.numpy().data
+    return [whole[2 * at : 2 * (at + size)] for at, size in zip(begins.tolist(), each.tolist(), strict=True)]
 
 
 class _Tables(NamedTuple):

@@ -8,7 +8,7 @@ each program in a buffer of its own that holds as many as there can be.
 import triton
 import triton.language as tl
 
-from kvabr.codec.gpu.kernels import ROW_BITS, ROW_MASK
+from kvabr.codec.gpu.kernels import ROW_BITS, ROW_MASK, _ranks
 
 MAGIC: tl.constexpr = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds magnitudes below 2^22 to the nearest whole number, halves to even."""
@@ -69,13 +69,13 @@ def quantise(
 
 
 @triton.jit
-def _push(state, entry, active, words, word):
+def _push(state, entry, active, lanes, words, word, VOTES: tl.constexpr):
     """Encode a symbol per lane; return states, and where the words begin now."""
     freq = tl.where(active, (entry >> 12) & 4095, 1).to(tl.uint32)
     full = active & (state >= (freq << 20))
-    upto = tl.cumsum(full.to(tl.int32), 0)
-    word -= tl.max(upto, 0)
-    tl.store(words + word + upto - 1, (state & 65535).to(tl.int16), mask=full)
+    before, total = _ranks(full, lanes, VOTES)
+    word -= total
+    tl.store(words + word + before, (state & 65535).to(tl.int16), mask=full)
     state = tl.where(full, state >> 16, state)
     pushed = ((state // freq) << 12) + state % freq + (entry & 4095).to(tl.uint32)
     return tl.where(active, pushed, state), word
@@ -94,12 +94,14 @@ def write_rows(
     bucket,  # int32 [1 or 3, 16]: contexts of near tables
     refers,  # int32 [group]: whether tokens refer to others
     lane_of,  # uint8 [group, place]: the place of the tile that is referred to, below 64
-    listed,  # int32 [group, row]: scratch
-    words,  # int16 [group, most]: set to the words, at the end
-    escapes,  # int16 [group, most]: set to the escapes, at the end
-    states,  # int32 [group, lane]: set to the states
-    ends,  # int64 [group, 2]: set to where words and escapes begin
+    listed,  # int32 [program, own]: scratch
+    words,  # int16 [program, most]: set to the words, at the end
+    escapes,  # int16 [program, most]: set to the escapes, at the end
+    states,  # int32 [program, lane]: set to the states
+    ends,  # int64 [program, 2]: set to where words and escapes begin
+    streams,  # of a group
     rows,
+    own,  # rows of a stream, at most
     stride,
     width,  # symbols of a table
     most,
@@ -107,53 +109,57 @@ def write_rows(
     near_count,  # their contexts
     REFINES: tl.constexpr,
     NEAR: tl.constexpr,
+    VOTES: tl.constexpr,
 ):
-    """Entropy encode one depth; a program handles a group."""
-    group = tl.program_id(0).to(tl.int64)
+    """Entropy encode one depth; a program handles a stream of a group."""
+    program = tl.program_id(0).to(tl.int64)
+    group = program // streams
+    stream = (program % streams).to(tl.int32)
     lanes = tl.arange(0, 64)
     tokens = tl.load(tokens_of + group)
     index += group * rows * stride
     below += group * rows * stride
     marks += group * (stride // 128) * rows
-    listed += group * rows
-    words += group * most
-    escapes += group * most
+    listed += program * own
+    words += program * most
+    escapes += program * most
     lane_of += group * stride
     referring = tl.load(refers + group)
-    word = tl.zeros((), tl.int64) + most
-    escape = tl.zeros((), tl.int64) + most
+    word = tl.zeros((64,), tl.int32) + most
+    escape = tl.zeros((64,), tl.int32) + most
     state = tl.zeros((64,), tl.uint32) + 65536
     tiles = tl.cdiv(tokens, 128)
     contexts: tl.constexpr = 3 if REFINES else 1
+    runs = (tl.cdiv(rows, 64) - stream + streams - 1) // streams
 
     for back in range(tiles):
         tile = tiles - 1 - back
         first = tile * 128
-        live = tl.zeros((), tl.int32)
-        for start in range(0, rows, 64):
-            which = start + lanes
+        live = tl.zeros((64,), tl.int32)
+        for run in range(runs):
+            which = (run * streams + stream) * 64 + lanes
             code = tl.load(coding_order + which, mask=which < rows, other=0)
             mark = tl.load(marks + tile * rows + (code & ROW_MASK), mask=which < rows, other=0).to(tl.int32)
-            upto = tl.cumsum(mark & 1, 0)
-            tl.store(listed + live + upto - 1, code, mask=(mark & 1) != 0)
-            live += tl.max(upto, 0)
+            before, count = _ranks((mark & 1) != 0, lanes, VOTES)
+            tl.store(listed + live + before, code, mask=(mark & 1) != 0)
+            live += count
         tl.debug_barrier()  # other threads read the list
 
         lane = lanes
         if NEAR:
             there = first + 64 + lanes < tokens
             lane = tl.load(lane_of + first + 64 + lanes, mask=there, other=0).to(tl.int32) & 63
-        steps = tl.cdiv(tl.minimum(tokens - first, 128), 64)
-        units = live * steps
+        more = (tl.minimum(tokens - first, 128) + 63) // 64 - 1  # whether a row takes a second step
+        units = tl.max(live, 0) << more
         for step in range(units):
             unit = units - 1 - step
-            code = tl.load(listed + unit // steps)
-            half = unit % steps
+            code = tl.load(listed + (unit >> more))
+            half = unit & more
             place = first + half * 64 + lanes
             active = place < tokens
             row = (code & ROW_MASK).to(tl.int64) * stride
             table = code >> ROW_BITS
-            own = tl.load(index + row + place, mask=active, other=0).to(tl.int32)
+            own_index = tl.load(index + row + place, mask=active, other=0).to(tl.int32)
             lower = tl.zeros((64,), tl.int32)
             if REFINES:
                 lower = tl.load(below + row + place, mask=active, other=0).to(tl.int32)
@@ -175,20 +181,19 @@ def write_rows(
                 which = table * near_count + tl.load(bucket + which)
                 at = tl.where(near, near_first + which * width, at)
                 minus = tl.where(near, turned, minus)
-            value = own - 3 * lower
+            value = own_index - 3 * lower
             value = tl.where(minus, -value, value)
             radius = tl.load(radius_of + table)
             symbol = tl.where(tl.abs(value) <= radius, value + radius, 2 * radius + 1)
             entry = tl.load(entries + at + symbol, mask=active, other=0)
             far = active & ((entry & ESCAPES) != 0)
-            upto = tl.cumsum(far.to(tl.int32), 0)
-            escape -= tl.max(upto, 0)
-            tl.store(escapes + escape + upto - 1, value.to(tl.int16), mask=far)
-            state, word = _push(state, entry, active, words, word)
+            before, count = _ranks(far, lanes, VOTES)
+            escape -= count
+            tl.store(escapes + escape + before, value.to(tl.int16), mask=far)
+            state, word = _push(state, entry, active, lanes, words, word, VOTES)
 
-        chunks = tl.cdiv(rows, 64)
-        for step in range(chunks):
-            which = (chunks - 1 - step) * 64 + lanes
+        for step in range(runs):
+            which = ((runs - 1 - step) * streams + stream) * 64 + lanes
             there = which < rows
             code = tl.load(coding_order + which, mask=there, other=0)
             mark = tl.load(marks + tile * rows + (code & ROW_MASK), mask=there, other=0).to(tl.int32)
@@ -196,9 +201,50 @@ def write_rows(
             if REFINES:
                 chance = tl.where(mark >= 2, tl.load(chances + rows + which, mask=there, other=1), chance)
             entry = tl.where((mark & 1) != 0, chance << 12, ((4096 - chance) << 12) | chance)
-            state, word = _push(state, entry, there, words, word)
+            state, word = _push(state, entry, there, lanes, words, word, VOTES)
         tl.debug_barrier()  # the next tile overwrites the list
 
-    tl.store(states + group * 64 + lanes, state.to(tl.int32, bitcast=True))
-    tl.store(ends + group * 2, word)
-    tl.store(ends + group * 2 + 1, escape)
+    tl.store(states + program * 64 + lanes, state.to(tl.int32, bitcast=True))
+    tl.store(ends + program * 2, tl.max(word, 0).to(tl.int64))
+    tl.store(ends + program * 2 + 1, tl.max(escape, 0).to(tl.int64))
+
+
+@triton.jit
+def _copy(source, to, count, chunk, CHUNKS: tl.constexpr):
+    at = tl.arange(0, 1024)
+    for first in range(chunk * 1024, count, CHUNKS * 1024):
+        there = first + at < count
+        tl.store(to + first + at, tl.load(source + first + at, mask=there, other=0), mask=there)
+
+
+@triton.jit
+def collect(
+    words,  # int16 [stream, most]: those that count are at the end
+    escapes,  # int16 [stream, most]
+    states,  # int32 [stream, lane]
+    places,  # int64 [stream, 3]: where in `out` it begins; where in theirs words and escapes begin
+    begins,  # int64 [group]: where in `out` its payload begins
+    heads,  # uint8 [group, head]: what precedes its streams
+    out,  # int16: set to the payloads
+    most,
+    streams,  # of a group
+    head,  # bytes
+    CHUNKS: tl.constexpr,
+    HEAD: tl.constexpr,
+):
+    """Move streams together; a program copies a part of one."""
+    stream = tl.program_id(0).to(tl.int64)
+    group = stream // streams
+    byte = tl.arange(0, HEAD)
+    there = byte < tl.where((stream % streams == 0) & (tl.program_id(1) == 0), head, 0)
+    whole = tl.load(heads + group * head + byte, mask=there, other=0)
+    tl.store((out + tl.load(begins + group)).to(tl.pointer_type(tl.uint8)) + byte, whole, mask=there)
+    places += stream * 3
+    to = out + tl.load(places)
+    word = tl.load(places + 1)
+    escape = tl.load(places + 2)
+    chunk = tl.program_id(1)
+    halves = (states + stream * 64).to(tl.pointer_type(tl.int16))
+    _copy(halves, to, tl.where(chunk == 0, 128, 0), 0, CHUNKS)
+    _copy(words + stream * most + word, to + 128, most - word, chunk, CHUNKS)
+    _copy(escapes + stream * most + escape, to + 128 + most - word, most - escape, chunk, CHUNKS)

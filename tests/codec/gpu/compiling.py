@@ -1,41 +1,54 @@
 """Compile every kernel for a GPU that need not be here. Run by a test as a process of its own: no interpreter.
 
-Prints a line for each: its name, the multiply-adds that round once in it, and the bytes of its machine code.
+Prints a line for each: its name, the multiply-adds that round once in it, the bytes of its machine code, the registers
+of a thread, the bytes that it spills, and the shared memory of a program.
+
+    python -m tests.codec.gpu.compiling [CAPABILITY]        80, 90 (the default) or 100
 """
 
 import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvabr.codec.gpu import analysis_kernels, encoder, kernels, writer, writer_kernels
-from kvabr.codec.gpu.decoder import _COMPONENTS, _OUTPUTS, _PAIRS, _ROWS, _TOKENS, _WARPS
+from kvabr.codec.gpu.decoder import _FINISH, _PREPARE, _TRIPLE, _UNSTACK
+from kvabr.codec.gpu.tables import COMPONENTS
 
 TYPES = {
-    "*i8": "below_live live keep_of marks wrong delta mantissa high low matrix_high matrix_low",
+    "*i8": "below_live live keep_of marks wrong delta mantissa high low matrix_high matrix_low planes",
     "*u8": "gain lane_of",
-    "*i16": "data index y below words escapes",
-    "*i32": "tokens_of coding_order chances entries bucket refers listed status places token_of radius_of states",
-    "*i64": "parts outs offset_of rows_of ends totals matrix_totals",
+    "*i16": "data index y below words escapes out",
+    "*i32": "tokens_of coding_order chances entries coarse bucket refers listed status places token_of radius_of "
+    "states track_of groups mean_of position_of",
+    "*i64": "parts outs offset_of rows_of ends begins totals matrix_totals tiles",
     "*bf16": "group",
-    "*fp32": "scale mean cos sin channels power source scales columns units largest factors across out steps",
+    "*fp32": "scale mean cos sin channels power source scales columns units largest factors across steps",
+    "i64": "plane",
 }
 TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
-TILES = {"TOKENS": _TOKENS, "COMPONENTS": _COMPONENTS}
-PAIRS = {"PAIRS": _PAIRS, **TILES}
+OWN = {"collect": {"places": "*i64", "heads": "*u8"}, "product": {"out": "*fp32"}}
+PAIRS = {"PAIRS": _FINISH.rows, "RUN": 8, "TOKENS": _FINISH.tokens, "COMPONENTS": COMPONENTS}
+ONES, USUAL, PRODUCT = {"dim": 1, "heads": 1}, {"stride_dim": 1, "HALVES": 2}, {"COMPONENTS": COMPONENTS}
 WIDE = {"TOKENS": encoder._TOKENS}
 NARROW = {"TOKENS": encoder._FEW_TOKENS}
 DEEP = {"COMPONENTS": encoder._COMPONENTS}
 MODULES = kernels, analysis_kernels, writer_kernels
 VARIANTS = (
-    ("read_rows", {"REFINES": True, "NEAR": True}, 1),
-    ("read_rows", {"REFINES": False, "NEAR": False}, 1),
-    ("triple", {"ROWS": _ROWS}, 4),
-    ("unstack", {"OUTPUTS": _OUTPUTS, **TILES}, _WARPS),
+    ("read_rows", {"REFINES": True, "NEAR": True, "VOTES": True, "COARSE": 0}, 1),
+    ("read_rows", {"REFINES": True, "NEAR": False, "VOTES": True, "COARSE": 0}, 1),
+    ("read_rows", {"REFINES": False, "NEAR": False, "VOTES": True, "COARSE": 0}, 1),
+    ("triple", {"ROWS": _TRIPLE.rows}, _TRIPLE.warps),
+    ("prepare", {"ROWS": _PREPARE.rows, "TOKENS": _PREPARE.tokens, "RUN": 4}, _PREPARE.warps),
+    ("unstack", {**PRODUCT, "OUTPUTS": _UNSTACK.rows, "TOKENS": _UNSTACK.tokens, "RUN": 4}, _UNSTACK.warps),
     # Arguments that are 1 are constants to Triton.
-    ("finish", {"KIND": 1, "BLOCKS": False, "INTERLEAVED": True, "dim": 1, "heads": 1, **PAIRS}, _WARPS),
-    ("finish", {"KIND": 2, "BLOCKS": True, "INTERLEAVED": False, "stride_dim": 1, **PAIRS}, _WARPS),
+    ("finish", {"KIND": 1, "BLOCKS": False, "WHOLE": False, "INTERLEAVED": True, **ONES, **PAIRS}, _FINISH.warps),
+    ("finish", {"KIND": 2, "BLOCKS": True, "WHOLE": True, "INTERLEAVED": False, **USUAL, **PAIRS}, _FINISH.warps),
     (
         "centre",
         {"HALVES": 2, "INTERLEAVED": False, "stride_dim": 1, "CHANNELS": encoder._CHANNELS, **WIDE},
@@ -45,17 +58,40 @@ VARIANTS = (
     ("to_words", {"SCALES": True, **DEEP, **NARROW}, 4),
     ("to_words", {"SCALES": False, **DEEP, **NARROW}, 4),
     ("quantise", {"REFINES": True, "ROWS": writer._ROWS}, 4),
-    ("write_rows", {"REFINES": True, "NEAR": True}, 1),
-    ("write_rows", {"REFINES": False, "NEAR": False}, 1),
+    ("write_rows", {"REFINES": True, "NEAR": True, "VOTES": True}, 1),
+    ("write_rows", {"REFINES": False, "NEAR": False, "VOTES": True}, 1),
+    ("collect", {"CHUNKS": writer._CHUNKS, "HEAD": 512}, 4),
     ("product", {"OUTPUTS": encoder._OUTPUTS, **DEEP, **WIDE}, encoder._WARPS),
 )
+CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+
+
+SIXTEENS = {"stride", "width", "plane", "padded", "first_place", "stride_head", "most", "own", "rows"}
+"""Numbers that are multiples of 16, as all addresses are, which the compiler is told."""
+
+
+def resources(cubin: bytes) -> tuple[int, int, int]:
+    """Return the registers of a thread, the bytes of its stack, to which registers spill, and shared memory."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603  # Triton's own
+    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED):(\d+)", done.stdout)}
+    return found["REG"], found["STACK"], found["SHARED"]
+
 
 for name, constants, warps in VARIANTS:
     (kernel,) = (getattr(module, name) for module in MODULES if hasattr(module, name))
-    kinds = {arg: "constexpr" if arg in constants else TYPE_OF.get(arg, "i32") for arg in kernel.arg_names}
+    types = {**TYPE_OF, **OWN.get(name, {})}
+    kinds = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
+    whole = [at for at, (arg, kind) in enumerate(kinds.items()) if kind[0] == "*" or arg in SIXTEENS]
     made = triton.compile(
-        ASTSource(kernel, kinds, constants),
-        target=GPUTarget("cuda", 90, 32),
+        ASTSource(kernel, kinds, constants, {(at,): [["tt.divisibility", 16]] for at in whole}),
+        target=GPUTarget("cuda", CAPABILITY, 32),
         options={"num_warps": warps, "enable_fp_fusion": False},
     )
-    print(name, len(re.findall(r"fma\.rn(\.ftz)?\.f32", made.asm["ptx"])), len(made.asm["cubin"]))
+    fused = len(re.findall(r"fma\.rn(\.ftz)?\.f32", made.asm["ptx"]))
+    registers, spilled, _ = resources(made.asm["cubin"])
+    print(name, fused, len(made.asm["cubin"]), registers, spilled, made.metadata.shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import numpy as np
@@ -21,10 +22,12 @@ if find_spec("triton") is not None and DEVICE.type == "cpu":
 
 
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpret, if there is nothing to compile for."""
+def interpreter(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> Iterator[None]:
+    """Interpret, if there is nothing to compile for; the processor must not step in for the kernels."""
     if DEVICE.type == "cpu":
         monkeypatch.setenv(INTERPRET, "1")
+    yield
+    assert not [str(each.message) for each in recwarn if "on the processor" in str(each.message)]
 
 
 def memory(tensor):
@@ -52,11 +55,11 @@ def guarded(monkeypatch):
 
         monkeypatch.setattr(kernel, "run", watched)
 
-    for name in ("read_rows", "triple", "unstack", "finish"):
+    for name in ("read_rows", "triple", "prepare", "unstack", "finish"):
         watch(getattr(kernels, name))
     for name in ("centre", "powers", "to_words", "product"):
         watch(getattr(analysis_kernels, name))
-    for name in ("quantise", "write_rows"):
+    for name in ("quantise", "write_rows", "collect"):
         watch(getattr(writer_kernels, name))
 
     def check(pointers, mask):

@@ -1,0 +1,182 @@
+"""What the kernels need of a profile, on a device: made once for each, and kept with it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvabr.codec.native.coder_model import BUCKETS, TOTAL, CoderModel, derived
+from kvabr.codec.native.reference import lookup
+from kvabr.codec.transform import NO_MATRIX, Transform
+
+COMPONENTS, OUTPUTS = 64, 64
+"""Of a tile of a product; vectors are padded to whole tiles of components."""
+COARSE = 5
+"""Binary logarithm of the slots of a table that share an entry of the coarse one."""
+_ESCAPED = 255
+"""Escape mark in the low byte of a table's entry; other symbols are their value plus 128."""
+
+
+class CoderTables(NamedTuple):
+    """The tables of one depth, on the device."""
+
+    coding_order: torch.Tensor
+    """int32 [row]: row | class << 22, in coding order."""
+    chances: torch.Tensor
+    """int32 [1 or 2, row]: probability of a set flag out of 4,096, in coding order."""
+    entries: torch.Tensor
+    """int32 [class, context, slot]: symbol, frequency << 8, its first slot << 20; then those of `NearTables`."""
+    coarse: torch.Tensor
+    """int32 [class, context, slot >> `COARSE`]: the same where all of these slots have one symbol, else 0."""
+    bucket: torch.Tensor
+    """int32 [1 or 3, 16]: see `NearTables.bucket`; zeros without."""
+    delta: torch.Tensor
+    """int8 [row]: the class's delta."""
+
+
+def coder_tables(model: CoderModel, device: torch.device) -> CoderTables:
+    """Return the tables of a depth."""
+
+    def make() -> CoderTables:
+        order = model.order.astype(np.int64)
+        packed = order | model.row_class[order].astype(np.int64) << 22
+        near = model.near
+        entries = np.concatenate(
+            [_entries(model, model.freqs), *([] if near is None else [_entries(model, near.freqs)])]
+        )
+        parts = entries.reshape(-1, 1 << COARSE)
+        coarse = np.where((parts == parts[:, :1]).all(axis=1), parts[:, 0], 0).astype(np.int32)
+        bucket = np.zeros((model.contexts, BUCKETS), np.uint8) if near is None else near.bucket
+        return CoderTables(
+            on_device(packed.astype(np.int32), device),
+            on_device(model.flag_freq[:, order].astype(np.int32), device),
+            on_device(entries, device),
+            on_device(coarse, device),
+            on_device(bucket.astype(np.int32), device),
+            on_device(model.delta[model.row_class].astype(np.int8), device),
+        )
+
+    return derived(model, device, make)
+
+
+def _entries(model: CoderModel, freqs: NDArray[np.uint16]) -> NDArray[np.int32]:
+    """Return tables [class, context, symbol] as `CoderTables.entries`, flattened."""
+    out = []
+    for reach, (symbol, freq, place) in zip(model.radius.astype(np.int64), lookup(freqs), strict=True):
+        value = np.where(symbol == 2 * reach + 1, _ESCAPED, symbol - reach + 128)
+        out.append((value | freq << 8 | (np.arange(TOTAL) - place) << 20).astype(np.uint32).view(np.int32))
+    return np.stack(out).reshape(-1)
+
+
+class TransformTables(NamedTuple):
+    """The arrays of a transform, on the device.
+
+    A token's planes hold the components of every stack, and then those of every block, each padded to whole tiles.
+    """
+
+    width: int
+    """Places of a token."""
+    first_place: int
+    """Of the first block."""
+    padded: int
+    """Places of a block."""
+    run: int
+    """Neighbouring rows go to places that are neighbours, and begin at a multiple of it, in runs of this many."""
+    row_gain: torch.Tensor
+    """uint8 [row]: of the matrix that a row is multiplied with first."""
+    row_place: torch.Tensor
+    """int32 [row]."""
+    most_tiles: int
+    """Tiles of components of the largest stack."""
+    tiles: torch.Tensor
+    """int64 [tile, 5]: of the outputs of stacks, see `kernels.unstack`."""
+    stack_mantissa: torch.Tensor
+    """int8, flat: of each stack, [output, component], outputs padded to whole tiles, too."""
+    output_gain: torch.Tensor
+    """uint8 [output]: of the blocks that outputs of stacks are components of."""
+    output_place: torch.Tensor
+    """int32 [output]."""
+    mantissa: torch.Tensor
+    """int8 [block, channel, component]; empty without block transforms."""
+    mean: torch.Tensor
+    """float32 [layer, K/V, head, dim]."""
+
+
+def transform_tables(transform: Transform, device: torch.device) -> TransformTables:
+    """Return the arrays of a transform."""
+    return derived(transform, device, lambda: _tables_of(transform, device))
+
+
+def _tables_of(transform: Transform, device: torch.device) -> TransformTables:
+    structure = transform.structure
+    width, padded = structure.width, _padded(structure.width)
+    sizes = [structure.width_of(stack) for stack in structure.stacks]
+    first_place = sum(map(_padded, sizes))
+    gains = np.ones((structure.blocks, width), np.uint8) if transform.block is None else transform.block.gain
+    row_gain, row_place = np.zeros(structure.rows, np.uint8), np.zeros(structure.rows, np.int32)
+    tiles, matrices, output_gain, output_place = [], [], [], []
+    place = outputs = entries = 0
+    for number, (stack, matrix, size) in enumerate(zip(structure.stacks, transform.stack, sizes, strict=True)):
+        own = structure.blocks_of(stack)
+        there = first_place + np.array(own)[:, None] * padded + np.arange(width)
+        trailing = structure.trailing_rows(number)
+        row_place[trailing] = there[:, stack.kept :].reshape(-1)
+        row_gain[trailing] = gains[own, stack.kept :].reshape(-1)
+        if not size:
+            continue
+        rows = structure.stack_rows(number)
+        row_place[rows], row_gain[rows] = place + np.arange(size), matrix.gain
+        output_place.append(there[:, : stack.kept].reshape(-1))
+        output_gain.append(gains[own, : stack.kept].reshape(-1))
+        whole = np.zeros((-(-size // OUTPUTS) * OUTPUTS, _padded(size)), np.int8)
+        whole[:size, :size] = matrix.mantissa
+        for first in range(0, size, OUTPUTS):
+            begin = entries + first * whole.shape[1]
+            tiles.append((begin, whole.shape[1], place, outputs + first, outputs + size))
+        matrices.append(whole.reshape(-1))
+        place += whole.shape[1]
+        outputs += size
+        entries += whole.size
+    block = transform.block or NO_MATRIX
+    mantissa = np.zeros((*block.mantissa.shape[:-1], padded), np.int8)
+    mantissa[..., : block.mantissa.shape[-1]] = block.mantissa
+    none = np.zeros(0, np.int64)
+    return TransformTables(
+        first_place + structure.blocks * padded,
+        first_place,
+        padded,
+        common(width, *(stack.kept for stack in structure.stacks)),
+        on_device(row_gain, device),
+        on_device(row_place, device),
+        max((tile[1] for tile in tiles), default=0) // COMPONENTS,
+        on_device(np.array(tiles, np.int64).reshape(-1, 5), device),
+        on_device(np.concatenate([none.astype(np.int8), *matrices]), device),
+        on_device(np.concatenate([none.astype(np.uint8), *output_gain]), device),
+        on_device(np.concatenate([none, *output_place]).astype(np.int32), device),
+        on_device(mantissa, device),
+        on_device(transform.mean.astype(np.float32), device),
+    )
+
+
+def common(*numbers: int) -> int:
+    """Return the largest power of two that divides all of them, at most 8."""
+    return math.gcd(8, *numbers)
+
+
+def divisible(numbers: NDArray[np.int64]) -> int:
+    """Return a number that the powers of two divide that divide all of these."""
+    return int(np.bitwise_or.reduce(numbers, axis=None))
+
+
+def _padded(components: int) -> int:
+    return -(-components // COMPONENTS) * COMPONENTS
+
+
+def on_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """Copy an array to a device, and wait for it."""
+    # Copy: torch rejects read-only arrays.
+    return torch.from_numpy(np.array(array, order="C")).to(device)

@@ -1,0 +1,90 @@
+"""Groups that several threads ask for are decoded together, and checked against the processor's result."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from kvabr.codec import gpu
+from kvabr.types.errors import FormatError
+from tests.codec.gpu.cases import STEP, expected, long, payloads, same
+from tests.codec.gpu.conftest import DEVICE
+
+pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
+
+from kvabr.codec.gpu import decoder  # not without Triton
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    monkeypatch.setattr(gpu, "_good", set())
+    monkeypatch.setattr(gpu, "_wrong", set())
+    gpu._warn.cache_clear()
+
+
+def outs(case, count):
+    return [torch.full(case.shape(), -7.0, device=DEVICE) for _ in range(count)]
+
+
+def test_groups_of_threads_that_wait_share_a_batch(monkeypatch, fresh):
+    case = long(3, 20)
+    coded, room, batches, go = payloads(case), outs(case, 5), [], threading.Event()
+    decode = decoder.decode_many
+
+    def slowly(jobs):
+        batches.append(len(jobs))
+        go.wait(10)
+        decode(jobs)
+
+    monkeypatch.setattr(decoder, "decode_many", slowly)
+    with ThreadPoolExecutor(5) as pool:
+        first = pool.submit(gpu.decode_many, [case.job(coded, STEP, 0, room[0])])
+        while not batches:
+            pass
+        others = [pool.submit(gpu.decode_many, [case.job(coded, STEP, 0, out)]) for out in room[1:]]
+        while len(gpu._TOGETHER._waiting) < 4:
+            pass
+        go.set()
+        for each in (first, *others):
+            each.result()
+    assert batches == [1, 4]
+    wanted = expected(case, coded, 0, torch.float32)
+    assert all(same(out, wanted) for out in room)
+
+
+def test_a_corrupt_group_fails_for_its_own_thread_alone(monkeypatch, fresh):
+    case = long(3, 20)
+    coded, room = payloads(case), outs(case, 3)
+    bad = [coded[0][:-2], *coded[1:]]
+    asked = [gpu._Asked([case.job(some, STEP, 0, out)]) for some, out in zip((coded, bad, coded), room, strict=True)]
+    gpu._TOGETHER._run(asked)
+    assert [type(each.error) for each in asked] == [type(None), FormatError, type(None)]
+    wanted = expected(case, coded, 0, torch.float32)
+    assert same(room[0], wanted)
+    assert same(room[2], wanted)
+
+
+@pytest.mark.parametrize("fault", ["raises", "other numbers"])
+def test_the_processor_decodes_what_kernels_cannot(monkeypatch, fresh, recwarn, fault):
+    case = long(4, 9)
+    coded, room = payloads(case), outs(case, 2)
+    decode, calls = decoder.decode_many, []
+
+    def wrongly(jobs):
+        calls.append(len(jobs))
+        if fault == "raises":
+            raise RuntimeError("no kernel image")
+        decode(jobs)
+        jobs[0].out[0, 0, 0, 0, 0] += 1
+
+    monkeypatch.setattr(decoder, "decode_many", wrongly)
+    for out in room:
+        gpu.decode_many([case.job(coded, STEP, 0, out)])
+    wanted = expected(case, coded, 0, torch.float32)
+    assert all(same(out, wanted) for out in room)
+    said = [str(each.message) for each in recwarn if "on the processor" in str(each.message)]
+    recwarn.clear()
+    assert len(said) == 1
+    assert ("no kernel image" if fault == "raises" else "other numbers") in said[0]
+    assert len(calls) == (2 if fault == "raises" else 1)  # what was wrong once is not tried again
