@@ -15,6 +15,7 @@ from kvabr.client.blocking import Client
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import NothingCached, Played
 from kvabr.client.upgrades import Upgrades
+from kvabr.codec import gpu
 from kvabr.codec.payload import keys_and_values
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers import ADAPTER
@@ -142,7 +143,11 @@ def _prepare(
 
     # States keep the element type that they have: it may be wider than the model's.
     dtype = options.dtype or (None if has_states(engine.spec) else engine.dtype)
-    return prompt_ids(engine, tokens), replace(options, dtype=dtype, log=log), problems
+    ids, out = prompt_ids(engine, tokens), options.out
+    if out is None and is_plain(engine.spec) and len(engine.spec.parts) == 1 and gpu.runs_on(engine.device):
+        # Where the model reads it: groups are decoded there, and what the model computes stays there.
+        out = torch.empty(engine.spec.shape(len(ids)), dtype=dtype, device=engine.device)
+    return ids, replace(options, dtype=dtype, out=out, log=log), problems
 
 
 def _wanted(engine: TransformersEngine, ids: list[int]) -> list[int]:

@@ -13,7 +13,7 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import NothingCached
-from kvabr.engines.transformers import ADAPTER, TransformersEngine, play_cache, play_cache_async
+from kvabr.engines.transformers import ADAPTER, TransformersEngine, play_cache, play_cache_async, ready_cache
 from kvabr.engines.transformers.model_loader import engine_of, load_model
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError, PlayError, UsageError
@@ -59,6 +59,16 @@ async def test_input_ids_and_a_prompt_that_is_cached_whole(origin, engine):
         ready = await ready_from(link, engine, torch.tensor([PREFIX]))
     assert (ready.played.tokens, ready.tokens) == (400, 399)  # generate() takes in one token at least
     assert furthest(cold(engine.model, PREFIX, ready.cache), cold(engine.model, PREFIX)) < 2e-3
+
+
+@virtual
+async def test_on_a_gpu_the_cache_is_made_where_the_model_reads_it(origin, engine, monkeypatch):
+    monkeypatch.setattr(ready_cache.gpu, "runs_on", lambda _: True)
+    async with origin() as link:
+        ready = await ready_from(link, engine)
+    room = torch.empty(engine.spec.shape(len(IDS)))  # for the whole prompt, of which the cache is a part
+    assert ready.played.kv.stride() == room.stride()
+    assert furthest(cold(engine.model, IDS, ready.cache), cold(engine.model, IDS)) < 2e-3
 
 
 @pytest.mark.parametrize("lost", [{0}, {1}, {3}, {0, 2}, {0, 1, 2, 3}])
