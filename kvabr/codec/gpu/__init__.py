@@ -10,6 +10,7 @@ interpreter, and ``tools/bench-gpu`` on a GPU, which it times as well.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Hashable, Sequence
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvabr.codec.native import coder
-from kvabr.codec.native.coder_model import DecodeJob
+from kvabr.codec.native.coder_model import DecodeJob, derived
 from kvabr.types.errors import FormatError, UsageError
 
 if TYPE_CHECKING:
@@ -136,13 +137,13 @@ class _Together:
 def _failed(jobs: Sequence[DecodeJob]) -> Exception | None:
     """Decode groups, on the processor if the device cannot; return what is wrong with them."""
     try:
-        if not _wrong.isdisjoint(map(_kind, jobs)):
+        if any(_checked(job).get(_kind(job)) is False for job in jobs):
             raise UsageError("its kernels gave other numbers than the processor")  # noqa: TRY301  # see below
         from kvabr.codec.gpu import decoder  # noqa: PLC0415  # needs Triton
 
         decoder.decode_many(jobs)
-        for kind, job in {_kind(job): job for job in jobs}.items():
-            _compare(kind, job)
+        for job in {(id(job.transform), _kind(job)): job for job in jobs}.values():
+            _compare(job)
     except FormatError as error:
         return error
     except Exception as error:  # noqa: BLE001  # no memory, or no compiler: whatever it is, the processor can
@@ -156,30 +157,31 @@ def _failed(jobs: Sequence[DecodeJob]) -> Exception | None:
     return None
 
 
-_good: set[Hashable] = set()
-_wrong: set[Hashable] = set()
-"""Kinds of groups of which one was decoded on the processor, too: with the same result, and with another."""
+def _checked(job: DecodeJob) -> dict[Hashable, bool]:
+    """Return whether a profile's groups, by `_kind`, are decoded with the same result as on the processor."""
+    return derived(job.transform, "checked", dict)
 
 
 def _kind(job: DecodeJob) -> Hashable:
-    """Return what a device's compiler makes other code for, or other tables."""
-    models = tuple(map(id, job.models))
-    return id(job.transform), models, job.references is None, job.out.dtype, job.out.stride()[2:], job.out.device
+    """Return what a device's compiler makes other code for, and which tables it uses."""
+    strides = tuple((math.gcd(16, stride), stride == 1) for stride in job.out.stride()[2:])
+    return tuple(map(id, job.models)), job.references is None, job.out.dtype, strides, job.out.device
 
 
-def _compare(kind: Hashable, job: DecodeJob) -> None:
+def _compare(job: DecodeJob) -> None:
     """Compare the first group of a kind with what the processor makes of it; raise a `UsageError` if they differ.
 
     The cache of a prompt is what a model goes by: a compiler's error must not show as words.
     """
-    if kind in _good:
+    checked, kind = _checked(job), _kind(job)
+    if kind in checked:
         return
     own = replace(job, out=torch.empty(job.out.shape, dtype=job.out.dtype))
     coder.decode_many([own])
     if not torch.equal(job.out.cpu().contiguous().view(torch.uint8), own.out.view(torch.uint8)):
-        _wrong.add(kind)
+        checked[kind] = False
         raise UsageError("its kernels gave other numbers than the processor")
-    _good.add(kind)
+    checked[kind] = True
 
 
 @cache

@@ -17,9 +17,7 @@ from kvabr.codec.gpu import decoder  # not without Triton
 
 
 @pytest.fixture
-def fresh(monkeypatch):
-    monkeypatch.setattr(gpu, "_good", set())
-    monkeypatch.setattr(gpu, "_wrong", set())
+def fresh():
     gpu._warn.cache_clear()
 
 
@@ -88,3 +86,15 @@ def test_the_processor_decodes_what_kernels_cannot(monkeypatch, fresh, recwarn, 
     assert len(said) == 1
     assert ("no kernel image" if fault == "raises" else "other numbers") in said[0]
     assert len(calls) == (2 if fault == "raises" else 1)  # what was wrong once is not tried again
+
+
+def test_one_group_of_a_kind_is_compared(monkeypatch, fresh):
+    case, compared = long(5, 20), []
+    coded = payloads(case)
+    monkeypatch.setattr(gpu.coder, "decode_many", lambda jobs: compared.extend(jobs) or [*map(gpu.coder.decode, jobs)])
+    for tokens in (96, 128, 160):  # of prompts
+        cache = torch.zeros(case.shape(tokens), device=DEVICE)
+        gpu.decode_many([case.job(coded, STEP, 0, cache[:, :, :, :20])])
+    assert len(compared) == 1
+    gpu.decode_many([case.job(coded, STEP, 0, torch.zeros(case.shape(), dtype=torch.float16, device=DEVICE))])
+    assert len(compared) == 2
