@@ -105,6 +105,7 @@ VLLM = {
     "model_weights": ("", "s3://weights"),
     "disable_sliding_window": (False, True),
     "load_format": ("auto", "dummy"),
+    "max_model_len": (4096, 8192),
     "heads": (range(4), range(2), range(2, 4)),
     "layers": (range(4), range(2), range(2, 4)),
     "generation": (None, "1", "2"),
@@ -118,6 +119,8 @@ def vllm_name(_monkeypatch, one):
     model = SimpleNamespace(
         model="org/none", hf_config=SimpleNamespace(), seed=0, **{name: one[name] for name in fields}
     )
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    model.hf_text_config, model.max_model_len = SimpleNamespace(rope_parameters=longrope), one["max_model_len"]
     model.disable_sliding_window = one["disable_sliding_window"]
     config = SimpleNamespace(
         model_config=model,

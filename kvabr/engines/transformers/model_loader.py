@@ -182,6 +182,8 @@ def engine_of(
     context = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(context, int) or context <= 0:
         raise ModelError(f"{path}: config.json does not say how many positions the model has")
+    if (original := original_context(model.config)) is not None:
+        context = min(context, original)  # a longer prompt has other keys from its first token on
     spec = spec_of(
         model,
         name=with_facts(name or folder_name(path, progress), facts_of(model, path)),
@@ -191,6 +193,16 @@ def engine_of(
         snapshots_every=snapshots_every,
     )
     return TransformersEngine(model, spec, context=context, watched=True)
+
+
+def original_context(config: Any) -> int | None:
+    """Return the tokens up to which LongRoPE rotates keys as for short prompts; None for other rotary embeddings."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if (rope.get("rope_type") or rope.get("type")) not in ("longrope", "su"):
+        return None
+    found = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _check_folder(path: Path) -> None:

@@ -334,11 +334,19 @@ def facts_of(config: Any) -> dict[str, Any]:
         "config": _text(getattr(model, "hf_config_path", None)),
         "dummy": [getattr(model, "seed", 0)] if dummy else None,
         "overrides": _function(overrides) if callable(overrides) else _text(overrides),
+        "rope": "long" if _is_long(model) else None,
         "quantization": None if own else _text(getattr(model, "quantization", None)),
         "quantized": _text(getattr(model, "quantization_config", None)),
         "weights": _text(getattr(model, "model_weights", None)),
         "window": "off" if getattr(model, "disable_sliding_window", False) else None,
     }
+
+
+def _is_long(model: Any) -> bool:
+    """Return whether vLLM rotates the keys of every prompt as LongRoPE does those of long ones."""
+    config = getattr(model, "hf_text_config", None)
+    original = None if config is None else model_loader.original_context(config)
+    return original is not None and int(model.max_model_len) > original
 
 
 def _text(value: object) -> str | None:

@@ -83,6 +83,18 @@ def test_an_engine_whose_weights_have_changed_since_is_refused(folder):
         engine.prefill(list(range(20)))
 
 
+def test_prompts_that_longrope_rotates_otherwise_are_not_taken(tmp_path):
+    """Their first keys differ from those of short prompts with the same tokens, under the same name."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128}
+    rope |= {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    folder = tinymodels.save(tmp_path / "long", rope_parameters=rope)
+    engine = load_model(str(folder)).engine
+    assert engine.context == 128
+    engine.prefill(list(range(128)))
+    with pytest.raises(ModelError, match="do not fit"):
+        engine.prefill(list(range(129)))
+
+
 def test_a_name_can_be_given(folder):
     assert engine_of(loaded(folder), folder, name="base-0123abcd").spec.model == "base-0123abcd"
 
