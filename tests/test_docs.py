@@ -36,9 +36,8 @@ NAMES = {
     "kvabr.live",
     "kvabr.models",
     "kvabr.toml",
-    "kvabr.json",
 }
-"""Entry points, tracks and files, which look like modules."""
+"""Entry points, tracks and a file, which look like modules."""
 
 
 def commands(text: str) -> list[str]:

@@ -9,7 +9,7 @@ A file is not read again as long as its size, times and inode are those of a rec
 (``.kvabr-weights.json``), or in the user's cache directory where the folder cannot be written. Processes that start at
 once, such as the ranks of an engine, wait for the one that reads.
 
-An operator may declare a name or a version instead, in a file ``kvabr.json`` in the folder: ``{"version": "2026-11"}``
+An operator may declare a name or a version instead, in a file ``kvabr-name.json`` in the folder: ``{"version": "2026-11"}``
 stands for the weights, ``{"model": "assistant-1f0c2a3b"}`` is the whole name, such as one under which caches exist.
 Imports neither torch nor an engine.
 """
@@ -42,7 +42,7 @@ LOG = logging.getLogger("kvabr.engines")
 Progress = Callable[[int, int], object]
 """Called with the bytes that were read, and all there are; from any thread, a few times a second."""
 
-DECLARED = "kvabr.json"
+DECLARED = "kvabr-name.json"
 """File in a model's folder in which its operator declares a name or a version."""
 RECORD = ".kvabr-weights.json"
 """File in a model's folder with the digests of its files."""
@@ -70,7 +70,7 @@ def model_name(folder: Path, progress: Progress | None = None, *, version: str |
         progress: is told how far reading is, if weights must be read; None: the log is.
 
     Raises:
-        ModelError: a file cannot be read, or changes meanwhile; or ``kvabr.json`` is none.
+        ModelError: a file cannot be read, or changes meanwhile; or ``kvabr-name.json`` is none.
     """
     declared = _declared(folder)
     if "model" in declared:
