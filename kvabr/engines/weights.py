@@ -9,8 +9,10 @@ A file is not read again as long as its size, times and inode are those of a rec
 (``.kvabr-weights.json``), or in the user's cache directory where the folder cannot be written. Processes that start at
 once, such as the ranks of an engine, wait for the one that reads.
 
-An operator may declare a name or a version instead, in a file ``kvabr-name.json`` in the folder: ``{"version": "2026-11"}``
-stands for the weights, ``{"model": "assistant-1f0c2a3b"}`` is the whole name, such as one under which caches exist.
+An operator may declare a name or a version instead, in a file ``kvabr-name.json`` in the folder:
+``{"version": "2026-11"}`` stands for the weights, ``{"model": "assistant-1f0c2a3b"}`` is the whole name, such as one
+under which caches exist.
+
 Imports neither torch nor an engine.
 """
 

@@ -178,6 +178,7 @@ class TransformersEngine:
         ids = torch.tensor([list(tokens)], dtype=torch.long, device=self.device)
         if before is None:
             self.check(tokens)
+            self.check_unchanged()
             return ids, new_cache(self.model, whole=True), 0
         # Of a model with nothing but states, nobody knows how many tokens there were.
         start = next((int(kv.shape[-2]) for kv, part in zip(before, parts, strict=False) if not is_state(part)), 0)
@@ -193,18 +194,21 @@ class TransformersEngine:
             raise ModelError(f"not a cache of {self.spec.model}: shape {given}, not {shapes}")
         return ids, whole_cache(before, self.spec, self.model), start
 
-    def check(self, tokens: Sequence[int], start: int = 0) -> None:
-        """Raise `ModelError` unless there are tokens, in the vocabulary, that fit the model behind ``start`` others.
+    def check_unchanged(self) -> None:
+        """Raise a `ModelError` if the model's adapters or weights have changed since the engine was made.
 
-        Also if the model's adapters or weights have changed since the engine was made (`engine_of`).
+        This takes some milliseconds, so it is done once for each prompt.
         """
-        if not tokens:
-            raise ModelError("a prefill needs at least one token")
         if self._state is not None and state_of(self.model) != self._state:
             raise ModelError(
                 f"the adapters or weights of {self.spec.model} have changed since this engine was made, so its caches "
                 "would have a wrong name: call engine_of again, and use that engine"
             )
+
+    def check(self, tokens: Sequence[int], start: int = 0) -> None:
+        """Raise `ModelError` unless there are tokens, in the vocabulary, that fit the model behind ``start`` others."""
+        if not tokens:
+            raise ModelError("a prefill needs at least one token")
         if start + len(tokens) > self.context:
             raise ModelError(
                 f"{start} + {len(tokens)} tokens do not fit {self.spec.model}, which sees {self.context} at most"
