@@ -29,6 +29,7 @@ from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.types.digests import SHA256, check_kind
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
+from kvabr.types.naming import TrackNamespace
 
 LOG = logging.getLogger("kvabr.engines")
 
@@ -77,6 +78,7 @@ Names = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_tuple)
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Url = Annotated[Text, _checked(check_url)]
+ModelName = Annotated[Text, _checked(lambda name: TrackNamespace(name, "0" * 64))]
 PolicyName = Annotated[Text, _checked(load_policy)]
 EstimatorName = Annotated[Text, _checked(load_estimator)]
 
@@ -104,7 +106,7 @@ class EngineSettings(BaseModel):
     """ABR policy, see `kvabr policies`."""
     time_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] = TIME_PRICE
     """Price of a second before the first token, nats per generated token. 0: only the deadline counts."""
-    model: Text | None = None
+    model: ModelName | None = None
     """Name of the model in the track namespace. None: derived from the engine's model."""
     version: Text | None = None
     """Version of the weights, if their digest is not to be taken or is not known; part of the name of all caches. None:
