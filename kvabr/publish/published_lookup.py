@@ -78,8 +78,10 @@ class PublishedLookup:
         answer.put(found)
         if not found:
             return
-        if self._sound(name):
-            answer.put(True)
+        sound = True
+        try:
+            sound = self._sound(name)
+        finally:
+            answer.put(sound)  # whatever happens: somebody may wait for it
+        if sound:
             self._touch(name)
-        else:
-            answer.put(False)

@@ -89,7 +89,7 @@ class FolderAsset(Asset):
         catalog = self.catalog
         for track in catalog.published.values():
             for place in (self.path / GROUPS, self.path / GROUPS / track.name):
-                if place.is_symlink():
+                if _is_link(place):
                     raise AssetError(f"{place}: is a link; an asset's own files must lie in its folder")
             for group, size in enumerate(track.bytes):
                 _check_size(frame_path(self.path, group, track.name), size)
@@ -204,11 +204,19 @@ def _unreadable(path: Path, error: OSError) -> str:
     return f"{what}; let this user read it, or publish with the group's right to read (chmod g+s on the folder above)"
 
 
+def _is_link(path: Path) -> bool:
+    try:
+        return path.is_symlink()
+    except OSError as error:
+        raise AssetError(f"{path}: cannot be looked at ({error.strerror})") from error
+
+
 def _check_size(path: Path, size: int) -> None:
     try:
         found = path.lstat()
     except OSError as error:
-        raise AssetError(f"{path}: missing from the asset ({error.strerror})") from error
+        what = "missing from the asset" if isinstance(error, FileNotFoundError) else "cannot be looked at"
+        raise AssetError(f"{path}: {what} ({error.strerror})") from error
     if not stat.S_ISREG(found.st_mode):
         raise AssetError(f"{path}: is no ordinary file; an asset's own files must lie in its folder")
     if found.st_nlink > 1:

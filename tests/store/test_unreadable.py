@@ -72,6 +72,18 @@ def test_what_another_user_keeps_to_himself_is_named_with_what_to_do(root, names
         (root / names[0]).chmod(0o700)
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_groups_that_cannot_be_looked_into_are_no_damage(root, names, capsys):
+    (root / names[0] / "groups").chmod(0)
+    try:
+        assert store("gc", root, "--deep") == 0
+        assert store("verify", root, "--repair") == 1
+        assert "it may be undamaged" in capsys.readouterr().out
+        assert set(open_store(root).list().versions) == set(names)
+    finally:
+        (root / names[0] / "groups").chmod(0o700)
+
+
 def test_names_that_are_no_utf_8_are_managed_as_others(root, names, tmp_path, capsys):
     (root / names[0]).rename(root / ODD)
     assert store("pin", root, ODD, "--for", "1h") == 0
