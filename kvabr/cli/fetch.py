@@ -7,7 +7,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import zip_longest
@@ -356,6 +357,8 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
         f"expected loss {played.loss:.2g} nats per token",
         f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",
     ]
+    if record.damaged:
+        lines.append(_damage(record.damaged))
     if played.limited_by is not None:
         lines.append(f"more of the prompt is cached, but of its class {played.limited_by} no snapshot at its end")
     if (live := played.live) is not None:
@@ -373,6 +376,15 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
     if args.out is not None:
         lines.append(f"written: {args.out}")
     plain(*lines)
+
+
+def _damage(damaged: Sequence[tuple[int, str, str]]) -> str:
+    """Return the line about frames that came damaged."""
+    from kvabr.client.result import listed
+
+    times = Counter(f"group {group} on {track}" for group, track, _ in damaged)
+    told = listed(frame + (f" ({count} times)" if count > 1 else "") for frame, count in times.items())
+    return f"damaged: {told}: {damaged[0][2]}; `kvabr store verify --deep` at the origin finds what else is"
 
 
 def _result(
@@ -414,6 +426,7 @@ def _result(
         "bytes_fetched": record.bytes_fetched,
         "bytes_wasted": record.bytes_wasted,
         "bytes_held_up": record.bytes_held_up,
+        "damaged": [{"group": group, "track": track, "what": what} for group, track, what in record.damaged],
         "groups": groups,
     }
 

@@ -211,13 +211,17 @@ def add_time_price_option(parser: argparse._ActionsContainer) -> None:
 
 def load(name: str, console: Console, **how: Any) -> LoadedModel:
     """Load a model as `kvabr.engines.transformers.model_loader.load_model` does, and say so meanwhile."""
-    with console.status("loading the model"):
+    with console.status("loading the model") as status:
+
+        def reading(done: int, total: int) -> None:
+            status.update(f"reading the weights, once, to name their caches: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+
         # Imports and a tokenizer make a million objects that stay: looking for garbage among them takes seconds.
         gc.disable()
         try:
             from kvabr.engines.transformers.model_loader import load_model
 
-            return load_model(name, **how)
+            return load_model(name, progress=reading, **how)
         finally:
             gc.enable()
 

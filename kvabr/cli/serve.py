@@ -139,7 +139,9 @@ def _announce(server: Server, library: PublishedAssets, setup: serving.ServerSet
     from datetime import UTC, datetime
 
     assets, log = library.assets, setup.log
-    if not assets:
+    if not assets and library.damaged:
+        log.warning("no asset can be served", root=args.root, left_out=library.damaged, hint="why is said above")
+    elif not assets:
         place = f"'{args.root}'" if "://" in str(args.root) else f"{args.root}/NAME"  # a store names its assets itself
         log.warning(
             "no assets yet",

@@ -149,6 +149,9 @@ def _add_gc(gc: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="keep new assets, and what nothing names any more, for this long: plays may still read it (default: 1h)",
     )
+    gc.add_argument(
+        "--deep", action="store_true", help="before, read all frames, and remove assets that are damaged, pinned or not"
+    )
     gc.add_argument("--measured", action="store_true", help="measured assets, those of kvabr encode, may go too")
     gc.add_argument(
         "--cache-ttl", metavar="TIME", help="remove single groups that relays and clients cached this long ago"

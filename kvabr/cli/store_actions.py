@@ -185,7 +185,13 @@ def gc(args: argparse.Namespace) -> int:
         keep_measured=not args.measured,
     )
     cache_ttl_s = None if args.cache_ttl is None else rules.duration(args.cache_ttl)
-    _collect(open_library(args.store), kept, args, cache_ttl_s)
+    library = open_library(args.store)
+    if args.deep:
+        with StageBar(_STAGES) as bar:
+            bad = run_async(library.verify(deep=True, repair=not args.dry_run, progress=bar))
+        for each in bad:
+            plain(f"{each.name}: {each.what}; {'removed' if each.repaired else each.advice}")
+    _collect(library, kept, args, cache_ttl_s)
     return 0
 
 
@@ -209,7 +215,9 @@ def verify(args: argparse.Namespace) -> int:
     )
     if left:
         raise AssetError(f"{library.location}: {len(left)} damaged")
-    plain("nothing is damaged" if not bad else f"{len(bad)} removed, the rest is undamaged")
+    whole = "nothing is damaged" if args.deep else "nothing is missing; the bytes of frames were not read, --deep does"
+    rest = "the rest is undamaged" if args.deep else "of the rest nothing is missing"
+    plain(whole if not bad else f"{len(bad)} removed, {rest}")
     return 0
 
 

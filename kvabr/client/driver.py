@@ -8,6 +8,7 @@ for when a play ends, and what they still bring is discarded.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
@@ -48,6 +49,9 @@ _MAX_PAUSE_SHARE = 1 / 8
 
 LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25)
 """What a player does over a real network: there bytes come in lumps, streams stall, and peers fall silent."""
+
+
+_log = logging.getLogger("kvabr.client")
 
 
 class _RefusedError(Exception):
@@ -288,6 +292,7 @@ class Driver:
             write, seconds = await self._loop.run_in_executor(decoders(), work)
         except _RefusedError as error:
             self._frames.pop(error.request, None)
+            self._note_damage(action.group, names[requests.index(error.request)], said(error.cause))
             self._tell(self.session.refused, error.request, said(error.cause))
             return
         for request in requests:
@@ -301,6 +306,16 @@ class Driver:
                 self._tell(partial(self.session.stop, reason=said(error)))
                 return
         self._tell(partial(self.session.decoded, seconds=seconds), action.request)
+
+    def _note_damage(self, group: int, track: str, why: str) -> None:
+        """Note a frame that cannot be used; the log hears of the first one of a play."""
+        damaged = self.session.record.damaged
+        if not damaged:
+            name = self._catalog.namespace.prompt
+            _log.warning(
+                "kvabr: group %d of %s on %s is damaged (%s); see `kvabr store verify`", group, name, track, why
+            )
+        damaged.append((group, track, why))
 
     def _decoded(self, action: Decode, layers: Sequence[Layer]) -> Callable[[], object] | None:
         """Place a group, or return what writes it if the cache is in use; in a thread.

@@ -54,19 +54,23 @@ class ShippedProfile:
         Nothing else in it changes, and everybody makes the same bytes of the same spec. So a player that has the
         package has the bound profile as well, without a network.
         """
-        data, theirs = self.read(), self.spec
-        pairs = zip(theirs.classes, spec.classes, strict=True)
-        classes = tuple(replace(own, dtype=wanted.dtype) for own, wanted in pairs)
-        renamed = replace(theirs, model=spec.model, tokenizer=spec.tokenizer, classes=classes)
-        if renamed == theirs:
-            return data
-        end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
-        header = json.loads(data[_LENGTH:end])
-        facts = json.loads(header["__metadata__"]["kvabr"])
-        header["__metadata__"] = {"kvabr": json.dumps(facts | {"spec": renamed.to_json()}, sort_keys=True)}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _LENGTH)
-        return len(text).to_bytes(_LENGTH, "little") + text + data[end:]
+        return rebound(self.read(), self.spec, spec)
+
+
+def rebound(data: bytes, theirs: KVSpec, spec: KVSpec) -> bytes:
+    """Return a profile's file for a model of the same shape under other names, see `ShippedProfile.bound`."""
+    pairs = zip(theirs.classes, spec.classes, strict=True)
+    classes = tuple(replace(own, dtype=wanted.dtype) for own, wanted in pairs)
+    renamed = replace(theirs, model=spec.model, tokenizer=spec.tokenizer, classes=classes)
+    if renamed == theirs:
+        return data
+    end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
+    header = json.loads(data[_LENGTH:end])
+    facts = json.loads(header["__metadata__"]["kvabr"])
+    header["__metadata__"] = {"kvabr": json.dumps(facts | {"spec": renamed.to_json()}, sort_keys=True)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH)
+    return len(text).to_bytes(_LENGTH, "little") + text + data[end:]
 
 
 SMOLLM2 = ShippedProfile(

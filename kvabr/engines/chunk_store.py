@@ -13,11 +13,13 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Annotated, ClassVar, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from pydantic import Field
@@ -30,7 +32,9 @@ from kvabr.codec.base import codec
 from kvabr.codec.profile import ClassProfile, Profile
 from kvabr.data import default_catalog
 from kvabr.data.profiles import shipped_profiles
+from kvabr.engines.origin_pause import OriginPause, answers
 from kvabr.engines.settings import EngineSettings, Seconds, TroubleLog, open_client
+from kvabr.engines.weights import weights_digest
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile
 from kvabr.store.lru import ByteLru
 from kvabr.types.catalog import Catalog
@@ -44,6 +48,7 @@ from kvabr.types.errors import (
     UsageError,
 )
 from kvabr.types.kv import DTYPES, KVSpec
+from kvabr.types.model_name import DIGITS, MARK, safe_name, with_facts
 from kvabr.types.naming import LAYERS, TrackNamespace
 
 LOG = logging.getLogger("kvabr.engines.chunk_store")
@@ -54,7 +59,9 @@ _MAX_PROFILES = 8
 _PROFILE_S = 300.0
 """Seconds that a codec profile, which has some megabytes, may take in the background."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._/-]")
-
+"""What names of earlier versions did not have."""
+_PAUSED_SHARE = 0.1
+"""Share of its deadline that a play gets while the origin does not answer: its groups may be here already."""
 
 _NO_PASSAGES = (
     "this engine asks for caches by keys that stand for one place in one prompt, so it cannot play passages; "
@@ -84,13 +91,56 @@ class KeyedSettings(EngineSettings):
 def spec_of(model: str, engine: str, layers: int, heads: int, dim: int, dtype: torch.dtype) -> KVSpec:
     """Return the spec of an engine's caches; `FormatError` if the engine quantises them.
 
-    ``model`` is the engine's name of the model, possibly a path; ``engine`` stands in for the tokenizer, which keys do
-    not tell; ``heads`` are those of one rank.
+    ``model`` is the model's name (`named`); ``engine`` stands in for the tokenizer, which keys do not tell; ``heads``
+    are those of one rank.
     """
     if (kind := str(dtype).removeprefix("torch.")) not in DTYPES:
         raise FormatError(f"a cache of {dtype}: the engine quantises it itself; kvabr's tracks need 16 or 32 bits")
-    name = _UNSAFE.sub("-", model).strip("/") or "model"
-    return KVSpec.uniform(name[-256:], engine, layers, heads, dim, kind)
+    return KVSpec.uniform(model, engine, layers, heads, dim, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """What an engine's model is called in the names of its caches."""
+
+    name: str
+    former: tuple[str, str] | None = None
+    """What earlier versions of kvabr called it, in namespaces and in keys, where that told all that this name tells;
+    None: the same, or there is no such name."""
+
+
+def named(
+    settings: KeyedSettings,
+    given: str,
+    facts: Mapping[str, object],
+    *,
+    folder: Path | None = None,
+    kept: str = "",
+    raw_keys: bool = False,
+) -> ModelNames:
+    """Return the name of an engine's model.
+
+    Args:
+        settings: the user's; a name there stands for the weights.
+        given: the engine's name of the model: a repository, a path, or anything else.
+        facts: what else changes KV, see `with_facts`; of a usual configuration nothing.
+        folder: where the weights are, if that is known, for their digest.
+        kept: the only fact that names of earlier versions need not tell, as readers compare it.
+        raw_keys: whether keys of earlier versions had the name as it was given, whatever characters it has.
+
+    Raises:
+        ModelError: the weights cannot be read.
+    """
+    raw = settings.model or given
+    if settings.model is None and folder is not None:
+        if settings.version is None:
+            return ModelNames(with_facts(f"{safe_name(raw)}-{weights_digest(folder)[:DIGITS]}", facts))
+        return ModelNames(with_facts(safe_name(raw), {**facts, "version": settings.version}))
+    name = with_facts(safe_name(raw), {**facts, "version": settings.version})
+    others = [key for key, value in facts.items() if value is not None and key != kept]
+    former = (_UNSAFE.sub("-", raw).strip("/") or "model")[-256:]
+    sure = settings.version is None and not others and (raw_keys or former == raw)
+    return ModelNames(name, (former, raw) if sure and not name == former == raw else None)
 
 
 def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
@@ -164,6 +214,8 @@ class ChunkStore:
         max_tokens: int,
         min_tokens: int = 1,
         unplaced: str = "",
+        former: tuple[str, str] | None = None,
+        told: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Open the store that the settings name for publishing, if any; nothing is dialled.
 
@@ -174,6 +226,8 @@ class ChunkStore:
             max_tokens: maximum length of a cache; a longer one is not the engine's.
             min_tokens: minimum length of a cache; an engine that copies a fixed number of tokens must not get fewer.
             unplaced: why the position of a cache may not be known, in words, for the log.
+            former: see `ModelNames.former`.
+            told: returns the version of the weights that the engine declares, if any; is called often.
 
         Raises:
             UsageError: the store cannot be opened, a track is unknown, or a setting of the connection is wrong.
@@ -182,6 +236,9 @@ class ChunkStore:
         self.spec, self._settings, self._unplaced = settings.grouped(spec), settings, unplaced
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
         self.trouble = TroubleLog(LOG)
+        self.generation = settings.generation(told)
+        """Which weights the engine has."""
+        self._former = former
         self._found: ByteLru[str, Found] = ByteLru(_MAX_FOUND_BYTES, _memory_of)
         self._profiles: dict[str, asyncio.Task[None]] = {}
         """What fetches them, or has, by their digests."""
@@ -210,6 +267,16 @@ class ChunkStore:
                 digest=settings.digest,
             )
         self.client = open_client(AsyncClient, settings)
+        self._watching: asyncio.Task[None] | None = None
+        self._pause = OriginPause(self._watch)
+
+    def _watch(self, probe: Callable[[AsyncClient], Coroutine[Any, Any, None]]) -> None:
+        self._watching = asyncio.get_running_loop().create_task(probe(self.client))
+
+    def _text(self, key: str) -> str:
+        """Return the full key of a cache: what the engine calls it, of this model with the weights that it has now."""
+        generation = self.generation.name
+        return f"{self.spec.model}{generation and MARK}{generation}{key}"
 
     async def leading(self, keys: Sequence[str], positions: Sequence[range | None] | None = None) -> int:
         """Return how many caches, from the first on, can be fetched; takes one round trip. See `find`."""
@@ -222,8 +289,9 @@ class ChunkStore:
         ``positions``, if known, are those in the prompt at which the cache may begin. One that was published at another
         is not returned; none is if there is no position, as the key then stands for several caches.
         """
-        found = self._found.get(key) or await self._ask(key)
-        if found is None:
+        text = self._text(key)
+        found = self._found.get(text) or await self._ask(key, text)
+        if found is None or text != self._text(key):  # the weights have changed meanwhile
             return None
         # Without a profile nothing in the asset depends on its position, which the publisher may not have known.
         at = None if found.catalog.profile is None else found.catalog.position
@@ -236,28 +304,53 @@ class ChunkStore:
         self.trouble.tell("the origin has a cache of another place", f"token {at} of a prompt, wanted is {wanted}")
         return None
 
-    async def _ask(self, key: str) -> Found | None:
+    async def _ask(self, key: str, text: str) -> Found | None:
         settings, spec = self._settings, self.spec
-        if settings.url is None:
+        if settings.url is None or self._pause.active:
             return None
+        asked = [(spec, text)]
+        if self._former is not None and not self.generation.name:
+            model, prefix = self._former
+            asked.append((replace(spec, model=model), prefix + key))
+        began_s = time.monotonic()
         try:
-            found = await self.client.find_asset(namespace(spec, key), within_s=settings.lookup_s)
-        except NotFoundError:
+            found = await asyncio.gather(*(self._look(each, full) for each, full in asked))
+        except TransportError as error:
+            self._failed(began_s, "the origin cannot be asked", error)
             return None
         except KvabrError as error:
-            self.trouble.tell("the origin cannot be asked", error)
+            self.trouble.tell("the origin's answer cannot be used", error)
             return None
-        catalog = found.catalog
+        self._pause.answered()
+        for (wanted, _), one in zip(asked, found, strict=True):
+            if one is not None and self._fits(one.catalog, wanted):
+                self._found.add(text, one)
+                self._want_profile(one.catalog)
+                return one
+        return None
+
+    async def _look(self, spec: KVSpec, text: str) -> Found | None:
+        try:
+            return await self.client.find_asset(namespace(spec, text), within_s=self._settings.lookup_s)
+        except NotFoundError:
+            return None
+
+    def _fits(self, catalog: Catalog, spec: KVSpec) -> bool:
+        """Return whether a catalog describes a cache as the engine wants it; the log says why it does not."""
         if not _alike(catalog.spec, spec):
             why = f"{catalog.spec}; this engine's {spec}"
         elif not self._min_tokens <= catalog.tokens <= self._max_tokens:
             why = f"{catalog.tokens} tokens, where one has {self._min_tokens} to {self._max_tokens}"
         else:
-            self._found.add(key, found)
-            self._want_profile(catalog)
-            return found
+            return True
         self.trouble.tell("the origin's caches are of another kind", why)
-        return None
+        return False
+
+    def _failed(self, began_s: float, what: str, error: KvabrError) -> None:
+        """Note that the origin failed: it is left alone for a while."""
+        pause_s = self._pause.failed(began_s)
+        more = "" if pause_s is None else f"; nothing is asked for until it answers, and for {pause_s:.1f} s at least"
+        self.trouble.tell(what, f"{error}{more}")
 
     def _want_profile(self, catalog: Catalog) -> None:
         """Fetch the codec profile of caches once: it is larger than each, so no play would."""
@@ -278,34 +371,33 @@ class ChunkStore:
 
         ``positions`` as for `find`.
         """
-        loop, settings = asyncio.get_running_loop(), self._settings
+        loop, settings, text = asyncio.get_running_loop(), self._settings, self._text(key)
         due_s = loop.time() + settings.deadline_s
         found = await self.find(key, positions)
         if found is None:
             return None
+        began_s, left_s = time.monotonic(), due_s - loop.time()
+        if self._pause.active:
+            left_s = min(left_s, _PAUSED_SHARE * settings.deadline_s)
         try:
             played = await self.client.play_asset(
                 found,
-                deadline=max(due_s - loop.time(), 1e-3),
+                deadline=max(left_s, 1e-3),
                 options=PlayOptions(policy=settings.policy, time_price=settings.time_price, patience=settings.patience),
             )
         except KvabrError as error:
             if not isinstance(error, BusyError):
-                self._found.pop(key, None)  # it may be gone or replaced
-            self.trouble.tell("a cache did not come", error)
+                self._found.pop(text, None)  # it may be gone or replaced
+            if isinstance(error, TransportError):
+                self._failed(began_s, "a cache did not come", error)
+            else:
+                self.trouble.tell("a cache did not come", error)
             return None
-        return played.kv
+        return played.kv if text == self._text(key) else None
 
     async def answers(self) -> bool:
         """Return whether the origin answers now."""
-        if self._settings.url is None:
-            return False
-        try:
-            async with asyncio.timeout(self._settings.lookup_s):
-                connection = await self.client.connect()
-                return await connection.answers(self._settings.lookup_s)
-        except (KvabrError, TimeoutError):
-            return False
+        return self._settings.url is not None and await answers(self.client, self._settings.lookup_s)
 
     def put(self, key: str, kv: torch.Tensor, position: int | None = None) -> Future[bool]:
         """Publish a cache in the background, from any thread; return whether it is published, now or before.
@@ -323,7 +415,7 @@ class ChunkStore:
                 done.set_result(False)
                 return done
         tokens = kv.shape[3]
-        slot = self.publisher.reserve_named(key_digests(self.spec, key, tokens), tokens, position)
+        slot = self.publisher.reserve_named(key_digests(self.spec, self._text(key), tokens), tokens, position)
         if isinstance(slot, Slot):
 
             def over(outcome: PublishOutcome) -> None:
@@ -340,8 +432,9 @@ class ChunkStore:
 
     async def close(self) -> None:
         """End all plays, and publish what waits."""
-        for fetching in self._profiles.values():
-            fetching.cancel()
+        for task in (*self._profiles.values(), self._watching):
+            if task is not None:
+                task.cancel()
         await self.client.close()
         if self.publisher is not None:
             await asyncio.to_thread(self.publisher.close)

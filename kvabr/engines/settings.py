@@ -22,12 +22,14 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client
 from kvabr.client.options import Limits
 from kvabr.client.origins import check_url
+from kvabr.engines.generation import Generation, VersionFile
 from kvabr.player.session_types import TIME_PRICE
 from kvabr.quic.backend import Quic
 from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.types.digests import SHA256, check_kind
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
+from kvabr.types.naming import TrackNamespace
 
 LOG = logging.getLogger("kvabr.engines")
 
@@ -76,6 +78,7 @@ Names = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_tuple)
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Url = Annotated[Text, _checked(check_url)]
+ModelName = Annotated[Text, _checked(lambda name: TrackNamespace(name, "0" * 64))]
 PolicyName = Annotated[Text, _checked(load_policy)]
 EstimatorName = Annotated[Text, _checked(load_estimator)]
 
@@ -103,8 +106,15 @@ class EngineSettings(BaseModel):
     """ABR policy, see `kvabr policies`."""
     time_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] = TIME_PRICE
     """Price of a second before the first token, nats per generated token. 0: only the deadline counts."""
-    model: Text | None = None
+    model: ModelName | None = None
     """Name of the model in the track namespace. None: derived from the engine's model."""
+    version: Text | None = None
+    """Version of the weights, if their digest is not to be taken or is not known; part of the name of all caches. None:
+    the digest of the model's folder, where the engine has one."""
+    version_file: FilePath | None = None
+    """File with the version of the weights that the engine has in memory, for those who replace them as it runs. It is
+    read again when it has changed, see `kvabr.engines.generation`. None: after an engine's signal that weights may have
+    changed, its caches are its own."""
     group_tokens: Annotated[int | None, Field(ge=1, le=MAX_GROUP_TOKENS)] = None
     """Tokens per group of what is published and asked for; both sides need the same. None: kvabr's default."""
     profile: FilePath | None = None
@@ -153,6 +163,13 @@ class EngineSettings(BaseModel):
     def grouped(self, spec: KVSpec) -> KVSpec:
         """Return ``spec`` with the group size that the user set."""
         return spec if self.group_tokens is None else replace(spec, group_tokens=self.group_tokens)
+
+    def generation(self, told: Callable[[], str | None] = lambda: None) -> Generation:
+        """Return the weights that the engine has; ``told`` returns a version that it declares itself, if any.
+
+        Raises `UsageError` if the file with the version cannot be read.
+        """
+        return Generation(told if self.version_file is None else VersionFile(self.version_file))
 
     @property
     def publish_bytes(self) -> int | None:

@@ -297,6 +297,8 @@ class PlayRecord:
     """Bytes received that the network did not limit, by what limited them: ``publisher`` or ``cpu``."""
     bytes_wasted: int = 0
     """Bytes of cancelled, failed and replaced transfers, and of those that were not decoded in time."""
+    damaged: list[tuple[int, str, str]] = field(default_factory=list)
+    """Frames that came and could not be used: group, track, and what was wrong; one each time that it came."""
     bytes_undecoded: int = 0
     """Bytes that had arrived and were not decoded when the play ended."""
     tokens_recomputed: int = 0

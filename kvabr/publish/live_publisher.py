@@ -230,7 +230,7 @@ class LiveProduction(Production):
         done: Callable[[PublishOutcome], object],
     ) -> None:
         """Begin; ``seconds`` says when each group of tokens should be published."""
-        self._path = publisher.root / slot.chunks[-1]
+        self._path, self._replaces = publisher.root / slot.chunks[-1], slot.replaces
         offer = publisher.publisher.offer
         super().__init__(offer, self._live_writer, slot.chunks, slot.tokens, slot.position, done)
         self._stack.callback(claim.release)
@@ -276,7 +276,7 @@ class LiveProduction(Production):
             super().step()
 
     def _live_writer(self) -> AssetWriter:
-        self._folder = LiveFolderWriter(self._path)
+        self._folder = LiveFolderWriter(self._path, force=self._replaces)
         return self._folder
 
     def _begin(self, frames: FrameEncoder) -> None:
@@ -367,7 +367,7 @@ class LiveProduction(Production):
             self._finish(frames, self._late.popleft())
         elif reason:
             self._shorten(frames, reason)
-        elif (self._path / CATALOG).exists():  # a producer that could not see this one
+        elif not self._replaces and (self._path / CATALOG).exists():  # a producer that could not see this one
             self.close(PublishOutcome("known"))
         else:
             writer.commit(self.offer.catalog(frames))

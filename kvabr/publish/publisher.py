@@ -20,6 +20,7 @@ from kvabr.publish.encoding_threads import calm_down, encoding_thread, hurry
 from kvabr.publish.offer import TrackOffer
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
 from kvabr.publish.published_lookup import PublishedLookup
+from kvabr.publish.sound_assets import SoundAssets
 from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.store.locations import Location, open_store
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
@@ -78,7 +79,8 @@ class Publisher:
             _log.warning("kvabr: %s; nothing is published until it answers", error)  # each asset's writer tries again
         self._quota = None if max_bytes is None else self.store.quota(max_bytes, evict)
         touch = (self.store if self._quota is None else self._quota).touch
-        self._lookup = PublishedLookup(lambda name: self.store.version(name) is not None, touch)
+        self._sound = SoundAssets(self.store)
+        self._lookup = PublishedLookup(lambda name: self.store.version(name) is not None, touch, sound=self._sound.look)
         self._free = threading.BoundedSemaphore(queue)
         self._known: set[str] = set()
         """Assets that are being published."""
@@ -132,7 +134,7 @@ class Publisher:
             if self._closed or not self._free.acquire(blocking=False):
                 return "full"
             self._known.add(name)
-        return Slot(self, tuple(chunks), tokens, position)
+        return Slot(self, tuple(chunks), tokens, position, replaces=self._sound.is_damaged(name))
 
     def prepare(self) -> None:
         """Have the encoding thread compute what its first group would otherwise wait for."""
@@ -150,7 +152,7 @@ class Publisher:
         self._free.release()
 
     def _fill(self, slot: Slot, kv: Sequence[torch.Tensor], done: Callable[[PublishOutcome], object]) -> None:
-        writer = partial(self.store.writer, slot.chunks[-1])
+        writer = partial(self.store.writer, slot.chunks[-1], force=slot.replaces)
         made = Production(self.offer, writer, slot.chunks, slot.tokens, slot.position, done, passage=slot.passage)
         made.append(0, kv, slot.tokens)
         made.end()
@@ -214,6 +216,8 @@ class Publisher:
         assert outcome is not None  # noqa: S101  # the only reason to call this
         if self._quota is not None and production.published is not None:
             self._quota.make_room(production.published)
+        if outcome.tokens:
+            self._sound.replaced(production.chunks[-1])
         self._give_back(production.chunks[-1])
         production.done(outcome)
 
@@ -229,6 +233,8 @@ class Slot:
     """See `Publisher.reserve_named`."""
     passage: PassageNotes | None = None
     """Of a passage, see `Publisher.reserve_passage`."""
+    replaces: bool = False
+    """Whether it takes the place of a damaged asset."""
 
     def fill(self, kv: torch.Tensor | tuple[torch.Tensor, ...], done: Callable[[PublishOutcome], object]) -> None:
         """Publish a cache, [layer, K/V, head, token, dim] of any float dtype, which must not change any more.

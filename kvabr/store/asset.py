@@ -15,14 +15,22 @@ import json
 import math
 import struct
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, Self
 
 from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import TITLES, digest_of, has_digest
-from kvabr.types.errors import AssetError, ForeignError, FormatError
+from kvabr.types.errors import (
+    AssetError,
+    ForeignError,
+    FormatError,
+    KvabrError,
+    NotFoundError,
+    TransportError,
+    VersionError,
+)
 from kvabr.types.naming import chain, prefix_key
 from kvabr.types.passage import passage_chain
 
@@ -156,6 +164,12 @@ class Asset(ABC):
         Raises `AssetError` for parts, `FormatError` for the profile.
         """
 
+    def check_frames(self) -> None:
+        """Read all frames, and check them against the catalog; errors as `frame`. Takes long."""
+        for track in self.catalog.published.values():
+            for group in range(len(track.bytes)):
+                self.frame(group, track.name)
+
     @abstractmethod
     def open_frame(self, group: int, track: str) -> FrameReader:
         """Open a frame of a published track, checked for its size but not for its digest.
@@ -249,6 +263,14 @@ class Asset(ABC):
             raise FormatError(f"{where}: not the prompt that the catalog's digests name; {_AGAIN}")
         return prompt
 
+    def has_prompt(self) -> bool:
+        """Return whether the token ids are there; those of what an engine published, or of a copy, are not."""
+        try:
+            self._read_part(PROMPT, 0)
+        except AssetError as error:
+            return not isinstance(error.__cause__, FileNotFoundError)
+        return True
+
     def _is_ours(self, prompt: Prompt) -> bool:
         spec, tokens = self.catalog.spec, prompt.tokens
         if len(tokens) != self.catalog.tokens:
@@ -328,6 +350,8 @@ class AssetListing:
     """By name."""
     complete: bool
     """False if the store holds more than was looked at."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """By name, the folders that cannot be looked into, and why: they may be assets, or have some."""
 
 
 class AssetStore(Protocol):
@@ -376,6 +400,16 @@ class AssetStore(Protocol):
 
         Raises `UsageError` if this kind of store cannot limit it.
         """
+
+
+def is_damage(error: KvabrError) -> bool:
+    """Return whether an asset that failed a check is damaged; else it cannot be read here or now, and may be good."""
+    if isinstance(error, VersionError):
+        return False
+    cause = error.__cause__
+    if isinstance(cause, OSError):
+        return isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    return not isinstance(cause, TransportError) or isinstance(cause, NotFoundError)
 
 
 def _sized(data: bytes, size: int, where: str) -> bytes:

@@ -71,7 +71,10 @@ class FolderAsset(Asset):
         """Open the asset in the folder ``path``; see `AssetStore.open`."""
         if not path.is_dir():
             raise AssetError(f"{path}: no such asset; make one with: kvabr encode --text FILE --tokens N --out {path}")
-        version = asset_version(path)
+        try:
+            version = _version_in(path)
+        except OSError as error:
+            raise AssetError(_unreadable(path, error)) from error
         if version is None:
             raise AssetError(f"{path}: has no {CATALOG}; is this an asset?")
         data = _read(path / CATALOG, MAX_CATALOG_BYTES, follow_links=follow_links)
@@ -86,7 +89,7 @@ class FolderAsset(Asset):
         catalog = self.catalog
         for track in catalog.published.values():
             for place in (self.path / GROUPS, self.path / GROUPS / track.name):
-                if place.is_symlink():
+                if _is_link(place):
                     raise AssetError(f"{place}: is a link; an asset's own files must lie in its folder")
             for group, size in enumerate(track.bytes):
                 _check_size(frame_path(self.path, group, track.name), size)
@@ -133,28 +136,29 @@ class FolderAssetStore:
         """See `AssetStore.list`. Looks once into each folder that is not hidden; links to folders count."""
         left = MAX_FOLDERS
         versions: dict[str, AssetVersion] = {}
+        unreadable: dict[str, str] = {}
         todo = [(".", self.root, 0)]
         while todo and left:
             name, path, depth = todo.pop()
             left -= 1
-            version = asset_version(path)
-            if version is not None:
-                versions[name] = version
-            elif depth < MAX_DEPTH:
-                prefix = "" if depth == 0 else f"{name}/"
-                todo += [(prefix + inner, path / inner, depth + 1) for inner in _folders(path)]
-        return AssetListing(versions, complete=not todo)
+            try:
+                version = _version_in(path)
+                if version is not None:
+                    versions[name] = version
+                elif depth < MAX_DEPTH:
+                    prefix = "" if depth == 0 else f"{name}/"
+                    todo += [(prefix + inner, path / inner, depth + 1) for inner in _folders_in(path)]
+            except OSError as error:
+                unreadable[name] = _unreadable(path, error)
+        return AssetListing(versions, complete=not todo, unreadable=unreadable)
 
     def version(self, name: str) -> AssetVersion | None:
         """See `AssetStore.version`."""
         path = self.root / name
         try:
-            (path / CATALOG).stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+            return _version_in(path)
         except OSError as error:
-            raise AssetError(f"{path}: cannot be looked at ({error.strerror})") from error
-        return asset_version(path)
+            raise AssetError(_unreadable(path, error)) from error
 
     def open(self, name: str = ".", *, follow_links: bool = False) -> FolderAsset:
         """See `AssetStore.open`; refuses links unless they may be followed."""
@@ -176,16 +180,43 @@ class FolderAssetStore:
 
 
 def asset_version(path: Path) -> AssetVersion | None:
-    """Return the version of the asset in a folder: that of its catalog's file."""
-    found = FileVersion.of(path / CATALOG)
-    return None if found is None else AssetVersion("-".join(f"{part:x}" for part in found), found.modified_ns)
+    """Return the version of the asset in a folder, that of its catalog's file; None if there is none to be seen."""
+    try:
+        return _version_in(path)
+    except OSError:
+        return None
+
+
+def _version_in(path: Path) -> AssetVersion | None:
+    """As `asset_version`, but raise `OSError` if the folder may not be looked into."""
+    try:
+        found = FileVersion.from_stat((path / CATALOG).stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return AssetVersion("-".join(f"{part:x}" for part in found), found.modified_ns)
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    """Say why a folder cannot be looked into, and what to do."""
+    what = f"{path}: cannot be looked into ({error.strerror})"
+    if not isinstance(error, PermissionError):
+        return what
+    return f"{what}; let this user read it, or publish with the group's right to read (chmod g+s on the folder above)"
+
+
+def _is_link(path: Path) -> bool:
+    try:
+        return path.is_symlink()
+    except OSError as error:
+        raise AssetError(f"{path}: cannot be looked at ({error.strerror})") from error
 
 
 def _check_size(path: Path, size: int) -> None:
     try:
         found = path.lstat()
     except OSError as error:
-        raise AssetError(f"{path}: missing from the asset ({error.strerror})") from error
+        what = "missing from the asset" if isinstance(error, FileNotFoundError) else "cannot be looked at"
+        raise AssetError(f"{path}: {what} ({error.strerror})") from error
     if not stat.S_ISREG(found.st_mode):
         raise AssetError(f"{path}: is no ordinary file; an asset's own files must lie in its folder")
     if found.st_nlink > 1:
@@ -265,18 +296,22 @@ def _read(path: Path, max_bytes: int, *, follow_links: bool) -> bytes:
         return file.read(max_bytes + 1)
 
 
-def _folders(path: Path) -> list[str]:
-    """Return the names of the folders in a folder that are not hidden, in reverse for a stack."""
+def _folders_in(path: Path) -> list[str]:
+    """Return the names of the folders in a folder that are not hidden, in reverse for a stack; raises `OSError`."""
     try:
         with os.scandir(path) as entries:
             return sorted((entry.name for entry in entries if entry.name[0] != "." and entry.is_dir()), reverse=True)
-    except OSError:
-        return []
+    except (FileNotFoundError, NotADirectoryError):
+        return []  # removed a moment ago
 
 
 def folders_of_assets(path: Path) -> list[Path]:
     """Return the folders in a folder in which assets may lie: those that are neither hidden nor assets."""
-    return [inner for name in _folders(path) if not os.path.lexists((inner := path / name) / CATALOG)]
+    try:
+        names = _folders_in(path)
+    except OSError:
+        return []
+    return [inner for name in names if not os.path.lexists((inner := path / name) / CATALOG)]
 
 
 GROUPS = "groups"
@@ -399,9 +434,9 @@ def _is_asset(path: Path) -> bool:
     except AssetError:
         return False
     except FormatError:
-        # A damaged or newer catalog still marks an asset if it begins like one.
+        # A damaged or newer catalog still marks an asset if it begins like one, or there are groups.
         with (path / CATALOG).open("rb") as file:
-            return SCHEMAS[SHA256].rsplit("/", 1)[0].encode() in file.read(256)
+            return SCHEMAS[SHA256].rsplit("/", 1)[0].encode() in file.read(256) or (path / GROUPS).is_dir()
     return True
 
 

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
+_UNKNOWN = AssetVersion("", 0)
+"""Stands for the version of what cannot be looked into."""
+
+
 class Shared(NamedTuple):
     """What an asset has of a prompt that shares its groups up to one."""
 
@@ -133,6 +137,10 @@ class AssetIndex:
         """Look for assets that are new, were replaced, or are gone; return whether anything changed."""
         before, assets, damaged = self._assets, dict[str, Asset](), dict[str, tuple[AssetVersion, str]]()
         listing = self.store.list()
+        for name, why in listing.unreadable.items():
+            damaged[name] = _UNKNOWN, why
+            if self._damaged.get(name) != damaged[name]:
+                self.log.warning("asset left out", asset=name, error=why)
         for name, version in listing.versions.items():
             known = before.get(name)
             asset = known if known is not None and known.version == version else self._open(name, version, damaged)

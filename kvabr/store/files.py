@@ -42,9 +42,13 @@ class FileVersion(NamedTuple):
     def of(cls, path: Path) -> FileVersion | None:
         """Return the version of a file; None if it is gone or cannot be looked at."""
         try:
-            found = path.stat()
+            return cls.from_stat(path.stat())
         except OSError:
             return None
+
+    @classmethod
+    def from_stat(cls, found: os.stat_result) -> FileVersion:
+        """Return the version of a file that was looked at."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 

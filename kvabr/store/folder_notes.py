@@ -121,7 +121,7 @@ def remove_folder_asset(path: Path) -> None:
 
 
 def _place(root: Path, kind: str, name: str) -> Path:
-    return root / _NOTES / kind / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+    return root / _NOTES / kind / f"{hashlib.sha256(os.fsencode(name)).hexdigest()[:32]}.json"
 
 
 def _before_s(path: Path) -> float:

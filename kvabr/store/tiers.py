@@ -195,7 +195,7 @@ class TieredAssetStore:
         warm = self.warm.list()
         both = {**self._listing, **warm.versions}
         versions = {name: self._stable(name, version) for name, version in both.items()}
-        return AssetListing(versions, complete=warm.complete and self._complete)
+        return AssetListing(versions, complete=warm.complete and self._complete, unreadable=warm.unreadable)
 
     def version(self, name: str) -> AssetVersion | None:
         """See `AssetStore.version`."""

@@ -450,3 +450,26 @@ def test_an_after_that_is_none_is_refused(after, capsys):
     with pytest.raises(SystemExit):
         kvabr("fetch", "moqt://localhost:1/", "--name", f"m/{'0' * 64}", f"--after={after}")
     assert "--after" in capsys.readouterr().err
+
+
+def test_damage_that_is_met_is_named(root, tmp_path, capsys, caplog):
+    """On the terminal, in the result, in the log; the play goes on with another track."""
+    shutil.copytree(root / "short", tmp_path / "assets" / "short")
+    path = frame_path(tmp_path / "assets" / "short", 1, "Int8")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(bytes(data))
+    served, result = Served(tmp_path / "assets", tmp_path), tmp_path / "r.json"
+    try:
+        prompts = tmp_path / "prompt.json"
+        prompts.write_text(json.dumps(list(TOKENS)))
+        options = ("--policy", "fixed:Int8", "--prompt", prompts, "--deadline", 300, "--json", result)
+        assert kvabr("fetch", served.url, *network(served), *options) == 0
+    finally:
+        served.close()
+    assert "damaged: group 1 on Int8" in capsys.readouterr().out
+    found = json.loads(result.read_text())["damaged"]
+    assert {(one["group"], one["track"]) for one in found} == {(1, "Int8")}
+    assert all(one["what"] for one in found)
+    assert "on Int8 is damaged (" in caplog.text

@@ -11,8 +11,9 @@ import torch
 
 from kvabr.client import profiles
 from kvabr.client.blocking import LoopThread
+from kvabr.engines import origin_pause
 from kvabr.engines.chunk_store import ChunkStore, KeyedSettings, profile_for, spec_of
-from kvabr.types.errors import AssetError, ForeignError, FormatError
+from kvabr.types.errors import AssetError, ForeignError, FormatError, TransportError
 from kvabr.types.naming import LAYERS as AC_TRACKS
 from tests import kvdata
 from tests.engines.served import Origin
@@ -221,3 +222,108 @@ def test_a_profile_that_does_not_come_leaves_the_plain_tracks(origin, profile, l
     assert torch.equal(loop.call(other.play("a")), piece(256))
     assert "the codec profile did not come" in caplog.text
     loop.call(other.close())
+
+
+def reach_of(origin):
+    return {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+
+
+def test_after_a_signal_nothing_old_is_played_and_what_is_new_is_published(origin, loop):
+    """The weights of one engine change; another has the old ones, and keeps its caches."""
+    old, new = piece(0), piece(512)
+    one = store(loop, publish=origin.root, policy="fixed:FP16", **reach_of(origin))
+    other = store(loop, policy="fixed:FP16", **reach_of(origin))
+    assert one.put("page", old).result(300.0)
+    origin.look(1)
+    assert torch.equal(loop.call(one.play("page")), old)
+    one.generation.changed()
+    assert loop.call(one.leading(["page"])) == 0
+    assert loop.call(one.play("page")) is None
+    assert one.put("page", new).result(300.0)  # and not: it is known
+    origin.look(2)
+    assert torch.equal(loop.call(one.play("page")), new)
+    assert torch.equal(loop.call(other.play("page")), old)
+    one.generation.changed()
+    assert loop.call(one.play("page")) is None
+    for each in (one, other):
+        loop.call(each.close())
+
+
+def test_a_play_that_a_signal_comes_in_between_brings_nothing(origin, loop):
+    one = store(loop, publish=origin.root, policy="fixed:FP16", **reach_of(origin))
+    assert one.put("page", piece(0)).result(300.0)
+    origin.look(1)
+    play = one.client.play_asset
+
+    async def slowly(*args, **kwargs):
+        played = await play(*args, **kwargs)
+        one.generation.changed()
+        return played
+
+    one.client.play_asset = slowly
+    assert loop.call(one.play("page")) is None
+    loop.call(one.close())
+
+
+def test_what_earlier_versions_published_is_played_where_its_name_told_all(origin, loop):
+    """A float16 engine, whose old keys did not tell that; the asset is published under the old key here."""
+    earlier = store(loop, publish=origin.root)
+    assert earlier.put("@1@0@1@0@6f1d", piece(0)).result(300.0)
+    origin.look(1)
+    loop.call(earlier.close())
+    spec = spec_of("test/model~0123456789abcdef", "engine", LAYERS, HEADS, DIM, torch.float16)
+
+    async def opened(former):
+        settings = KeyedSettings(policy="fixed:FP16", **reach_of(origin))
+        return ChunkStore(spec, settings, "a test", max_tokens=256, former=former)
+
+    now, never = loop.call(opened(("test/model", "test/model"))), loop.call(opened(None))
+    assert torch.equal(loop.call(now.play("@1@0@1@0@6f1d")), piece(0))
+    assert loop.call(never.play("@1@0@1@0@6f1d")) is None
+    now.generation.changed()
+    assert loop.call(now.play("@1@0@1@0@6f1d")) is None
+    for each in (now, never):
+        loop.call(each.close())
+
+
+def test_an_origin_that_does_not_answer_costs_one_lookup_its_time(origin, loop, caplog):
+    """And the caches that are here are still played. The origin comes back, and is asked again."""
+    reach = reach_of(origin) | {"deadline_s": 2.0, "lookup_s": 0.5}
+    one = store(loop, publish=origin.root, policy="fixed:FP16", **reach)
+    for key, first in (("a", 0), ("b", 256), ("c", 512)):
+        assert one.put(key, piece(first)).result(300.0)
+    origin.look(3)
+    assert torch.equal(loop.call(one.play("a")), piece(0))
+    find, asked = one.client.find_asset, []
+
+    async def silent(*args, within_s, **kwargs):
+        asked.append(args)
+        await asyncio.sleep(within_s)
+        raise TransportError(f"no answer within {within_s:g} s")
+
+    answers, alive = origin_pause.answers, asyncio.Event()
+
+    async def probed(client, within_s):
+        await alive.wait()
+        return await answers(client, within_s)
+
+    one.client.find_asset, origin_pause.answers = silent, probed
+    try:
+        with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
+            for number in range(8):
+                assert loop.call(one.leading([f"new {number}", "b"])) == 0
+        assert len(asked) == 2  # both keys of the first lookup
+        assert "nothing is asked for until it answers" in caplog.text
+        assert torch.equal(loop.call(one.play("a")), piece(0))  # found before, and its groups are in memory
+        one.client.find_asset = find
+
+        async def back():
+            alive.set()
+            while one._pause.active:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+        loop.call(asyncio.wait_for(back(), 60.0))
+        assert torch.equal(loop.call(one.play("b")), piece(256))
+    finally:
+        origin_pause.answers = answers
+        loop.call(one.close())

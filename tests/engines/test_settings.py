@@ -98,6 +98,14 @@ def test_of_vllm(key, value, says):
         VllmSettings.read(URL | {key: value}, "here")
 
 
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
+def test_a_model_that_no_namespace_can_name_is_refused(name):
+    for kind in (KeyedSettings, VllmSettings):
+        with pytest.raises(UsageError, match="here: model is "):
+            kind.read(URL | {"model": name}, "here")
+    assert KeyedSettings.read(URL | {"model": "通义千问"}, "here").model == "通义千问"
+
+
 def table():
     """The table of docs/guides/engines.md: every key, its defaults, and its docstring."""
     keyed, vllm = KeyedSettings.model_fields, VllmSettings.model_fields

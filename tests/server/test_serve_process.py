@@ -191,6 +191,15 @@ async def test_an_empty_root_is_served_and_said(tmp_path):
         assert "kvabr encode" in (await served.event("no assets yet"))["hint"]
 
 
+async def test_a_root_whose_assets_cannot_be_looked_into_says_so(tmp_path):
+    make_asset(tmp_path / "a", range(8))
+    (tmp_path / "a" / "catalog.json").unlink()
+    (tmp_path / "a" / "catalog.json").symlink_to("catalog.json")
+    async with serving(tmp_path, "--quic", "aioquic") as served:
+        assert "cannot be looked into" in (await served.event("asset left out"))["error"]
+        assert (await served.event("no asset can be served"))["left_out"] == 1
+
+
 async def test_the_example_is_no_passage(tmp_path):
     make_asset(tmp_path / "a-passage", range(8), passage=PassageNotes("alone"))
     async with serving(tmp_path, "--quic", "aioquic") as served:

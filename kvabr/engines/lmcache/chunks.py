@@ -11,7 +11,8 @@ import torch
 from cachetools import LRUCache
 
 from kvabr.engines import chunk_store as keyed
-from kvabr.engines.chunk_store import KeyedSettings
+from kvabr.engines.chunk_store import KeyedSettings, ModelNames
+from kvabr.engines.weights import local_folder
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 
@@ -36,6 +37,28 @@ def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
     if both != 2:
         raise FormatError(f"a cache of shape {tuple(shape)}: kvabr has tracks for keys and values, not for MLA")
     return keyed.spec_of(model, "lmcache", layers, heads, dim, dtype)
+
+
+def names_of(settings: KeyedSettings, metadata: Any) -> ModelNames:
+    """Return what the model is called in the names of its chunks; errors as `kvabr.engines.chunk_store.named`.
+
+    LMCache tells no more of a model than its name, and the shape of a worker's caches. Of several workers, these are
+    in the name: their numbers do not tell whether they share layers or heads.
+
+    Args:
+        settings: the user's.
+        metadata: an ``LMCacheMetadata``.
+    """
+    given = str(metadata.model_name)
+    layers, _, _, heads, dim = metadata.kv_shape
+    facts = {"shape": [layers, heads, dim] if metadata.world_size > 1 else None}
+    return keyed.named(settings, given, facts, folder=local_folder(given), kept="shape", raw_keys=True)
+
+
+def chunk_key(key: Any) -> str:
+    """Return LMCache's key of a chunk as text, without the model's name: worker, tokens, element type and tags."""
+    text: str = key.to_string()
+    return text.removeprefix(key.model_name)
 
 
 def as_kv(chunk: torch.Tensor, spec: KVSpec) -> torch.Tensor:

@@ -26,7 +26,7 @@ from lmcache.v1.token_database import ChunkedTokenDatabase
 from kvabr.engines.chunk_store import ChunkStore, KeyedSettings
 from kvabr.engines.layouts import KVView
 from kvabr.engines.lmcache import ADAPTER
-from kvabr.engines.lmcache.chunks import PLACES, as_kv, read_settings, spec_of
+from kvabr.engines.lmcache.chunks import PLACES, as_kv, chunk_key, names_of, read_settings, spec_of
 from kvabr.types.errors import KvabrError
 
 _WAIT_S = 30.0
@@ -93,14 +93,16 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         PLACES.watch(ChunkedTokenDatabase)
         self._settings, self._loop, self._memory = settings, loop, memory
         chunk_tokens = self.meta_shapes[0][2]
+        names = names_of(settings, metadata)
         self._store = ChunkStore(
-            spec_of(settings.model or metadata.model_name, metadata.kv_shape, metadata.kv_dtype),
+            spec_of(names.name, metadata.kv_shape, metadata.kv_dtype),
             settings,
             "a chunk of LMCache",
             max_tokens=chunk_tokens,
             # A key does not tell the length of its chunk, but LMCache copies as many tokens as a full chunk has.
             min_tokens=1 if config.save_unfull_chunk else chunk_tokens,
             unplaced="the position of a chunk is not known: LMCache did not cut it from a prompt's tokens here",
+            former=names.former,
         )
         if self._store.publisher is not None:
             # LMCache frees the memory of its chunks before it closes this storage, which may still be encoding them.
@@ -110,7 +112,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     async def exists(self, key: CacheEngineKey) -> bool:
         """Return whether a chunk can be fetched."""
-        return await self._store.find(self._name(key), PLACES.possible(key.chunk_hash)) is not None
+        return await self._store.find(chunk_key(key), PLACES.possible(key.chunk_hash)) is not None
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         """As `exists`, for threads other than the event loop's."""
@@ -123,7 +125,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
     def batched_contains(self, keys: list[CacheEngineKey]) -> int:
         """Return how many chunks, from the first on, can be fetched; for threads other than the event loop's."""
         leading = self._store.leading(
-            [self._name(key) for key in keys], [PLACES.possible(key.chunk_hash) for key in keys]
+            [chunk_key(key) for key in keys], [PLACES.possible(key.chunk_hash) for key in keys]
         )
         asked = asyncio.run_coroutine_threadsafe(leading, self._loop)
         try:
@@ -134,7 +136,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
         """Play one chunk; None if it is missing or does not come in time."""
-        kv = await self._store.play(self._name(key), PLACES.possible(key.chunk_hash))
+        kv = await self._store.play(chunk_key(key), PLACES.possible(key.chunk_hash))
         if kv is None:
             return None
         shape = list(self.meta_shapes[0])
@@ -184,7 +186,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         kv = as_kv(chunk, self._store.spec)
         # The chunk must keep its memory until it is encoded, even if LMCache cancels this call.
         memory_obj.ref_count_up()
-        over = self._store.put(self._name(key), kv, PLACES.at(key.chunk_hash))
+        over = self._store.put(chunk_key(key), kv, PLACES.at(key.chunk_hash))
         over.add_done_callback(lambda _: memory_obj.ref_count_down())
         if await asyncio.shield(asyncio.wrap_future(over)):
             self._put[key.to_string()] = None
@@ -211,11 +213,6 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
     async def close(self) -> None:
         """End all plays, and publish what waits."""
         await self._store.close()
-
-    def _name(self, key: CacheEngineKey) -> str:
-        """Return a chunk's key as text, with the model's name from the settings."""
-        rest = key.to_string().removeprefix(key.model_name)
-        return f"{self._settings.model or key.model_name}{rest}"
 
 
 def _close_both(first: Callable[[], object], then: Callable[[], object]) -> None:

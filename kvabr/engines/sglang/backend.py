@@ -17,6 +17,7 @@ from kvabr.client.blocking import LoopThread
 from kvabr.engines.chunk_store import ChunkStore, spec_of
 from kvabr.engines.layouts import KVView
 from kvabr.engines.sglang import ADAPTER
+from kvabr.engines.sglang.names import names_of, page_key, weight_version
 from kvabr.engines.sglang.pages import page_view, read_settings
 from kvabr.types.errors import FormatError, UsageError
 
@@ -38,11 +39,12 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Set the host pool and start; raise `FormatError` if kvabr does not support it, or the engine quantises it."""
         super().register_mem_pool_host(mem_pool_host)
-        pool, name = mem_pool_host, self._settings.model or self._config.model_name or "model"
+        pool = mem_pool_host
         if getattr(pool, "v_head_dim", pool.head_dim) != pool.head_dim:
             raise FormatError("keys and values of different widths; kvabr has tracks for equal ones")
         page_view(pool.kv_buffer, pool.layout, 0, pool.page_size)
-        spec = spec_of(name, "sglang", pool.layer_num, pool.head_num, pool.head_dim, pool.dtype)
+        names = names_of(self._config, self._settings, pool.dtype)
+        spec = spec_of(names.name, "sglang", pool.layer_num, pool.head_num, pool.head_dim, pool.dtype)
         size = pool.page_size
         store = ChunkStore(
             spec,
@@ -52,6 +54,8 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
             min_tokens=size,
             unplaced="the position of a page is not known: set interface_v1 and hicache_storage_pass_prefix_keys in "
             "hicache-storage-backend-extra-config",
+            former=names.former,
+            told=weight_version,
         )
         self.metrics = store.client.metrics
         self._started = store, LoopThread()
@@ -105,8 +109,15 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         del target_locations, target_sizes
         return all(self._publish(keys, [self._flat_view(value) for value in values]))
 
-    def clear(self) -> None:
-        """Remove nothing: ``publish_mib`` limits what is published."""
+    def clear(self) -> bool:
+        """Play and publish nothing under the names from before: SGLang calls this when its weights have changed.
+
+        What engines with the old weights have published stays theirs; ``publish_mib`` and `kvabr store` remove it. If
+        the update came with a ``weight_version``, engines with that version share what they publish from now on.
+        """
+        if self._started is not None:
+            self._started[0].generation.changed()
+        return True
 
     def close(self) -> None:
         """End all plays, and publish what waits."""
@@ -121,11 +132,8 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         return self._started
 
     def _name(self, key: str) -> str:
-        """Return the full key of a page: SGLang's hash covers its tokens and all before, but neither model nor rank."""
-        config = self._config
-        return (
-            f"{self._ready()[0].spec.model}@{config.tp_size}@{config.tp_rank}@{config.pp_size}@{config.pp_rank}@{key}"
-        )
+        """Return the key of a page without the model's name, which `ChunkStore` adds."""
+        return page_key(self._config, key)
 
     def _places(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[torch.Tensor]:
         pool = self.mem_pool_host

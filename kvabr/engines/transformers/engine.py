@@ -22,6 +22,7 @@ from kvabr.engines.transformers.cache import (
     replace_states,
     whole_cache,
 )
+from kvabr.engines.transformers.identity import state_of
 from kvabr.engines.transformers.weight_files import check_finite
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import ModelError
@@ -38,9 +39,13 @@ SCORE_CHUNK = 128
 class TransformersEngine:
     """A transformers causal language model as an engine (see `kvabr.types.engine.Engine`)."""
 
-    def __init__(self, model: Any, spec: KVSpec, *, context: int) -> None:
-        """Wrap a model that sees at most ``context`` tokens, prompt and continuation together."""
+    def __init__(self, model: Any, spec: KVSpec, *, context: int, watched: bool = False) -> None:
+        """Wrap a model that sees at most ``context`` tokens, prompt and continuation together.
+
+        Once it is ``watched``, changes of its adapters or weights, which the spec's name does not tell, are refused.
+        """
         self.model, self.spec, self.context = model, spec, context
+        self._state = state_of(model) if watched else None
         self.mode: EngineMode = "hole"
         """transformers takes a cache as it is, so any run of tokens can be filled in."""
         self.cache_argument = cache_argument(model)
@@ -173,6 +178,7 @@ class TransformersEngine:
         ids = torch.tensor([list(tokens)], dtype=torch.long, device=self.device)
         if before is None:
             self.check(tokens)
+            self.check_unchanged()
             return ids, new_cache(self.model, whole=True), 0
         # Of a model with nothing but states, nobody knows how many tokens there were.
         start = next((int(kv.shape[-2]) for kv, part in zip(before, parts, strict=False) if not is_state(part)), 0)
@@ -187,6 +193,17 @@ class TransformersEngine:
         if [tuple(kv.shape) for kv in before] != shapes:
             raise ModelError(f"not a cache of {self.spec.model}: shape {given}, not {shapes}")
         return ids, whole_cache(before, self.spec, self.model), start
+
+    def check_unchanged(self) -> None:
+        """Raise a `ModelError` if the model's adapters or weights have changed since the engine was made.
+
+        This takes some milliseconds, so it is done once for each prompt.
+        """
+        if self._state is not None and state_of(self.model) != self._state:
+            raise ModelError(
+                f"the adapters or weights of {self.spec.model} have changed since this engine was made, so its caches "
+                "would have a wrong name: call engine_of again, and use that engine"
+            )
 
     def check(self, tokens: Sequence[int], start: int = 0) -> None:
         """Raise `ModelError` unless there are tokens, in the vocabulary, that fit the model behind ``start`` others."""

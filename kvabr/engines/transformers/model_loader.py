@@ -17,9 +17,12 @@ import torch
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers import smollm2
 from kvabr.engines.transformers.engine import TransformersEngine, quiet_loading
+from kvabr.engines.transformers.identity import facts_of, unwrapped
 from kvabr.engines.transformers.layerwise import LayerwiseEngine, open_layers
 from kvabr.engines.transformers.spec import spec_of
+from kvabr.engines.weights import Progress, model_name
 from kvabr.types.errors import ModelError, UsageError
+from kvabr.types.model_name import with_facts
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 """Element types that models compute in."""
@@ -60,6 +63,7 @@ def load_model(
     device: str = "cpu",
     dtype: str | None = None,
     by_layer: bool | None = False,
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a model without any network.
 
@@ -72,6 +76,7 @@ def load_model(
             was saved in.
         by_layer: whether to leave its layers on the disk, see `kvabr.engines.transformers.layerwise`; None: if the
             weights take more than half of the memory.
+        progress: is told how far reading the weights is, for their digest, which is kept.
 
     Raises:
         ModelError: it does not exist, a package is not installed, a layer keeps something else than keys and values, or
@@ -105,9 +110,10 @@ def load_model(
     except Exception as error:  # transformers and tokenizers raise anything, even bare Exception
         raise ModelError(f"{path}: transformers cannot load this model ({error})") from error
     if not by_layer:
-        return LoadedModel(engine_of(loaded, path, whole_windows=whole_windows), tokenizer)
+        return LoadedModel(engine_of(loaded, path, whole_windows=whole_windows, progress=progress), tokenizer)
     loaded, layers = open_layers(path, where, computed)
-    return LoadedModel(LayerwiseEngine(engine_of(loaded, path, whole_windows=whole_windows), layers), tokenizer)
+    engine = engine_of(loaded, path, whole_windows=whole_windows, progress=progress)
+    return LoadedModel(LayerwiseEngine(engine, layers), tokenizer)
 
 
 def find_device(name: str) -> torch.device:
@@ -144,34 +150,59 @@ def _is_large(path: Path, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def engine_of(
-    model: Any, path: Path | str, *, whole_windows: bool = False, snapshots_every: int | None = None
+    model: Any,
+    path: Path | str,
+    *,
+    whole_windows: bool = False,
+    snapshots_every: int | None = None,
+    name: str | None = None,
+    progress: Progress | None = None,
 ) -> TransformersEngine:
     """Return the engine of a model that was loaded from a directory; its caches are named as by `kvabr encode`.
 
+    What was changed since it was loaded is in the name, too: adapters (PEFT) that act, quantisation, settings of its
+    configuration, merged weights. After another change, such as another active adapter, make another engine: this one
+    then refuses to play and to publish.
+
     Args:
-        model: the loaded causal language model, any element type, any device.
+        model: the loaded causal language model, or the ``PeftModel`` around it; any element type, any device.
         path: the directory with config.json, tokenizer.json and the weights.
         whole_windows: see `kvabr.engines.transformers.spec_of`.
         snapshots_every: see there.
+        name: of the model, in the place of the one that `kvabr.engines.weights` finds.
+        progress: is told how far reading the weights is, for their digest, which is kept.
 
     Raises:
         ModelError: a layer keeps something that is not known here, or the directory has no model.
     """
     path = Path(path)
     _check_folder(path)
+    model = unwrapped(model)
     model.eval()
     context = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(context, int) or context <= 0:
         raise ModelError(f"{path}: config.json does not say how many positions the model has")
+    if (original := original_context(model.config)) is not None:
+        context = min(context, original)  # a longer prompt has other keys from its first token on
     spec = spec_of(
         model,
-        name=folder_name(path),
+        name=with_facts(name or folder_name(path, progress), facts_of(model, path)),
         tokenizer=folder_tokenizer(path),
         dtype=asset_dtype(_own_dtype(path)),
         whole_windows=whole_windows,
         snapshots_every=snapshots_every,
     )
-    return TransformersEngine(model, spec, context=context)
+    return TransformersEngine(model, spec, context=context, watched=True)
+
+
+def original_context(config: Any) -> int | None:
+    """Return the tokens up to which LongRoPE rotates keys as for short prompts; None for other rotary embeddings."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if (rope.get("rope_type") or rope.get("type")) not in ("longrope", "su"):
+        return None
+    found = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _check_folder(path: Path) -> None:
@@ -192,9 +223,9 @@ def _own_dtype(path: Path) -> str:
     return str(own).removeprefix("torch.")
 
 
-def folder_name(path: Path) -> str:
-    """Return the name under which caches of a directory's model are published."""
-    return f"{path.resolve().name}-{_fingerprint(path)}"
+def folder_name(path: Path, progress: Progress | None = None, *, version: str | None = None) -> str:
+    """Return the name under which caches of a directory's model are published, see `kvabr.engines.weights`."""
+    return model_name(path, progress, version=version)
 
 
 def folder_tokenizer(path: Path) -> str:
@@ -205,16 +236,3 @@ def folder_tokenizer(path: Path) -> str:
 def asset_dtype(native: str) -> str:
     """Return the element type of published caches of a model whose own is ``native``."""
     return "bfloat16" if native == "bfloat16" else "float16"
-
-
-def _fingerprint(path: Path) -> str:
-    """Return 8 hex digits of the configuration and the ends of the weights, to tell equally named models apart."""
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in sorted(path.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"\0{file.name}\0{size}\0".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(1 << 16))
-            stream.seek(max(0, size - (1 << 16)))
-            digest.update(stream.read(1 << 16))
-    return digest.hexdigest()[:8]

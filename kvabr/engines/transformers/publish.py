@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 from kvabr.codec.profile import Profile
 from kvabr.data import default_catalog
-from kvabr.data.profiles import shipped_profile
+from kvabr.data.profiles import rebound, shipped_profile
 from kvabr.engines.transformers.cache import (
     SNAPSHOTS,
     States,
@@ -39,6 +40,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256
 from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.kv import KVSpec
+from kvabr.types.model_name import akin
 from kvabr.types.units import snapshot_ends
 
 
@@ -294,6 +296,9 @@ def _last_snapshot(cache: object, spec: KVSpec, tokens: int) -> int:
 def find_profile(spec: KVSpec, path: Path | None = None) -> Profile | None:
     """Return the codec profile in a file; without one, the profile that kvabr ships for caches of this shape, if any.
 
+    One of the same model before it was tuned further, with other adapters, or named by an earlier version of kvabr, is
+    taken for the model: it codes numbers, whose statistics have hardly changed.
+
     Raises:
         AssetError: the file cannot be read.
         FormatError: it is not a profile.
@@ -303,6 +308,9 @@ def find_profile(spec: KVSpec, path: Path | None = None) -> Profile | None:
         shipped = shipped_profile(spec)
         return None if shipped is None else Profile.from_bytes(shipped.bound(spec))
     profile = read_profile(path)
+    theirs = replace(profile.spec, model=spec.model, tokenizer=spec.tokenizer)
+    if akin(profile.spec.model, spec.model) and theirs.same_cache(spec) and not profile.spec.same_cache(spec):
+        profile = Profile.from_bytes(rebound(profile.to_bytes(), profile.spec, spec))
     try:
         profile.check(spec)
     except ForeignError as error:

@@ -119,13 +119,14 @@ async def play_cache_async(
 
 
 def prompt_ids(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor) -> list[int]:
-    """Return the ids of one prompt, checked against the model; more prompts are a `UsageError`."""
+    """Return the ids of one prompt, checked against the model, which is unchanged; more prompts are a `UsageError`."""
     if isinstance(tokens, torch.Tensor):
         if tokens.dim() == 2 and tokens.shape[0] != 1:
             raise UsageError(f"input_ids has {tokens.shape[0]} prompts: play them one at a time")
         tokens = tokens.flatten().tolist()
     ids = list(tokens)
     engine.check(ids)
+    engine.check_unchanged()
     return ids
 
 

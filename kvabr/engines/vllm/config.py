@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,11 +19,13 @@ from kvabr.engines.settings import Count, EngineSettings, EstimatorName, FilePat
 from kvabr.engines.transformers import model_loader
 from kvabr.engines.transformers.spec import spec_of
 from kvabr.engines.vllm.caches import EngineCaches, UnknownCacheError, engine_caches
+from kvabr.engines.weights import cached_folder
 from kvabr.publish.publisher import with_heads, with_layers
 from kvabr.store.files import read_salt
 from kvabr.types.cost import MISS_PENALTY
 from kvabr.types.errors import FormatError, KvabrError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
+from kvabr.types.model_name import with_facts
 
 Mode = Literal["play-first", "promise-first"]
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "half", "float", "float32")
@@ -123,6 +126,8 @@ class ServedModel:
     """The layers of this rank's stage of the pipeline; None: all of `spec`."""
     prefix_caching: bool = True
     """Whether the engine gives blocks of one request to others that begin with the same tokens."""
+    former: str | None = None
+    """Name under which earlier versions of kvabr published the same caches; None: that of `spec`, or there is none."""
 
     @property
     def block(self) -> int:
@@ -146,8 +151,9 @@ class ServedModel:
 
     @property
     def specs(self) -> tuple[KVSpec, ...]:
-        """What is looked up: this rank's own, which brings nothing of other ranks, and then the whole model."""
-        return (self.spec,) if self.shard is self.spec else (self.shard, self.spec)
+        """What is looked up: this rank's own, which brings nothing of other ranks; the whole model; its old name."""
+        own = (self.spec,) if self.shard is self.spec else (self.shard, self.spec)
+        return own if self.former is None else (*own, replace(self.spec, model=self.former))
 
     @property
     def places(self) -> tuple[tuple[int, range], ...]:
@@ -193,7 +199,8 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
     dtype = quantised or own
     ranks = int(parallel.tensor_parallel_size)
     rank = int(getattr(parallel, "rank", 0)) % ranks
-    name, tokenizer = _names(model, settings)
+    facts = facts_of(config)
+    name, tokenizer = _names(model, settings, facts)
     config_dtype = _name(getattr(model.hf_config, "dtype", ""))
     total = int(model.get_total_num_hidden_layers())
     layers = range(*model.get_layers_start_end_indices(parallel))
@@ -241,7 +248,17 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
         waits,
         layers if staged else None,
         prefix_caching=bool(getattr(cache, "enable_prefix_caching", True)),
+        former=_former(settings, facts) if whole is not None else None,
     )
+
+
+def _former(settings: VllmSettings, facts: Mapping[str, Any]) -> str | None:
+    """Return the name under which earlier versions of kvabr published the same caches; None: this one, or none is sure.
+
+    The element type of a cache was not in it, but whoever reads one compares that.
+    """
+    told = [key for key, value in facts.items() if value is not None]
+    return settings.model if told == ["cache"] and settings.version is None else None
 
 
 def _whole(
@@ -286,17 +303,63 @@ def _all_heads(model: Any, heads: int, ranks: int) -> int:
     return total
 
 
-def _names(model: Any, settings: VllmSettings) -> tuple[str, str]:
-    """Return the names of the model and its tokenizer in the track namespace."""
-    path = Path(str(model.model))
-    if settings.model is not None and settings.tokenizer is not None:
-        return settings.model, settings.tokenizer
-    if not (path / "config.json").is_file() or not (path / "tokenizer.json").is_file():
+def _names(model: Any, settings: VllmSettings, facts: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the names of the model, of which ``facts`` are to be told, and of its tokenizer in the track namespace."""
+    path = cached_folder(str(model.model), getattr(model, "revision", None)) or Path(str(model.model))
+    named = settings.model is not None and settings.tokenizer is not None
+    if not named and not ((path / "config.json").is_file() and (path / "tokenizer.json").is_file()):
         raise UsageError(
             f"{WHERE}: {model.model} is not a folder with a model and a tokenizer.json, so name its caches: "
             '"model" (with its revision: caches of two revisions must not mix) and "tokenizer"'
         )
-    return settings.model or model_loader.folder_name(path), settings.tokenizer or model_loader.folder_tokenizer(path)
+    if settings.model is not None:
+        name = with_facts(settings.model, {**facts, "version": settings.version})
+    else:
+        name = with_facts(model_loader.folder_name(path, version=settings.version), facts)
+    return name, settings.tokenizer or model_loader.folder_tokenizer(path)
+
+
+def facts_of(config: Any) -> dict[str, Any]:
+    """Return what changes the KV of an engine's model besides the files in its folder, see `with_facts`.
+
+    Everything is as usual, and not there, in an engine that was told nothing but its model.
+    """
+    model, load = config.model_config, getattr(config, "load_config", None)
+    cache = FP8_CACHES.get(config.cache_config.cache_dtype)
+    own = getattr(model.hf_config, "quantization_config", None)
+    overrides: Any = getattr(model, "hf_overrides", None)
+    dummy = getattr(load, "load_format", None) == "dummy"
+    return {
+        "cache": None if cache is None else _name(cache),
+        "config": _text(getattr(model, "hf_config_path", None)),
+        "dummy": [getattr(model, "seed", 0)] if dummy else None,
+        "overrides": _function(overrides) if callable(overrides) else _text(overrides),
+        "rope": "long" if _is_long(model) else None,
+        "quantization": None if own else _text(getattr(model, "quantization", None)),
+        "quantized": _text(getattr(model, "quantization_config", None)),
+        "weights": _text(getattr(model, "model_weights", None)),
+        "window": "off" if getattr(model, "disable_sliding_window", False) else None,
+    }
+
+
+def _is_long(model: Any) -> bool:
+    """Return whether vLLM rotates the keys of every prompt as LongRoPE does those of long ones."""
+    config = getattr(model, "hf_text_config", None)
+    original = None if config is None else model_loader.original_context(config)
+    return original is not None and int(model.max_model_len) > original
+
+
+def _text(value: object) -> str | None:
+    """Return any setting as text that is the same in every process; None if it says nothing."""
+    if not value:
+        return None
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+
+
+def _function(given: Any) -> str:
+    return f"{getattr(given, '__module__', '')}.{getattr(given, '__qualname__', type(given).__qualname__)}"
 
 
 def ropes_of_config(config: Any, classes: Sequence[LayerClass]) -> list[RopeSpec | None]:

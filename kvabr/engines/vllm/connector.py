@@ -210,6 +210,14 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         tables: Sequence[Sequence[int]] = self._kv_cache_manager.get_block_ids(request)
         return tables
 
+    def reset_cache(self) -> bool | None:
+        """Play and publish nothing under the names from before: vLLM calls this when weights may have changed.
+
+        What others with the old weights have published stays. Return False if loads are under way, None in a worker:
+        names come from the scheduler.
+        """
+        return self._scheduler.reset() if self._role == KVConnectorRole.SCHEDULER else None
+
     def shutdown(self) -> None:
         """End all plays, and publish what waits."""
         if self._role == KVConnectorRole.WORKER:

@@ -38,6 +38,10 @@ class IdleScheduler:
     def received(self, requests: set[str]) -> None:
         """Ignore loads; there are none."""
 
+    def reset(self) -> bool:
+        """Have nothing to forget."""
+        return True
+
     def finished(self, _request: Any, _blocks: object) -> bool:
         """Return that the blocks of a request are not needed."""
         return False

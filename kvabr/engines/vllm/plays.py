@@ -127,6 +127,8 @@ class PublishRequest:
     hold them. None: the prompt is published."""
     cached: bool = False
     """Whether the engine has not computed all of it for this request."""
+    alive: bool = False
+    """Whether the request goes on, so that its blocks stay; what was published of it while it was computed ends."""
 
 
 @dataclass(slots=True)

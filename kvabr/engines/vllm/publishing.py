@@ -186,7 +186,8 @@ class Publications:
         def end() -> None:
             if slot is not None:
                 slot.end()
-            self._engine.gone(publication.request)
+            if not publication.alive:
+                self._engine.gone(publication.request)
 
         if self.beside:
             self._copier.submit(end)

@@ -26,6 +26,7 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client, Handle
 from kvabr.client.lookup import Found
 from kvabr.engines.layouts import whole_blocks
+from kvabr.engines.origin_pause import OriginPause
 from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
 from kvabr.engines.vllm.growing import Growth
@@ -44,9 +45,6 @@ _log = logging.getLogger("vllm.kvabr")
 _MIN_PLAY_SHARE = 0.25
 """Share of its deadline that a play gets even if its request waited longer to be scheduled."""
 _MIN_LEFT_S = 1e-3
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
-"""Seconds without lookups after one that failed, doubled with each consecutive failure: an origin that is gone must not
-cost every request a share of its deadline."""
 _MAX_DEADLINE_S = 60.0
 """Maximum deadline of a request, unless the configured one is longer: it occupies memory until the play ends."""
 
@@ -85,7 +83,7 @@ class SchedulerHalf:
     def __init__(self, settings: VllmSettings, model: ServedModel, client: Client | None, *, produces: bool) -> None:
         """Start; without a client nothing is looked up."""
         self._settings, self._model, self._client, self._produces = settings, model, client, produces
-        self._salt = settings.salt
+        self._salt, self._generation = settings.salt, settings.generation()
         self._specs = model.specs
         self._lookups: dict[str, _Lookup] = {}
         self._pending = Step()
@@ -107,9 +105,13 @@ class SchedulerHalf:
         self._growth: Growth | None = None
         """Of caches that are published while they are computed; None: all are published at the end."""
         if produces and settings.publish_live and not model.caches.states:
-            self._growth = Growth(model.caches, model.spec.group_tokens, partial(salt_of, salt=self._salt))
+            self._growth = Growth(model.caches, model.spec.group_tokens, self._salt_of)
+        self._old: set[str] = set()
+        """Requests that may have KV of weights which are not there any more: they are not published."""
+        self._arrived: set[str] = set()
+        """Requests that may be published."""
         self.counts = ConnectorCounts()
-        self._pause_s, self._again_s = 0.0, 0.0
+        self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
         self._trouble = TroubleLog(_log)
         self._passages = PassageRequests(model, self._trouble)
 
@@ -117,12 +119,38 @@ class SchedulerHalf:
         """Begin the lookup of a new request, while it waits to be scheduled."""
         if self._client is not None and request.request_id not in self._lookups:
             self._lookups[request.request_id] = self._ask(request)
-        if self._produces:
+        if self._produces and request.request_id not in self._old:
+            self._arrived.add(request.request_id)
             self._completed.arrived(request)
             if self._model.caches.states:
                 self._boundaries.arrived(request)
             if self._growth is not None and self._published(request) and params(request).get("live", True) is not False:
                 self._growth.arrived(request)
+
+    def reset(self) -> bool:
+        """Forget what was found and played: the engine's weights may have changed, and so have the names of caches.
+
+        Requests that have begun are not published. Return False if caches are being loaded into blocks of the engine,
+        which cannot be called back.
+        """
+        self._generation.changed()
+        for name, lookup in list(self._lookups.items()):
+            if lookup.handle is not None:
+                lookup.handle.cancel()
+            if self._promises is not None:
+                self._promises.drop(name)
+            if lookup.handle is not None or lookup.last or lookup.joined is not None:
+                del self._lookups[name]  # it is looked up again, under its new name
+            else:
+                lookup.over()
+        self._old |= self._arrived
+        for name in sorted(self._arrived):
+            self._completed.over(name)
+            self._boundaries.over(name)
+            if self._growth is not None and self._growth.over(name):
+                self._pending.publications.append(PublishRequest(name, (), (), b"", alive=True))
+        self._arrived.clear()
+        return not self._loading
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens behind the first ``computed`` can be loaded, and whether vLLM must wait for them.
@@ -203,6 +231,9 @@ class SchedulerHalf:
     def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
         """End a request, given its blocks per block table; return whether these must be kept to be published."""
         name, size = request.request_id, self._model.spec.group_tokens
+        old = name in self._old
+        self._old.discard(name)
+        self._arrived.discard(name)
         chunks, states = self._completed.over(name), self._model.caches.states
         self._boundaries.over(name)
         if not chunks and self._produces and (self._model.caches.passing or states):
@@ -218,8 +249,8 @@ class SchedulerHalf:
         # vLLM frees the blocks of a load that never reached the worker by itself.
         if name in self._loading or not self._produces or params(request).get("publish", True) is False:
             return False
-        if blended(request):
-            self.counts.add("publish_skipped_blended")
+        if old or blended(request):
+            self.counts.add("publish_skipped_old" if old else "publish_skipped_blended")
             return False
         tokens = min(int(request.num_computed_tokens), int(request.num_prompt_tokens))
         if wants_passage(request):
@@ -235,7 +266,7 @@ class SchedulerHalf:
                 request=name,
                 tokens=tuple(request.prompt_token_ids[:tokens]),
                 blocks=self._model.caches.runs(blocks, 0, tokens),
-                salt=salt_of(request, self._salt),
+                salt=self._salt_of(request),
                 chunks=tuple(chunks[: tokens // size]),
             )
         )
@@ -253,7 +284,7 @@ class SchedulerHalf:
                 request=request.request_id,
                 tokens=tuple(request.prompt_token_ids),
                 blocks=self._model.caches.runs(blocks, whole_blocks(first, block), end),
-                salt=salt_of(request, self._salt),
+                salt=self._salt_of(request),
                 passage=first,
                 cached=cached,
             )
@@ -311,11 +342,11 @@ class SchedulerHalf:
         if parts is None and len(request.prompt_token_ids) <= self._model.spec.group_tokens:
             self.counts.add("lookups_short")
             return lookup
-        if lookup.began_s < self._again_s:
+        assert self._client is not None and self._pause is not None  # noqa: S101, PT018  # a producer has no lookups
+        if self._pause.active:
             self.counts.add("lookups_paused")
             return lookup
-        assert self._client is not None  # noqa: S101  # a producer has no lookups
-        lookup.tokens, lookup.salt = tuple(request.prompt_token_ids), salt_of(request, self._salt)
+        lookup.tokens, lookup.salt = tuple(request.prompt_token_ids), self._salt_of(request)
         within_s = self._settings.lookup_share * lookup.deadline_s
 
         def find(client: AsyncClient) -> Coroutine[Any, Any, Found | None]:
@@ -342,7 +373,7 @@ class SchedulerHalf:
             found = handle.result(0.0)
         except (TransportError, TimeoutError) as error:
             self.counts.add("lookups_failed")
-            self._pause(lookup, str(error) or "in time")
+            self._failed(lookup, str(error) or "in time")
         except FormatError as error:
             self.counts.add("lookups_refused")
             self._trouble.tell("what the origin has is not played", error)
@@ -350,7 +381,8 @@ class SchedulerHalf:
             self.counts.add("lookups_failed")
             _log.exception("kvabr: a lookup failed; the request is computed")
         else:
-            self._pause_s = self._again_s = 0.0
+            if self._pause is not None:
+                self._pause.answered()
             self.counts.add("lookups_miss" if found is None else "lookups_hit")
             if found is not None:
                 if found.catalog.sources:
@@ -385,15 +417,19 @@ class SchedulerHalf:
         end = catalog.playable(last // size)[0] * size
         return 0 if end % block else end
 
-    def _pause(self, lookup: _Lookup, why: str) -> None:
-        """Begin no lookup for a while. Lookups under way at the same time count as one failure."""
-        if lookup.began_s < self._again_s - self._pause_s:
-            return
-        self._pause_s = min(_MAX_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
-        self._again_s = time.monotonic() + self._pause_s
-        _log.warning(
-            "kvabr: no answer from the origin (%s); requests are computed, next lookup in %.1f s", why, self._pause_s
-        )
+    def _failed(self, lookup: _Lookup, why: str) -> None:
+        """Begin no lookup for a while."""
+        pause_s = None if self._pause is None else self._pause.failed(lookup.began_s)
+        if pause_s is not None:
+            _log.warning(
+                "kvabr: no answer from the origin (%s); requests are computed until it answers, for %.1f s at least",
+                why,
+                pause_s,
+            )
+
+    def _salt_of(self, request: Any) -> bytes:
+        """Return the salt that a request's caches are named with now."""
+        return salt_of(request, self._generation.salt(self._salt))
 
     def _chain_of(self, request: Any) -> Sequence[str]:
         """Return the digests of all groups of a request's prompt, none if it is not going to be published."""
@@ -406,7 +442,7 @@ class SchedulerHalf:
             model=spec.model,
             tokenizer=spec.tokenizer,
             group_tokens=spec.group_tokens,
-            salt=salt_of(request, self._salt),
+            salt=self._salt_of(request),
         )
 
     def _published(self, request: Any) -> bool:

@@ -40,6 +40,7 @@ HELP = {
     "publish_skipped_short": "Requests that computed less than one group",
     "publish_skipped_unfit": "Requests whose caches depend on more than their tokens",
     "publish_skipped_blended": "Requests whose caches may have been joined from passages",
+    "publish_skipped_old": "Requests not published because the engine's caches were reset while they were computed",
     "publish_skipped_window": "Requests not published because vLLM had dropped what their windows held before",
     "publish_dropped_full": "Caches not published because too many waited",
     "publish_dropped_known": "Caches not published because they exist already",

@@ -215,7 +215,7 @@ class WorkerHalf:
         settings, own, due_s = self._settings, self._model.shard, time.monotonic() + load.deadline_s
         found, skip = load.found, load.found.catalog.group_at(load.first)
         async with asyncio.timeout(_HUNG_S + _HUNG_DEADLINES * load.deadline_s):
-            if found.catalog.spec.model not in {self._model.spec.model, own.model}:
+            if found.catalog.spec.model not in {own.model, *(each.model for each in self._model.specs)}:
                 shard = await find_cache(client, load.tokens, [own], load.salt, load.deadline_s / 2)
                 if shard is None or len(shard.catalog.chunks) <= skip:
                     raise PlayError(f"another rank's part is published, {own.model} is not")

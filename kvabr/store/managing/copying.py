@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from kvabr.store.asset import Asset, AssetStore
+from kvabr.store.asset import Asset, AssetStore, is_damage
 from kvabr.store.managing.protocol import silent
 from kvabr.store.managing.survey import Progress
 from kvabr.types.errors import AssetError, KvabrError, UsageError
@@ -36,7 +37,7 @@ def copy_assets(
     expired: Mapping[str, float] | None = None,
     progress: Progress = silent,
 ) -> Copied:
-    """Copy assets, each frame checked against its catalog.
+    """Copy assets, each frame checked against its catalog. What is there already stays unless it lacks a part.
 
     Args:
         source: Where they are.
@@ -63,10 +64,10 @@ def copy_assets(
             computed_s = asset.version.modified_ns * 1e-9
             if computed_s < (expired or {}).get(catalog.spec.model, float("-inf")):
                 done.expired.append(name)
-            elif target.version(catalog.namespace.prompt) is not None:
+            elif (there := _held(target, catalog.namespace.prompt)) == "whole":
                 done.kept.append(name)
             else:
-                done.bytes += _copy(asset, target, computed_s)
+                done.bytes += _copy(asset, target, computed_s, force=there == "damaged")
                 done.assets.append(name)
         except UsageError:
             raise
@@ -76,10 +77,21 @@ def copy_assets(
     return done
 
 
-def _copy(asset: Asset, target: AssetStore, computed_s: float) -> int:
+def _held(store: AssetStore, name: str) -> Literal["whole", "damaged", "nothing"]:
+    """Return what a store has of an asset; its frames are not read."""
+    if store.version(name) is None:
+        return "nothing"
+    try:
+        store.open(name).check_parts()
+    except KvabrError as error:
+        return "damaged" if is_damage(error) else "whole"
+    return "whole"
+
+
+def _copy(asset: Asset, target: AssetStore, computed_s: float, *, force: bool) -> int:
     """Copy one asset; return the bytes of its frames."""
     catalog, size = asset.catalog, 0
-    with target.writer(catalog.namespace.prompt, computed_s=computed_s) as writer:
+    with target.writer(catalog.namespace.prompt, force=force, computed_s=computed_s) as writer:
         profile = asset.profile_bytes()
         if profile is not None:
             writer.profile(profile)

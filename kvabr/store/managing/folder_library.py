@@ -10,10 +10,10 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvabr.store.asset import AssetVersion
+from kvabr.store.asset import AssetVersion, is_damage
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore, asset_version
 from kvabr.store.eviction import Part
 from kvabr.store.files import folder_bytes
@@ -57,8 +57,8 @@ class FolderLibrary:
 
     async def inventory(self, progress: Progress = silent) -> Inventory:
         """See `Library.inventory`. Reads all catalogs."""
-        held, damaged = [], {}
-        versions = self._store.list().versions
+        listing = self._store.list()
+        held, damaged, versions = [], dict(listing.unreadable), listing.versions
         for number, (name, version) in enumerate(sorted(versions.items())):
             progress("catalogs", number, len(versions))
             try:
@@ -119,7 +119,10 @@ class FolderLibrary:
         if not dry_run and any(holding.name == "." for holding in found.holdings):
             raise UsageError(f"{self._root}: is one asset; give the folder that it lies in")
         done.damaged.update(found.damaged)
-        gone = evictions(found.holdings, rules, found.now_s, expired_models(self._root))
+        broken = self._broken(found.holdings, progress)
+        sound = [holding for holding in found.holdings if holding not in broken]
+        gone = [Eviction(holding, "broken") for holding in broken if not holding.is_pinned(found.now_s)]
+        gone += evictions(sound, rules, found.now_s, expired_models(self._root))
         for number, each in enumerate(gone):
             if dry_run or self._remove(each, found.now_s):
                 done.evicted.append(each)
@@ -137,8 +140,9 @@ class FolderLibrary:
 
     async def verify(self, *, deep: bool = False, repair: bool = False, progress: Progress = silent) -> list[Damage]:
         """See `Library.verify`."""
-        bad = []
-        names = sorted(self._store.list().versions)
+        listing = self._store.list()
+        bad = [Damage(name, why, "it may be undamaged") for name, why in sorted(listing.unreadable.items())]
+        names = sorted(listing.versions)
         for number, name in enumerate(names):
             progress("checking", number, len(names))
             try:
@@ -176,6 +180,18 @@ class FolderLibrary:
             tracks={track.name: track.total_bytes for track in catalog.tracks},
         )
 
+    def _broken(self, holdings: Sequence[Holding], progress: Progress) -> list[Holding]:
+        """Return the assets that lack a part: players would try them in vain, and publishers take them for good."""
+        broken = []
+        for number, holding in enumerate(holdings):
+            progress("checking", number, len(holdings))
+            try:
+                self._store.open(holding.name).check_parts()
+            except KvabrError as error:
+                if is_damage(error):
+                    broken.append(holding)
+        return broken
+
     def _remove(self, each: Eviction, now_s: float) -> bool:
         """Remove an asset unless it was pinned, used or replaced meanwhile."""
         held = each.holding
@@ -210,18 +226,15 @@ class FolderLibrary:
 
 def _check(asset: FolderAsset, *, deep: bool) -> None:
     asset.check_parts()
-    for track in asset.catalog.published.values() if deep else ():
-        for group in range(len(track.bytes)):
-            asset.frame(group, track.name)
+    if deep:
+        asset.check_frames()
 
 
 def _advice(error: KvabrError) -> str | None:
     """Return what to do about an asset that is not damaged, and yet cannot be read; None: it is damaged."""
     if isinstance(error, VersionError):
         return "upgrade kvabr"
-    cause = error.__cause__
-    gone = isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-    return "it may be undamaged" if isinstance(cause, OSError) and not gone else None
+    return None if is_damage(error) else "it may be undamaged"
 
 
 def _modified_s(path: Path) -> float:

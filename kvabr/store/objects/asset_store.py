@@ -9,6 +9,8 @@ import time
 from dataclasses import replace
 from typing import NoReturn
 
+from cachetools import TTLCache
+
 from kvabr.store.asset import CATALOG, PROFILE, PROMPT, Asset, AssetListing, AssetVersion, FrameReader, LoadedFrame
 from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.store.objects.bucket import Bucket, ObjectInfo
@@ -28,6 +30,8 @@ LOOK_EVERY_S = 5.0
 _TOUCH_EVERY_S = 600.0
 _AT_ONCE = 8
 _KNOWN_SPANS = 1 << 17
+_FOUND_S = 600.0
+"""Seconds after which a span is looked for again: it may be lost meanwhile."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -58,7 +62,7 @@ class ObjectAsset(Asset):
         return self._store.known(self.name) in (self.version, None)
 
     def check_parts(self) -> None:
-        """See `Asset.check_parts`; spans that were found once are not looked for again."""
+        """See `Asset.check_parts`; spans that were found a moment ago are not looked for again."""
         with as_asset_errors():
             self._store.check_sizes(
                 {key: self._head(number).total for number, key in enumerate(self._stored.keys)}, self.location
@@ -120,8 +124,8 @@ class ObjectAssetStore:
         self.bucket = Bucket.open(str(where))
         self.profiles: set[str] = set()
         """SHA-256 of the profiles that were checked."""
-        self._sizes: dict[str, int] = {}
-        """Bytes of the spans that were found, by key."""
+        self._sizes: TTLCache[str, int] = TTLCache(_KNOWN_SPANS, _FOUND_S)
+        """Bytes of the spans that were found lately, by key."""
         self._known: dict[str, AssetVersion] = {}
         self._touched: dict[str, float] = {}
         """When leases were renewed, by prompt digest."""
@@ -207,7 +211,7 @@ class ObjectAssetStore:
         )
 
     def check_sizes(self, sizes: dict[str, int], what: str) -> None:
-        """Raise `AssetError` unless spans of these keys and sizes exist; those found before count as found."""
+        """Raise `AssetError` unless spans of these keys and sizes exist; those found lately count as found."""
         todo = [key for key, size in sizes.items() if self._sizes.get(key) != size]
         if not todo:
             return
@@ -217,8 +221,6 @@ class ObjectAssetStore:
                 raise AssetError(f"{what}: {self.bucket.below(key)} is missing; publish the asset again")
             if info.size != sizes[key]:
                 raise AssetError(f"{what}: {self.bucket.below(key)} has {info.size} bytes, not {sizes[key]}")
-        if len(self._sizes) > _KNOWN_SPANS:
-            self._sizes.clear()
         self._sizes.update({key: sizes[key] for key in todo})
 
     def _sole(self) -> str:

@@ -24,6 +24,7 @@ import asyncio
 import hashlib
 import json
 import math
+import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -207,7 +208,7 @@ def offer_note(offer: str) -> str:
 
 def tombstone_key(model: str) -> str:
     """Return the name of a model's tombstone."""
-    return f"{TOMBSTONES}{hashlib.sha256(model.encode()).hexdigest()[:32]}"
+    return f"{TOMBSTONES}{hashlib.sha256(os.fsencode(model)).hexdigest()[:32]}"
 
 
 def is_young(modified_s: float, now_s: float, seconds: float) -> bool:

@@ -22,7 +22,7 @@ from lmcache.v1.gpu_connector import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 
 from kvabr.engines.lmcache import ADAPTER
-from kvabr.engines.lmcache.chunks import PLACES, as_kv
+from kvabr.engines.lmcache.chunks import PLACES, as_kv, chunk_key
 from tests import kvdata
 from tests.engines.served import Origin
 
@@ -181,7 +181,7 @@ def test_a_chunk_that_is_longer_than_a_chunk_is_none(origin, engine):
     before = len(origin.holdings.assets)
     key = CacheEngineKey("test/model", 1, 0, 4711, torch.float16)
     kv = torch.zeros(LAYERS, 2, HEADS, CHUNK + 128, DIM, dtype=torch.float16)
-    conn._store.put(conn._name(key), kv)
+    conn._store.put(chunk_key(key), kv)
     conn._store.publisher._thread.submit(lambda: None).result(300.0)
     origin.look(before + 1)
     assert not conn.exists_sync(key)

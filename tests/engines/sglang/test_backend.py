@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,10 +77,10 @@ def origin(tmp_path_factory):
 def backend():
     made = []
 
-    def build(pool, rank=0, **options):
+    def build(pool, rank=0, *, cp=(0, 1), model="test/model", **options):
         extra = {"backend_name": "kvabr", "module_path": "kvabr.engines.sglang.backend", "class_name": "KvabrStorage"}
         config = HiCacheStorageConfig(
-            rank, 2, 0, 1, 0, 1, False, False, False, "test/model", extra_config=extra | {"kvabr": options}
+            rank, 2, 0, 1, *cp, False, False, False, model, extra_config=extra | {"kvabr": options}
         )
         storage = StorageBackendFactory.create_backend("dynamic", config, pool)
         storage.register_mem_pool_host(pool)
@@ -212,6 +213,72 @@ def test_ranks_and_kinds_of_caches_do_not_mix(origin, backend):
     assert backend(Pool("page_first"), **reach).exists("mixed")
     assert not backend(pool, rank=1, **reach).exists("mixed")
     assert not backend(Pool("layer_first", torch.bfloat16), **reach).exists("mixed")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"model": "/models/通义千问"}, {"model": "/models/深度求索"}),
+        ({"model": "qwen:base"}, {"model": "qwen-base"}),
+        ({"model": "org/m@main"}, {"model": "org/m-main"}),
+        ({"model": "test/model"}, {"model": "test/model", "version": "2"}),
+        ({"cp": (0, 2)}, {"cp": (1, 2)}),
+        ({"cp": (0, 1)}, {"cp": (0, 2)}),
+    ],
+)
+def test_other_models_and_ranks_have_other_pages(origin, backend, one, other):
+    before, key = len(origin.holdings.assets), f"page of {one} and {other}"
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    for number, each in enumerate((one, other)):
+        pool = Pool("layer_first")
+        pool.page(0).copy_(content(number))
+        assert backend(pool, publish=str(origin.root), **reach, **each).batch_set_v1([key], indices(0)) == [True]
+        origin.look(before + 1 + number)
+    for number, each in enumerate((one, other)):
+        into = Pool("layer_first")
+        assert backend(into, policy="fixed:FP16", **reach, **each).batch_get_v1([key], indices(3)) == [True]
+        assert torch.equal(into.page(3), content(number))
+
+
+def test_after_clear_no_page_of_the_old_weights_is_played(origin, backend):
+    before = len(origin.holdings.assets)
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    pool = Pool("layer_first")
+    pool.page(0).copy_(content(1))
+    pool.page(1).copy_(content(2))
+    one = backend(pool, publish=str(origin.root), policy="fixed:FP16", **reach)
+    assert one.batch_set_v1(["cleared"], indices(0)) == [True]
+    origin.look(before + 1)
+    assert one.batch_exists(["cleared"]) == 1
+    assert one.clear()
+    assert one.batch_exists(["cleared"]) == 0
+    assert one.batch_get_v1(["cleared"], indices(3)) == [False]
+    assert one.batch_set_v1(["cleared"], indices(1)) == [True]
+    origin.look(before + 2)
+    assert one.batch_get_v1(["cleared"], indices(3)) == [True]
+    assert torch.equal(pool.page(3), content(2))
+    into = Pool("layer_first")  # of an engine that has the old weights
+    assert backend(into, policy="fixed:FP16", **reach).batch_get_v1(["cleared"], indices(3)) == [True]
+    assert torch.equal(into.page(3), content(1))
+
+
+def test_a_weight_version_that_sglang_tells_is_in_the_names(origin, backend, monkeypatch):
+    context = pytest.importorskip("sglang.srt.runtime_context")
+    version = "default"
+    monkeypatch.setattr(context, "get_serving", lambda: SimpleNamespace(weight_version=version))
+    before = len(origin.holdings.assets)
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    pool = Pool("layer_first")
+    one, other = (backend(pool, publish=str(origin.root), **reach) for _ in range(2))
+    assert one.batch_set_v1(["versioned"], indices(0)) == [True]
+    origin.look(before + 1)
+    assert other.batch_exists(["versioned"]) == 1
+    version = "step-2"
+    assert other.batch_exists(["versioned"]) == 0  # with or without clear()
+    one.clear()
+    assert one.batch_set_v1(["versioned"], indices(0)) == [True]
+    origin.look(before + 2)
+    assert other.batch_exists(["versioned"]) == 1
 
 
 def test_no_origin_and_no_folder(backend):

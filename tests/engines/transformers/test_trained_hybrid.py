@@ -11,9 +11,9 @@ import pytest
 
 from kvabr.cli.main import main
 from kvabr.engines.transformers.model_loader import load_model
+from kvabr.engines.transformers.publish import find_profile
 from kvabr.publish.encoder import publish
 from kvabr.publish.frames import MemoryFrames
-from kvabr.publish.publisher import read_profile
 from kvabr.publish.texts import measuring_texts
 from kvabr.store.asset import Prompt
 from kvabr.store.asset_folder import FolderAsset
@@ -27,7 +27,7 @@ TRACKS = ("Raw", "BF16", "FP8", "Int8", "Int4", "AC-L0", "AC-L1", "AC-L2", "AC-L
 @pytest.fixture(scope="module")
 def catalog():
     loaded = load_model(str(MODEL))
-    profile = read_profile(MODEL.parent / "hybrid.profile.safetensors")
+    profile = find_profile(loaded.engine.spec, MODEL.parent / "hybrid.profile.safetensors")
     ids = loaded.encode(measuring_texts()["manual"])[:768]
     prompt = Prompt(tuple(ids[:640]), tuple(ids[640:]))
     return publish(loaded.engine, prompt, TRACKS, profile, MemoryFrames(), max_passes=16, time_engine=False)

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm mak
 
 from kvabr.engines.transformers.model_loader import folder_name, folder_tokenizer
 from kvabr.engines.vllm.caches import UnknownCacheError
-from kvabr.engines.vllm.config import VllmSettings, ropes_of_config, served_model
+from kvabr.engines.vllm.config import VllmSettings, _names, facts_of, ropes_of_config, served_model
 from kvabr.types.errors import UsageError
 from tests.engines.smollm2_folder import smollm2_folder
 from tests.engines.vllm.engine import ENVIRONMENT, NEEDS_FP8, transfer
@@ -74,6 +74,27 @@ def test_what_vllm_says_of_its_model_is_what_kvabr_publishes(config, model):
     assert served.block == 128
     assert not served.waits
     assert served_model(made, caches(made), VllmSettings(**URL), blocks_may_fail=False).waits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hf_overrides": {"rms_norm_eps": 0.1}},
+        {"load_format": "dummy"},
+        {"load_format": "dummy", "seed": 3},
+        pytest.param({"kv_cache_dtype": "fp8"}, marks=NEEDS_FP8),
+    ],
+    ids=str,
+)
+def test_what_changes_the_cache_of_a_model_is_in_its_name(config, model, options):
+    made = config(**options)
+    spec = served_model(made, caches(made), VllmSettings(**URL)) if "kv_cache_dtype" not in options else None
+    name = _names(made.model_config, VllmSettings(**URL), facts_of(made))[0] if spec is None else spec.spec.model
+    assert name.startswith(f"{folder_name(model)}~")
+    again = config(**options)
+    assert _names(again.model_config, VllmSettings(**URL), facts_of(again))[0] == name
+    other = config(URL | {"version": "2"}, **options)
+    assert _names(other.model_config, VllmSettings(**URL, version="2"), facts_of(other))[0] != name
 
 
 def test_a_stage_of_a_pipeline_knows_the_whole_model(config):

@@ -119,6 +119,24 @@ def test_hits_and_misses_together(world):
     assert texts[3:] == alone
 
 
+def test_after_a_reset_of_its_caches_nothing_from_before_is_played(world):
+    """vLLM tells the connector when its weights may have changed: here they have not, so the text is the same."""
+    prompt, cold, asset = world.prompts[7], world.cold[7], world.asset_of(world.prompts[7])
+    world.origin.wait_for_assets(16)
+    before = len(list(asset.parent.glob("*/catalog.json")))
+    assert world.engine.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    texts, counted, _ = world.run([prompt])
+    assert texts == [cold]
+    assert counted["lookups_miss"] == 1
+    assert "tokens_loaded" not in counted
+    world.engine.settle()  # published under its new name
+    assert len(list(asset.parent.glob("*/catalog.json"))) == before + 1
+    world.origin.wait_for_assets(before + 1)
+    texts, counted, _ = world.run([prompt])
+    assert texts == [cold]
+    assert counted["tokens_loaded"] == (len(prompt) - 1) // 128 * 128
+
+
 @pytest.mark.parametrize("which", ["first", "middle", "last"])
 def test_a_group_that_is_lost_is_computed_and_what_is_before_it_is_used(world, which):
     prompt, cold = world.prompts[5], world.cold[5]

@@ -211,6 +211,32 @@ def test_one_that_is_aborted_leaves_a_shorter_prompt(served, tmp_path):
     played(tmp_path / "out", tmp_path, tokens=32)
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_after_a_reset_what_has_grown_ends_and_the_request_goes_on(served, tmp_path, beside):
+    """What its later steps compute, with other weights perhaps, is not added."""
+    bench = live(served, tmp_path / "out")
+    try:
+        bench.worker._publications.beside = beside
+        given_back = []
+        bench.worker.gone = given_back.append
+        asked = asking(bench)
+        compute(bench, asked, 40)
+        assert bench.scheduler.reset()
+        asked.num_computed_tokens = 0  # vLLM preempts it
+        bench.scheduler.arrived(asked)
+        for tokens in (30, 40):
+            compute(bench, asked, tokens)
+        assert not bench.scheduler.finished(asked, [list(range(1, 10))])
+        assert bench.scheduler.counts.take()["publish_skipped_old"] == 1
+        bench.published()
+        assert given_back == []  # its blocks were still its own
+        (path,) = (tmp_path / "out").glob("*/catalog.json")
+        assert Catalog.read(path).tokens == 32
+    finally:
+        bench.close()
+    played(tmp_path / "out", tmp_path, tokens=32)
+
+
 def test_what_is_known_or_lossy_does_not_grow(served, tmp_path):
     bench = live(served, tmp_path / "out", policy="fixed:Int4", mode="promise-first")
     try:

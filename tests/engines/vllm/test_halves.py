@@ -192,6 +192,45 @@ def test_an_origin_that_is_gone_costs_one_request_its_lookup(tmp_path):
         served.close()
 
 
+def test_after_a_reset_nothing_old_is_played_and_what_is_new_is_published(tmp_path):
+    """vLLM calls ``reset_cache()`` when its weights may have changed."""
+    made = Publisher(tmp_path / "assets", SPEC, prior=default_catalog(), tracks=["FP16"])
+    made.reserve(TOKENS).fill(ToyModel().prefill(TOKENS), lambda _: None)
+    made.close()
+    served = Served(tmp_path / "assets", tmp_path)
+    bench = Bench(served, publish=tmp_path / "assets")
+    other = Bench(served)
+    try:
+        old = request("old")
+        assert bench.matched(old) == (64, False)  # played, and not used yet
+        assert bench.scheduler.reset() is True
+        assert bench.matched(old) == (0, False)  # looked up again, under its new name
+        assert not bench.scheduler.finished(old, [list(range(9))])  # it may have begun before
+        assert bench.scheduler.counts.take()["publish_skipped_old"] == 1
+        new = request("new")
+        assert bench.matched(new) == (0, False)
+        assert bench.scheduler.finished(new, [list(range(9))])
+        assert bench.steps()[0] == {"new"}
+        bench.published()
+        assert len(list((tmp_path / "assets").glob("*/catalog.json"))) == 2
+        assert other.matched(request("other")) == (64, False)  # of an engine with the old weights
+    finally:
+        other.close()
+        bench.close()
+        served.close()
+
+
+def test_a_reset_while_caches_are_loaded_into_blocks_says_so(served):
+    bench = Bench(served, mode="promise-first")
+    try:
+        asked = request()
+        count, _ = bench.matched(asked)
+        bench.scheduler.allocated(asked, [list(range(20))], count)
+        assert bench.scheduler.reset() is False
+    finally:
+        bench.close()
+
+
 def test_an_aborted_load_ends_its_play(served):
     bench = Bench(served, mode="promise-first")
     try:

@@ -1,0 +1,82 @@
+"""Leaves an origin alone that has failed, so that it does not cost every request of an engine its time.
+
+After a failure the origin is not asked again for a moment, longer after each consecutive one, and in any case not
+before it answers a probe. Probes go on in the background, so an origin that comes back is asked within a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.types.errors import KvabrError
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+"""Seconds without requests after one that failed, doubled with each consecutive failure of an origin that answers
+probes."""
+_PROBE_S = 1.0
+_NAPS_S = (0.1, 0.2, 0.4)
+"""Seconds between probes: the last again and again."""
+
+Watch = Coroutine[Any, Any, None]
+
+
+class OriginPause:
+    """Whether an origin is asked."""
+
+    def __init__(self, begin: Callable[[Callable[[AsyncClient], Watch]], object]) -> None:
+        """Start with an origin that is asked.
+
+        Args:
+            begin: runs a coroutine of the client in the background.
+        """
+        self._begin = begin
+        self._pause_s, self._again_s = 0.0, 0.0
+        self._silent = False
+
+    @property
+    def active(self) -> bool:
+        """Whether it is left alone now."""
+        return self._silent or time.monotonic() < self._again_s
+
+    def answered(self) -> None:
+        """Note a request that was answered."""
+        self._pause_s = self._again_s = 0.0
+
+    def failed(self, began_s: float) -> float | None:
+        """Note a request that failed, and begin a pause; requests under way at the same time count as one.
+
+        Args:
+            began_s: when it began, by `time.monotonic`.
+
+        Returns:
+            The seconds of the pause, if one began with it.
+        """
+        if began_s < self._again_s - self._pause_s or self._silent:
+            return None
+        self._pause_s = min(MAX_PAUSE_S, max(FIRST_PAUSE_S, 2 * self._pause_s))
+        self._again_s = time.monotonic() + self._pause_s
+        self._silent = True
+        self._begin(self._until_it_answers)
+        return self._pause_s
+
+    async def _until_it_answers(self, client: AsyncClient) -> None:
+        naps = iter(_NAPS_S)
+        try:
+            while not await answers(client, _PROBE_S):  # noqa: ASYNC110  # nobody says when a peer is back
+                await asyncio.sleep(next(naps, _NAPS_S[-1]))
+        finally:
+            self._silent = False
+
+
+async def answers(client: AsyncClient, within_s: float) -> bool:
+    """Return whether the client's origin answers a probe in time."""
+    try:
+        async with asyncio.timeout(within_s):
+            connection = await client.connect()
+            return await connection.answers(within_s)
+    except (KvabrError, TimeoutError):
+        return False

@@ -1,0 +1,224 @@
+"""What the name of a loaded model's caches must tell besides its folder: adapters, quantisation, changes in memory.
+
+A model may differ from its folder in whatever was done while it was loaded and since. PEFT's adapters are seen as they
+act: those that are merged into a layer, else those that are active there. They are recognised by their attributes, so
+that PEFT need not be installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvabr.engines.adapters import require
+from kvabr.types.errors import ModelError
+
+_ROWS, _COLUMNS = 4, 256
+"""Numbers of each tensor that are compared with the folder's: a merged adapter changes nearly all of a tensor."""
+_READ_BYTES = 64 << 20
+_NOT_OF_KV = frozenset(
+    {"_name_or_path", "add_cross_attention", "architectures", "attn_implementation", "chunk_size_feed_forward", "dtype"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "is_decoder", "is_encoder_decoder"}
+    | {"output_attentions", "output_hidden_states", "output_router_logits", "problem_type", "quantization_config"}
+    | {"return_dict", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache"}
+)
+"""Keys of a configuration that change no KV, or that are told elsewhere."""
+_NOT_OF_AN_ADAPTER = frozenset(
+    {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"}
+)
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the transformers model in a ``PeftModel``, with its adapters in its layers; another model as it is.
+
+    Raises a `ModelError` if the adapter puts tokens of its own before every prompt.
+    """
+    if not (hasattr(model, "get_base_model") and hasattr(model, "peft_config")):
+        return model
+    if any(getattr(each, "is_prompt_learning", False) for each in model.peft_config.values()):
+        raise ModelError(
+            "the adapter of this PeftModel puts tokens of its own before every prompt (prompt or prefix tuning), and "
+            "kvabr's caches begin with the prompt's; LoRA and other adapters of layers work"
+        )
+    return model.get_base_model()
+
+
+def facts_of(model: Any, folder: Path) -> dict[str, Any]:
+    """Return what changes the KV of a loaded model besides the files in its folder, see `with_facts`.
+
+    Nothing of it is there if the model is as the folder says.
+    """
+    return {
+        "adapters": adapters_digest(model),
+        "config": _changed_config(model, folder),
+        "quantization": _quantization(model, folder),
+        "weights": None if _has_its_folders_weights(model, folder) else _memory_digest(model),
+    }
+
+
+def state_of(model: Any) -> tuple[object, ...] | None:
+    """Return what changes when adapters are switched or weights written, without reading any; None: it cannot be told.
+
+    PyTorch counts the writes to each tensor. What is written past that (``weight.data``) is not seen.
+    """
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    if any(each.is_meta for _, each in parameters):
+        return None  # read layer by layer
+    counts = tuple((name, id(each), 0 if each.is_inference() else each._version) for name, each in parameters)  # noqa: SLF001
+    return counts, tuple(_acting(model))
+
+
+def adapters_digest(model: Any) -> str | None:
+    """Return a digest of the adapters that act: their weights, configurations and scales; None if none does.
+
+    It is the same whether they are merged into the model's weights or not: that differs by rounding alone. The names
+    of adapters and modules that do not act do not count.
+    """
+    parts: list[bytes] = []
+    modules = dict(model.named_modules())
+    configs = getattr(model, "peft_config", None) or {}
+    for place, adapters, scales in _acting(model):
+        for adapter, scale in zip(adapters, scales, strict=True):
+            told = json.dumps([place, scale, _plain(configs.get(adapter))], sort_keys=True, default=str)
+            own = hashlib.sha256(told.encode())
+            for name, tensor in sorted(_tensors(modules[place])):
+                path = name.split(".")
+                if adapter in path:
+                    own.update(".".join(part for part in path if part != adapter).encode())
+                    _feed(own, tensor)
+            parts.append(own.digest())
+    return hashlib.sha256(b"".join(parts)).hexdigest() if parts else None
+
+
+def _acting(model: Any) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """Yield each module with adapters that act: its name, theirs, and their scales."""
+    for place, module in model.named_modules():
+        tuned, wrapped = hasattr(module, "adapter_layer_names"), hasattr(module, "original_module")
+        if not (tuned or wrapped) or not hasattr(module, "active_adapters"):
+            continue
+        acting = list(getattr(module, "merged_adapters", ()))
+        if not acting and not getattr(module, "disable_adapters", False):
+            active = module.active_adapters
+            acting = [active] if isinstance(active, str) else list(active)
+        own = {part for name, _ in _tensors(module) for part in name.split(".")}
+        found = tuple(adapter for adapter in acting if adapter in own)
+        if found:
+            scaling = getattr(module, "scaling", {})
+            scales = scaling if isinstance(scaling, Mapping) else {}
+            yield place, found, tuple(str(scales.get(adapter)) for adapter in found)
+
+
+def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _plain(config: Any) -> Any:
+    """Return the configuration of an adapter as JSON values, without where it came from."""
+    if config is None:
+        return None
+    values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    return {
+        key: sorted(value) if isinstance(value, set | frozenset) else value
+        for key, value in values.items()
+        if key not in _NOT_OF_AN_ADAPTER
+    }
+
+
+def _feed(digest: Any, tensor: torch.Tensor) -> None:
+    """Add a tensor, its element type and its shape to a digest."""
+    digest.update(f"\0{tensor.dtype}{tuple(tensor.shape)}\0".encode())
+    flat = tensor.detach().reshape(-1)
+    step = max(1, _READ_BYTES // max(1, flat.element_size()))
+    for first in range(0, flat.numel(), step):
+        piece = flat[first : first + step].cpu().contiguous()
+        digest.update(piece.view(torch.uint8).numpy().tobytes())
+
+
+def _changed_config(model: Any, folder: Path) -> dict[str, Any]:
+    """Return what differs between the configuration of a model and that in its folder, as far as it may change KV."""
+    transformers = require("transformers")
+    own = _values(model.config)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        theirs = _values(config)
+    except Exception:  # noqa: BLE001  # transformers raises anything; then everything is told
+        theirs = {}
+    return {
+        key: [own.get(key), theirs.get(key)]
+        for key in sorted({*own, *theirs} - _NOT_OF_KV)
+        if own.get(key) != theirs.get(key) and not key.startswith("_")
+    }
+
+
+def _values(config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(config.get_text_config(decoder=True).to_dict(), default=str))
+    return found
+
+
+def _quantization(model: Any, folder: Path) -> Any:
+    """Return how a model was quantised while it was loaded; None if it is as the folder says."""
+    own = getattr(model.config, "quantization_config", None)
+    if own is None:
+        return None
+    values = json.loads(json.dumps(own.to_dict() if hasattr(own, "to_dict") else own, default=str, sort_keys=True))
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        theirs = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+        if isinstance(theirs, dict) and all(values.get(key) == value for key, value in theirs.items()):
+            return None
+    return values
+
+
+def _has_its_folders_weights(model: Any, folder: Path) -> bool:
+    """Return whether a few numbers of each tensor are those in the folder's safetensors, where names are the same.
+
+    Tensors that were quantised, are not in memory, or have adapters merged into them are not compared.
+    """
+    merged = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "merged_adapters", ()))
+    held = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in model.named_parameters(remove_duplicate=False)
+        if tensor.is_floating_point() and not tensor.is_meta and not (merged and name.startswith(merged))
+    }
+    for path in sorted(folder.glob("*.safetensors")):
+        with contextlib.suppress(OSError, SafetensorError), safe_open(path, framework="pt") as file:
+            if not all(_alike(file.get_slice(name), held[name]) for name in file.keys() if name in held):  # noqa: SIM118
+                return False
+    return True
+
+
+def _alike(stored: Any, held: torch.Tensor) -> bool:
+    """Return whether a tensor has the numbers of a stored one, as far as some of them tell."""
+    shape = stored.get_shape()
+    if tuple(shape) != tuple(held.shape) or not shape or 0 in shape:
+        return True
+    rows = sorted({int(row) for row in torch.linspace(0, shape[0] - 1, min(shape[0], _ROWS))})
+    if len(shape) == 1:
+        pairs = [(stored[:_COLUMNS], held[:_COLUMNS])]
+    else:
+        pairs = [(stored[row : row + 1, :_COLUMNS], held[row : row + 1, :_COLUMNS]) for row in rows]
+    for theirs, own in pairs:
+        if not theirs.is_floating_point():
+            return True
+        if not torch.allclose(theirs.to(own.dtype), own.detach().cpu(), rtol=0.0, atol=0.0, equal_nan=True):
+            return False
+    return True
+
+
+def _memory_digest(model: Any) -> str:
+    """Return a digest of all weights that a model has in memory, but for its adapters'."""
+    digest = hashlib.sha256()
+    inside = {name for name, module in model.named_modules() if hasattr(module, "adapter_layer_names")}
+    for name, tensor in sorted(model.named_parameters(remove_duplicate=False)):
+        tuned = any(name.startswith(f"{place}.") for place in inside)
+        if not tensor.is_meta and (not tuned or ".base_layer." in name):
+            digest.update(name.encode())
+            _feed(digest, tensor)
+    return digest.hexdigest()

@@ -1,0 +1,320 @@
+"""The name of a model in a folder: its base name and a digest of all its weights, or what its operator declares.
+
+The digest covers every byte of the files that an engine may load from the folder itself: weights in any format, the
+configuration, that of an adapter or of a quantisation, indices, and code. Tokenizers have a digest of their own. Each
+file is hashed in pieces by several threads, so that gigabytes take seconds. SHA-256 it is, as every machine has it and
+all have to agree on the name.
+
+A file is not read again as long as its size, times and inode are those of a record, which is kept in the folder
+(``.kvabr-weights.json``), or in the user's cache directory where the folder cannot be written. Processes that start at
+once, such as the ranks of an engine, wait for the one that reads.
+
+An operator may declare a name or a version instead, in a file ``kvabr-name.json`` in the folder:
+``{"version": "2026-11"}`` stands for the weights, ``{"model": "assistant-1f0c2a3b"}`` is the whole name, such as one
+under which caches exist.
+
+Imports neither torch nor an engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from platformdirs import user_cache_path
+
+from kvabr.store.files import FileVersion, read_bytes, read_text, write_file
+from kvabr.types.errors import AssetError, KvabrError, ModelError
+from kvabr.types.model_name import DIGITS, LOOSE, safe_name, with_facts
+
+LOG = logging.getLogger("kvabr.engines")
+
+Progress = Callable[[int, int], object]
+"""Called with the bytes that were read, and all there are; from any thread, a few times a second."""
+
+DECLARED = "kvabr-name.json"
+"""File in a model's folder in which its operator declares a name or a version."""
+RECORD = ".kvabr-weights.json"
+"""File in a model's folder with the digests of its files."""
+_SCHEMA = "kvabr.weights/1"
+_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz", ".msgpack", ".h5", ".py"})
+"""Suffixes of files with weights, and with code."""
+_CONFIGS = re.compile(r"config\.json|params\.json|adapter_config\.json|.*quant.*\.json|.*\.index\.json")
+_PIECE_BYTES, _READ_BYTES = 32 << 20, 1 << 20
+_THREADS = 16
+_MAX_RECORD_BYTES = 16 << 20
+_MAX_DECLARED_BYTES = 1 << 16
+_SETTLED_S = 2.0
+"""Seconds since its last change after which a file's times tell of the next one: a clock has coarse ticks."""
+_TELL_S = 0.2
+_LOG_S = 10.0
+"""Seconds between two lines in the log while weights are read."""
+
+
+def model_name(folder: Path, progress: Progress | None = None, *, version: str | None = None) -> str:
+    """Return the name under which caches of the model in a folder are published.
+
+    Args:
+        folder: it has at least a ``config.json``.
+        version: what its operator declares elsewhere; then no weights are read.
+        progress: is told how far reading is, if weights must be read; None: the log is.
+
+    Raises:
+        ModelError: a file cannot be read, or changes meanwhile; or ``kvabr-name.json`` is none.
+    """
+    declared = _declared(folder)
+    if "model" in declared:
+        return declared["model"]
+    title = _title(folder.resolve())
+    if version := version or declared.get("version"):
+        return with_facts(title, {"version": version})
+    return f"{title}-{weights_digest(folder, progress)[:DIGITS]}"
+
+
+def weights_digest(folder: Path, progress: Progress | None = None) -> str:
+    """Return a digest of all weights in a folder, 64 hex digits; arguments and errors as for `model_name`."""
+    found = _versions(folder)
+    known = _known(folder, found)
+    if len(known) < len(found):
+        with _turn(folder):
+            known = _known(folder, found)  # perhaps somebody else has read it meanwhile
+            todo = [name for name in found if name not in known]
+            if todo:
+                known |= _hashed(folder, todo, progress or _Told(folder))
+                if changed := sorted({*found.items()} ^ {*_versions(folder).items()}):
+                    path = folder / changed[0][0]
+                    raise ModelError(f"{path}: changes while it is read; load the model when it is complete")
+                _keep(folder, found, known)
+    digest = hashlib.sha256(_SCHEMA.encode())
+    for name in sorted(found):
+        digest.update(f"\0{name}\0{found[name].size}\0{known[name]}".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def local_folder(name: str) -> Path | None:
+    """Return the folder of a model if an engine's name of it is the path of one; else None."""
+    with contextlib.suppress(OSError, ValueError):
+        if (Path(name) / "config.json").is_file():
+            return Path(name)
+    return None
+
+
+def cached_folder(name: str, revision: str | None = None) -> Path | None:
+    """Return the folder of a model that an engine names: a folder itself, or a snapshot in Hugging Face's cache.
+
+    Args:
+        name: path of a folder with a ``config.json``, or a repository such as ``org/model``.
+        revision: branch, tag or commit of the repository; None: ``main``.
+
+    Returns:
+        None if there is no such folder on this machine.
+    """
+    if (found := local_folder(name)) is not None:
+        return found
+    with contextlib.suppress(OSError, ValueError):
+        home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+        hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+        repository, wanted = hub / f"models--{name.replace('/', '--')}", revision or "main"
+        reference = repository / "refs" / wanted
+        commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else wanted
+        snapshot = repository / "snapshots" / commit
+        if (snapshot / "config.json").is_file():
+            return snapshot
+    return None
+
+
+def _title(folder: Path) -> str:
+    """Return the readable part of the name: the folder's, or the repository's of a snapshot in Hugging Face's cache."""
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return safe_name(repository.removeprefix("models--").replace("--", "/"), LOOSE)
+    return safe_name(folder.name, LOOSE)
+
+
+def _declared(folder: Path) -> dict[str, str]:
+    """Return what the operator declares of the model."""
+    path = folder / DECLARED
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(read_text(path, _MAX_DECLARED_BYTES))
+    except (KvabrError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read ({error})") from error
+    one = isinstance(value, dict) and len(value) == 1 and next(iter(value)) in ("model", "version")
+    if not one or not all(isinstance(text, str) and 0 < len(text) <= 200 for text in value.values()):
+        raise ModelError(f'{path}: must be {{"version": TEXT}} or {{"model": NAME}}, of at most 200 characters')
+    return dict(value)
+
+
+def _versions(folder: Path) -> dict[str, FileVersion]:
+    """Return the files of which a model's KV may depend."""
+    found: dict[str, FileVersion] = {}
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError as error:
+        raise ModelError(f"{folder}: cannot be read ({error.strerror})") from error
+    for name in names:
+        if (Path(name).suffix in _WEIGHTS or _CONFIGS.fullmatch(name)) and not name.startswith("."):
+            path = folder / name
+            version = FileVersion.of(path)
+            if version is None:
+                raise ModelError(f"{path}: cannot be read; is it a link to nowhere?")
+            if path.is_file():
+                found[name] = version
+    return found
+
+
+def _hashed(folder: Path, names: list[str], progress: Progress) -> dict[str, str]:
+    """Return the digests of files: each that of its pieces' digests."""
+    sizes: dict[str, int] = {}
+    for name in names:
+        sizes[name] = (folder / name).stat().st_size
+    meter = _Meter(sum(sizes.values()), progress)
+    pieces = [(name, at) for name in names for at in range(0, max(1, sizes[name]), _PIECE_BYTES)]
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "kvabr-weights") as threads:
+        try:
+            parts = list(threads.map(lambda piece: _piece(folder / piece[0], piece[1], meter), pieces))
+        except OSError as error:
+            raise ModelError(f"{folder}: its weights cannot be read ({error})") from error
+    whole = {name: hashlib.sha256() for name in names}
+    for (name, _), part in zip(pieces, parts, strict=True):
+        whole[name].update(part)
+    return {name: digest.hexdigest() for name, digest in whole.items()}
+
+
+def _piece(path: Path, at: int, meter: _Meter) -> bytes:
+    """Return the digest of a piece of a file; other threads run meanwhile."""
+    digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        file.seek(at)
+        left = _PIECE_BYTES
+        while left and (count := file.readinto(view[: min(left, _READ_BYTES)])):
+            digest.update(view[:count])
+            left -= count
+            meter.add(count)
+    return digest.digest()
+
+
+class _Meter:
+    """Adds up what threads have read, and tells of it now and then."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self._total, self._progress = total, progress
+        self._done, self._told_s = 0, time.monotonic()
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            if now - self._told_s < _TELL_S:
+                return
+            self._told_s, done = now, self._done
+        self._progress(done, self._total)
+
+
+class _Told:
+    """Tells the log how far reading is, where it takes long."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._next_s = folder, time.monotonic() + _LOG_S / 5
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _LOG_S
+            LOG.info(
+                "kvabr: reading the weights in %s, once, to name their caches: %.1f of %.1f GB",
+                self._folder,
+                done / 1e9,
+                total / 1e9,
+            )
+
+
+class _Entry(NamedTuple):
+    """What a record says of a file."""
+
+    version: tuple[int, ...]
+    """As `_stamp` returns it."""
+    sha256: str
+
+
+def _stamp(version: FileVersion) -> tuple[int, ...]:
+    """Return what tells that a file is still the same: all but the device, whose number each machine makes up."""
+    return version.inode, version.size, version.modified_ns, version.changed_ns
+
+
+def _known(folder: Path, found: Mapping[str, FileVersion]) -> dict[str, str]:
+    """Return the digests of those files that are as a record says."""
+    known: dict[str, str] = {}
+    for path in (_cached(folder, ".json"), folder / RECORD):
+        for name, entry in _entries(path).items():
+            if name in found and _stamp(found[name]) == entry.version:
+                known[name] = entry.sha256
+    return known
+
+
+def _entries(path: Path) -> dict[str, _Entry]:
+    """Return what a record says; nothing if it is none: the weights are read again."""
+    try:
+        value = json.loads(read_bytes(path, _MAX_RECORD_BYTES))
+        if value["schema"] != _SCHEMA:
+            return {}
+        return {
+            name: _Entry(tuple(map(int, each["version"])), bytes.fromhex(each["sha256"]).hex())
+            for name, each in value["files"].items()
+        }
+    except (KvabrError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def _keep(folder: Path, found: Mapping[str, FileVersion], known: Mapping[str, str]) -> None:
+    """Write a record of files that have not changed for a moment, in the folder if that may be written."""
+    settled_ns = time.time_ns() - int(_SETTLED_S * 1e9)
+    files: dict[str, Any] = {
+        name: {"version": _stamp(version), "sha256": known[name]}
+        for name, version in found.items()
+        if max(version.modified_ns, version.changed_ns) < settled_ns
+    }
+    if not files:
+        return
+    data = json.dumps({"schema": _SCHEMA, "files": files}).encode()
+    for path in (folder / RECORD, _cached(folder, ".json")):
+        with contextlib.suppress(AssetError, OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, data, mode=0o644)
+            return
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Wait until no other process of this user reads the folder."""
+    handle = None
+    with contextlib.suppress(OSError):
+        path = _cached(folder, ".lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _cached(folder: Path, suffix: str) -> Path:
+    """Return the path of a file about a folder in the user's cache directory."""
+    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
+    return user_cache_path("kvabr", appauthor=False) / "weights" / f"{name}{suffix}"

@@ -1,0 +1,75 @@
+"""An origin that has failed is left alone until it answers a probe, and longer if it fails again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from kvabr.engines import origin_pause
+from kvabr.engines.origin_pause import MAX_PAUSE_S, OriginPause
+from kvabr.types.errors import ConnectionLostError
+
+LIMIT_S = 60.0
+
+
+class Peer:
+    """A client whose origin answers when it is told to."""
+
+    def __init__(self):
+        self.alive, self.probes = False, 0
+
+    async def connect(self):
+        self.probes += 1
+        if not self.alive:
+            raise ConnectionLostError("gone")
+        return self
+
+    async def answers(self, _within_s):
+        return True
+
+
+def paused(peer):
+    tasks = []
+
+    def begin(work):
+        tasks.append(asyncio.get_running_loop().create_task(work(peer)))
+
+    return OriginPause(begin), tasks
+
+
+async def test_it_is_asked_again_once_it_answers(monkeypatch):
+    monkeypatch.setattr(origin_pause, "FIRST_PAUSE_S", 0.0)
+    peer = Peer()
+    pause, tasks = paused(peer)
+    assert not pause.active
+    assert pause.failed(time.monotonic()) == 0.0
+    while peer.probes < 3:
+        assert pause.active
+        await asyncio.sleep(0.01)
+    peer.alive = True
+    async with asyncio.timeout(LIMIT_S):
+        await tasks[0]
+    assert not pause.active
+    assert len(tasks) == 1
+
+
+async def test_failures_at_the_same_time_are_one_and_each_further_one_doubles_the_pause(monkeypatch):
+    monkeypatch.setattr(origin_pause, "FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(origin_pause, "MAX_PAUSE_S", 3000.0)
+    peer = Peer()
+    peer.alive = True
+    pause, tasks = paused(peer)
+    began_s = time.monotonic()
+    assert pause.failed(began_s) == 1000.0
+    assert pause.failed(began_s) is None  # the probe is under way
+    await tasks[-1]
+    assert pause.failed(began_s) is None  # it began before the pause did
+    assert pause.active
+    later_s = began_s + LIMIT_S
+    assert [pause.failed(later_s), await tasks[-1], pause.failed(later_s + 5000.0)] == [2000.0, None, 3000.0]
+    await tasks[-1]
+    pause.answered()
+    assert not pause.active
+    assert pause.failed(time.monotonic()) == 1000.0
+    await tasks[-1]
+    assert MAX_PAUSE_S == 30.0

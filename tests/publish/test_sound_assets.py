@@ -1,0 +1,141 @@
+"""A damaged asset is published again by whoever computes it again, whatever kind of store it is in."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from kvabr.data import default_catalog
+from kvabr.publish.live_publisher import LivePublisher
+from kvabr.publish.publisher import Publisher, Slot
+from kvabr.publish.sound_assets import SoundAssets
+from kvabr.store.asset_folder import frame_path
+from kvabr.store.locations import open_store
+from tests.toymodel import SPEC, ToyModel, prompt
+
+TOKENS = list(prompt(48).tokens)
+LONG_S = 300.0
+
+
+def publish(place, **options):
+    """Publish the prompt's cache; return what became of it, and the store's own name of the asset."""
+    made = Publisher(place, SPEC, prior=default_catalog(), tracks=["FP16", "Int8"], **options)
+    made._lookup._wait_s = made._lookup._check_s = LONG_S  # whatever this machine needs
+    outcomes = []
+    try:
+        slot = made.reserve(TOKENS)
+        if not isinstance(slot, Slot):
+            return slot
+        slot.fill(ToyModel().prefill(TOKENS), outcomes.append)
+    finally:
+        made.close()
+    return outcomes[0].verdict
+
+
+def damage_frame(root):
+    name = next(iter(open_store(root).list().versions))
+    path = frame_path(root / name, 1, "FP16")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def lose_frame(root):
+    name = next(iter(open_store(root).list().versions))
+    frame_path(root / name, 1, "FP16").unlink()
+
+
+def damage_catalog(root):
+    name = next(iter(open_store(root).list().versions))
+    (root / name / "catalog.json").write_bytes(bytes(300))
+
+
+@pytest.mark.parametrize("harm", [damage_frame, lose_frame, damage_catalog])
+def test_a_damaged_asset_of_a_folder_is_replaced(tmp_path, harm):
+    root = tmp_path / "assets"
+    assert [publish(root), publish(root)] == ["published", "known"]
+    harm(root)
+    assert [publish(root), publish(root)] == ["published", "known"]
+    store = open_store(root)
+    (name,) = store.list().versions
+    store.open(name).check_frames()
+
+
+def test_an_asset_of_a_bucket_that_has_lost_a_span_is_replaced(tmp_path):
+    pytest.importorskip("obstore")
+    place = f"file://{tmp_path}/bucket?layout=objects"
+    assert [publish(place), publish(place)] == ["published", "known"]
+    spans = [path for path in (tmp_path / "bucket").rglob("s/*/*") if path.is_file()]
+    spans[0].unlink()
+    assert [publish(place), publish(place)] == ["published", "known"]
+    store = open_store(place)
+    (name,) = store.list().versions
+    asset = store.open(name)
+    asset.check_parts()
+    asset.check_frames()
+
+
+def test_a_damaged_asset_is_replaced_by_one_that_grows(tmp_path):
+    root = tmp_path / "assets"
+    assert publish(root) == "published"
+    damage_frame(root)
+    made = Publisher(root, SPEC, prior=default_catalog(), tracks=["FP16", "Int8"])
+    made._lookup._wait_s = made._lookup._check_s = LONG_S
+    live, outcomes = LivePublisher(made), []
+    slot = live.begin(TOKENS, pace=[0.1] * SPEC.groups(len(TOKENS)), done=outcomes.append)
+    assert not isinstance(slot, str)
+    slot.groups(0, (ToyModel().prefill(TOKENS),))
+    slot.end()
+    live.close()
+    assert outcomes[0].verdict == "published"
+    assert publish(root) == "known"
+
+
+@pytest.mark.parametrize("harm", ["newer", "closed"])
+def test_what_cannot_be_judged_stays(tmp_path, harm):
+    root = tmp_path / "assets"
+    assert publish(root) == "published"
+    store = open_store(root)
+    (name,) = store.list().versions
+    if harm == "newer":
+        path = root / name / "catalog.json"
+        path.write_text(path.read_text().replace("kvabr.catalog/", "kvabr.catalog/9"))
+    elif os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    else:
+        (root / name / "groups").chmod(0)
+    assert publish(root) == "known"
+    (root / name / "groups").chmod(0o700)
+
+
+def test_one_check_at_a_time_and_others_do_not_wait(tmp_path):
+    root = tmp_path / "assets"
+    assert publish(root) == "published"
+    damage_frame(root)
+    store = open_store(root)
+    (name,) = store.list().versions
+    began, goes_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def version(self, given):
+            return store.version(given)
+
+        def open(self, given):
+            began.set()
+            assert goes_on.wait(LONG_S)
+            return store.open(given)
+
+    sound, found = SoundAssets(Slow()), []
+    thread = threading.Thread(target=lambda: found.append(sound.look(name)))
+    thread.start()
+    assert began.wait(LONG_S)
+    assert sound.look(name)  # not known yet
+    goes_on.set()
+    thread.join(LONG_S)
+    assert found == [False]
+    assert sound.is_damaged(name)
+    assert not sound.look(name)
+    sound.replaced(name)
+    assert not sound.is_damaged(name)

@@ -1,0 +1,71 @@
+"""Names of models: different texts and different facts have different names, and what is usual adds nothing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvabr.types.errors import UsageError
+from kvabr.types.kv import KVSpec
+from kvabr.types.model_name import LOOSE, MARK, akin, safe_name, was_named, with_facts
+from kvabr.types.naming import TrackNamespace
+
+PLAIN = st.from_regex(r"[A-Za-z0-9._-]{1,20}(/[A-Za-z0-9._-]{1,20})?", fullmatch=True)
+RAW = st.one_of(st.text(max_size=300), PLAIN, st.text("aA-:@/ .", max_size=8))
+FACTS = st.dictionaries(
+    st.sampled_from("abc"), st.none() | st.text(max_size=3) | st.lists(st.integers(0, 2), max_size=2)
+)
+
+
+def usual(facts):
+    return {key: value for key, value in facts.items() if value not in (None, "", [])}
+
+
+@given(RAW, RAW)
+def test_different_texts_have_different_names(one, other):
+    assert (safe_name(one) == safe_name(other)) == (one == other)
+    assert (safe_name(one, LOOSE) == safe_name(other, LOOSE)) == (one == other)
+
+
+@given(RAW)
+def test_every_name_names_a_namespace_in_both_forms(raw):
+    name = with_facts(safe_name(raw), {"rank": 1})
+    space = TrackNamespace(name, "0" * 64)
+    assert TrackNamespace.from_fields(space.split_fields()) == space
+    longest = f"{name}+layers1000-2000+heads1000-1001,1002-1003"
+    KVSpec.uniform(longest, "t", 1, 1, 8, "float16")
+
+
+@given(PLAIN)
+def test_a_plain_name_is_its_own(raw):
+    assert safe_name(raw) == raw == with_facts(raw, {"adapter": None, "overrides": {}, "ranks": []})
+
+
+@given(PLAIN, FACTS, PLAIN, FACTS)
+def test_facts_tell_names_apart(name, facts, other, others):
+    same = name == other and usual(facts) == usual(others)
+    assert (with_facts(name, facts) == with_facts(other, others)) == same
+
+
+def test_the_readable_part_can_be_read():
+    assert safe_name("qwen:base").rpartition(MARK)[0] == "qwen-base"
+    assert safe_name("通义千问", LOOSE) == "通义千问"
+    assert safe_name("a\udcff", LOOSE).rpartition(MARK)[0] == "a-"
+    assert with_facts("org/m", {"adapter": "x"}).rpartition(MARK)[0] == "org/m"
+
+
+def test_what_json_cannot_express_is_no_fact():
+    with pytest.raises(UsageError, match="cannot be put into the name"):
+        with_facts("m", {"override": object()})
+
+
+def test_old_names_of_a_folder_are_akin_to_new_ones():
+    old, new, tuned = "llama-0123abcd", "llama-0123456789abcdef", with_facts("llama-0123456789abcdef", {"adapter": "x"})
+    assert akin(old, new)
+    assert akin(new, tuned)
+    assert not akin("llama-0123abcd", "gemma-0123abcd")
+    assert was_named(old, new)
+    assert not was_named(new, new)
+    assert not was_named(old, tuned)
+    assert not was_named("gemma-0123abcd", new)
