@@ -418,8 +418,11 @@ class AsyncClient:
             FormatError: it is not what the catalog names, or of another model.
         """
         if not self._profiles.has(catalog):
-            async with self._asked_within(within_s, peer) as connection:
-                await self._profiles.fetch(connection, catalog)
+            async with self._asked_within(within_s, peer):
+                # Plays that want it meanwhile share the download.
+                downloads = await self._peer(peer).downloads()
+                async with PlayConnection(downloads, lambda _, priority: priority) as connection:
+                    await self._profiles.fetch(connection, catalog)
 
     async def models(self, *, within_s: float = _FIND_S, peer: PeerLike = None) -> Sequence[KVSpec]:
         """Return the specs of the models of which we may read an asset.

@@ -241,9 +241,14 @@ class Connection(ABC):
 
 async def read_all(download: Download) -> bytes:
     """Read a download to its end, and return all of it; errors are those of `Download.read`."""
+    return bytes(await read_view(download))
+
+
+async def read_view(download: Download) -> memoryview:
+    """As `read_all`, without a copy."""
     try:
         while await download.read():
             pass
-        return bytes(download.data)
+        return download.data
     finally:
         download.cancel()
