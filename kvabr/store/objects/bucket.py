@@ -9,6 +9,7 @@ byte and between two pieces, reads wait 30 seconds; who has less time cancels th
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import secrets
 import threading
@@ -17,6 +18,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from kvabr.store.objects.obstore_clients import ObstoreClient
 
+LOG = logging.getLogger("kvabr.store.objects")
 T = TypeVar("T")
 
 WAIT_S = 30
@@ -59,6 +62,8 @@ _CACHE_CONTROL = {
     "probe": "no-store",
 }
 """`Cache-Control` by the first part of a key; `IMMUTABLE` for the others."""
+_UNREADABLE = (ValueError, OverflowError)
+"""What obstore raises of dates that Python does not have, such as those of the year 0."""
 _PROBED: set[str] = set()
 """URLs of stores that were seen to honour conditional writes."""
 _LOCK = threading.Lock()
@@ -171,14 +176,14 @@ class Bucket:
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Yield all objects whose keys begin with ``prefix``, which ends in a slash, or is empty: all."""
-        listing = _Listing(lambda after: self._listing(prefix, after))
+        listing = _Listing(partial(self._listing, prefix))
         while found := await self._tried(prefix, "cannot be listed", listing.more):
             for meta in found:
                 yield self._info(meta)
 
     def list_sync(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `list`."""
-        listing = _Listing(lambda after: self._listing(prefix, after))
+        listing = _Listing(partial(self._listing, prefix))
         while found := self._tried_sync(prefix, "cannot be listed", listing.more_sync):
             for meta in found:
                 yield self._info(meta)
@@ -316,8 +321,8 @@ class Bucket:
 
     # ------------------------------------------------------- one try
 
-    def _listing(self, prefix: str, after: str | None) -> Any:
-        return load_obstore().list(self._reader(), self._path(prefix), offset=after, chunk_size=_LISTED_AT_ONCE)
+    def _listing(self, prefix: str, after: str | None, at_once: int) -> Any:
+        return load_obstore().list(self._reader(), self._path(prefix), offset=after, chunk_size=at_once)
 
     async def _put(self, key: str, data: bytes | memoryview, mode: Any) -> bool:
         try:
@@ -360,7 +365,11 @@ class Bucket:
 
     def _check(self, key: str, result: GetResult, start: int, end: int | None, limit: int) -> None:
         """Check the range that an answer says it has."""
-        (first, last), size = result.range, result.meta["size"]
+        first, last = result.range
+        try:
+            size = result.meta["size"]
+        except _UNREADABLE:
+            size = last  # a date that is none does not matter here; the bytes are checked by who wants them
         wanted = size if end is None else min(end, size)
         if (first, last) != (min(start, size), max(wanted, min(start, size))):
             raise RequestError(f"{self.below(key)}: bytes {start} to {wanted} were asked for, {first} to {last} came")
@@ -398,6 +407,8 @@ class Bucket:
         raise self._failed(key, what, error) from error
 
     def _failed(self, key: str, what: str, error: Exception) -> Exception:
+        if isinstance(error, _UNREADABLE):
+            return RequestError(f"{self.below(key)}: {what}: the store tells a date or a number that cannot be one")
         if not isinstance(error, OSError) and not type(error).__module__.startswith("obstore"):
             return error  # ours, or a mistake
         return Failure.of(error).error(self.below(key), what)
@@ -439,30 +450,43 @@ class Bucket:
 class _Listing:
     """The pages of a listing; after a failure it goes on behind the last key that came."""
 
-    def __init__(self, begin: Callable[[str | None], Any]) -> None:
-        self._begin, self._stream = begin, begin(None)
+    def __init__(self, begin: Callable[[str | None, int], Any]) -> None:
+        self._begin, self._at_once = begin, _LISTED_AT_ONCE
         self._after: str | None = None
+        self._stream = begin(None, self._at_once)
 
     async def more(self) -> Sequence[ObjectMeta]:
         """Return the next page, empty behind the last."""
-        try:
-            return self._came(await anext(aiter(self._stream), None))
-        except Exception:
-            self._stream = self._begin(self._after)
-            raise
+        while True:
+            try:
+                return self._came(await anext(aiter(self._stream), None))
+            except Exception as error:  # noqa: BLE001  # raised again unless it is of one object
+                self._failed(error)
 
     def more_sync(self) -> Sequence[ObjectMeta]:
         """See `more`."""
-        try:
-            return self._came(next(iter(self._stream), None))
-        except Exception:
-            self._stream = self._begin(self._after)
-            raise
+        while True:
+            try:
+                return self._came(next(iter(self._stream), None))
+            except Exception as error:  # noqa: BLE001  # raised again unless it is of one object
+                self._failed(error)
 
     def _came(self, page: Sequence[ObjectMeta] | None) -> Sequence[ObjectMeta]:
         if page:
             self._after = page[-1]["path"]
         return page or ()
+
+    def _failed(self, error: Exception) -> None:
+        """Leave out an object whose date cannot be one, which fails its whole page; raise anything else again."""
+        if isinstance(error, _UNREADABLE) and self._at_once == 1:
+            LOG.warning("a store lists an object whose date is out of range; it is left out")
+            return
+        unreadable = isinstance(error, _UNREADABLE)
+        if unreadable:
+            self._at_once = 1
+        self._stream = self._begin(self._after, self._at_once)
+        if not unreadable:
+            raise error
 
 
 def _range(start: int, end: int | None) -> GetOptions | None:

@@ -12,6 +12,9 @@ from collections import Counter
 
 import pytest
 
+from kvabr import Client
+from kvabr.cli.main import main
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.locations import open_store
 from kvabr.store.objects import bucket as bucket_module
 from kvabr.store.objects.bucket import Bucket
@@ -89,6 +92,53 @@ async def test_a_storm_of_refusals_ends_after_three_tries(flaky, status):
         open_store(server.url).list()
     with pytest.raises(AssetError, match="overloaded"):
         put(server.url, PLAIN, [1, 2, 3])
+
+
+@pytest.mark.parametrize("year", [0, 22026])
+async def test_a_date_that_is_none_does_not_keep_an_object_from_being_read_or_others_from_being_listed(flaky, year):
+    server = flaky()
+    bucket = Bucket.open(server.url)
+    for name in "abcde":
+        await bucket.put_new(f"s/{name}", b"0123")
+    server.years["s/b"] = server.years["s/d"] = year
+    assert bytes(await bucket.get("s/b", limit=9)) == b"0123"
+    assert bytes(await bucket.get("s/b", 1, 3, limit=9)) == b"12"
+    assert bytes(bucket.get_sync("s/b", limit=9)) == b"0123"
+    assert [bytes(part) async for part in bucket.stream("s/b", 0, 4)] == [b"0123"]
+    assert [info.key async for info in bucket.list("s/")] == ["s/a", "s/c", "s/e"]
+    assert [info.key for info in bucket.list_sync("s/")] == ["s/a", "s/c", "s/e"]
+    with pytest.raises(RequestError, match="cannot be looked for: the store tells a date"):
+        await bucket.head("s/b")
+    with pytest.raises(RequestError, match="cannot be looked for: the store tells a date"):
+        bucket.head_sync("s/b")
+
+
+@pytest.mark.parametrize("kind", ["/a/", "/o/", "/s/", "/p/", ""])
+def test_caches_with_impossible_dates_are_played_and_managed(flaky, kind, capsys):
+    server = flaky()
+    put(server.url, PLAIN, list(range(20)))
+    put(server.url, PLAIN, list(range(100, 120)))
+    server.years[kind] = 22026
+    for url in (server.url, server.web_url):
+        with Client(url, model=PLAIN) as client:
+            played = client.play(list(range(20)), deadline=20.0)
+            assert played.tokens == 20
+    for command in (["ls"], ["verify"], ["gc", "--dry-run"]):
+        assert main(["store", command[0], server.url, *command[1:]]) in (0, 1)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_asset_with_an_impossible_date_hides_no_changes(flaky):
+    server = flaky()
+    names = [put(server.url, PLAIN, [number] * 20)[0].namespace.prompt for number in range(2)]
+    server.years[f"/a/{names[0]}"] = 22026
+    assets = PublishedAssets(server.url)
+    assert [each.catalog.namespace.prompt for each in assets.assets] == names[1:]
+    (key,) = [key for key in server.objects if f"/a/{names[1]}" in key]
+    del server.objects[key]
+    late = put(server.url, PLAIN, [7] * 20)[0].namespace.prompt
+    assert assets.refresh()
+    assert [each.catalog.namespace.prompt for each in assets.assets] == [late]
 
 
 def test_a_publisher_survives_a_store_that_refuses_two_of_three_requests(flaky):
