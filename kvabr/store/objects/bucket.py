@@ -9,7 +9,6 @@ byte and between two pieces, reads wait 30 seconds; who has less time cancels th
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import secrets
 import threading
@@ -23,8 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from kvabr.store.objects.failures import Failure
+from kvabr.store.objects.failures import UNREADABLE, Failure
 from kvabr.store.objects.leases import PROBES
+from kvabr.store.objects.listing import Listing
 from kvabr.store.objects.obstore_clients import endpoint_of, load_obstore, make_client
 from kvabr.store.objects.threads import each, interruptible
 from kvabr.store.objects.url import WEB, StoreUrl, is_tenant
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from kvabr.store.objects.obstore_clients import ObstoreClient
 
-LOG = logging.getLogger("kvabr.store.objects")
 T = TypeVar("T")
 
 WAIT_S = 30
@@ -46,7 +45,6 @@ _TRIES = 3
 _BACKOFF_S = 0.1
 _WRITE_BYTES_PER_S = 1 << 20
 """A write may take as long as it takes at this rate, and `WAIT_S` more."""
-_LISTED_AT_ONCE = 1000
 _DELETED_AT_ONCE = 1000
 _PROBERS = 6
 _SIGNED_FOR = timedelta(hours=1)
@@ -62,8 +60,6 @@ _CACHE_CONTROL = {
     "probe": "no-store",
 }
 """`Cache-Control` by the first part of a key; `IMMUTABLE` for the others."""
-_UNREADABLE = (ValueError, OverflowError)
-"""What obstore raises of dates that Python does not have, such as those of the year 0."""
 _PROBED: set[str] = set()
 """URLs of stores that were seen to honour conditional writes."""
 _LOCK = threading.Lock()
@@ -106,17 +102,32 @@ class Bucket:
 
     # ------------------------------------------------------- reading
 
-    async def get(self, key: str, start: int = 0, end: int | None = None, *, limit: int) -> memoryview:
+    async def get(
+        self, key: str, start: int = 0, end: int | None = None, *, limit: int, wait_s: float = WAIT_S
+    ) -> memoryview:
         """Return bytes ``start`` to ``end`` of an object, or fewer if it ends before.
 
         Raises `NotFoundError` if there is no such object, `RequestError` if it has more than ``limit`` bytes in that
-        range, ends before it, or if not all of it came.
+        range, ends before it, or if not all of it came; and `ConnectionLostError` where nothing comes for ``wait_s``
+        seconds, without another try.
         """
+        clock = asyncio.get_running_loop().time
 
         async def once() -> memoryview:
-            result = await load_obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
-            self._check(key, result, start, end, limit)
-            return self._whole(key, result, memoryview(await result.bytes_async()))
+            try:
+                async with asyncio.timeout(wait_s) as timer:
+                    result = await load_obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
+                    self._check(key, result, start, end, limit)
+                    timer.reschedule(clock() + wait_s)
+                    if result.range[1] - result.range[0] <= PART_BYTES:
+                        return self._whole(key, result, memoryview(await result.bytes_async()))
+                    parts = []
+                    async for part in result.stream(min_chunk_size=PART_BYTES):
+                        parts.append(part)
+                        timer.reschedule(clock() + wait_s)
+                    return self._whole(key, result, memoryview(b"".join(parts)))
+            except TimeoutError as error:
+                raise self.silent(key, wait_s) from error
 
         return await self._tried(key, "cannot be read", once)
 
@@ -176,14 +187,14 @@ class Bucket:
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Yield all objects whose keys begin with ``prefix``, which ends in a slash, or is empty: all."""
-        listing = _Listing(partial(self._listing, prefix))
+        listing = Listing(partial(self._listing, prefix))
         while found := await self._tried(prefix, "cannot be listed", listing.more):
             for meta in found:
                 yield self._info(meta)
 
     def list_sync(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `list`."""
-        listing = _Listing(partial(self._listing, prefix))
+        listing = Listing(partial(self._listing, prefix))
         while found := self._tried_sync(prefix, "cannot be listed", listing.more_sync):
             for meta in found:
                 yield self._info(meta)
@@ -315,6 +326,10 @@ class Bucket:
         with _LOCK:
             _PROBED.add(self.url)
 
+    def silent(self, key: str, seconds: float) -> ConnectionLostError:
+        """Return the error of a request that has brought nothing for so long."""
+        return ConnectionLostError(f"{self.below(key)}: the store has sent nothing for {seconds:.3g} s")
+
     def below(self, key: str) -> str:
         """Return what to call an object in messages."""
         return f"{self.url.partition('?')[0].rstrip('/')}: {self.prefix.removeprefix(self.where.prefix + '/')}{key}"
@@ -368,7 +383,7 @@ class Bucket:
         first, last = result.range
         try:
             size = result.meta["size"]
-        except _UNREADABLE:
+        except UNREADABLE:
             size = last  # a date that is none does not matter here; the bytes are checked by who wants them
         wanted = size if end is None else min(end, size)
         if (first, last) != (min(start, size), max(wanted, min(start, size))):
@@ -407,7 +422,7 @@ class Bucket:
         raise self._failed(key, what, error) from error
 
     def _failed(self, key: str, what: str, error: Exception) -> Exception:
-        if isinstance(error, _UNREADABLE):
+        if isinstance(error, UNREADABLE):
             return RequestError(f"{self.below(key)}: {what}: the store tells a date or a number that cannot be one")
         if not isinstance(error, OSError) and not type(error).__module__.startswith("obstore"):
             return error  # ours, or a mistake
@@ -445,48 +460,6 @@ class Bucket:
                     limits["read_timeout"], limits["timeout"] = f"{WAIT_S}s", "1d"
                 self._stores[most_s] = make_client(self.where, limits, writes=bool(most_s))
             return self._stores[most_s]
-
-
-class _Listing:
-    """The pages of a listing; after a failure it goes on behind the last key that came."""
-
-    def __init__(self, begin: Callable[[str | None, int], Any]) -> None:
-        self._begin, self._at_once = begin, _LISTED_AT_ONCE
-        self._after: str | None = None
-        self._stream = begin(None, self._at_once)
-
-    async def more(self) -> Sequence[ObjectMeta]:
-        """Return the next page, empty behind the last."""
-        while True:
-            try:
-                return self._came(await anext(aiter(self._stream), None))
-            except Exception as error:  # noqa: BLE001  # raised again unless it is of one object
-                self._failed(error)
-
-    def more_sync(self) -> Sequence[ObjectMeta]:
-        """See `more`."""
-        while True:
-            try:
-                return self._came(next(iter(self._stream), None))
-            except Exception as error:  # noqa: BLE001  # raised again unless it is of one object
-                self._failed(error)
-
-    def _came(self, page: Sequence[ObjectMeta] | None) -> Sequence[ObjectMeta]:
-        if page:
-            self._after = page[-1]["path"]
-        return page or ()
-
-    def _failed(self, error: Exception) -> None:
-        """Leave out an object whose date cannot be one, which fails its whole page; raise anything else again."""
-        if isinstance(error, _UNREADABLE) and self._at_once == 1:
-            LOG.warning("a store lists an object whose date is out of range; it is left out")
-            return
-        unreadable = isinstance(error, _UNREADABLE)
-        if unreadable:
-            self._at_once = 1
-        self._stream = self._begin(self._after, self._at_once)
-        if not unreadable:
-            raise error
 
 
 def _range(start: int, end: int | None) -> GetOptions | None:

@@ -23,6 +23,8 @@ Kind = Literal[
     "absent", "bucket", "busy", "clock", "conflict", "credentials", "denied", "lost", "range", "rejected", "other"
 ]
 
+UNREADABLE = (ValueError, OverflowError)
+"""What obstore raises of dates that Python does not have, such as those of the year 0."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _SYSTEM = re.compile(r"\(os error (\d{1,3})\)")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>|\(code: ([A-Za-z0-9]{1,64})\)")
