@@ -132,6 +132,7 @@ class StoreConnection(Connection):
         await self.index.close()
         if self._direct is not None:
             await self._direct.close()
+        self._bucket.close()
 
     # ---------------------------------------------------------- from downloads
 

@@ -377,6 +377,9 @@ class AssetStore(Protocol):
         Raises `UsageError` if this kind of store cannot limit it.
         """
 
+    def close(self) -> None:
+        """Let go of connections; asking for something opens others."""
+
 
 def _sized(data: bytes, size: int, where: str) -> bytes:
     if len(data) < size:

@@ -174,6 +174,9 @@ class FolderAssetStore:
         """See `AssetStore.quota`."""
         return FolderQuota(self.root, max_bytes, order)
 
+    def close(self) -> None:
+        """See `AssetStore.close`; a folder has none."""
+
 
 def asset_version(path: Path) -> AssetVersion | None:
     """Return the version of the asset in a folder: that of its catalog's file."""

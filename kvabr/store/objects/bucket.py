@@ -100,6 +100,11 @@ class Bucket:
     def __repr__(self) -> str:
         return f"<Bucket {self.url}>"
 
+    def close(self) -> None:
+        """Let go of all connections, once nothing is asked for any more; asking again opens others."""
+        with self._lock:
+            self._stores.clear()
+
     # ------------------------------------------------------- reading
 
     async def get(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -12,8 +13,10 @@ from collections import Counter
 
 import pytest
 
-from kvabr import Client
+from kvabr import Client, Limits
 from kvabr.cli.main import main
+from kvabr.data import default_catalog
+from kvabr.publish.publisher import Publisher
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.locations import open_store
 from kvabr.store.objects import bucket as bucket_module
@@ -29,7 +32,7 @@ from kvabr.types.errors import (
     UsageError,
 )
 from tests.store.objects.flaky import ERROR, FlakyStore
-from tests.store.objects.publishing import PLAIN, check, put
+from tests.store.objects.publishing import PLAIN, cache_of, check, put
 
 pytestmark = pytest.mark.process
 
@@ -325,3 +328,46 @@ async def test_an_http_cache_is_read_and_not_written(flaky):
     for write in (cache.put_new("s/b", b"x"), cache.put("s/b", b"x")):
         with pytest.raises(UsageError, match="only be read"):
             await write
+
+
+@pytest.fixture
+def _uncollected():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_uncollected")
+@pytest.mark.parametrize("what", ["client", "web client", "groups", "publisher"])
+def test_what_is_closed_leaves_no_descriptor_open_until_garbage_is_collected(flaky, what):
+    server = flaky()
+    put(server.url, PLAIN, list(range(20)))
+
+    def use(number):
+        if what == "publisher":
+            publisher = Publisher(server.url, PLAIN, prior=default_catalog(), tracks=("FP16",))
+            slot = publisher.reserve([number] * 20)
+            slot.fill(tuple(cache_of(PLAIN, [number] * 20)), lambda _: None)
+            publisher.close()
+        else:
+            limits = Limits(memory_bytes=0, disk=server.url if what == "groups" else None)
+            url = server.web_url if what == "web client" else server.url
+            with Client(url, model=PLAIN, limits=limits) as client:
+                assert client.play(list(range(20)), deadline=60.0).tokens == 20
+
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    use(100)
+    gc.collect()
+    before = descriptors()
+    for number in range(10):
+        use(number)
+    wait_for(lambda: descriptors() <= before + 8)  # the server takes a moment to close its ends
+
+
+def wait_for(condition):
+    end_s = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
