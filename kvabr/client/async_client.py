@@ -70,8 +70,8 @@ class AsyncClient:
         origin: str | Connection | None = None,
         *,
         token: str | None = None,
-        token_file: Path | None = None,
-        ca: Path | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        ca: str | os.PathLike[str] | None = None,
         fingerprint: str | None = None,
         insecure: bool = False,
         quic: Quic = "auto",
@@ -91,7 +91,7 @@ class AsyncClient:
                 play names its peer.
             token: access token from the origin's operator; None: the environment's ``KVABR_TOKEN``, if it is set.
             token_file: file with the token instead; read again for every dial, so that it may be replaced.
-            ca: PEM file of certificates to trust instead of the system's.
+            ca: PEM file of certificates to trust instead of the system's: authorities, or the origin's own certificate.
             fingerprint: SHA-256 of the only certificate to trust, hex.
             insecure: do not verify the certificate (exposes the token and the cache).
             quic: QUIC library; ``auto`` takes the fastest that is installed and can talk to the peer.
@@ -147,8 +147,8 @@ class AsyncClient:
         url: str,
         *,
         token: str | None = None,
-        token_file: Path | None = None,
-        ca: Path | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        ca: str | os.PathLike[str] | None = None,
         fingerprint: str | None = None,
         insecure: bool = False,
         quic: Quic = "auto",

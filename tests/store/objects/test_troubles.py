@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -356,7 +357,7 @@ def test_what_is_closed_leaves_no_descriptor_open_until_garbage_is_collected(fla
                 assert client.play(list(range(20)), deadline=60.0).tokens == 20
 
     def descriptors():
-        return len(os.listdir("/proc/self/fd"))
+        return len(list(Path("/proc/self/fd").iterdir()))
 
     use(100)
     gc.collect()
