@@ -102,6 +102,11 @@ class Failure:
         """Whether the same request may succeed a moment later."""
         return self.kind in ("busy", "lost")
 
+    @property
+    def refused(self) -> bool:
+        """Whether other credentials might have been accepted; an answer to a HEAD does not say more than 403."""
+        return self.kind in ("rejected", "credentials") or (self.kind == "denied" and not self.code)
+
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Read an error of obstore's."""

@@ -23,13 +23,13 @@ class Listing:
         """Begin: ``begin`` takes the key to go on behind, and how many objects a page may have."""
         self._begin, self._at_once = begin, _AT_ONCE
         self._after: str | None = None
-        self._stream = begin(None, self._at_once)
+        self._stream: Any = None
 
     async def more(self) -> Sequence[ObjectMeta]:
         """Return the next page, empty behind the last."""
         while True:
             try:
-                return self._came(await anext(aiter(self._stream), None))
+                return self._came(await anext(aiter(self._open()), None))
             except Exception as error:  # noqa: BLE001  # raised again unless it is of one object
                 self._failed(error)
 
@@ -37,9 +37,14 @@ class Listing:
         """See `more`."""
         while True:
             try:
-                return self._came(next(iter(self._stream), None))
+                return self._came(next(iter(self._open()), None))
             except Exception as error:  # noqa: BLE001  # raised again unless it is of one object
                 self._failed(error)
+
+    def _open(self) -> Any:
+        if self._stream is None:
+            self._stream = self._begin(self._after, self._at_once)
+        return self._stream
 
     def _came(self, page: Sequence[ObjectMeta] | None) -> Sequence[ObjectMeta]:
         if page:
@@ -54,6 +59,6 @@ class Listing:
         unreadable = isinstance(error, UNREADABLE)
         if unreadable:
             self._at_once = 1
-        self._stream = self._begin(self._after, self._at_once)
+        self._stream = None
         if not unreadable:
             raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import select
@@ -21,6 +22,7 @@ from kvabr.publish.publisher import Publisher
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.locations import open_store
 from kvabr.store.objects import bucket as bucket_module
+from kvabr.store.objects import tries
 from kvabr.store.objects.bucket import Bucket
 from kvabr.types.errors import (
     AssetError,
@@ -42,7 +44,7 @@ pytestmark = pytest.mark.process
 def _credentials(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-    monkeypatch.setattr(bucket_module, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(tries, "_BACKOFF_S", 0.001)
 
 
 @pytest.fixture
@@ -248,7 +250,7 @@ def test_refusals_are_told_in_words(flaky, status, code, kind, match):
     with pytest.raises(kind, match=match) as caught:
         Bucket.open(server.url).get_sync("s/a", limit=1)
     assert type(caught.value) is kind
-    assert len(server.requests) == 1
+    assert len(server.requests) == (2 if "expired" in match else 1)  # then with credentials that were read again
 
 
 @pytest.mark.parametrize(
@@ -329,6 +331,74 @@ async def test_an_http_cache_is_read_and_not_written(flaky):
     for write in (cache.put_new("s/b", b"x"), cache.put("s/b", b"x")):
         with pytest.raises(UsageError, match="only be read"):
             await write
+
+
+@pytest.fixture
+def two_keys(flaky, monkeypatch, tmp_path):
+    """A store, and a function that lets it accept one key only; and one that writes a key to the user's file."""
+    server, file, accepted = flaky(), tmp_path / "credentials", ["old"]
+
+    def trouble(request):
+        told = request.headers.get("Authorization", "") + request.path
+        if f"Credential={accepted[0]}" in told.replace("%3D", "="):
+            return False
+        request.answer(403, ERROR % b"ExpiredToken")
+        return True
+
+    server.trouble = trouble
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+
+    def give(key):
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n")
+
+    def accept(key):
+        accepted[0] = key
+
+    give("old")
+    return server, give, accept
+
+
+def test_credentials_that_were_replaced_are_read_again(two_keys, monkeypatch):
+    monkeypatch.setattr(bucket_module, "_RENEW_S", 0.0)
+    server, give, accept = two_keys
+    tokens = list(range(20))
+    name = put(server.url, PLAIN, tokens)[0].namespace.prompt
+    bucket, assets, store = Bucket.open(server.url), PublishedAssets(server.url), open_store(server.url)
+    with Client(server.url, model=PLAIN, limits=Limits(memory_bytes=0)) as client:
+        assert client.play(tokens, deadline=60.0).tokens == 20
+        for number, key in enumerate(("new", "newer")):
+            give(key)
+            accept(key)
+            # What is known of the store needs no more than a signed URL; then everything is asked for.
+            assert client.play(tokens, deadline=60.0).tokens == 20
+            late = [number + 50] * 20
+            put(store, PLAIN, late)
+            assert assets.refresh()
+            assert client.play(late, deadline=60.0).tokens == 20
+            assert client.models()
+            assert [info.key for info in bucket.list_sync("o/")] == ["o/0"]
+            assert bucket.head_sync(f"a/{name}") is not None
+        accept("none")
+        give("nobody's")
+        with pytest.raises(UnauthorizedError, match="wrong or have expired"):
+            bucket.get_sync("o/0", limit=1 << 20)
+
+
+async def test_all_that_was_asked_for_with_old_credentials_is_asked_for_again(two_keys):
+    server, give, accept = two_keys
+    put(server.url, PLAIN, list(range(20)))
+    bucket = Bucket.open(server.url)
+    await bucket.get("o/0", limit=1 << 20)
+    give("new")
+    accept("new")
+    await asyncio.gather(*(bucket.get("o/0", limit=1 << 20) for _ in range(20)))
+    assert bucket.made == 1
+    accept("none")
+    with pytest.raises(UnauthorizedError):
+        await bucket.get("o/0", limit=1 << 20)
+    assert bucket.made == 1  # they were read a moment ago
 
 
 @pytest.fixture
