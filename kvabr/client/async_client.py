@@ -51,7 +51,7 @@ from kvabr.store.locations import open_groups
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
-from kvabr.types.errors import FormatError, PlayError, TransportError, UsageError
+from kvabr.types.errors import FormatError, PlayError, TransportError, UsageError, told_if_exhausted
 from kvabr.types.events import LookupFailed
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
@@ -176,7 +176,9 @@ class AsyncClient:
         Raises:
             TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
         """
-        return (await self._peer(peer).downloads()).connection
+        known = self._peer(peer)
+        with told_if_exhausted(known.relieve):
+            return (await known.downloads()).connection
 
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
         """Return the cost of an engine's prefill; the first call for an engine runs and times a few prefills.
@@ -473,8 +475,9 @@ class AsyncClient:
     @asynccontextmanager
     async def _asked_within(self, seconds: float, peer: PeerLike) -> AsyncIterator[Connection]:
         try:
-            async with asyncio.timeout(seconds):
-                yield await self.connect(peer)
+            with told_if_exhausted(self._peer(peer).relieve):
+                async with asyncio.timeout(seconds):
+                    yield await self.connect(peer)
         except TimeoutError as error:
             raise TransportError(f"no answer within {seconds:g} s") from error
 

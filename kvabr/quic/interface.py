@@ -208,6 +208,9 @@ class Connection(ABC):
         del namespace, track
         return ()
 
+    def relieve(self) -> None:  # noqa: B027  # most hold nothing
+        """Let go of what is not in use and can be had again: the process has run out of descriptors or memory."""
+
     async def renew(self) -> None:  # noqa: B027  # most have no token
         """Connect again with the token that is valid now; what is under way goes on.
 

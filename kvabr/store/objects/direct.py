@@ -132,6 +132,10 @@ class DirectReader:
 
     async def close(self) -> None:
         """Close the connections that are not in use; cancel what is received before."""
+        self.relieve()
+
+    def relieve(self) -> None:
+        """Close the connections that are not in use."""
         for idle in self._idle.values():
             while idle:
                 idle.pop().close()

@@ -62,6 +62,8 @@ _CAUSES = {
     "HostUnreachable": "host unreachable",
 }
 """Why no connection was made, by what obstore's account of it contains."""
+_NO_DESCRIPTORS = "this process has no file descriptors left"
+_EMFILE = re.compile(r"\bos error 2[34]\b|\bcode: 2[34]\b")
 _RANGE = ("Requested range", "Wanted range", "range")
 _LOST = ("error sending request", "body error", "decoding", "timed out", "timeout", "connection", "Connection")
 _KINDS_BY_TYPE: dict[str, Kind] = {
@@ -103,6 +105,11 @@ class Failure:
         return self.kind in ("busy", "lost")
 
     @property
+    def exhausted(self) -> bool:
+        """Whether this process has no descriptors left."""
+        return self.cause == _NO_DESCRIPTORS
+
+    @property
     def refused(self) -> bool:
         """Whether other credentials might have been accepted; an answer to a HEAD does not say more than 403."""
         return self.kind in ("rejected", "credentials") or (self.kind == "denied" and not self.code)
@@ -117,6 +124,8 @@ class Failure:
         code = "" if coded is None else coded[1] or coded[2]
         kind = _kind(error, text, status, code)
         cause = ""
+        if _EMFILE.search(account[:8000]) or _EMFILE.search(text):
+            return cls("lost", None, "", _NO_DESCRIPTORS)
         if kind == "lost" and "kind: Connect" in account:
             cause = next((cause for word, cause in _CAUSES.items() if word in account[:8000]), "")
         elif status is None and (refused := _SYSTEM.search(text)) is not None:

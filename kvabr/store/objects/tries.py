@@ -24,10 +24,15 @@ class Tries:
     def failed(self, key: str, what: str, error: Exception) -> float:
         """Return the seconds to wait before the next try; raise if there is none."""
         failure = Failure.of(error)
+        if failure.exhausted:
+            self._bucket.close()  # its idle connections may be what there are too many of
         if not self._renewed and self._bucket.renew(self._made, failure):
             self._renewed = True
             return 0.0
         self._left -= 1
         if self._left and failure.passes:
             return _BACKOFF_S * 2.0 ** (TRIES - self._left) * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
-        raise self._bucket.failed(key, what, error) from error
+        told = self._bucket.failed(key, what, error)
+        if told is error:
+            raise error
+        raise told from error

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -34,6 +37,7 @@ from kvabr.types.errors import (
     UnauthorizedError,
     UsageError,
 )
+from tests.client.few_descriptors import PLAYS
 from tests.store.objects.flaky import ERROR, FlakyStore
 from tests.store.objects.publishing import PLAIN, cache_of, check, put
 
@@ -331,6 +335,25 @@ async def test_an_http_cache_is_read_and_not_written(flaky):
     for write in (cache.put_new("s/b", b"x"), cache.put("s/b", b"x")):
         with pytest.raises(UsageError, match="only be read"):
             await write
+
+
+@pytest.mark.parametrize("web", [False, True])
+def test_a_process_without_descriptors_is_told_so_and_plays_once_it_has_some(flaky, web):
+    server = flaky()
+    for number in range(PLAYS):
+        put(server.url, PLAIN, [number] * 40)
+    url = server.web_url if web else server.url
+    done = subprocess.run(  # noqa: S603 - ours
+        [sys.executable, "-m", "tests.client.few_descriptors", url], capture_output=True, text=True, check=False
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(told) == 4, done.stderr
+    known = {"played", "ExhaustedError", "PlayError", "IncompleteError"}
+    for few, after in told:
+        assert few.keys() <= known
+        assert sum(few.values()) == PLAYS
+        assert after == {"played": PLAYS}
+    assert "played" not in told[0][0]
 
 
 @pytest.fixture
