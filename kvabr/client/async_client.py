@@ -31,6 +31,7 @@ from kvabr.client.options import (
     check_prompt,
     engine_of,
     model_of,
+    warn_unkept,
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
@@ -119,7 +120,7 @@ class AsyncClient:
         memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
         disk = None
         if bounds.disk is not None:
-            disk = open_groups(os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders())
+            disk = open_groups(os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=warn_unkept)
         self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
         self.metrics.show_store(self.store)
         folder = None if cache is None else Path(cache)
@@ -176,8 +177,7 @@ class AsyncClient:
         Raises:
             TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
         """
-        known = self._peer(peer)
-        with told_if_exhausted(known.relieve):
+        with told_if_exhausted((known := self._peer(peer)).relieve):
             return (await known.downloads()).connection
 
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
@@ -413,7 +413,7 @@ class AsyncClient:
             return await fetch_catalog(connection, name, live=self.options.live if live is None else live)
 
     async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeerLike = None) -> None:
-        """Fetch the codec profile of an asset, unless it is here. A play does so only if that pays for this one play.
+        """Fetch the codec profile of an asset unless it is here, with plays that do; they do if it pays for this one play.
 
         Raises:
             TransportError: it cannot be fetched, or not in time.
@@ -421,7 +421,6 @@ class AsyncClient:
         """
         if not self._profiles.has(catalog):
             async with self._asked_within(within_s, peer):
-                # Plays that want it meanwhile share the download.
                 downloads = await self._peer(peer).downloads()
                 async with PlayConnection(downloads, lambda _, priority: priority) as connection:
                     await self._profiles.fetch(connection, catalog)
