@@ -124,9 +124,8 @@ class AsyncClient:
         self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
         self.metrics.show_store(self.store)
         folder = None if cache is None else Path(cache)
-        if folder is not None:
-            for place in (folder, folder / PROFILES):
-                sweep(place)
+        for place in () if folder is None else (folder, folder / PROFILES):
+            sweep(place)
         self._profiles = ProfileCache(None if folder is None else folder / PROFILES)
         self._history = history_at(None if folder is None else folder / "peers.json")
         self._speeds = speeds_at(None if folder is None else folder / SPEEDS_FILE)
@@ -260,10 +259,11 @@ class AsyncClient:
                     behind = None if computing is None else len(tokens) - found.catalog.tokens
                     prepared = await play.prepare(found, behind=behind)
             except (TransportError, FormatError, TimeoutError) as error:
-                reason = str(error) or play.with_trouble(f"no answer within {clock.now():.2f} s")
+                reason = str(error) or play.with_trouble(f"no answer within {clock.now():.2g} s")
                 play.options.note(LookupFailed(0.0, reason))
                 if computing is None:
-                    raise PlayError(f"what the origin has of this prompt cannot be played: {reason}") from error
+                    of = "what the origin has of " if isinstance(error, FormatError) else ""
+                    raise PlayError(f"{of}this prompt cannot be played: {reason}") from error
             if prepared is not None:
                 return await play.whole(prepared, prompt)
             if computing is not None:
@@ -413,7 +413,7 @@ class AsyncClient:
             return await fetch_catalog(connection, name, live=self.options.live if live is None else live)
 
     async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeerLike = None) -> None:
-        """Fetch the codec profile of an asset unless it is here, with plays that do; they do if it pays for this one play.
+        """Fetch the codec profile of an asset, unless it is here. A play does so only if that pays for this one play.
 
         Raises:
             TransportError: it cannot be fetched, or not in time.

@@ -278,7 +278,7 @@ async def _dial_address(
         if connection.shaken:
             raise TransportError(f"the peer accepted the connection but sent no SETUP {within}") from error
         raise NoAnswerError(
-            f"no answer {within}; is a server running there, and may UDP pass? --timeout waits longer"
+            f"no answer {within}; is a server running there, and may UDP pass? timeout_s= (--timeout) allows more"
         ) from error
     except (TransportError, OSError, ssl.SSLError) as error:
         await connection.close()

@@ -126,7 +126,7 @@ def check_pinned(der: bytes | None, fingerprint: str) -> None:
     if not hmac.compare_digest(found, fingerprint_of(fingerprint)):
         raise TransportError(
             f"the peer's certificate has the fingerprint {found}, not the expected one; if its "
-            f"operator confirms the new one, give it with --fingerprint"
+            f"operator confirms the new one, give it with fingerprint= (--fingerprint)"
         )
     if (why := _outdated(_parsed(der))) is not None:
         raise TransportError(f"the peer's certificate {why}")
@@ -147,8 +147,8 @@ def why_refused(der: bytes | None, host: str) -> str:
         known = ", ".join(names[:4]) or "no host at all"
         return f"the peer's certificate is for another name: {known}, not {host}"
     return (
-        "the peer's certificate is not signed by a trusted authority; trust the authority with --ca FILE, "
-        "or this one certificate with --fingerprint HEX"
+        "the peer's certificate is not signed by a trusted authority; trust the authority with ca= (--ca FILE), or "
+        "this one certificate with fingerprint= (--fingerprint HEX)"
     )
 
 

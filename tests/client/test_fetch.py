@@ -176,10 +176,10 @@ def test_what_is_refused_says_why(served, short, tmp_path, capsys, words, status
 @pytest.mark.parametrize(
     ("url", "trust", "said"),
     [
-        (None, (), ("not signed by a trusted authority", "--ca FILE", "--fingerprint HEX")),
-        (None, ("--fingerprint", "0" * 64), ("not the expected one", "give it with --fingerprint")),
+        (None, (), ("not signed by a trusted authority", "(--ca FILE)", "(--fingerprint HEX)")),
+        (None, ("--fingerprint", "0" * 64), ("not the expected one", "(--fingerprint)")),
         ("moqt://no-such-host.invalid/", (), ("no such host", "check the host's name in the URL")),
-        ("moqt://127.0.0.1:9/", ("--timeout", "0.3"), ("no answer within 0.3 s", "--timeout waits longer")),
+        ("moqt://127.0.0.1:9/", ("--timeout", "0.3"), ("no answer within 0.3 s", "(--timeout) allows more")),
     ],
 )
 def test_a_peer_that_cannot_be_used_is_told_once_with_the_way_out(served, short, capfd, quic, url, trust, said):
