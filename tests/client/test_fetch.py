@@ -292,6 +292,16 @@ def test_a_text_and_a_model_find_a_cache_of_another_group_size(tmp_path, capsys)
             assert "200 of 352 tokens in place" in capsys.readouterr().out
             line = json.loads(result.read_text())
             assert [group["source"] for group in line["groups"]] == ["fetched"] * 4
+        capsys.readouterr()
+        # Only what computes needs the weights, and it is loaded only once the origin was reached.
+        weights = next(model.glob("*.safetensors"))
+        weights.write_bytes(b"damaged" + weights.read_bytes())
+        assert kvabr("fetch", *how, *prompt_of) == 1
+        assert "nothing of this prompt is cached" in capsys.readouterr().err
+        assert kvabr("fetch", *how, *prompt_of, "--recompute", model) == 1
+        assert "cannot load this model" in capsys.readouterr().err
+        assert kvabr("fetch", origin.url, *prompt_of, "--recompute", model) == 1
+        assert "not signed by a trusted authority" in capsys.readouterr().err
     finally:
         origin.close()
 
