@@ -140,8 +140,9 @@ class Limits:
 
 def check_deadline(deadline_s: float) -> None:
     """Raise `UsageError` unless a deadline is a positive, finite number of seconds."""
-    if isinstance(deadline_s, str) or not isinstance(deadline_s, SupportsFloat):
-        raise UsageError(f"the deadline is a number of seconds, not {_kind(deadline_s)}")
+    given: object = deadline_s
+    if isinstance(given, str) or not isinstance(given, SupportsFloat):
+        raise UsageError(f"the deadline is a number of seconds, not {_kind(given)}")
     if not 0 < deadline_s < math.inf:
         raise UsageError(f"the deadline is {deadline_s:g} s; it must be a positive number of seconds")
 
