@@ -21,7 +21,7 @@ from cachetools import LRUCache, TTLCache
 from kvabr.client.hedging import first_answer
 from kvabr.client.lanes import LANES, SPARE_LANES
 from kvabr.client.resources import cancel_all, decoders
-from kvabr.client.span_search import Ask, SpanSearch, found_prefix
+from kvabr.client.span_search import Ask, SpanSearch, found_prefix, parsed_heads
 from kvabr.quic.interface import FoundPrefix
 from kvabr.store.objects import layout, spans
 from kvabr.store.objects.bucket import Bucket, ObjectInfo
@@ -35,7 +35,7 @@ from kvabr.types.units import with_snapshots_of
 _FIRST_OFFERS, _MORE_OFFERS = LANES + SPARE_LANES, 8
 """Offers that are asked for at the same time. The first also open the connections that plays need."""
 _OFFERS_S = 5.0
-"""Seconds for which there are believed to be no more offers; a prompt that is found does not ask for them."""
+"""Seconds for which there are believed to be no more offers; a prompt that is found whole does not ask for them."""
 _LATE_S = 1.0
 """Seconds for which the others are waited for once an offer has come, or a search has found something, since another
 has."""
@@ -128,11 +128,14 @@ class StoreIndex:
         return json.dumps({"models": [spec.to_json() for spec in specs.values()]}).encode()
 
     async def _read_offers(self) -> None:
-        """Read the offers that are not known yet; callers share one reading."""
+        """Read the offers that are not known yet; callers share one reading, which goes on without them."""
+        await asyncio.shield(self._begin_reading())
+
+    def _begin_reading(self) -> asyncio.Task[None]:
         if self._reading is None:
             self._reading = asyncio.get_running_loop().create_task(self._read_new_offers())
             self._reading.add_done_callback(self._read_done)
-        await asyncio.shield(self._reading)
+        return self._reading
 
     def _read_done(self, task: asyncio.Task[None]) -> None:
         self._reading = None
@@ -211,6 +214,8 @@ class StoreIndex:
             await self._read_offers()
             more = [offer for offer in self._fitting(spec, any_dtype=any_dtype) if offer not in tried]
             best = await self._best(more, digests)
+        elif best is not None and (best.catalog is None or len(best.catalog.chunks) < len(digests)):
+            self._read_if_old()
         return best
 
     async def lookup(self, namespace: TrackNamespace, track: str) -> bytes:
@@ -236,9 +241,15 @@ class StoreIndex:
             best = await self._best(offers[:_MAX_OFFERS_SEARCHED], keys, named=True)
         except FormatError as error:
             raise RequestError(f"{self._bucket.url}: {error}; publish it again") from error
+        self._read_if_old()
         if best is None or best.catalog is None:
             raise NotFoundError(f"nothing of this prompt is in {self._bucket.url}")
         return best.catalog.dumps().encode()
+
+    def _read_if_old(self) -> None:
+        """Read new offers without waiting for them: more of a prompt may be in one."""
+        if time.monotonic() > self._offers_s + _OFFERS_S:
+            self._begin_reading()
 
     def _fitting(self, spec: KVSpec, *, any_dtype: bool) -> list[StoreOffer]:
         """Return the offers of a spec, the latest first."""
@@ -336,7 +347,7 @@ class StoreIndex:
         keys = [(offer.id, f"{ask.kind} {layout.span_name(digests[ask.group])}") for ask in asks]
         unknown = [number for number, key in enumerate(keys) if key not in self._heads]
         came = await asyncio.gather(*(self._read_head(offer, asks[at], digests[asks[at].group]) for at in unknown))
-        parsed = await asyncio.get_running_loop().run_in_executor(decoders(), partial(_parsed_heads, offer, came))
+        parsed = await asyncio.get_running_loop().run_in_executor(decoders(), partial(parsed_heads, offer, came))
         parsed = [None if each and layout.span_key(offer.id, each[0]) in self._gone else each for each in parsed]
         for number, answer in zip(unknown, parsed, strict=True):
             if answer is not None:
@@ -463,25 +474,6 @@ class StoreIndex:
                 self._admitted = True
             self._heard(0 if data is None else len(data), time.monotonic() - begun_s)
             return data
-
-
-def _parsed_heads(
-    offer: StoreOffer, came: Sequence[tuple[str | None, memoryview] | None]
-) -> list[tuple[str, SpanHead] | None]:
-    """Parse what `StoreIndex._read_head` returned; None for what is no span of this offer."""
-    found: list[tuple[str, SpanHead] | None] = []
-    for answer in came:
-        try:
-            if answer is None:
-                found.append(None)
-                continue
-            name, data = answer
-            pair = spans.parse_pointer(data) if name is None else (name, spans.parse_head(data))
-            spans.check_span(pair[1], offer)
-            found.append(pair)
-        except FormatError:
-            found.append(None)
-    return found
 
 
 def _parsed_catalog(data: memoryview) -> tuple[StoredCatalog, Placed, str]:
