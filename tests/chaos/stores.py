@@ -1,7 +1,8 @@
 """Plays of object stores in bad minutes: GETs that are never answered, cut, refused or late, and dates that are none.
 
-A web server over objects does to each GET what a seed says. A client plays from it, directly and through a relay, and
-waits all the time for the codec profile of another store, which never sends it. Judged is what must never happen:
+A web server over objects does to each GET what a seed says; it never says that an object does not exist, as that is
+believed for a minute. A client plays from it, directly and through a relay, and waits all the time for the codec
+profile of another store, which never sends it. Judged is what must never happen:
 
   wrong     a cache is not the one that was published
   crash     a play ended with an exception that is none of kvabr's
@@ -49,7 +50,7 @@ def _fault(dice: random.Random) -> Fault:
     return dice.choice(
         (
             Fault(silent=True), Fault(silent=True), Fault(delay_s=dice.choice((0.1, 0.7, 3.0))), Fault(status=503),
-            Fault(status=404), Fault(cut_after=dice.randrange(200)), Fault(stop_after=dice.randrange(200)),
+            Fault(cut_after=dice.randrange(200)), Fault(stop_after=dice.randrange(200)),
             Fault(replace=dice.randbytes(300)), Fault(modified="31 Jan 22026 12:00:00 GMT"), Fault(modified="never"),
         )
     )  # fmt: skip
