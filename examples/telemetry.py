@@ -2,7 +2,7 @@
 
     python examples/telemetry.py moqt://127.0.0.1:4443/ prompt.json [FINGERPRINT]
 
-It writes plays.jsonl into the current folder.
+`prompt.json` is a list of token ids, or an asset's own prompt.json. It writes plays.jsonl into the current folder.
 """
 
 import json
@@ -13,8 +13,12 @@ import kvabr
 from kvabr.telemetry import JsonLines, PlayerMetrics, Telemetry
 from kvabr.types.events import DecisionMade, PlayEvent
 
+if len(sys.argv) not in (3, 4):
+    sys.exit(__doc__)
 url, prompt, *fingerprint = sys.argv[1:]
 tokens = json.loads(Path(prompt).read_text())
+if isinstance(tokens, dict):
+    tokens = tokens["tokens"]  # an asset's own prompt.json
 
 
 def show(event: PlayEvent) -> None:

@@ -17,9 +17,12 @@ import kvabr
 from kvabr.engines.transformers import cache_publisher, play_cache, publish_cache
 from kvabr.engines.transformers.model_loader import load_model
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
+text = Path(sys.argv[1]).read_text()
 loaded = load_model("smollm2")
 engine = loaded.engine
-context = loaded.encode(Path(sys.argv[1]).read_text())[:384]
+context = loaded.encode(text)[:384]
 question = loaded.encode("\n\nIn one sentence, this text is about")
 model = engine.model
 

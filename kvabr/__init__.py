@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         AssetError,
         BusyError,
         ConnectionLostError,
+        ExhaustedError,
         ForbiddenError,
         ForeignError,
         FormatError,
@@ -68,6 +69,7 @@ __all__ = [
     "Engine",
     "Estimator",
     "Exact",
+    "ExhaustedError",
     "ForbiddenError",
     "ForeignError",
     "FormatError",
@@ -122,8 +124,8 @@ _MODULES = {
     "kvabr.types.cost": "PrefillCost",
     "kvabr.types.engine": "Engine",
     "kvabr.types.errors": (
-        "AssetError BusyError ConnectionLostError ForbiddenError ForeignError FormatError HoleError KvabrError "
-        "ModelError NotFoundError PlayError PolicyError RequestError StoreError TraceError TransportError "
+        "AssetError BusyError ConnectionLostError ExhaustedError ForbiddenError ForeignError FormatError HoleError "
+        "KvabrError ModelError NotFoundError PlayError PolicyError RequestError StoreError TraceError TransportError "
         "UnauthorizedError UnknownPolicyError UsageError VersionError"
     ),
     "kvabr.types.kv": "KVSpec",

@@ -145,6 +145,9 @@ class ObjectAssetStore:
     def quota(self, max_bytes, order="value"):
         raise UsageError(f"{self.location}: has no quota of {max_bytes} bytes")
 
+    def close(self):
+        pass
+
 
 def version_of(bucket, key):
     catalog = f"{key}/{CATALOG}"

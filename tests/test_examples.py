@@ -60,6 +60,27 @@ def test_play(served, prompt_file, tmp_path):
 
 
 @pytest.mark.process
+def test_the_prompt_of_an_asset_is_taken_as_fetch_takes_it(served, tmp_path):
+    path = tmp_path / "prompt.json"
+    path.write_text(json.dumps({"format": "kvabr-prompt/1", "tokens": prompt(70).tokens}))
+    assert "70 of 70 tokens" in run("play", served.url, path, served.fingerprint, folder=tmp_path)
+    assert "fetch group 0" in run("telemetry", served.url, path, served.fingerprint, folder=tmp_path)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["play", "relay", "telemetry", "two_engines"])
+def test_an_example_without_arguments_says_how_it_is_called(name, tmp_path):
+    script = ROOT / "examples" / f"{name}.py"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert f"python examples/{name}.py" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(("lost", "says"), [(2, "(16|32) of 70 tokens"), (0, "nothing of this prompt came in time")])
 def test_play_of_a_cache_that_lacks_a_group(root, prompt_file, tmp_path, lost, says):
     shutil.copytree(root / "short", tmp_path / "asset")

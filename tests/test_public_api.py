@@ -22,6 +22,7 @@ NAMES = {
     "Engine",
     "Estimator",
     "Exact",
+    "ExhaustedError",
     "ForbiddenError",
     "ForeignError",
     "FormatError",

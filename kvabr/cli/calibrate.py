@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvabr.cli import calibrate_blend
-from kvabr.cli.options import add_model_option, load
+from kvabr.cli.options import add_model_option, check_writable, load
 from kvabr.types.errors import UsageError
 from kvabr.types.naming import LAYERS
 
@@ -149,6 +149,7 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args)
     if args.out.is_dir() or not args.out.parent.is_dir():
         raise UsageError(f"--out {args.out}: give a file in an existing folder")
+    check_writable(args.out)
     texts = calibration_texts() if args.text is None else _texts(args.text)
     console = Console(stderr=True)
     start = time.perf_counter()

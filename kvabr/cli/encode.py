@@ -14,6 +14,7 @@ from kvabr.cli.options import (
     add_model_option,
     add_salt_option,
     add_text_option,
+    check_writable,
     load,
     prompt_text,
 )
@@ -108,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     check_kind(args.digest)
     encode_passage.check(args)
     salt = read_salt(args.salt_file)
+    check_writable(args.json)
     store = open_store(args.out)
     writer = store.writer(force=args.force)
 

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from kvabr.client.options import Limits
     from kvabr.client.result import NothingCached, Played
     from kvabr.client.upgrades import Upgrades
-    from kvabr.engines.transformers.model_loader import LoadedModel
     from kvabr.quic.interface import Connection
     from kvabr.telemetry import Telemetry
+    from kvabr.types.engine import Engine
     from kvabr.types.naming import TrackNamespace
 
 _EPILOG = """\
@@ -85,7 +85,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--model",
         metavar="smollm2|DIR",
-        help="model of the tokens (default: that of --recompute, or the only one that the origin has)",
+        help="model of the prompt: its tokenizer reads --text (default: that of --recompute; for --prompt, the only "
+        "one that the origin has)",
     )
     which.add_argument(
         "--wait-for-producer",
@@ -175,11 +176,11 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None and args.out.exists() and not args.out.is_file():
         raise UsageError(f"--out {args.out}: is not an ordinary file; name another")
     console = Console(stderr=True)
-    loaded, tokens = _prompt(args, console)
+    engine, model, tokens = _prompt(args, console)
     lines: list[PlayEvent] = []
     with _telemetry(args) as telemetry:
         try:
-            result = run_async(_fetch(args, namespace, loaded, tokens, lines, telemetry, console))
+            result = run_async(_fetch(args, namespace, engine, model, tokens, lines, telemetry, console))
         finally:
             if args.log is not None:
                 _write(args.log, "".join(json.dumps(line.to_json()) + "\n" for line in lines), private=True)
@@ -217,25 +218,45 @@ def _why_nothing(limited_by: str | None, waited: float) -> str:
     return f"no snapshot of {limited_by} is cached there that lies within this prompt"
 
 
-def _prompt(args: argparse.Namespace, console: Console) -> tuple[LoadedModel | None, tuple[int, ...]]:
-    """Return the model, if one is needed, and the prompt's tokens, if there are any."""
-    wanted = args.recompute or args.model
+def _prompt(args: argparse.Namespace, console: Console) -> tuple[Engine | None, str | None, tuple[int, ...]]:
+    """Return the engine and the model's name, if there are any, and the prompt's tokens.
+
+    The weights are loaded for an engine only, and not before the peer was reached.
+    """
     if args.recompute is not None and args.model not in (None, args.recompute):
         raise UsageError(
             "--model and --recompute name different models; an engine computes caches of its own model only"
         )
     tokens = () if args.prompt is None else _read_tokens(args.prompt)
+    wanted = args.recompute or args.model
     if wanted is None:
         if args.text is not None:
             raise UsageError("--text needs --model, whose tokenizer turns it into tokens")
-        return None, tokens
+        return None, None, tokens
     text = None if args.text is None else prompt_text(args.text)
-    loaded = load(wanted, console)
+    engine: Engine | None = None
+    if args.recompute is not None:
+        run_async(_reach(args))
+        loaded = load(wanted, console)
+        engine, name, tokenizer = loaded.engine, loaded.engine.spec.model, loaded.tokenizer
+    else:
+        from kvabr.engines.transformers.model_loader import load_tokenizer
+
+        with console.status("loading the tokenizer"):
+            name, tokenizer = load_tokenizer(wanted)
     if text is not None:
-        tokens = tuple(loaded.encode(text))
+        tokens = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
         if not tokens:
             raise UsageError(f"{args.text}: is empty")
-    return loaded, tokens
+    return engine, name, tokens
+
+
+async def _reach(args: argparse.Namespace) -> None:
+    """Connect once, so that what keeps the peer out of reach is told before anything takes long."""
+    from kvabr.client.origins import dialling
+
+    async with dialling(args.url.partition("#")[0], **network.options(args)):
+        pass
 
 
 def _limits(args: argparse.Namespace) -> Limits:
@@ -249,7 +270,8 @@ def _limits(args: argparse.Namespace) -> Limits:
 async def _fetch(
     args: argparse.Namespace,
     namespace: TrackNamespace | None,
-    loaded: LoadedModel | None,
+    engine: Engine | None,
+    model: str | None,
     tokens: tuple[int, ...],
     lines: list[PlayEvent],
     telemetry: Telemetry | None,
@@ -280,7 +302,8 @@ async def _fetch(
     client = AsyncClient(
         args.url.partition("#")[0],
         **network.options(args),
-        engine=None if loaded is None else loaded.engine,  # without --recompute it only says whose cache it is
+        model=model if engine is None else None,
+        engine=engine,
         options=options,
         cache=args.cache or user_cache_path("kvabr", appauthor=False),
         limits=_limits(args),

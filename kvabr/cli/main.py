@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kvabr import __version__
 from kvabr.cli.interrupt import INTERRUPTED, run_in_order
-from kvabr.types.errors import KvabrError, UsageError, did_you_mean
+from kvabr.types.errors import KvabrError, UsageError, did_you_mean, exhausted
 
 COMMANDS = {
     "demo": ("demo:add", "a first look in a few seconds, without model or network"),
@@ -89,8 +89,11 @@ def _main(argv: Sequence[str] | None) -> int:
         # the interpreter complains about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (KvabrError, OSError) as error:
-        said = (error.strerror if isinstance(error, OSError) else None) or error
+    except (KvabrError, OSError, MemoryError, RuntimeError) as error:
+        told = exhausted(error)
+        if told is None and not isinstance(error, KvabrError | OSError):
+            raise  # a mistake of ours
+        said = told or (error.strerror if isinstance(error, OSError) else None) or error
         print(f"kvabr: {said}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt as error:

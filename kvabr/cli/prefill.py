@@ -151,6 +151,7 @@ def run(args: argparse.Namespace) -> int:
 def _checked_text(args: argparse.Namespace) -> str:
     """Return the text; raise `UsageError` for options that cannot work."""
     from kvabr.publish.encoder import ordered_tracks
+    from kvabr.store.files import check_makeable
 
     text = prompt_text(args.text)
     for option, value in (("--tokens", args.tokens), ("--run-tokens", args.run_tokens)):
@@ -161,6 +162,7 @@ def _checked_text(args: argparse.Namespace) -> str:
     for tracks in (args.tracks, args.edge):
         ordered_tracks(tracks)
     check_writable(args.json)
+    check_makeable(args.out / "asset")
     return text
 
 

@@ -360,4 +360,4 @@ def _time(seconds: float) -> str:
 
 
 def _date(at_s: float) -> str:
-    return "for ever" if at_s > 1e11 else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at_s))
+    return "for ever" if at_s > 1e11 else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(max(0.0, at_s)))

@@ -31,6 +31,7 @@ from kvabr.client.options import (
     check_prompt,
     engine_of,
     model_of,
+    warn_unkept,
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
@@ -51,7 +52,7 @@ from kvabr.store.locations import open_groups
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
-from kvabr.types.errors import FormatError, PlayError, TransportError, UsageError
+from kvabr.types.errors import FormatError, PlayError, TransportError, UsageError, told_if_exhausted
 from kvabr.types.events import LookupFailed
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
@@ -70,8 +71,8 @@ class AsyncClient:
         origin: str | Connection | None = None,
         *,
         token: str | None = None,
-        token_file: Path | None = None,
-        ca: Path | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        ca: str | os.PathLike[str] | None = None,
         fingerprint: str | None = None,
         insecure: bool = False,
         quic: Quic = "auto",
@@ -91,7 +92,7 @@ class AsyncClient:
                 play names its peer.
             token: access token from the origin's operator; None: the environment's ``KVABR_TOKEN``, if it is set.
             token_file: file with the token instead; read again for every dial, so that it may be replaced.
-            ca: PEM file of certificates to trust instead of the system's.
+            ca: PEM file of certificates to trust instead of the system's: authorities, or the origin's own certificate.
             fingerprint: SHA-256 of the only certificate to trust, hex.
             insecure: do not verify the certificate (exposes the token and the cache).
             quic: QUIC library; ``auto`` takes the fastest that is installed and can talk to the peer.
@@ -119,13 +120,12 @@ class AsyncClient:
         memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
         disk = None
         if bounds.disk is not None:
-            disk = open_groups(os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders())
+            disk = open_groups(os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=warn_unkept)
         self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
         self.metrics.show_store(self.store)
         folder = None if cache is None else Path(cache)
-        if folder is not None:
-            for place in (folder, folder / PROFILES):
-                sweep(place)
+        for place in () if folder is None else (folder, folder / PROFILES):
+            sweep(place)
         self._profiles = ProfileCache(None if folder is None else folder / PROFILES)
         self._history = history_at(None if folder is None else folder / "peers.json")
         self._speeds = speeds_at(None if folder is None else folder / SPEEDS_FILE)
@@ -147,8 +147,8 @@ class AsyncClient:
         url: str,
         *,
         token: str | None = None,
-        token_file: Path | None = None,
-        ca: Path | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        ca: str | os.PathLike[str] | None = None,
         fingerprint: str | None = None,
         insecure: bool = False,
         quic: Quic = "auto",
@@ -176,7 +176,8 @@ class AsyncClient:
         Raises:
             TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
         """
-        return (await self._peer(peer).downloads()).connection
+        with told_if_exhausted((known := self._peer(peer)).relieve):
+            return (await known.downloads()).connection
 
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
         """Return the cost of an engine's prefill; the first call for an engine runs and times a few prefills.
@@ -258,10 +259,11 @@ class AsyncClient:
                     behind = None if computing is None else len(tokens) - found.catalog.tokens
                     prepared = await play.prepare(found, behind=behind)
             except (TransportError, FormatError, TimeoutError) as error:
-                reason = str(error) or play.with_trouble(f"no answer within {clock.now():.2f} s")
+                reason = str(error) or play.with_trouble(f"no answer within {clock.now():.2g} s")
                 play.options.note(LookupFailed(0.0, reason))
                 if computing is None:
-                    raise PlayError(f"what the origin has of this prompt cannot be played: {reason}") from error
+                    of = "what the origin has of " if isinstance(error, FormatError) else ""
+                    raise PlayError(f"{of}this prompt cannot be played: {reason}") from error
             if prepared is not None:
                 return await play.whole(prepared, prompt)
             if computing is not None:
@@ -418,8 +420,10 @@ class AsyncClient:
             FormatError: it is not what the catalog names, or of another model.
         """
         if not self._profiles.has(catalog):
-            async with self._asked_within(within_s, peer) as connection:
-                await self._profiles.fetch(connection, catalog)
+            async with self._asked_within(within_s, peer):
+                downloads = await self._peer(peer).downloads()
+                async with PlayConnection(downloads, lambda _, priority: priority) as connection:
+                    await self._profiles.fetch(connection, catalog)
 
     async def models(self, *, within_s: float = _FIND_S, peer: PeerLike = None) -> Sequence[KVSpec]:
         """Return the specs of the models of which we may read an asset.
@@ -470,8 +474,9 @@ class AsyncClient:
     @asynccontextmanager
     async def _asked_within(self, seconds: float, peer: PeerLike) -> AsyncIterator[Connection]:
         try:
-            async with asyncio.timeout(seconds):
-                yield await self.connect(peer)
+            with told_if_exhausted(self._peer(peer).relieve):
+                async with asyncio.timeout(seconds):
+                    yield await self.connect(peer)
         except TimeoutError as error:
             raise TransportError(f"no answer within {seconds:g} s") from error
 

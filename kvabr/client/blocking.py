@@ -24,7 +24,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.result import NothingCached, Played
 from kvabr.quic.interface import ConnectionStats
-from kvabr.types.errors import ConnectionLostError, PlayError, UsageError
+from kvabr.types.errors import ConnectionLostError, PlayError, UsageError, told_if_exhausted
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,9 +37,14 @@ class LoopThread:
     """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvabr-loop", daemon=True)
-        self._thread.start()
+        with told_if_exhausted():
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="kvabr-loop", daemon=True)
+            try:
+                self._thread.start()
+            except BaseException:
+                self._loop.close()
+                raise
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop, and return its result; what interrupts the wait also cancels it."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kvabr.client.resources import decoders
 from kvabr.codec.base import codec
-from kvabr.quic.interface import Connection, PrefixFinder, read_all
+from kvabr.quic.interface import Connection, PrefixFinder, read_view
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.catalog_json import MAX_TRACKS
 from kvabr.types.digests import require
@@ -92,12 +92,17 @@ def catalog_limit(groups: int) -> int:
 
 async def fetch_small(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> bytes:
     """Fetch a track of one group of at most ``limit`` bytes."""
+    return bytes(await fetch_view(origin, namespace, track, limit))
+
+
+async def fetch_view(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> memoryview:
+    """As `fetch_small`; the bytes are those that all who wait for this download share."""
     try:
-        return await read_all(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
+        return await read_view(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
     except ConnectionLostError:  # it may have been dead for a while, and the first request finds out
         if origin.closed:
             raise
-        return await read_all(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
+        return await read_view(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
 
 
 async def fetch_models(origin: Connection) -> list[KVSpec]:

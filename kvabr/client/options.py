@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 import torch
 
@@ -137,14 +140,34 @@ class Limits:
 
 def check_deadline(deadline_s: float) -> None:
     """Raise `UsageError` unless a deadline is a positive, finite number of seconds."""
+    given: object = deadline_s
+    if isinstance(given, str) or not isinstance(given, SupportsFloat):
+        raise UsageError(f"the deadline is a number of seconds, not {_kind(given)}")
     if not 0 < deadline_s < math.inf:
         raise UsageError(f"the deadline is {deadline_s:g} s; it must be a positive number of seconds")
 
 
+def warn_unkept(why: str) -> None:
+    """Warn that groups that came are not kept on the disk."""
+    warnings.warn(f"groups are not kept: {why}", RuntimeWarning, stacklevel=2)
+
+
 def check_prompt(tokens: Sequence[int]) -> None:
-    """Raise `UsageError` if a prompt is empty."""
+    """Raise `UsageError` unless a prompt is a sequence, of one token at least; `chain` checks the ids."""
+    shape = getattr(tokens, "shape", None)
+    if isinstance(tokens, str | bytes | Mapping | AbstractSet) or not (
+        hasattr(tokens, "__len__") and hasattr(tokens, "__getitem__")
+    ):
+        hint = "; a prompt.json has them as `tokens`" if isinstance(tokens, Mapping) else ""
+        raise UsageError(f"a prompt is a sequence of token ids, not {_kind(tokens)}{hint}")
+    if shape is not None and len(shape) != 1:
+        raise UsageError(f"a prompt has one dimension; this one has the shape {tuple(shape)}")
     if not len(tokens):
         raise UsageError("a prompt has at least one token; this one is empty")
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"of the type {type(value).__name__}"
 
 
 def guard_s(deadline_s: float) -> float:

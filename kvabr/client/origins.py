@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from types import TracebackType
 
 from kvabr.client.store_connection import StoreConnection
@@ -48,8 +47,8 @@ def dialling(
     url: str,
     *,
     token: str | None = None,
-    token_file: Path | None = None,
-    ca: Path | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    ca: str | os.PathLike[str] | None = None,
     fingerprint: str | None = None,
     insecure: bool = False,
     quic: Quic = "auto",

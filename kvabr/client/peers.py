@@ -131,6 +131,11 @@ class ClientPeer:
         found = found if specs == tried else await lookup(specs)
         return found, specs[0] if specs else None
 
+    def relieve(self) -> None:
+        """See `Connection.relieve`."""
+        if self._downloads is not None:
+            self._downloads.connection.relieve()
+
     async def close(self) -> None:
         """End all downloads, and the connection if this dialled it."""
         if self._dialling is not None:

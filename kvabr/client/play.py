@@ -132,7 +132,8 @@ class Play:
             async with asyncio.timeout(end_s):
                 ladder = await asyncio.get_running_loop().run_in_executor(decoders(), Ladder, wanted)
         except TimeoutError as error:
-            raise PlayError(f"no cache after {self.clock.now():.2f} s: its catalog was only just there") from error
+            late = f"the deadline of {self.clock.deadline_s:g} s came before its catalog was read; allow more"
+            raise PlayError(f"no cache after {self.clock.now():.2g} s: {late}") from error
         return Prepared(ladder, profile, found.sha256, found.limited_by, whole - catalog.tokens, growing)
 
     async def _profile_of(self, catalog: Catalog) -> tuple[Profile | None, str]:

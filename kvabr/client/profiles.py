@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 import weakref
-from functools import lru_cache
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from functools import lru_cache, partial
 from pathlib import Path
 
 from cachetools import LRUCache
 
-from kvabr.client.lookup import fetch_small
+from kvabr.client.lookup import fetch_view
 from kvabr.client.resources import decoders
 from kvabr.codec.profile import Profile
 from kvabr.data.profiles import shipped_bytes
@@ -26,9 +29,11 @@ PROFILES = "profiles"
 _MAX_KEPT = 8
 """Profiles that a process keeps in memory."""
 _profiles: LRUCache[str, Profile] = LRUCache(_MAX_KEPT)
-_Locks = weakref.WeakValueDictionary[str, asyncio.Lock]
-_locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Locks] = weakref.WeakKeyDictionary()
-"""Held while a profile is fetched; gone as soon as nobody waits for it."""
+_LOCK = threading.Lock()
+_Reading = dict[Hashable, asyncio.Future[Profile | None]]
+_reading: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Reading] = weakref.WeakKeyDictionary()
+"""Profiles that are read and checked at the moment, by where they are from: work that all plays of a loop share.
+Nothing of a network is waited for here: one peer must not hold up plays from others."""
 
 
 class ProfileCache:
@@ -43,12 +48,14 @@ class ProfileCache:
         if catalog.profile is None:
             return True
         wanted = _name(catalog).prompt
-        if wanted in _profiles or (self._folder is not None and _file(self._folder, wanted).is_file()):
+        if _known(wanted) is not None or (self._folder is not None and _file(self._folder, wanted).is_file()):
             return True
         return _shipped(wanted, catalog.profile_bytes, catalog.spec) is not None
 
     async def fetch(self, origin: Connection, catalog: Catalog) -> Profile | None:
-        """Return the profile that a catalog names; None if its tracks need none. Callers share one download.
+        """Return the profile that a catalog names; None if its tracks need none.
+
+        Plays of one client share its download, as they share all downloads from a peer.
 
         Raises:
             TransportError: it cannot be fetched.
@@ -59,43 +66,82 @@ class ProfileCache:
             return None
         name = _name(catalog)
         wanted, size = name.prompt, catalog.profile_bytes
-        loop = asyncio.get_running_loop()
-        async with _locks.setdefault(loop, _Locks()).setdefault(wanted, asyncio.Lock()):
-            profile = _profiles.get(wanted)
-            if profile is None:
-                profile = await loop.run_in_executor(decoders(), self._local, wanted, size, catalog.spec)
-            if profile is None:
-                data = await fetch_small(origin, name, PROFILE_TRACK, size)
-                profile = await loop.run_in_executor(decoders(), _checked, data, wanted)
-                await loop.run_in_executor(decoders(), self._keep, wanted, data)
-            _profiles[wanted] = profile
+        profile = _known(wanted)
+        if profile is None and self._folder is not None:
+            profile = await _once(("file", self._folder, wanted), partial(self._stored, wanted))
+        if profile is None:
+            packaged = partial(_packaged, wanted, size, catalog.spec)
+            profile = await _once(("package", wanted, size, catalog.spec), packaged)
+        if profile is None:
+            profile = await self._fetch(origin, name, size)
         profile.check(catalog.spec)
         return profile
 
-    def _local(self, sha256: str, size: int, spec: KVSpec) -> Profile | None:
-        """Return the profile from the folder or from the package."""
-        if self._folder is not None:
-            try:
-                with _file(self._folder, sha256).open("rb") as file:
-                    return _checked(file.read(MAX_PROFILE_BYTES + 1), sha256)
-            except (OSError, FormatError):
-                pass  # not there, or damaged: the origin has it
-        data = _shipped(sha256, size, spec)
-        return None if data is None else _checked(data, sha256)
+    async def _fetch(self, origin: Connection, name: TrackNamespace, size: int) -> Profile:
+        wanted = name.prompt
+        with suppress(FormatError):  # of what another peer sent
+            if (profile := _known(wanted) or await _under_way(("peer", wanted))) is not None:
+                return profile
+        data = await fetch_view(origin, name, PROFILE_TRACK, size)
+        check = partial(_checked, data, wanted)
+        try:
+            profile = await _once(("peer", wanted), check)
+        except FormatError:
+            # Another peer may have sent that.
+            profile = await asyncio.get_running_loop().run_in_executor(decoders(), check)
+        assert profile is not None  # noqa: S101  # or an error was raised
+        await asyncio.get_running_loop().run_in_executor(decoders(), self._keep, wanted, data)
+        return profile
 
-    def _keep(self, sha256: str, data: bytes) -> None:
-        if self._folder is None:
+    def _stored(self, sha256: str) -> Profile | None:
+        """Return the profile from the folder."""
+        assert self._folder is not None  # noqa: S101  # or this is not called
+        file = _file(self._folder, sha256)
+        try:
+            with file.open("rb") as stream:
+                return _checked(stream.read(MAX_PROFILE_BYTES + 1), sha256)
+        except FormatError:
+            with suppress(OSError):
+                file.unlink()  # damaged: the origin has it
+        except OSError:
+            pass  # not there
+        return None
+
+    def _keep(self, sha256: str, data: bytes | memoryview) -> None:
+        if self._folder is None or _file(self._folder, sha256).is_file():
             return
         try:
             self._folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-            write_file(_file(self._folder, sha256), data, mode=PRIVATE)
+            write_file(_file(self._folder, sha256), bytes(data), mode=PRIVATE)
         except (OSError, AssetError):
             pass  # a cache that cannot be written must not fail the play
 
 
 def keep(profile: Profile) -> None:
     """Keep a profile in memory that need not be fetched, for all clients of this process."""
-    _profiles[profile.digest] = profile
+    with _LOCK:
+        _profiles[profile.digest] = profile
+
+
+def _known(sha256: str) -> Profile | None:
+    with _LOCK:
+        return _profiles.get(sha256)
+
+
+async def _once(key: Hashable, work: Callable[[], Profile | None]) -> Profile | None:
+    """Return what ``work`` returns in a decoder's thread, unless the same is done already. It always ends."""
+    loop = asyncio.get_running_loop()
+    reading = _reading.setdefault(loop, {})
+    if key not in reading:
+        reading[key] = loop.run_in_executor(decoders(), work)
+        reading[key].add_done_callback(lambda _: reading.pop(key))
+    return await asyncio.shield(reading[key])
+
+
+async def _under_way(key: Hashable) -> Profile | None:
+    """Return what comes of work that was begun; None if there is no such work."""
+    reading = _reading.get(asyncio.get_running_loop(), {}).get(key)
+    return None if reading is None else await asyncio.shield(reading)
 
 
 def _name(catalog: Catalog) -> TrackNamespace:
@@ -111,10 +157,19 @@ def _shipped(sha256: str, size: int, spec: KVSpec) -> bytes | None:
     return shipped_bytes(sha256, size, spec)
 
 
-def _checked(data: bytes, sha256: str) -> Profile:
+def _packaged(sha256: str, size: int, spec: KVSpec) -> Profile | None:
+    data = _shipped(sha256, size, spec)
+    return None if data is None else _checked(data, sha256)
+
+
+def _checked(data: bytes | memoryview, sha256: str) -> Profile:
+    """Return a profile, and keep it in memory, whether or not anybody still waits for it."""
     if hashlib.sha256(data).hexdigest() != sha256:
         raise FormatError("the profile is not the one that the catalog names (its SHA-256 differs)")
-    return Profile.from_bytes(data)
+    profile = Profile.from_bytes(bytes(data))
+    with _LOCK:
+        _profiles[sha256] = profile
+    return profile
 
 
 def _file(folder: Path, sha256: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,7 +186,7 @@ def numbers(groups: Sequence[int]) -> str:
     return f"{word} {', '.join(said[:-1])} and {said[-1]}" if len(said) > 1 else f"{word} {''.join(said) or 'none'}"
 
 
-def save(played: Played, path: Path) -> None:
+def save(played: Played, path: str | os.PathLike[str]) -> None:
     """Write a cache as safetensors, whole or not at all: the tensor ``kv``, [layer, K/V, head, token, dim].
 
     Of several layer classes there is a tensor each, ``kv.`` and the name of the class. The metadata has one string,
@@ -215,7 +216,7 @@ def save(played: Played, path: Path) -> None:
         tensors = {f"kv.{name}": kv.contiguous() for name, kv in zip(played.spec.names, played.parts, strict=True)}
     if len(played.parts) > 1 or played.spec.only.kind not in ("full", "latent"):
         facts["first"] = [span.first for span in played.spans]
-    path = path.resolve()
+    path = Path(path).resolve()
     if path.exists() and not path.is_file():
         raise AssetError(f"{path}: is not an ordinary file; name another")
     try:

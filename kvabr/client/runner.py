@@ -18,7 +18,7 @@ from kvabr.client.resources import cancel_all
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.scheduling import Admission, EdfScheduler, wire_priority
 from kvabr.client.upgrades import Upgrades
-from kvabr.types.errors import BusyError, PlayError
+from kvabr.types.errors import BusyError, PlayError, told_if_exhausted
 
 R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
 
@@ -65,7 +65,7 @@ class PlayRunner:
         clock = Clock(deadline_s)
         result = "failed"
         try:
-            with ExitStack() as reporting:
+            with told_if_exhausted(peer.relieve), ExitStack() as reporting:
                 if options.telemetry is not None:
                     options = replace(options, log=reporting.enter_context(options.telemetry.play(options.log)))
                 async with self._connected(peer, clock) as connection:

@@ -17,6 +17,7 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from kvabr.quic.interface import FoundPrefix
+from kvabr.store.objects import spans
 from kvabr.store.objects.layout import StoreOffer
 from kvabr.store.objects.spans import SpanHead
 from kvabr.types.catalog import Catalog, Track
@@ -199,4 +200,26 @@ def _entries(heads: Sequence[SpanHead], names: Sequence[str]) -> list[dict[int, 
                     strict=True,
                 )
         found.append(own)
+    return found
+
+
+def parsed_heads(
+    offer: StoreOffer, came: Sequence[tuple[str | None, memoryview] | None]
+) -> list[tuple[str, SpanHead] | None]:
+    """Parse what came of some spans: a name and first bytes, or no name and a pointer.
+
+    None stands for what did not come, or is no span of this offer.
+    """
+    found: list[tuple[str, SpanHead] | None] = []
+    for answer in came:
+        try:
+            if answer is None:
+                found.append(None)
+                continue
+            name, data = answer
+            pair = spans.parse_pointer(data) if name is None else (name, spans.parse_head(data))
+            spans.check_span(pair[1], offer)
+            found.append(pair)
+        except FormatError:
+            found.append(None)
     return found

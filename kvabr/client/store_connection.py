@@ -107,6 +107,12 @@ class StoreConnection(Connection):
         seconds = self._soonest[0]
         return ConnectionStats(rtt_s=seconds if math.isfinite(seconds) else None, bytes_received=self._bytes)
 
+    def relieve(self) -> None:
+        """See `Connection.relieve`."""
+        self._bucket.close()
+        if self._direct is not None:
+            self._direct.relieve()
+
     async def answers(self, within_s: float) -> bool:
         """See `Connection.answers`."""
         try:
@@ -132,6 +138,7 @@ class StoreConnection(Connection):
         await self.index.close()
         if self._direct is not None:
             await self._direct.close()
+        self._bucket.close()
 
     # ---------------------------------------------------------- from downloads
 

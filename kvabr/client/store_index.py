@@ -15,19 +15,19 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import takewhile
 
 from cachetools import LRUCache, TTLCache
 
+from kvabr.client.hedging import first_answer
 from kvabr.client.lanes import LANES, SPARE_LANES
-from kvabr.client.resources import decoders
-from kvabr.client.span_search import Ask, SpanSearch, found_prefix
+from kvabr.client.resources import cancel_all, decoders
+from kvabr.client.span_search import Ask, SpanSearch, found_prefix, parsed_heads
 from kvabr.quic.interface import FoundPrefix
 from kvabr.store.objects import layout, spans
-from kvabr.store.objects.bucket import Bucket
+from kvabr.store.objects.bucket import Bucket, ObjectInfo
 from kvabr.store.objects.layout import StoredCatalog, StoreOffer
 from kvabr.store.objects.spans import SpanHead
-from kvabr.types.errors import ForbiddenError, FormatError, NotFoundError, RequestError
+from kvabr.types.errors import ForbiddenError, FormatError, NotFoundError, RequestError, UnauthorizedError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LOOKUP_RUN, MAX_PREFIX_DIGESTS, TrackNamespace, parse_prefix_track
 from kvabr.types.units import with_snapshots_of
@@ -35,7 +35,10 @@ from kvabr.types.units import with_snapshots_of
 _FIRST_OFFERS, _MORE_OFFERS = LANES + SPARE_LANES, 8
 """Offers that are asked for at the same time. The first also open the connections that plays need."""
 _OFFERS_S = 5.0
-"""Seconds for which there are believed to be no more offers; a prompt that is found does not ask for them."""
+"""Seconds for which there are believed to be no more offers; a prompt that is found whole does not ask for them."""
+_LATE_S = 1.0
+"""Seconds for which the others are waited for once an offer has come, or a search has found something, since another
+has."""
 _WHOLE_S = 60.0
 """Seconds after which offers are read again that are known: a collector may have made room for others."""
 _MAX_OFFERS_SEARCHED = 4
@@ -125,11 +128,14 @@ class StoreIndex:
         return json.dumps({"models": [spec.to_json() for spec in specs.values()]}).encode()
 
     async def _read_offers(self) -> None:
-        """Read the offers that are not known yet; callers share one reading."""
+        """Read the offers that are not known yet; callers share one reading, which goes on without them."""
+        await asyncio.shield(self._begin_reading())
+
+    def _begin_reading(self) -> asyncio.Task[None]:
         if self._reading is None:
             self._reading = asyncio.get_running_loop().create_task(self._read_new_offers())
             self._reading.add_done_callback(self._read_done)
-        await asyncio.shield(self._reading)
+        return self._reading
 
     def _read_done(self, task: asyncio.Task[None]) -> None:
         self._reading = None
@@ -141,23 +147,48 @@ class StoreIndex:
         whole = None in self._offers or begun_s > self._whole_s + _WHOLE_S
         offers, step = [] if whole else list(self._offers), _FIRST_OFFERS
         while (first := len(offers)) < layout.MAX_OFFERS:
-            numbers = range(first, min(first + step, layout.MAX_OFFERS))
-            found = await asyncio.gather(
-                *(self._get(layout.offer_key(number), layout.MAX_OFFER_BYTES) for number in numbers)
-            )
-            there = [data for data in takewhile(lambda data: data is not None, found) if data is not None]
-            offers += await asyncio.gather(
-                *(self._offer(number, data) for number, data in zip(numbers, there, strict=False))
-            )
-            if len(there) < len(numbers):
+            came = await self._those_that_come(range(first, min(first + step, layout.MAX_OFFERS)))
+            offers += came
+            if len(came) < step:
                 break
             step = _MORE_OFFERS
         self._offers = offers
         self._offers_s = time.monotonic()
         self._whole_s = begun_s if whole else self._whole_s
 
-    async def _offer(self, number: int, data: memoryview) -> StoreOffer | None:
-        """Return the offer of a number, from what its first key holds."""
+    async def _those_that_come(self, numbers: range) -> list[StoreOffer | None]:
+        """Return offers up to the first that does not exist; None, or what was known, for those that cannot be read.
+
+        Once any has come, the others are not waited for long: one object must not hold up the plays of all.
+        """
+        tasks = [asyncio.get_running_loop().create_task(self._offer(number)) for number in numbers]
+        pending, some = set(tasks), False
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending, timeout=_LATE_S if some else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    break
+                some = some or any(task.exception() is None and isinstance(task.result(), StoreOffer) for task in done)
+        finally:
+            await cancel_all(pending)
+        errors = [None if task.cancelled() else task.exception() for task in tasks]
+        found = list[StoreOffer | None]()
+        for number, task, error in zip(numbers, tasks, errors, strict=True):
+            if isinstance(error, NotFoundError):
+                break
+            if error is not None and (not some or isinstance(error, UnauthorizedError)):
+                raise error
+            known = self._offers[number] if number < len(self._offers) else None
+            found.append(known if error is not None or task.cancelled() else task.result())
+        return found
+
+    async def _offer(self, number: int) -> StoreOffer | None:
+        """Return the offer of a number; None if it was collected, or is of another version. Raises `NotFoundError`."""
+        data = await self._get(layout.offer_key(number), layout.MAX_OFFER_BYTES)
+        if data is None:
+            raise NotFoundError(f"no offer {number}")
         with suppress(FormatError):  # of a newer version, or damaged: players of this one find nothing in it
             found = layout.parse_offer(data)
             if isinstance(found, StoreOffer):
@@ -183,6 +214,8 @@ class StoreIndex:
             await self._read_offers()
             more = [offer for offer in self._fitting(spec, any_dtype=any_dtype) if offer not in tried]
             best = await self._best(more, digests)
+        elif best is not None and (best.catalog is None or len(best.catalog.chunks) < len(digests)):
+            self._read_if_old()
         return best
 
     async def lookup(self, namespace: TrackNamespace, track: str) -> bytes:
@@ -208,9 +241,15 @@ class StoreIndex:
             best = await self._best(offers[:_MAX_OFFERS_SEARCHED], keys, named=True)
         except FormatError as error:
             raise RequestError(f"{self._bucket.url}: {error}; publish it again") from error
+        self._read_if_old()
         if best is None or best.catalog is None:
             raise NotFoundError(f"nothing of this prompt is in {self._bucket.url}")
         return best.catalog.dumps().encode()
+
+    def _read_if_old(self) -> None:
+        """Read new offers without waiting for them: more of a prompt may be in one."""
+        if time.monotonic() > self._offers_s + _OFFERS_S:
+            self._begin_reading()
 
     def _fitting(self, spec: KVSpec, *, any_dtype: bool) -> list[StoreOffer]:
         """Return the offers of a spec, the latest first."""
@@ -231,12 +270,22 @@ class StoreIndex:
         ``named``: the digests are those in the name of a lookup, which may be thinned.
         """
         search = self._search_named if named else self._search
-        answers = await asyncio.gather(*(search(offer, digests) for offer in offers), return_exceptions=True)
-        found = [answer for answer in answers if isinstance(answer, FoundPrefix)]
-        if not found:
-            for answer in answers:
-                if isinstance(answer, BaseException):
-                    raise answer
+        tasks = [asyncio.get_running_loop().create_task(search(offer, digests)) for offer in offers]
+        pending, found, errors = set(tasks), list[FoundPrefix](), list[BaseException]()
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending, timeout=_LATE_S if found else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    break
+                errors += [error for task in done if (error := task.exception()) is not None]
+                answers = [task.result() for task in done if task.exception() is None]
+                found += [answer for answer in answers if answer is not None]
+        finally:
+            await cancel_all(pending)
+        if errors and not found:
+            raise errors[0]
         return max(found, key=lambda one: 0 if one.catalog is None else one.catalog.tokens, default=None)
 
     async def _search_named(self, offer: StoreOffer, keys: Sequence[str]) -> FoundPrefix | None:
@@ -298,7 +347,7 @@ class StoreIndex:
         keys = [(offer.id, f"{ask.kind} {layout.span_name(digests[ask.group])}") for ask in asks]
         unknown = [number for number, key in enumerate(keys) if key not in self._heads]
         came = await asyncio.gather(*(self._read_head(offer, asks[at], digests[asks[at].group]) for at in unknown))
-        parsed = await asyncio.get_running_loop().run_in_executor(decoders(), partial(_parsed_heads, offer, came))
+        parsed = await asyncio.get_running_loop().run_in_executor(decoders(), partial(parsed_heads, offer, came))
         parsed = [None if each and layout.span_key(offer.id, each[0]) in self._gone else each for each in parsed]
         for number, answer in zip(unknown, parsed, strict=True):
             if answer is not None:
@@ -380,11 +429,18 @@ class StoreIndex:
         sizes = (offer.profile_bytes for offer in self._offers if offer is not None and offer.profile == sha256)
         size = next(sizes, None)
         if size is None:
-            info = await self._bucket.head(layout.profile_key(sha256))
+            info = await first_answer(partial(self._looked_for, layout.profile_key(sha256)))
             size = None if info is None else info.size
         if not size:
             raise NotFoundError(f"no codec profile {sha256} in {self._bucket.url}")
         return size
+
+    async def _looked_for(self, key: str, wait_s: float) -> ObjectInfo | None:
+        try:
+            async with asyncio.timeout(wait_s):
+                return await self._bucket.head(key)
+        except TimeoutError as error:
+            raise self._bucket.silent(key, wait_s) from error
 
     def lost(self, key: str) -> None:
         """Note that a span is gone: what was known of it is no longer believed, and a pointer to it not for a while."""
@@ -406,7 +462,7 @@ class StoreIndex:
             self.requests += 1
             begun_s = time.monotonic()
             try:
-                data = await self._bucket.get(key, start, end, limit=limit)
+                data = await first_answer(lambda wait_s: self._bucket.get(key, start, end, limit=limit, wait_s=wait_s))
             except NotFoundError:
                 self._admitted = True
                 data = None
@@ -418,25 +474,6 @@ class StoreIndex:
                 self._admitted = True
             self._heard(0 if data is None else len(data), time.monotonic() - begun_s)
             return data
-
-
-def _parsed_heads(
-    offer: StoreOffer, came: Sequence[tuple[str | None, memoryview] | None]
-) -> list[tuple[str, SpanHead] | None]:
-    """Parse what `StoreIndex._read_head` returned; None for what is no span of this offer."""
-    found: list[tuple[str, SpanHead] | None] = []
-    for answer in came:
-        try:
-            if answer is None:
-                found.append(None)
-                continue
-            name, data = answer
-            pair = spans.parse_pointer(data) if name is None else (name, spans.parse_head(data))
-            spans.check_span(pair[1], offer)
-            found.append(pair)
-        except FormatError:
-            found.append(None)
-    return found
 
 
 def _parsed_catalog(data: memoryview) -> tuple[StoredCatalog, Placed, str]:

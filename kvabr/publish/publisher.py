@@ -145,6 +145,7 @@ class Publisher:
         self._closed = True
         self._thread.shutdown(wait=True)
         self._patient_thread.shutdown(wait=True)
+        self.store.close()
 
     def _give_back(self, name: str) -> None:
         with self._lock:

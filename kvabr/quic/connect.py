@@ -19,7 +19,7 @@ from kvabr.quic.backend import LibraryName, Quic, QuicLibrary, installed_librari
 from kvabr.quic.connection import QuicConnection
 from kvabr.quic.endpoint import protocol_class
 from kvabr.quic.interface import Connection
-from kvabr.quic.options import DRAFTS, DialOptions, Names, fingerprint_of, read_token, trust
+from kvabr.quic.options import DRAFTS, DialOptions, Names, fingerprint_of, read_token, trust, trusted_itself
 from kvabr.quic.reconnect import RedialledConnection, UnreachedConnection
 from kvabr.types.errors import FormatError, TransportError, UnauthorizedError, UsageError
 from kvabr.types.naming import TrackNamespace
@@ -80,8 +80,8 @@ def connect(
     url: str,
     *,
     token: str | None = None,
-    token_file: Path | None = None,
-    ca: Path | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    ca: str | os.PathLike[str] | None = None,
     fingerprint: str | None = None,
     insecure: bool = False,
     quic: Quic = "auto",
@@ -98,7 +98,7 @@ def connect(
         url: ``moqt://host[:port][/path][?query]``; the default port is 443.
         token: access token from the origin's operator; None: the environment's ``KVABR_TOKEN``, if it is set.
         token_file: file with the token instead; read again for every dial, so that it may be replaced.
-        ca: PEM file of certificates to trust instead of the system's.
+        ca: PEM file of certificates to trust instead of the system's: authorities, or the peer's own certificate.
         fingerprint: SHA-256 of the only certificate to trust, 64 hex digits, with or without colons.
         insecure: do not verify the certificate. Anyone who can redirect packets can then read the token and the cache.
         quic: QUIC library; ``auto`` takes qh3 if it is installed, and aioquic if qh3 cannot talk to the peer.
@@ -119,9 +119,11 @@ def connect(
     host, port, path = parse_url(url)
     if token is not None and token_file is not None:
         raise UsageError("give a token or a file with one, not both")
-    token = read_token(token_file) if token_file is not None else token or os.environ.get("KVABR_TOKEN") or None
+    secret = None if token_file is None else Path(token_file)
+    token = read_token(secret) if secret is not None else token or os.environ.get("KVABR_TOKEN") or None
     pinned = None if fingerprint is None else fingerprint_of(fingerprint)
-    options = DialOptions(host, port, path, token, token_file, ca, pinned, insecure, drafts, timeout_s, names)
+    roots = None if ca is None else Path(ca)
+    options = DialOptions(host, port, path, token, secret, roots, pinned, insecure, drafts, timeout_s, names)
     return Connecting(options, quic, needed=needed)
 
 
@@ -276,10 +278,12 @@ async def _dial_address(
         if connection.shaken:
             raise TransportError(f"the peer accepted the connection but sent no SETUP {within}") from error
         raise NoAnswerError(
-            f"no answer {within}; is a server running there, and may UDP pass? --timeout waits longer"
+            f"no answer {within}; is a server running there, and may UDP pass? timeout_s= (--timeout) allows more"
         ) from error
     except (TransportError, OSError, ssl.SSLError) as error:
         await connection.close()
+        if (itself := trusted_itself(connection.refused, options)) is not None:
+            return await _dial_address(lib, replace(options, fingerprint=itself), alpn, address, timeout_s)
         kind = UnauthorizedError if isinstance(error, UnauthorizedError) else TransportError
         raise kind(str(error)) from error
     except BaseException:

@@ -54,6 +54,8 @@ class QuicConnection(Endpoint, Connection):
         self._lost_kind = ConnectionLostError
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the peer's SETUP has arrived, or connecting has failed."""
+        self.refused: bytes | None = None
+        """The peer's certificate, DER, if TLS did not accept it."""
         self.shaken = False
         """Whether the handshake is done."""
         self._heard = asyncio.Event()
@@ -179,7 +181,7 @@ class QuicConnection(Endpoint, Connection):
     def ended(self, reason: str, code: int) -> None:
         """See `Endpoint.ended`."""
         if not self.shaken and code in _BAD_CERTIFICATE:
-            der = self.lib.peer_certificate(self.quic)
+            der = self.refused = self.lib.peer_certificate(self.quic)
             why = why_refused(der, self._options.host)
             # Each library words the same cause differently; `Connecting` names a cause once.
             reason = why if der is not None else f"{why} ({reason})"

@@ -208,6 +208,9 @@ class Connection(ABC):
         del namespace, track
         return ()
 
+    def relieve(self) -> None:  # noqa: B027  # most hold nothing
+        """Let go of what is not in use and can be had again: the process has run out of descriptors or memory."""
+
     async def renew(self) -> None:  # noqa: B027  # most have no token
         """Connect again with the token that is valid now; what is under way goes on.
 
@@ -241,9 +244,14 @@ class Connection(ABC):
 
 async def read_all(download: Download) -> bytes:
     """Read a download to its end, and return all of it; errors are those of `Download.read`."""
+    return bytes(await read_view(download))
+
+
+async def read_view(download: Download) -> memoryview:
+    """As `read_all`, without a copy."""
     try:
         while await download.read():
             pass
-        return bytes(download.data)
+        return download.data
     finally:
         download.cancel()

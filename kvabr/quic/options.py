@@ -90,9 +90,32 @@ def trust(configuration: Any, options: DialOptions, library: str) -> None:
             pem = options.ca.read_bytes()
         except OSError as error:
             raise TransportError(f"{options.ca}: cannot be read ({error.strerror})") from error
-        if b"-----BEGIN CERTIFICATE-----" not in pem:
-            raise TransportError(f"{options.ca}: contains no PEM certificate")
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", "ignore"))
+        except (ssl.SSLError, ValueError) as error:
+            raise TransportError(f"{options.ca}: contains no PEM certificate that can be read") from error
         configuration.load_verify_locations(cafile=str(options.ca))
+
+
+def trusted_itself(der: bytes | None, options: DialOptions) -> str | None:
+    """Return the fingerprint of a certificate that TLS refused if we trust that very one, for this host and today.
+
+    A file of authorities may have it, self-signed as ``openssl req -x509`` makes it. That is an authority to itself,
+    which qh3 does not accept of a server.
+    """
+    if der is None or options.ca is None or options.fingerprint is not None:
+        return None
+    from cryptography import x509  # noqa: PLC0415  # slow to load
+    from cryptography.hazmat.primitives.serialization import Encoding  # noqa: PLC0415
+
+    try:
+        known = x509.load_pem_x509_certificates(options.ca.read_bytes())
+        parsed = _parsed(der)
+    except (OSError, ValueError, TransportError):
+        return None
+    given = any(each.public_bytes(Encoding.DER) == der for each in known)
+    fits = _outdated(parsed) is None and _fits(options.host, parsed)
+    return hashlib.sha256(der).hexdigest() if given and fits else None
 
 
 def check_pinned(der: bytes | None, fingerprint: str) -> None:
@@ -103,7 +126,7 @@ def check_pinned(der: bytes | None, fingerprint: str) -> None:
     if not hmac.compare_digest(found, fingerprint_of(fingerprint)):
         raise TransportError(
             f"the peer's certificate has the fingerprint {found}, not the expected one; if its "
-            f"operator confirms the new one, give it with --fingerprint"
+            f"operator confirms the new one, give it with fingerprint= (--fingerprint)"
         )
     if (why := _outdated(_parsed(der))) is not None:
         raise TransportError(f"the peer's certificate {why}")
@@ -120,12 +143,12 @@ def why_refused(der: bytes | None, host: str) -> str:
     if (why := _outdated(parsed)) is not None:
         return f"the peer's certificate {why}; check this machine's clock"
     names = _names(parsed)
-    if not any(_matches(host.rstrip(".").lower(), name.lower()) for name in names):
+    if not _fits(host, parsed):
         known = ", ".join(names[:4]) or "no host at all"
         return f"the peer's certificate is for another name: {known}, not {host}"
     return (
-        "the peer's certificate is not signed by a trusted authority; trust the authority with --ca FILE, "
-        "or this one certificate with --fingerprint HEX"
+        "the peer's certificate is not signed by a trusted authority; trust the authority with ca= (--ca FILE), or "
+        "this one certificate with fingerprint= (--fingerprint HEX)"
     )
 
 
@@ -159,6 +182,10 @@ def _names(certificate: Certificate) -> list[str]:
     except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
         return []
     return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+
+
+def _fits(host: str, certificate: Certificate) -> bool:
+    return any(_matches(host.rstrip(".").lower(), name.lower()) for name in _names(certificate))
 
 
 def _matches(host: str, name: str) -> bool:

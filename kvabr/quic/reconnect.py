@@ -27,13 +27,14 @@ Dial = Callable[[], Awaitable[Connection]]
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 """Pauses between dials: doubled each time, and randomised between half and one and a half times that."""
 _SHORT_LIFE_S = 1.0
-"""A connection that is lost sooner than this does not reset the pauses."""
+"""A connection that lasts less than this, and brings nothing or sends us away, does not reset the pauses."""
 _LOOK_S, _LONGEST_LOOK_S = 0.1, 1.0
 """Seconds between checks whether anything arrives; doubled whenever nothing did but the peer answered a probe, so that
 a busy peer is not probed all the time."""
 _SIGN_S, _SIGN_RTT, _LONGEST_SIGN_S = 0.25, 4.0, 4.0
 """Seconds, and round trips or times of the last answer, that the answer to a probe may take; the probe may be lost and
-sent again. A late answer makes for no more patience than the last of these."""
+sent again. A late answer makes for no more patience than the last of these. Requests that are answered sooner halve
+what it is believed to take, each of them, so that a peer that was slow once is soon known to be quick."""
 _FORGOTTEN_S, _FORGOTTEN_SIGNS = 3.0, 4.0
 """Seconds, and times of what the answer to a probe may take, after which a peer that answers probes, but no request, is
 dialled anew; the seconds are doubled each time. It may also be slow: a store may be, or a relay that waits for its
@@ -55,6 +56,9 @@ class _RedialledDownload(Download):
         self.moved = False
         """Whether it was ended so that it can be made again on the connection that replaced its own."""
         self.cancelled = False
+        self.begun_s = self._stats.requested_s
+        """When it was requested on the connection that it is on."""
+        self._answered = False
 
     @property
     def stats(self) -> DownloadStats:  # type: ignore[override]
@@ -93,6 +97,9 @@ class _RedialledDownload(Download):
                     f"{self.request}: the peer fell silent; it answers a new connection"
                 ) from error
             raise
+        if not self._answered:
+            self._answered = True
+            self._owner.answered(self, self.inner)
         if not part:
             self._owner.release(self)
         return part
@@ -178,7 +185,9 @@ class RedialledConnection(Connection):
         """Seconds for which requests have waited since anything came, while the peer answered probes."""
         self._forgotten_s = _FORGOTTEN_S
         self._answer_s = 0.0
-        """Seconds that the peer took for its last answer to a probe or a dial."""
+        """Seconds that the peer took for its last answer to a probe or a dial, or to requests since."""
+        self._answered_s = float("-inf")
+        """When the latest of the requests was made that the current connection has answered."""
         self._barren = False
         """Whether the peer answers the last probes, but no request."""
         self.trouble = first.trouble
@@ -233,6 +242,7 @@ class RedialledConnection(Connection):
         return not (self.closed or self._current.closed or self._current.going_away)
 
     def _start(self, download: _RedialledDownload) -> None:
+        download.begun_s = asyncio.get_running_loop().time()
         download.inner = self._current.request(download.request, download.priority)
         self._using[download] = self._current
         if not download.request.standing:
@@ -255,6 +265,13 @@ class RedialledConnection(Connection):
             if download.cancelled:
                 raise ConnectionLostError("cancelled by this side")
         self._start(download)
+
+    def answered(self, download: _RedialledDownload, inner: Download) -> None:
+        """Take that the first bytes of a download have come."""
+        first_s = inner.stats.first_byte_s
+        if first_s is not None and self._using.get(download) is self._current:
+            self._answered_s = max(self._answered_s, download.begun_s)
+            self._answer_s = min(self._answer_s, max(first_s - download.begun_s, self._answer_s / 2))
 
     def forget(self, download: _RedialledDownload) -> None:
         """Stop a cancelled download from waiting for a connection."""
@@ -346,7 +363,8 @@ class RedialledConnection(Connection):
     async def _dial_until_there(self) -> None:
         loop = asyncio.get_running_loop()
         start_s = loop.time()
-        if start_s - self._adopted_s > _SHORT_LIFE_S:
+        fruitful = not self._current.going_away and self._current.stats().bytes_received > 0
+        if fruitful or start_s - self._adopted_s > _SHORT_LIFE_S:
             self._pause_s = 0.0
         attempt_s = max(_ATTEMPT_S, _ATTEMPT_RTT * max(self._current.stats().rtt_s or 0.0, self._answer_s))
         while True:
@@ -365,7 +383,7 @@ class RedialledConnection(Connection):
                     return  # the next request starts again
                 attempt_s *= 2
             else:
-                await self._choose(made, loop.time() - begun_s)
+                await self._choose(made, begun_s)
                 return
 
     async def _dial_within(self, seconds: float) -> Connection:
@@ -375,9 +393,9 @@ class RedialledConnection(Connection):
         except TimeoutError as error:
             raise TransportError(f"no answer within {seconds:.3g} s") from error
 
-    async def _choose(self, made: Connection, took_s: float) -> None:
-        """Switch to a new connection, which took so long, unless the doubted one proves to be alive."""
-        old = self._current
+    async def _choose(self, made: Connection, begun_s: float) -> None:
+        """Switch to a new connection, dialled since ``begun_s``, unless the doubted one proves to be alive."""
+        old, took_s = self._current, asyncio.get_running_loop().time() - begun_s
         if self._usable():
             alive = True
             try:
@@ -388,7 +406,8 @@ class RedialledConnection(Connection):
                         await made.close()
             if alive:
                 self._doubted = self.trouble = None
-                self._answer_s = max(self._answer_s, took_s)
+                if self._answered_s < begun_s:
+                    self._answer_s = max(self._answer_s, took_s)
                 return
         self._adopt(made)
 

@@ -401,6 +401,9 @@ class AssetStore(Protocol):
         Raises `UsageError` if this kind of store cannot limit it.
         """
 
+    def close(self) -> None:
+        """Let go of connections; asking for something opens others."""
+
 
 def is_damage(error: KvabrError) -> bool:
     """Return whether an asset that failed a check is damaged; else it cannot be read here or now, and may be good."""

@@ -36,7 +36,15 @@ from kvabr.store.asset import (
     Prompt,
 )
 from kvabr.store.eviction import DEFAULT_ORDER, Order
-from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, FileVersion, PartialFolder, open_regular, sweep
+from kvabr.store.files import (
+    PRIVATE,
+    PRIVATE_FOLDER,
+    FileVersion,
+    PartialFolder,
+    check_makeable,
+    open_regular,
+    sweep,
+)
 from kvabr.store.folder_notes import check_expiry, remove_folder_asset
 from kvabr.store.quota import FolderQuota
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
@@ -177,6 +185,9 @@ class FolderAssetStore:
     def quota(self, max_bytes: int, order: Order = DEFAULT_ORDER) -> FolderQuota:
         """See `AssetStore.quota`."""
         return FolderQuota(self.root, max_bytes, order)
+
+    def close(self) -> None:
+        """See `AssetStore.close`; a folder has none."""
 
 
 def asset_version(path: Path) -> AssetVersion | None:
@@ -342,6 +353,7 @@ class FolderAssetWriter:
             raise AssetError(f"{path}: exists and is not an asset of kvabr; it is left alone, choose another path")
         if _is_asset(path) and not force:
             raise UsageError(f"{path}: this asset exists; add --force to replace it")
+        check_makeable(path)
 
     @property
     def location(self) -> str:

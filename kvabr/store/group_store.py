@@ -267,15 +267,24 @@ _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 class FolderGroupStore(LocalGroupStore[int]):
     """Groups in a folder, by their sizes in memory. Reads and writes run in one thread of its own."""
 
-    def __init__(self, folder: Path, max_bytes: int, *, executor: Executor | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int,
+        *,
+        executor: Executor | None = None,
+        on_failure: Callable[[str], object] = lambda _why: None,
+    ) -> None:
         """Lock the folder, create it if necessary, and index the groups in it; otherwise as `MemoryGroupStore`.
+
+        ``on_failure`` hears why groups cannot be written, once until one can be again.
 
         Raises:
             UsageError: another client uses the folder, in this process or another.
             AssetError: the folder cannot be used.
         """
         super().__init__(ByteLru(max_bytes, lambda size: size, lambda digest, _: self._unlink(digest)), executor)
-        self._folder = folder
+        self._folder, self._on_failure, self._fails = folder, on_failure, False
         self._lock = threading.Lock()
         """Guards the sizes and the files' names."""
         try:
@@ -367,9 +376,13 @@ class FolderGroupStore(LocalGroupStore[int]):
             # Not synced: a file that a crash damages is found out when it is read.
             with replacing(self._path(digest), mode=0o600, sync=False) as file:
                 file.write(data)
-        except AssetError:
+        except AssetError as error:
             self._delete(digest)
+            if not self._fails:
+                self._fails = True
+                self._on_failure(str(error))
             return False
+        self._fails = False
         with self._lock:
             if digest not in self._kept:  # evicted before it was there
                 self._unlink(digest)

@@ -73,12 +73,12 @@ def open_groups(
         location: a folder, which is made if necessary; ``shm://``, see `kvabr.store.shared_groups`; or another URL.
         max_bytes: bound, see `FolderGroupStore`, `SharedGroupStore` and `ObjectGroupStore`.
         executor: computes digests.
-        on_failure: hears why an object store cannot be used for a while.
+        on_failure: hears why a folder cannot be written, or an object store not be used for a while.
 
     Raises as `FolderGroupStore` and `SharedFolder`, or `UsageError` for a URL of something else.
     """
     if "://" not in str(location):
-        return FolderGroupStore(Path(location), max_bytes, executor=executor)
+        return FolderGroupStore(Path(location), max_bytes, executor=executor, on_failure=on_failure)
     if str(location).startswith(f"{SCHEME}://"):
         return SharedGroupStore(shared_path(str(location)), max_bytes, executor=executor)
     from kvabr.store.objects.group_store import ObjectGroupStore  # noqa: PLC0415  # needs an extra

@@ -220,6 +220,11 @@ class TieredAssetStore:
         """Raise `UsageError`: the folder has its bound already."""
         raise UsageError(f"{self.location}: {self._warm_bytes:,} bytes are its bound, and what is over moves down")
 
+    def close(self) -> None:
+        """See `AssetStore.close`."""
+        self.warm.close()
+        self.cold.close()
+
     def use(self, name: str) -> None:
         """Note that somebody looked an asset up. Quick, and safe from any thread."""
         self._used.append((name, self._clock()))

@@ -6,7 +6,9 @@ exits with status 1, or 2 for wrong usage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import errno
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 
 class KvabrError(Exception):
@@ -106,10 +108,59 @@ class ForbiddenError(UnauthorizedError):
     """A store knows our credentials, but not for this; many say the same of objects that do not exist."""
 
 
+class ExhaustedError(PlayError, TransportError):
+    """This process has no file descriptors, threads or memory left; the message says which. It may pass."""
+
+
+_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_CAUSES = 8
+"""Errors that are looked at of those that caused each other."""
+_NO_THREAD, _NO_MEMORY = "can't start new thread", ("can't allocate memory", "not enough memory")
+
+
+def exhausted(error: BaseException) -> ExhaustedError | None:
+    """Return what to raise instead of an error that says that the process has run out of something; None: it does not.
+
+    Libraries say so in many ways, and anywhere: a module may be imported, or a file be opened, at any time.
+    """
+    seen: BaseException | None = error
+    for _ in range(_CAUSES):
+        if seen is None or isinstance(seen, KvabrError):
+            break
+        if isinstance(seen, OSError) and seen.errno in _DESCRIPTORS:
+            return ExhaustedError(
+                f"no file descriptors are left ({seen.strerror}): close what is open, or raise the limit (ulimit -n)"
+            )
+        if isinstance(seen, RuntimeError) and _NO_THREAD in str(seen):
+            return ExhaustedError(
+                "no thread can be started: memory is short, or the limit of processes is reached (ulimit -u)"
+            )
+        memory = isinstance(seen, OSError) and seen.errno == errno.ENOMEM
+        memory |= isinstance(seen, RuntimeError) and any(words in str(seen) for words in _NO_MEMORY)
+        if memory or isinstance(seen, MemoryError):
+            return ExhaustedError("no memory is left: free some, raise the limit, or play fewer caches at once")
+        seen = seen.__cause__
+    return None
+
+
+@contextmanager
+def told_if_exhausted(relieve: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Raise `ExhaustedError` for whatever says that the process has run out of something, after ``relieve``."""
+    try:
+        yield
+    except Exception as error:
+        if (told := exhausted(error)) is None:
+            raise
+        relieve()
+        raise told from error
+
+
 def may_pass(error: BaseException) -> bool:
     """Return whether the same may succeed later: a peer or store was out of reach or overloaded; it refused nothing."""
     if isinstance(error, AssetError) and error.__cause__ is not None:
         return may_pass(error.__cause__)
+    if isinstance(error, ExhaustedError):
+        return True
     if isinstance(error, RequestError):
         return error.retry_after_s is not None
     return isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)

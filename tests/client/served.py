@@ -22,8 +22,8 @@ LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
 
 
 class Served:
-    def __init__(self, root, folder, *, token=None, quic="aioquic"):
-        certificate, key = make()
+    def __init__(self, root, folder, *, token=None, quic="aioquic", certificate=None):
+        certificate, key = certificate or make()
         self.pem, keyfile = folder / "cert.pem", folder / "key.pem"
         self.pem.write_bytes(certificate)
         keyfile.write_bytes(key)

@@ -50,6 +50,8 @@ class Fault:
     """The object has other bytes."""
     delay_s: float = 0.0
     """Before the first byte."""
+    modified: str = "Thu, 01 Jan 2026 00:00:00 GMT"
+    """When the object is said to have been written."""
 
 
 @dataclass
@@ -112,7 +114,7 @@ class WebServer:
         if fault.status is not None:
             status = fault.status
         body = (data or b"")[first:end] if status in (200, 206) else b""
-        lines = [f"HTTP/1.1 {status} X", f"Content-Length: {len(body)}", "Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT"]
+        lines = [f"HTTP/1.1 {status} X", f"Content-Length: {len(body)}", f"Last-Modified: {fault.modified}"]
         if status == 206:
             lines.append(f"Content-Range: bytes {first}-{end - 1}/{len(data)}")
         writer.write("\r\n".join([*lines, "", ""]).encode())

@@ -176,10 +176,10 @@ def test_what_is_refused_says_why(served, short, tmp_path, capsys, words, status
 @pytest.mark.parametrize(
     ("url", "trust", "said"),
     [
-        (None, (), ("not signed by a trusted authority", "--ca FILE", "--fingerprint HEX")),
-        (None, ("--fingerprint", "0" * 64), ("not the expected one", "give it with --fingerprint")),
+        (None, (), ("not signed by a trusted authority", "(--ca FILE)", "(--fingerprint HEX)")),
+        (None, ("--fingerprint", "0" * 64), ("not the expected one", "(--fingerprint)")),
         ("moqt://no-such-host.invalid/", (), ("no such host", "check the host's name in the URL")),
-        ("moqt://127.0.0.1:9/", ("--timeout", "0.3"), ("no answer within 0.3 s", "--timeout waits longer")),
+        ("moqt://127.0.0.1:9/", ("--timeout", "0.3"), ("no answer within 0.3 s", "(--timeout) allows more")),
     ],
 )
 def test_a_peer_that_cannot_be_used_is_told_once_with_the_way_out(served, short, capfd, quic, url, trust, said):
@@ -292,6 +292,16 @@ def test_a_text_and_a_model_find_a_cache_of_another_group_size(tmp_path, capsys)
             assert "200 of 352 tokens in place" in capsys.readouterr().out
             line = json.loads(result.read_text())
             assert [group["source"] for group in line["groups"]] == ["fetched"] * 4
+        capsys.readouterr()
+        # Only what computes needs the weights, and it is loaded only once the origin was reached.
+        weights = next(model.glob("*.safetensors"))
+        weights.write_bytes(b"damaged" + weights.read_bytes())
+        assert kvabr("fetch", *how, *prompt_of) == 1
+        assert "nothing of this prompt is cached" in capsys.readouterr().err
+        assert kvabr("fetch", *how, *prompt_of, "--recompute", model) == 1
+        assert "cannot load this model" in capsys.readouterr().err
+        assert kvabr("fetch", origin.url, *prompt_of, "--recompute", model) == 1
+        assert "not signed by a trusted authority" in capsys.readouterr().err
     finally:
         origin.close()
 

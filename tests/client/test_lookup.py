@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 
 from kvabr.client import profiles
+from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import catalog_limit, fetch_catalog, find_prefix, playable
 from kvabr.client.profiles import ProfileCache
 from kvabr.server.grants import EVERYTHING
@@ -168,24 +169,44 @@ async def test_a_profile_is_fetched_once_and_kept(origin, long, forgotten, tmp_p
 
 
 @virtual
-async def test_profiles_that_cannot_be_had_leave_no_locks(origin, long, forgotten):
-    import asyncio
-
+async def test_profiles_that_cannot_be_had_leave_nothing(origin, long, forgotten):
     async with origin(folder="long") as link:
         for number in range(20):
             with pytest.raises(NotFoundError):
                 await ProfileCache().fetch(link, replace(long, profile=f"{number:064x}"))
-    assert not profiles._locks.get(asyncio.get_running_loop())
+    assert not profiles._reading[asyncio.get_running_loop()]
 
 
 @virtual
 async def test_plays_that_want_the_same_profile_fetch_it_once(origin, long, forgotten):
-    import asyncio
-
-    async with origin(folder="long") as link:
-        found = await asyncio.gather(*(ProfileCache().fetch(link, long) for _ in range(10)))
-        assert len({id(profile) for profile in found}) == 1
+    async with origin(folder="long") as link, AsyncClient(link) as client:
+        await asyncio.gather(*(client.fetch_profile(long) for _ in range(10)))
+        assert profiles._profiles[long.profile].digest == long.profile
         assert link.requests == 1
+
+
+@virtual
+async def test_a_peer_that_stalls_holds_up_no_profile_from_others(origin, long, forgotten):
+    stalls = lambda _: Fault(stall_after=100)  # noqa: E731
+    async with origin(folder="long", faults=stalls) as frozen, origin(folder="long") as healthy:
+        waiting = asyncio.create_task(ProfileCache().fetch(frozen, long))
+        await asyncio.sleep(0.1)
+        began_s = asyncio.get_running_loop().time()
+        assert (await ProfileCache().fetch(healthy, long)).digest == long.profile
+        assert asyncio.get_running_loop().time() - began_s < 0.1
+        assert not waiting.done()
+        waiting.cancel()
+
+
+@virtual
+async def test_a_wrong_profile_from_one_peer_does_not_spoil_it_for_others(origin, long, forgotten):
+    wrong = lambda _: Fault(corrupt_at=100)  # noqa: E731
+    async with origin(folder="long", faults=wrong) as liar, origin(folder="long") as honest:
+        told = await asyncio.gather(
+            *(ProfileCache().fetch(link, long) for link in (liar, honest, liar, honest)), return_exceptions=True
+        )
+    assert isinstance(told[0], FormatError)
+    assert [each.digest for each in told[1::2]] == [long.profile] * 2
 
 
 @virtual

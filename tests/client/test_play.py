@@ -217,6 +217,15 @@ async def test_arguments_that_make_no_sense(origin):
                 await play(link, TOKENS, **({"deadline": 1.0, "spec": SPEC} | options))
         with pytest.raises(UsageError, match="at least one token"):
             await play(link, [], deadline=1.0, spec=SPEC)
+        for wrong in ({"tokens": [1]}, None, "abc", b"ab", {1}, iter([1]), 5, torch.ones(2, 3, dtype=torch.int32)):
+            with pytest.raises(UsageError, match=r"sequence of token ids|one dimension"):
+                await play(link, wrong, deadline=1.0, spec=SPEC)
+        for wrong in ([1.5], ["a"], [None], [-1], [1 << 32], [[1]]):
+            with pytest.raises(UsageError, match="token ids are whole numbers"):
+                await play(link, wrong, deadline=1.0, spec=SPEC)
+        for wrong in ("2", None):
+            with pytest.raises(UsageError, match="a number of seconds"):
+                await play(link, TOKENS, deadline=wrong, spec=SPEC)
         with pytest.raises(PolicyError, match="unknown policy"):
             await play(link, TOKENS, deadline=1.0, spec=SPEC, policy="hope")
         assert link.requests == 0

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from kvabr.client import lanes, store_connection
+from kvabr.client import lanes, store_connection, store_index
 from kvabr.client.async_client import AsyncClient
+from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
 from kvabr.client.origins import dialling
 from kvabr.client.result import IncompleteError, NothingCached
@@ -22,6 +23,7 @@ from tests.client.served import LIMIT_S
 from tests.client.stored import Fault, WebServer, memory_url, put_asset
 from tests.client.test_play import close
 from tests.server.relays import until
+from tests.store.objects.publishing import PLAIN, put
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(70).tokens
@@ -155,6 +157,49 @@ async def test_a_store_that_stays_silent_fails_what_waits_for_it(stored, short, 
         assert "sent nothing" in connection.trouble
         assert not connection._transfers
         assert not connection._tries
+
+
+async def keys(url, prefix):
+    async for info in Bucket.open(url).list(prefix):
+        yield info.key
+
+
+def silent(where, *, times=1 << 30):
+    """Return a function for `WebServer.faults`: the first GETs of some keys are never answered."""
+    return lambda asked, before: Fault(silent=True) if where in asked and before < times else None
+
+
+@pytest.mark.parametrize("where", ["o/0", "o/1", "i/", "s/"])
+async def test_one_get_that_is_never_answered_costs_little(stored, where):
+    # No play here takes nearly as long as its deadline, nor does one GET have as long to be answered.
+    url, _ = stored
+    async with WebServer(url, [silent(where, times=1)]) as server:
+        assert close((await play(server.url, deadline=15.0)).kv)
+        asked = [asked for asked, *_ in server.asked if where in asked]
+        assert len(asked) > len(set(asked))
+
+
+async def test_an_offer_that_never_comes_holds_up_no_others(stored, monkeypatch):
+    monkeypatch.setattr(store_index, "_OFFERS_S", 0.0)
+    url, _ = stored
+    put(url, PLAIN, list(range(20)))
+    async with WebServer(url, [silent("o/0")]) as server, AsyncClient(server.url) as client:
+        assert (await client.play(list(range(20)), deadline=15.0, model=PLAIN)).tokens == 20
+        assert isinstance(await client.play(TOKENS, deadline=15.0, model=SPEC), NothingCached)
+        server.faults.clear()
+        assert (await client.play(TOKENS, deadline=15.0, model=SPEC)).tokens == 70
+
+
+async def test_nothing_of_one_offer_holds_up_what_is_in_another():
+    url = memory_url()
+    put(url, PLAIN, list(range(20)))
+    put(url, PLAIN, list(range(40, 60)), tracks=("FP16",))
+    names = {key.split("/")[1] async for key in keys(url, "s/")}
+    for name in names:
+        async with WebServer(url, [silent(f"/{name}/")]) as server, AsyncClient(server.url) as client:
+            asked = [client.find(prompt, model=PLAIN, within_s=5.0) for prompt in (range(20), range(40, 60))]
+            told = await asyncio.gather(*asked, return_exceptions=True)
+        assert {type(each) for each in told} == {Found, TransportError}
 
 
 async def test_a_store_that_is_too_busy_says_so_in_the_words_of_the_protocol(stored, short):

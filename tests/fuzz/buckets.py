@@ -32,7 +32,15 @@ from kvabr.store.objects.layout import MovedOffer, catalog_key, offer_key, point
 from kvabr.store.objects.leases import LeaseTiming, Note, Runtime, tombstone_key, touch
 from kvabr.store.objects.spans import encode_pointer
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import AssetError, FormatError, KvabrError, NotFoundError, RequestError, TransportError
+from kvabr.types.errors import (
+    AssetError,
+    ConnectionLostError,
+    FormatError,
+    KvabrError,
+    NotFoundError,
+    RequestError,
+    TransportError,
+)
 from kvabr.types.naming import TrackNamespace, prefix_track
 from tests.fuzz.stored import SPAN_GROUPS, heads, identified, made, offer, span, stored
 from tests.fuzz.target import SEPARATOR, Target, refused
@@ -40,6 +48,8 @@ from tests.fuzz.target import SEPARATOR, Target, refused
 T = TypeVar("T")
 
 _NOW_S = 1e9
+_SILENT_AGE_S = 60.0 * 255
+"""Reads of objects that are as old are never answered while a player looks for something."""
 _TIMING = LeaseTiming(wait_s=2.0, poll_s=1.0)
 _MOST_OBJECTS = 40
 
@@ -61,9 +71,13 @@ class _Objects:
         self.objects = dict(objects)
         self.now_s = _NOW_S
 
-    async def get(self, key: str, start: int = 0, end: int | None = None, *, limit: int) -> memoryview:
+    async def get(
+        self, key: str, start: int = 0, end: int | None = None, *, limit: int, wait_s: float = 0.0
+    ) -> memoryview:
         if key not in self.objects:
             raise NotFoundError(key)
+        if wait_s and self.objects[key][1] <= _NOW_S - _SILENT_AGE_S:
+            raise ConnectionLostError(f"{key}: the store has sent nothing for {wait_s} s")
         data = self.objects[key][0]
         if start > len(data) or len(data[start:end]) > limit:
             raise RequestError(f"{key}: ends before that, or is larger than {limit} bytes")
@@ -129,7 +143,8 @@ async def _find(objects: _Objects) -> bool:
     index = StoreIndex(objects)  # type: ignore[arg-type]  # all that it asks for
     good = False
     try:
-        await index.models()
+        if await _came(index.models()) is None:
+            return False
         for catalog in (made(), made(hybrid=True)):
             namespace, spec = catalog.namespace, catalog.spec
             found = await _came(index.find(spec, catalog.chunks, any_dtype=True), FormatError)

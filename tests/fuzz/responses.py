@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from unittest.mock import patch
 
-from kvabr.store.objects import bucket as bucket_module
+from kvabr.store.objects import tries
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.direct import _MOST_HEAD_BYTES, DirectReader
 from kvabr.store.objects.failures import _KINDS_BY_TYPE, Failure
@@ -196,7 +196,7 @@ def _asked(ask: Callable[[Bucket], bool]) -> Callable[[bytes], bool]:
     def take(data: bytes) -> bool:
         server, bucket = _server()
         server.answers = data.split(SEPARATOR)[:4]
-        with patch.object(bucket_module, "_BACKOFF_S", 0.0):
+        with patch.object(tries, "_BACKOFF_S", 0.0):
             try:
                 return ask(bucket)
             except (TransportError, StoreError) as error:
@@ -256,7 +256,12 @@ def _valid_listings() -> list[bytes]:
     entry = b"<Contents><Key>v1/default/a/%b</Key><Size>7</Size><LastModified>2026-01-31T12:00:00.000Z</LastModified>"
     entry += b'<ETag>"x"</ETag></Contents>'
     more = b"<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
-    return [_page(entry % b"0" + entry % b"1"), SEPARATOR.join((_page(entry % b"0", more), _page(entry % b"1")))]
+    odd = (entry % b"1").replace(b"2026", b"+22026")
+    return [
+        _page(entry % b"0" + entry % b"1"),
+        SEPARATOR.join((_page(entry % b"0", more), _page(entry % b"1"))),
+        SEPARATOR.join((_page(entry % b"0" + odd + entry % b"2"),) * 2),  # it is asked for again
+    ]
 
 
 def _valid_heads(status: bytes) -> bytes:

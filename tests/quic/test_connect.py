@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import ipaddress
 import os
+import re
 import signal
 import sys
 import threading
+from datetime import UTC, datetime, timedelta
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvabr.client.blocking import Client
 from kvabr.quic.backend import LIBRARIES, installed_libraries
 from kvabr.quic.connect import asset_of, connect, parse_namespace, parse_url
+from kvabr.server.certificates import make
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PlayError, TransportError, UsageError
 from kvabr.types.naming import TrackNamespace
@@ -251,3 +260,83 @@ def test_ctrl_c_cancels_what_the_main_thread_waits_for(served, monkeypatch):
         monkeypatch.undo()
         assert ended == begun == [True] * 2
         assert client.play(TOKENS, deadline=LIMIT_S).tokens == 70
+
+
+# ---------------------------------------------------------------------- files of certificates
+
+
+def self_signed(*, kind="ec", authority=True, name="127.0.0.1", use=False):
+    """Make a certificate and its key as ``openssl req -x509`` does."""
+    key = ec.generate_private_key(ec.SECP256R1()) if kind == "ec" else rsa.generate_private_key(65537, 2048)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "origin")])
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(subject).public_key(key.public_key())
+    builder = builder.serial_number(1).not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(1))
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(name))])
+    builder = builder.add_extension(names, critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+    if use:
+        builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    return (
+        builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM),
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+    )
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    "made",
+    [{}, {"kind": "rsa"}, {"authority": False}, {"use": True}],
+    ids=["openssl", "rsa", "no authority", "of a server"],
+)
+async def test_a_self_signed_certificate_in_the_file_is_trusted(root, tmp_path, library, made):
+    certificate = self_signed(**made)
+    served = Served(root / "short", tmp_path, certificate=certificate)
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_bytes(self_signed()[0] + certificate[0] + make()[0])
+    try:
+        for ca in (served.pem, str(served.pem), bundle):
+            async with connect(served.url, ca=ca, quic=library, timeout_s=LIMIT_S) as origin:
+                assert (await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)).tokens == 70
+        bundle.write_bytes(self_signed(**made)[0])  # the same name, another key
+        with pytest.raises(TransportError, match="not signed by a trusted authority"):
+            async with connect(served.url, ca=bundle, quic=library, timeout_s=LIMIT_S):
+                pass
+    finally:
+        served.close()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_a_certificate_in_the_file_is_trusted_for_its_own_host_only(root, tmp_path, library):
+    served = Served(root / "short", tmp_path, certificate=self_signed(name="127.0.0.9"))
+    try:
+        with pytest.raises(TransportError, match=r"for another name: 127\.0\.0\.9"):
+            async with connect(served.url, ca=served.pem, quic=library, timeout_s=LIMIT_S):
+                pass
+    finally:
+        served.close()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("what", ["none", "folder", "empty", "key", "der", "garbage", "cut"])
+async def test_a_file_that_has_no_certificates_is_named(served, tmp_path, library, what):
+    pem, key = make()
+    path = tmp_path / "ca"
+    if what == "folder":
+        path.mkdir()
+    elif what != "none":
+        der = x509.load_pem_x509_certificate(pem).public_bytes(Encoding.DER)
+        garbage = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+        path.write_bytes({"empty": b"", "key": key, "der": der, "garbage": garbage, "cut": pem[: len(pem) // 2]}[what])
+    with pytest.raises(TransportError, match=re.escape(f"{path}: ")):
+        async with asyncio.timeout(300), connect(served.url, ca=str(path), quic=library, timeout_s=5.0):
+            pass
+
+
+async def test_paths_may_be_text(served, tmp_path):
+    secret = tmp_path / "token"
+    secret.write_text("anything")
+    async with connect(served.url, token_file=str(secret), fingerprint=served.fingerprint, timeout_s=LIMIT_S) as origin:
+        assert not origin.closed
+    with pytest.raises(UsageError, match="cannot be read as text"):
+        connect(served.url, token_file=str(tmp_path / "none"))

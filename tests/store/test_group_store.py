@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
 
 import pytest
 
@@ -151,6 +152,20 @@ async def test_the_disk_outlives_the_process(tmp_path):
     assert await store.find(groups[0][0]) == (groups[0][1], "disk")
     assert (await store.find(groups[0][0]))[1] == "memory"
     assert len([each async for each in store.list()]) == 3
+    await store.close()
+
+
+async def test_a_folder_that_cannot_be_written_is_told_of_once(tmp_path):
+    folder, told = tmp_path / "groups", []
+    store = FolderGroupStore(folder, 1 << 20, on_failure=told.append)
+    assert await store.put(*group())
+    shutil.rmtree(folder)
+    for _ in range(3):
+        assert not await store.put(*group())
+    assert len(told) == 1
+    assert str(folder) in told[0]
+    folder.mkdir()
+    assert await store.put(*group())
     await store.close()
 
 

@@ -116,6 +116,25 @@ def load_model(
     return LoadedModel(LayerwiseEngine(engine, layers), tokenizer)
 
 
+def load_tokenizer(model: str) -> tuple[str, Any]:
+    """Return the name of a model's caches and its `tokenizers.Tokenizer`, without loading the weights.
+
+    ``model`` is as for `load_model`, which raises the same.
+    """
+    if model in (SMOLLM2, smollm2.NAME):
+        return smollm2.NAME, smollm2.load_tokenizer()
+    path = Path(model)
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: no such model; give {SMOLLM2!r} or a directory with a transformers model")
+    _check_folder(path)
+    try:
+        return folder_name(path), require("tokenizers").Tokenizer.from_file(str(path / "tokenizer.json"))
+    except ModelError:
+        raise
+    except Exception as error:  # tokenizers raises anything, even bare Exception
+        raise ModelError(f"{path}: its tokenizer cannot be loaded ({error})") from error
+
+
 def find_device(name: str) -> torch.device:
     """Return a device of this machine by torch's name for it; raise a `UsageError` if there is none."""
     try:

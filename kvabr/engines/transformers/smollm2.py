@@ -85,6 +85,16 @@ def load() -> tuple[TransformersEngine, Any]:
     return TransformersEngine(model, spec, context=int(config.max_position_embeddings)), tokenizer
 
 
+def load_tokenizer() -> Any:
+    """Return the `tokenizers.Tokenizer` alone, without the weights; raises as `load`."""
+    gguf = require("gguf")
+    path = find_gguf()
+    try:
+        return _tokenizer(_reader(gguf, path))[0]
+    except (KeyError, ValueError, IndexError, AttributeError) as error:
+        raise ModelError(f"{path}: not the SmolLM2 file that this version of kvabr supports ({error!r})") from error
+
+
 def _reader(gguf: Any, path: Path) -> Any:
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
         def _get(self, *args: Any, **kwargs: Any) -> Any:

@@ -210,6 +210,10 @@ class ObjectAssetStore:
             "and let `kvabr store gc` remove what is not used"
         )
 
+    def close(self) -> None:
+        """See `AssetStore.close`."""
+        self.bucket.close()
+
     def check_sizes(self, sizes: dict[str, int], what: str) -> None:
         """Raise `AssetError` unless spans of these keys and sizes exist; those found lately count as found."""
         todo = [key for key, size in sizes.items() if self._sizes.get(key) != size]

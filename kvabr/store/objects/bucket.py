@@ -9,7 +9,7 @@ byte and between two pieces, reads wait 30 seconds; who has less time cancels th
 from __future__ import annotations
 
 import asyncio
-import random
+import math
 import secrets
 import threading
 import time
@@ -17,14 +17,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from kvabr.store.objects.failures import Failure
+from kvabr.store.objects.failures import UNREADABLE, Failure
 from kvabr.store.objects.leases import PROBES
+from kvabr.store.objects.listing import Listing
 from kvabr.store.objects.obstore_clients import endpoint_of, load_obstore, make_client
 from kvabr.store.objects.threads import each, interruptible
+from kvabr.store.objects.tries import TRIES, Tries
 from kvabr.store.objects.url import WEB, StoreUrl, is_tenant
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, StoreError, UsageError
 
@@ -39,11 +42,10 @@ T = TypeVar("T")
 WAIT_S = 30
 """Seconds that a read waits for the first byte, and for each further one."""
 _CONNECT_S = 5
-_TRIES = 3
-_BACKOFF_S = 0.1
 _WRITE_BYTES_PER_S = 1 << 20
 """A write may take as long as it takes at this rate, and `WAIT_S` more."""
-_LISTED_AT_ONCE = 1000
+_RENEW_S = 1.0
+"""Seconds for which credentials that were just read are not read again."""
 _DELETED_AT_ONCE = 1000
 _PROBERS = 6
 _SIGNED_FOR = timedelta(hours=1)
@@ -87,6 +89,8 @@ class Bucket:
         """Comes before every key."""
         self._stores: dict[int, ObstoreClient] = {}
         """By the seconds that a request may take, 0 for reads."""
+        self.made, self._made_s = 0, -math.inf
+        """How often the stores were made anew because credentials were refused, and when last."""
         self._lock = threading.Lock()
 
     @classmethod
@@ -99,19 +103,54 @@ class Bucket:
     def __repr__(self) -> str:
         return f"<Bucket {self.url}>"
 
+    def renew(self, made: int, failure: Failure) -> bool:
+        """Read credentials again that were refused; return whether the request is worth another try.
+
+        They may have been replaced, in a file or by a service. ``made`` is what `made` was when the request began.
+        """
+        if not failure.refused:
+            return False
+        with self._lock:
+            if made == self.made:
+                if time.monotonic() < self._made_s + _RENEW_S:
+                    return False
+                self.made, self._made_s = made + 1, time.monotonic()
+                self._stores.clear()
+            return True
+
+    def close(self) -> None:
+        """Let go of all connections, once nothing is asked for any more; asking again opens others."""
+        with self._lock:
+            self._stores.clear()
+
     # ------------------------------------------------------- reading
 
-    async def get(self, key: str, start: int = 0, end: int | None = None, *, limit: int) -> memoryview:
+    async def get(
+        self, key: str, start: int = 0, end: int | None = None, *, limit: int, wait_s: float | None = None
+    ) -> memoryview:
         """Return bytes ``start`` to ``end`` of an object, or fewer if it ends before.
 
         Raises `NotFoundError` if there is no such object, `RequestError` if it has more than ``limit`` bytes in that
-        range, ends before it, or if not all of it came.
+        range, ends before it, or if not all of it came; and `ConnectionLostError`, without another try, where nothing
+        comes for ``wait_s`` seconds (None: for as long as reads wait).
         """
+        clock = asyncio.get_running_loop().time
 
         async def once() -> memoryview:
-            result = await load_obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
-            self._check(key, result, start, end, limit)
-            return self._whole(key, result, memoryview(await result.bytes_async()))
+            try:
+                async with asyncio.timeout(wait_s) as timer:
+                    result = await load_obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
+                    self._check(key, result, start, end, limit)
+                    timer.reschedule(wait_s and clock() + wait_s)
+                    if result.range[1] - result.range[0] <= PART_BYTES:
+                        return self._whole(key, result, memoryview(await result.bytes_async()))
+                    parts = []
+                    async for part in result.stream(min_chunk_size=PART_BYTES):
+                        parts.append(part)
+                        timer.reschedule(wait_s and clock() + wait_s)
+                    return self._whole(key, result, memoryview(b"".join(parts)))
+            except TimeoutError as error:
+                raise self.silent(key, wait_s or 0.0) from error
 
         return await self._tried(key, "cannot be read", once)
 
@@ -132,10 +171,13 @@ class Bucket:
 
         Nothing is tried again: who plays knows whether that is worth it.
         """
-        try:
-            result = await load_obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
-        except Exception as error:
-            raise self._failed(key, "cannot be read", error) from error
+        tries = Tries(self, 1)
+        while True:
+            try:
+                result = await load_obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
+                break
+            except Exception as error:  # noqa: BLE001  # raised again unless the credentials may be new
+                tries.failed(key, "cannot be read", error)
         self._check(key, result, start, end, end - start)
         due = result.range[1] - result.range[0]
         try:
@@ -145,7 +187,7 @@ class Bucket:
                     break
                 yield memoryview(part)
         except Exception as error:
-            raise self._failed(key, "cannot be read", error) from error
+            raise self.failed(key, "cannot be read", error) from error
         if due:
             raise RequestError(f"{self.below(key)}: {abs(due)} bytes {'are missing' if due > 0 else 'too many'}")
 
@@ -171,14 +213,14 @@ class Bucket:
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Yield all objects whose keys begin with ``prefix``, which ends in a slash, or is empty: all."""
-        listing = _Listing(lambda after: self._listing(prefix, after))
+        listing = Listing(partial(self._listing, prefix))
         while found := await self._tried(prefix, "cannot be listed", listing.more):
             for meta in found:
                 yield self._info(meta)
 
     def list_sync(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `list`."""
-        listing = _Listing(lambda after: self._listing(prefix, after))
+        listing = Listing(partial(self._listing, prefix))
         while found := self._tried_sync(prefix, "cannot be listed", listing.more_sync):
             for meta in found:
                 yield self._info(meta)
@@ -207,7 +249,7 @@ class Bucket:
         try:
             return str(await load_obstore().sign_async(self._reader(), "GET", path, _SIGNED_FOR))
         except Exception as error:
-            raise self._failed(key, "cannot be read", error) from error
+            raise self.failed(key, "cannot be read", error) from error
 
     def _plain(self) -> str:
         """Return the URL without TLS that keys are below; empty if there is none."""
@@ -283,7 +325,7 @@ class Bucket:
         if self.where.scheme in WEB:
             raise UsageError(f"{self.url}: an HTTP cache can only be read; publish to the store behind it")
         key, won, kept = "", list[int](), b""
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             key = f"{PROBES}{secrets.token_hex(8)}"
             told = each(_PROBERS, lambda number: self.put_new_sync(key, b"%d" % number), range(_PROBERS))  # noqa: B023
             won = [number for number, written in enumerate(told) if written]
@@ -310,14 +352,18 @@ class Bucket:
         with _LOCK:
             _PROBED.add(self.url)
 
+    def silent(self, key: str, seconds: float) -> ConnectionLostError:
+        """Return the error of a request that has brought nothing for so long."""
+        return ConnectionLostError(f"{self.below(key)}: the store has sent nothing for {seconds:.3g} s")
+
     def below(self, key: str) -> str:
         """Return what to call an object in messages."""
         return f"{self.url.partition('?')[0].rstrip('/')}: {self.prefix.removeprefix(self.where.prefix + '/')}{key}"
 
     # ------------------------------------------------------- one try
 
-    def _listing(self, prefix: str, after: str | None) -> Any:
-        return load_obstore().list(self._reader(), self._path(prefix), offset=after, chunk_size=_LISTED_AT_ONCE)
+    def _listing(self, prefix: str, after: str | None, at_once: int) -> Any:
+        return load_obstore().list(self._reader(), self._path(prefix), offset=after, chunk_size=at_once)
 
     async def _put(self, key: str, data: bytes | memoryview, mode: Any) -> bool:
         try:
@@ -349,18 +395,22 @@ class Bucket:
         return how
 
     async def _delete_some(self, keys: Sequence[str]) -> None:
-        store, paths = self._writer(0), [self._path(key) for key in keys]
-        await self._tried(keys[0], "cannot be deleted", lambda: load_obstore().delete_async(store, paths))
+        paths = [self._path(key) for key in keys]
+        await self._tried(keys[0], "cannot be deleted", lambda: load_obstore().delete_async(self._writer(0), paths))
 
     def _delete(self, keys: Sequence[str]) -> None:
-        store, paths = self._writer(0), [self._path(key) for key in keys]
-        self._tried_sync(keys[0], "cannot be deleted", lambda: load_obstore().delete(store, paths))
+        paths = [self._path(key) for key in keys]
+        self._tried_sync(keys[0], "cannot be deleted", lambda: load_obstore().delete(self._writer(0), paths))
 
     # ------------------------------------------------------- checks and failures
 
     def _check(self, key: str, result: GetResult, start: int, end: int | None, limit: int) -> None:
         """Check the range that an answer says it has."""
-        (first, last), size = result.range, result.meta["size"]
+        first, last = result.range
+        try:
+            size = result.meta["size"]
+        except UNREADABLE:
+            size = last  # a date that is none does not matter here; the bytes are checked by who wants them
         wanted = size if end is None else min(end, size)
         if (first, last) != (min(start, size), max(wanted, min(start, size))):
             raise RequestError(f"{self.below(key)}: bytes {start} to {wanted} were asked for, {first} to {last} came")
@@ -374,30 +424,27 @@ class Bucket:
         return data.toreadonly()
 
     async def _tried(self, key: str, what: str, once: Callable[[], Awaitable[T]]) -> T:
-        for left in reversed(range(_TRIES)):
+        tries = Tries(self)
+        while True:
             try:
                 return await once()
             except Exception as error:  # noqa: BLE001  # raised again unless it may pass
-                delay_s = self._delay(key, what, error, left)
+                delay_s = tries.failed(key, what, error)
             await asyncio.sleep(delay_s)
-        raise AssertionError
 
     def _tried_sync(self, key: str, what: str, once: Callable[[], T]) -> T:
-        for left in reversed(range(_TRIES)):
+        tries = Tries(self)
+        while True:
             try:
                 return interruptible(once)
             except Exception as error:  # noqa: BLE001  # raised again unless it may pass
-                delay_s = self._delay(key, what, error, left)
+                delay_s = tries.failed(key, what, error)
             time.sleep(delay_s)
-        raise AssertionError
 
-    def _delay(self, key: str, what: str, error: Exception, left: int) -> float:
-        """Return the seconds to wait before the next of ``left`` tries; raise if there is none."""
-        if left and Failure.of(error).passes:
-            return _BACKOFF_S * 2.0 ** (_TRIES - left) * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
-        raise self._failed(key, what, error) from error
-
-    def _failed(self, key: str, what: str, error: Exception) -> Exception:
+    def failed(self, key: str, what: str, error: Exception) -> Exception:
+        """Return the error to raise where ``what`` has failed."""
+        if isinstance(error, UNREADABLE):
+            return RequestError(f"{self.below(key)}: {what}: the store tells a date or a number that cannot be one")
         if not isinstance(error, OSError) and not type(error).__module__.startswith("obstore"):
             return error  # ours, or a mistake
         return Failure.of(error).error(self.below(key), what)
@@ -434,35 +481,6 @@ class Bucket:
                     limits["read_timeout"], limits["timeout"] = f"{WAIT_S}s", "1d"
                 self._stores[most_s] = make_client(self.where, limits, writes=bool(most_s))
             return self._stores[most_s]
-
-
-class _Listing:
-    """The pages of a listing; after a failure it goes on behind the last key that came."""
-
-    def __init__(self, begin: Callable[[str | None], Any]) -> None:
-        self._begin, self._stream = begin, begin(None)
-        self._after: str | None = None
-
-    async def more(self) -> Sequence[ObjectMeta]:
-        """Return the next page, empty behind the last."""
-        try:
-            return self._came(await anext(aiter(self._stream), None))
-        except Exception:
-            self._stream = self._begin(self._after)
-            raise
-
-    def more_sync(self) -> Sequence[ObjectMeta]:
-        """See `more`."""
-        try:
-            return self._came(next(iter(self._stream), None))
-        except Exception:
-            self._stream = self._begin(self._after)
-            raise
-
-    def _came(self, page: Sequence[ObjectMeta] | None) -> Sequence[ObjectMeta]:
-        if page:
-            self._after = page[-1]["path"]
-        return page or ()
 
 
 def _range(start: int, end: int | None) -> GetOptions | None:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from kvabr.store.objects.bucket import PART_BYTES, Bucket
 from kvabr.store.objects.failures import Failure
-from kvabr.types.errors import ConnectionLostError, RequestError, TransportError
+from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
 
 _MOST_HEAD_BYTES = 16 << 10
 _MOST_IDLE = 8
@@ -79,6 +79,15 @@ class DirectReader:
             ConnectionLostError: the store cannot be reached, or the connection broke.
             RequestError: the answer is another one than was asked for, or the store is too busy.
         """
+        made = self._bucket.made
+        try:
+            await self._receive(key, begin, end, sink, part_bytes, urgent=urgent)
+        except UnauthorizedError:  # nothing has come
+            if not self._bucket.renew(made, Failure.of_status(403)):
+                raise
+            await self._receive(key, begin, end, sink, part_bytes, urgent=urgent)
+
+    async def _receive(self, key: str, begin: int, end: int, sink: Sink, part_bytes: int, *, urgent: bool) -> None:
         url = urlsplit(await self._bucket.address(key))
         host, port = url.hostname or "", url.port or 80
         target = f"{url.path}?{url.query}" if url.query else url.path
@@ -123,6 +132,10 @@ class DirectReader:
 
     async def close(self) -> None:
         """Close the connections that are not in use; cancel what is received before."""
+        self.relieve()
+
+    def relieve(self) -> None:
+        """Close the connections that are not in use."""
         for idle in self._idle.values():
             while idle:
                 idle.pop().close()

@@ -23,6 +23,8 @@ Kind = Literal[
     "absent", "bucket", "busy", "clock", "conflict", "credentials", "denied", "lost", "range", "rejected", "other"
 ]
 
+UNREADABLE = (ValueError, OverflowError)
+"""What obstore raises of dates that Python does not have, such as those of the year 0."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _SYSTEM = re.compile(r"\(os error (\d{1,3})\)")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>|\(code: ([A-Za-z0-9]{1,64})\)")
@@ -60,6 +62,8 @@ _CAUSES = {
     "HostUnreachable": "host unreachable",
 }
 """Why no connection was made, by what obstore's account of it contains."""
+_NO_DESCRIPTORS = "this process has no file descriptors left"
+_EMFILE = re.compile(r"\bos error 2[34]\b|\bcode: 2[34]\b")
 _RANGE = ("Requested range", "Wanted range", "range")
 _LOST = ("error sending request", "body error", "decoding", "timed out", "timeout", "connection", "Connection")
 _KINDS_BY_TYPE: dict[str, Kind] = {
@@ -100,6 +104,16 @@ class Failure:
         """Whether the same request may succeed a moment later."""
         return self.kind in ("busy", "lost")
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether this process has no descriptors left."""
+        return self.cause == _NO_DESCRIPTORS
+
+    @property
+    def refused(self) -> bool:
+        """Whether other credentials might have been accepted; an answer to a HEAD does not say more than 403."""
+        return self.kind in ("rejected", "credentials") or (self.kind == "denied" and not self.code)
+
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Read an error of obstore's."""
@@ -110,6 +124,8 @@ class Failure:
         code = "" if coded is None else coded[1] or coded[2]
         kind = _kind(error, text, status, code)
         cause = ""
+        if _EMFILE.search(account[:8000]) or _EMFILE.search(text):
+            return cls("lost", None, "", _NO_DESCRIPTORS)
         if kind == "lost" and "kind: Connect" in account:
             cause = next((cause for word, cause in _CAUSES.items() if word in account[:8000]), "")
         elif status is None and (refused := _SYSTEM.search(text)) is not None:

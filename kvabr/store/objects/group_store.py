@@ -89,8 +89,9 @@ class ObjectGroupStore(LocalGroupStore[int]):
         return found
 
     async def close(self) -> None:
-        """Forget what is there."""
+        """Forget what is there, and let go of connections."""
         self._kept.clear()
+        self._bucket.close()
 
     def _pauses(self) -> bool:
         return asyncio.get_running_loop().time() < self._again_s

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvabr.store.objects.failures import Failure
 from kvabr.store.objects.url import CLOUDS, WEB, StoreUrl, check_endpoint
-from kvabr.types.errors import StoreError, UsageError
+from kvabr.types.errors import ConnectionLostError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, ClientConfig, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
@@ -26,6 +27,8 @@ _LOCK = threading.Lock()
 def load_obstore() -> Any:
     """Return the module obstore; raise `UsageError` if it is not installed."""
     try:
+        import zoneinfo  # noqa: F401, PLC0415  # obstore needs it for dates, and panics if it cannot be loaded then
+
         import obstore  # noqa: PLC0415  # an extra, which loads a library
     except ImportError as error:
         raise UsageError("object stores need the package obstore: pip install 'kvabr[stores]'") from error
@@ -67,6 +70,12 @@ def make_client(where: StoreUrl, limits: ClientConfig, *, writes: bool) -> Obsto
     try:
         made: ObstoreClient = make(bucket, config=options)
     except Exception as error:
+        if (failure := Failure.of(error)).exhausted:
+            raise failure.error(str(where), "cannot be opened") from error
+        if "No CA certificates" in str(error):
+            raise ConnectionLostError(
+                f"{where}: no certificates of authorities can be read; are they installed, and file descriptors left?"
+            ) from error
         raise UsageError(f"{where}: obstore refuses these settings ({type(error).__name__})") from error
     return made
 

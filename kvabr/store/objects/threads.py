@@ -50,9 +50,12 @@ def each(at_once: int, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     for _ in range(threads):
         threading.Thread(target=run, name="kvabr-store", daemon=True).start()
     try:
-        errors = [error for _ in range(threads) if (error := ended.get()) is not None]
+        failed = next(filter(None, [ended.get() for _ in range(threads)]), None)
     finally:
         over.set()
-    if errors:
-        raise errors[0]
+    if failed is not None:
+        try:
+            raise failed
+        finally:
+            del failed  # it knows this frame: the two would keep each other, and with them a store's connections
     return [results[number] for number in range(len(todo))]

@@ -19,6 +19,8 @@ class FlakyStore:
     ) -> None:
         self.objects: dict[str, bytes] = {}
         self.requests: list[tuple[str, str]] = []
+        self.years: dict[str, int] = {}
+        """The year in which objects were written, by a part of their keys; of all others, 2026."""
         self.trouble, self.conditional = trouble, conditional
         made = type("Handler", (Handler,), {"store": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), made)
@@ -33,6 +35,9 @@ class FlakyStore:
     @property
     def web_url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_port}/bucket/x"
+
+    def year(self, key: str) -> int:
+        return next((year for part, year in self.years.items() if part in key), 2026)
 
     def close(self) -> None:
         self._server.shutdown()
@@ -55,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", headers.pop("length", str(len(body))))
         self.send_header("ETag", '"tag"')
-        self.send_header("Last-Modified", "Mon, 23 Nov 2026 00:00:00 GMT")
+        self.send_header("Last-Modified", f"23 Nov {self.store.year(self.path):04} 00:00:00 GMT")
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
@@ -92,9 +97,13 @@ class Handler(BaseHTTPRequestHandler):
         begin = f"{bucket}/" + parse_qs(self.path.partition("?")[2]).get("prefix", [""])[0]
         entries = [
             f"<Contents><Key>{escape(key.removeprefix(bucket + '/'))}</Key><Size>{len(data)}</Size><ETag>tag"
-            "</ETag><LastModified>2026-11-23T00:00:00.000Z</LastModified></Contents>"
+            f"</ETag><LastModified>{_year(self.store.year(key))}-11-23T00:00:00.000Z</LastModified></Contents>"
             for key, data in sorted(self.store.objects.items())
             if key.startswith(begin)
         ]
         head = f"<Name>bucket</Name><KeyCount>{len(entries)}</KeyCount><IsTruncated>false</IsTruncated>"
         return f"<ListBucketResult>{head}{''.join(entries)}</ListBucketResult>".encode()
+
+
+def _year(year: int) -> str:
+    return f"{year:04}" if year < 10_000 else f"+{year}"

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import json
 import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from kvabr import Client, Limits
+from kvabr.cli.main import main
+from kvabr.data import default_catalog
+from kvabr.publish.publisher import Publisher
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.locations import open_store
 from kvabr.store.objects import bucket as bucket_module
+from kvabr.store.objects import tries
 from kvabr.store.objects.bucket import Bucket
 from kvabr.types.errors import (
     AssetError,
@@ -25,8 +37,9 @@ from kvabr.types.errors import (
     UnauthorizedError,
     UsageError,
 )
+from tests.client.few_descriptors import PLAYS
 from tests.store.objects.flaky import ERROR, FlakyStore
-from tests.store.objects.publishing import PLAIN, check, put
+from tests.store.objects.publishing import PLAIN, cache_of, check, put
 
 pytestmark = pytest.mark.process
 
@@ -35,7 +48,7 @@ pytestmark = pytest.mark.process
 def _credentials(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-    monkeypatch.setattr(bucket_module, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(tries, "_BACKOFF_S", 0.001)
 
 
 @pytest.fixture
@@ -89,6 +102,53 @@ async def test_a_storm_of_refusals_ends_after_three_tries(flaky, status):
         open_store(server.url).list()
     with pytest.raises(AssetError, match="overloaded"):
         put(server.url, PLAIN, [1, 2, 3])
+
+
+@pytest.mark.parametrize("year", [0, 22026])
+async def test_a_date_that_is_none_does_not_keep_an_object_from_being_read_or_others_from_being_listed(flaky, year):
+    server = flaky()
+    bucket = Bucket.open(server.url)
+    for name in "abcde":
+        await bucket.put_new(f"s/{name}", b"0123")
+    server.years["s/b"] = server.years["s/d"] = year
+    assert bytes(await bucket.get("s/b", limit=9)) == b"0123"
+    assert bytes(await bucket.get("s/b", 1, 3, limit=9)) == b"12"
+    assert bytes(bucket.get_sync("s/b", limit=9)) == b"0123"
+    assert [bytes(part) async for part in bucket.stream("s/b", 0, 4)] == [b"0123"]
+    assert [info.key async for info in bucket.list("s/")] == ["s/a", "s/c", "s/e"]
+    assert [info.key for info in bucket.list_sync("s/")] == ["s/a", "s/c", "s/e"]
+    with pytest.raises(RequestError, match="cannot be looked for: the store tells a date"):
+        await bucket.head("s/b")
+    with pytest.raises(RequestError, match="cannot be looked for: the store tells a date"):
+        bucket.head_sync("s/b")
+
+
+@pytest.mark.parametrize("kind", ["/a/", "/o/", "/s/", "/p/", ""])
+def test_caches_with_impossible_dates_are_played_and_managed(flaky, kind, capsys):
+    server = flaky()
+    put(server.url, PLAIN, list(range(20)))
+    put(server.url, PLAIN, list(range(100, 120)))
+    server.years[kind] = 22026
+    for url in (server.url, server.web_url):
+        with Client(url, model=PLAIN) as client:
+            played = client.play(list(range(20)), deadline=20.0)
+            assert played.tokens == 20
+    for command in (["ls"], ["verify"], ["gc", "--dry-run"]):
+        assert main(["store", command[0], server.url, *command[1:]]) in (0, 1)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_asset_with_an_impossible_date_hides_no_changes(flaky):
+    server = flaky()
+    names = [put(server.url, PLAIN, [number] * 20)[0].namespace.prompt for number in range(2)]
+    server.years[f"/a/{names[0]}"] = 22026
+    assets = PublishedAssets(server.url)
+    assert [each.catalog.namespace.prompt for each in assets.assets] == names[1:]
+    (key,) = [key for key in server.objects if f"/a/{names[1]}" in key]
+    del server.objects[key]
+    late = put(server.url, PLAIN, [7] * 20)[0].namespace.prompt
+    assert assets.refresh()
+    assert [each.catalog.namespace.prompt for each in assets.assets] == [late]
 
 
 def test_a_publisher_survives_a_store_that_refuses_two_of_three_requests(flaky):
@@ -194,7 +254,7 @@ def test_refusals_are_told_in_words(flaky, status, code, kind, match):
     with pytest.raises(kind, match=match) as caught:
         Bucket.open(server.url).get_sync("s/a", limit=1)
     assert type(caught.value) is kind
-    assert len(server.requests) == 1
+    assert len(server.requests) == (2 if "expired" in match else 1)  # then with credentials that were read again
 
 
 @pytest.mark.parametrize(
@@ -275,3 +335,133 @@ async def test_an_http_cache_is_read_and_not_written(flaky):
     for write in (cache.put_new("s/b", b"x"), cache.put("s/b", b"x")):
         with pytest.raises(UsageError, match="only be read"):
             await write
+
+
+@pytest.mark.parametrize("web", [False, True])
+def test_a_process_without_descriptors_is_told_so_and_plays_once_it_has_some(flaky, web):
+    server = flaky()
+    for number in range(PLAYS):
+        put(server.url, PLAIN, [number] * 40)
+    url = server.web_url if web else server.url
+    done = subprocess.run(  # noqa: S603 - ours
+        [sys.executable, "-m", "tests.client.few_descriptors", url], capture_output=True, text=True, check=False
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(told) == 4, done.stderr
+    known = {"played", "ExhaustedError", "PlayError", "IncompleteError"}
+    for few, after in told:
+        assert few.keys() <= known
+        assert sum(few.values()) == PLAYS
+        assert after == {"played": PLAYS}
+    assert "played" not in told[0][0]
+
+
+@pytest.fixture
+def two_keys(flaky, monkeypatch, tmp_path):
+    """A store, and a function that lets it accept one key only; and one that writes a key to the user's file."""
+    server, file, accepted = flaky(), tmp_path / "credentials", ["old"]
+
+    def trouble(request):
+        told = request.headers.get("Authorization", "") + request.path
+        if f"Credential={accepted[0]}" in told.replace("%3D", "="):
+            return False
+        request.answer(403, ERROR % b"ExpiredToken")
+        return True
+
+    server.trouble = trouble
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+
+    def give(key):
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n")
+
+    def accept(key):
+        accepted[0] = key
+
+    give("old")
+    return server, give, accept
+
+
+def test_credentials_that_were_replaced_are_read_again(two_keys, monkeypatch):
+    monkeypatch.setattr(bucket_module, "_RENEW_S", 0.0)
+    server, give, accept = two_keys
+    tokens = list(range(20))
+    name = put(server.url, PLAIN, tokens)[0].namespace.prompt
+    bucket, assets, store = Bucket.open(server.url), PublishedAssets(server.url), open_store(server.url)
+    with Client(server.url, model=PLAIN, limits=Limits(memory_bytes=0)) as client:
+        assert client.play(tokens, deadline=60.0).tokens == 20
+        for number, key in enumerate(("new", "newer")):
+            give(key)
+            accept(key)
+            # What is known of the store needs no more than a signed URL; then everything is asked for.
+            assert client.play(tokens, deadline=60.0).tokens == 20
+            late = [number + 50] * 20
+            put(store, PLAIN, late)
+            assert assets.refresh()
+            assert client.play(late, deadline=60.0).tokens == 20
+            assert client.models()
+            assert [info.key for info in bucket.list_sync("o/")] == ["o/0"]
+            assert bucket.head_sync(f"a/{name}") is not None
+        accept("none")
+        give("nobody's")
+        with pytest.raises(UnauthorizedError, match="wrong or have expired"):
+            bucket.get_sync("o/0", limit=1 << 20)
+
+
+async def test_all_that_was_asked_for_with_old_credentials_is_asked_for_again(two_keys):
+    server, give, accept = two_keys
+    put(server.url, PLAIN, list(range(20)))
+    bucket = Bucket.open(server.url)
+    await bucket.get("o/0", limit=1 << 20)
+    give("new")
+    accept("new")
+    await asyncio.gather(*(bucket.get("o/0", limit=1 << 20) for _ in range(20)))
+    assert bucket.made == 1
+    accept("none")
+    with pytest.raises(UnauthorizedError):
+        await bucket.get("o/0", limit=1 << 20)
+    assert bucket.made == 1  # they were read a moment ago
+
+
+@pytest.fixture
+def _uncollected():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_uncollected")
+@pytest.mark.parametrize("what", ["client", "web client", "groups", "publisher"])
+def test_what_is_closed_leaves_no_descriptor_open_until_garbage_is_collected(flaky, what):
+    server = flaky()
+    put(server.url, PLAIN, list(range(20)))
+
+    def use(number):
+        if what == "publisher":
+            publisher = Publisher(server.url, PLAIN, prior=default_catalog(), tracks=("FP16",))
+            slot = publisher.reserve([number] * 20)
+            slot.fill(tuple(cache_of(PLAIN, [number] * 20)), lambda _: None)
+            publisher.close()
+        else:
+            limits = Limits(memory_bytes=0, disk=server.url if what == "groups" else None)
+            url = server.web_url if what == "web client" else server.url
+            with Client(url, model=PLAIN, limits=limits) as client:
+                assert client.play(list(range(20)), deadline=60.0).tokens == 20
+
+    def descriptors():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    use(100)
+    gc.collect()
+    before = descriptors()
+    for number in range(10):
+        use(number)
+    wait_for(lambda: descriptors() <= before + 8)  # the server takes a moment to close its ends
+
+
+def wait_for(condition):
+    end_s = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)

@@ -1,0 +1,148 @@
+"""Plays of object stores in bad minutes: GETs that are never answered, cut, refused or late, and dates that are none.
+
+A web server over objects does to each GET what a seed says; it never says that an object does not exist, as that is
+believed for a minute. A client plays from it, directly and through a relay, and waits all the time for the codec
+profile of another store, which never sends it. Judged is what must never happen:
+
+  wrong     a cache is not the one that was published
+  crash     a play ended with an exception that is none of kvabr's
+  stuck     with the faults over, nothing could be played for `STUCK_S`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from kvabr.client import profiles
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import Limits, PlayOptions
+from kvabr.client.origins import dialling
+from kvabr.client.peers import PeerLike
+from kvabr.client.result import Played
+from kvabr.codec.fit import fit
+from kvabr.quic.connect import connect
+from kvabr.server.certificates import ServerTls, check, development
+from kvabr.store.asset_folder import FolderAsset
+from kvabr.types.errors import KvabrError
+from tests.client.stored import Fault, WebServer, memory_url, put_asset
+from tests.client.test_play import close
+from tests.server.relays import relaying
+from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
+
+PLAYS = 24
+"""Plays of a round, half of them through the relay."""
+STUCK_S = 60.0
+BAD = ("wrong", "crash", "stuck")
+LENGTHS = {"short": 70, "long": 160}
+"""Tokens of the prompts, by the names of their assets; the long one has a codec profile."""
+_LEAST = 0.9
+"""Share of a prompt that is there: of the short one, four groups of five."""
+_SHARES = (0.0, 0.02, 0.1, 0.3)
+"""Share of the GETs that go wrong; a round has one of them."""
+
+
+def _fault(dice: random.Random) -> Fault:
+    return dice.choice(
+        (
+            Fault(silent=True), Fault(silent=True), Fault(delay_s=dice.choice((0.1, 0.7, 3.0))), Fault(status=503),
+            Fault(cut_after=dice.randrange(200)), Fault(stop_after=dice.randrange(200)),
+            Fault(replace=dice.randbytes(300)), Fault(modified="31 Jan 22026 12:00:00 GMT"), Fault(modified="never"),
+        )
+    )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def troubled(root: Path, dice: random.Random) -> AsyncIterator[WebServer]:
+    """Yield the server of a store with both assets, whose GETs go wrong as the dice say."""
+    url = memory_url()
+    for name in LENGTHS:
+        put_asset(url, FolderAsset.open(root / name))
+    share = dice.choice(_SHARES)
+    async with WebServer(url) as server:
+        server.faults.append(lambda _key, _before: _fault(dice) if dice.random() < share else None)
+        yield server
+
+
+def make_assets(folder: Path) -> None:
+    """Write the two assets."""
+    profile = fit(SPEC, lambda: iter([ToyModel().prefill(prompt(200).tokens)]))
+    toy_asset(folder / "short", ("FP16", "Int8", "Int4"))
+    toy_asset(folder / "long", ("FP16", "Int4", "AC-5x"), profile=profile, tokens=LENGTHS["long"])
+
+
+def campaign(folder: Path, rounds: int, first_seed: int) -> bool:
+    """Run rounds from a seed on, print what became of their plays, and return whether nothing was found."""
+    make_assets(folder)
+    good = True
+    with development() as tls:
+        for seed in range(first_seed, first_seed + rounds):
+            tally = asyncio.run(run(folder, tls, seed))
+            good = good and not any(tally[kind] for kind in BAD)
+            print(f"seed {seed}: " + ", ".join(f"{count} {kind}" for kind, count in tally.most_common()), flush=True)
+    return good
+
+
+async def run(root: Path, tls: ServerTls, seed: int) -> Counter[str]:
+    """Run the round of a seed over the assets in a folder; return what became of its plays, and what was found."""
+    dice, tally = random.Random(f"stores {seed}"), Counter[str]()
+    limits = Limits(memory_bytes=0)
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(troubled(root, dice))
+        frozen = await stack.enter_async_context(troubled(root, random.Random(0)))
+        frozen.faults[:] = [lambda key, _before: Fault(silent=True) if key.startswith("p/") else None]
+        client = await stack.enter_async_context(AsyncClient(model=SPEC, limits=limits))
+        upstream = await stack.enter_async_context(dialling(server.url, needed=False))
+        relay = await stack.enter_async_context(relaying(upstream, tls))
+        link = connect(f"moqt://127.0.0.1:{relay.address[1]}/", fingerprint=check(tls).fingerprint, timeout_s=STUCK_S)
+        peers = (server.url, await stack.enter_async_context(link))
+        waiting = asyncio.create_task(_played(client, "long", frozen.url, 2 * STUCK_S, tally))
+
+        async def one(number: int) -> None:
+            await asyncio.sleep(dice.uniform(0.0, 2.0))
+            profiles._profiles.clear()
+            await _played(client, dice.choice(list(LENGTHS)), peers[number % 2], dice.choice((0.5, 1.0, 2.0)), tally)
+
+        await asyncio.gather(*(one(number) for number in range(PLAYS)))
+        server.faults.clear()
+        for peer in peers:
+            for name in LENGTHS:
+                try:
+                    async with asyncio.timeout(STUCK_S):
+                        while not await _played(client, name, peer, 5.0, tally):  # noqa: ASYNC110 # that is the test
+                            await asyncio.sleep(0.05)
+                except TimeoutError:
+                    tally["stuck"] += 1
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    return tally
+
+
+async def _played(client: AsyncClient, name: str, peer: PeerLike, deadline_s: float, tally: Counter[str]) -> bool:
+    """Play a prompt, with its codec profile if it has one; count what became of it, and return whether it came."""
+    tokens = prompt(LENGTHS[name]).tokens
+    track = "FP16"
+    try:
+        if name == "long":
+            track = "AC-5x"
+            found = await client.find(tokens, within_s=deadline_s, peer=peer)
+            if found is not None:
+                await client.fetch_profile(found.catalog, within_s=deadline_s, peer=peer)
+        played = await client.play(tokens, deadline=deadline_s, peer=peer, options=PlayOptions(policy=f"fixed:{track}"))
+    except KvabrError as error:
+        tally[type(error).__name__] += 1
+        return False
+    except Exception as error:  # noqa: BLE001 - what this looks for
+        tally["crash"] += 1
+        tally[repr(error)[:200]] += 1
+        return False
+    if not isinstance(played, Played) or played.tokens < _LEAST * len(tokens):
+        tally["little"] += 1
+        return False
+    right = close(played.kv, tokens[: played.tokens], 0.05)
+    tally["played" if right else "wrong"] += 1
+    return True
