@@ -14,7 +14,8 @@ requesting again costs little but proves nothing, unless the repeated transfer s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from heapq import heappop, heappush
 
 from kvabr.abr.view import Transfer, View
 from kvabr.player.priorities import LEAST_URGENT
@@ -86,18 +87,25 @@ class StallDetector:
         self._heard: dict[int, float] = {}
         self._overtaken: dict[int, float] = {}
         """When each transfer was overtaken. Before that it may have been waiting for its turn."""
+        self._leading: dict[int, list[int]] = {}
+        """Heap of the requests that none has overtaken, by priority. It may hold some that are over."""
         self._stood: set[tuple[int, str]] = set()
         """Groups and tracks that have stalled before."""
         self._any_s: float | None = None
         """When any bytes came last; None while the usual time to first byte is unknown."""
 
-    def heard(self, transfer: Transfer, others: Iterable[Transfer], now: float) -> None:
-        """Note that bytes of a transfer came while ``others`` were in flight."""
+    def asked(self, transfer: Transfer) -> None:
+        """Note a new request."""
+        heappush(self._leading.setdefault(transfer.priority, []), transfer.request)
+
+    def heard(self, transfer: Transfer, now: float) -> None:
+        """Note that bytes of a transfer came: it has overtaken the earlier ones that are more urgent."""
         self._any_s = self._heard[transfer.request] = now
-        self._overtaken.pop(transfer.request, None)
-        for other in others:
-            if other.request < transfer.request and other.priority < transfer.priority:
-                self._overtaken.setdefault(other.request, now)
+        if self._overtaken.pop(transfer.request, None) is not None:
+            self.asked(transfer)
+        for priority, requests in self._leading.items():
+            while priority < transfer.priority and requests and requests[0] < transfer.request:
+                self._overtaken[heappop(requests)] = now
 
     def waited(self, transfers: Iterable[Transfer], now: float) -> None:
         """Restart all clocks: until now, other plays used the link."""
@@ -106,15 +114,16 @@ class StallDetector:
         for transfer in transfers:
             if transfer.request in self._heard:
                 self._heard[transfer.request] = now
-            self._overtaken.pop(transfer.request, None)
+            if self._overtaken.pop(transfer.request, None) is not None:
+                self.asked(transfer)
 
     def stalled(
-        self, transfers: Iterable[Transfer], ttfb_s: float, now: float, *, drain_s: float = 0.0
+        self, transfers: Mapping[int, Transfer], ttfb_s: float, now: float, *, drain_s: float = 0.0
     ) -> list[tuple[Transfer, bool]]:
         """Return the stalled transfers, each with whether the publisher is certainly at fault.
 
         Args:
-            transfers: those in flight.
+            transfers: those in flight, by request.
             ttfb_s: the usual time to first byte, seconds.
             now: the time of the play, seconds.
             drain_s: seconds that everything in flight takes at the present rate. As long as something moves on a slow
@@ -125,12 +134,17 @@ class StallDetector:
             return found
         nothing_s = now - self._any_s
         turn_s = max(LEAST_SILENCE_S, drain_s if nothing_s < LEAST_SILENCE_S else 0.0)
-        for transfer in transfers:
+        if nothing_s >= max(self._patience_s, _SILENT_TTFB * ttfb_s, LEAST_SILENCE_S):
+            looked_at: Iterable[Transfer] = transfers.values()
+        else:  # only what was overtaken can have stalled
+            self._overtaken = {request: at for request, at in self._overtaken.items() if request in transfers}
+            looked_at = [transfers[request] for request in sorted(self._overtaken)]
+        for transfer in looked_at:
             quiet_s = now - self._heard.get(transfer.request, transfer.requested_s)
             if (since := self._overtaken.get(transfer.request)) is not None:
                 if min(quiet_s, now - since) >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, turn_s):
                     found.append((transfer, True))
-            elif min(quiet_s, nothing_s) >= max(self._patience_s, _SILENT_TTFB * ttfb_s, LEAST_SILENCE_S):
+            elif quiet_s >= max(self._patience_s, _SILENT_TTFB * ttfb_s, LEAST_SILENCE_S):
                 again = (transfer.group, transfer.track) in self._stood
                 found.append((transfer, again and transfer.request in self._heard))
         self._stood.update((transfer.group, transfer.track) for transfer, _ in found)

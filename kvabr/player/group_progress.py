@@ -14,7 +14,7 @@ class GroupProgress:
     replaces is kept until then, in case that it proves damaged.
     """
 
-    __slots__ = ("_stacks", "arrived", "decode_s", "decoding", "flying")
+    __slots__ = ("_stacks", "arrived", "decoding", "flying")
 
     def __init__(self, stacks: Mapping[str, Sequence[str]]) -> None:
         """Begin with nothing; ``stacks`` maps each track to its layers (`Ladder.stacks`)."""
@@ -24,8 +24,6 @@ class GroupProgress:
         """What has arrived and is not being decoded yet."""
         self.decoding: list[Transfer] = []
         """What is being decoded in one go, from the lowest layer to the highest."""
-        self.decode_s = 0.0
-        """Seconds of decoding that the group counts for in the backlog."""
 
     def top(self) -> str | None:
         """Return the track that was requested last of those under way, or None."""

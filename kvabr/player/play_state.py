@@ -7,11 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ParamSpec
 
 from kvabr.abr.estimator import Estimator
+from kvabr.abr.group_set import GroupSet
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Future, Transfer, View
 from kvabr.player.abandon import LEAST_SILENCE_S, StallDetector
 from kvabr.player.compute_queue import ComputeQueue
+from kvabr.player.decode_queue import DecodeQueue
 from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.group_progress import GroupProgress
 from kvabr.player.live_edge import LiveEdge
@@ -52,10 +54,6 @@ from kvabr.types.events import (
 
 P = ParamSpec("P")
 
-_WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
-"""Share of the deadline, and seconds, that what has arrived of a group waits for its other layers at most."""
-_WAITS = 4.0
-"""Multiple of that after which a later request for the group no longer prolongs the wait."""
 _LEAST_LOOK_S = 0.01
 """Least seconds after which a play that waits for layers considers again whether they are worth it."""
 _HURRY_TICKS = 1.5
@@ -181,19 +179,17 @@ class PlayState:
         self.record = PlayRecord([GroupRecord(group) for group in range(groups)])
         if self._live is not None:
             self.record.live = LiveRecord()
-            self.view.edge, self.view.missing_groups = 0, {}
-        self._absent: dict[int, None] = dict.fromkeys(range(groups))
-        """Groups that have not arrived and are not being computed, ascending; includes those in flight."""
+            self.view.edge, self.view.missing_groups = 0, GroupSet(groups, ())
+        self._absent = GroupSet(groups)
+        """Groups that have not arrived and are not being computed; includes those in flight."""
         self._in_place = 0
         self._groups = [GroupProgress(ladder.stacks) for _ in range(groups)]
-        self._undecoded: dict[int, None] = {}
-        """Groups of which something has arrived and is not being decoded, in the order of arrival."""
-        self.view.undecoded = self._undecoded.keys()
+        self._undecoded = DecodeQueue(self.view, self._groups)
+        """Groups of which something has arrived and is not being decoded."""
         self._decoding: dict[int, Transfer] = {}
         """What is being decoded, by request."""
         self._jobs = 0
         """Number of groups that are being decoded."""
-        self._backlog_s = 0.0
         self._actions: list[Action] = []
         self._heard_s = 0.0
         """When the last bytes came."""
@@ -211,15 +207,15 @@ class PlayState:
             every = self._catalog.by_name
             self._retries.unavailable.update((group, track) for group in groups for track in every)
             if self._compute is not None:
-                self._compute.chosen.update(groups)
-            self._sync_missing()
+                self._compute.choose(groups)
+            self._sync_missing(range(self._catalog.groups))
 
     def _begin(self, goal: Goal) -> None:
         """Prepare for a goal that is not a fresh cache."""
 
     def _idle(self) -> bool:
         """Return whether no request is receiving bytes."""
-        return not any(transfer.first_byte_s is not None for transfer in self.view.in_flight.values())
+        return not self.view.in_flight.receiving
 
     def _patience_s(self) -> float:
         """Return when an incomplete play ends, seconds since it began."""
@@ -319,60 +315,26 @@ class PlayState:
 
     def _observe_decoding(self, top: Transfer, seconds: float | None) -> None:
         """Correct the decode rates by the seconds that a thread took for a group."""
-        if self._decode_rates is None or seconds is None:
-            return
-        share = self._catalog.share(top.group)
-        self._decode_rates.observe(top.track, share, seconds)
-        for group in {*self._undecoded, *(transfer.group for transfer in self._decoding.values())}:
-            self._count_decoding(group)
+        if self._decode_rates is not None and seconds is not None:
+            self._decode_rates.observe(top.track, self._catalog.share(top.group), seconds)
+            self._undecoded.reckon()
 
     def _count_decoding(self, group: int) -> None:
-        """Work out anew what a group adds to the decoders' backlog."""
-        view, progress = self.view, self._groups[group]
-        stacked = progress.decodable(self.record.groups[group].track)
-        # Decoding a layer decodes all layers below it, so only the top of each batch counts.
-        seconds = sum(view.decode_s(batch[-1].track) for batch in (progress.decoding, stacked) if batch)
-        self._backlog_s = max(0.0, self._backlog_s + seconds - progress.decode_s)
-        progress.decode_s = seconds
-        view.decode_backlog_s = self._backlog_s / self._config.decoders
-        if stacked:
-            self._undecoded.setdefault(group)
-        else:
-            self._undecoded.pop(group, None)
+        """Work out anew what is to be decoded of a group."""
+        self._undecoded.update(group, self.record.groups[group].track)
 
     def _next_to_decode(self, now: float) -> int | None:
-        """Return the group to decode next, or None.
-
-        Groups that are not in place come first, those that the policy will replace last. One with more in flight waits
-        a moment for it, so that all is decoded together, unless time is short, or an engine needs everything before
-        what it computes.
-        """
+        """Return the group to decode next, or None; see `DecodeQueue`."""
         view = self.view
         hurry = now + view.decode_backlog_s + _HURRY_TICKS * self._tick_s >= view.deadline_s
-        longest_s = min(_WAIT_SHARE * view.deadline_s, _MAX_WAIT_S)
-        best: tuple[bool, bool, bool, int] | None = None
-        chosen = None
-        for order, group in enumerate(self._undecoded):
-            progress, placed = self._groups[group], self.record.groups[group].ready_s is not None
-            flying = bool(progress.flying)
-            if flying and not hurry and (placed or self._compute is None):
-                came_s = min(one.done_s or 0.0 for one in progress.arrived)
-                asked_s = max(one.requested_s for one in progress.flying)
-                if now - max(came_s, min(asked_s, came_s + _WAITS * longest_s)) < longest_s:
-                    continue
-            if progress.decoding or view.track_of[group] == RECOMPUTED:
-                continue
-            later = not hurry and not flying and self._guard.will_replace(group)
-            rank = (later, placed, flying, group if view.front_first else order)
-            if best is None or rank < best:
-                best, chosen = rank, group
-        return chosen
+        engine = self._compute is not None
+        return self._undecoded.next(now, hurry=hurry, engine=engine, will_replace=self._guard.will_replace)
 
     def _decode(self, now: float) -> None:
         """Give the decoders as much as they can do at once."""
         while self._jobs < self._config.decoders and (group := self._next_to_decode(now)) is not None:
             batch = self._groups[group].begin_decoding(self.record.groups[group].track)
-            self._undecoded.pop(group)
+            self._undecoded.begin(group)
             self._decoding.update((transfer.request, transfer) for transfer in batch)
             self._jobs += 1
             top = batch[-1]
@@ -436,9 +398,7 @@ class PlayState:
                 self._drop(other)
         self._count_decoding(group)
         self._resettle(group)
-        if self.view.track_of[group] is None:
-            self._absent = dict.fromkeys(sorted(self._absent))
-            self._sync_missing()
+        self._sync_missing((group,))
 
     def _drop(self, transfer: Transfer) -> None:
         """Forget a transfer that has arrived and is of no use any more."""
@@ -454,7 +414,7 @@ class PlayState:
             return
         top = view.track_of[group] = progress.top() or placed
         if top is None:
-            self._absent[group] = None
+            self._set_absent(group, absent=True)
         elif not progress.flying:
             view.settled.add(group)
 
@@ -462,24 +422,36 @@ class PlayState:
         """Return groups that were left to an engine that failed to their previous state."""
         for group in groups:
             self._resettle(group)
-        self._absent = dict.fromkeys(sorted(self._absent))
-        self._sync_missing()
+            self._undecoded.moved(group)
+        self._sync_missing(range(self._catalog.groups))
 
-    def _sync_missing(self) -> None:
-        """Work out anew what the policy sees as missing."""
-        flying = {transfer.group for transfer in self.view.in_flight.values()}
-        lane = self._compute
-        self.view.missing_groups = {
-            group: None
-            for group in self._absent
-            if group < self.view.edge and group not in flying and (lane is None or not lane.takes(group))
-        }
+    def _set_absent(self, group: int, *, absent: bool) -> None:
+        """Note that a group is absent, or no longer."""
+        (self._absent.add if absent else self._absent.discard)(group)
+        if self._compute is not None:
+            self._compute.absent(group, absent=absent)
+
+    def _sync_engine(self, lane: ComputeQueue, before: int) -> None:
+        """Take in which tail is left to the engine for good now; it was the one from ``before`` on."""
+        if lane.tail != before:
+            self._sync_missing(range(min(before, lane.tail), max(before, lane.tail)))
+
+    def _sync_missing(self, groups: Iterable[int]) -> None:
+        """Work out anew which of these groups the policy sees as missing."""
+        view, lane, absent, flying = self.view, self._compute, self._absent, self.view.in_flight.groups
+        for group in groups:
+            missing = group in absent and group < view.edge and group not in flying
+            if missing and (lane is None or not lane.takes(group)):
+                view.missing_groups.add(group)
+            else:
+                view.missing_groups.discard(group)
 
     def _cancel(self, transfer: Transfer, reason: str, now: float, *, failed: bool = False) -> None:
         """Cancel a transfer, and those that need it, unless it is no longer in flight."""
         if self.view.in_flight.pop(transfer.request, None) is None:
             return
         self._groups[transfer.group].flying.remove(transfer)
+        self._undecoded.moved(transfer.group)
         self.view.outstanding_bytes -= transfer.remaining
         self._actions.append(Cancel(transfer.request))
         self._sampler.settle(now, idle=self._idle())

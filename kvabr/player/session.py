@@ -103,7 +103,7 @@ class Session(PlayState):
             if changes.pushed is None or group in changes.pushed:
                 self._pushed.add(self._requests)
             self._request(group, (base,), decision, now, upgrade=False)
-        self._sync_missing()
+        self._sync_missing(new)
         self._advance(now)
 
     def producer_stopped(self, reason: str, now: float) -> None:
@@ -120,15 +120,15 @@ class Session(PlayState):
             self.record.live.stopped = reason
         self._events.emit(ProducerStopped, now, live.edge, reason)
         if lane is not None:
-            lane.chosen.update(group for group in self._absent if group >= live.edge)
-            self._sync_missing()
+            lane.choose([group for group in self._absent if group >= live.edge])
+            self._sync_missing(range(self.view.groups))
         self._advance(now)
 
     def first_byte(self, request: int, now: float, limit: Limit = "network") -> None:
         """Take the first byte of a request; ``limit`` says what limited it."""
         transfer = self.view.in_flight.get(request)
         if transfer is not None and transfer.first_byte_s is None:
-            transfer.first_byte_s = now
+            self.view.in_flight.begun(transfer, now)
             if limit != "kept":
                 self._sampler.first_byte(None if request in self._pushed else now - transfer.requested_s, now)
             self._events.emit(FirstByteReceived, now, request)
@@ -142,14 +142,14 @@ class Session(PlayState):
         if more > 0:
             if transfer.first_byte_s is None:
                 self.first_byte(request, now, limit)
-            transfer.received += more
+            self.view.in_flight.received(transfer, more)
             self.view.outstanding_bytes -= more
             self.record.bytes_fetched += more
             if limit != "network":
                 self.record.bytes_held_up[limit] = self.record.bytes_held_up.get(limit, 0) + more
             self._heard_s = now
             if self._stalls is not None:
-                self._stalls.heard(transfer, self.view.in_flight.values(), now)
+                self._stalls.heard(transfer, now)
             self._sampler.received(more, now, limit)
 
     def done(self, request: int, now: float, limit: Limit = "network") -> None:
@@ -164,7 +164,7 @@ class Session(PlayState):
         progress.flying.remove(transfer)
         progress.arrived.append(transfer)
         if self._catalog.by_name[transfer.track].refines is None:
-            self._absent.pop(group, None)
+            self._set_absent(group, absent=False)
         self._sampler.settle(now, idle=self._idle())
         self._events.emit(RequestDone, now, request, group, transfer.track, transfer.bytes)
         self._count_decoding(group)
@@ -217,6 +217,7 @@ class Session(PlayState):
         lane = self._compute
         if self.over or lane is None or lane.computing != (first, last):
             return
+        tail = lane.tail
         self._engine_done(lane.finish(), now)
         self.record.tokens_recomputed += self._catalog.tokens_before(last) - self._catalog.tokens_before(first)
         if self._closed:
@@ -236,8 +237,8 @@ class Session(PlayState):
             # A frame of this group may have been decoded meanwhile; the computed group replaces it.
             self.view.track_of[group] = RECOMPUTED
             self.view.settled.discard(group)
-            self._absent.pop(group, None)
-        self._sync_missing()
+            self._set_absent(group, absent=False)
+        self._sync_engine(lane, tail)
         self._events.emit(RecomputeDone, now, first, last)
         self._advance(now)
 
@@ -281,8 +282,7 @@ class Session(PlayState):
         if self._stalls is not None:
             view = self.view
             drain_s = view.outstanding_bytes / view.rate if view.rate > 0 else 0.0
-            flying = list(view.in_flight.values())
-            for transfer, proven in self._stalls.stalled(flying, view.ttfb_s, now, drain_s=drain_s):
+            for transfer, proven in self._stalls.stalled(view.in_flight, view.ttfb_s, now, drain_s=drain_s):
                 self._cancel(transfer, "it has stalled", now, failed=proven)
         self._events.progress(now, self.record.bytes_fetched)
         self._advance(now)
@@ -419,7 +419,7 @@ class Session(PlayState):
         else:
             dearer = not view.front_first and layers[-1] != view.ladder.cheapest
             priority = self._priorities.required(group, dearer=dearer)
-            view.missing_groups.pop(group, None)
+            view.missing_groups.discard(group)
         for track in layers:
             request = self._requests
             self._requests += 1
@@ -428,20 +428,25 @@ class Session(PlayState):
             transfer = Transfer(request, group, track, size, upgrade or track != layers[0], now, priority=priority)
             view.in_flight[request] = transfer
             self._groups[group].flying.append(transfer)
+            if self._stalls is not None:
+                self._stalls.asked(transfer)
             view.outstanding_bytes += size
             self._actions.append(FetchGroup(request, group, track, size, priority, request in self._pushed))
             kind = "upgrade" if transfer.upgrade else "fetch"
             self._events.decision(decision, now, request=request, kind=kind, track=track)
             self._events.emit(RequestSent, now, request, group, track, size)
         view.track_of[group] = layers[-1]
+        self._undecoded.moved(group)
 
     def _leave_to_engine(self, group: int, now: float) -> None:
         lane = self._compute
         if lane is not None:
-            lane.chosen.add(group)
+            tail = lane.tail
+            lane.choose((group,))
             self.view.settled.discard(group)
             self.view.engine_backlog_s = lane.backlog_s(now)
-            self._sync_missing()
+            self._sync_missing((group,))
+            self._sync_engine(lane, tail)
             self._use_engine(lane, now)
 
     def _use_engine(self, lane: ComputeQueue, now: float) -> None:
@@ -450,12 +455,12 @@ class Session(PlayState):
         after = 1.0 if alone else self._config.plan_after
         if now >= after * self.view.deadline_s:
             dead = self._dead(now) or lane.overdue(now, self._absent)
-            changed, found = lane.replan(self._absent, dead=dead)
+            changed, found = lane.replan(now, dead=dead)
             if changed:
                 what = "nothing" if found is None else f"groups {found.first} to {found.last - 1}"
                 reason = "the network should bring the rest in time" if found is None else found.reason
                 self._events.decision(Decision.wait(f"recompute {what}: {reason}"), now, kind="plan")
-                self._sync_missing()
+                self._sync_missing(changed)
         # What a producer that has stopped did not publish cannot come any more.
         at_once = alone or (self._live is not None and self._live.ended is not None)
         if (ready := lane.ready(now, self._absent, self.record.groups, at_once=at_once)) is None:
@@ -465,17 +470,17 @@ class Session(PlayState):
             sooner = f"groups {first} to {last - 1} are sooner computed than fetched"
             self._deliver(now, cut=self._lacking() if at_once and not alone else sooner)
             return
-        for transfer in list(self.view.in_flight.values()):
-            if first <= transfer.group < last:
-                self._cancel(transfer, "the engine computes this group", now)
+        flying = [transfer for group in range(first, last) for transfer in self._groups[group].flying]
+        for transfer in sorted(flying, key=lambda one: one.request):
+            self._cancel(transfer, "the engine computes this group", now)
         for group in range(first, last):
-            self._absent.pop(group, None)
+            self._set_absent(group, absent=False)
             self.view.track_of[group] = RECOMPUTED
             self.view.settled.discard(group)
+            self.view.missing_groups.discard(group)
         lane.start(first, last, now)
         self._actions.append(Recompute(first, last))
         self._events.emit(RecomputeStarted, now, first, last)
-        self._sync_missing()
 
     def _end(self, reason: str, now: float) -> None:
         for transfer in list(self.view.in_flight.values()):

@@ -67,7 +67,7 @@ def on_its_way(group, *, rate=1e6, deadline=4.0, gpu_price=1e-3, time_price=0.0)
     view.rate = view.lower_bound = rate
     for one in range(offer.groups):
         view.track_of[one] = "base"
-        del view.missing_groups[one]
+        view.missing_groups.discard(one)
         if one == group:
             size = offer.track("base").bytes[one]
             view.in_flight[0] = Transfer(0, one, "base", size, upgrade=False, requested_s=0.0)

@@ -51,7 +51,7 @@ def test_what_was_cancelled_says_nothing():
     fly(seen, 1, "B")
     policy.decide(seen)
     seen.in_flight.clear()
-    seen.missing_groups = {1: None, **seen.missing_groups}
+    seen.missing_groups.add(1)
     seen.now = 3.0
     policy.decide(seen)
     assert list(policy._costs) == [pytest.approx(1.0 / 2000)]

@@ -1,0 +1,139 @@
+"""What has arrived and waits to be decoded: which group comes next, and how long all of it takes.
+
+Groups that are not in place come first, those that the policy will replace last. One with more in flight waits a moment
+for it, so that all is decoded together, unless time is short, or an engine needs everything before what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+
+from kvabr.abr.view import View
+from kvabr.player.group_progress import GroupProgress
+from kvabr.types.catalog import RECOMPUTED
+
+_WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
+"""Share of the deadline, and seconds, that what has arrived of a group waits for its other layers at most."""
+_WAITS = 4.0
+"""Multiple of that after which a later request for the group no longer prolongs the wait."""
+_LOOKED_AT = 64
+"""Groups of one kind that are looked at, in order, for one that neither waits nor will be replaced."""
+
+Kind = tuple[bool, bool]
+"""Whether a group is in place, and whether more of it is in flight."""
+
+
+class DecodeQueue:
+    """The groups of one play of which something can be decoded."""
+
+    def __init__(self, view: View, progress: Sequence[GroupProgress]) -> None:
+        """Begin empty; ``progress`` is that of each group."""
+        self._view, self._progress = view, progress
+        self._waiting: dict[int, int] = {}
+        """Groups of which something has arrived and is not being decoded, and when they came: the n-th."""
+        self._placed = bytearray(view.groups)
+        self._heaps: dict[Kind, list[tuple[int, int, int]]] = {
+            (placed, flying): [] for placed in (False, True) for flying in (False, True)
+        }
+        """Heaps of place, group and number, by kind. An entry counts as long as the group waits and is of that kind."""
+        self._came = 0
+        self._counted: list[tuple[str, ...]] = [()] * view.groups
+        self._tracks: dict[str, int] = {}
+        """How many batches wait or are being decoded, by track. Decoding a layer decodes all layers below it, so only
+        the top of each batch counts."""
+        view.undecoded = self._waiting.keys()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def update(self, group: int, placed: str | None) -> None:
+        """Take in that something of a group has arrived, is being decoded or is lost; ``placed``: what is in place."""
+        progress = self._progress[group]
+        stacked = progress.decodable(placed)
+        tops = tuple(batch[-1].track for batch in (progress.decoding, stacked) if batch)
+        if tops != self._counted[group]:
+            for tracks, by in ((self._counted[group], -1), (tops, 1)):
+                for track in tracks:
+                    self._tracks[track] = self._tracks.get(track, 0) + by
+            self._counted[group] = tops
+        self._placed[group] = placed is not None
+        if not stacked:
+            self._waiting.pop(group, None)
+        else:
+            if group not in self._waiting:
+                self._came += 1
+                self._waiting[group] = self._came
+            self.moved(group)
+        self.reckon()
+
+    def moved(self, group: int) -> None:
+        """Take in that more of a group that may wait is in flight, or less."""
+        if (number := self._waiting.get(group)) is not None and not self._progress[group].decoding:
+            place = group if self._view.front_first else number
+            heappush(self._heaps[self._kind(group)], (place, group, number))
+
+    def begin(self, group: int) -> None:
+        """Take a group that is about to be decoded."""
+        del self._waiting[group]
+
+    def reckon(self) -> None:
+        """Tell the policy anew how long everything takes, after a change or once decoding turns out to be slower."""
+        view = self._view
+        seconds = sum(count * view.decode_s(track) for track, count in self._tracks.items() if count)
+        view.decode_backlog_s = seconds / view.decoders
+
+    def next(self, now: float, *, hurry: bool, engine: bool, will_replace: Callable[[int], bool]) -> int | None:
+        """Return the group to decode next, or None.
+
+        Args:
+            now: seconds since the play began.
+            hurry: decoding has to begin now to be in time.
+            engine: an engine needs everything before what it computes.
+            will_replace: whether the policy will request another track for a group.
+        """
+        later: int | None = None
+        for placed in (False, True):
+            found, other = self._first((placed, False), lambda group: hurry or not will_replace(group))
+            if found is not None:
+                return found
+            later = other if later is None else later
+            at_once = hurry or (engine and not placed)
+            found, _ = self._first((placed, True), lambda group, all_=at_once: all_ or self._waited(group, now))
+            if found is not None:
+                return found
+        return later
+
+    def _first(self, kind: Kind, suits: Callable[[int], bool]) -> tuple[int | None, int | None]:
+        """Return the first group of a kind that suits, and the first of all, of the first `_LOOKED_AT`."""
+        heap, looked = self._heaps[kind], list[tuple[int, int, int]]()
+        found: int | None = None
+        try:
+            while found is None and heap and len(looked) < _LOOKED_AT:
+                entry = heappop(heap)
+                if self._counts(entry, kind) and (not looked or looked[-1] != entry):
+                    looked.append(entry)
+                    found = entry[1] if suits(entry[1]) else None
+        finally:
+            for entry in looked:
+                heappush(heap, entry)
+        return found, looked[0][1] if looked else None
+
+    def _counts(self, entry: tuple[int, int, int], kind: Kind) -> bool:
+        """Return whether what an entry of a heap says is still so, and the group may be decoded now."""
+        _, group, number = entry
+        here = self._waiting.get(group) == number and self._kind(group) == kind
+        return here and not self._progress[group].decoding and self._view.track_of[group] != RECOMPUTED
+
+    def _kind(self, group: int) -> Kind:
+        return bool(self._placed[group]), bool(self._progress[group].flying)
+
+    def _waited(self, group: int, now: float) -> bool:
+        """Return whether what has arrived of a group has waited for what is in flight long enough."""
+        longest_s, progress = min(_WAIT_SHARE * self._view.deadline_s, _MAX_WAIT_S), self._progress[group]
+        came_s = min(one.done_s or 0.0 for one in progress.arrived)
+        asked_s = max(one.requested_s for one in progress.flying)
+        return now - max(came_s, min(asked_s, came_s + _WAITS * longest_s)) >= longest_s
