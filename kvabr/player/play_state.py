@@ -201,6 +201,11 @@ class PlayState:
         """True once the play has been delivered or given up; and once groups come too late to get into the cache."""
         self._begin(goal)
 
+    def actions(self) -> list[Action]:
+        """Return what the driver must do now, in order; each action is returned once."""
+        out, self._actions = self._actions, []
+        return out
+
     def _leave_out(self, groups: Collection[int]) -> None:
         """Leave groups that no asset has to the engine from the beginning."""
         if groups:

@@ -36,7 +36,7 @@ from kvabr.player import abandon
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.live_edge import NO_CHANGES, EdgeChanges
 from kvabr.player.play_state import PlayState
-from kvabr.player.session_types import Action, Deliver, FetchGroup, GiveUp, GroupRecord, Recompute
+from kvabr.player.session_types import Deliver, FetchGroup, GiveUp, GroupRecord, Recompute
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.events import (
     FirstByteReceived,
@@ -299,11 +299,6 @@ class Session(PlayState):
             self._give_up(now, reason)
 
     # ----------------------------------------------------------------- outputs
-
-    def actions(self) -> list[Action]:
-        """Return what the driver must do now, in order; each action is returned once."""
-        out, self._actions = self._actions, []
-        return out
 
     def next_timer(self) -> float | None:
         """Return when the driver must call `timer`, seconds since the play began; None once the play is over."""
