@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableSet, Sequence
+from itertools import compress
 
 
 class GroupSet(MutableSet[int]):
@@ -33,10 +34,7 @@ class GroupSet(MutableSet[int]):
         return self._count
 
     def __iter__(self) -> Iterator[int]:
-        group = self._flags.find(1)
-        while group >= 0:
-            yield group
-            group = self._flags.find(1, group + 1)
+        return compress(range(len(self._flags)), self._flags)
 
     def __reversed__(self) -> Iterator[int]:
         group = self._flags.rfind(1)
@@ -51,6 +49,15 @@ class GroupSet(MutableSet[int]):
         """Return the least group from ``begin`` on, or None."""
         group = self._flags.find(1, begin)
         return None if group < 0 else group
+
+    def firsts(self, count: int) -> list[int]:
+        """Return the least ``count`` groups, or all."""
+        found: list[int] = []
+        group = self._flags.find(1)
+        while group >= 0 and len(found) < count:
+            found.append(group)
+            group = self._flags.find(1, group + 1)
+        return found
 
     def gap(self, begin: int) -> int:
         """Return the least group from ``begin`` on that is not in the set; the number of groups if there is none."""

@@ -49,9 +49,9 @@ class Ladder:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         tracks: list[Track] = []
-        for track in sorted(catalog.tracks, key=lambda track: (track.total_bytes, sum(track.loss))):
+        for track in sorted(catalog.tracks, key=lambda track: (track.total_bytes, track.total_loss)):
             # A track that costs more and loses no less is never worth requesting.
-            if track.refines is None and (not tracks or sum(track.loss) < sum(tracks[-1].loss)):
+            if track.refines is None and (not tracks or track.total_loss < tracks[-1].total_loss):
                 tracks.append(track)
         self.tracks: tuple[Track, ...] = tuple(tracks)
         """Self-contained tracks on the Pareto front of bytes against loss, cheapest first."""
@@ -103,27 +103,28 @@ def every_option(catalog: Catalog) -> Options:
     return _hulls(catalog, catalog.tracks)
 
 
-def spend(options: Options, steps: Iterable[LadderStep], groups: Collection[int], first: int, budget: float) -> str:
-    """Return the track that group ``first`` gets when ``budget`` bytes are spent greedily on several ``groups``.
+def spend(
+    options: Options, steps: Iterable[LadderStep], groups: Collection[int], budget: float
+) -> dict[int, str]:
+    """Return the track that each of several ``groups`` gets when ``budget`` bytes are spent greedily.
 
     Every group starts with the cheapest of its options. Steps, most loss saved per byte first, are taken as long as
     they fit; a group whose next step does not fit gets no more.
     """
     left = budget - sum(options[group][0].bytes for group in groups)
-    track = options[first][0].track
+    tracks = {group: options[group][0].track for group in groups}
     stopped: set[int] = set()
     for step in steps:
         if step.group not in groups or step.group in stopped:
             continue
         if step.bytes <= left:
             left -= step.bytes
-            if step.group == first:
-                track = step.to
+            tracks[step.group] = step.to
         else:
             stopped.add(step.group)
-            if step.group == first or len(stopped) == len(groups):
+            if len(stopped) == len(groups):
                 break
-    return track
+    return tracks
 
 
 def stack(catalog: Catalog, track: Track) -> tuple[Track, ...]:

@@ -13,7 +13,9 @@ computed:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from kvabr.abr.group_set import GroupSet
@@ -96,40 +98,49 @@ class Rest:
             comes_s = max(comes_s, view.ready_s(last) + view.ttfb_s / 2 + self._sizes[last] / self._rate)
         return comes_s + self._tail_s
 
-    def _needs(self) -> dict[int, int]:
-        """Return the bytes that each absent group needs, ascending."""
-        flying = {transfer.group: transfer.remaining for transfer in self._view.in_flight.required.values()}
-        return {group: flying.get(group, self._sizes[group]) for group in self._absent}
+    def _run(self, absent: Sequence[int], sums: Sequence[int], begin: int) -> _Candidate | None:
+        """Return the shortest run of consecutive groups from ``absent[begin]`` on with which all is in time.
 
-    def _runs(self, need: Mapping[int, int], groups: Sequence[int]) -> Iterator[_Candidate]:
-        """Yield ever longer runs of consecutive groups from the first of ``groups``, the last of those absent."""
-        if not groups:
-            return
-        catalog = self._view.catalog
-        first, left = groups[0], self._total
-        earlier = sum(nbytes for group, nbytes in need.items() if group < first)
-        before = max((group for group in need if group < first), default=None)
-        end = max(need)
-        begin = max(self._start_s, self._network_s(earlier, before))
-        for offset, group in enumerate(groups):
-            if group != first + offset:
-                break  # a group in between is in place; a longer run would compute it again
-            left -= need[group]
-            tokens = catalog.tokens_before(group + 1) - catalog.tokens_before(first)
-            computed = begin + self._cost.seconds(catalog.tokens_before(first), tokens)
-            yield _Candidate(max(computed, self._network_s(left, end if group < end else before)), first, group + 1)
+        If there is none, that with which all is in place soonest. The longer the run, the later the engine and the
+        sooner the network, so there is no need to look at every run. None: no group is left there.
+        """
+        if begin == len(absent):
+            return None
+        catalog, first, end, deadline_s = self._view.catalog, absent[begin], absent[-1], self._view.deadline_s
+        before = absent[begin - 1] if begin else None
+        begins_s, tokens = max(self._start_s, self._network_s(sums[begin], before)), catalog.tokens_before(first)
 
-    def _tails(self, need: Mapping[int, int]) -> Iterator[_Candidate]:
+        def computed_s(count: int) -> float:
+            return begins_s + self._cost.seconds(tokens, catalog.tokens_before(first + count) - tokens)
+
+        def fetched_s(count: int) -> float:
+            last = end if first + count <= end else before
+            return self._network_s(self._total - sums[begin + count] + sums[begin], last)
+
+        def soonest(when_s: float) -> int:
+            """Return the shortest run with which the network is done by then; one too long if there is none."""
+            return 1 + bisect_left(counts, True, key=lambda count: fetched_s(count) <= when_s)
+
+        # A group in between that is in place would be computed again.
+        counts = range(1, 1 + self._absent.gap(first) - first)
+        if (count := soonest(deadline_s)) > counts[-1] or computed_s(count) > deadline_s:
+            meet = 1 + bisect_left(counts, True, key=lambda count: computed_s(count) >= fetched_s(count))
+            sooner = meet - 1
+            if meet > counts[-1] or (sooner and fetched_s(sooner) <= computed_s(meet)):
+                count = soonest(fetched_s(sooner))
+            else:
+                count = meet
+        return _Candidate(max(computed_s(count), fetched_s(count)), first, first + count)
+
+    def _tails(self, absent: Sequence[int], sums: Sequence[int]) -> Iterator[_Candidate]:
         """Yield ever longer tails to the end, each from the last group on at which an engine can begin for it."""
-        catalog, left = self._view.catalog, self._total
-        absent = list(need)
-        for group, earlier in zip(reversed(absent), (*absent[-2::-1], -1), strict=True):
-            left -= need[group]
-            first = catalog.cut(group)
+        catalog = self._view.catalog
+        for index in reversed(range(len(absent))):
+            first, earlier = catalog.cut(absent[index]), absent[index - 1] if index else -1
             if earlier < first:
                 begin = catalog.tokens_before(first)
                 seconds = self._cost.seconds(begin, catalog.tokens - begin)
-                begins_s = max(self._start_s, self._network_s(left, None if earlier < 0 else earlier))
+                begins_s = max(self._start_s, self._network_s(sums[index], None if earlier < 0 else earlier))
                 yield _Candidate(begins_s + seconds, first, self._view.groups)
 
     def plan(self, mode: EngineMode) -> Plan | None:
@@ -140,8 +151,9 @@ class Rest:
         if self.in_time:
             return None
         view, cost, dead, deadline_s = self._view, self._cost, self._dead, self._view.deadline_s
-        need = self._needs()
-        absent = list(need)
+        flying = {transfer.group: transfer.remaining for transfer in view.in_flight.required.values()}
+        absent = list(self._absent)
+        sums = list(accumulate(map(flying.get, absent, map(self._sizes.__getitem__, absent)), initial=0))
         if view.coming and mode == "hole" and not dead and view.rate <= 0:
             begin = view.catalog.tokens_before(absent[0])
             if self._start_s + cost.seconds(begin, view.catalog.tokens - begin) < deadline_s:
@@ -155,14 +167,13 @@ class Rest:
             last = self._absent.gap(absent[0])
             return Plan(absent[0], last, "the network brings nothing; what is left is recompute")
         if mode == "suffix":
-            best = _soonest(self._tails(need), deadline_s)
+            best = _soonest(self._tails(absent, sums), deadline_s)
             other_s = view.decode_backlog_s
         else:
-            flying = {transfer.group for transfer in view.in_flight.required.values()}
             behind = next((i for i, group in enumerate(absent) if group not in flying), len(absent))
-            best = _soonest(self._runs(need, absent[behind:]), deadline_s)
+            best = self._run(absent, sums, behind)
             if best is None or (best.finish > deadline_s and behind):
-                stalled = _soonest(self._runs(need, absent), deadline_s)
+                stalled = self._run(absent, sums, 0)
                 if stalled is not None and (best is None or stalled.finish < best.finish):
                     best = stalled
             other_s = self._wait_s + self._tail_s

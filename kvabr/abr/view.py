@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, KeysView, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -121,8 +121,9 @@ def _add(counts: dict[T, int], key: T, by: int) -> None:
 class Settled(set[int]):
     """Groups that have arrived or are in place, with nothing in flight; and the order in which they settled."""
 
-    def __init__(self) -> None:
+    def __init__(self, changes: list[int]) -> None:
         super().__init__()
+        self._changes = changes
         self.history: list[int] = []
         """Every group ever added, once per time. Readers remember their position and read on from there, instead of
         scanning all groups for news. A group may have left the set since."""
@@ -131,6 +132,24 @@ class Settled(set[int]):
         """Mark a group as settled, possibly again."""
         super().add(group)
         self.history.append(group)
+        self._changes.append(group)
+
+    def discard(self, group: int, /) -> None:
+        """Mark a group as not settled."""
+        super().discard(group)
+        self._changes.append(group)
+
+
+class TrackOf(list[str | None]):
+    """The track of each group, see `View.track_of`."""
+
+    def __init__(self, groups: int, changes: list[int]) -> None:
+        super().__init__([None] * groups)
+        self._changes = changes
+
+    def __setitem__(self, group: int, track: str | None) -> None:  # type: ignore[override]  # no slices
+        super().__setitem__(group, track)
+        self._changes.append(group)
 
 
 class PlannedPlay(NamedTuple):
@@ -177,6 +196,11 @@ class View:
     decode_seconds: Callable[[str], float] | None = None
     """Seconds to decode a full group of a track on this machine; None: as the catalog says."""
     catalog: Catalog = field(init=False)
+    groups: int = field(init=False)
+    """Number of groups in the asset."""
+    keeps: int = field(init=False)
+    """For how many decisions a policy keeps what it has worked out by looking at every group; 0 up to 64 groups. So a
+    decision costs the same whatever the length of the prompt, and what is kept is off by a 64th of it at most."""
     now: float = 0.0
     """Seconds since the play began."""
     rate: float = 0.0
@@ -191,13 +215,13 @@ class View:
     """Bytes still to arrive for all requests in flight."""
     decode_backlog_s: float = 0.0
     """Seconds of decoding that are queued or running."""
-    undecoded: AbstractSet[int] = frozenset()
+    undecoded: KeysView[int] = field(default_factory=lambda: dict[int, int]().keys())
     """Groups of which something has arrived and waits to be decoded, in the order of arrival."""
     engine_backlog_s: float = 0.0
     """Seconds until the engine has finished everything it was given."""
     in_flight: InFlight = field(init=False)
     """Requests in flight, by request number."""
-    settled: Settled = field(default_factory=Settled)
+    settled: Settled = field(init=False)
     """Groups that have arrived or are in place, with nothing in flight for them; these can be upgraded."""
     unavailable: AbstractSet[tuple[int, str]] = frozenset()
     """Groups and tracks on which they have failed too often, for example because every copy was damaged; and those that
@@ -214,13 +238,16 @@ class View:
     """Returns when a group should exist, seconds since the play began; None: all do."""
     track_of: list[str | None] = field(init=False)
     """Track of each group that is in place or arriving; ``recomputed`` if the engine computes it; None if missing."""
+    changes: list[int] = field(default_factory=list)
+    """Every group whose track, or whether it has settled, may have changed, once per time; see `Settled.history`."""
     missing_groups: GroupSet = field(init=False)
     """Groups that exist and are neither in place, nor in flight, nor left to the engine; the player updates it."""
 
     def __post_init__(self) -> None:
         self.catalog = self.ladder.catalog
-        self.track_of = [None] * self.groups
-        self.edge = self.groups
+        self.groups = self.edge = self.catalog.groups
+        self.keeps = (self.groups - 1) // 64
+        self.track_of, self.settled = TrackOf(self.groups, self.changes), Settled(self.changes)
         self.missing_groups = GroupSet(self.groups)
         self.in_flight = InFlight(self.ladder.tracks[0].bytes)
 
@@ -228,11 +255,6 @@ class View:
     def missing(self) -> AbstractSet[int]:
         """Groups that exist and are neither in place, nor in flight, nor left to the engine; ascending."""
         return self.missing_groups
-
-    @property
-    def groups(self) -> int:
-        """Number of groups in the asset."""
-        return self.catalog.groups
 
     @property
     def time_left(self) -> float:

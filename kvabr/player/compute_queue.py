@@ -16,8 +16,6 @@ _LATE = 1.25
 """A tail that ends after this multiple of the deadline is far too late."""
 _PATIENCE = 0.5
 """Share of the deadline before which such a tail is not started, even if the link has carried nothing."""
-_KEPT_SHARE = 1 / 64
-"""A plan holds for as many events as this share of the groups, at most for a tick: to search one takes time."""
 
 
 class ComputeQueue:
@@ -41,9 +39,11 @@ class ComputeQueue:
         """How many of `chosen` the engine has not begun, and the seconds that they take one by one."""
         self._found: Plan | None = None
         self._kept, self._kept_s = 0, 0.0
-        """For how many events, and until when, the plan found last holds."""
-        self._sums: list[float] = []
-        """Seconds that the groups before each take one by one, once that is asked for."""
+        """For how many events (`View.keeps`), and until when, the plan found last holds: to search one takes time."""
+        self._each: list[int] = []
+        """Nanoseconds that each group takes alone, once that is asked for; whole ones, so that sums are exact."""
+        self._sums: list[int] = []
+        """The same for all groups before each."""
 
     def backlog_s(self, now: float) -> float:
         """Return the seconds until the engine has computed what it computes now and all of `chosen`."""
@@ -101,7 +101,7 @@ class ComputeQueue:
             self._found, self._kept = None, 0
         elif dead or not self._kept or now >= self._kept_s:
             self._found = rest.plan(self._mode)
-            self._kept, self._kept_s = int(_KEPT_SHARE * self._view.groups), now + self._tick_s
+            self._kept, self._kept_s = self._view.keeps, now + self._tick_s
         else:
             self._kept -= 1
         found, before = self._found, self.planned
@@ -118,12 +118,8 @@ class ComputeQueue:
             return False  # as most often, without adding up what the engine takes
         if self._mode == "suffix":
             return late_s >= self._seconds(self._view.catalog.cut(first), self._view.groups)
-        seconds = 0.0
-        for group in absent:
-            seconds += self._seconds(group, group + 1)
-            if seconds > late_s:
-                return False
-        return True
+        self._add_up()
+        return 1e9 * late_s >= absent.total("seconds", self._each)
 
     def ready(
         self, now: float, absent: GroupSet, records: Sequence[GroupRecord], *, at_once: bool = False
@@ -173,11 +169,15 @@ class ComputeQueue:
         last, end = first + 1, absent.gap(first)
         while last < end and (last in self.planned or last in self.chosen):
             last = min(end, self.planned.stop if last in self.planned else self.chosen.gap(last))
-        if not self._sums:
-            ends = map(self._view.catalog.tokens_before, range(self._view.groups + 1))
-            self._sums = list(accumulate((self._cost.seconds(a, b - a) for a, b in pairwise(ends)), initial=0.0))
-        one_by_one, in_time = self._sums[last] - self._sums[first], self._view.deadline_s - now
+        self._add_up()
+        one_by_one, in_time = 1e-9 * (self._sums[last] - self._sums[first]), self._view.deadline_s - now
         return last if self._seconds(first, last) <= in_time < one_by_one else first + 1
+
+    def _add_up(self) -> None:
+        if not self._each:
+            ends = map(self._view.catalog.tokens_before, range(self._view.groups + 1))
+            self._each = [round(1e9 * self._cost.seconds(begin, end - begin)) for begin, end in pairwise(ends)]
+            self._sums = list(accumulate(self._each, initial=0))
 
     def _last_call(self, first: int, now: float) -> bool:
         """Return whether a tail must be started now; until then the network may still shorten it."""

@@ -20,6 +20,9 @@ _WAITS = 4.0
 _LOOKED_AT = 64
 """Groups of one kind that are looked at, in order, for one that neither waits nor will be replaced."""
 
+_ASIDE = 0.125
+"""Share of the longest wait for which nobody looks again at what waits."""
+
 Kind = tuple[bool, bool]
 """Whether a group is in place, and whether more of it is in flight."""
 
@@ -37,6 +40,10 @@ class DecodeQueue:
             (placed, flying): [] for placed in (False, True) for flying in (False, True)
         }
         """Heaps of place, group and number, by kind. An entry counts as long as the group waits and is of that kind."""
+        self._aside: dict[Kind, list[tuple[int, int, int]]] = {kind: [] for kind in self._heaps}
+        """Entries that wait for more of their group, or whose group will be replaced, by kind."""
+        self._aside_for, self._aside_s = 0, 0.0
+        """For how many more questions (`View.keeps`), and until when, nobody looks at these again."""
         self._came = 0
         self._counted: list[tuple[str, ...]] = [()] * view.groups
         self._tracks: dict[str, int] = {}
@@ -95,32 +102,46 @@ class DecodeQueue:
             engine: an engine needs everything before what it computes.
             will_replace: whether the policy will request another track for a group.
         """
-        later: int | None = None
+        if hurry or self._aside_for == 0 or now >= self._aside_s:
+            self._look_again(now)
+        else:
+            self._aside_for -= 1
         for placed in (False, True):
-            found, other = self._first((placed, False), lambda group: hurry or not will_replace(group))
+            found = self._first((placed, False), lambda group: hurry or not will_replace(group))
             if found is not None:
                 return found
-            later = other if later is None else later
             at_once = hurry or (engine and not placed)
-            found, _ = self._first((placed, True), lambda group, all_=at_once: all_ or self._waited(group, now))
+            found = self._first((placed, True), lambda group, all_=at_once: all_ or self._waited(group, now))
             if found is not None:
                 return found
-        return later
+        later = (self._replaced(placed) for placed in (False, True))
+        return next((group for group in later if group is not None), None)
 
-    def _first(self, kind: Kind, suits: Callable[[int], bool]) -> tuple[int | None, int | None]:
-        """Return the first group of a kind that suits, and the first of all, of the first `_LOOKED_AT`."""
-        heap, looked = self._heaps[kind], list[tuple[int, int, int]]()
-        found: int | None = None
-        try:
-            while found is None and heap and len(looked) < _LOOKED_AT:
-                entry = heappop(heap)
-                if self._counts(entry, kind) and (not looked or looked[-1] != entry):
-                    looked.append(entry)
-                    found = entry[1] if suits(entry[1]) else None
-        finally:
-            for entry in looked:
-                heappush(heap, entry)
-        return found, looked[0][1] if looked else None
+    def _look_again(self, now: float) -> None:
+        """Return what was put aside to where it was."""
+        for kind, entries in self._aside.items():
+            for entry in entries:
+                heappush(self._heaps[kind], entry)
+            entries.clear()
+        self._aside_for, self._aside_s = self._view.keeps, now + _ASIDE * self._longest_s
+
+    def _first(self, kind: Kind, suits: Callable[[int], bool]) -> int | None:
+        """Return the first group of a kind that suits, of the first `_LOOKED_AT`; put aside what does not."""
+        heap, aside = self._heaps[kind], self._aside[kind]
+        for _ in range(_LOOKED_AT):
+            while heap and not self._counts(heap[0], kind):
+                heappop(heap)
+            if not heap:
+                break
+            if suits(heap[0][1]):
+                return heap[0][1]
+            aside.append(heappop(heap))
+        return None
+
+    def _replaced(self, placed: bool) -> int | None:  # noqa: FBT001  # a part of a kind
+        """Return the first group that was put aside because it will be replaced."""
+        kind = placed, False
+        return next((entry[1] for entry in self._aside[kind] if self._counts(entry, kind)), None)
 
     def _counts(self, entry: tuple[int, int, int], kind: Kind) -> bool:
         """Return whether what an entry of a heap says is still so, and the group may be decoded now."""
@@ -131,9 +152,13 @@ class DecodeQueue:
     def _kind(self, group: int) -> Kind:
         return bool(self._placed[group]), bool(self._progress[group].flying)
 
+    @property
+    def _longest_s(self) -> float:
+        return min(_WAIT_SHARE * self._view.deadline_s, _MAX_WAIT_S)
+
     def _waited(self, group: int, now: float) -> bool:
         """Return whether what has arrived of a group has waited for what is in flight long enough."""
-        longest_s, progress = min(_WAIT_SHARE * self._view.deadline_s, _MAX_WAIT_S), self._progress[group]
+        longest_s, progress = self._longest_s, self._progress[group]
         came_s = min(one.done_s or 0.0 for one in progress.arrived)
         asked_s = max(one.requested_s for one in progress.flying)
         return now - max(came_s, min(asked_s, came_s + _WAITS * longest_s)) >= longest_s
