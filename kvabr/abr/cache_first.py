@@ -38,7 +38,7 @@ class CacheFirst(Policy):
         """Wrap a policy; ``kept``: the stored groups of each track."""
         self._inner, self._kept = inner, kept
         self._wanted: deque[tuple[int, str]] = deque()
-        """Groups that have not been requested yet, and the best stored track of each; the layers below are stored, too."""
+        """Groups that have not been requested yet, and the best stored track of each; the layers below are stored."""
         # Present the wrapped policy's attributes.
         for name in ("name", "estimator", "abandons", "paces", "computes"):
             vars(self)[name] = getattr(inner, name)

@@ -103,9 +103,7 @@ def every_option(catalog: Catalog) -> Options:
     return _hulls(catalog, catalog.tracks)
 
 
-def spend(
-    options: Options, steps: Iterable[LadderStep], groups: Collection[int], budget: float
-) -> dict[int, str]:
+def spend(options: Options, steps: Iterable[LadderStep], groups: Collection[int], budget: float) -> dict[int, str]:
     """Return the track that each of several ``groups`` gets when ``budget`` bytes are spent greedily.
 
     Every group starts with the cheapest of its options. Steps, most loss saved per byte first, are taken as long as

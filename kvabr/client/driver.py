@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from kvabr.client.cpu_limit import limited_step
 from kvabr.client.decode_speeds import on_one_core
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
@@ -141,8 +140,7 @@ class Driver:
         if self._over.done():
             return
         try:
-            now = self.now()
-            limited_step(self.session.time_left(now), event, *arguments, now=now)
+            event(*arguments, now=self.now())
             for action in self.session.actions():
                 self._obey(action)
         except Exception as error:  # noqa: BLE001  # a policy's, or our own: the play is to end with it, not to hang

@@ -29,6 +29,7 @@ from kvabr.client.options import PlayOptions, guard_s
 from kvabr.client.passages import PassagePrompt
 from kvabr.client.peer_history import PeerHistory
 from kvabr.client.play_connection import PlayConnection
+from kvabr.client.plugin_limits import PluginLimit, limited_estimator
 from kvabr.client.preparing import Clock, Prepared, pays
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import decoders, on_engine
@@ -334,7 +335,8 @@ class Play:
                     lookup_s=self.clock.now(),
                 )
             )
-        own = new_estimator(options.policy, options.estimator)
+        limit = PluginLimit(self._left_s)
+        own = limited_estimator(new_estimator(options.policy, options.estimator), limit)
         with estimating(connection.shared, own, self.history) as estimator:
             session = new_session(
                 ladder,
@@ -355,6 +357,7 @@ class Play:
                 decode_rates=self.speeds.rates(ladder.catalog, self._device),
                 expected_s=None if prepared.growing is None else prepared.growing.expected_s,
                 log=options.log,
+                limited=limit,
             )
             feed = None if prepared.growing is None else LiveFeed(connection, prepared.growing, ladder.cheapest)
             driver = Driver(
@@ -385,7 +388,8 @@ class Play:
         final = [kinds[view.catalog.unit(group).part].kind == "state" for group in range(view.groups)]
         tracks = zip(played.assembler.coverage, final, strict=True)
         rate = view.rate or played.session.record.bytes_fetched / max(view.now, 1e-3)
-        own = new_estimator(options.policy, options.estimator)
+        limit = PluginLimit(self._left_s)
+        own = limited_estimator(new_estimator(options.policy, options.estimator), limit)
         own.prime(Prior(rate, view.ttfb_s))
         shared = ExitStack()
         session = new_session(
@@ -398,9 +402,15 @@ class Play:
             cached_groups=connection.cached_groups,
             decode_rates=self.speeds.rates(ladder.catalog, self._device),
             log=None if options.log is None else partial(_late, options.log, view.now),
+            limited=limit,
         )
         hook = EngineHook()
         return Upgrades(Driver(session, connection, played.assembler, hook=hook), hook, shared.close)
+
+    def _left_s(self) -> float:
+        """Return the seconds until the deadline; once it has passed, until the play ends at the latest."""
+        left_s = self.clock.left()
+        return left_s if left_s > 0 else self._patience_s() - self.clock.now()
 
     def _patience_s(self) -> float:
         """Return when an incomplete play ends, seconds since the call; an engine may take longer."""

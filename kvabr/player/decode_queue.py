@@ -138,7 +138,7 @@ class DecodeQueue:
             aside.append(heappop(heap))
         return None
 
-    def _replaced(self, placed: bool) -> int | None:  # noqa: FBT001  # a part of a kind
+    def _replaced(self, placed: bool) -> int | None:  # a part of a kind
         """Return the first group that was put aside because it will be replaced."""
         kind = placed, False
         return next((entry[1] for entry in self._aside[kind] if self._counts(entry, kind)), None)

@@ -17,7 +17,7 @@ from kvabr.player.decode_queue import DecodeQueue
 from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.group_progress import GroupProgress
 from kvabr.player.live_edge import LiveEdge
-from kvabr.player.policy_guard import PolicyGuard
+from kvabr.player.policy_guard import CallLimit, PolicyGuard, at_once
 from kvabr.player.priorities import RequestPriorities
 from kvabr.player.retry_tracker import RetryTracker
 from kvabr.player.session_types import (
@@ -140,6 +140,7 @@ class PlayState:
         decode_rates: DecodeRates | None = None,
         expected_s: Sequence[float] | None = None,
         log: Log | None = None,
+        limited: CallLimit = at_once,
     ) -> None:
         """Begin with every group absent; arguments and errors are those of `kvabr.player.builder.new_session`."""
         if not 0 < deadline_s < float("inf"):
@@ -168,7 +169,7 @@ class PlayState:
         """Requests for what the publisher sends unasked."""
         self._tick_s = self._next_tick_s = min(deadline_s / config.ticks, MAX_TICK_S)
         self._events = EventLog(log, self.view)
-        self._guard = PolicyGuard(policy, self.view)
+        self._guard = PolicyGuard(policy, self.view, limited)
         meter = ChunkedThroughputSampler if config.chunked else ThroughputSampler
         self._sampler = meter(estimator, deadline_s, self._events.limited)
         self._compute = None if cost is None else ComputeQueue(cost, mode, self.view, self._tick_s)

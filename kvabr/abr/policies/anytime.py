@@ -19,8 +19,8 @@ must still arrive. What remains to decide is how much to keep in flight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from bisect import bisect_right
+from collections.abc import Mapping
 from heapq import heappop, heappush
 from itertools import accumulate, islice
 from typing import ClassVar, NamedTuple

@@ -162,7 +162,7 @@ class TimeSaver:
     # ----------------------------------------------------------------- plans
 
     def _plan_for(self, view: View, *, missing: bool, fresh: bool = False) -> TimePlan:
-        """Return the plan for the present rate, which is kept while little changes; ``fresh``: while nothing settles."""
+        """Return the plan for the present rate, kept while little changes; ``fresh``: while nothing settles."""
         self._best_rate = max(self._best_rate, view.rate)
         if view.rate >= _SLOW_SHARE * self._best_rate:
             self._fast_s = view.now
@@ -206,8 +206,10 @@ class TimeSaver:
             return next(reversed(view.missing_groups))  # the engine comes from the front
         losses, missing = self._base.loss, view.missing_groups
         if not self._by_loss:
-            self._by_loss = {most: sorted((-losses[group] if most else losses[group], group) for group in missing)
-                             for most in (False, True)}
+            self._by_loss = {
+                most: sorted((-losses[group] if most else losses[group], group) for group in missing)
+                for most in (False, True)
+            }
             self._returned = len(missing.returned)
         for group in missing.returned[self._returned :]:
             heappush(self._by_loss[False], (losses[group], group))
