@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from heapq import heappop, heappush
 from typing import Any
 
 from kvabr.client.decode_speeds import on_one_core
@@ -44,8 +45,10 @@ _PAUSE_SHARE = 1 / 50
 """Share of the deadline that a refused request waits before it is asked for again, unless the peer names a time."""
 _MAX_PAUSE_SHARE = 1 / 8
 """Share of the deadline that it waits at most, whatever the peer names."""
+_READS = 256
+"""Groups that are read at once; the others wait here. A connection sends fewer requests at a time anyway."""
 
-LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25)
+LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25, decode_ahead_s=0.005)
 """What a player does over a real network: there bytes come in lumps, streams stall, and peers fall silent."""
 
 
@@ -91,6 +94,10 @@ class Driver:
         self._engine, self._tokens = engine, tokens
         self._hook, self._watch, self._feed, self._again = hook, watch, feed, again
         self._reads: dict[int, tuple[asyncio.Task[None], Download]] = {}
+        self._later: list[tuple[int, int, FetchGroup]] = []
+        """Heap of what is to be fetched later: priority, request and action."""
+        self._unwanted: set[int] = set()
+        """Requests among these that were cancelled."""
         self._frames: dict[int, Download] = {}
         """Downloads that are complete and not decoded yet, by request."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -204,6 +211,22 @@ class Driver:
     # ------------------------------------------------------------- downloads
 
     def _fetch(self, action: FetchGroup) -> None:
+        if len(self._reads) < _READS or action.pushed:
+            self._fetch_now(action)
+        else:
+            heappush(self._later, (action.priority, action.request, action))
+
+    def _ended(self, request: int) -> None:
+        """Forget a request that is over, and begin with another one."""
+        self._reads.pop(request, None)
+        while self._later and len(self._reads) < _READS and not self._over.done():
+            _, _, action = heappop(self._later)
+            if action.request in self._unwanted:
+                self._unwanted.discard(action.request)
+            else:
+                self._fetch_now(action)
+
+    def _fetch_now(self, action: FetchGroup) -> None:
         ahead = self._feed.take(action.group) if self._feed is not None and action.pushed else None
         download, before = ahead or (None, 0)
         if download is None:
@@ -220,10 +243,15 @@ class Driver:
 
     def _cancel(self, request: int) -> None:
         self._frames.pop(request, None)
-        task, download = self._reads.pop(request, (None, None))
-        if task is not None and download is not None:
-            task.cancel()
-            download.cancel()
+        found = self._reads.get(request)
+        if found is None:
+            if self._later:
+                self._unwanted.add(request)
+            return
+        task, download = found
+        task.cancel()
+        download.cancel()
+        self._ended(request)
 
     async def _read(self, action: FetchGroup, download: Download, before: int) -> None:
         try:
@@ -234,11 +262,11 @@ class Driver:
         except Exception as error:  # noqa: BLE001  # a transport's, whatever it is: this request has failed
             if download.stats.first_byte_s is None:
                 await self._pause(error)
-            self._reads.pop(action.request, None)
+            self._ended(action.request)
             busy = isinstance(error, RequestError) and error.code == RequestCode.EXCESSIVE_LOAD
             self._tell(partial(self.session.failed, busy=busy), action.request, said(error))
         else:
-            self._reads.pop(action.request, None)
+            self._ended(action.request)
             self._frames[action.request] = download
             self._tell(partial(self.session.done, limit=download.stats.limit), action.request)
         finally:

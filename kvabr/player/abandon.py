@@ -5,7 +5,8 @@ every missing group at its cheapest cannot arrive in time at the expected rate, 
 the cheapest track frees the most bytes, provided that the play can then meet the deadline if all such transfers are
 replaced, or end sooner if it is late already. Layers that were requested together with a base delay the others like the
 base. Other upgrades normally delay nothing. One is weighed only if its first byte came when a required transfer was
-due, as not every peer respects priorities.
+due, as not every peer respects priorities. Once nothing but upgrades is in flight, one that cannot end in time is
+cancelled if a smaller one of the same group can: until then the group could have nothing else.
 
 Stalls occur on real networks only. A publisher serves the more urgent request first, or the earlier one, or all alike.
 So a transfer has been forgotten if a less urgent, later one overtook it and it stays silent. If nothing moves at all,
@@ -45,18 +46,21 @@ def choose(view: View, instead: Callable[[int], Track | None], *, begun: bool = 
     """
     if view.rate <= 0 or not view.in_flight:
         return None
-    cheapest = view.ladder.tracks[0]
-    needed = [transfer for transfer in view.in_flight.values() if not transfer.upgrade]
+    cheapest, needed = view.ladder.tracks[0], view.in_flight.required
     if not view.missing and not needed:
-        return None  # only upgrades are in flight: they cost nothing but bytes, and the deadline ends them
-    due_s = min((transfer.requested_s for transfer in needed), default=view.now) + _ON_ITS_WAY * view.ttfb_s
+        return None  # see `hopeless`
+    limit_s, decode_s = (_ONCE_BEGUN if begun else _MARGIN) * view.time_left, view.decode_s(cheapest.name)
+    if (view.outstanding_bytes + view.floor_bytes()) / view.rate + decode_s <= limit_s:
+        return None  # as most often, without a look at every transfer
+    due_s = view.now if not needed else next(iter(needed.values())).requested_s
+    due_s += _ON_ITS_WAY * view.ttfb_s
     weighed = [
         one
         for one in view.in_flight.values()
         if one.priority < LEAST_URGENT or (one.first_byte_s is not None and one.first_byte_s >= due_s)
     ]
-    need_s = (sum(one.remaining for one in weighed) + view.floor_bytes()) / view.rate + view.decode_s(cheapest.name)
-    if need_s <= (_ONCE_BEGUN if begun else _MARGIN) * view.time_left:
+    need_s = (sum(one.remaining for one in weighed) + view.floor_bytes()) / view.rate + decode_s
+    if need_s <= limit_s:
         return None
     best: Transfer | None = None
     best_freed, freed, other = 0, 0, cheapest
@@ -76,6 +80,46 @@ def choose(view: View, instead: Callable[[int], Track | None], *, begun: bool = 
         return None  # it would neither meet the deadline nor end much sooner
     what = "an upgrade in the way" if best.upgrade else f"{other.name} instead"
     return best, f"the rest takes {need_s:.2f} s of {view.time_left:.2f} s left; {what} frees {best_freed / 1e3:.0f} kB"
+
+
+def hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Transfer, str] | None:
+    """Return an upgrade that cannot end in time although a smaller one of its group can, and the reason; or None.
+
+    Args:
+        view: the play.
+        here: returns the track on which a group has arrived or is in place.
+    """
+    if view.rate <= 0 or not view.arrived:
+        return None
+    seen: set[int] = set()
+    ahead = 0
+    for one in sorted(view.in_flight.upgrades.values(), key=lambda one: (one.priority, one.request)):
+        ends_s = (ahead + one.remaining) / view.rate + view.decode_s(one.track)
+        # Of several layers of a group the lowest counts: the others cannot be in place without it.
+        if one.group not in seen and ends_s > _MARGIN * view.time_left:
+            smaller = _smaller(view, one, here(one.group), ahead)
+            if smaller is not None:
+                what = f"{one.track} takes {ends_s:.2f} s of {view.time_left:.2f} s left"
+                return one, f"{what}; {smaller} would be in time"
+        seen.add(one.group)
+        ahead += one.remaining
+    return None
+
+
+def _smaller(view: View, one: Transfer, current: str | None, ahead: int) -> str | None:
+    """Return a better track than the current one that would surely be in time instead of an upgrade, or None."""
+    group, tracks = one.group, view.catalog.by_name
+    if current not in tracks or view.lower_bound <= 0:
+        return None
+    for track in view.catalog.tracks:
+        layers = view.layers(track.name, current)
+        nbytes = sum(view.bytes(group, layer) for layer in layers)
+        if track.loss[group] >= view.loss(group, current) or nbytes >= one.remaining:
+            continue
+        comes_s = view.ttfb_s + (ahead + nbytes) / view.lower_bound + view.decode_s(track.name)
+        if comes_s < view.time_left and not any((group, layer) in view.unavailable for layer in layers):
+            return track.name
+    return None
 
 
 class StallDetector:

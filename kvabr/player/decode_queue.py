@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
-from kvabr.abr.view import View
+from kvabr.abr.view import Transfer, View
 from kvabr.player.group_progress import GroupProgress
 from kvabr.types.catalog import RECOMPUTED
 
@@ -20,6 +20,8 @@ _WAITS = 4.0
 _LOOKED_AT = 64
 """Groups of one kind that are looked at, in order, for one that neither waits nor will be replaced."""
 
+_MOST_HANDED = 16
+"""Most groups that each decoder is given ahead."""
 _ASIDE = 0.125
 """Share of the longest wait for which nobody looks again at what waits."""
 
@@ -49,6 +51,10 @@ class DecodeQueue:
         self._tracks: dict[str, int] = {}
         """How many batches wait or are being decoded, by track. Decoding a layer decodes all layers below it, so only
         the top of each batch counts."""
+        self._handed: dict[int, float] = {}
+        """Seconds that what is being decoded should take, by request."""
+        self._handed_s = 0.0
+        """All of these together."""
         view.undecoded = self._waiting.keys()
 
     def __bool__(self) -> bool:
@@ -83,9 +89,20 @@ class DecodeQueue:
             place = group if self._view.front_first else number
             heappush(self._heaps[self._kind(group)], (place, group, number))
 
-    def begin(self, group: int) -> None:
-        """Take a group that is about to be decoded."""
-        del self._waiting[group]
+    def busy(self, ahead_s: float) -> bool:
+        """Return whether the decoders have enough to do, given that each may have ``ahead_s`` seconds of it."""
+        jobs, decoders = len(self._handed), self._view.decoders
+        return jobs >= decoders and (jobs >= _MOST_HANDED * decoders or self._handed_s >= ahead_s * decoders)
+
+    def begin(self, top: Transfer) -> None:
+        """Take a group that is about to be decoded, up to a layer."""
+        del self._waiting[top.group]
+        self._handed[top.request] = self._view.decode_s(top.track)
+        self._handed_s += self._handed[top.request]
+
+    def end(self, top: Transfer) -> None:
+        """Take in that it has been decoded, or could not be."""
+        self._handed_s = max(0.0, self._handed_s - self._handed.pop(top.request))
 
     def reckon(self) -> None:
         """Tell the policy anew how long everything takes, after a change or once decoding turns out to be slower."""

@@ -32,6 +32,13 @@ class GroupProgress:
                 return max(transfers, key=lambda one: one.request).track
         return None
 
+    def here(self) -> str | None:
+        """Return the track that was requested last of those that have arrived, or None."""
+        for transfers in (self.arrived, self.decoding):
+            if transfers:
+                return max(transfers, key=lambda one: one.request).track
+        return None
+
     def decodable(self, placed: str | None) -> list[Transfer]:
         """Return what to decode next, lowest layer first; ``placed`` is the track in place."""
         if not self.arrived:

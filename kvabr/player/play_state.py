@@ -11,6 +11,7 @@ from kvabr.abr.group_set import GroupSet
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Future, Transfer, View
+from kvabr.player import abandon
 from kvabr.player.abandon import LEAST_SILENCE_S, StallDetector
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.decode_queue import DecodeQueue
@@ -54,6 +55,8 @@ from kvabr.types.events import (
 
 P = ParamSpec("P")
 
+_ABANDONED = 64
+"""Most transfers that are abandoned at one tick."""
 _LEAST_LOOK_S = 0.01
 """Least seconds after which a play that waits for layers considers again whether they are worth it."""
 _HURRY_TICKS = 1.5
@@ -120,6 +123,8 @@ class EventLog:
 class PlayState:
     """What a play knows about its groups, and the operations that change it."""
 
+    _drops_upgrades = True
+    """Whether an upgrade that cannot end in time is given up for a smaller one."""
     _engine_s = 0.0
     """When the engine last finished something."""
     _look_s = math.inf
@@ -189,8 +194,6 @@ class PlayState:
         """Groups of which something has arrived and is not being decoded."""
         self._decoding: dict[int, Transfer] = {}
         """What is being decoded, by request."""
-        self._jobs = 0
-        """Number of groups that are being decoded."""
         self._actions: list[Action] = []
         self._heard_s = 0.0
         """When the last bytes came."""
@@ -338,11 +341,11 @@ class PlayState:
 
     def _decode(self, now: float) -> None:
         """Give the decoders as much as they can do at once."""
-        while self._jobs < self._config.decoders and (group := self._next_to_decode(now)) is not None:
+        queue = self._undecoded
+        while not queue.busy(self._config.decode_ahead_s) and (group := self._next_to_decode(now)) is not None:
             batch = self._groups[group].begin_decoding(self.record.groups[group].track)
-            self._undecoded.begin(group)
+            queue.begin(batch[-1])
             self._decoding.update((transfer.request, transfer) for transfer in batch)
-            self._jobs += 1
             top = batch[-1]
             below = tuple(transfer.request for transfer in batch[:-1])
             self._actions.append(Decode(top.request, group, top.track, below))
@@ -360,7 +363,7 @@ class PlayState:
         batch, progress.decoding = progress.decoding, []
         for one in batch:
             del self._decoding[one.request]
-        self._jobs -= 1
+        self._undecoded.end(batch[-1])
         return batch
 
     def _place(self, transfer: Transfer, now: float, *, better: bool) -> None:
@@ -451,6 +454,27 @@ class PlayState:
                 view.missing_groups.add(group)
             else:
                 view.missing_groups.discard(group)
+
+    def _abandon(self, now: float) -> None:
+        """Cancel what will be late while something cheaper is not."""
+        view, begun = self.view, 0
+        while begun < _ABANDONED:
+            found = abandon.choose(view, self._retries.cheapest_left, begun=begun > 0)
+            if found is None:
+                break
+            begun += 1
+            self.record.abandoned += 1
+            if not found[0].upgrade:
+                self._retries.abandoned(found[0].group)
+            self._cancel(*found, now)
+        if not begun and self._drops_upgrades and (hopeless := abandon.hopeless(view, self._here)) is not None:
+            self.record.abandoned += 1
+            self._retries.dropped(hopeless[0].group, hopeless[0].track)
+            self._cancel(*hopeless, now)
+
+    def _here(self, group: int) -> str | None:
+        """Return the track on which a group has arrived or is in place."""
+        return self._groups[group].here() or self.record.groups[group].track
 
     def _cancel(self, transfer: Transfer, reason: str, now: float, *, failed: bool = False) -> None:
         """Cancel a transfer, and those that need it, unless it is no longer in flight."""

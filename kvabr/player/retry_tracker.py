@@ -23,6 +23,7 @@ class RetryTracker:
         self._failures: Counter[tuple[int, str]] = Counter()
         self._of_group: Counter[int] = Counter()
         """Failures of each group on all tracks together."""
+        self._dropped: Counter[tuple[int, str]] = Counter()
         self._faults: dict[str, str] = {}
         self._abandoned: set[int] = set()
         self.unavailable: set[tuple[int, str]] = set()
@@ -59,6 +60,12 @@ class RetryTracker:
     def abandoned(self, group: int) -> None:
         """Note that a required transfer was abandoned because it would have been late."""
         self._abandoned.add(group)
+
+    def dropped(self, group: int, track: str) -> None:
+        """Note that an upgrade was cancelled because it could not end in time."""
+        self._dropped[group, track] += 1
+        if self._dropped[group, track] >= self._attempts:  # the policy insists
+            self.unavailable.add((group, track))
 
     def cheapest_left(self, group: int) -> Track | None:
         """Return the cheapest track on which a group has not failed too often; None if there is none."""

@@ -32,7 +32,6 @@ from itertools import chain
 
 from kvabr.abr.policy import Decision
 from kvabr.abr.view import Transfer
-from kvabr.player import abandon
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.live_edge import NO_CHANGES, EdgeChanges
 from kvabr.player.play_state import PlayState
@@ -272,13 +271,7 @@ class Session(PlayState):
         self._sampler.tick(now, waiting=bool(self.view.in_flight), idle=self._idle())
         self._refresh(now)
         if self._guard.policy.abandons:
-            begun = False
-            while (found := abandon.choose(self.view, self._retries.cheapest_left, begun=begun)) is not None:
-                begun = True
-                self.record.abandoned += 1
-                if not found[0].upgrade:
-                    self._retries.abandoned(found[0].group)
-                self._cancel(*found, now)
+            self._abandon(now)
         if self._stalls is not None:
             view = self.view
             drain_s = view.outstanding_bytes / view.rate if view.rate > 0 else 0.0

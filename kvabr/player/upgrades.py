@@ -29,6 +29,8 @@ _SILENT = 5.0
 class UpgradeSession(Session):
     """Upgrades of a cache that is in use; its deadline is how far ahead they are planned, that of the play before."""
 
+    _drops_upgrades = False  # the end of the play is not near, however far ahead upgrades are planned
+
     def _begin(self, goal: Goal) -> None:
         if not isinstance(goal, UpgradeGoal):
             raise UsageError("the goal of upgrades is an UpgradeGoal")
