@@ -1,13 +1,14 @@
 """Drives one `player.Session` over one `Connection`, whatever its goal: clock, downloads, decoding and engine.
 
 Everything but decoding and prefill happens on the event loop's thread. Decoding runs in a few threads that all plays
-share, so that it overlaps the network. An engine computes in a thread of its own, one play at a time. Neither is waited
+share, so that it overlaps the network, unless groups are very small. An engine computes in a thread of its own, one play at a time. Neither is waited
 for when a play ends, and what they still bring is discarded.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from heapq import heappop, heappush
@@ -16,7 +17,7 @@ from typing import Any
 from kvabr.client.decode_speeds import on_one_core
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
-from kvabr.client.resources import cancel_all, decoders, on_engine, timed
+from kvabr.client.resources import SMALL_BYTES, cancel_all, decoders, on_engine, timed
 from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.moqt.codes import RequestCode
@@ -45,6 +46,8 @@ _PAUSE_SHARE = 1 / 50
 """Share of the deadline that a refused request waits before it is asked for again, unless the peer names a time."""
 _MAX_PAUSE_SHARE = 1 / 8
 """Share of the deadline that it waits at most, whatever the peer names."""
+_MOMENT_S = 2e-3
+"""Seconds for which small groups are decoded before the event loop has its turn."""
 _READS = 256
 """Groups that are read at once; the others wait here. A connection sends fewer requests at a time anyway."""
 
@@ -100,6 +103,12 @@ class Driver:
         """Requests among these that were cancelled."""
         self._frames: dict[int, Download] = {}
         """Downloads that are complete and not decoded yet, by request."""
+        # An engine's hook decides when a group is written.
+        largest = self._catalog.spec.largest
+        self._small = hook is None and 2 * largest.rows * largest.elements_per_token <= SMALL_BYTES
+        """Whether groups are so small that they are decoded on this thread."""
+        self._waiting: deque[Decode] = deque()
+        """What is to be decoded on this thread."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s: float | None = None
@@ -162,6 +171,10 @@ class Driver:
                 self._fetch(action)
             case Cancel():
                 self._cancel(action.request)
+            case Decode() if self._small:
+                self._waiting.append(action)
+                if len(self._waiting) == 1:
+                    self._loop.call_soon(self._decode_small)
             case Decode():
                 self._begin(self._place(action))
             case Recompute():
@@ -305,19 +318,14 @@ class Driver:
 
     async def _place(self, action: Decode) -> None:
         """Check and decode a group in a thread, and put it into its place."""
-        requests = (*action.below, action.request)
-        names = self.session.view.ladder.stacks[action.track][-len(requests) :]
-        downloads = [self._frames[request] for request in requests]
-        layers = [Layer(name, one.data, one.has_digest) for name, one in zip(names, downloads, strict=True)]
+        layers = self._layers(action)
         try:
             work = partial(timed, self._loop.time, self._decoded, action, layers)
             write, seconds = await self._loop.run_in_executor(decoders(), work)
         except _RefusedError as error:
-            self._frames.pop(error.request, None)
-            self._tell(self.session.refused, error.request, said(error.cause))
+            self._refuse(error)
             return
-        for request in requests:
-            self._frames.pop(request, None)
+        self._forget_frames(action)
         if self._hook is not None and write is not None:
             unit = self._catalog.unit(action.group)
             try:
@@ -328,6 +336,37 @@ class Driver:
                 return
         self._tell(partial(self.session.decoded, seconds=seconds), action.request)
 
+    def _decode_small(self) -> None:
+        """Check and decode small groups here, for a moment, and the others once the event loop has had its turn."""
+        until_s = self._loop.time() + _MOMENT_S
+        while self._waiting and not self._over.done():
+            action = self._waiting[0]
+            try:
+                _, seconds = timed(self._loop.time, self._decoded, action, self._layers(action))
+            except _RefusedError as error:
+                self._refuse(error)
+            else:
+                self._forget_frames(action)
+                self._tell(partial(self.session.decoded, seconds=seconds), action.request)
+            self._waiting.popleft()
+            if self._waiting and self._loop.time() >= until_s:
+                self._loop.call_soon(self._decode_small)
+                return
+
+    def _layers(self, action: Decode) -> list[Layer]:
+        requests = (*action.below, action.request)
+        names = self.session.view.ladder.stacks[action.track][-len(requests) :]
+        downloads = [self._frames[request] for request in requests]
+        return [Layer(name, one.data, one.has_digest) for name, one in zip(names, downloads, strict=True)]
+
+    def _refuse(self, error: _RefusedError) -> None:
+        self._frames.pop(error.request, None)
+        self._tell(self.session.refused, error.request, said(error.cause))
+
+    def _forget_frames(self, action: Decode) -> None:
+        for request in (*action.below, action.request):
+            self._frames.pop(request, None)
+
     def _decoded(self, action: Decode, layers: Sequence[Layer]) -> Callable[[], object] | None:
         """Place a group, or return what writes it if the cache is in use; in a thread.
 
@@ -336,7 +375,8 @@ class Driver:
         """
         if self._over.done():
             return None
-        on_one_core()
+        if not self._small:
+            on_one_core()
         group, assembler = action.group, self.assembler
         *below, (track, frame, has_digest) = layers
         put = assembler.put if self._hook is None else assembler.prepare

@@ -92,8 +92,8 @@ class TimeSaver:
         self._by_loss: dict[bool, list[tuple[float, int]]] = {}
         """Heaps of the groups that are missing, those that lose least first, and those that lose most; lazily."""
         self._returned = 0
-        self._grown: dict[float, tuple[int, TimePlan]] = {}
-        """Plans for a faster link, by how much faster, and for how many more questions each holds."""
+        self._kept: dict[float | str, tuple[int, TimePlan]] = {}
+        """Plans for other rates, by the case that each is for, and for how many more questions each holds."""
         self._ranked: tuple[TimePlan, list[tuple[float, int]]] | None = None
         """A plan and the upgrades in it: a heap of gains and groups, both negated."""
         self._ranked_for = self._flying_for = 0
@@ -135,7 +135,7 @@ class TimeSaver:
             if view.in_flight or not self._hopes(view):
                 return self._end(view)
             # In an outage everything looks too slow.
-            plan = self._times.plan(view, max(view.rate, _RECOVERY * self._best_rate))
+            plan = self._kept_plan(view, "outage", max(view.rate, _RECOVERY * self._best_rate))
         elif view.outstanding_bytes + plan.bytes > self._soon_bytes(view):
             return None
         elif self._enough(view):
@@ -239,17 +239,17 @@ class TimeSaver:
         """Return the target for the fastest link that slow start may lead to, of those that come soon as it is."""
         most = _GROWN_TTFB * view.rate * max(view.ttfb_s, _LEAST_TTFB_SHARE * view.deadline_s)
         for growth in _GROWTHS:
-            found = self._grown_plan(view, growth).targets[group]
+            found = self._kept_plan(view, growth, growth * view.rate).targets[group]
             if self._times.bytes_to(group, found) <= most:
                 return found
         return target
 
-    def _grown_plan(self, view: View, growth: float) -> TimePlan:
-        """Return the plan for a link that is faster than the one so far."""
-        left, plan = self._grown.get(growth, (0, None))
+    def _kept_plan(self, view: View, case: float | str, rate: float) -> TimePlan:
+        """Return the plan for another rate than the present one; it holds for a while, see `View.keeps`."""
+        left, plan = self._kept.get(case, (0, None))
         if plan is None or left == 0:
-            left, plan = view.keeps + 1, self._times.plan(view, growth * view.rate)
-        self._grown[growth] = (left - 1, plan)
+            left, plan = view.keeps + 1, self._times.plan(view, rate)
+        self._kept[case] = (left - 1, plan)
         return plan
 
     # --------------------------------------------------------------- the end
@@ -272,7 +272,7 @@ class TimeSaver:
         self._times.sync(view)
         if view.time_left > 0 and self._hopes(view):
             rate = _RECOVERY * self._best_rate or self._base.total_bytes / view.time_left
-            if (best := self._best_upgrade(view, self._times.plan(view, rate))) is not None:
+            if (best := self._best_upgrade(view, self._kept_plan(view, "unknown", rate))) is not None:
                 return best
         if view.missing_groups:
             return Decision.wait("no rate is known, and the engine computes the rest")
