@@ -1,8 +1,8 @@
 """Drives one `player.Session` over one `Connection`, whatever its goal: clock, downloads, decoding and engine.
 
 Everything but decoding and prefill happens on the event loop's thread. Decoding runs in a few threads that all plays
-share, so that it overlaps the network, unless groups are very small. An engine computes in a thread of its own, one play at a time. Neither is waited
-for when a play ends, and what they still bring is discarded.
+share, so that it overlaps the network, unless groups are very small. An engine computes in a thread of its own, one
+play at a time. Neither is waited for when a play ends, and what they still bring is discarded.
 """
 
 from __future__ import annotations

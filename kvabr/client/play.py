@@ -131,7 +131,7 @@ class Play:
         end_s = None if self.engine is not None else max(0.0, self._patience_s() - self.clock.now())
         try:
             async with asyncio.timeout(end_s):
-                ladder = await asyncio.get_running_loop().run_in_executor(decoders(), Ladder, wanted)
+                ladder = await asyncio.get_running_loop().run_in_executor(decoders(), _ladder, wanted)
         except TimeoutError as error:
             raise PlayError(f"no cache after {self.clock.now():.2f} s: its catalog was only just there") from error
         return Prepared(ladder, profile, found.sha256, found.limited_by, whole - catalog.tokens, growing)
@@ -453,6 +453,13 @@ class Play:
         check_wanted(place.dtype, spec)
         convert(parts[0], place, spec)
         return (place,)
+
+
+def _ladder(catalog: Catalog) -> Ladder:
+    """Return the ladder of a catalog, with what the default policy asks of it: of a long prompt that takes a while."""
+    ladder = Ladder(catalog)
+    ladder.price(0.0)
+    return ladder
 
 
 def _tracks(driver: Driver, found: PlacedPrefix) -> tuple[str, ...]:

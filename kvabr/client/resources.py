@@ -59,8 +59,8 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 SMALL_BYTES = 32 << 10
-"""What takes less memory is checked and decoded on the event loop's own thread: that takes less time than a thread needs
-to get hold of Python beside a busy event loop, 5 ms."""
+"""What takes less memory is checked and decoded on the event loop's own thread: a thread needs more time, 5 ms, only to
+get hold of Python beside a busy event loop."""
 
 
 async def in_thread(work: Callable[[], T]) -> T:

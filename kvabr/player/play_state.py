@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import ParamSpec
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.group_set import GroupSet
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.policy import Policy
 from kvabr.abr.view import Future, Transfer, View
 from kvabr.player import abandon
 from kvabr.player.abandon import LEAST_SILENCE_S, StallDetector
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.decode_queue import DecodeQueue
 from kvabr.player.decode_rates import DecodeRates
+from kvabr.player.event_log import EventLog
 from kvabr.player.group_progress import GroupProgress
 from kvabr.player.live_edge import LiveEdge
 from kvabr.player.policy_guard import CallLimit, PolicyGuard, at_once
@@ -28,6 +30,8 @@ from kvabr.player.session_types import (
     Action,
     Cancel,
     Decode,
+    Deliver,
+    GiveUp,
     Goal,
     GroupRecord,
     LiveRecord,
@@ -41,15 +45,10 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import (
-    DecisionMade,
     GroupsPublished,
-    Limit,
     Log,
-    PlayEvent,
-    ProgressMade,
     RequestCancelled,
     RequestFailed,
-    SampleLimited,
     SoonerAlone,
 )
 
@@ -63,63 +62,6 @@ _HURRY_TICKS = 1.5
 """Ticks before the last moment at which decoding must begin to be in time."""
 
 
-class EventLog:
-    """Passes events to the listener. Every method returns at once if there is none."""
-
-    __slots__ = ("_log", "_view")
-
-    def __init__(self, log: Log | None, view: View) -> None:
-        self._log, self._view = log, view
-
-    def emit(self, event: Callable[P, PlayEvent], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Emit an event, given its class and fields."""
-        if self._log is not None:
-            self._log(event(*args, **kwargs))
-
-    def progress(self, now: float, received: int) -> None:
-        """Emit the bytes received in all and the current estimates, if requests are in flight."""
-        view = self._view
-        if self._log is not None and view.in_flight:
-            self._log(ProgressMade(now, received, view.rate, view.lower_bound, self._slack()))
-
-    def limited(self, by: Limit, rate: float, now: float, *, fed: bool) -> None:
-        """Emit a throughput sample that the network did not limit; ``rate`` in bytes per second."""
-        self.emit(SampleLimited, now, by, rate, fed)
-
-    def decision(
-        self,
-        decision: Decision,
-        now: float,
-        *,
-        request: int | None = None,
-        kind: str | None = None,
-        track: str | None = None,
-    ) -> None:
-        """Emit a decision with everything that it was based on; ``track``: the layer of it that a request is for."""
-        if self._log is None:
-            return
-        view, others = self._view, decision.alternatives
-        self._log(
-            DecisionMade(
-                now,
-                kind or decision.kind,
-                decision.group,
-                track or decision.track,
-                request,
-                decision.reason,
-                rate=view.rate,
-                lower=view.lower_bound,
-                ttfb_s=view.ttfb_s,
-                slack_s=self._slack(),
-                alternatives=None if others is None else dict(others),
-            )
-        )
-
-    def _slack(self) -> float | None:
-        slack = self._view.slack_s()
-        return None if slack == float("-inf") else slack
-
-
 class PlayState:
     """What a play knows about its groups, and the operations that change it."""
 
@@ -129,6 +71,8 @@ class PlayState:
     """When the engine last finished something."""
     _look_s = math.inf
     """When to consider again whether layers that are to follow are worth the wait."""
+    _more_s = math.inf
+    """When the policy was not asked for all that it wants; infinite if it was."""
 
     def __init__(
         self,
@@ -355,12 +299,12 @@ class PlayState:
         self.record.recompute_s += now - max(begun_s, self._engine_s)
         self._engine_s = now
 
-    def _end_decoding(self, request: int) -> list[Transfer]:
+    def _end_decoding(self, request: int) -> tuple[Transfer, ...]:
         """Take the batch with this request from the decoders; empty if it is no longer wanted."""
         if self._closed or (transfer := self._decoding.get(request)) is None:
-            return []  # too late: the cache is as it will be handed over, and so is the record
+            return ()  # too late: the cache is as it will be handed over, and so is the record
         progress = self._groups[transfer.group]
-        batch, progress.decoding = progress.decoding, []
+        batch = progress.end_decoding()
         for one in batch:
             del self._decoding[one.request]
         self._undecoded.end(batch[-1])
@@ -411,7 +355,7 @@ class PlayState:
 
     def _drop(self, transfer: Transfer) -> None:
         """Forget a transfer that has arrived and is of no use any more."""
-        self._groups[transfer.group].arrived.remove(transfer)
+        self._groups[transfer.group].drop(transfer)
         self.record.bytes_wasted += transfer.bytes
         self._actions.append(Cancel(transfer.request))
 
@@ -480,9 +424,41 @@ class PlayState:
         """Cancel a transfer, and those that need it, unless it is no longer in flight."""
         if self.view.in_flight.pop(transfer.request, None) is None:
             return
-        self._groups[transfer.group].flying.remove(transfer)
+        self._groups[transfer.group].land(transfer)
         self._undecoded.moved(transfer.group)
         self.view.outstanding_bytes -= transfer.remaining
         self._actions.append(Cancel(transfer.request))
         self._sampler.settle(now, idle=self._idle())
         self._lost(transfer, RequestFailed if failed else RequestCancelled, reason, now)
+
+    def _end(self, reason: str, now: float) -> None:
+        for transfer in self.view.in_flight.values():  # they leave no groups that anybody would ask for
+            self._actions.append(Cancel(transfer.request))
+            self.record.bytes_wasted += transfer.received
+            self._events.emit(
+                RequestCancelled, now, transfer.request, transfer.group, transfer.track, transfer.received, reason
+            )
+            progress = self._groups[transfer.group]
+            for other in progress.above(transfer.track) if progress.arrived else ():
+                if other in progress.arrived:
+                    self._drop(other)
+        self.view.in_flight.clear()
+        self.view.outstanding_bytes = 0
+        left = (progress.arrived for progress in self._groups)
+        undecoded = sum(one.bytes for one in (*self._decoding.values(), *chain.from_iterable(left)))
+        self.record.bytes_undecoded += undecoded
+        self.record.bytes_wasted += undecoded
+        self.over = self._closed = self._content = True
+
+    def _deliver(self, now: float, *, cut: str | None = None) -> None:
+        self._end("the cache is delivered", now)
+        self.record.delivered_s = now
+        self.record.met = now <= self.view.deadline_s
+        self.record.cut = cut
+        self._actions.append(Deliver(now, self.record.met, cut))
+
+    def _give_up(self, now: float, reason: str) -> None:
+        self._end("the play is given up", now)
+        reason = "; ".join((reason, *self._retries.last_words))
+        self.record.gave_up = reason
+        self._actions.append(GiveUp(now, reason))

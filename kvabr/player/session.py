@@ -27,15 +27,15 @@ layers that have arrived are decoded together (`PlayState._next_to_decode`). The
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import chain
 
 from kvabr.abr.policy import Decision
 from kvabr.abr.view import Transfer
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.live_edge import NO_CHANGES, EdgeChanges
 from kvabr.player.play_state import PlayState
-from kvabr.player.session_types import Deliver, FetchGroup, GiveUp, GroupRecord, Recompute
+from kvabr.player.session_types import FetchGroup, GroupRecord, Recompute
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.events import (
     FirstByteReceived,
@@ -49,6 +49,9 @@ from kvabr.types.events import (
     RequestFailed,
     RequestSent,
 )
+
+_ASKED = 256
+"""Decisions at one event; the policy is asked again at once, but what has happened meanwhile comes first."""
 
 
 class Session(PlayState):
@@ -160,8 +163,8 @@ class Session(PlayState):
         del self.view.in_flight[request]
         group, progress = transfer.group, self._groups[transfer.group]
         transfer.done_s = now
-        progress.flying.remove(transfer)
-        progress.arrived.append(transfer)
+        progress.land(transfer)
+        progress.arrived += (transfer,)
         if self._catalog.by_name[transfer.track].refines is None:
             self._set_absent(group, absent=False)
         self._sampler.settle(now, idle=self._idle())
@@ -178,7 +181,7 @@ class Session(PlayState):
         """
         transfer = self.view.in_flight.pop(request, None)
         if transfer is not None:
-            self._groups[transfer.group].flying.remove(transfer)
+            self._groups[transfer.group].land(transfer)
             self.view.outstanding_bytes -= transfer.remaining
             self._sampler.settle(now, idle=self._idle())
             self._lost(transfer, RequestFailed, reason, now, counts=not busy)
@@ -207,7 +210,7 @@ class Session(PlayState):
         if not (batch := self._end_decoding(request)):
             return
         number = next(number for number, transfer in enumerate(batch) if transfer.request == request)
-        self._groups[batch[0].group].arrived += [*batch[:number], *batch[number + 1 :]]
+        self._groups[batch[0].group].arrived += (*batch[:number], *batch[number + 1 :])
         self._lost(batch[number], RequestFailed, reason, now)
         self._advance(now)
 
@@ -230,7 +233,7 @@ class Session(PlayState):
             self.record.groups[group] = GroupRecord(
                 group, RECOMPUTED, requested_s=lane.started_s, ready_s=now, source="recomputed"
             )
-            for transfer in tuple(self._groups[group].arrived):
+            for transfer in self._groups[group].arrived:
                 self._drop(transfer)
             self._count_decoding(group)
             # A frame of this group may have been decoded meanwhile; the computed group replaces it.
@@ -267,6 +270,9 @@ class Session(PlayState):
         """Take the tick that `next_timer` asked for."""
         if self._closed or self._ended(now):
             return
+        if self._more_s < math.inf and now < self._next_tick_s:
+            self._advance(now)
+            return
         self._next_tick_s = now + self._tick_s
         self._sampler.tick(now, waiting=bool(self.view.in_flight), idle=self._idle())
         self._refresh(now)
@@ -297,6 +303,8 @@ class Session(PlayState):
         """Return when the driver must call `timer`, seconds since the play began; None once the play is over."""
         if self.over:
             return None
+        if self._more_s < math.inf:
+            return self._more_s
         ends = (self.view.deadline_s, self._patience_s(), self._next_tick_s, self._look_s)
         return min(end for end in ends if end > self.view.now or end == self._next_tick_s)
 
@@ -325,8 +333,12 @@ class Session(PlayState):
         complete = self._in_place == self._catalog.groups
         if self._compute is not None:
             self._use_engine(self._compute, now)
-        self._content = False
+        self._content, asked, self._more_s = False, 0, math.inf
         while not self._content and self._has_room():
+            if asked == _ASKED:
+                self._more_s = now
+                break
+            asked += 1
             self._act(self._guard.ask(), now)
         self._decode(now)
         self._conclude(now, complete=complete)
@@ -415,7 +427,7 @@ class Session(PlayState):
             # Only the base of a missing group is required.
             transfer = Transfer(request, group, track, size, upgrade or track != layers[0], now, priority=priority)
             view.in_flight[request] = transfer
-            self._groups[group].flying.append(transfer)
+            self._groups[group].flying += (transfer,)
             if self._stalls is not None:
                 self._stalls.asked(transfer)
             view.outstanding_bytes += size
@@ -469,25 +481,3 @@ class Session(PlayState):
         lane.start(first, last, now)
         self._actions.append(Recompute(first, last))
         self._events.emit(RecomputeStarted, now, first, last)
-
-    def _end(self, reason: str, now: float) -> None:
-        for transfer in list(self.view.in_flight.values()):
-            self._cancel(transfer, reason, now)
-        left = (progress.arrived for progress in self._groups)
-        undecoded = sum(one.bytes for one in (*self._decoding.values(), *chain.from_iterable(left)))
-        self.record.bytes_undecoded += undecoded
-        self.record.bytes_wasted += undecoded
-        self.over = self._closed = self._content = True
-
-    def _deliver(self, now: float, *, cut: str | None = None) -> None:
-        self._end("the cache is delivered", now)
-        self.record.delivered_s = now
-        self.record.met = now <= self.view.deadline_s
-        self.record.cut = cut
-        self._actions.append(Deliver(now, self.record.met, cut))
-
-    def _give_up(self, now: float, reason: str) -> None:
-        self._end("the play is given up", now)
-        reason = "; ".join((reason, *self._retries.last_words))
-        self.record.gave_up = reason
-        self._actions.append(GiveUp(now, reason))
