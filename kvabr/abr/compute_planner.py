@@ -113,6 +113,10 @@ class ComputePlanner:
         if view.cost is None or view.engine_backlog_s > 0:
             return None
         track_of, placed, groups = view.track_of, self._placed, view.groups
+        if (lost := view.first_missing()) is not None and lost < self._solid:
+            self._solid = lost  # it had arrived, and could not be decoded
+        if lost is not None:
+            placed.discard(lost)
         while self._solid < groups and (self._solid in placed or track_of[self._solid] == RECOMPUTED):
             if (offer := self._behind.pop(self._solid, None)) is not None:
                 heappush(self._offers, offer)

@@ -153,6 +153,15 @@ class Anytime(Policy):
 
     def decide(self, view: View) -> Decision:
         """Use an idle engine first, then request the base of every group, then upgrades."""
+        decision = self._decide(view)
+        first = view.first_missing()
+        idle = not view.in_flight and view.engine_backlog_s <= 0
+        if decision.kind in {"wait", "finish"} and first is not None and idle:
+            # Whatever was planned for the engine, it does not come to it.
+            return Decision.fetch(first, self._base.name, "nothing is under way, and this is missing")
+        return decision
+
+    def _decide(self, view: View) -> Decision:
         self._listen(view)
         reserved = 0
         if (planner := self._planner) is not None:

@@ -300,6 +300,8 @@ class TimeSaver:
         target, current = plan.targets[group], view.track_of[group]
         if current not in view.catalog.by_name or self._times.stays(group, target):
             return 0.0
+        if current == self._times.names[target]:
+            return 0.0  # it has that by now
         saving = view.loss(group, current) - float(self._times.losses[target, group])
         seconds = view.decode_s(self._times.names[target])
         price = plan.byte_price * self._times.bytes_to(group, target) + plan.decode_price * seconds
