@@ -112,16 +112,8 @@ class ComputePlanner:
         """Return what an idle engine should compute now, if anything."""
         if view.cost is None or view.engine_backlog_s > 0:
             return None
-        track_of, placed, groups = view.track_of, self._placed, view.groups
-        if (lost := view.first_missing()) is not None and lost < self._solid:
-            self._solid = lost  # it had arrived, and could not be decoded
-        if lost is not None:
-            placed.discard(lost)
-        while self._solid < groups and (self._solid in placed or track_of[self._solid] == RECOMPUTED):
-            if (offer := self._behind.pop(self._solid, None)) is not None:
-                heappush(self._offers, offer)
-            self._solid += 1
-        if self._solid < groups:
+        self._look(view)
+        if self._solid < view.groups:
             if self._tail_first:
                 return None
             if (front := self._front(view)) is not None:
@@ -132,6 +124,18 @@ class ComputePlanner:
         if found is None:
             self._again_s = view.now + _PAUSE_SHARE * view.deadline_s
         return found
+
+    def _look(self, view: View) -> None:
+        """Find out up to where all groups are in place."""
+        track_of, placed, groups = view.track_of, self._placed, view.groups
+        if (lost := view.first_missing()) is not None and lost < self._solid:
+            self._solid = lost  # it had arrived, and could not be decoded
+        if lost is not None:
+            placed.discard(lost)
+        while self._solid < groups and (self._solid in placed or track_of[self._solid] == RECOMPUTED):
+            if (offer := self._behind.pop(self._solid, None)) is not None:
+                heappush(self._offers, offer)
+            self._solid += 1
 
     def _pays(self, view: View, group: int, track: str | None) -> bool:
         return self._worth(group, track) > view.gpu_price * self._seconds[group]

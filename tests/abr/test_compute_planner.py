@@ -142,7 +142,7 @@ def test_a_group_that_could_not_be_decoded_is_computed_after_all():
     planner.next(view)
     view.track_of[3] = None
     view.missing_groups.add(3)
-    planner._worth = lambda group, track: 1.0
+    planner._worth = lambda *_: 1.0
     planner.plan(view)
     decision = planner.next(view)
     assert (decision.kind, decision.group) == ("recompute", 3)

@@ -47,8 +47,8 @@ def test_prompts_so_long_that_plans_are_kept(seed):
 
 def test_a_play_that_waited_for_others_since_its_last_bytes_has_no_sample():
     meter = ChunkedThroughputSampler(DualEwma(), 2.0)
-    meter.first_byte(0.1, 0.2)
-    meter.received(5000, 0.2)
-    meter.waited(0.3)
-    meter.settle(0.3, idle=True)
+    meter.first_byte(0.25, 0.5)
+    meter.received(5000, 0.5)
+    meter.waited(0.75)
+    meter.settle(0.75, idle=True)
     assert meter.estimates()[0] == 0.0
