@@ -40,7 +40,7 @@ class Transfer:
 
 
 class InFlight(dict[int, Transfer]):
-    """Requests in flight by number, in the order in which they were made, with what is true of all of them."""
+    """Requests in flight by number, with what is true of all of them."""
 
     def __init__(self, floor: Sequence[int]) -> None:
         """Begin without any; ``floor``: bytes of each group on the cheapest track."""
@@ -89,6 +89,12 @@ class InFlight(dict[int, Transfer]):
         """Remove all."""
         for request in tuple(self):
             self.pop(request)
+
+    def require(self, transfer: Transfer) -> None:
+        """Make a request in flight one that is no upgrade: what it was to replace is lost."""
+        self.pop(transfer.request)
+        transfer.upgrade = False
+        self[transfer.request] = transfer
 
     def begun(self, transfer: Transfer, now: float) -> None:
         """Note the first byte of a request in flight."""

@@ -366,9 +366,12 @@ class PlayState:
             view.track_of[group] = RECOMPUTED
             return
         top = view.track_of[group] = progress.top() or placed
-        if top is None:
+        if self._here(group) is None:
             self._set_absent(group, absent=True)
-        elif not progress.flying:
+            for transfer in progress.flying:
+                if transfer.upgrade and self._catalog.by_name[transfer.track].refines is None:
+                    view.in_flight.require(transfer)
+        elif top is not None and not progress.flying:
             view.settled.add(group)
 
     def _take_back(self, groups: Iterable[int]) -> None:

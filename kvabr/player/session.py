@@ -380,8 +380,10 @@ class Session(PlayState):
         if kind in {"wait", "finish", "deliver"}:
             self._content = True
             self._events.decision(decision, now)
-            for transfer in list(self.view.in_flight.values()) if kind == "deliver" else ():
-                self._cancel(transfer, "it is not worth the wait", now)
+            if kind == "deliver":
+                for transfer in list(self.view.in_flight.values()):
+                    self._cancel(transfer, "it is not worth the wait", now)
+                self._content = not self.view.missing
         elif kind == "recompute" and group is not None:
             self._events.decision(decision, now)
             self._leave_to_engine(group, now)

@@ -35,7 +35,7 @@ def test_nor_does_any_other(policy, seed):
     ends_well(random.Random(seed), policy)
 
 
-@pytest.mark.parametrize("seed", [*range(60), 4457])
+@pytest.mark.parametrize("seed", [*range(60), 4457, 12124])
 def test_what_once_went_wrong_and_some_more(seed):
     ends_well(random.Random(seed), "anytime")
 
