@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, KeysView, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvabr.abr.group_set import GroupSet
 from kvabr.abr.ladder import Ladder
@@ -76,7 +76,7 @@ class InFlight(dict[int, Transfer]):
     def __delitem__(self, request: int) -> None:
         self.pop(request)
 
-    def pop(self, request: int, *default: T) -> Transfer | T:  # type: ignore[override]  # the third form is not used
+    def pop(self, request: int, *default: T) -> Transfer | T:
         """Remove and return a request, see `dict.pop`."""
         if request in self:
             transfer = super().pop(request)
@@ -116,7 +116,7 @@ class InFlight(dict[int, Transfer]):
             _add(counts, key, by)
 
 
-def _add(counts: dict[T, int], key: T, by: int) -> None:
+def _add(counts: dict[Any, int], key: int | str, by: int) -> None:
     """Add to a count, and leave no zero behind."""
     if left := counts.get(key, 0) + by:
         counts[key] = left
@@ -140,7 +140,7 @@ class Settled(set[int]):
         self.history.append(group)
         self._changes.append(group)
 
-    def discard(self, group: int, /) -> None:
+    def discard(self, group: int, /) -> None:  # type: ignore[override]  # nothing else is in it
         """Mark a group as not settled."""
         super().discard(group)
         self._changes.append(group)
@@ -221,8 +221,8 @@ class View:
     """Bytes still to arrive for all requests in flight."""
     decode_backlog_s: float = 0.0
     """Seconds of decoding that are queued or running."""
-    undecoded: KeysView[int] = field(default_factory=lambda: dict[int, int]().keys())
-    """Groups of which something has arrived and waits to be decoded, in the order of arrival."""
+    undecoded: dict[int, int] = field(default_factory=dict)
+    """Groups of which something has arrived and waits to be decoded, in the order of arrival; each with its place."""
     engine_backlog_s: float = 0.0
     """Seconds until the engine has finished everything it was given."""
     in_flight: InFlight = field(init=False)

@@ -46,7 +46,7 @@ _PAUSE_SHARE = 1 / 50
 """Share of the deadline that a refused request waits before it is asked for again, unless the peer names a time."""
 _MAX_PAUSE_SHARE = 1 / 8
 """Share of the deadline that it waits at most, whatever the peer names."""
-_MOMENT_S = 2e-3
+_MOMENT_S = 0.01
 """Seconds for which small groups are decoded before the event loop has its turn."""
 _READS = 256
 """Groups that are read at once; the others wait here. A connection sends fewer requests at a time anyway."""

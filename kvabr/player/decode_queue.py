@@ -20,8 +20,10 @@ _WAITS = 4.0
 _LOOKED_AT = 64
 """Groups of one kind that are looked at, in order, for one that neither waits nor will be replaced."""
 
-_MOST_HANDED = 16
+_MOST_HANDED = 32
 """Most groups that each decoder is given ahead."""
+_CHEAP = 0.2
+"""Share of what a decoder is given ahead: what takes less is decoded at once, even if that is for nothing."""
 _ASIDE = 0.125
 """Share of the longest wait for which nobody looks again at what waits."""
 
@@ -32,9 +34,9 @@ Kind = tuple[bool, bool]
 class DecodeQueue:
     """The groups of one play of which something can be decoded."""
 
-    def __init__(self, view: View, progress: Sequence[GroupProgress]) -> None:
-        """Begin empty; ``progress`` is that of each group."""
-        self._view, self._progress = view, progress
+    def __init__(self, view: View, progress: Sequence[GroupProgress], ahead_s: float = 0.0) -> None:
+        """Begin empty; ``progress`` is that of each group, ``ahead_s``: `PlayerConfig.decode_ahead_s`."""
+        self._view, self._progress, self._ahead_s = view, progress, ahead_s
         self._waiting: dict[int, int] = {}
         """Groups of which something has arrived and is not being decoded, and when they came: the n-th."""
         self._placed = bytearray(view.groups)
@@ -55,7 +57,7 @@ class DecodeQueue:
         """Seconds that what is being decoded should take, by request."""
         self._handed_s = 0.0
         """All of these together."""
-        view.undecoded = self._waiting.keys()
+        view.undecoded = self._waiting
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -89,10 +91,11 @@ class DecodeQueue:
             place = group if self._view.front_first else number
             heappush(self._heaps[self._kind(group)], (place, group, number))
 
-    def busy(self, ahead_s: float) -> bool:
-        """Return whether the decoders have enough to do, given that each may have ``ahead_s`` seconds of it."""
+    @property
+    def busy(self) -> bool:
+        """Whether the decoders have enough to do."""
         jobs, decoders = len(self._handed), self._view.decoders
-        return jobs >= decoders and (jobs >= _MOST_HANDED * decoders or self._handed_s >= ahead_s * decoders)
+        return jobs >= decoders and (jobs >= _MOST_HANDED * decoders or self._handed_s >= self._ahead_s * decoders)
 
     def begin(self, top: Transfer) -> None:
         """Take a group that is about to be decoded, up to a layer."""
@@ -124,13 +127,17 @@ class DecodeQueue:
         else:
             self._aside_for -= 1
         for placed in (False, True):
-            found = self._first((placed, False), lambda group: hurry or not will_replace(group))
-            if found is not None:
-                return found
             at_once = hurry or (engine and not placed)
-            found = self._first((placed, True), lambda group, all_=at_once: all_ or self._waited(group, now))
-            if found is not None:
-                return found
+
+            def settled(group: int, first: bool = not placed) -> bool:
+                return hurry or (first and self._cheap(group)) or not will_replace(group)
+
+            def waited(group: int, first: bool = not placed, at_once: bool = at_once) -> bool:
+                return at_once or (first and self._cheap(group)) or self._waited(group, now)
+
+            for flying, suits in ((False, settled), (True, waited)):
+                if (found := self._first((placed, flying), suits)) is not None:
+                    return found
         later = (self._replaced(placed) for placed in (False, True))
         return next((group for group in later if group is not None), None)
 
@@ -168,6 +175,11 @@ class DecodeQueue:
 
     def _kind(self, group: int) -> Kind:
         return bool(self._placed[group]), bool(self._progress[group].flying)
+
+    def _cheap(self, group: int) -> bool:
+        """Return whether a group is so quickly decoded that nothing is gained by waiting for what replaces it."""
+        most_s = _CHEAP * self._ahead_s
+        return most_s > 0 and self._view.decode_s(self._progress[group].arrived[-1].track) <= most_s
 
     @property
     def _longest_s(self) -> float:

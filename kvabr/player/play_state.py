@@ -134,7 +134,7 @@ class PlayState:
         """Groups that have not arrived and are not being computed; includes those in flight."""
         self._in_place = 0
         self._groups = [GroupProgress(ladder.stacks) for _ in range(groups)]
-        self._undecoded = DecodeQueue(self.view, self._groups)
+        self._undecoded = DecodeQueue(self.view, self._groups, config.decode_ahead_s)
         """Groups of which something has arrived and is not being decoded."""
         self._decoding: dict[int, Transfer] = {}
         """What is being decoded, by request."""
@@ -286,7 +286,7 @@ class PlayState:
     def _decode(self, now: float) -> None:
         """Give the decoders as much as they can do at once."""
         queue = self._undecoded
-        while not queue.busy(self._config.decode_ahead_s) and (group := self._next_to_decode(now)) is not None:
+        while not queue.busy and (group := self._next_to_decode(now)) is not None:
             batch = self._groups[group].begin_decoding(self.record.groups[group].track)
             queue.begin(batch[-1])
             self._decoding.update((transfer.request, transfer) for transfer in batch)
