@@ -1,8 +1,8 @@
 """Drives one `player.Session` over one `Connection`, whatever its goal: clock, downloads, decoding and engine.
 
 Everything but decoding and prefill happens on the event loop's thread. Decoding runs in a few threads that all plays
-share, so that it overlaps the network, unless groups are very small. An engine computes in a thread of its own, one
-play at a time. Neither is waited for when a play ends, and what they still bring is discarded.
+share, so that it overlaps the network, unless groups are many and very small. An engine computes in a thread of its
+own, one play at a time. Neither is waited for when a play ends, and what they still bring is discarded.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _PAUSE_SHARE = 1 / 50
 """Share of the deadline that a refused request waits before it is asked for again, unless the peer names a time."""
 _MAX_PAUSE_SHARE = 1 / 8
 """Share of the deadline that it waits at most, whatever the peer names."""
+_FEW = 64
+"""Groups of a prompt up to which threads decode them, however small: it takes them no time to speak of."""
 _MOMENT_S = 0.01
 """Seconds for which small groups are decoded before the event loop has its turn."""
 _READS = 256
@@ -104,9 +106,9 @@ class Driver:
         self._frames: dict[int, Download] = {}
         """Downloads that are complete and not decoded yet, by request."""
         # An engine's hook decides when a group is written.
-        largest = self._catalog.spec.largest
-        self._small = hook is None and 2 * largest.rows * largest.elements_per_token <= SMALL_BYTES
-        """Whether groups are so small that they are decoded on this thread."""
+        largest, many = self._catalog.spec.largest, self._catalog.groups > _FEW
+        self._small = hook is None and many and 2 * largest.rows * largest.elements_per_token <= SMALL_BYTES
+        """Whether groups are so small and so many that they are decoded on this thread."""
         self._waiting: deque[Decode] = deque()
         """What is to be decoded on this thread."""
         self._tasks: set[asyncio.Task[None]] = set()
