@@ -34,7 +34,10 @@ setup(
             "kvabr.codec.native._kvcoder",
             sources=[
                 f"{_ROOM}/{name}.c"
-                for name in ("_kvcoder", "capsules", "group", "team", "tables", "path_portable", "path_avx2", "path_avx512")
+                for name in (
+                    *("_kvcoder", "capsules", "group", "team", "tables"),
+                    *("path_portable", "path_avx2", "path_avx512"),
+                )
             ],
             depends=[
                 f"{_ROOM}/{name}.h"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection
 
 from kvabr.abr.ladder import stack
@@ -36,8 +37,8 @@ class CacheFirst(Policy):
     def __init__(self, inner: Policy, kept: dict[str, frozenset[int]]) -> None:
         """Wrap a policy; ``kept``: the stored groups of each track."""
         self._inner, self._kept = inner, kept
-        self._wanted: dict[int, str] = {}
-        """Best stored track of each group that has not been requested yet; the layers below it are stored, too."""
+        self._wanted: deque[tuple[int, str]] = deque()
+        """Groups that have not been requested yet, and the best stored track of each; the layers below are stored."""
         # Present the wrapped policy's attributes.
         for name in ("name", "estimator", "abandons", "paces", "computes"):
             vars(self)[name] = getattr(inner, name)
@@ -52,14 +53,13 @@ class CacheFirst(Policy):
                 if all(group in self._kept[layer.name] for layer in layers)
             ]
             if costs:
-                self._wanted[group] = min(costs)[2]
+                self._wanted.append((group, min(costs)[2]))
         self._inner.start(view)
 
     def decide(self, view: View) -> Decision:
         """Take stored groups while there are any, then do what the wrapped policy decides."""
         while self._wanted:
-            group = next(iter(self._wanted))
-            track = self._wanted.pop(group)
+            group, track = self._wanted.popleft()
             if group in view.missing_groups:
                 return Decision.fetch(group, track, "it is in the local store")
         return self._inner.decide(view)

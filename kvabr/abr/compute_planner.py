@@ -64,6 +64,9 @@ class ComputePlanner:
         self._solid = 0
         """All groups before this one are in place."""
         self._offers: list[tuple[float, int, str]] = []
+        """Heap of the groups in place with all before them in place: loss per second, negated, group and track."""
+        self._behind: dict[int, tuple[float, int, str]] = {}
+        """Other groups in place, alike."""
         self._again_s = 0.0
         self.reserved = range(0)
         """Groups reserved for the engine."""
@@ -71,8 +74,13 @@ class ComputePlanner:
     def settled(self, group: int, track: str, loss: float) -> None:
         """Note that a group is in place on a track, with its loss."""
         self._placed.add(group)
-        if not self._tail_first and loss > 0:
-            heappush(self._offers, (-loss / self._seconds[group], group, track))
+        if self._tail_first or loss <= 0:
+            return
+        offer = (-loss / self._seconds[group], group, track)
+        if group < self._solid:
+            heappush(self._offers, offer)
+        else:
+            self._behind[group] = offer
 
     def plan(self, view: View) -> None:
         """Estimate where engine and network will meet."""
@@ -104,10 +112,8 @@ class ComputePlanner:
         """Return what an idle engine should compute now, if anything."""
         if view.cost is None or view.engine_backlog_s > 0:
             return None
-        track_of, placed, groups = view.track_of, self._placed, view.groups
-        while self._solid < groups and (self._solid in placed or track_of[self._solid] == RECOMPUTED):
-            self._solid += 1
-        if self._solid < groups:
+        self._look(view)
+        if self._solid < view.groups:
             if self._tail_first:
                 return None
             if (front := self._front(view)) is not None:
@@ -118,6 +124,18 @@ class ComputePlanner:
         if found is None:
             self._again_s = view.now + _PAUSE_SHARE * view.deadline_s
         return found
+
+    def _look(self, view: View) -> None:
+        """Find out up to where all groups are in place."""
+        track_of, placed, groups = view.track_of, self._placed, view.groups
+        if (lost := view.first_missing()) is not None and lost < self._solid:
+            self._solid = lost  # it had arrived, and could not be decoded
+        if lost is not None:
+            placed.discard(lost)
+        while self._solid < groups and (self._solid in placed or track_of[self._solid] == RECOMPUTED):
+            if (offer := self._behind.pop(self._solid, None)) is not None:
+                heappush(self._offers, offer)
+            self._solid += 1
 
     def _pays(self, view: View, group: int, track: str | None) -> bool:
         return self._worth(group, track) > view.gpu_price * self._seconds[group]
@@ -134,7 +152,6 @@ class ComputePlanner:
         """Pick the group in place, with all before it, whose recomputation gains most per second."""
         offers, settled, track_of = self._offers, view.settled, view.track_of
         looked: list[tuple[float, int, str]] = []
-        behind: list[tuple[float, int, str]] = []
         # With nothing under way, the play could end now: then a second costs its time, too.
         price = view.gpu_price + (0.0 if view.in_flight or view.missing_groups else view.time_price)
         # Before that, the engine must stay free for what the link may not bring in time.
@@ -145,15 +162,12 @@ class ComputePlanner:
             _, group, track = offer
             if group not in settled or track_of[group] != track:
                 continue  # it returns to the heap once it is in place on another track
-            if group >= self._solid:
-                behind.append(offer)
-                continue
             looked.append(offer)
             seconds = self._seconds[group]
             gain = self._gain(view, group, track) / seconds
             if gain > max(most, price) and _SAFETY * seconds <= left_s:
                 most, best = gain, group
-        for offer in (*looked, *behind):
+        for offer in looked:
             heappush(offers, offer)
         if best < 0:
             return None

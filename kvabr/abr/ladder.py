@@ -1,7 +1,7 @@
 """The ladder of a catalog: which tracks are worth playing, and what each step up costs and saves.
 
-It is computed once per catalog and shared by every play of it. `spend` chooses one option per group within a budget of
-bytes.
+It is computed once per catalog, when it is first asked for, and shared by every play of it. `spend` chooses one option
+per group within a budget of bytes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from kvabr.types.catalog import Catalog, Track
@@ -49,18 +50,14 @@ class Ladder:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         tracks: list[Track] = []
-        for track in sorted(catalog.tracks, key=lambda track: (track.total_bytes, sum(track.loss))):
+        for track in sorted(catalog.tracks, key=lambda track: (track.total_bytes, track.total_loss)):
             # A track that costs more and loses no less is never worth requesting.
-            if track.refines is None and (not tracks or sum(track.loss) < sum(tracks[-1].loss)):
+            if track.refines is None and (not tracks or track.total_loss < tracks[-1].total_loss):
                 tracks.append(track)
         self.tracks: tuple[Track, ...] = tuple(tracks)
         """Self-contained tracks on the Pareto front of bytes against loss, cheapest first."""
         self.names: tuple[str, ...] = tuple(track.name for track in tracks)
         self.cheapest: str = self.names[0]
-        self.options: Options = _hulls(catalog, self.tracks)
-        """Lower convex hull of each group's self-contained options, cheapest first."""
-        self.steps: tuple[LadderStep, ...] = rank(self.options)
-        """All steps of all hulls, most loss saved per byte first: the best order to spend a budget in."""
         self.stacks: dict[str, tuple[str, ...]] = {
             track.name: tuple(layer.name for layer in stack(catalog, track)) for track in catalog.tracks
         }
@@ -71,11 +68,38 @@ class Ladder:
                 above.setdefault(track.refines, []).append(track)
         self.above: dict[str, tuple[Track, ...]] = {name: tuple(layers) for name, layers in above.items()}
         """The layers that refine each track; tracks without any are left out."""
-        self.layered: Options = every_option(catalog)
+
+    @cached_property
+    def options(self) -> Options:
+        """Lower convex hull of each group's self-contained options, cheapest first."""
+        return _hulls(self.catalog, self.tracks)
+
+    @cached_property
+    def steps(self) -> tuple[LadderStep, ...]:
+        """All steps of all hulls, most loss saved per byte first: the best order to spend a budget in."""
+        return rank(self.options)
+
+    @cached_property
+    def layered(self) -> Options:
         """Lower convex hull of all options of each group, layers stacked on what they refine included."""
-        self.layered_steps: tuple[LadderStep, ...] = rank(self.layered)
+        return every_option(self.catalog)
+
+    @cached_property
+    def layered_steps(self) -> tuple[LadderStep, ...]:
         """All steps of these hulls, most loss saved per byte first."""
-        self._spent = list(accumulate(step.bytes for step in self.layered_steps))
+        return rank(self.layered)
+
+    @cached_property
+    def _prices(self) -> tuple[list[float], list[int]]:
+        """What the bytes of each of these steps save, and the bytes of all up to it; without an object for each."""
+        stacks = [(track, stack(self.catalog, track)) for track in self.catalog.tracks]
+        steps = [
+            ((low.loss - high.loss) / (high.bytes - low.bytes), high.bytes - low.bytes)
+            for group in range(self.catalog.groups)
+            for low, high in pairwise(_options(group, stacks))
+        ]
+        steps.sort(key=lambda step: -step[0])
+        return [worth for worth, _ in steps], list(accumulate(nbytes for _, nbytes in steps))
 
     def price(self, spare: float) -> float:
         """Return the nats per token that one more byte saves if all are spent as well as possible, layers included.
@@ -84,8 +108,9 @@ class Ladder:
         """
         if spare < 0:
             return float("inf")
-        index = bisect_left(self._spent, spare)
-        return self.layered_steps[index].worth if index < len(self._spent) else 0.0
+        worths, spent = self._prices
+        index = bisect_left(spent, spare)
+        return worths[index] if index < len(worths) else 0.0
 
 
 def rank(options: Options) -> tuple[LadderStep, ...]:
@@ -103,27 +128,26 @@ def every_option(catalog: Catalog) -> Options:
     return _hulls(catalog, catalog.tracks)
 
 
-def spend(options: Options, steps: Iterable[LadderStep], groups: Collection[int], first: int, budget: float) -> str:
-    """Return the track that group ``first`` gets when ``budget`` bytes are spent greedily on several ``groups``.
+def spend(options: Options, steps: Iterable[LadderStep], groups: Collection[int], budget: float) -> dict[int, str]:
+    """Return the track that each of several ``groups`` gets when ``budget`` bytes are spent greedily.
 
     Every group starts with the cheapest of its options. Steps, most loss saved per byte first, are taken as long as
     they fit; a group whose next step does not fit gets no more.
     """
     left = budget - sum(options[group][0].bytes for group in groups)
-    track = options[first][0].track
+    tracks = {group: options[group][0].track for group in groups}
     stopped: set[int] = set()
     for step in steps:
         if step.group not in groups or step.group in stopped:
             continue
         if step.bytes <= left:
             left -= step.bytes
-            if step.group == first:
-                track = step.to
+            tracks[step.group] = step.to
         else:
             stopped.add(step.group)
-            if step.group == first or len(stopped) == len(groups):
+            if len(stopped) == len(groups):
                 break
-    return track
+    return tracks
 
 
 def stack(catalog: Catalog, track: Track) -> tuple[Track, ...]:
@@ -136,9 +160,13 @@ def stack(catalog: Catalog, track: Track) -> tuple[Track, ...]:
 
 def _hulls(catalog: Catalog, tracks: Sequence[Track]) -> Options:
     stacks = [(track, stack(catalog, track)) for track in tracks]
-    return tuple(
-        _hull((sum(layer.bytes[group] for layer in layers), track.loss[group], track.name) for track, layers in stacks)
-        for group in range(catalog.groups)
+    return tuple(_options(group, stacks) for group in range(catalog.groups))
+
+
+def _options(group: int, stacks: Sequence[tuple[Track, tuple[Track, ...]]]) -> tuple[Option, ...]:
+    """Return the lower convex hull of a group's options; ``stacks``: tracks, each with the layers that it needs."""
+    return _hull(
+        (sum(layer.bytes[group] for layer in layers), track.loss[group], track.name) for track, layers in stacks
     )
 
 

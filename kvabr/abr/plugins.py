@@ -27,6 +27,11 @@ from kvabr.types.errors import PolicyError, UnknownPolicyError, did_you_mean
 T = TypeVar("T")
 
 
+def shipped(plugin: object) -> bool:
+    """Return whether a policy or an estimator is kvabr's own."""
+    return type(plugin).__module__.partition(".")[0] == "kvabr"
+
+
 def policies() -> dict[str, type[Policy]]:
     """Return all policies by name: built-in ones and those of installed packages."""
     return registered("kvabr.policies", POLICIES)

@@ -13,9 +13,12 @@ computed:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+from kvabr.abr.group_set import GroupSet
 from kvabr.abr.view import View
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
@@ -40,123 +43,147 @@ class _Candidate(NamedTuple):
     last: int
 
 
-class _Rest:
+class Rest:
     """What is not in place yet, and when network and engine would bring it."""
 
-    def __init__(self, view: View, cost: PrefillCost, absent: Sequence[int], lane_free_s: float, rate: float) -> None:
-        sizes = view.ladder.tracks[0].bytes
-        self.flying = {transfer.group: transfer for transfer in view.in_flight.values() if not transfer.upgrade}
-        self.need = {group: self.flying[group].remaining if group in self.flying else sizes[group] for group in absent}
-        """Bytes that each absent group needs."""
-        self.total = sum(self.need.values())
-        self.wait_s = 0.0 if self.flying else view.ttfb_s
-        self.tail_s = max(view.decode_backlog_s, view.decode_s(view.ladder.cheapest))
-        self._view, self._cost, self._rate = view, cost, rate
+    def __init__(
+        self, view: View, cost: PrefillCost, absent: GroupSet, lane_free_s: float, *, dead: bool = False
+    ) -> None:
+        """Add up what is left, which takes no longer for a longer prompt.
+
+        Args:
+            view: the play.
+            cost: prefill cost of the engine.
+            absent: groups that are neither in place nor arrived, including those in flight.
+            lane_free_s: when the engine finishes its current work.
+            dead: the network has been silent for so long that nothing more is expected.
+        """
+        base, flying = view.ladder.tracks[0], view.in_flight
+        self._view, self._cost, self._absent, self._dead = view, cost, absent, dead
+        self._sizes, self._rate = base.bytes, 0.0 if dead else view.lower_bound
+        self._total = absent.total(base.name, base.bytes) - flying.required_floor + flying.required_bytes
+        """Bytes that the absent groups need."""
+        self._wait_s = 0.0 if flying.required else view.ttfb_s
+        self._tail_s = max(view.decode_backlog_s, view.decode_s(base.name))
         self._start_s = max(view.now, lane_free_s)
         self._edge = view.edge if self._last_call() else view.groups
         """Groups from here on are not believed to be published."""
+        self._eta_s = self._network_s(self._total, absent.last())
+        """When the network should have brought everything."""
+
+    @property
+    def in_time(self) -> bool:
+        """Whether the network should bring everything in time."""
+        return not self._absent or self._eta_s <= self._view.deadline_s
 
     def _last_call(self) -> bool:
         """Return whether the producer is late, and the engine must begin now to be in time without it."""
         view = self._view
-        first = min((group for group in self.need if group >= view.edge), default=None)
+        first = self._absent.first(view.edge)
         if first is None or view.late_s <= 0:
             return False
         begin = view.catalog.tokens_before(view.catalog.cut(first))
         seconds = self._cost.seconds(begin, view.catalog.tokens - begin)
         return self._start_s + seconds >= (1 - _LAST_CALL) * view.deadline_s
 
-    def network_s(self, nbytes: float, last: int | None) -> float:
+    def _network_s(self, nbytes: float, last: int | None) -> float:
         """Return when the network has delivered a number of bytes, of which those of group ``last`` come last."""
         view, now = self._view, self._view.now
         if nbytes <= 0:
             return now + view.decode_backlog_s
         if self._rate <= 0 or (last is not None and last >= self._edge):
             return float("inf")
-        comes_s = now + self.wait_s + nbytes / self._rate
+        comes_s = now + self._wait_s + nbytes / self._rate
         if last is not None and last >= view.edge and view.ready_s is not None:
-            comes_s = max(comes_s, view.ready_s(last) + view.ttfb_s / 2 + self.need.get(last, 0) / self._rate)
-        return comes_s + self.tail_s
+            comes_s = max(comes_s, view.ready_s(last) + view.ttfb_s / 2 + self._sizes[last] / self._rate)
+        return comes_s + self._tail_s
 
-    def runs(self, groups: Sequence[int]) -> Iterator[_Candidate]:
-        """Yield ever longer runs of consecutive groups from the first of ``groups``, the last of those absent."""
-        if not groups:
-            return
-        catalog = self._view.catalog
-        first, left = groups[0], self.total
-        earlier = sum(nbytes for group, nbytes in self.need.items() if group < first)
-        before = max((group for group in self.need if group < first), default=None)
-        end = max(self.need)
-        begin = max(self._start_s, self.network_s(earlier, before))
-        for offset, group in enumerate(groups):
-            if group != first + offset:
-                break  # a group in between is in place; a longer run would compute it again
-            left -= self.need[group]
-            tokens = catalog.tokens_before(group + 1) - catalog.tokens_before(first)
-            computed = begin + self._cost.seconds(catalog.tokens_before(first), tokens)
-            yield _Candidate(max(computed, self.network_s(left, end if group < end else before)), first, group + 1)
+    def _run(self, absent: Sequence[int], sums: Sequence[int], begin: int) -> _Candidate | None:
+        """Return the shortest run of consecutive groups from ``absent[begin]`` on with which all is in time.
 
-    def tails(self) -> Iterator[_Candidate]:
+        If there is none, that with which all is in place soonest. The longer the run, the later the engine and the
+        sooner the network, so there is no need to look at every run. None: no group is left there.
+        """
+        if begin == len(absent):
+            return None
+        catalog, first, end, deadline_s = self._view.catalog, absent[begin], absent[-1], self._view.deadline_s
+        before = absent[begin - 1] if begin else None
+        begins_s, tokens = max(self._start_s, self._network_s(sums[begin], before)), catalog.tokens_before(first)
+
+        def computed_s(count: int) -> float:
+            return begins_s + self._cost.seconds(tokens, catalog.tokens_before(first + count) - tokens)
+
+        def fetched_s(count: int) -> float:
+            last = end if first + count <= end else before
+            return self._network_s(self._total - sums[begin + count] + sums[begin], last)
+
+        def soonest(when_s: float) -> int:
+            """Return the shortest run with which the network is done by then; one too long if there is none."""
+            return 1 + bisect_left(counts, True, key=lambda count: fetched_s(count) <= when_s)
+
+        # A group in between that is in place would be computed again.
+        counts = range(1, 1 + self._absent.gap(first) - first)
+        if (count := soonest(deadline_s)) > counts[-1] or computed_s(count) > deadline_s:
+            meet = 1 + bisect_left(counts, True, key=lambda count: computed_s(count) >= fetched_s(count))
+            sooner = meet - 1
+            if meet > counts[-1] or (sooner and fetched_s(sooner) <= computed_s(meet)):
+                count = soonest(fetched_s(sooner))
+            else:
+                count = meet
+        return _Candidate(max(computed_s(count), fetched_s(count)), first, first + count)
+
+    def _tails(self, absent: Sequence[int], sums: Sequence[int]) -> Iterator[_Candidate]:
         """Yield ever longer tails to the end, each from the last group on at which an engine can begin for it."""
-        catalog, left = self._view.catalog, self.total
-        absent = list(self.need)
-        for group, earlier in zip(reversed(absent), (*absent[-2::-1], -1), strict=True):
-            left -= self.need[group]
-            first = catalog.cut(group)
+        catalog = self._view.catalog
+        for index in reversed(range(len(absent))):
+            first, earlier = catalog.cut(absent[index]), absent[index - 1] if index else -1
             if earlier < first:
                 begin = catalog.tokens_before(first)
                 seconds = self._cost.seconds(begin, catalog.tokens - begin)
-                begins_s = max(self._start_s, self.network_s(left, None if earlier < 0 else earlier))
+                begins_s = max(self._start_s, self._network_s(sums[index], None if earlier < 0 else earlier))
                 yield _Candidate(begins_s + seconds, first, self._view.groups)
 
+    def plan(self, mode: EngineMode) -> Plan | None:
+        """Return the groups to leave to the engine, or None while the network should deliver all in time.
 
-def plan(
-    view: View, cost: PrefillCost, mode: EngineMode, absent: Sequence[int], lane_free_s: float, *, dead: bool = False
-) -> Plan | None:
-    """Return the groups to leave to the engine, or None while the network should deliver all in time.
-
-    Args:
-        view: the play.
-        cost: prefill cost of the engine.
-        mode: what the engine can compute.
-        absent: groups that are neither in place nor arrived, ascending, including those in flight.
-        lane_free_s: when the engine finishes its current work.
-        dead: the network has been silent for so long that nothing more is expected.
-    """
-    rest = _Rest(view, cost, absent, lane_free_s, 0.0 if dead else view.lower_bound)
-    eta, deadline_s = rest.network_s(rest.total, absent[-1] if absent else None), view.deadline_s
-    if not absent or eta <= deadline_s:
-        return None
-    if view.coming and mode == "hole" and not dead and view.rate <= 0:
-        begin = view.catalog.tokens_before(absent[0])
-        if max(view.now, lane_free_s) + cost.seconds(begin, view.catalog.tokens - begin) < deadline_s:
-            return None  # nothing is published yet, and the engine can still do without
-    if mode == "hole" and (dead or view.rate <= 0):
-        begin, end = map(view.catalog.tokens_before, (absent[0], absent[0] + 1))
-        ends_s = max(view.now, lane_free_s) + cost.seconds(begin, end - begin)
-        if not dead and view.now < deadline_s < ends_s:
-            return None  # once begun, it would make the play late; the link may still carry everything in time
-        # No single run fills several holes: take the first one and plan again.
-        last = next((group + 1 for group in absent if group + 1 not in rest.need), absent[0] + 1)
-        return Plan(absent[0], last, "the network brings nothing; what is left is recompute")
-    if mode == "suffix":
-        best = _soonest(rest.tails(), deadline_s)
-        other_s = view.decode_backlog_s
-    else:
-        behind = next((i for i, group in enumerate(absent) if group not in rest.flying), len(absent))
-        best = _soonest(rest.runs(absent[behind:]), deadline_s)
-        if best is None or (best.finish > deadline_s and behind):
-            stalled = _soonest(rest.runs(absent), deadline_s)
-            if stalled is not None and (best is None or stalled.finish < best.finish):
-                best = stalled
-        other_s = rest.wait_s + rest.tail_s
-    # A late plan yields to a network that would make it at its expected rate.
-    on_time = view.rate > 0 and view.now + other_s + rest.total / view.rate <= deadline_s
-    if best is None or best.finish >= eta or (not dead and best.finish > deadline_s and on_time):
-        return None
-    late = "never arrives" if eta == float("inf") else f"arrives {eta - deadline_s:.2f} s late"
-    reason = f"at the lower bound the rest {late}; with recompute it is in place at {best.finish:.2f} s"
-    return Plan(best.first, best.last, reason)
+        This looks at every group that is left.
+        """
+        if self.in_time:
+            return None
+        view, cost, dead, deadline_s = self._view, self._cost, self._dead, self._view.deadline_s
+        flying = {transfer.group: transfer.remaining for transfer in view.in_flight.required.values()}
+        absent = list(self._absent)
+        sums = list(accumulate(map(flying.get, absent, map(self._sizes.__getitem__, absent)), initial=0))
+        if view.coming and mode == "hole" and not dead and view.rate <= 0:
+            begin = view.catalog.tokens_before(absent[0])
+            if self._start_s + cost.seconds(begin, view.catalog.tokens - begin) < deadline_s:
+                return None  # nothing is published yet, and the engine can still do without
+        if mode == "hole" and (dead or view.rate <= 0):
+            begin, end = map(view.catalog.tokens_before, (absent[0], absent[0] + 1))
+            ends_s = self._start_s + cost.seconds(begin, end - begin)
+            if not dead and view.now < deadline_s < ends_s:
+                return None  # once begun, it would make the play late; the link may still carry everything in time
+            # No single run fills several holes: take the first one and plan again.
+            last = self._absent.gap(absent[0])
+            return Plan(absent[0], last, "the network brings nothing; what is left is recompute")
+        if mode == "suffix":
+            best = _soonest(self._tails(absent, sums), deadline_s)
+            other_s = view.decode_backlog_s
+        else:
+            behind = next((i for i, group in enumerate(absent) if group not in flying), len(absent))
+            best = self._run(absent, sums, behind)
+            if best is None or (best.finish > deadline_s and behind):
+                stalled = self._run(absent, sums, 0)
+                if stalled is not None and (best is None or stalled.finish < best.finish):
+                    best = stalled
+            other_s = self._wait_s + self._tail_s
+        # A late plan yields to a network that would make it at its expected rate.
+        on_time = view.rate > 0 and view.now + other_s + self._total / view.rate <= deadline_s
+        if best is None or best.finish >= self._eta_s or (not dead and best.finish > deadline_s and on_time):
+            return None
+        late = "never arrives" if self._eta_s == float("inf") else f"arrives {self._eta_s - deadline_s:.2f} s late"
+        reason = f"at the lower bound the rest {late}; with recompute it is in place at {best.finish:.2f} s"
+        return Plan(best.first, best.last, reason)
 
 
 def _soonest(candidates: Iterable[_Candidate], deadline_s: float) -> _Candidate | None:

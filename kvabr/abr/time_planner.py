@@ -89,8 +89,16 @@ class TimePlanner:
         """1.0 where an option must be decoded."""
         self._missing = np.ones(groups, bool)
         self._known: list[tuple[str | None, bool]] = [(None, False)] * groups
+        self._changed: set[int] = set(range(groups))
+        """Groups to look at again, besides those in `View.changes` from `_read` on."""
+        self._read = self._ruled_out = 0
+        """How many entries of that have been read; and how many were unavailable."""
         self._whole = float(self._steps[-1].sum(axis=1).max())
         """Bytes of the largest track, with the layers below it."""
+        self._stay: Array = np.full(groups, _NEVER)
+        """Loss of each group if nothing more is requested for it."""
+        self._lost, self._unplayed = 0.0, groups
+        """Sum of these, without those of groups that would be missing; and how many these are."""
         self._flying = np.zeros(groups, int) - 1
         """Track that is in flight for each group, or -1."""
         self._added = 0
@@ -105,12 +113,14 @@ class TimePlanner:
             self._moves[:, group], self._waste[:, group] = 1.0, 0.0
             if computed or track is not None:  # the engine has it: nothing to fetch, whatever is chosen
                 self._bytes[:, group] = self._loss[:, group] = self._moves[:, group] = 0.0
+            self._stays_at(group, 0.0 if computed or track is not None else _NEVER)
             return
         state = self._number[track]
         self._bytes[:, group], self._moves[:, group] = self._steps[state, :, group], 1.0
         self._waste[:, group] = self._discards[state, :, group]
         self._loss[:, group] = _NEVER if flying else self._offers[state, :, group]
         self._loss[state, group], self._moves[state, group] = self.losses[state, group], 0.0
+        self._stays_at(group, float(self.losses[state, group]))
         if flying:
             self._flying[group] = state
 
@@ -120,36 +130,50 @@ class TimePlanner:
         if self._added != view.added:  # what could not be had may be there now
             self._added = view.added
             self._known = [(None, False)] * view.groups
+            self._changed, self._ruled_out = set(range(view.groups)), 0
             for group in range(view.groups):
                 self.set(group, None)
-        for group, track in enumerate(view.track_of):
+        changed = self._changed.union(view.changes[self._read :])
+        self._changed, self._read = set(), len(view.changes)
+        for group in changed:
+            track = view.track_of[group]
             known = (track, group in settled)
             if known != self._known[group]:
                 self._known[group] = known
                 self.set(group, track, flying=not known[1], computed=track == RECOMPUTED)
-        for group, name in view.unavailable:
-            self.without(group, name)
+        if view.unavailable:
+            few = self._ruled_out == len(view.unavailable)
+            again = ((group, name) for group in changed for name in self.names) if few else iter(view.unavailable)
+            self._ruled_out = len(view.unavailable)
+            for group, name in again:
+                if (group, name) in view.unavailable:
+                    self.without(group, name)
 
     def follow(self, group: int, track: str) -> None:
         """Note that a group was requested on a track. If that fails, `sync` sees that it has something else."""
         self._known[group] = (track, False)
+        self._changed.add(group)
         self.set(group, track, flying=True)
 
-    def _stays(self) -> Array:
-        """Return the loss of each group if nothing more is requested for it."""
-        stays: Array = np.where(self._moves == 0.0, self._loss, _NEVER).min(axis=0)
-        return stays
+    def _stays_at(self, group: int, loss: float) -> None:
+        """Note what a group loses if nothing more is requested for it."""
+        for value, sign in ((float(self._stay[group]), -1), (loss, 1)):
+            if value < _NEVER:
+                self._lost += sign * value
+            else:
+                self._unplayed += sign
+        self._stay[group] = loss
 
     def lost(self) -> float:
         """Return the loss if nothing more is requested, nats per generated token."""
-        return float(self._stays().sum())
+        return self._lost + self._unplayed * _NEVER
 
     def next_best(self, view: View) -> tuple[int, str, float, float] | None:
         """Return the upgrade that pays best: its group and track, what it saves and what its time costs, in nats.
 
         None if nothing can be improved.
         """
-        savings = np.where(self._moves > 0.0, self._stays() - self._loss, -_NEVER)
+        savings = np.where(self._moves > 0.0, self._stay - self._loss, -_NEVER)
         decode: Array = np.array([view.decode_s(name) for name in self.names])
         seconds = view.ttfb_s + self._bytes / view.rate + decode[:, None] * self._share
         gains = savings - view.time_price * seconds
@@ -195,7 +219,7 @@ class TimePlanner:
         share = float(_LINK_SHARES[best])
         idle = np.inf
         if not self._missing.any():
-            idle = self.lost() + price * max(view.outstanding_bytes / rate, queued_s)
+            idle = float(self._stay.sum()) + price * max(view.outstanding_bytes / rate, queued_s)
         return TimePlan(
             picks[best].tolist(), float(totals[best]), float(idle), float(nbytes[best]), float(ends_s[best]),
             price * share / rate, price * (1.0 - share) / decoders,

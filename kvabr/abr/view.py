@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, KeysView
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from kvabr.abr.group_set import GroupSet
 from kvabr.abr.ladder import Ladder
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.cost import PrefillCost
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -36,11 +39,97 @@ class Transfer:
         return self.bytes - self.received
 
 
+class InFlight(dict[int, Transfer]):
+    """Requests in flight by number, with what is true of all of them."""
+
+    def __init__(self, floor: Sequence[int]) -> None:
+        """Begin without any; ``floor``: bytes of each group on the cheapest track."""
+        super().__init__()
+        self._floor = floor
+        self.required: dict[int, Transfer] = {}
+        """Those that are no upgrades."""
+        self.upgrades: dict[int, Transfer] = {}
+        self.receiving = 0
+        """How many have got their first byte."""
+        self.required_bytes = 0
+        """Bytes still to arrive for those that are no upgrades."""
+        self.required_floor = 0
+        """Bytes of their groups on the cheapest track."""
+        self._groups: dict[int, int] = {}
+        self._tracks: dict[str, int] = {}
+
+    @property
+    def groups(self) -> AbstractSet[int]:
+        """Groups of which something is in flight."""
+        return self._groups.keys()
+
+    @property
+    def tracks(self) -> dict[str, int]:
+        """How many there are, by track."""
+        return self._tracks
+
+    def __setitem__(self, request: int, transfer: Transfer) -> None:
+        super().__setitem__(request, transfer)
+        (self.upgrades if transfer.upgrade else self.required)[request] = transfer
+        self._count(transfer, 1)
+
+    def __delitem__(self, request: int) -> None:
+        self.pop(request)
+
+    def pop(self, request: int, *default: T) -> Transfer | T:
+        """Remove and return a request, see `dict.pop`."""
+        if request in self:
+            transfer = super().pop(request)
+            del (self.upgrades if transfer.upgrade else self.required)[request]
+            self._count(transfer, -1)
+            return transfer
+        return super().pop(request, *default)
+
+    def clear(self) -> None:
+        """Remove all."""
+        for request in tuple(self):
+            self.pop(request)
+
+    def require(self, transfer: Transfer) -> None:
+        """Make a request in flight one that is no upgrade: what it was to replace is lost."""
+        self.pop(transfer.request)
+        transfer.upgrade = False
+        self[transfer.request] = transfer
+
+    def begun(self, transfer: Transfer, now: float) -> None:
+        """Note the first byte of a request in flight."""
+        transfer.first_byte_s = now
+        self.receiving += 1
+
+    def received(self, transfer: Transfer, nbytes: int) -> None:
+        """Note further bytes of a request in flight."""
+        transfer.received += nbytes
+        if not transfer.upgrade:
+            self.required_bytes -= nbytes
+
+    def _count(self, transfer: Transfer, by: int) -> None:
+        self.receiving += by * (transfer.first_byte_s is not None)
+        if not transfer.upgrade:
+            self.required_bytes += by * transfer.remaining
+            self.required_floor += by * self._floor[transfer.group]
+        for counts, key in ((self._groups, transfer.group), (self._tracks, transfer.track)):
+            _add(counts, key, by)
+
+
+def _add(counts: dict[Any, int], key: int | str, by: int) -> None:
+    """Add to a count, and leave no zero behind."""
+    if left := counts.get(key, 0) + by:
+        counts[key] = left
+    else:
+        del counts[key]
+
+
 class Settled(set[int]):
     """Groups that have arrived or are in place, with nothing in flight; and the order in which they settled."""
 
-    def __init__(self) -> None:
+    def __init__(self, changes: list[int]) -> None:
         super().__init__()
+        self._changes = changes
         self.history: list[int] = []
         """Every group ever added, once per time. Readers remember their position and read on from there, instead of
         scanning all groups for news. A group may have left the set since."""
@@ -49,6 +138,24 @@ class Settled(set[int]):
         """Mark a group as settled, possibly again."""
         super().add(group)
         self.history.append(group)
+        self._changes.append(group)
+
+    def discard(self, group: int, /) -> None:  # type: ignore[override]  # nothing else is in it
+        """Mark a group as not settled."""
+        super().discard(group)
+        self._changes.append(group)
+
+
+class TrackOf(list[str | None]):
+    """The track of each group, see `View.track_of`."""
+
+    def __init__(self, groups: int, changes: list[int]) -> None:
+        super().__init__([None] * groups)
+        self._changes = changes
+
+    def __setitem__(self, group: int, track: str | None) -> None:  # type: ignore[override]  # no slices
+        super().__setitem__(group, track)
+        self._changes.append(group)
 
 
 class PlannedPlay(NamedTuple):
@@ -95,6 +202,11 @@ class View:
     decode_seconds: Callable[[str], float] | None = None
     """Seconds to decode a full group of a track on this machine; None: as the catalog says."""
     catalog: Catalog = field(init=False)
+    groups: int = field(init=False)
+    """Number of groups in the asset."""
+    keeps: int = field(init=False)
+    """For how many decisions a policy keeps what it has worked out by looking at every group; 0 up to 64 groups. So a
+    decision costs the same whatever the length of the prompt, and what is kept is off by a 64th of it at most."""
     now: float = 0.0
     """Seconds since the play began."""
     rate: float = 0.0
@@ -109,13 +221,13 @@ class View:
     """Bytes still to arrive for all requests in flight."""
     decode_backlog_s: float = 0.0
     """Seconds of decoding that are queued or running."""
-    undecoded: AbstractSet[int] = frozenset()
-    """Groups of which something has arrived and waits to be decoded, in the order of arrival."""
+    undecoded: dict[int, int] = field(default_factory=dict)
+    """Groups of which something has arrived and waits to be decoded, in the order of arrival; each with its place."""
     engine_backlog_s: float = 0.0
     """Seconds until the engine has finished everything it was given."""
-    in_flight: dict[int, Transfer] = field(default_factory=dict)
+    in_flight: InFlight = field(init=False)
     """Requests in flight, by request number."""
-    settled: Settled = field(default_factory=Settled)
+    settled: Settled = field(init=False)
     """Groups that have arrived or are in place, with nothing in flight for them; these can be upgraded."""
     unavailable: AbstractSet[tuple[int, str]] = frozenset()
     """Groups and tracks on which they have failed too often, for example because every copy was damaged; and those that
@@ -132,24 +244,23 @@ class View:
     """Returns when a group should exist, seconds since the play began; None: all do."""
     track_of: list[str | None] = field(init=False)
     """Track of each group that is in place or arriving; ``recomputed`` if the engine computes it; None if missing."""
-    missing_groups: dict[int, None] = field(init=False)
-    """The content of `missing`; the player updates it."""
+    changes: list[int] = field(default_factory=list)
+    """Every group whose track, or whether it has settled, may have changed, once per time; see `Settled.history`."""
+    missing_groups: GroupSet = field(init=False)
+    """Groups that exist and are neither in place, nor in flight, nor left to the engine; the player updates it."""
 
     def __post_init__(self) -> None:
         self.catalog = self.ladder.catalog
-        self.track_of = [None] * self.groups
-        self.edge = self.groups
-        self.missing_groups = dict.fromkeys(range(self.groups))
+        self.groups = self.edge = self.catalog.groups
+        self.keeps = (self.groups - 1) // 64
+        self.track_of, self.settled = TrackOf(self.groups, self.changes), Settled(self.changes)
+        self.missing_groups = GroupSet(self.groups)
+        self.in_flight = InFlight(self.ladder.tracks[0].bytes)
 
     @property
-    def missing(self) -> KeysView[int]:
+    def missing(self) -> AbstractSet[int]:
         """Groups that exist and are neither in place, nor in flight, nor left to the engine; ascending."""
-        return self.missing_groups.keys()
-
-    @property
-    def groups(self) -> int:
-        """Number of groups in the asset."""
-        return self.catalog.groups
+        return self.missing_groups
 
     @property
     def time_left(self) -> float:
@@ -164,12 +275,11 @@ class View:
     @property
     def arrived(self) -> bool:
         """Whether every group has arrived on some track, or is left to the engine."""
-        flying = self.in_flight.values()
-        return not self.missing_groups and not self.coming and all(transfer.upgrade for transfer in flying)
+        return not self.missing_groups and not self.coming and not self.in_flight.required
 
     def first_missing(self) -> int | None:
         """Return the earliest missing group, or None if there is none."""
-        return next(iter(self.missing_groups), None)
+        return self.missing_groups.first()
 
     def bytes(self, group: int, track: str) -> int:
         """Return the size of one group on one track."""
@@ -244,5 +354,12 @@ class View:
 
     def floor_bytes(self) -> int:
         """Return the bytes of all missing groups on the cheapest track."""
-        sizes = self.ladder.tracks[0].bytes
-        return sum(sizes[group] for group in self.missing_groups)
+        return self.missing_bytes(self.ladder.tracks[0])
+
+    def missing_bytes(self, track: Track) -> int:
+        """Return the bytes of all missing groups on one track."""
+        return self.missing_groups.total(track.name, track.bytes)
+
+    def flying_decode_s(self) -> float:
+        """Return the seconds that one thread takes to decode what is in flight."""
+        return sum(count * self.decode_s(track) for track, count in self.in_flight.tracks.items())

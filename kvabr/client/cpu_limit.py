@@ -23,11 +23,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_PLAY_CPU_S = 20.0
-"""Most CPU seconds of a simulated play: about a thousand times what it needs."""
+"""Most CPU seconds of one call of a policy in a simulated play."""
 MOST_STEP_CPU_S = 5.0
-"""Most CPU seconds of one step of a real play, which asks the policy a few times: a thousand times what it needs."""
+"""Most CPU seconds of one call of a policy in a real play."""
 LEAST_STEP_CPU_S = 0.1
-"""CPU seconds that a step may take even if the play's time is up."""
+"""CPU seconds that a call may take even if the play's time is up."""
 _LOOK_S = 0.1
 _AGAIN_S = 1.0
 """CPU seconds after which the error is raised again, in case the first was swallowed."""
@@ -105,16 +105,16 @@ class _Watch:
         return _AGAIN_S
 
 
-def limited_play(play: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Simulate one play within `MOST_PLAY_CPU_S`, see `limited`; a `PolicyError` names the play."""
+def named_play(play: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Simulate one play; a `PolicyError` names it."""
     try:
-        return limited(MOST_PLAY_CPU_S, call, *args, **kwargs)
+        return call(*args, **kwargs)
     except PolicyError as error:
         raise PolicyError(f"{error}; it was playing {play}") from error
 
 
 def limited_step(left_s: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Make one step of a real play, see `limited`; ``left_s``: seconds until the play should end."""
+    """Make one call of a real play's policy, see `limited`; ``left_s``: seconds until the play should end."""
     return limited(min(MOST_STEP_CPU_S, max(LEAST_STEP_CPU_S, left_s)), call, *args, **kwargs)
 
 

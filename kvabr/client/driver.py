@@ -1,23 +1,24 @@
 """Drives one `player.Session` over one `Connection`, whatever its goal: clock, downloads, decoding and engine.
 
 Everything but decoding and prefill happens on the event loop's thread. Decoding runs in a few threads that all plays
-share, so that it overlaps the network. An engine computes in a thread of its own, one play at a time. Neither is waited
-for when a play ends, and what they still bring is discarded.
+share, so that it overlaps the network, unless groups are many and very small. An engine computes in a thread of its
+own, one play at a time. Neither is waited for when a play ends, and what they still bring is discarded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from heapq import heappop, heappush
 from typing import Any
 
-from kvabr.client.cpu_limit import limited_step
 from kvabr.client.decode_speeds import on_one_core
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
-from kvabr.client.resources import cancel_all, decoders, on_engine, timed
+from kvabr.client.resources import SMALL_BYTES, cancel_all, decoders, on_engine, timed
 from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.moqt.codes import RequestCode
@@ -46,8 +47,14 @@ _PAUSE_SHARE = 1 / 50
 """Share of the deadline that a refused request waits before it is asked for again, unless the peer names a time."""
 _MAX_PAUSE_SHARE = 1 / 8
 """Share of the deadline that it waits at most, whatever the peer names."""
+_FEW = 64
+"""Groups of a prompt up to which threads decode them, however small: it takes them no time to speak of."""
+_MOMENT_S = 0.01
+"""Seconds for which small groups are decoded before the event loop has its turn."""
+_READS = 256
+"""Groups that are read at once; the others wait here. A connection sends fewer requests at a time anyway."""
 
-LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25)
+LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25, decode_ahead_s=0.005)
 """What a player does over a real network: there bytes come in lumps, streams stall, and peers fall silent."""
 
 
@@ -96,8 +103,18 @@ class Driver:
         self._engine, self._tokens = engine, tokens
         self._hook, self._watch, self._feed, self._again = hook, watch, feed, again
         self._reads: dict[int, tuple[asyncio.Task[None], Download]] = {}
+        self._later: list[tuple[int, int, FetchGroup]] = []
+        """Heap of what is to be fetched later: priority, request and action."""
+        self._unwanted: set[int] = set()
+        """Requests among these that were cancelled."""
         self._frames: dict[int, Download] = {}
         """Downloads that are complete and not decoded yet, by request."""
+        # An engine's hook decides when a group is written.
+        largest, many = self._catalog.spec.largest, self._catalog.groups > _FEW
+        self._small = hook is None and many and 2 * largest.rows * largest.elements_per_token <= SMALL_BYTES
+        """Whether groups are so small and so many that they are decoded on this thread."""
+        self._waiting: deque[Decode] = deque()
+        """What is to be decoded on this thread."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s: float | None = None
@@ -145,8 +162,7 @@ class Driver:
         if self._over.done():
             return
         try:
-            now = self.now()
-            limited_step(self.session.time_left(now), event, *arguments, now=now)
+            event(*arguments, now=self.now())
             for action in self.session.actions():
                 self._obey(action)
         except Exception as error:  # noqa: BLE001  # a policy's, or our own: the play is to end with it, not to hang
@@ -161,6 +177,10 @@ class Driver:
                 self._fetch(action)
             case Cancel():
                 self._cancel(action.request)
+            case Decode() if self._small:
+                self._waiting.append(action)
+                if len(self._waiting) == 1:
+                    self._loop.call_soon(self._decode_small)
             case Decode():
                 self._begin(self._place(action))
             case Recompute():
@@ -210,6 +230,22 @@ class Driver:
     # ------------------------------------------------------------- downloads
 
     def _fetch(self, action: FetchGroup) -> None:
+        if len(self._reads) < _READS or action.pushed:
+            self._fetch_now(action)
+        else:
+            heappush(self._later, (action.priority, action.request, action))
+
+    def _ended(self, request: int) -> None:
+        """Forget a request that is over, and begin with another one."""
+        self._reads.pop(request, None)
+        while self._later and len(self._reads) < _READS and not self._over.done():
+            _, _, action = heappop(self._later)
+            if action.request in self._unwanted:
+                self._unwanted.discard(action.request)
+            else:
+                self._fetch_now(action)
+
+    def _fetch_now(self, action: FetchGroup) -> None:
         ahead = self._feed.take(action.group) if self._feed is not None and action.pushed else None
         download, before = ahead or (None, 0)
         if download is None:
@@ -226,10 +262,15 @@ class Driver:
 
     def _cancel(self, request: int) -> None:
         self._frames.pop(request, None)
-        task, download = self._reads.pop(request, (None, None))
-        if task is not None and download is not None:
-            task.cancel()
-            download.cancel()
+        found = self._reads.get(request)
+        if found is None:
+            if self._later:
+                self._unwanted.add(request)
+            return
+        task, download = found
+        task.cancel()
+        download.cancel()
+        self._ended(request)
 
     async def _read(self, action: FetchGroup, download: Download, before: int) -> None:
         try:
@@ -240,11 +281,11 @@ class Driver:
         except Exception as error:  # noqa: BLE001  # a transport's, whatever it is: this request has failed
             if download.stats.first_byte_s is None:
                 await self._pause(error)
-            self._reads.pop(action.request, None)
+            self._ended(action.request)
             busy = isinstance(error, RequestError) and error.code == RequestCode.EXCESSIVE_LOAD
             self._tell(partial(self.session.failed, busy=busy), action.request, said(error))
         else:
-            self._reads.pop(action.request, None)
+            self._ended(action.request)
             self._frames[action.request] = download
             self._tell(partial(self.session.done, limit=download.stats.limit), action.request)
         finally:
@@ -283,20 +324,14 @@ class Driver:
 
     async def _place(self, action: Decode) -> None:
         """Check and decode a group in a thread, and put it into its place."""
-        requests = (*action.below, action.request)
-        names = self.session.view.ladder.stacks[action.track][-len(requests) :]
-        downloads = [self._frames[request] for request in requests]
-        layers = [Layer(name, one.data, one.has_digest) for name, one in zip(names, downloads, strict=True)]
+        layers = self._layers(action)
         try:
             work = partial(timed, self._loop.time, self._decoded, action, layers)
             write, seconds = await self._loop.run_in_executor(decoders(), work)
         except _RefusedError as error:
-            self._frames.pop(error.request, None)
-            self._note_damage(action.group, names[requests.index(error.request)], said(error.cause))
-            self._tell(self.session.refused, error.request, said(error.cause))
+            self._refuse(action, error)
             return
-        for request in requests:
-            self._frames.pop(request, None)
+        self._forget_frames(action)
         if self._hook is not None and write is not None:
             unit = self._catalog.unit(action.group)
             try:
@@ -317,6 +352,43 @@ class Driver:
             )
         damaged.append((group, track, why))
 
+    def _decode_small(self) -> None:
+        """Check and decode small groups here, for a moment, and the others once the event loop has had its turn."""
+        until_s = self._loop.time() + _MOMENT_S
+        while self._waiting and not self._over.done():
+            action = self._waiting[0]
+            try:
+                _, seconds = timed(self._loop.time, self._decoded, action, self._layers(action))
+            except _RefusedError as error:
+                self._refuse(action, error)
+            else:
+                self._forget_frames(action)
+                self._tell(partial(self.session.decoded, seconds=seconds), action.request)
+            self._waiting.popleft()
+            if self._waiting and self._loop.time() >= until_s:
+                self._loop.call_soon(self._decode_small)
+                return
+
+    def _names(self, action: Decode) -> tuple[tuple[int, ...], Sequence[str]]:
+        """Return the requests of a group's layers, lowest first, and their tracks."""
+        requests = (*action.below, action.request)
+        return requests, self.session.view.ladder.stacks[action.track][-len(requests) :]
+
+    def _layers(self, action: Decode) -> list[Layer]:
+        requests, names = self._names(action)
+        downloads = [self._frames[request] for request in requests]
+        return [Layer(name, one.data, one.has_digest) for name, one in zip(names, downloads, strict=True)]
+
+    def _refuse(self, action: Decode, error: _RefusedError) -> None:
+        requests, names = self._names(action)
+        self._note_damage(action.group, names[requests.index(error.request)], said(error.cause))
+        self._frames.pop(error.request, None)
+        self._tell(self.session.refused, error.request, said(error.cause))
+
+    def _forget_frames(self, action: Decode) -> None:
+        for request in (*action.below, action.request):
+            self._frames.pop(request, None)
+
     def _decoded(self, action: Decode, layers: Sequence[Layer]) -> Callable[[], object] | None:
         """Place a group, or return what writes it if the cache is in use; in a thread.
 
@@ -325,7 +397,8 @@ class Driver:
         """
         if self._over.done():
             return None
-        on_one_core()
+        if not self._small:
+            on_one_core()
         group, assembler = action.group, self.assembler
         *below, (track, frame, has_digest) = layers
         put = assembler.put if self._hook is None else assembler.prepare

@@ -29,6 +29,7 @@ from kvabr.client.options import PlayOptions, guard_s
 from kvabr.client.passages import PassagePrompt
 from kvabr.client.peer_history import PeerHistory
 from kvabr.client.play_connection import PlayConnection
+from kvabr.client.plugin_limits import PluginLimit, limited_estimator
 from kvabr.client.preparing import Clock, Prepared, pays
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import decoders, on_engine
@@ -130,7 +131,7 @@ class Play:
         end_s = None if self.engine is not None else max(0.0, self._patience_s() - self.clock.now())
         try:
             async with asyncio.timeout(end_s):
-                ladder = await asyncio.get_running_loop().run_in_executor(decoders(), Ladder, wanted)
+                ladder = await asyncio.get_running_loop().run_in_executor(decoders(), _ladder, wanted)
         except TimeoutError as error:
             late = f"the deadline of {self.clock.deadline_s:g} s came before its catalog was read; allow more"
             raise PlayError(f"no cache after {self.clock.now():.2g} s: {late}") from error
@@ -335,7 +336,8 @@ class Play:
                     lookup_s=self.clock.now(),
                 )
             )
-        own = new_estimator(options.policy, options.estimator)
+        limit = PluginLimit(self._left_s)
+        own = limited_estimator(new_estimator(options.policy, options.estimator), limit)
         with estimating(connection.shared, own, self.history) as estimator:
             session = new_session(
                 ladder,
@@ -356,6 +358,7 @@ class Play:
                 decode_rates=self.speeds.rates(ladder.catalog, self._device),
                 expected_s=None if prepared.growing is None else prepared.growing.expected_s,
                 log=options.log,
+                limited=limit,
             )
             feed = None if prepared.growing is None else LiveFeed(connection, prepared.growing, ladder.cheapest)
             driver = Driver(
@@ -386,7 +389,8 @@ class Play:
         final = [kinds[view.catalog.unit(group).part].kind == "state" for group in range(view.groups)]
         tracks = zip(played.assembler.coverage, final, strict=True)
         rate = view.rate or played.session.record.bytes_fetched / max(view.now, 1e-3)
-        own = new_estimator(options.policy, options.estimator)
+        limit = PluginLimit(self._left_s)
+        own = limited_estimator(new_estimator(options.policy, options.estimator), limit)
         own.prime(Prior(rate, view.ttfb_s))
         shared = ExitStack()
         session = new_session(
@@ -399,9 +403,15 @@ class Play:
             cached_groups=connection.cached_groups,
             decode_rates=self.speeds.rates(ladder.catalog, self._device),
             log=None if options.log is None else partial(_late, options.log, view.now),
+            limited=limit,
         )
         hook = EngineHook()
         return Upgrades(Driver(session, connection, played.assembler, hook=hook), hook, shared.close)
+
+    def _left_s(self) -> float:
+        """Return the seconds until the deadline; once it has passed, until the play ends at the latest."""
+        left_s = self.clock.left()
+        return left_s if left_s > 0 else self._patience_s() - self.clock.now()
 
     def _patience_s(self) -> float:
         """Return when an incomplete play ends, seconds since the call; an engine may take longer."""
@@ -444,6 +454,13 @@ class Play:
         check_wanted(place.dtype, spec)
         convert(parts[0], place, spec)
         return (place,)
+
+
+def _ladder(catalog: Catalog) -> Ladder:
+    """Return the ladder of a catalog, with what the default policy asks of it: of a long prompt that takes a while."""
+    ladder = Ladder(catalog)
+    ladder.price(0.0)
+    return ladder
 
 
 def _tracks(driver: Driver, found: PlacedPrefix) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from kvabr.client.host_download import HostDownload
 from kvabr.client.metrics import ClientMetrics
-from kvabr.client.resources import cancel_all, decoders
+from kvabr.client.resources import SMALL_BYTES, cancel_all, decoders
 from kvabr.client.shared_bandwidth import link_of
 from kvabr.quic.interface import Connection, Download, GroupRequest
 from kvabr.store.group_store import TieredGroupStore
@@ -215,7 +215,10 @@ class SharedDownloads:
         good = False
         try:
             # A reader that decodes the group at the same time waits for the same computation.
-            good = await asyncio.get_running_loop().run_in_executor(decoders(), download.has_digest, digest)
+            if download.request.limit <= SMALL_BYTES:
+                good = download.has_digest(digest)
+            else:
+                good = await asyncio.get_running_loop().run_in_executor(decoders(), download.has_digest, digest)
             shared = isinstance(download.inner, HostDownload) and await download.inner.settle(good=good)
             if good and not shared:
                 await self.store.put(digest, download.data)

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr.client.cpu_limit import limited_play
+from kvabr.client.cpu_limit import named_play
 from kvabr.lab import digests
 from kvabr.lab.cell import CellPlayer
 from kvabr.lab.matrix import Cell, LabMatrix
@@ -162,6 +162,6 @@ class _Player:
             link = self._bench.link(trace, starts[start])
             for policy in policies:
                 play = f"{trace.name} from {link.start_s:.2f} s, {cell.title()}"
-                line: dict[str, Any] = limited_play(play, self._bench.play, trace, link, policy)[0]
+                line: dict[str, Any] = named_play(play, self._bench.play, trace, link, policy)[0]
                 found.setdefault(policy, {})[start] = line
         return found

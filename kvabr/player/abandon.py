@@ -5,7 +5,8 @@ every missing group at its cheapest cannot arrive in time at the expected rate, 
 the cheapest track frees the most bytes, provided that the play can then meet the deadline if all such transfers are
 replaced, or end sooner if it is late already. Layers that were requested together with a base delay the others like the
 base. Other upgrades normally delay nothing. One is weighed only if its first byte came when a required transfer was
-due, as not every peer respects priorities.
+due, as not every peer respects priorities. Once nothing but upgrades is in flight, one that cannot end in time is
+cancelled if a smaller one of the same group can: until then the group could have nothing else.
 
 Stalls occur on real networks only. A publisher serves the more urgent request first, or the earlier one, or all alike.
 So a transfer has been forgotten if a less urgent, later one overtook it and it stays silent. If nothing moves at all,
@@ -14,7 +15,8 @@ requesting again costs little but proves nothing, unless the repeated transfer s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from heapq import heappop, heappush
 
 from kvabr.abr.view import Transfer, View
 from kvabr.player.priorities import LEAST_URGENT
@@ -44,18 +46,21 @@ def choose(view: View, instead: Callable[[int], Track | None], *, begun: bool = 
     """
     if view.rate <= 0 or not view.in_flight:
         return None
-    cheapest = view.ladder.tracks[0]
-    needed = [transfer for transfer in view.in_flight.values() if not transfer.upgrade]
+    cheapest, needed = view.ladder.tracks[0], view.in_flight.required
     if not view.missing and not needed:
-        return None  # only upgrades are in flight: they cost nothing but bytes, and the deadline ends them
-    due_s = min((transfer.requested_s for transfer in needed), default=view.now) + _ON_ITS_WAY * view.ttfb_s
+        return None  # see `hopeless`
+    limit_s, decode_s = (_ONCE_BEGUN if begun else _MARGIN) * view.time_left, view.decode_s(cheapest.name)
+    if (view.outstanding_bytes + view.floor_bytes()) / view.rate + decode_s <= limit_s:
+        return None  # as most often, without a look at every transfer
+    due_s = view.now if not needed else next(iter(needed.values())).requested_s
+    due_s += _ON_ITS_WAY * view.ttfb_s
     weighed = [
         one
         for one in view.in_flight.values()
         if one.priority < LEAST_URGENT or (one.first_byte_s is not None and one.first_byte_s >= due_s)
     ]
-    need_s = (sum(one.remaining for one in weighed) + view.floor_bytes()) / view.rate + view.decode_s(cheapest.name)
-    if need_s <= (_ONCE_BEGUN if begun else _MARGIN) * view.time_left:
+    need_s = (sum(one.remaining for one in weighed) + view.floor_bytes()) / view.rate + decode_s
+    if need_s <= limit_s:
         return None
     best: Transfer | None = None
     best_freed, freed, other = 0, 0, cheapest
@@ -77,6 +82,46 @@ def choose(view: View, instead: Callable[[int], Track | None], *, begun: bool = 
     return best, f"the rest takes {need_s:.2f} s of {view.time_left:.2f} s left; {what} frees {best_freed / 1e3:.0f} kB"
 
 
+def hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Transfer, str] | None:
+    """Return an upgrade that cannot end in time although a smaller one of its group can, and the reason; or None.
+
+    Args:
+        view: the play.
+        here: returns the track on which a group has arrived or is in place.
+    """
+    if view.rate <= 0 or not view.arrived:
+        return None
+    seen: set[int] = set()
+    ahead = 0
+    for one in sorted(view.in_flight.upgrades.values(), key=lambda one: (one.priority, one.request)):
+        ends_s = (ahead + one.remaining) / view.rate + view.decode_s(one.track)
+        # Of several layers of a group the lowest counts: the others cannot be in place without it.
+        if one.group not in seen and ends_s > _MARGIN * view.time_left:
+            smaller = _smaller(view, one, here(one.group), ahead)
+            if smaller is not None:
+                what = f"{one.track} takes {ends_s:.2f} s of {view.time_left:.2f} s left"
+                return one, f"{what}; {smaller} would be in time"
+        seen.add(one.group)
+        ahead += one.remaining
+    return None
+
+
+def _smaller(view: View, one: Transfer, current: str | None, ahead: int) -> str | None:
+    """Return a better track than the current one that would surely be in time instead of an upgrade, or None."""
+    group, tracks = one.group, view.catalog.by_name
+    if current not in tracks or view.lower_bound <= 0:
+        return None
+    for track in view.catalog.tracks:
+        layers = view.layers(track.name, current)
+        nbytes = sum(view.bytes(group, layer) for layer in layers)
+        if track.loss[group] >= view.loss(group, current) or nbytes >= one.remaining:
+            continue
+        comes_s = view.ttfb_s + (ahead + nbytes) / view.lower_bound + view.decode_s(track.name)
+        if comes_s < view.time_left and not any((group, layer) in view.unavailable for layer in layers):
+            return track.name
+    return None
+
+
 class StallDetector:
     """Finds the stalled transfers of one play."""
 
@@ -86,18 +131,25 @@ class StallDetector:
         self._heard: dict[int, float] = {}
         self._overtaken: dict[int, float] = {}
         """When each transfer was overtaken. Before that it may have been waiting for its turn."""
+        self._leading: dict[int, list[int]] = {}
+        """Heap of the requests that none has overtaken, by priority. It may hold some that are over."""
         self._stood: set[tuple[int, str]] = set()
         """Groups and tracks that have stalled before."""
         self._any_s: float | None = None
         """When any bytes came last; None while the usual time to first byte is unknown."""
 
-    def heard(self, transfer: Transfer, others: Iterable[Transfer], now: float) -> None:
-        """Note that bytes of a transfer came while ``others`` were in flight."""
+    def asked(self, transfer: Transfer) -> None:
+        """Note a new request."""
+        heappush(self._leading.setdefault(transfer.priority, []), transfer.request)
+
+    def heard(self, transfer: Transfer, now: float) -> None:
+        """Note that bytes of a transfer came: it has overtaken the earlier ones that are more urgent."""
         self._any_s = self._heard[transfer.request] = now
-        self._overtaken.pop(transfer.request, None)
-        for other in others:
-            if other.request < transfer.request and other.priority < transfer.priority:
-                self._overtaken.setdefault(other.request, now)
+        if self._overtaken.pop(transfer.request, None) is not None:
+            self.asked(transfer)
+        for priority, requests in self._leading.items():
+            while priority < transfer.priority and requests and requests[0] < transfer.request:
+                self._overtaken[heappop(requests)] = now
 
     def waited(self, transfers: Iterable[Transfer], now: float) -> None:
         """Restart all clocks: until now, other plays used the link."""
@@ -106,15 +158,16 @@ class StallDetector:
         for transfer in transfers:
             if transfer.request in self._heard:
                 self._heard[transfer.request] = now
-            self._overtaken.pop(transfer.request, None)
+            if self._overtaken.pop(transfer.request, None) is not None:
+                self.asked(transfer)
 
     def stalled(
-        self, transfers: Iterable[Transfer], ttfb_s: float, now: float, *, drain_s: float = 0.0
+        self, transfers: Mapping[int, Transfer], ttfb_s: float, now: float, *, drain_s: float = 0.0
     ) -> list[tuple[Transfer, bool]]:
         """Return the stalled transfers, each with whether the publisher is certainly at fault.
 
         Args:
-            transfers: those in flight.
+            transfers: those in flight, by request.
             ttfb_s: the usual time to first byte, seconds.
             now: the time of the play, seconds.
             drain_s: seconds that everything in flight takes at the present rate. As long as something moves on a slow
@@ -125,12 +178,17 @@ class StallDetector:
             return found
         nothing_s = now - self._any_s
         turn_s = max(LEAST_SILENCE_S, drain_s if nothing_s < LEAST_SILENCE_S else 0.0)
-        for transfer in transfers:
+        if nothing_s >= max(self._patience_s, _SILENT_TTFB * ttfb_s, LEAST_SILENCE_S):
+            looked_at: Iterable[Transfer] = transfers.values()
+        else:  # only what was overtaken can have stalled
+            self._overtaken = {request: at for request, at in self._overtaken.items() if request in transfers}
+            looked_at = [transfers[request] for request in sorted(self._overtaken)]
+        for transfer in looked_at:
             quiet_s = now - self._heard.get(transfer.request, transfer.requested_s)
             if (since := self._overtaken.get(transfer.request)) is not None:
                 if min(quiet_s, now - since) >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, turn_s):
                     found.append((transfer, True))
-            elif min(quiet_s, nothing_s) >= max(self._patience_s, _SILENT_TTFB * ttfb_s, LEAST_SILENCE_S):
+            elif quiet_s >= max(self._patience_s, _SILENT_TTFB * ttfb_s, LEAST_SILENCE_S):
                 again = (transfer.group, transfer.track) in self._stood
                 found.append((transfer, again and transfer.request in self._heard))
         self._stood.update((transfer.group, transfer.track) for transfer, _ in found)

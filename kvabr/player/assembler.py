@@ -97,7 +97,8 @@ class Assembler:
         self._begins = tuple(span.first for span in spans)
         """Per class, the first token of its tensor."""
         self._tracks: list[str | None] = [None] * catalog.groups
-        self._kept: dict[tuple[int, str], memoryview] = {}
+        self._kept: dict[int, dict[str, memoryview]] = {}
+        """Frames of the layers in place that others refine, by group and track."""
         self._refined = {track.refines for track in catalog.tracks if track.refines is not None}
         self._lock = threading.Condition(threading.Lock())
         """Guards everything; notified when a group leaves `_direct`."""
@@ -403,8 +404,8 @@ class Assembler:
         spare.append(whole)
 
     def _no_hole(self, groups: int) -> None:
-        missing = [group for group, track in enumerate(self._tracks[:groups]) if track is None]
-        if missing:
+        if None in (before := self._tracks[:groups]):
+            missing = [group for group, track in enumerate(before) if track is None]
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise HoleError(f"groups {shown} are neither fetched nor recomputed; fetch or recompute them first")
 
@@ -428,14 +429,14 @@ class Assembler:
             self._forget(group)
         for layer in layers:
             if layer.track in self._refined:
-                self._kept[group, layer.track] = memoryview(layer.frame)
+                self._kept.setdefault(group, {})[layer.track] = memoryview(layer.frame)
         return verdict
 
     def _below(self, group: int, offer: Track) -> list[memoryview]:
         """Return the payloads of the layers that a track refines, base first."""
         payloads: list[memoryview] = []
         while offer.refines is not None:
-            frame = self._kept.get((group, offer.refines))
+            frame = self._kept.get(group, {}).get(offer.refines)
             if frame is None:
                 raise FormatError(f"group {group} of {offer.name}: it refines {offer.refines}, which is not in place")
             offer = self._catalog.track(offer.refines)
@@ -443,8 +444,7 @@ class Assembler:
         return payloads
 
     def _forget(self, group: int) -> None:
-        for key in [key for key in self._kept if key[0] == group]:
-            del self._kept[key]
+        self._kept.pop(group, None)
 
 
 def check_tokens(computed: torch.Tensor, spec: KVSpec, tokens: int) -> None:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from kvabr.abr.cache_first import CachedGroups, cache_first
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.plugins import load_estimator, load_policy
+from kvabr.abr.plugins import load_estimator, load_policy, shipped
 from kvabr.abr.view import Future
 from kvabr.player.blending import BlendSession
 from kvabr.player.decode_rates import DecodeRates
+from kvabr.player.policy_guard import CallLimit, at_once
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, BlendGoal, Goal, PlayerConfig, PrefixGoal, UpgradeGoal
 from kvabr.player.upgrades import UpgradeSession
@@ -76,6 +77,7 @@ def new_session(
     decode_rates: DecodeRates | None = None,
     expected_s: Sequence[float] | None = None,
     log: Log | None = None,
+    limited: CallLimit = at_once,
 ) -> Session:
     """Build the session of one play.
 
@@ -96,6 +98,7 @@ def new_session(
         expected_s: when each group of an asset that is still being prefilled should be published, see `LiveEdge`; None:
             all are.
         log: takes every event.
+        limited: makes every call of a policy that is not kvabr's own.
 
     Raises:
         PolicyError: there is no such policy.
@@ -107,6 +110,8 @@ def new_session(
     if patience_s is not None:
         config = replace(config, give_up_after=max(1.0, patience_s / deadline_s))
     player = load_policy(policy)()
+    if shipped(player):
+        limited = at_once
     if isinstance(goal, PrefixGoal):
         mode = "suffix"
         if player.computes:
@@ -132,4 +137,5 @@ def new_session(
         decode_rates=decode_rates,
         expected_s=expected_s,
         log=log,
+        limited=limited,
     )

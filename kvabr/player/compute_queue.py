@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 
-from kvabr.abr.recompute_planner import Plan, plan
+from kvabr.abr.group_set import GroupSet
+from kvabr.abr.recompute_planner import Plan, Rest
 from kvabr.abr.view import View
 from kvabr.player.session_types import GroupRecord
 from kvabr.types.cost import PrefillCost
@@ -23,20 +25,32 @@ class ComputeQueue:
         self._cost, self._mode, self._view, self._tick_s = cost, mode, view, tick_s
         self.planned: range = range(0)
         """Groups that the planner leaves to the engine for now; re-planned at every event."""
-        self.chosen: set[int] = set()
+        self.chosen = GroupSet(view.groups, ())
         """Groups that are left to the engine for good, by the policy or because no request can bring them."""
+        self.left = GroupSet(view.groups)
+        """Groups that have not arrived and are not being computed, without the chosen ones."""
         self.computing: tuple[int, int] | None = None
         """The groups that the engine computes now: the first, and the one after the last."""
         self.started_s = 0.0
         self._free_s = 0.0
+        self._solid = 0
+        """All groups before this one are in place."""
+        self._waiting, self._waiting_s = 0, 0.0
+        """How many of `chosen` the engine has not begun, and the seconds that they take one by one."""
+        self._found: Plan | None = None
+        self._kept, self._kept_s = 0, 0.0
+        """For how many events (`View.keeps`), and until when, the plan found last holds: to search one takes time."""
+        self._each: list[int] = []
+        """Nanoseconds that each group takes alone, once that is asked for; whole ones, so that sums are exact."""
+        self._sums: list[int] = []
+        """The same for all groups before each."""
 
     def backlog_s(self, now: float) -> float:
         """Return the seconds until the engine has computed what it computes now and all of `chosen`."""
         running = max(0.0, self._free_s - now) if self.computing is not None else 0.0
-        here, tail = self._here(), self._chosen_tail()
-        if tail is not None and not self._view.catalog.every_token:
-            return running + (0.0 if here else self._seconds(tail, self._view.groups))
-        return running + sum(self._seconds(group, group + 1) for group in self.chosen if group not in here)
+        if self.tail < self._view.groups and not self._view.catalog.every_token:
+            return running + (0.0 if self.computing else self._seconds(self.tail, self._view.groups))
+        return running + (self._waiting_s if self._waiting else 0.0)
 
     def _here(self) -> range:
         return range(*(self.computing or (0, 0)))
@@ -47,42 +61,68 @@ class ComputeQueue:
 
     def takes(self, group: int) -> bool:
         """Return whether an absent group is left to the engine and hidden from the policy."""
-        if group in self.planned or group in self.chosen or group in self._here():
-            return True
-        tail = self._chosen_tail()
-        return tail is not None and group >= tail
+        return group in self.planned or group in self.chosen or group in self._here() or group >= self.tail
 
-    def _chosen_tail(self) -> int | None:
-        """Return the first group of the tail that is left to the engine for good; None if there is none."""
-        return self._view.catalog.cut(min(self.chosen)) if self._mode == "suffix" and self.chosen else None
+    @property
+    def tail(self) -> int:
+        """The first group of the tail that is left to the engine for good; the number of groups if there is none."""
+        first = self.chosen.first() if self._mode == "suffix" else None
+        return self._view.groups if first is None else self._view.catalog.cut(first)
 
-    def replan(self, absent: Collection[int], *, dead: bool = False) -> tuple[bool, Plan | None]:
-        """Re-plan what the network will not bring. Return whether `planned` changed, and the plan, if there is one."""
+    def absent(self, group: int, *, absent: bool) -> None:
+        """Note that a group is absent, or that it is so no longer."""
+        if absent and group not in self.chosen:
+            self.left.add(group)
+        else:
+            self.left.discard(group)
+
+    def choose(self, groups: Iterable[int]) -> None:
+        """Leave groups to the engine for good."""
+        for group in groups:
+            if group not in self.chosen:
+                self.chosen.add(group)
+                self.left.discard(group)
+                self._wait(group, 1)
+
+    def _wait(self, group: int, by: int) -> None:
+        if group not in self._here():
+            self._waiting += by
+            self._waiting_s += by * self._seconds(group, group + 1)
+
+    def replan(self, now: float, *, dead: bool = False) -> tuple[list[int], Plan | None]:
+        """Re-plan what the network will not bring.
+
+        Return the groups that `planned` has now and had not, or the other way round; and the plan, if there is one.
+        """
         if self.computing is not None and self._mode == "suffix":
-            return False, None
-        left = [group for group in absent if group not in self.chosen]
-        found = plan(self._view, self._cost, self._mode, left, self._free_s, dead=dead)
-        planned = range(0) if found is None else range(found.first, found.last)
-        changed = planned != self.planned
-        self.planned = planned
-        return changed, found
+            return [], None
+        rest = Rest(self._view, self._cost, self.left, self._free_s, dead=dead)
+        if rest.in_time:
+            self._found, self._kept = None, 0
+        elif dead or not self._kept or now >= self._kept_s:
+            self._found = rest.plan(self._mode)
+            self._kept, self._kept_s = self._view.keeps, now + self._tick_s
+        else:
+            self._kept -= 1
+        found, before = self._found, self.planned
+        self.planned = range(0) if found is None else range(found.first, found.last)
+        return [*_without(before, self.planned), *_without(self.planned, before)], found
 
-    def overdue(self, now: float, absent: Collection[int]) -> bool:
+    def overdue(self, now: float, absent: GroupSet) -> bool:
         """Return whether the network is late by as long as the engine would take: to wait on is no better bet then.
 
         Bytes that are lost on the way keep looking as if they were about to arrive.
         """
-        if not absent or now < self._view.deadline_s:
+        late_s, first = now - self._view.deadline_s, absent.first()
+        if first is None or late_s < 0:
             return False  # as most often, without adding up what the engine takes
-        first = min(absent)
         if self._mode == "suffix":
-            seconds = self._seconds(self._view.catalog.cut(first), self._view.groups)
-        else:
-            seconds = sum(self._seconds(group, group + 1) for group in absent)
-        return now - self._view.deadline_s >= seconds
+            return late_s >= self._seconds(self._view.catalog.cut(first), self._view.groups)
+        self._add_up()
+        return 1e9 * late_s >= absent.total("seconds", self._each)
 
     def ready(
-        self, now: float, absent: Collection[int], records: Sequence[GroupRecord], *, at_once: bool = False
+        self, now: float, absent: GroupSet, records: Sequence[GroupRecord], *, at_once: bool = False
     ) -> tuple[int, int] | None:
         """Return the groups that the engine should start now: everything before them is in place. Or None.
 
@@ -90,11 +130,16 @@ class ComputeQueue:
         """
         if self.computing is not None or not self.waiting():
             return None
-        wanted = (*self.chosen, *(group for group in self.planned if group in absent))
-        first = min(wanted, default=len(records))
-        if self._mode == "suffix" and first < len(records):
+        first, planned = self.chosen.first(), absent.first(self.planned.start)
+        if planned is not None and planned in self.planned and (first is None or planned < first):
+            first = planned
+        if first is None:
+            return None
+        if self._mode == "suffix":
             first = self._view.catalog.cut(first)
-        if first >= len(records) or any(record.ready_s is None for record in records[:first]):
+        while self._solid < first and records[self._solid].ready_s is not None:
+            self._solid += 1
+        if self._solid < first:
             return None
         if self._mode == "hole":
             return first, self._run_end(first, now, absent)
@@ -102,34 +147,51 @@ class ComputeQueue:
 
     def start(self, first: int, last: int, now: float) -> None:
         """Note that the engine starts groups ``first`` to ``last`` - 1."""
-        self.computing, self.started_s = (first, last), now
+        for group in range(first, last):
+            if group in self.chosen:
+                self._wait(group, -1)
+        self.computing, self.started_s, self._kept = (first, last), now, 0
         self._free_s = now + self._seconds(first, last)
 
     def finish(self) -> float:
         """Note that the engine is done; return when it was started."""
-        self.chosen.difference_update(self._here())
-        self.computing = None
+        for group in self._here():
+            self.chosen.discard(group)
+        self.computing, self._kept = None, 0
         return self.started_s
 
     def _seconds(self, first: int, last: int) -> float:
         begin, end = map(self._view.catalog.tokens_before, (first, last))
         return self._cost.seconds(begin, end - begin)
 
-    def _run_end(self, first: int, now: float, absent: Collection[int]) -> int:
+    def _run_end(self, first: int, now: float, absent: GroupSet) -> int:
         """Return the end of the next run: one group if there is time to re-plan, all if only that is in time."""
-        last = first + 1
-        while last in absent and (last in self.planned or last in self.chosen):
-            last += 1
-        one_by_one = sum(self._seconds(group, group + 1) for group in range(first, last))
-        in_time = self._view.deadline_s - now
+        last, end = first + 1, absent.gap(first)
+        while last < end and (last in self.planned or last in self.chosen):
+            last = min(end, self.planned.stop if last in self.planned else self.chosen.gap(last))
+        self._add_up()
+        one_by_one, in_time = 1e-9 * (self._sums[last] - self._sums[first]), self._view.deadline_s - now
         return last if self._seconds(first, last) <= in_time < one_by_one else first + 1
+
+    def _add_up(self) -> None:
+        if not self._each:
+            ends = map(self._view.catalog.tokens_before, range(self._view.groups + 1))
+            self._each = [round(1e9 * self._cost.seconds(begin, end - begin)) for begin, end in pairwise(ends)]
+            self._sums = list(accumulate(self._each, initial=0))
 
     def _last_call(self, first: int, now: float) -> bool:
         """Return whether a tail must be started now; until then the network may still shorten it."""
         deadline_s, seconds = self._view.deadline_s, self._seconds(first, self._view.groups)
-        if now + seconds > _LATE * deadline_s and first != self._chosen_tail():
+        if now + seconds > _LATE * deadline_s and first != self.tail:
             # Once started it cannot be shortened. If the link has carried anything, waiting is the better bet.
             view = self._view
             alive = view.rate > 0 or view.settled or any(one.received for one in view.in_flight.values())
             return now >= (deadline_s if alive else _PATIENCE * deadline_s)
         return now + 1.5 * self._tick_s >= deadline_s - seconds
+
+
+def _without(groups: range, others: range) -> Iterable[int]:
+    """Return what one range has and another has not."""
+    if not groups or not others:
+        return groups
+    return (*range(groups.start, min(groups.stop, others.start)), *range(max(groups.start, others.stop), groups.stop))

@@ -47,10 +47,14 @@ class DecodeRates:
                 self._table[track] = float(seconds)
         self._observed: dict[str, deque[float]] = {}
         """Logarithms of observed over expected seconds, by family. The first is that of the table itself."""
+        self._known: dict[str, float] = {}
+        """Seconds per track, until the next observation: they are read far more often than they change."""
 
     def seconds(self, track: str) -> float:
         """Return the seconds to decode a full group of a track; 0.0 if nothing is known of it."""
-        return self._table[track] * self.correction(track)
+        if (known := self._known.get(track)) is None:
+            known = self._known[track] = self._table[track] * self.correction(track)
+        return known
 
     def correction(self, track: str) -> float:
         """Return the factor between what decoding takes and what the table says."""
@@ -71,6 +75,7 @@ class DecodeRates:
         """
         if not (0 < seconds < math.inf and share > 0):
             return
+        self._known.clear()
         expected = self._table[track] * share
         if expected <= 0:
             self._table[track] = seconds / share / self.correction(track)

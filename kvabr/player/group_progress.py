@@ -14,18 +14,16 @@ class GroupProgress:
     replaces is kept until then, in case that it proves damaged.
     """
 
-    __slots__ = ("_stacks", "arrived", "decode_s", "decoding", "flying")
+    __slots__ = ("_stacks", "arrived", "decoding", "flying")
 
     def __init__(self, stacks: Mapping[str, Sequence[str]]) -> None:
         """Begin with nothing; ``stacks`` maps each track to its layers (`Ladder.stacks`)."""
         self._stacks = stacks
-        self.flying: list[Transfer] = []
-        self.arrived: list[Transfer] = []
+        self.flying: tuple[Transfer, ...] = ()  # a list of nothing is something, for the garbage collector
+        self.arrived: tuple[Transfer, ...] = ()
         """What has arrived and is not being decoded yet."""
-        self.decoding: list[Transfer] = []
+        self.decoding: tuple[Transfer, ...] = ()
         """What is being decoded in one go, from the lowest layer to the highest."""
-        self.decode_s = 0.0
-        """Seconds of decoding that the group counts for in the backlog."""
 
     def top(self) -> str | None:
         """Return the track that was requested last of those under way, or None."""
@@ -34,24 +32,44 @@ class GroupProgress:
                 return max(transfers, key=lambda one: one.request).track
         return None
 
-    def decodable(self, placed: str | None) -> list[Transfer]:
+    def here(self) -> str | None:
+        """Return the track that was requested last of those that have arrived, or None."""
+        for transfers in (self.arrived, self.decoding):
+            if transfers:
+                return max(transfers, key=lambda one: one.request).track
+        return None
+
+    def decodable(self, placed: str | None) -> tuple[Transfer, ...]:
         """Return what to decode next, lowest layer first; ``placed`` is the track in place."""
         if not self.arrived:
-            return []
+            return ()
         below = self.decoding[-1].track if self.decoding else placed
         here = {transfer.track: transfer for transfer in self.arrived}
         for top in sorted(self.arrived, key=lambda one: -one.request):
             layers = self._stacks[top.track]
             needed = layers[layers.index(below) + 1 :] if below in layers else layers
             if all(layer in here for layer in needed):
-                return [here[layer] for layer in needed]
-        return []
+                return tuple(here[layer] for layer in needed)
+        return ()
 
-    def begin_decoding(self, placed: str | None) -> list[Transfer]:
+    def begin_decoding(self, placed: str | None) -> tuple[Transfer, ...]:
         """Move what can be decoded to `decoding`, and return it."""
         self.decoding = self.decodable(placed)
-        self.arrived = [transfer for transfer in self.arrived if transfer not in self.decoding]
+        self.arrived = tuple(transfer for transfer in self.arrived if transfer not in self.decoding)
         return self.decoding
+
+    def end_decoding(self) -> tuple[Transfer, ...]:
+        """Take what was being decoded."""
+        batch, self.decoding = self.decoding, ()
+        return batch
+
+    def land(self, transfer: Transfer) -> None:
+        """Take a transfer out of the air."""
+        self.flying = tuple(one for one in self.flying if one is not transfer)
+
+    def drop(self, transfer: Transfer) -> None:
+        """Forget a transfer that has arrived."""
+        self.arrived = tuple(one for one in self.arrived if one is not transfer)
 
     def superseded(self, placed: Transfer) -> list[Transfer]:
         """Return what has arrived and is of no use once ``placed`` is in place: older, and no layer above it."""

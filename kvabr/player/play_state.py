@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import ParamSpec
 
 from kvabr.abr.estimator import Estimator
+from kvabr.abr.group_set import GroupSet
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.policy import Policy
 from kvabr.abr.view import Future, Transfer, View
+from kvabr.player import abandon
 from kvabr.player.abandon import LEAST_SILENCE_S, StallDetector
 from kvabr.player.compute_queue import ComputeQueue
+from kvabr.player.decode_queue import DecodeQueue
 from kvabr.player.decode_rates import DecodeRates
+from kvabr.player.event_log import EventLog
 from kvabr.player.group_progress import GroupProgress
 from kvabr.player.live_edge import LiveEdge
-from kvabr.player.policy_guard import PolicyGuard
+from kvabr.player.policy_guard import CallLimit, PolicyGuard, at_once
 from kvabr.player.priorities import RequestPriorities
 from kvabr.player.retry_tracker import RetryTracker
 from kvabr.player.session_types import (
@@ -25,6 +30,8 @@ from kvabr.player.session_types import (
     Action,
     Cancel,
     Decode,
+    Deliver,
+    GiveUp,
     Goal,
     GroupRecord,
     LiveRecord,
@@ -38,94 +45,34 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import (
-    DecisionMade,
     GroupsPublished,
-    Limit,
     Log,
-    PlayEvent,
-    ProgressMade,
     RequestCancelled,
     RequestFailed,
-    SampleLimited,
     SoonerAlone,
 )
 
 P = ParamSpec("P")
 
-_WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
-"""Share of the deadline, and seconds, that what has arrived of a group waits for its other layers at most."""
-_WAITS = 4.0
-"""Multiple of that after which a later request for the group no longer prolongs the wait."""
+_ABANDONED = 64
+"""Most transfers that are abandoned at one tick."""
 _LEAST_LOOK_S = 0.01
 """Least seconds after which a play that waits for layers considers again whether they are worth it."""
 _HURRY_TICKS = 1.5
 """Ticks before the last moment at which decoding must begin to be in time."""
 
 
-class EventLog:
-    """Passes events to the listener. Every method returns at once if there is none."""
-
-    __slots__ = ("_log", "_view")
-
-    def __init__(self, log: Log | None, view: View) -> None:
-        self._log, self._view = log, view
-
-    def emit(self, event: Callable[P, PlayEvent], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Emit an event, given its class and fields."""
-        if self._log is not None:
-            self._log(event(*args, **kwargs))
-
-    def progress(self, now: float, received: int) -> None:
-        """Emit the bytes received in all and the current estimates, if requests are in flight."""
-        view = self._view
-        if self._log is not None and view.in_flight:
-            self._log(ProgressMade(now, received, view.rate, view.lower_bound, self._slack()))
-
-    def limited(self, by: Limit, rate: float, now: float, *, fed: bool) -> None:
-        """Emit a throughput sample that the network did not limit; ``rate`` in bytes per second."""
-        self.emit(SampleLimited, now, by, rate, fed)
-
-    def decision(
-        self,
-        decision: Decision,
-        now: float,
-        *,
-        request: int | None = None,
-        kind: str | None = None,
-        track: str | None = None,
-    ) -> None:
-        """Emit a decision with everything that it was based on; ``track``: the layer of it that a request is for."""
-        if self._log is None:
-            return
-        view, others = self._view, decision.alternatives
-        self._log(
-            DecisionMade(
-                now,
-                kind or decision.kind,
-                decision.group,
-                track or decision.track,
-                request,
-                decision.reason,
-                rate=view.rate,
-                lower=view.lower_bound,
-                ttfb_s=view.ttfb_s,
-                slack_s=self._slack(),
-                alternatives=None if others is None else dict(others),
-            )
-        )
-
-    def _slack(self) -> float | None:
-        slack = self._view.slack_s()
-        return None if slack == float("-inf") else slack
-
-
 class PlayState:
     """What a play knows about its groups, and the operations that change it."""
 
+    _drops_upgrades = True
+    """Whether an upgrade that cannot end in time is given up for a smaller one."""
     _engine_s = 0.0
     """When the engine last finished something."""
     _look_s = math.inf
     """When to consider again whether layers that are to follow are worth the wait."""
+    _more_s = math.inf
+    """When the policy was not asked for all that it wants; infinite if it was."""
 
     def __init__(
         self,
@@ -142,6 +89,7 @@ class PlayState:
         decode_rates: DecodeRates | None = None,
         expected_s: Sequence[float] | None = None,
         log: Log | None = None,
+        limited: CallLimit = at_once,
     ) -> None:
         """Begin with every group absent; arguments and errors are those of `kvabr.player.builder.new_session`."""
         if not 0 < deadline_s < float("inf"):
@@ -170,7 +118,7 @@ class PlayState:
         """Requests for what the publisher sends unasked."""
         self._tick_s = self._next_tick_s = min(deadline_s / config.ticks, MAX_TICK_S)
         self._events = EventLog(log, self.view)
-        self._guard = PolicyGuard(policy, self.view)
+        self._guard = PolicyGuard(policy, self.view, limited)
         meter = ChunkedThroughputSampler if config.chunked else ThroughputSampler
         self._sampler = meter(estimator, deadline_s, self._events.limited)
         self._compute = None if cost is None else ComputeQueue(cost, mode, self.view, self._tick_s)
@@ -181,19 +129,15 @@ class PlayState:
         self.record = PlayRecord([GroupRecord(group) for group in range(groups)])
         if self._live is not None:
             self.record.live = LiveRecord()
-            self.view.edge, self.view.missing_groups = 0, {}
-        self._absent: dict[int, None] = dict.fromkeys(range(groups))
-        """Groups that have not arrived and are not being computed, ascending; includes those in flight."""
+            self.view.edge, self.view.missing_groups = 0, GroupSet(groups, ())
+        self._absent = GroupSet(groups)
+        """Groups that have not arrived and are not being computed; includes those in flight."""
         self._in_place = 0
         self._groups = [GroupProgress(ladder.stacks) for _ in range(groups)]
-        self._undecoded: dict[int, None] = {}
-        """Groups of which something has arrived and is not being decoded, in the order of arrival."""
-        self.view.undecoded = self._undecoded.keys()
+        self._undecoded = DecodeQueue(self.view, self._groups, config.decode_ahead_s)
+        """Groups of which something has arrived and is not being decoded."""
         self._decoding: dict[int, Transfer] = {}
         """What is being decoded, by request."""
-        self._jobs = 0
-        """Number of groups that are being decoded."""
-        self._backlog_s = 0.0
         self._actions: list[Action] = []
         self._heard_s = 0.0
         """When the last bytes came."""
@@ -205,21 +149,26 @@ class PlayState:
         """True once the play has been delivered or given up; and once groups come too late to get into the cache."""
         self._begin(goal)
 
+    def actions(self) -> list[Action]:
+        """Return what the driver must do now, in order; each action is returned once."""
+        out, self._actions = self._actions, []
+        return out
+
     def _leave_out(self, groups: Collection[int]) -> None:
         """Leave groups that no asset has to the engine from the beginning."""
         if groups:
             every = self._catalog.by_name
             self._retries.unavailable.update((group, track) for group in groups for track in every)
             if self._compute is not None:
-                self._compute.chosen.update(groups)
-            self._sync_missing()
+                self._compute.choose(groups)
+            self._sync_missing(range(self._catalog.groups))
 
     def _begin(self, goal: Goal) -> None:
         """Prepare for a goal that is not a fresh cache."""
 
     def _idle(self) -> bool:
         """Return whether no request is receiving bytes."""
-        return not any(transfer.first_byte_s is not None for transfer in self.view.in_flight.values())
+        return not self.view.in_flight.receiving
 
     def _patience_s(self) -> float:
         """Return when an incomplete play ends, seconds since it began."""
@@ -319,62 +268,28 @@ class PlayState:
 
     def _observe_decoding(self, top: Transfer, seconds: float | None) -> None:
         """Correct the decode rates by the seconds that a thread took for a group."""
-        if self._decode_rates is None or seconds is None:
-            return
-        share = self._catalog.share(top.group)
-        self._decode_rates.observe(top.track, share, seconds)
-        for group in {*self._undecoded, *(transfer.group for transfer in self._decoding.values())}:
-            self._count_decoding(group)
+        if self._decode_rates is not None and seconds is not None:
+            self._decode_rates.observe(top.track, self._catalog.share(top.group), seconds)
+            self._undecoded.reckon()
 
     def _count_decoding(self, group: int) -> None:
-        """Work out anew what a group adds to the decoders' backlog."""
-        view, progress = self.view, self._groups[group]
-        stacked = progress.decodable(self.record.groups[group].track)
-        # Decoding a layer decodes all layers below it, so only the top of each batch counts.
-        seconds = sum(view.decode_s(batch[-1].track) for batch in (progress.decoding, stacked) if batch)
-        self._backlog_s = max(0.0, self._backlog_s + seconds - progress.decode_s)
-        progress.decode_s = seconds
-        view.decode_backlog_s = self._backlog_s / self._config.decoders
-        if stacked:
-            self._undecoded.setdefault(group)
-        else:
-            self._undecoded.pop(group, None)
+        """Work out anew what is to be decoded of a group."""
+        self._undecoded.update(group, self.record.groups[group].track)
 
     def _next_to_decode(self, now: float) -> int | None:
-        """Return the group to decode next, or None.
-
-        Groups that are not in place come first, those that the policy will replace last. One with more in flight waits
-        a moment for it, so that all is decoded together, unless time is short, or an engine needs everything before
-        what it computes.
-        """
+        """Return the group to decode next, or None; see `DecodeQueue`."""
         view = self.view
         hurry = now + view.decode_backlog_s + _HURRY_TICKS * self._tick_s >= view.deadline_s
-        longest_s = min(_WAIT_SHARE * view.deadline_s, _MAX_WAIT_S)
-        best: tuple[bool, bool, bool, int] | None = None
-        chosen = None
-        for order, group in enumerate(self._undecoded):
-            progress, placed = self._groups[group], self.record.groups[group].ready_s is not None
-            flying = bool(progress.flying)
-            if flying and not hurry and (placed or self._compute is None):
-                came_s = min(one.done_s or 0.0 for one in progress.arrived)
-                asked_s = max(one.requested_s for one in progress.flying)
-                if now - max(came_s, min(asked_s, came_s + _WAITS * longest_s)) < longest_s:
-                    continue
-            if progress.decoding or view.track_of[group] == RECOMPUTED:
-                continue
-            later = not hurry and not flying and self._guard.will_replace(group)
-            rank = (later, placed, flying, group if view.front_first else order)
-            if best is None or rank < best:
-                best, chosen = rank, group
-        return chosen
+        engine = self._compute is not None
+        return self._undecoded.next(now, hurry=hurry, engine=engine, will_replace=self._guard.will_replace)
 
     def _decode(self, now: float) -> None:
         """Give the decoders as much as they can do at once."""
-        while self._jobs < self._config.decoders and (group := self._next_to_decode(now)) is not None:
+        queue = self._undecoded
+        while not queue.busy and (group := self._next_to_decode(now)) is not None:
             batch = self._groups[group].begin_decoding(self.record.groups[group].track)
-            self._undecoded.pop(group)
+            queue.begin(batch[-1])
             self._decoding.update((transfer.request, transfer) for transfer in batch)
-            self._jobs += 1
             top = batch[-1]
             below = tuple(transfer.request for transfer in batch[:-1])
             self._actions.append(Decode(top.request, group, top.track, below))
@@ -384,15 +299,15 @@ class PlayState:
         self.record.recompute_s += now - max(begun_s, self._engine_s)
         self._engine_s = now
 
-    def _end_decoding(self, request: int) -> list[Transfer]:
+    def _end_decoding(self, request: int) -> tuple[Transfer, ...]:
         """Take the batch with this request from the decoders; empty if it is no longer wanted."""
         if self._closed or (transfer := self._decoding.get(request)) is None:
-            return []  # too late: the cache is as it will be handed over, and so is the record
+            return ()  # too late: the cache is as it will be handed over, and so is the record
         progress = self._groups[transfer.group]
-        batch, progress.decoding = progress.decoding, []
+        batch = progress.end_decoding()
         for one in batch:
             del self._decoding[one.request]
-        self._jobs -= 1
+        self._undecoded.end(batch[-1])
         return batch
 
     def _place(self, transfer: Transfer, now: float, *, better: bool) -> None:
@@ -436,13 +351,11 @@ class PlayState:
                 self._drop(other)
         self._count_decoding(group)
         self._resettle(group)
-        if self.view.track_of[group] is None:
-            self._absent = dict.fromkeys(sorted(self._absent))
-            self._sync_missing()
+        self._sync_missing((group,))
 
     def _drop(self, transfer: Transfer) -> None:
         """Forget a transfer that has arrived and is of no use any more."""
-        self._groups[transfer.group].arrived.remove(transfer)
+        self._groups[transfer.group].drop(transfer)
         self.record.bytes_wasted += transfer.bytes
         self._actions.append(Cancel(transfer.request))
 
@@ -453,34 +366,102 @@ class PlayState:
             view.track_of[group] = RECOMPUTED
             return
         top = view.track_of[group] = progress.top() or placed
-        if top is None:
-            self._absent[group] = None
-        elif not progress.flying:
+        if self._here(group) is None:
+            self._set_absent(group, absent=True)
+            for transfer in progress.flying:
+                if transfer.upgrade and self._catalog.by_name[transfer.track].refines is None:
+                    view.in_flight.require(transfer)
+        elif top is not None and not progress.flying:
             view.settled.add(group)
 
     def _take_back(self, groups: Iterable[int]) -> None:
         """Return groups that were left to an engine that failed to their previous state."""
         for group in groups:
             self._resettle(group)
-        self._absent = dict.fromkeys(sorted(self._absent))
-        self._sync_missing()
+            self._undecoded.moved(group)
+        self._sync_missing(range(self._catalog.groups))
 
-    def _sync_missing(self) -> None:
-        """Work out anew what the policy sees as missing."""
-        flying = {transfer.group for transfer in self.view.in_flight.values()}
-        lane = self._compute
-        self.view.missing_groups = {
-            group: None
-            for group in self._absent
-            if group < self.view.edge and group not in flying and (lane is None or not lane.takes(group))
-        }
+    def _set_absent(self, group: int, *, absent: bool) -> None:
+        """Note that a group is absent, or no longer."""
+        (self._absent.add if absent else self._absent.discard)(group)
+        if self._compute is not None:
+            self._compute.absent(group, absent=absent)
+
+    def _sync_engine(self, lane: ComputeQueue, before: int) -> None:
+        """Take in which tail is left to the engine for good now; it was the one from ``before`` on."""
+        if lane.tail != before:
+            self._sync_missing(range(min(before, lane.tail), max(before, lane.tail)))
+
+    def _sync_missing(self, groups: Iterable[int]) -> None:
+        """Work out anew which of these groups the policy sees as missing."""
+        view, lane, absent, flying = self.view, self._compute, self._absent, self.view.in_flight.groups
+        for group in groups:
+            missing = group in absent and group < view.edge and group not in flying
+            if missing and (lane is None or not lane.takes(group)):
+                view.missing_groups.add(group)
+            else:
+                view.missing_groups.discard(group)
+
+    def _abandon(self, now: float) -> None:
+        """Cancel what will be late while something cheaper is not."""
+        view, begun = self.view, 0
+        while begun < _ABANDONED:
+            found = abandon.choose(view, self._retries.cheapest_left, begun=begun > 0)
+            if found is None:
+                break
+            begun += 1
+            self.record.abandoned += 1
+            if not found[0].upgrade:
+                self._retries.abandoned(found[0].group)
+            self._cancel(*found, now)
+        if not begun and self._drops_upgrades and (hopeless := abandon.hopeless(view, self._here)) is not None:
+            self.record.abandoned += 1
+            self._retries.dropped(hopeless[0].group, hopeless[0].track)
+            self._cancel(*hopeless, now)
+
+    def _here(self, group: int) -> str | None:
+        """Return the track on which a group has arrived or is in place."""
+        return self._groups[group].here() or self.record.groups[group].track
 
     def _cancel(self, transfer: Transfer, reason: str, now: float, *, failed: bool = False) -> None:
         """Cancel a transfer, and those that need it, unless it is no longer in flight."""
         if self.view.in_flight.pop(transfer.request, None) is None:
             return
-        self._groups[transfer.group].flying.remove(transfer)
+        self._groups[transfer.group].land(transfer)
+        self._undecoded.moved(transfer.group)
         self.view.outstanding_bytes -= transfer.remaining
         self._actions.append(Cancel(transfer.request))
         self._sampler.settle(now, idle=self._idle())
         self._lost(transfer, RequestFailed if failed else RequestCancelled, reason, now)
+
+    def _end(self, reason: str, now: float) -> None:
+        for transfer in self.view.in_flight.values():  # they leave no groups that anybody would ask for
+            self._actions.append(Cancel(transfer.request))
+            self.record.bytes_wasted += transfer.received
+            self._events.emit(
+                RequestCancelled, now, transfer.request, transfer.group, transfer.track, transfer.received, reason
+            )
+            progress = self._groups[transfer.group]
+            for other in progress.above(transfer.track) if progress.arrived else ():
+                if other in progress.arrived:
+                    self._drop(other)
+        self.view.in_flight.clear()
+        self.view.outstanding_bytes = 0
+        left = (progress.arrived for progress in self._groups)
+        undecoded = sum(one.bytes for one in (*self._decoding.values(), *chain.from_iterable(left)))
+        self.record.bytes_undecoded += undecoded
+        self.record.bytes_wasted += undecoded
+        self.over = self._closed = self._content = True
+
+    def _deliver(self, now: float, *, cut: str | None = None) -> None:
+        self._end("the cache is delivered", now)
+        self.record.delivered_s = now
+        self.record.met = now <= self.view.deadline_s
+        self.record.cut = cut
+        self._actions.append(Deliver(now, self.record.met, cut))
+
+    def _give_up(self, now: float, reason: str) -> None:
+        self._end("the play is given up", now)
+        reason = "; ".join((reason, *self._retries.last_words))
+        self.record.gave_up = reason
+        self._actions.append(GiveUp(now, reason))

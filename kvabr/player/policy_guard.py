@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from kvabr.abr.plugins import where
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import View
 from kvabr.types.errors import EndlessError, PolicyError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _KINDS = frozenset({"fetch", "upgrade", "recompute", "wait", "finish", "deliver"})
+
+
+class CallLimit(Protocol):
+    """Makes a call into a plug-in, and ends it if it takes too long."""
+
+    def __call__(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what the call returns; raise what it raises, or `PolicyError`."""
+
+
+def at_once(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Make a call without any limit."""
+    return call(*args, **kwargs)
 
 
 class PolicyGuard:
     """Asks a policy on behalf of a session."""
 
-    def __init__(self, policy: Policy, view: View) -> None:
-        self.policy, self._view = policy, view
+    def __init__(self, policy: Policy, view: View, limited: CallLimit = at_once) -> None:
+        """``limited`` makes every call of the policy."""
+        self.policy, self._view, self._limited = policy, view, limited
 
     def start(self) -> None:
         """Start the policy; raise `PolicyError` if it refuses the play, or raises."""
@@ -34,6 +48,8 @@ class PolicyGuard:
 
     def will_replace(self, group: int) -> bool:
         """Return whether the policy will request another track for a group; raise `PolicyError` if it raises."""
+        if type(self.policy).will_replace is Policy.will_replace:
+            return False
         return bool(self._call(lambda view: self.policy.will_replace(view, group)))
 
     def invalid(self, what: str, error: BaseException | None = None) -> PolicyError:
@@ -42,6 +58,9 @@ class PolicyGuard:
         return PolicyError(f"policy {title} {what} ({where(type(self.policy), error)})")
 
     def _call(self, ask: Callable[[View], T]) -> T:
+        return self._limited(self._asked, ask)
+
+    def _asked(self, ask: Callable[[View], T]) -> T:
         try:
             return ask(self._view)
         except (PolicyError, KeyboardInterrupt):

@@ -21,6 +21,9 @@ class RetryTracker:
     def __init__(self, ladder: Ladder, attempts: int) -> None:
         self._ladder, self._attempts = ladder, attempts
         self._failures: Counter[tuple[int, str]] = Counter()
+        self._of_group: Counter[int] = Counter()
+        """Failures of each group on all tracks together."""
+        self._dropped: Counter[tuple[int, str]] = Counter()
         self._faults: dict[str, str] = {}
         self._abandoned: set[int] = set()
         self.unavailable: set[tuple[int, str]] = set()
@@ -37,10 +40,12 @@ class RetryTracker:
         ``counts``: it counts as an attempt.
         """
         self._failures[group, track] += counts
+        self._of_group[group] += counts
         if self._failures[group, track] >= self._attempts:
             self.unavailable.add((group, track))
-            if upgrade and sum(group == other for other, _ in self.unavailable) >= _TRACKS:
-                self.unavailable.update((group, one.name) for one in self._ladder.catalog.tracks)
+            every = [(group, one.name) for one in self._ladder.catalog.tracks]
+            if upgrade and sum(one in self.unavailable for one in every) >= _TRACKS:
+                self.unavailable.update(every)
         self._faults["transfer"] = f"last fault: {reason}"
 
     def added(self, group: int, track: str) -> None:
@@ -56,6 +61,12 @@ class RetryTracker:
         """Note that a required transfer was abandoned because it would have been late."""
         self._abandoned.add(group)
 
+    def dropped(self, group: int, track: str) -> None:
+        """Note that an upgrade was cancelled because it could not end in time."""
+        self._dropped[group, track] += 1
+        if self._dropped[group, track] >= self._attempts:  # the policy insists
+            self.unavailable.add((group, track))
+
     def cheapest_left(self, group: int) -> Track | None:
         """Return the cheapest track on which a group has not failed too often; None if there is none."""
         return next((track for track in self._ladder.tracks if (group, track.name) not in self.unavailable), None)
@@ -68,7 +79,7 @@ class RetryTracker:
         """
         if group in self._abandoned:
             track = self._ladder.cheapest  # the same request would only be abandoned again
-        if engine and sum(count for (other, _), count in self._failures.items() if other == group) >= self._attempts:
+        if engine and self._of_group[group] >= self._attempts:
             return None
         if (group, track) not in self.unavailable:
             return track

@@ -27,16 +27,15 @@ layers that have arrived are decoded together (`PlayState._next_to_decode`). The
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import chain
 
 from kvabr.abr.policy import Decision
 from kvabr.abr.view import Transfer
-from kvabr.player import abandon
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.live_edge import NO_CHANGES, EdgeChanges
 from kvabr.player.play_state import PlayState
-from kvabr.player.session_types import Action, Deliver, FetchGroup, GiveUp, GroupRecord, Recompute
+from kvabr.player.session_types import FetchGroup, GroupRecord, Recompute
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.events import (
     FirstByteReceived,
@@ -50,6 +49,9 @@ from kvabr.types.events import (
     RequestFailed,
     RequestSent,
 )
+
+_ASKED = 256
+"""Decisions at one event; the policy is asked again at once, but what has happened meanwhile comes first."""
 
 
 class Session(PlayState):
@@ -103,7 +105,7 @@ class Session(PlayState):
             if changes.pushed is None or group in changes.pushed:
                 self._pushed.add(self._requests)
             self._request(group, (base,), decision, now, upgrade=False)
-        self._sync_missing()
+        self._sync_missing(new)
         self._advance(now)
 
     def producer_stopped(self, reason: str, now: float) -> None:
@@ -120,15 +122,15 @@ class Session(PlayState):
             self.record.live.stopped = reason
         self._events.emit(ProducerStopped, now, live.edge, reason)
         if lane is not None:
-            lane.chosen.update(group for group in self._absent if group >= live.edge)
-            self._sync_missing()
+            lane.choose([group for group in self._absent if group >= live.edge])
+            self._sync_missing(range(self.view.groups))
         self._advance(now)
 
     def first_byte(self, request: int, now: float, limit: Limit = "network") -> None:
         """Take the first byte of a request; ``limit`` says what limited it."""
         transfer = self.view.in_flight.get(request)
         if transfer is not None and transfer.first_byte_s is None:
-            transfer.first_byte_s = now
+            self.view.in_flight.begun(transfer, now)
             if limit != "kept":
                 self._sampler.first_byte(None if request in self._pushed else now - transfer.requested_s, now)
             self._events.emit(FirstByteReceived, now, request)
@@ -142,14 +144,14 @@ class Session(PlayState):
         if more > 0:
             if transfer.first_byte_s is None:
                 self.first_byte(request, now, limit)
-            transfer.received += more
+            self.view.in_flight.received(transfer, more)
             self.view.outstanding_bytes -= more
             self.record.bytes_fetched += more
             if limit != "network":
                 self.record.bytes_held_up[limit] = self.record.bytes_held_up.get(limit, 0) + more
             self._heard_s = now
             if self._stalls is not None:
-                self._stalls.heard(transfer, self.view.in_flight.values(), now)
+                self._stalls.heard(transfer, now)
             self._sampler.received(more, now, limit)
 
     def done(self, request: int, now: float, limit: Limit = "network") -> None:
@@ -161,10 +163,10 @@ class Session(PlayState):
         del self.view.in_flight[request]
         group, progress = transfer.group, self._groups[transfer.group]
         transfer.done_s = now
-        progress.flying.remove(transfer)
-        progress.arrived.append(transfer)
+        progress.land(transfer)
+        progress.arrived += (transfer,)
         if self._catalog.by_name[transfer.track].refines is None:
-            self._absent.pop(group, None)
+            self._set_absent(group, absent=False)
         self._sampler.settle(now, idle=self._idle())
         self._events.emit(RequestDone, now, request, group, transfer.track, transfer.bytes)
         self._count_decoding(group)
@@ -179,7 +181,7 @@ class Session(PlayState):
         """
         transfer = self.view.in_flight.pop(request, None)
         if transfer is not None:
-            self._groups[transfer.group].flying.remove(transfer)
+            self._groups[transfer.group].land(transfer)
             self.view.outstanding_bytes -= transfer.remaining
             self._sampler.settle(now, idle=self._idle())
             self._lost(transfer, RequestFailed, reason, now, counts=not busy)
@@ -208,7 +210,7 @@ class Session(PlayState):
         if not (batch := self._end_decoding(request)):
             return
         number = next(number for number, transfer in enumerate(batch) if transfer.request == request)
-        self._groups[batch[0].group].arrived += [*batch[:number], *batch[number + 1 :]]
+        self._groups[batch[0].group].arrived += (*batch[:number], *batch[number + 1 :])
         self._lost(batch[number], RequestFailed, reason, now)
         self._advance(now)
 
@@ -217,6 +219,7 @@ class Session(PlayState):
         lane = self._compute
         if self.over or lane is None or lane.computing != (first, last):
             return
+        tail = lane.tail
         self._engine_done(lane.finish(), now)
         self.record.tokens_recomputed += self._catalog.tokens_before(last) - self._catalog.tokens_before(first)
         if self._closed:
@@ -230,14 +233,14 @@ class Session(PlayState):
             self.record.groups[group] = GroupRecord(
                 group, RECOMPUTED, requested_s=lane.started_s, ready_s=now, source="recomputed"
             )
-            for transfer in tuple(self._groups[group].arrived):
+            for transfer in self._groups[group].arrived:
                 self._drop(transfer)
             self._count_decoding(group)
             # A frame of this group may have been decoded meanwhile; the computed group replaces it.
             self.view.track_of[group] = RECOMPUTED
             self.view.settled.discard(group)
-            self._absent.pop(group, None)
-        self._sync_missing()
+            self._set_absent(group, absent=False)
+        self._sync_engine(lane, tail)
         self._events.emit(RecomputeDone, now, first, last)
         self._advance(now)
 
@@ -267,22 +270,18 @@ class Session(PlayState):
         """Take the tick that `next_timer` asked for."""
         if self._closed or self._ended(now):
             return
+        if self._more_s < math.inf and now < self._next_tick_s:
+            self._advance(now)
+            return
         self._next_tick_s = now + self._tick_s
         self._sampler.tick(now, waiting=bool(self.view.in_flight), idle=self._idle())
         self._refresh(now)
         if self._guard.policy.abandons:
-            begun = False
-            while (found := abandon.choose(self.view, self._retries.cheapest_left, begun=begun)) is not None:
-                begun = True
-                self.record.abandoned += 1
-                if not found[0].upgrade:
-                    self._retries.abandoned(found[0].group)
-                self._cancel(*found, now)
+            self._abandon(now)
         if self._stalls is not None:
             view = self.view
             drain_s = view.outstanding_bytes / view.rate if view.rate > 0 else 0.0
-            flying = list(view.in_flight.values())
-            for transfer, proven in self._stalls.stalled(flying, view.ttfb_s, now, drain_s=drain_s):
+            for transfer, proven in self._stalls.stalled(view.in_flight, view.ttfb_s, now, drain_s=drain_s):
                 self._cancel(transfer, "it has stalled", now, failed=proven)
         self._events.progress(now, self.record.bytes_fetched)
         self._advance(now)
@@ -300,15 +299,12 @@ class Session(PlayState):
 
     # ----------------------------------------------------------------- outputs
 
-    def actions(self) -> list[Action]:
-        """Return what the driver must do now, in order; each action is returned once."""
-        out, self._actions = self._actions, []
-        return out
-
     def next_timer(self) -> float | None:
         """Return when the driver must call `timer`, seconds since the play began; None once the play is over."""
         if self.over:
             return None
+        if self._more_s < math.inf:
+            return self._more_s
         ends = (self.view.deadline_s, self._patience_s(), self._next_tick_s, self._look_s)
         return min(end for end in ends if end > self.view.now or end == self._next_tick_s)
 
@@ -337,8 +333,12 @@ class Session(PlayState):
         complete = self._in_place == self._catalog.groups
         if self._compute is not None:
             self._use_engine(self._compute, now)
-        self._content = False
+        self._content, asked, self._more_s = False, 0, math.inf
         while not self._content and self._has_room():
+            if asked == _ASKED:
+                self._more_s = now
+                break
+            asked += 1
             self._act(self._guard.ask(), now)
         self._decode(now)
         self._conclude(now, complete=complete)
@@ -380,8 +380,10 @@ class Session(PlayState):
         if kind in {"wait", "finish", "deliver"}:
             self._content = True
             self._events.decision(decision, now)
-            for transfer in list(self.view.in_flight.values()) if kind == "deliver" else ():
-                self._cancel(transfer, "it is not worth the wait", now)
+            if kind == "deliver":
+                for transfer in list(self.view.in_flight.values()):
+                    self._cancel(transfer, "it is not worth the wait", now)
+                self._content = not self.view.missing
         elif kind == "recompute" and group is not None:
             self._events.decision(decision, now)
             self._leave_to_engine(group, now)
@@ -419,7 +421,7 @@ class Session(PlayState):
         else:
             dearer = not view.front_first and layers[-1] != view.ladder.cheapest
             priority = self._priorities.required(group, dearer=dearer)
-            view.missing_groups.pop(group, None)
+            view.missing_groups.discard(group)
         for track in layers:
             request = self._requests
             self._requests += 1
@@ -427,21 +429,26 @@ class Session(PlayState):
             # Only the base of a missing group is required.
             transfer = Transfer(request, group, track, size, upgrade or track != layers[0], now, priority=priority)
             view.in_flight[request] = transfer
-            self._groups[group].flying.append(transfer)
+            self._groups[group].flying += (transfer,)
+            if self._stalls is not None:
+                self._stalls.asked(transfer)
             view.outstanding_bytes += size
             self._actions.append(FetchGroup(request, group, track, size, priority, request in self._pushed))
             kind = "upgrade" if transfer.upgrade else "fetch"
             self._events.decision(decision, now, request=request, kind=kind, track=track)
             self._events.emit(RequestSent, now, request, group, track, size)
         view.track_of[group] = layers[-1]
+        self._undecoded.moved(group)
 
     def _leave_to_engine(self, group: int, now: float) -> None:
         lane = self._compute
         if lane is not None:
-            lane.chosen.add(group)
+            tail = lane.tail
+            lane.choose((group,))
             self.view.settled.discard(group)
             self.view.engine_backlog_s = lane.backlog_s(now)
-            self._sync_missing()
+            self._sync_missing((group,))
+            self._sync_engine(lane, tail)
             self._use_engine(lane, now)
 
     def _use_engine(self, lane: ComputeQueue, now: float) -> None:
@@ -450,12 +457,12 @@ class Session(PlayState):
         after = 1.0 if alone else self._config.plan_after
         if now >= after * self.view.deadline_s:
             dead = self._dead(now) or lane.overdue(now, self._absent)
-            changed, found = lane.replan(self._absent, dead=dead)
+            changed, found = lane.replan(now, dead=dead)
             if changed:
                 what = "nothing" if found is None else f"groups {found.first} to {found.last - 1}"
                 reason = "the network should bring the rest in time" if found is None else found.reason
                 self._events.decision(Decision.wait(f"recompute {what}: {reason}"), now, kind="plan")
-                self._sync_missing()
+                self._sync_missing(changed)
         # What a producer that has stopped did not publish cannot come any more.
         at_once = alone or (self._live is not None and self._live.ended is not None)
         if (ready := lane.ready(now, self._absent, self.record.groups, at_once=at_once)) is None:
@@ -465,36 +472,14 @@ class Session(PlayState):
             sooner = f"groups {first} to {last - 1} are sooner computed than fetched"
             self._deliver(now, cut=self._lacking() if at_once and not alone else sooner)
             return
-        for transfer in list(self.view.in_flight.values()):
-            if first <= transfer.group < last:
-                self._cancel(transfer, "the engine computes this group", now)
+        flying = [transfer for group in range(first, last) for transfer in self._groups[group].flying]
+        for transfer in sorted(flying, key=lambda one: one.request):
+            self._cancel(transfer, "the engine computes this group", now)
         for group in range(first, last):
-            self._absent.pop(group, None)
+            self._set_absent(group, absent=False)
             self.view.track_of[group] = RECOMPUTED
             self.view.settled.discard(group)
+            self.view.missing_groups.discard(group)
         lane.start(first, last, now)
         self._actions.append(Recompute(first, last))
         self._events.emit(RecomputeStarted, now, first, last)
-        self._sync_missing()
-
-    def _end(self, reason: str, now: float) -> None:
-        for transfer in list(self.view.in_flight.values()):
-            self._cancel(transfer, reason, now)
-        left = (progress.arrived for progress in self._groups)
-        undecoded = sum(one.bytes for one in (*self._decoding.values(), *chain.from_iterable(left)))
-        self.record.bytes_undecoded += undecoded
-        self.record.bytes_wasted += undecoded
-        self.over = self._closed = self._content = True
-
-    def _deliver(self, now: float, *, cut: str | None = None) -> None:
-        self._end("the cache is delivered", now)
-        self.record.delivered_s = now
-        self.record.met = now <= self.view.deadline_s
-        self.record.cut = cut
-        self._actions.append(Deliver(now, self.record.met, cut))
-
-    def _give_up(self, now: float, reason: str) -> None:
-        self._end("the play is given up", now)
-        reason = "; ".join((reason, *self._retries.last_words))
-        self.record.gave_up = reason
-        self._actions.append(GiveUp(now, reason))

@@ -112,6 +112,9 @@ class PlayerConfig:
     wait for it. Infinite: the engine computes only what the network will not bring in time."""
     decoders: int = 1
     """Groups that are decoded at once: the driver's decoder threads."""
+    decode_ahead_s: float = 0.0
+    """Seconds of decoding that each of them is given ahead. Without any, a thread that has decoded a small group waits
+    for the event loop, which has more to do in that time than the thread."""
     time_price: float = TIME_PRICE
     """Price of a second before the first token, nats per generated token. Zero: only the deadline counts."""
     chunked: bool = False

@@ -228,5 +228,5 @@ class ChunkedThroughputSampler(ThroughputSampler):
             self._since = None
 
     def _at_least(self, nbytes: int, seconds: float, now: float) -> None:
-        if self._waited_s > 0 and nbytes >= _PACKET and nbytes / seconds > self.estimates()[0]:
+        if self._waited_s > 0 and seconds > 0 and nbytes >= _PACKET and nbytes / seconds > self.estimates()[0]:
             self._sample(nbytes, seconds, now)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 
+from kvabr.abr.group_set import GroupSet
 from kvabr.player.session import Session
 from kvabr.player.session_types import Goal, UpgradeGoal
 from kvabr.types.catalog import RECOMPUTED
@@ -28,6 +29,8 @@ _SILENT = 5.0
 class UpgradeSession(Session):
     """Upgrades of a cache that is in use; its deadline is how far ahead they are planned, that of the play before."""
 
+    _drops_upgrades = False  # the end of the play is not near, however far ahead upgrades are planned
+
     def _begin(self, goal: Goal) -> None:
         if not isinstance(goal, UpgradeGoal):
             raise UsageError("the goal of upgrades is an UpgradeGoal")
@@ -41,8 +44,7 @@ class UpgradeSession(Session):
         """When the policy last wanted something, and when nothing but decoded groups was last waited for."""
         self._least = [min(track.loss[group] for track in view.catalog.tracks) for group in range(view.groups)]
         view.time_price = 0.0  # the first token is out
-        self._absent.clear()
-        view.missing_groups.clear()
+        self._absent, view.missing_groups = GroupSet(view.groups, ()), GroupSet(view.groups, ())
         self._in_place = view.groups
         for record, track in zip(self.record.groups, tracks, strict=True):
             record.track, record.ready_s = track, 0.0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import contextlib
-import itertools
 from collections.abc import Callable
 
 from kvabr.moqt.codes import RequestCode, SessionCode, name_of
@@ -20,14 +18,11 @@ from kvabr.quic.download import QuicDownload
 from kvabr.quic.endpoint import Endpoint
 from kvabr.quic.interface import Connection, ConnectionStats, Download, GroupRequest
 from kvabr.quic.options import DialOptions, check_pinned, why_refused
+from kvabr.quic.request_queue import RequestQueue
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import MAX_FULL_TRACK_NAME
 
 _TOKEN_HINT = "its operator has tokens; give yours with --token-file F, KVABR_TOKEN, or token="  # noqa: S105  # none
-MAX_IN_FLIGHT = 64
-"""Maximum requests in flight; more wait, the most urgent first. Both libraries allow about 100 streams."""
-MAX_HELD = 28
-"""Maximum further requests that the peer holds until their groups are published."""
 _HOLDS = 18
 """The first draft with FILL_TIMEOUT."""
 _CLOSING_S = 0.25
@@ -46,9 +41,9 @@ class QuicConnection(Endpoint, Connection):
         self._options = options
         self.transport: asyncio.DatagramTransport | None = None
         """Closed with the connection."""
-        self._downloads: dict[int, QuicDownload] = {}
-        self._waiting: list[tuple[int, int, QuicDownload]] = []
-        self._order = itertools.count()
+        self._requests = RequestQueue()
+        self._asking = False
+        """Whether the requests that wait are to be looked at once this turn of the event loop is over."""
         self._received = 0
         self._lost: str | None = None
         self._lost_kind = ConnectionLostError
@@ -76,11 +71,11 @@ class QuicConnection(Endpoint, Connection):
             self._lose(download, self._lost)
         elif self.going_away:
             self._lose(download, "the peer is going away; connect anew")
-        elif self._has_room(download):
+        elif self._requests.has_room(held=download.held):
             self._ask(download)
             self.settle_and_send()
         else:
-            bisect.insort(self._waiting, (priority, next(self._order), download))
+            self._requests.wait(download)
         return download
 
     def stats(self) -> ConnectionStats:
@@ -113,23 +108,20 @@ class QuicConnection(Endpoint, Connection):
 
     def prioritise(self, download: QuicDownload, priority: int) -> None:
         """Change the priority of a download."""
-        if download.request_id is not None:
-            if self.session is not None and self.session.requester.update(
-                download.request_id, Parameters(priority=priority)
-            ):
-                self.settle_and_send()
-        else:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not download]
-            bisect.insort(self._waiting, (priority, next(self._order), download))
         download.priority = priority
+        number, session = download.request_id, self.session
+        if number is None:
+            self._requests.wait(download)
+        elif session is not None and session.requester.update(number, Parameters(priority=priority)):
+            self.settle_and_send()
 
     def drop(self, download: QuicDownload) -> None:
         """A download is wanted no more."""
         if download.request_id is None:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not download]
-        elif self._downloads.pop(download.request_id, None) is not None and self.session is not None:
+            self._requests.leave(download)
+        elif self._requests.end(download.request_id) is not None and self.session is not None:
             self.session.requester.cancel(download.request_id)
-            asyncio.get_running_loop().call_soon(self._next)
+            self._next_soon()
 
     def round_trip(self) -> float | None:
         """Return the smoothed round trip, seconds, if it is known."""
@@ -209,60 +201,51 @@ class QuicConnection(Endpoint, Connection):
         parameters = Parameters(priority=download.priority, fill_timeout=fill_ms)
         number = session.fetch(download.fields, request.track.encode(), first, last, parameters)
         download.request_id = number
-        self._downloads[number] = download
+        self._requests.begin(number, download)
         self._tell_watch()
+
+    def _next_soon(self) -> None:
+        if not self._asking:
+            self._asking = True
+            asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
         """Send the requests that wait, and whatever else the session has to send."""
-        left = []
-        for entry in self._waiting if self._lost is None else ():
-            if self._has_room(entry[2]):
-                self._ask(entry[2])
-            else:
-                left.append(entry)
-        self._waiting = left
+        self._asking = False
+        while self._lost is None and (download := self._requests.next()) is not None:
+            self._ask(download)
         self._tell_watch()
         if self._lost is None:
             self.settle_and_send()
 
     def _peer_goes_away(self) -> None:
         self.going_away = True
-        for _, _, download in self._waiting:
+        for download in self._requests.waiting:
             self._lose(download, "the peer is going away; connect anew")
-        self._waiting.clear()
+        self._requests.clear_waiting()
 
     def _finished(self, number: int, tell: Callable[[QuicDownload], None]) -> None:
-        download = self._downloads.pop(number, None)
+        download = self._requests.end(number)
         if download is not None:
             tell(download)
-            if self._waiting:
-                asyncio.get_running_loop().call_soon(self._next)
+            if self._requests.waits:
+                self._next_soon()
             self._tell_watch()
-
-    def _has_room(self, download: QuicDownload) -> bool:
-        """Return whether a request may be sent now. What the peer holds takes no room from what it sends."""
-        asked = len(self._downloads)
-        if asked < min(MAX_IN_FLIGHT, MAX_HELD):
-            return True
-        held = sum(one.held for one in self._downloads.values())
-        return asked < MAX_IN_FLIGHT + MAX_HELD and (held < MAX_HELD if download.held else asked - held < MAX_IN_FLIGHT)
 
     def _take(self, event: Received) -> None:
-        if (download := self._downloads.get(event.request_id)) is None:
+        if (download := self._requests.under_way(event.request_id)) is None:
             return
-        held = download.held
         count = download.take(event.items)
-        if held and not download.held:  # what the peer held is published
+        if self._requests.heard(event.request_id, download):  # what the peer held is published
             self._tell_watch()
-            if self._waiting:
-                asyncio.get_running_loop().call_soon(self._next)
+            if self._requests.waits:
+                self._next_soon()
         self._received += count
         self.watch.received(count)
         self._heard.set()
 
     def _tell_watch(self) -> None:
-        silent = sum(one.held or one.request.standing for one in self._downloads.values())
-        self.watch.asked(len(self._downloads) - silent)
+        self.watch.asked(self._requests.awaited)
 
     def _answer(self, event: Requested) -> None:
         """Answer a relay that subscribes to namespaces or publishes some: accept, and send nothing."""
@@ -290,7 +273,6 @@ class QuicConnection(Endpoint, Connection):
         if not self.ready.done():
             self.ready.set_exception(self._lost_kind(reason))
             self.ready.exception()  # retrieved, also if nobody waits for it
-        for download in (*self._downloads.values(), *(entry[2] for entry in self._waiting)):
+        for download in self._requests:
             self._lose(download, reason)
-        self._downloads.clear()
-        self._waiting.clear()
+        self._requests.clear()

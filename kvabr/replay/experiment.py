@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
+from kvabr.abr.plugins import load_policy, shipped
 from kvabr.abr.view import Future, PlannedPlay, View
 from kvabr.player.builder import new_estimator, new_session, opening
 from kvabr.player.decode_rates import DecodeRates
+from kvabr.player.policy_guard import CallLimit, at_once
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, BlendGoal, PlayerConfig, PlayRecord, check_decoders
 from kvabr.replay.blend_bound import BlendClairvoyant
@@ -344,6 +346,10 @@ class Experiment:
         """
         options = self.options
         estimator = new_estimator(policy, options.estimator)
+        if not shipped(estimator):
+            from kvabr.client.plugin_limits import PluginLimit, limited_estimator  # noqa: PLC0415  # loads the client
+
+            estimator = limited_estimator(estimator, PluginLimit())
         if options.prior is not None:
             estimator.prime(options.prior)
         if lines is not None:
@@ -383,6 +389,11 @@ class Experiment:
         self, policy: str, estimator: Estimator, oracle: Future, lines: list[PlayEvent] | None, lookup_s: float
     ) -> Session:
         options = self.options
+        limited: CallLimit = at_once
+        if not shipped(load_policy(policy)()):
+            from kvabr.client.plugin_limits import PluginLimit  # noqa: PLC0415  # loads the client
+
+            limited = PluginLimit()
         # Patience is counted in whole deadlines, not in what the lookup left of one.
         return new_session(
             self.ladder,
@@ -398,6 +409,7 @@ class Experiment:
             decode_rates=DecodeRates(self.catalog),
             expected_s=None if options.producer is None else options.producer.expected_s(self.catalog),
             log=None if lines is None else lines.append,
+            limited=limited,
         )
 
     def outcome(

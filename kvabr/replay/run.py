@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from kvabr.abr.plugins import load_estimator, load_policy
-from kvabr.client.cpu_limit import limited_play
+from kvabr.client.cpu_limit import named_play
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.summary import by_family, summarise
 from kvabr.replay.trace import Trace
@@ -175,7 +175,7 @@ def _play(matrix: Matrix, experiment: Experiment, task: Task) -> _Outcomes:
     for index, policy in enumerate(matrix.policies):
         log = index < task.logged
         play = f"{trace.name} from {task.start_s:.2f} s"
-        played = limited_play(play, experiment.play_on, trace, task.start_s, policy, capacity, rtt_s, bound, log=log)
+        played = named_play(play, experiment.play_on, trace, task.start_s, policy, capacity, rtt_s, bound, log=log)
         steps = played.record.steps if matrix.detail else []
         if not matrix.detail:
             del played.run["groups"]

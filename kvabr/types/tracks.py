@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from kvabr.types.catalog_json import all_within
@@ -39,7 +40,7 @@ class Quality:
         return sum(lengths) / len(lengths)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Track:
     """One compression level of one asset."""
 
@@ -56,10 +57,15 @@ class Track:
     """Seconds that one worker of the publisher took to verify and decode a full group; 0.0 if it was not measured."""
     measured: Quality | None = None
 
-    @property
+    @cached_property  # policies ask at every decision
     def total_bytes(self) -> int:
         """Bytes of the whole track."""
         return sum(self.bytes)
+
+    @cached_property
+    def total_loss(self) -> float:
+        """Expected loss of the whole cache on this track, nats per generated token."""
+        return sum(self.loss)
 
 
 @dataclass(frozen=True, slots=True)

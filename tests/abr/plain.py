@@ -34,7 +34,7 @@ def view(groups: int = 10, deadline: float = 10.0, tracks=TRACKS, **more) -> Vie
 
 def bring(seen: View, group: int, track: str, now: float) -> None:
     """Put a group in place."""
-    seen.missing_groups.pop(group, None)
+    seen.missing_groups.discard(group)
     seen.track_of[group] = track
     seen.settled.add(group)
     seen.now = now
@@ -45,7 +45,7 @@ def fly(seen: View, group: int, track: str) -> Transfer:
     transfer = Transfer(len(seen.in_flight), group, track, seen.bytes(group, track), False, seen.now)
     seen.in_flight[transfer.request] = transfer
     seen.outstanding_bytes += transfer.bytes
-    seen.missing_groups.pop(group, None)
+    seen.missing_groups.discard(group)
     return transfer
 
 

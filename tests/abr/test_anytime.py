@@ -397,7 +397,7 @@ def test_parameters_are_checked():
 
 
 def test_what_settles_is_remembered_in_order():
-    settled = Settled()
+    settled = Settled([])
     for group in (3, 1, 3):
         settled.add(group)
     settled.discard(1)

@@ -132,10 +132,12 @@ def test_a_transfer_that_waits_for_others_does_not_stand_still():
     offer = catalog(2)
     play, _ = playing(offer, {})
     play.start(0.0)
-    transfers = list(play.view.in_flight.values())
+    transfers = play.view.in_flight
     watch = StallDetector(0.2)
-    watch.heard(transfers[0], transfers, 0.1)
+    for transfer in transfers.values():
+        watch.asked(transfer)
+    watch.heard(transfers[0], 0.1)
     for now in (0.2, 0.4, 0.6, 0.8):
-        watch.waited(transfers, now)
+        watch.waited(transfers.values(), now)
         assert watch.stalled(transfers, 0.01, now + 0.1) == []
     assert watch.stalled(transfers, 0.01, 1.5)

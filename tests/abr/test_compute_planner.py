@@ -67,7 +67,7 @@ def on_its_way(group, *, rate=1e6, deadline=4.0, gpu_price=1e-3, time_price=0.0)
     view.rate = view.lower_bound = rate
     for one in range(offer.groups):
         view.track_of[one] = "base"
-        del view.missing_groups[one]
+        view.missing_groups.discard(one)
         if one == group:
             size = offer.track("base").bytes[one]
             view.in_flight[0] = Transfer(0, one, "base", size, upgrade=False, requested_s=0.0)
@@ -131,3 +131,18 @@ def test_an_engine_is_part_of_the_plan_over_every_kind_of_link():
     assert len(both) >= 11
     assert sum(run["met"] for run in helped) >= sum(run["met"] for run in alone)
     assert sum(mine["loss"] for mine, _ in both) < 0.7 * sum(other["loss"] for _, other in both)
+
+
+def test_a_group_that_could_not_be_decoded_is_computed_after_all():
+    """It had settled, so it counted as in place."""
+    view, planner = on_its_way(3, rate=1e3, gpu_price=0.0)
+    planner.settled(3, "base", view.loss(3, "base"))
+    view.in_flight.pop(0)
+    view.outstanding_bytes = 0
+    planner.next(view)
+    view.track_of[3] = None
+    view.missing_groups.add(3)
+    planner._worth = lambda *_: 1.0
+    planner.plan(view)
+    decision = planner.next(view)
+    assert (decision.kind, decision.group) == ("recompute", 3)

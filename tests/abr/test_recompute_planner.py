@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.abr import Ladder, Transfer, View
-from kvabr.abr.recompute_planner import plan
+from kvabr.abr.group_set import GroupSet
+from kvabr.abr.recompute_planner import Rest
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 
@@ -21,6 +22,10 @@ def view(rate, *, now=0.0, deadline=1.0, in_flight=()):
         made.in_flight[request] = Transfer(request, group, "AC-5x", CHEAP[group], upgrade=False, requested_s=0.0)
         made.outstanding_bytes += CHEAP[group]
     return made
+
+
+def plan(seen, cost, mode, absent, lane_free_s, *, dead=False):
+    return Rest(seen, cost, GroupSet(seen.groups, absent), lane_free_s, dead=dead).plan(mode)
 
 
 def per_group(seconds):

@@ -8,6 +8,7 @@ import pytest
 
 from kvabr.abr import Ladder
 from kvabr.abr.estimators import DualEwma
+from kvabr.abr.group_set import GroupSet
 from kvabr.abr.plugins import load_policy
 from kvabr.abr.time_planner import TimePlanner
 from kvabr.abr.view import View
@@ -160,7 +161,7 @@ def test_an_upgrade_that_fails_before_the_next_plan_can_be_planned_again():
     view = View(Ladder(offer), 2.0, time_price=1e-9)
     view.track_of = ["base"]
     view.settled.add(0)
-    view.missing_groups = {}
+    view.missing_groups = GroupSet(view.groups, ())
     planner = TimePlanner(view)
     planner.sync(view)
     before = planner.plan(view, 1e6)
@@ -178,7 +179,7 @@ def test_on_no_link_is_what_has_arrived_replaced_for_next_to_nothing():
         view.track_of = ["layer-2"] * 4
         for group in range(4):
             view.settled.add(group)
-        view.missing_groups = {}
+        view.missing_groups = GroupSet(view.groups, ())
         planner = TimePlanner(view)
         planner.sync(view)
         plan = planner.plan(view, 1e15)
@@ -190,7 +191,7 @@ def test_a_plan_knows_what_is_there_in_flight_unavailable_and_computed():
     view = View(Ladder(offer), 2.0, time_price=1e-9)
     view.track_of = ["layer-1", "base", None, "recomputed"]
     view.settled.add(0)
-    view.missing_groups = {2: None}
+    view.missing_groups = GroupSet(view.groups, [2])
     view.unavailable = {(0, "layer-2")}
     planner = TimePlanner(view)
     planner.sync(view)
@@ -218,7 +219,7 @@ def test_what_builds_on_an_unavailable_layer_cannot_be_had_either():
     view = View(Ladder(dataclasses.replace(offer, tracks=layers)), 2.0, time_price=1e-3)
     view.track_of = ["base", "layer-1", "base"]
     view.settled.update(range(3))
-    view.missing_groups = {}
+    view.missing_groups = GroupSet(view.groups, ())
     view.unavailable = {(0, "layer-1"), (1, "layer-1")}
     planner = TimePlanner(view)
     planner.sync(view)

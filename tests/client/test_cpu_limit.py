@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvabr.client import cpu_limit
-from kvabr.client.cpu_limit import limited, limited_play
+from kvabr.client.cpu_limit import limited, named_play
 from kvabr.types.errors import PolicyError
 from tests.processes import LIMIT_S
 
@@ -102,7 +102,7 @@ def test_a_call_may_be_limited_within_another():
 
 def test_the_play_is_named():
     with pytest.raises(PolicyError, match="broken; it was playing a trace from 0 s"):
-        limited_play("a trace from 0 s", lambda: (_ for _ in ()).throw(PolicyError("broken")))
+        named_play("a trace from 0 s", lambda: (_ for _ in ()).throw(PolicyError("broken")))
 
 
 def test_a_forked_process_looks_after_its_own_calls():

@@ -2,8 +2,16 @@
 
 import pytest
 
-from kvabr.player.abandon import choose
-from tests.abr.plain import fly, view
+from kvabr.abr import Ladder, Transfer
+from kvabr.abr.estimators import DualEwma
+from kvabr.abr.policy import Decision, Policy
+from kvabr.player.abandon import choose, hopeless
+from kvabr.player.session import Session
+from kvabr.replay.link import Capacity
+from kvabr.replay.simulator import Simulator
+from tests.abr.plain import bring, fly, view
+from tests.catalogs import catalog
+from tests.replay.worlds import world
 
 
 def overloaded(times_left, *, deadline=10.0, now=0.0, rate=1000.0):
@@ -36,3 +44,61 @@ def test_one_is_abandoned_only_if_that_helps():
     assert choose(seen, lambda _: seen.catalog.track("C")) is None  # nothing is cheaper
     seen.ttfb_s = 100.0  # asking again takes longer than what is saved
     assert choose(seen, lambda _: cheapest) is None
+
+
+LAYERED = (("A", 1000, 0.1, None), ("C", 4000, 0.001, None), ("A1", 1000, 0.02, "A"))
+
+
+def replacing(rate, *, now=1.0):
+    """A play whose only group is in place on A, while C is in flight to replace it."""
+    seen = view(1, 10.0, LAYERED)
+    bring(seen, 0, "A", now)
+    seen.settled.discard(0)
+    seen.rate = seen.lower_bound = rate
+    seen.in_flight[0] = Transfer(0, 0, "C", 4000, upgrade=True, requested_s=now, priority=200)
+    seen.outstanding_bytes = 4000
+    return seen
+
+
+def test_an_upgrade_that_cannot_end_in_time_is_dropped_if_a_smaller_one_can():
+    seen = replacing(200.0)
+    transfer, reason = hopeless(seen, lambda _: "A")
+    assert transfer.track == "C"
+    assert "takes 20.00 s of 9.00 s left; A1 would be in time" in reason
+    assert hopeless(replacing(500.0), lambda _: "A") is None  # it is in time itself
+    assert hopeless(replacing(100.0), lambda _: "A") is None  # nothing else is, either
+    assert hopeless(replacing(0.0), lambda _: "A") is None
+    assert hopeless(seen, lambda _: "A1") is None  # there is nothing smaller to add
+    seen.unavailable = {(0, "A1")}
+    assert hopeless(seen, lambda _: "A") is None
+
+
+def test_what_is_required_comes_before_that():
+    seen = replacing(200.0)
+    seen.missing_groups.add(0)
+    assert hopeless(seen, lambda _: "A") is None
+
+
+class Greedy(Policy):
+    """Wants the largest track of a group first, and only then the next layer."""
+
+    tried = False
+
+    def decide(self, view):
+        if (group := view.first_missing()) is not None:
+            return Decision.fetch(group, "base", "first")
+        if 0 in view.settled and view.track_of[0] == "base":
+            track, self.tried = ("layer-1" if self.tried else "FP16"), True
+            return Decision.upgrade(0, track, "more")
+        return Decision.wait("that is all")
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_play_does_not_end_on_the_base_for_the_sake_of_what_cannot_come(drops, monkeypatch):
+    monkeypatch.setattr(Session, "_drops_upgrades", drops)
+    offer = catalog(1, layered=True)
+    play = Session(Ladder(offer), 2.0, Greedy(), DualEwma())
+    link = Capacity(world("slow", [offer.track("base").bytes[0] * 4.0]), 0.0, 0.02, slow_start=False)
+    record = Simulator(play, offer, link, rtt_s=0.02).run()
+    assert record.met
+    assert record.groups[0].track == ("layer-1" if drops else "base")

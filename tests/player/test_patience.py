@@ -187,6 +187,8 @@ def requested(offer, rate):
     """Return how many groups `anytime` has requested when the first one is there, if the link has this rate."""
     play = Session(Ladder(offer), 4.0, load_policy("anytime")(), DualEwma(), config=PlayerConfig(time_price=0.0))
     play.start(0.0)
+    while play.next_timer() == 0.0:  # not all is asked for in one step
+        play.timer(0.0)
     fetches = of(play.actions(), FetchGroup)
     first = fetches[0]
     play.first_byte(first.request, 0.2)

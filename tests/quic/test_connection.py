@@ -16,10 +16,10 @@ from kvabr.moqt.codes import SessionCode
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.quic import connect as quic
-from kvabr.quic import connection as quicconnection
 from kvabr.quic import download as quicdownload
 from kvabr.quic.interface import GroupRequest, read_all
 from kvabr.quic.options import DialOptions
+from kvabr.quic.request_queue import MAX_IN_FLIGHT
 from kvabr.server import server as quicserver
 from kvabr.server.certificates import check, development
 from kvabr.server.limits import ServerLimits
@@ -207,7 +207,7 @@ async def test_a_priority_can_be_changed_under_way(asset, tls):
 async def test_more_requests_than_streams_wait_their_turn(asset, tls):
     space = asset.catalog.namespace
     async with joined(asset, tls) as (_, connection):
-        many = [connection.fetch(space, CATALOG_TRACK, limit=1 << 20) for _ in range(3 * quicconnection.MAX_IN_FLIGHT)]
+        many = [connection.fetch(space, CATALOG_TRACK, limit=1 << 20) for _ in range(3 * MAX_IN_FLIGHT)]
         many[-1].prioritise(0)
         waiting = connection.fetch(space, "Int4", 0, limit=1 << 20)
         waiting.cancel()

@@ -19,8 +19,10 @@ must still arrive. What remains to decide is how much to keep in flight.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from heapq import heappop, heappush
+from itertools import accumulate, islice
 from typing import ClassVar, NamedTuple
 
 from kvabr.abr.compute_planner import ComputePlanner
@@ -45,6 +47,8 @@ _DECODED_SHARE = 0.6
 """Share of the time left that decoding what has arrived may take, before other tracks replace it."""
 _SOONER = 0.5
 """Share of the base's decode time that such a track may take."""
+_LAST_ARRIVED = 64
+"""Groups that arrived last which are looked at for one to replace."""
 _SLOW = 0.8
 """Share of the deadline beyond which decoding the base counts as slow."""
 
@@ -130,6 +134,14 @@ class Anytime(Policy):
             # Of equal gains the later group goes first: the engine computes from the front.
             self._order.sort(key=lambda group: (0.0 if (offer := offers[group]) is None else offer.rank, -group))
         self._asked = 0
+        self._spared_for = self._priced_for = 0
+        """For how many more decisions what follows holds, see `View.keeps`."""
+        self._spared_s = 0.0
+        """Seconds of decoding that are spared by what is in flight for groups that have arrived."""
+        self._priced: list[int] = []
+        """Bytes of the upgrades on offer up to each, the best first."""
+        self._worths: list[float] = []
+        """Loss that each of them saves per byte."""
         self._spent = 0
         """Bytes of all upgrades requested."""
         self._byte_price = 0.0
@@ -141,6 +153,15 @@ class Anytime(Policy):
 
     def decide(self, view: View) -> Decision:
         """Use an idle engine first, then request the base of every group, then upgrades."""
+        decision = self._decide(view)
+        first = view.first_missing()
+        idle = not view.in_flight and view.engine_backlog_s <= 0
+        if decision.kind in {"wait", "finish"} and first is not None and idle:
+            # Whatever was planned for the engine, it does not come to it.
+            return Decision.fetch(first, self._base.name, "nothing is under way, and this is missing")
+        return decision
+
+    def _decide(self, view: View) -> Decision:
         self._listen(view)
         reserved = 0
         if (planner := self._planner) is not None:
@@ -216,13 +237,15 @@ class Anytime(Policy):
         left_s = _DECODED_SHARE * view.time_left
         if view.decode_backlog_s <= left_s or view.rate <= 0 or self._enough(view):
             return None
-        flying = {one.group: one.track for one in view.in_flight.values() if one.group in view.undecoded}
-        base_s = view.decode_s(self._base.name)
-        spared_s = sum(max(0.0, base_s - view.decode_s(track)) for track in flying.values()) / view.decoders
-        if view.decode_backlog_s - spared_s <= left_s:
+        self._spared_for -= 1
+        if self._spared_for <= 0:
+            flying = {one.group: one.track for one in view.in_flight.values() if one.group in view.undecoded}
+            base_s, self._spared_for = view.decode_s(self._base.name), view.keeps
+            self._spared_s = sum(max(0.0, base_s - view.decode_s(track)) for track in flying.values()) / view.decoders
+        if view.decode_backlog_s - self._spared_s <= left_s:
             return None
         arrives_s = max(view.ttfb_s, view.outstanding_bytes / view.rate)
-        for group in reversed(list(view.undecoded)):  # the last of them have to wait anyway
+        for group in islice(reversed(view.undecoded), _LAST_ARRIVED):  # they have to wait anyway
             current = view.track_of[group]
             if group not in view.settled or current not in self._tracks:
                 continue
@@ -303,12 +326,14 @@ class Anytime(Policy):
 
     def _price_left(self, view: View, spare: float) -> float:
         """Return the loss per byte that is left to save once ``spare`` bytes are spent on the upgrades on offer."""
-        for offer in sorted(self._offers):
-            if offer.group in view.settled and view.track_of[offer.group] == offer.below:
-                spare -= offer.track.bytes[offer.group]
-                if spare < 0:
-                    return -offer.rank
-        return 0.0
+        self._priced_for -= 1
+        if self._priced_for <= 0:
+            settled, track_of = view.settled, view.track_of
+            here = [one for one in sorted(self._offers) if one.group in settled and track_of[one.group] == one.below]
+            self._worths, self._priced_for = [-offer.rank for offer in here], view.keeps
+            self._priced = list(accumulate(offer.track.bytes[offer.group] for offer in here))
+        index = bisect_right(self._priced, spare)
+        return self._worths[index] if index < len(self._worths) else 0.0
 
     def _layered(self, group: int, layer: Track, price: float) -> float:
         """Return the least cost of a group with one or more further layers; bytes already in place are free."""
@@ -322,9 +347,7 @@ class Anytime(Policy):
         if not offers or (staking and offers[0].saving < self._stake):
             return None
         begins_s = max(view.ttfb_s, view.outstanding_bytes / rate) if rate > 0 else float("inf")
-        decoded_s = (
-            view.decode_backlog_s + sum(view.decode_s(one.track) for one in view.in_flight.values()) / view.decoders
-        )
+        decoded_s = view.decode_backlog_s + view.flying_decode_s() / view.decoders
         too_late: list[_Offer] = []
         found: _Offer | None = None
         while found is None and offers and len(too_late) < _LOOKED_AT:

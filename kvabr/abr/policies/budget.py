@@ -9,7 +9,8 @@ of the remaining time, at the harmonic mean of the recent rates over one plus th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from heapq import heappop, heappush
 from typing import ClassVar
 
 from kvabr.abr.ladder import LadderStep, spend
@@ -24,13 +25,25 @@ class Budget(FrontToBack):
     horizon: ClassVar[int | None] = None
     """Number of missing groups in the knapsack; None for all."""
 
+    def start(self, view: View) -> None:
+        """Sort the steps by group."""
+        self._steps = _by_group(view.ladder.steps)
+        self._planned: dict[int, str] = {}
+        """Track of every missing group, when it was last worked out."""
+        self._planned_for = 0
+        """For how many more decisions that holds, see `View.keeps`."""
+
     def choose(self, view: View, group: int) -> Decision:
         """Choose the track that the knapsack gives the group."""
-        missing = list(view.missing)
+        missing = view.missing_groups
         budget = view.budget_bytes(view.lower_bound, view.decode_s(view.ladder.cheapest))
-        within = set(missing[: self.horizon])
+        within = missing if self.horizon is None else missing.firsts(self.horizon)
         budget *= len(within) / len(missing)
-        track = spend(view.ladder.options, view.ladder.steps, within, group, budget)
+        self._planned_for -= 1
+        if self.horizon is not None or self._planned_for <= 0 or group not in self._planned:
+            steps = view.ladder.steps if self.horizon is None else _steps_of(self._steps, within)
+            self._planned, self._planned_for = spend(view.ladder.options, steps, within, budget), view.keeps
+        track = self._planned[group]
         reason = f"{budget / 1e6:.2f} MB can still arrive for {len(within)} groups"
         return Decision.fetch(group, track, reason, {name: view.bytes(group, name) for name in view.ladder.names})
 
@@ -61,11 +74,16 @@ class RobustMpc(Policy):
 
     def start(self, view: View) -> None:
         """Sort the steps by group."""
-        self._steps: dict[int, list[LadderStep]] = {}
-        for step in view.ladder.layered_steps:
-            self._steps.setdefault(step.group, []).append(step)
-        self._owed: dict[int, tuple[str, ...]] = {}
-        """Planned layers of each group that have not been requested, lowest first."""
+        self._steps = _by_group(view.ladder.layered_steps)
+        self._owed: dict[int, tuple[int, tuple[str, ...]]] = {}
+        """Planned layers of each group that have not been requested, lowest first, and the number of that plan."""
+        self._owed_bytes = self._plans = self._heard = 0
+        self._ready: list[tuple[int, int]] = []
+        """Heap of plans and groups that have settled since."""
+        self._ranked: list[tuple[float, int, int, str]] = []
+        """The layers on offer: what they save per byte, order, group and layer; the best last."""
+        self._ranked_for = 0
+        """For how many more decisions that holds, see `View.keeps`."""
 
     def decide(self, view: View) -> Decision:
         """Request layers that are due, then the next group, then further layers."""
@@ -75,40 +93,76 @@ class RobustMpc(Policy):
         first = view.first_missing()
         if first is None:
             return self._more(view, budget)
-        missing = list(view.missing_groups)
-        ahead = missing[: self._horizon]
-        owed = sum(view.bytes(group, layer) for group, layers in self._owed.items() for layer in layers)
-        share = (budget - owed) * len(ahead) / len(missing)
-        steps = sorted((step for group in ahead for step in self._steps.get(group, ())), key=lambda step: -step.worth)
-        base, *layers = view.ladder.stacks[spend(view.ladder.layered, steps, ahead, first, share)]
-        self._owed[first] = tuple(layers)
+        ahead = view.missing_groups.firsts(self._horizon)
+        share = (budget - self._owed_bytes) * len(ahead) / len(view.missing_groups)
+        planned = spend(view.ladder.layered, _steps_of(self._steps, ahead), ahead, share)
+        base, *layers = view.ladder.stacks[planned[first]]
+        self._owe(view, first, tuple(layers))
         return Decision.fetch(
             first, base, f"{share / 1e6:.2f} MB for {len(ahead)} groups: {len(layers)} further layers"
         )
 
     def _due(self, view: View, budget: float) -> Decision | None:
         """Request the next planned layer of a settled group, if the missing groups leave room for it."""
-        for group in [group for group in self._owed if group in view.settled]:
-            layers = self._owed.pop(group)
+        for group in view.settled.history[self._heard :]:
+            if group in self._owed:
+                heappush(self._ready, (self._owed[group][0], group))
+        self._heard = len(view.settled.history)
+        while self._ready:
+            number, group = heappop(self._ready)
+            if group not in view.settled or self._owed.get(group, (0, ()))[0] != number:
+                continue
+            layers = self._owed[group][1]
+            self._owe(view, group, ())
             current = view.track_of[group]
             if not layers or view.catalog.by_name[layers[0]].refines != current:
                 continue
             if view.bytes(group, layers[0]) <= budget:
-                if layers[1:]:
-                    self._owed[group] = layers[1:]
+                self._owe(view, group, layers[1:])
                 return Decision.upgrade(group, layers[0], "a planned layer of this group")
         return None
 
+    def _owe(self, view: View, group: int, layers: tuple[str, ...]) -> None:
+        """Plan layers of a group, instead of those planned before."""
+        _, before = self._owed.pop(group, (0, ()))
+        self._owed_bytes += sum(view.bytes(group, layer) for layer in layers)
+        self._owed_bytes -= sum(view.bytes(group, layer) for layer in before)
+        if layers:
+            self._plans += 1
+            self._owed[group] = self._plans, layers
+
     def _more(self, view: View, budget: float) -> Decision:
         """Request the layer that saves most per byte among those that arrive at the bound."""
-        best: tuple[float, int, str] | None = None
-        for group in view.settled:
+        self._ranked_for -= 1
+        if self._ranked_for <= 0:
+            self._rank(view)
+        while self._ranked:
+            _, _, group, layer = self._ranked.pop()
+            lower = view.catalog.by_name[layer].refines
+            if group in view.settled and view.track_of[group] == lower and view.bytes(group, layer) <= budget:
+                return Decision.upgrade(group, layer, "spare bytes at the bound go into further layers")
+        return Decision.wait("no further layer would arrive at the bound")
+
+    def _rank(self, view: View) -> None:
+        """Work out what every further layer saves per byte."""
+        self._ranked, self._ranked_for = [], view.keeps
+        for order, group in enumerate(view.settled):
             current = view.track_of[group] or ""
             for layer in view.ladder.above.get(current, ()):
-                size = layer.bytes[group]
-                worth = (view.loss(group, current) - layer.loss[group]) / size
-                if size <= budget and worth > 0 and (best is None or worth > best[0]):
-                    best = (worth, group, layer.name)
-        if best is None:
-            return Decision.wait("no further layer would arrive at the bound")
-        return Decision.upgrade(best[1], best[2], "spare bytes at the bound go into further layers")
+                worth = (view.loss(group, current) - layer.loss[group]) / layer.bytes[group]
+                if worth > 0:
+                    self._ranked.append((worth, -order, group, layer.name))
+        self._ranked.sort()
+
+
+def _by_group(steps: Iterable[LadderStep]) -> dict[int, list[LadderStep]]:
+    """Return the steps of each group."""
+    found: dict[int, list[LadderStep]] = {}
+    for step in steps:
+        found.setdefault(step.group, []).append(step)
+    return found
+
+
+def _steps_of(steps: Mapping[int, list[LadderStep]], groups: Iterable[int]) -> list[LadderStep]:
+    """Return the steps of a few groups, most loss saved per byte first."""
+    return sorted((step for group in groups for step in steps.get(group, ())), key=lambda step: -step.worth)

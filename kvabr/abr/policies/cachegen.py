@@ -27,7 +27,7 @@ class CacheGen(FrontToBack):
             return Decision.fetch(group, tracks[len(tracks) // 2].name, "no throughput yet: a medium level first")
         budget = view.budget_bytes(view.rate)
         for track in reversed(tracks):
-            if sum(track.bytes[g] for g in view.missing) <= budget:
+            if view.missing_bytes(track) <= budget:
                 return Decision.fetch(group, track.name, f"all that is left fits {budget / 1e6:.2f} MB at this level")
         if view.recompute_s(group) <= view.time_left:
             return Decision.recompute(group, f"no level fits {budget / 1e6:.2f} MB: send it as text")

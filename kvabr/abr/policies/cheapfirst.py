@@ -36,6 +36,10 @@ class CheapFirst(Policy):
         """Start with the track of fewest bytes."""
         self._base = view.ladder.cheapest
         self._known: dict[tuple[int, str], list[_Upgrade]] = {}
+        self._ranked: list[tuple[float, int, int, _Upgrade]] = []
+        """The upgrades on offer: what they save per byte, order, group; the best last."""
+        self._ranked_for, self._saving = 0, 0.0
+        """For how many more decisions that holds, see `View.keeps`; and what the best of all groups save together."""
 
     def decide(self, view: View) -> Decision:
         """Fetch the base of every group first, then upgrades."""
@@ -48,28 +52,30 @@ class CheapFirst(Policy):
         """Request the upgrade that saves most per byte among those that arrive in time."""
         reach = _OPTIMISM * view.rate
         budget = view.budget_bytes(reach, view.decode_backlog_s)
-        saving_left = 0.0
-        best: _Upgrade | None = None
-        best_group = -1
-        for group in view.settled:
+        self._ranked_for -= 1
+        if self._ranked_for <= 0:
+            self._rank(view)
+        if self._saving < _GOOD_ENOUGH:
+            return Decision.wait(f"upgrades could save only {self._saving:.1e} nats")
+        while self._ranked:
+            _, _, group, best = self._ranked.pop()
+            in_time = best.bytes + reach * best.decode_s <= budget
+            if in_time and group in view.settled and best in self._offers(view, group):
+                reason = f"saves {best.saving:.2e} nats with {best.bytes / 1e3:.0f} kB, the most per byte"
+                return Decision.upgrade(group, best.track, reason)
+        return Decision.wait("no upgrade would arrive in time")
+
+    def _rank(self, view: View) -> None:
+        """Work out what every upgrade saves per byte."""
+        self._ranked, self._ranked_for, self._saving = [], view.keeps, 0.0
+        for order, group in enumerate(view.settled):
             offers = self._offers(view, group)
             if view.unavailable:
                 offers = [offer for offer in offers if (group, offer.track) not in view.unavailable]
-            if not offers:
-                continue
-            saving_left += offers[0].saving
-            for offer in offers:
-                if best is not None and offer.worth <= best.worth:
-                    break
-                if offer.bytes + reach * offer.decode_s <= budget:
-                    best, best_group = offer, group
-                    break
-        if best is not None and saving_left >= _GOOD_ENOUGH:
-            reason = f"saves {best.saving:.2e} nats with {best.bytes / 1e3:.0f} kB, the most per byte"
-            return Decision.upgrade(best_group, best.track, reason)
-        if saving_left < _GOOD_ENOUGH:
-            return Decision.wait(f"upgrades could save only {saving_left:.1e} nats")
-        return Decision.wait("no upgrade would arrive in time")
+            if offers:
+                self._saving += offers[0].saving
+                self._ranked += [(offer.worth, -order, group, offer) for offer in offers]
+        self._ranked.sort()
 
     def _offers(self, view: View, group: int) -> list[_Upgrade]:
         """Return what can be added to a group's track, or replace it, best first; computed once."""

@@ -49,6 +49,8 @@ class Fugu(FrontToBack):
         """Forget all transfers."""
         self._asked: dict[int, tuple[int, float]] = {}
         """Bytes and request time of each group in flight."""
+        self._read = 0
+        """Entries of `View.changes` that have been read."""
         self._heard_s = view.now
         """When the last transfer ended."""
 
@@ -64,8 +66,9 @@ class Fugu(FrontToBack):
 
     def _watch(self, view: View) -> None:
         """Record the transfers that have ended since the last decision."""
-        flying = {transfer.group for transfer in view.in_flight.values()}
-        ended = [group for group in self._asked if group not in flying]
+        changed = dict.fromkeys(view.changes[self._read :])
+        self._read = len(view.changes)
+        ended = [group for group in changed if group in self._asked and group not in view.in_flight.groups]
         came = [self._asked[group] for group in ended if group not in view.missing_groups]
         for group in ended:
             del self._asked[group]
@@ -82,8 +85,8 @@ class Fugu(FrontToBack):
         import numpy as np  # noqa: PLC0415  # only this policy needs it, and it loads slowly
 
         tracks = view.ladder.tracks
-        missing = list(view.missing_groups)
-        ahead = missing[:_HORIZON]
+        missing = view.missing_groups
+        ahead = missing.firsts(_HORIZON)
         costs = np.array([*self._costs, self._tail * max(self._costs)])
         queue_s = view.outstanding_bytes * median(self._costs) + (0.0 if view.in_flight else view.ttfb_s)
         spare_s = view.time_left - queue_s - view.decode_s(view.ladder.cheapest)

@@ -35,15 +35,15 @@ class KvServe(FrontToBack):
     def choose(self, view: View, group: int) -> Decision:
         """Choose for the first missing group as for all that are left."""
         tracks = view.ladder.tracks
-        good = [track for track in tracks if sum(track.loss) <= self._loss] or [tracks[-1]]
+        good = [track for track in tracks if track.total_loss <= self._loss] or [tracks[-1]]
         if view.rate <= 0:
             return Decision.fetch(group, good[0].name, "no throughput yet: the smallest accurate track")
         latency = {track.name: _latency(view, track) for track in good}
-        whole = max(good, key=lambda track: sum(track.bytes))
+        whole = max(good, key=lambda track: track.total_bytes)
         useful = [track for track in good if latency[track.name] < latency[whole.name]]
         if not useful:
             return Decision.fetch(group, whole.name, "no smaller track saves time at this rate")
-        candidates = sorted(useful, key=lambda track: sum(track.bytes))[:_CANDIDATES]
+        candidates = sorted(useful, key=lambda track: track.total_bytes)[:_CANDIDATES]
         feasible = [track for track in candidates if latency[track.name] <= view.time_left]
         chosen = min(feasible or good, key=lambda track: latency[track.name])
         return Decision.fetch(group, chosen.name, f"least latency, {latency[chosen.name]:.3g} s for all that is left")
@@ -51,5 +51,5 @@ class KvServe(FrontToBack):
 
 def _latency(view: View, track: Track) -> float:
     """Return the seconds to load and decode everything that is missing on one track."""
-    network = sum(track.bytes[group] for group in view.missing) / view.rate
+    network = view.missing_bytes(track) / view.rate
     return network + view.decode_s(track.name) * len(view.missing) / view.decoders

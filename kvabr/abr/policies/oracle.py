@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from typing import ClassVar
 
 from kvabr.abr.policy import Decision, Policy
@@ -31,16 +32,21 @@ class Oracle(Policy):
         """Its first one, in the order of the requests."""
         for group, track in plan.requests:
             self._first.setdefault(group, track)
-        self._later = [group for group, track in self._first.items() if self._goal[group] != track]
+        later = (group for group, track in self._first.items() if self._goal[group] != track)
+        self._later = {group: place for place, group in enumerate(later)}
+        """Groups that get another track, and their places among them."""
+        self._ready: list[tuple[int, int]] = []
+        """Heap of those that have settled: place and group."""
+        self._heard = 0
         self._order = iter(self._first.items())
 
     def decide(self, view: View) -> Decision:
         """Give the engine its groups, then request the next part of the plan."""
         missing = view.missing_groups
         if view.cost is not None:
-            for group in self._engine:
-                if group in missing:
-                    return Decision.recompute(group, "planned: the engine computes this")
+            group = missing.first(self._engine.start)
+            if group is not None and group in self._engine:
+                return Decision.recompute(group, "planned: the engine computes this")
         if missing:
             for group, track in self._order:
                 if group in missing:
@@ -48,7 +54,12 @@ class Oracle(Policy):
             # A request has failed, or the engine.
             group = next(iter(missing))
             return Decision.fetch(group, self._goal.get(group, view.ladder.cheapest), "it was lost")
-        for group in self._later:
+        for group in view.settled.history[self._heard :]:
+            if group in self._later:
+                heappush(self._ready, (self._later[group], group))
+        self._heard = len(view.settled.history)
+        while self._ready:
+            _, group = heappop(self._ready)
             if group in view.settled and view.track_of[group] != self._goal[group]:
                 return Decision.upgrade(group, self._goal[group], "planned")
         return Decision.wait("the plan is under way")

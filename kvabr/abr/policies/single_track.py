@@ -65,7 +65,7 @@ class Cake(Policy):
             _check(view, self.name, self._track)
             return
         tracks = view.ladder.tracks
-        good = (track for track in tracks if sum(track.loss) <= self._loss)
+        good = (track for track in tracks if track.total_loss <= self._loss)
         self._track = next(good, tracks[-1]).name
 
     def decide(self, view: View) -> Decision:

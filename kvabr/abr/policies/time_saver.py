@@ -16,6 +16,7 @@ Any track may be a group's final one, also Int8 or FP16: `kvabr.abr.time_planner
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from kvabr.abr.policy import Decision
@@ -88,6 +89,17 @@ class TimeSaver:
         """When the rate was known first."""
         self._over, self._added = False, 0
         """Whether nothing more is worth its wait, and the tracks that had been added by then."""
+        self._by_loss: dict[bool, list[tuple[float, int]]] = {}
+        """Heaps of the groups that are missing, those that lose least first, and those that lose most; lazily."""
+        self._returned = 0
+        self._kept: dict[float | str, tuple[int, TimePlan]] = {}
+        """Plans for other rates, by the case that each is for, and for how many more questions each holds."""
+        self._ranked: tuple[TimePlan, list[tuple[float, int]]] | None = None
+        """A plan and the upgrades in it: a heap of gains and groups, both negated."""
+        self._ranked_for = self._flying_for = 0
+        """For how many more questions that holds, and `_flying_saves`."""
+        self._flying_saves = 0.0
+        """Loss that what is in flight spares."""
 
     def request(self, view: View) -> Decision | None:
         """Request a missing group on its final track, or wait; None: its base is next."""
@@ -117,11 +129,13 @@ class TimeSaver:
         if view.rate <= 0:
             return self._probe(view)
         plan = self._plan_for(view, missing=False)
+        if plan.objective >= plan.idle_objective and not (view.in_flight and self._in_flight_pays(view)):
+            plan = self._plan_for(view, missing=False, fresh=True)
         if plan.objective >= plan.idle_objective:
             if view.in_flight or not self._hopes(view):
                 return self._end(view)
             # In an outage everything looks too slow.
-            plan = self._times.plan(view, max(view.rate, _RECOVERY * self._best_rate))
+            plan = self._kept_plan(view, "outage", max(view.rate, _RECOVERY * self._best_rate))
         elif view.outstanding_bytes + plan.bytes > self._soon_bytes(view):
             return None
         elif self._enough(view):
@@ -147,8 +161,8 @@ class TimeSaver:
 
     # ----------------------------------------------------------------- plans
 
-    def _plan_for(self, view: View, *, missing: bool) -> TimePlan:
-        """Return the plan for the present rate, which is kept while little changes."""
+    def _plan_for(self, view: View, *, missing: bool, fresh: bool = False) -> TimePlan:
+        """Return the plan for the present rate, kept while little changes; ``fresh``: while nothing settles."""
         self._best_rate = max(self._best_rate, view.rate)
         if view.rate >= _SLOW_SHARE * self._best_rate:
             self._fast_s = view.now
@@ -159,7 +173,7 @@ class TimeSaver:
             or abs(view.rate - self._planned_rate) > _SAME_RATE * self._planned_rate
             or view.now - self._planned_s > _SAME_TIME * view.deadline_s
             or self._followed > _FOLLOWED_SHARE * view.groups
-            or (heard != self._heard and not missing)
+            or (heard - self._heard > (0 if fresh else view.keeps) and not missing)
         ):
             self._times.sync(view)
             plan = self._plan = self._times.plan(view, view.rate * (_GROWTH if view.growing else 1.0))
@@ -190,8 +204,21 @@ class TimeSaver:
             return next(iter(view.missing_groups))
         if view.cost is not None:
             return next(reversed(view.missing_groups))  # the engine comes from the front
-        losses, sign = self._base.loss, 1.0 if view.growing else -1.0
-        return max(view.missing_groups, key=lambda group: sign * losses[group])
+        losses, missing = self._base.loss, view.missing_groups
+        if not self._by_loss:
+            self._by_loss = {
+                most: sorted((-losses[group] if most else losses[group], group) for group in missing)
+                for most in (False, True)
+            }
+            self._returned = len(missing.returned)
+        for group in missing.returned[self._returned :]:
+            heappush(self._by_loss[False], (losses[group], group))
+            heappush(self._by_loss[True], (-losses[group], group))
+        self._returned = len(missing.returned)
+        heap = self._by_loss[view.growing]
+        while heap[0][1] not in missing:
+            heappop(heap)
+        return heap[0][1]
 
     def _final_track(self, view: View, plan: TimePlan, group: int) -> str | None:
         """Return a group's final track if the link is fast enough to request it now."""
@@ -212,10 +239,18 @@ class TimeSaver:
         """Return the target for the fastest link that slow start may lead to, of those that come soon as it is."""
         most = _GROWN_TTFB * view.rate * max(view.ttfb_s, _LEAST_TTFB_SHARE * view.deadline_s)
         for growth in _GROWTHS:
-            found = self._times.plan(view, growth * view.rate).targets[group]
+            found = self._kept_plan(view, growth, growth * view.rate).targets[group]
             if self._times.bytes_to(group, found) <= most:
                 return found
         return target
+
+    def _kept_plan(self, view: View, case: float | str, rate: float) -> TimePlan:
+        """Return the plan for another rate than the present one; it holds for a while, see `View.keeps`."""
+        left, plan = self._kept.get(case, (0, None))
+        if plan is None or left == 0:
+            left, plan = view.keeps + 1, self._times.plan(view, rate)
+        self._kept[case] = (left - 1, plan)
+        return plan
 
     # --------------------------------------------------------------- the end
 
@@ -237,7 +272,7 @@ class TimeSaver:
         self._times.sync(view)
         if view.time_left > 0 and self._hopes(view):
             rate = _RECOVERY * self._best_rate or self._base.total_bytes / view.time_left
-            if (best := self._best_upgrade(view, self._times.plan(view, rate))) is not None:
+            if (best := self._best_upgrade(view, self._kept_plan(view, "unknown", rate))) is not None:
                 return best
         if view.missing_groups:
             return Decision.wait("no rate is known, and the engine computes the rest")
@@ -245,18 +280,28 @@ class TimeSaver:
 
     def _best_upgrade(self, view: View, plan: TimePlan) -> Decision | None:
         """Request the planned upgrade that saves most for its price; None if there is none."""
-        gain, best = max(((self._worth(view, plan, group), group) for group in view.settled), default=(0.0, -1))
-        if gain <= 0:
-            return None
-        track = self._times.names[plan.targets[best]]
-        self._follow(best, track)
-        return Decision.upgrade(best, track, f"saves {min(gain, 1e4):.1f} times its price in bytes and decoding")
+        if self._ranked is None or self._ranked[0] is not plan or self._ranked_for == 0:
+            gains = ((-self._worth(view, plan, group), -group) for group in view.settled)
+            self._ranked, self._ranked_for = (plan, [one for one in gains if one[0] < 0.0]), view.keeps + 1
+            heapify(self._ranked[1])
+        self._ranked_for -= 1
+        ranked = self._ranked[1]
+        while ranked:
+            group = -heappop(ranked)[1]
+            if group in view.settled and (gain := self._worth(view, plan, group)) > 0.0:
+                track = self._times.names[plan.targets[group]]
+                self._follow(group, track)
+                reason = f"saves {min(gain, 1e4):.1f} times its price in bytes and decoding"
+                return Decision.upgrade(group, track, reason)
+        return None
 
     def _worth(self, view: View, plan: TimePlan, group: int) -> float:
         """Return what the planned upgrade of a group saves, as a multiple of its price; 0.0 if there is none."""
         target, current = plan.targets[group], view.track_of[group]
         if current not in view.catalog.by_name or self._times.stays(group, target):
             return 0.0
+        if current == self._times.names[target]:
+            return 0.0  # it has that by now
         saving = view.loss(group, current) - float(self._times.losses[target, group])
         seconds = view.decode_s(self._times.names[target])
         price = plan.byte_price * self._times.bytes_to(group, target) + plan.decode_price * seconds
@@ -271,16 +316,33 @@ class TimeSaver:
             group, track, saving, price = found
             what = f"{track} of group {group} would save {saving:.1e} nats and cost {price:.1e} in time"
             return Decision.finish(f"nothing is worth the wait: {what}")
+        if (why := self._in_flight_pays(view)) is not None:
+            return Decision.wait(why)
+        self._over, self._added = True, view.added
+        return Decision.deliver("what is in flight is not worth the wait")
+
+    def _in_flight_pays(self, view: View) -> str | None:
+        """Return why what is in flight is worth the wait; None: it is not."""
+        if not view.arrived:
+            return "nothing more is worth the wait"
+        self._flying_for -= 1
+        if self._flying_for <= 0:
+            self._flying_saves, self._flying_for = self._saved_in_flight(view), view.keeps
+        if self._flying_saves >= view.time_price * view.outstanding_bytes / view.rate:
+            return "nothing more is worth the wait"
+        if self._hopes(view, self._flying_saves):
+            return "the link carries next to nothing; what is in flight shows when it recovers"
+        return None
+
+    def _saved_in_flight(self, view: View) -> float:
+        """Return the loss that the upgrades in flight will spare, nats per generated token."""
         first: dict[int, str] = {}
         for transfer in view.in_flight.values():
             first.setdefault(transfer.group, transfer.track)
         losses, saved = view.catalog.by_name, 0.0
         for group, track in first.items():
-            below = losses[track].refines or self._base.name
-            saved += max(0.0, losses[below].loss[group] - losses[view.track_of[group] or below].loss[group])
-        if not view.arrived or saved >= view.time_price * view.outstanding_bytes / view.rate:
-            return Decision.wait("nothing more is worth the wait")
-        if self._hopes(view, saved):
-            return Decision.wait("the link carries next to nothing; what is in flight shows when it recovers")
-        self._over, self._added = True, view.added
-        return Decision.deliver("what is in flight is not worth the wait")
+            current = view.track_of[group]
+            if current in losses:  # not what an engine has computed meanwhile
+                below = losses[track].refines or self._base.name
+                saved += max(0.0, losses[below].loss[group] - losses[current].loss[group])
+        return saved

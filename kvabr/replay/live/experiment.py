@@ -89,6 +89,7 @@ class LiveExperiment:
             chunked=LIVE.chunked,
             stalled_after=LIVE.stalled_after,
             silent_after=LIVE.silent_after,
+            decode_ahead_s=LIVE.decode_ahead_s,
         )
         self.experiment = Experiment(experiment.catalog, replace(experiment.options, config=config))
         self._options = options

@@ -1,0 +1,193 @@
+"""What has arrived and waits to be decoded: which group comes next, and how long all of it takes.
+
+Groups that are not in place come first, those that the policy will replace last. One with more in flight waits a moment
+for it, so that all is decoded together, unless time is short, or an engine needs everything before what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+
+from kvabr.abr.view import Transfer, View
+from kvabr.player.group_progress import GroupProgress
+from kvabr.types.catalog import RECOMPUTED
+
+_WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
+"""Share of the deadline, and seconds, that what has arrived of a group waits for its other layers at most."""
+_WAITS = 4.0
+"""Multiple of that after which a later request for the group no longer prolongs the wait."""
+_LOOKED_AT = 64
+"""Groups of one kind that are looked at, in order, for one that neither waits nor will be replaced."""
+
+_MOST_HANDED = 32
+"""Most groups that each decoder is given ahead."""
+_CHEAP = 0.2
+"""Share of what a decoder is given ahead: what takes less is decoded at once, even if that is for nothing."""
+_ASIDE = 0.125
+"""Share of the longest wait for which nobody looks again at what waits."""
+
+Kind = tuple[bool, bool]
+"""Whether a group is in place, and whether more of it is in flight."""
+
+
+class DecodeQueue:
+    """The groups of one play of which something can be decoded."""
+
+    def __init__(self, view: View, progress: Sequence[GroupProgress], ahead_s: float = 0.0) -> None:
+        """Begin empty; ``progress`` is that of each group, ``ahead_s``: `PlayerConfig.decode_ahead_s`."""
+        self._view, self._progress, self._ahead_s = view, progress, ahead_s
+        self._waiting: dict[int, int] = {}
+        """Groups of which something has arrived and is not being decoded, and when they came: the n-th."""
+        self._placed = bytearray(view.groups)
+        self._heaps: dict[Kind, list[tuple[int, int, int]]] = {
+            (placed, flying): [] for placed in (False, True) for flying in (False, True)
+        }
+        """Heaps of place, group and number, by kind. An entry counts as long as the group waits and is of that kind."""
+        self._aside: dict[Kind, list[tuple[int, int, int]]] = {kind: [] for kind in self._heaps}
+        """Entries that wait for more of their group, or whose group will be replaced, by kind."""
+        self._aside_for, self._aside_s = 0, 0.0
+        """For how many more questions (`View.keeps`), and until when, nobody looks at these again."""
+        self._came = 0
+        self._counted: list[tuple[str, ...]] = [()] * view.groups
+        self._tracks: dict[str, int] = {}
+        """How many batches wait or are being decoded, by track. Decoding a layer decodes all layers below it, so only
+        the top of each batch counts."""
+        self._handed: dict[int, float] = {}
+        """Seconds that what is being decoded should take, by request."""
+        self._handed_s = 0.0
+        """All of these together."""
+        view.undecoded = self._waiting
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def update(self, group: int, placed: str | None) -> None:
+        """Take in that something of a group has arrived, is being decoded or is lost; ``placed``: what is in place."""
+        progress = self._progress[group]
+        stacked = progress.decodable(placed)
+        tops = tuple(batch[-1].track for batch in (progress.decoding, stacked) if batch)
+        if tops != self._counted[group]:
+            for tracks, by in ((self._counted[group], -1), (tops, 1)):
+                for track in tracks:
+                    self._tracks[track] = self._tracks.get(track, 0) + by
+            self._counted[group] = tops
+        self._placed[group] = placed is not None
+        if not stacked:
+            self._waiting.pop(group, None)
+        else:
+            if group not in self._waiting:
+                self._came += 1
+                self._waiting[group] = self._came
+            self.moved(group)
+        self.reckon()
+
+    def moved(self, group: int) -> None:
+        """Take in that more of a group that may wait is in flight, or less."""
+        if (number := self._waiting.get(group)) is not None and not self._progress[group].decoding:
+            place = group if self._view.front_first else number
+            heappush(self._heaps[self._kind(group)], (place, group, number))
+
+    @property
+    def busy(self) -> bool:
+        """Whether the decoders have enough to do."""
+        jobs, decoders = len(self._handed), self._view.decoders
+        return jobs >= decoders and (jobs >= _MOST_HANDED * decoders or self._handed_s >= self._ahead_s * decoders)
+
+    def begin(self, top: Transfer) -> None:
+        """Take a group that is about to be decoded, up to a layer."""
+        del self._waiting[top.group]
+        self._handed[top.request] = self._view.decode_s(top.track)
+        self._handed_s += self._handed[top.request]
+
+    def end(self, top: Transfer) -> None:
+        """Take in that it has been decoded, or could not be."""
+        self._handed_s = max(0.0, self._handed_s - self._handed.pop(top.request))
+
+    def reckon(self) -> None:
+        """Tell the policy anew how long everything takes, after a change or once decoding turns out to be slower."""
+        view = self._view
+        seconds = sum(count * view.decode_s(track) for track, count in self._tracks.items() if count)
+        view.decode_backlog_s = seconds / view.decoders
+
+    def next(self, now: float, *, hurry: bool, engine: bool, will_replace: Callable[[int], bool]) -> int | None:
+        """Return the group to decode next, or None.
+
+        Args:
+            now: seconds since the play began.
+            hurry: decoding has to begin now to be in time.
+            engine: an engine needs everything before what it computes.
+            will_replace: whether the policy will request another track for a group.
+        """
+        if hurry or self._aside_for == 0 or now >= self._aside_s:
+            self._look_again(now)
+        else:
+            self._aside_for -= 1
+        for placed in (False, True):
+            at_once = hurry or (engine and not placed)
+
+            def settled(group: int, first: bool = not placed) -> bool:
+                return hurry or (first and self._cheap(group)) or not will_replace(group)
+
+            def waited(group: int, first: bool = not placed, at_once: bool = at_once) -> bool:
+                return at_once or (first and self._cheap(group)) or self._waited(group, now)
+
+            for flying, suits in ((False, settled), (True, waited)):
+                if (found := self._first((placed, flying), suits)) is not None:
+                    return found
+        later = (self._replaced(placed) for placed in (False, True))
+        return next((group for group in later if group is not None), None)
+
+    def _look_again(self, now: float) -> None:
+        """Return what was put aside to where it was."""
+        for kind, entries in self._aside.items():
+            for entry in entries:
+                heappush(self._heaps[kind], entry)
+            entries.clear()
+        self._aside_for, self._aside_s = self._view.keeps, now + _ASIDE * self._longest_s
+
+    def _first(self, kind: Kind, suits: Callable[[int], bool]) -> int | None:
+        """Return the first group of a kind that suits, of the first `_LOOKED_AT`; put aside what does not."""
+        heap, aside = self._heaps[kind], self._aside[kind]
+        for _ in range(_LOOKED_AT):
+            while heap and not self._counts(heap[0], kind):
+                heappop(heap)
+            if not heap:
+                break
+            if suits(heap[0][1]):
+                return heap[0][1]
+            aside.append(heappop(heap))
+        return None
+
+    def _replaced(self, placed: bool) -> int | None:  # a part of a kind
+        """Return the first group that was put aside because it will be replaced."""
+        kind = placed, False
+        return next((entry[1] for entry in self._aside[kind] if self._counts(entry, kind)), None)
+
+    def _counts(self, entry: tuple[int, int, int], kind: Kind) -> bool:
+        """Return whether what an entry of a heap says is still so, and the group may be decoded now."""
+        _, group, number = entry
+        here = self._waiting.get(group) == number and self._kind(group) == kind
+        return here and not self._progress[group].decoding and self._view.track_of[group] != RECOMPUTED
+
+    def _kind(self, group: int) -> Kind:
+        return bool(self._placed[group]), bool(self._progress[group].flying)
+
+    def _cheap(self, group: int) -> bool:
+        """Return whether a group is so quickly decoded that nothing is gained by waiting for what replaces it."""
+        most_s = _CHEAP * self._ahead_s
+        return most_s > 0 and self._view.decode_s(self._progress[group].arrived[-1].track) <= most_s
+
+    @property
+    def _longest_s(self) -> float:
+        return min(_WAIT_SHARE * self._view.deadline_s, _MAX_WAIT_S)
+
+    def _waited(self, group: int, now: float) -> bool:
+        """Return whether what has arrived of a group has waited for what is in flight long enough."""
+        longest_s, progress = self._longest_s, self._progress[group]
+        came_s = min(one.done_s or 0.0 for one in progress.arrived)
+        asked_s = max(one.requested_s for one in progress.flying)
+        return now - max(came_s, min(asked_s, came_s + _WAITS * longest_s)) >= longest_s

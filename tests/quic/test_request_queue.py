@@ -1,0 +1,114 @@
+"""Requests that wait are sent in order, within the limits, and cost the same however many they are."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvabr.quic.download import QuicDownload
+from kvabr.quic.interface import GroupRequest
+from kvabr.quic.request_queue import MAX_HELD, MAX_IN_FLIGHT, RequestQueue
+from kvabr.types.naming import TrackNamespace
+from tests.counting import lines
+
+SPACE = TrackNamespace("a/model", "0" * 64)
+
+
+def download(group, priority=0, *, held=False):
+    request = GroupRequest(SPACE, "AC-L0", group, 1000, wait_s=1.0 if held else 0.0)
+    return QuicDownload(None, request, (), priority)
+
+
+class Plain:
+    """What the queue should do, by looking at every request each time."""
+
+    def __init__(self):
+        self.asked, self.waiting = {}, []
+
+    def has_room(self, held):
+        mine = sum(one.held for one in self.asked.values())
+        asked = len(self.asked)
+        if asked < min(MAX_IN_FLIGHT, MAX_HELD):
+            return True
+        return asked < MAX_IN_FLIGHT + MAX_HELD and (mine < MAX_HELD if held else asked - mine < MAX_IN_FLIGHT)
+
+    def next(self):
+        for entry in sorted(self.waiting, key=lambda entry: entry[:2]):
+            if self.has_room(entry[2].held):
+                self.waiting.remove(entry)
+                return entry[2]
+        return None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.booleans()), max_size=300))
+def test_it_does_what_looking_at_every_request_would_do(steps):
+    queue, plain, numbers, made = RequestQueue(), Plain(), 0, []
+    for kind, which, held in steps:
+        waiting = [entry[2] for entry in plain.waiting]
+        if kind <= 1:
+            for _ in range(which + 1):
+                made.append(download(len(made), which, held=held))
+                queue.wait(made[-1])
+                plain.waiting.append((which, len(made), made[-1]))
+        elif kind == 2 and waiting:
+            one = waiting[which % len(waiting)]
+            queue.leave(one)
+            plain.waiting = [entry for entry in plain.waiting if entry[2] is not one]
+        elif kind == 3 and waiting:
+            one = waiting[which % len(waiting)]
+            one.priority = which
+            queue.wait(one)
+            made.append(one)
+            plain.waiting = [entry for entry in plain.waiting if entry[2] is not one]
+            plain.waiting.append((which, len(made), one))
+        elif kind == 4 and plain.asked:
+            number = list(plain.asked)[which % len(plain.asked)]
+            assert queue.end(number) is plain.asked.pop(number)
+        elif kind == 5 and plain.asked:
+            number = list(plain.asked)[which % len(plain.asked)]
+            one = plain.asked[number]
+            was, one.stats.received = one.held, 1
+            assert queue.heard(number, one) == was
+        while (found := queue.next()) is not None:
+            assert found is plain.next()
+            numbers += 1
+            queue.begin(numbers, found)
+            plain.asked[numbers] = found
+        assert plain.next() is None
+        assert queue.waits == bool(plain.waiting)
+        assert queue.awaited == sum(not one.held for one in plain.asked.values())
+        assert list(queue) == [*plain.asked.values(), *queue.waiting]
+    assert all(queue.under_way(number) is one for number, one in plain.asked.items())
+    queue.clear()
+    assert not list(queue)
+    assert not queue.waits
+
+
+def all_of(count):
+    """Ask for many groups at once, cancel some, make others more urgent, and let the rest come."""
+    queue, begun, ended = RequestQueue(), 0, 0
+    made = [download(group, group * 64 // count, held=group % 7 == 0) for group in range(count)]
+    for one in made:
+        queue.wait(one)
+    for group in range(0, count, 8):
+        queue.leave(made[group])
+        made[group + 1].priority = 0
+        queue.wait(made[group + 1])
+    while True:
+        while (found := queue.next()) is not None:
+            begun += 1
+            queue.begin(begun, found)
+        if ended == begun:
+            return begun
+        ended += 1
+        found = queue.under_way(ended)
+        found.stats.received = 1
+        queue.heard(ended, found)
+        assert queue.awaited >= 0
+        queue.end(ended)
+
+
+def test_many_requests_cost_no_more_each():
+    assert all_of(64) == 56
+    few, some, many = (lines(lambda count=count: all_of(count)) / count for count in (64, 1024, 8192))
+    assert some <= 1.3 * few
+    assert many <= 1.3 * few
