@@ -10,7 +10,7 @@ from kvabr.client import host_download, live_feed, lookup
 from kvabr.client.options import Limits
 from kvabr.codec import profile
 from kvabr.moqt import encoding, requester, responder, session, wire
-from kvabr.quic import backend, connection, endpoint
+from kvabr.quic import backend, endpoint, request_queue
 from kvabr.quic import options as dialling
 from kvabr.server import (
     budgets,
@@ -138,8 +138,8 @@ ROWS = {
     ],
     "group, from its catalog": [f"{lookup._MAX_TIMES_FP16} x FP16 + {size(lookup._SLACK_BYTES)}"],
     "client: received and not read yet": [size(backend.CONNECTION_WINDOW), f"{size(backend.STREAM_WINDOW)} a stream"],
-    "client: requests in flight": [f"{connection.MAX_IN_FLIGHT}"],
-    "client: requests that a peer holds": [f"{connection.MAX_HELD}"],
+    "client: requests in flight": [f"{request_queue.MAX_IN_FLIGHT}"],
+    "client: requests that a peer holds": [f"{request_queue.MAX_HELD}"],
     "client: base of a group whose size": [
         f"{live_feed._TIMES_EXPECTED} x expected + {size(live_feed._SLACK_BYTES)}", f"{live_feed._MOST_UNITS}",
     ],
