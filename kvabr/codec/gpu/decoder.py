@@ -100,6 +100,16 @@ def decode_to_blocks(jobs: Sequence[DecodeJob], blocks: Sequence[BlockSlots]) ->
 
 
 def _run(tasks: Sequence[_Task]) -> None:
+    try:
+        _decode_all(tasks)
+    except BaseException:
+        # The caller may give the memory away, also to other streams: nothing writes to it from now on.
+        for device in {task.into.device for task in tasks if task.into.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+        raise
+
+
+def _decode_all(tasks: Sequence[_Task]) -> None:
     begun: list[tuple[list[_Verdict], list[_Task]]] = []
     batches: dict[Hashable, list[_Task]] = {}
     for task in tasks:

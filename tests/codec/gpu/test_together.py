@@ -97,6 +97,39 @@ def test_the_processor_decodes_what_kernels_cannot(monkeypatch, recwarn, fault):
     assert len(calls) == (2 if fault == "raises" else 1)  # what was wrong once is not tried again
 
 
+def test_groups_of_one_thread_are_decoded_one_by_one_where_they_fail_together(monkeypatch, recwarn):
+    case = long(4, 9)
+    coded, room = payloads(case), outs(case, 2)
+    decode, calls = decoder.decode_many, []
+
+    def not_many(jobs):
+        calls.append(len(jobs))
+        if len(jobs) > 1 or len(calls) == 2:
+            raise RuntimeError("no memory")
+        decode(jobs)
+
+    monkeypatch.setattr(decoder, "decode_many", not_many)
+    gpu.decode_many([case.job(coded, STEP, 0, out) for out in room])
+    assert all(same(out, expected(case, coded, 0, torch.float32)) for out in room)
+    assert calls == [2, 1, 1]
+    assert ["no memory" in str(each.message) for each in recwarn if "on the processor" in str(each.message)] == [True]
+    recwarn.clear()
+
+
+def test_a_thread_that_is_interrupted_while_it_waits_asks_for_nothing_any_more(monkeypatch):
+    together, case = gpu._Together(), long(4, 9)
+    together._working = True  # another thread is
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(together._changed, "wait_for", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        together.decode([case.job(payloads(case), STEP, 0, *outs(case, 1))])
+    assert not together._waiting
+    assert together._working
+
+
 def test_one_group_of_a_kind_is_compared(monkeypatch):
     case, compared = long(5, 20), []
     coded = payloads(case)
