@@ -177,7 +177,8 @@ def _checked(job: DecodeJob) -> dict[Hashable, bool]:
 def _kind(job: DecodeJob) -> Hashable:
     """Return what a device's compiler makes other code for, and which tables it uses."""
     strides = tuple((math.gcd(16, stride), stride == 1) for stride in job.out.stride()[2:])
-    return tuple(map(id, job.models)), job.references is None, job.out.dtype, strides, job.out.device
+    apart = math.gcd(16, job.out.data_ptr() // job.out.element_size(), *job.out.stride()[:2])
+    return tuple(map(id, job.models)), job.references is None, job.out.dtype, strides, apart, job.out.device
 
 
 def _compare(job: DecodeJob) -> None:
