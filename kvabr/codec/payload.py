@@ -158,7 +158,8 @@ def place(out: torch.Tensor, values: torch.Tensor) -> None:
 
 def raw(values: torch.Tensor) -> bytes:
     """Return the bytes of an array, little-endian, in row-major order."""
-    return values.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    # Flat: a dimension of 1 may have any stride in a contiguous tensor, which `view` does not take.
+    return values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 _RUN_ELEMENTS = 1 << 20

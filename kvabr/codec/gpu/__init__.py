@@ -92,6 +92,13 @@ class _Asked:
         self.jobs = jobs
         self.done = False
         self.error: Exception | None = None
+        devices = {job.out.device for job in jobs if job.out.device.type == "cuda"}
+        self._ready = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
+
+    def await_memory(self) -> None:
+        """Make this thread's streams wait for what the other thread's still do to the memory to write to."""
+        for device, event in self._ready:
+            torch.cuda.current_stream(device).wait_event(event)
 
 
 class _Together:
@@ -104,38 +111,43 @@ class _Together:
 
     def decode(self, jobs: Sequence[DecodeJob]) -> None:
         """Return when these groups are decoded; raise what decoding them raises, whatever becomes of other threads'."""
-        own = _Asked(jobs)
-        with self._changed:
-            self._waiting.append(own)
-            self._changed.wait_for(lambda: own.done or not self._working)
-            if not own.done:
-                self._working = True
-                asked, self._waiting = self._waiting, []
-        if not own.done:
-            try:
-                self._run(asked)
-            finally:  # Ctrl-C, perhaps: nobody waits for what does not come
-                with self._changed:
-                    for each in asked:
-                        if not each.done:
-                            each.error, each.done = FormatError("decoding was interrupted"), True
+        own, asked = _Asked(jobs), list[_Asked]()
+        try:
+            with self._changed:
+                self._waiting.append(own)
+                self._changed.wait_for(lambda: own.done or not self._working)
+                if not own.done:
+                    asked, self._waiting = self._waiting, []
+                    self._working = True
+            self._run(asked)
+        finally:  # Ctrl-C, perhaps: nobody waits for what does not come, and nothing is done for who is gone
+            with self._changed:
+                for each in asked:
+                    if not each.done:
+                        each.error, each.done = FormatError("decoding was interrupted"), True
+                if own in self._waiting:
+                    self._waiting.remove(own)
+                if asked:
                     self._working = False
                     self._changed.notify_all()
         if own.error is not None:
             raise own.error
 
     def _run(self, asked: Sequence[_Asked]) -> None:
+        for each in asked:
+            each.await_memory()
         whole = [job for each in asked for job in each.jobs]
-        if len(asked) > 1 and _failed(whole) is None:
+        if len(whole) > 1 and _failed(whole) is None:
             for each in asked:
                 each.done = True
-        for each in asked:  # whose group was it?
+        for each in asked:  # which group was it?
             if not each.done:
-                each.error, each.done = _failed(each.jobs), True
+                errors = [_failed([job]) for job in each.jobs]
+                each.error, each.done = next(filter(None, errors), None), True
 
 
 def _failed(jobs: Sequence[DecodeJob]) -> Exception | None:
-    """Decode groups, on the processor if the device cannot; return what is wrong with them."""
+    """Decode groups, a single one on the processor if the device cannot; return what is wrong with them."""
     try:
         if any(_checked(job).get(_kind(job)) is False for job in jobs):
             raise UsageError("its kernels gave other numbers than the processor")  # noqa: TRY301  # see below
@@ -165,7 +177,8 @@ def _checked(job: DecodeJob) -> dict[Hashable, bool]:
 def _kind(job: DecodeJob) -> Hashable:
     """Return what a device's compiler makes other code for, and which tables it uses."""
     strides = tuple((math.gcd(16, stride), stride == 1) for stride in job.out.stride()[2:])
-    return tuple(map(id, job.models)), job.references is None, job.out.dtype, strides, job.out.device
+    apart = math.gcd(16, job.out.data_ptr() // job.out.element_size(), *job.out.stride()[:2])
+    return tuple(map(id, job.models)), job.references is None, job.out.dtype, strides, apart, job.out.device
 
 
 def _compare(job: DecodeJob) -> None:
@@ -178,10 +191,16 @@ def _compare(job: DecodeJob) -> None:
         return
     own = replace(job, out=torch.empty(job.out.shape, dtype=job.out.dtype))
     coder.decode_many([own])
-    if not torch.equal(job.out.cpu().contiguous().view(torch.uint8), own.out.view(torch.uint8)):
+    if not torch.equal(_bytes(job.out), _bytes(own.out)):
         checked[kind] = False
         raise UsageError("its kernels gave other numbers than the processor")
     checked[kind] = True
+
+
+def _bytes(out: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor on any device, in the order of its indices."""
+    # Flat: a copy keeps the order of memory, and then the stride of a dimension of 1 need not be 1, which `view` wants.
+    return out.cpu().reshape(-1).view(torch.uint8)
 
 
 @cache

@@ -63,6 +63,8 @@ _CROWDED = 512
 """Streams from which on the coarse table is used: it saves a look-up's time where many programs share a cache."""
 _MOST_WORDS = (1 << 31) - 1
 """Of a stream, or escapes."""
+_WGMMA_ROWS = 64
+"""Of the smallest tile that Triton multiplies with wgmma, in four warps."""
 _MOST_POSITIONS = 1 << 17
 """Positions up to which the turns of a rotary embedding stay on the device."""
 
@@ -100,6 +102,16 @@ def decode_to_blocks(jobs: Sequence[DecodeJob], blocks: Sequence[BlockSlots]) ->
 
 
 def _run(tasks: Sequence[_Task]) -> None:
+    try:
+        _decode_all(tasks)
+    except BaseException:
+        # The caller may give the memory away, also to other streams: nothing writes to it from now on.
+        for device in {task.into.device for task in tasks if task.into.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+        raise
+
+
+def _decode_all(tasks: Sequence[_Task]) -> None:
     begun: list[tuple[list[_Verdict], list[_Task]]] = []
     batches: dict[Hashable, list[_Task]] = {}
     for task in tasks:
@@ -424,6 +436,16 @@ def _channels_together(dim: int, rope: RopeSpec | None, pairs: int, into: Destin
     return common(dim // 2, rotary // 2, rope_first(rope), pairs, into.strides[0], apart)
 
 
+def _wraps(device: torch.device, outputs: int) -> bool:
+    """Return whether products of a tile of so many outputs are added by wgmma, whose sums wrap: mma's saturate."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and outputs >= _WGMMA_ROWS
+
+
+def _tokens(tile: _Tile, *, wraps: bool) -> int:
+    """Return the tokens of a tile of products: without sums that wrap, there are twice as many of them at a time."""
+    return tile.tokens if wraps else tile.tokens // 2
+
+
 def _synthesise(batch: _Batch, order: _Order, index: torch.Tensor, into: Destination) -> None:
     """Turn indices into elements."""
     device, structure = index.device, batch.transform.structure
@@ -451,7 +473,9 @@ def _synthesise(batch: _Batch, order: _Order, index: torch.Tensor, into: Destina
         enable_fp_fusion=False,
     )
     if len(tables.tiles):
-        kernels.unstack[(len(tables.tiles), stride // _UNSTACK.tokens, batch.groups)](
+        wraps = _wraps(device, OUTPUTS)
+        tokens = _tokens(_UNSTACK, wraps=wraps)
+        kernels.unstack[(len(tables.tiles), stride // tokens, batch.groups)](
             planes,
             plane,
             tables.tiles,
@@ -463,15 +487,18 @@ def _synthesise(batch: _Batch, order: _Order, index: torch.Tensor, into: Destina
             tables.width,
             OUTPUTS=OUTPUTS,
             RUN=tables.run,
-            TOKENS=_UNSTACK.tokens,
+            TOKENS=tokens,
             COMPONENTS=COMPONENTS,
+            WRAPS=wraps,
             num_warps=_UNSTACK.warps,
             num_stages=min(_UNSTACK.stages, tables.most_tiles),
             enable_fp_fusion=False,
         )
     pairs = min(_FINISH.rows, max(32, 1 << (-(-structure.dim // 2) - 1).bit_length()))
     pair_tiles = -(-structure.dim // (2 * pairs))
-    jobs = spec.layers * structure.halves * spec.kv_heads * pair_tiles * (stride // _FINISH.tokens)
+    wraps = _wraps(device, pairs)
+    tokens = _tokens(_FINISH, wraps=wraps)
+    jobs = spec.layers * structure.halves * spec.kv_heads * pair_tiles * (stride // tokens)
     kernels.finish[(jobs, batch.groups)](
         planes,
         plane,
@@ -503,8 +530,9 @@ def _synthesise(batch: _Batch, order: _Order, index: torch.Tensor, into: Destina
         PAIRS=pairs,
         WHOLE=structure.dim == 2 * pairs * pair_tiles,
         RUN=_channels_together(structure.dim, spec.rope, pairs, into, batch.apart),
-        TOKENS=_FINISH.tokens,
+        TOKENS=tokens,
         COMPONENTS=COMPONENTS,
+        WRAPS=wraps,
         num_warps=_FINISH.warps,
         num_stages=min(_FINISH.stages, tables.padded // COMPONENTS),
         enable_fp_fusion=False,  # each product and sum is rounded by itself

@@ -10,7 +10,8 @@ the coarse one. `prepare` turns indices into what matrices are multiplied with; 
 int16 products use int8 tensor cores. A matrix entry is mantissa * gain[component], and gain * vector fits 24 bits, i.e.
 three signed int8 limbs, which are split once, where the vector is made. Their planes lie component by component, as
 tensor cores want them. The products with a limb are added up, and shifted by 8 bits before those of the next lower one:
-all in int32, of which only the low bits count, so it may overflow.
+all in int32, of which only the low bits count, so it may overflow. Most tensor cores' own sums saturate instead (mma's
+have ``satfinite``; wgmma's have not): unless they wrap, they begin at 0 for each limb, so that they cannot overflow.
 """
 
 import triton
@@ -312,7 +313,16 @@ def prepare(
 
 
 @triton.jit
-def _multiplied(matrix, planes, plane, size, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, COMPONENTS: tl.constexpr):
+def _multiplied(
+    matrix,
+    planes,
+    plane,
+    size,
+    OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COMPONENTS: tl.constexpr,
+    WRAPS: tl.constexpr,
+):
     """Return the products of the rows of a matrix with vectors in limbs, int32 [row, token], wrapping.
 
     ``matrix`` are pointers to the first components of its rows, [row, component], and ``planes`` those of the vectors,
@@ -321,8 +331,10 @@ def _multiplied(matrix, planes, plane, size, OUTPUTS: tl.constexpr, TOKENS: tl.c
     total = tl.zeros((OUTPUTS, TOKENS), tl.int32)
     for limb in tl.static_range(3):
         total = total << 8
+        part = total if WRAPS else tl.zeros((OUTPUTS, TOKENS), tl.int32)
         for start in range(0, size, COMPONENTS):
-            total = tl.dot(tl.load(matrix + start), tl.load(planes + limb * plane + start), total, out_dtype=tl.int32)
+            part = tl.dot(tl.load(matrix + start), tl.load(planes + limb * plane + start), part, out_dtype=tl.int32)
+        total = part if WRAPS else total + part
     return total
 
 
@@ -342,6 +354,7 @@ def unstack(
     TOKENS: tl.constexpr,
     COMPONENTS: tl.constexpr,
     RUN: tl.constexpr,  # see `prepare`
+    WRAPS: tl.constexpr,  # whether sums of products wrap
 ):
     """Apply the inverse transforms of the stacks; a program handles a tile of outputs and tokens."""
     group = tl.program_id(2).to(tl.int64)
@@ -359,7 +372,7 @@ def unstack(
     base = (group * stride + token.to(tl.int64)) * width
     rows = matrix + tl.arange(0, OUTPUTS)[:, None] * size + component[None, :]
     vectors = planes + first + base[None, :] + component[:, None]
-    total = _multiplied(rows, vectors, plane, size, OUTPUTS, TOKENS, COMPONENTS)
+    total = _multiplied(rows, vectors, plane, size, OUTPUTS, TOKENS, COMPONENTS, WRAPS)
     total = (total + 8192) >> 14
     total = tl.minimum(tl.maximum(total, -32768), 32767)
     total = total * tl.load(gain + output, mask=there, other=0).to(tl.int32)[:, None]
@@ -431,6 +444,7 @@ def finish(
     COMPONENTS: tl.constexpr,
     WHOLE: tl.constexpr,  # all pairs of every tile have two channels
     RUN: tl.constexpr,  # channels of pairs are neighbours in memory in runs of as many, at multiples of it
+    WRAPS: tl.constexpr,  # whether sums of products wrap
 ):
     """Inverse block transform, scale, mean, rotation, rounding; a program handles some pairs of channels of a head.
 
@@ -483,10 +497,14 @@ def finish(
         for limb in tl.static_range(3):  # as in `_multiplied`, but each vector is loaded once
             first = first << 8
             second = second << 8
+            part = first if WRAPS else tl.zeros((PAIRS, TOKENS), tl.int32)
+            other = second if WRAPS else tl.zeros((PAIRS, TOKENS), tl.int32)
             for start in range(0, padded, COMPONENTS):
                 vector = tl.load(vectors + limb * plane + start)
-                first = tl.dot(tl.load(rows_one + start), vector, first, out_dtype=tl.int32)
-                second = tl.dot(tl.load(rows_two + start), vector, second, out_dtype=tl.int32)
+                part = tl.dot(tl.load(rows_one + start), vector, part, out_dtype=tl.int32)
+                other = tl.dot(tl.load(rows_two + start), vector, other, out_dtype=tl.int32)
+            first = part if WRAPS else first + part
+            second = other if WRAPS else second + other
     else:
         base += channel
         first = _joined(planes, plane, base[None, :] + one[:, None]) << 14

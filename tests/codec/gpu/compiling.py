@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvabr.codec.gpu import analysis_kernels, encoder, kernels, writer, writer_kernels
-from kvabr.codec.gpu.decoder import _FINISH, _PREPARE, _TRIPLE, _UNSTACK
+from kvabr.codec.gpu.decoder import _FINISH, _PREPARE, _TRIPLE, _UNSTACK, _tokens
 from kvabr.codec.gpu.tables import COMPONENTS
 
 TYPES = {
@@ -35,9 +35,14 @@ TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()
 OWN = {"collect": {"places": "*i64", "heads": "*u8"}, "product": {"out": "*fp32"}}
 PAIRS = {"PAIRS": _FINISH.rows, "RUN": 8, "TOKENS": _FINISH.tokens, "COMPONENTS": COMPONENTS}
 ONES, USUAL, PRODUCT = {"dim": 1, "heads": 1}, {"stride_dim": 1, "HALVES": 2}, {"COMPONENTS": COMPONENTS}
+BLOCKS = {"BLOCKS": True, "WHOLE": True, "INTERLEAVED": False}
 WIDE = {"TOKENS": encoder._TOKENS}
 NARROW = {"TOKENS": encoder._FEW_TOKENS}
 DEEP = {"COMPONENTS": encoder._COMPONENTS}
+CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+FEW = 32
+WGMMA = CAPABILITY == 90
+WRAP = {"WRAPS": WGMMA}
 MODULES = kernels, analysis_kernels, writer_kernels
 VARIANTS = (
     ("read_rows", {"REFINES": True, "NEAR": True, "VOTES": True, "COARSE": 0}, 1),
@@ -45,10 +50,23 @@ VARIANTS = (
     ("read_rows", {"REFINES": False, "NEAR": False, "VOTES": True, "COARSE": 0}, 1),
     ("triple", {"ROWS": _TRIPLE.rows}, _TRIPLE.warps),
     ("prepare", {"ROWS": _PREPARE.rows, "TOKENS": _PREPARE.tokens, "RUN": 4}, _PREPARE.warps),
-    ("unstack", {**PRODUCT, "OUTPUTS": _UNSTACK.rows, "TOKENS": _UNSTACK.tokens, "RUN": 4}, _UNSTACK.warps),
+    (
+        "unstack",
+        {**PRODUCT, **WRAP, "OUTPUTS": _UNSTACK.rows, "TOKENS": _tokens(_UNSTACK, wraps=WGMMA), "RUN": 4},
+        _UNSTACK.warps,
+    ),
     # Arguments that are 1 are constants to Triton.
-    ("finish", {"KIND": 1, "BLOCKS": False, "WHOLE": False, "INTERLEAVED": True, **ONES, **PAIRS}, _FINISH.warps),
-    ("finish", {"KIND": 2, "BLOCKS": True, "WHOLE": True, "INTERLEAVED": False, **USUAL, **PAIRS}, _FINISH.warps),
+    (
+        "finish",
+        {"KIND": 1, "BLOCKS": False, "WHOLE": False, "INTERLEAVED": True, **ONES, **PAIRS, **WRAP},
+        _FINISH.warps,
+    ),
+    ("finish", {"KIND": 2, **BLOCKS, **USUAL, **PAIRS, **WRAP, "TOKENS": _tokens(_FINISH, wraps=WGMMA)}, _FINISH.warps),
+    (
+        "finish",
+        {"KIND": 2, **BLOCKS, **USUAL, **PAIRS, "PAIRS": FEW, "WRAPS": False, "TOKENS": _tokens(_FINISH, wraps=False)},
+        _FINISH.warps,
+    ),
     (
         "centre",
         {"HALVES": 2, "INTERLEAVED": False, "stride_dim": 1, "CHANNELS": encoder._CHANNELS, **WIDE},
@@ -63,7 +81,6 @@ VARIANTS = (
     ("collect", {"CHUNKS": writer._CHUNKS, "HEAD": 512}, 4),
     ("product", {"OUTPUTS": encoder._OUTPUTS, **DEEP, **WIDE}, encoder._WARPS),
 )
-CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 
 
 SIXTEENS = {"stride", "width", "plane", "padded", "first_place", "stride_head", "most", "own", "rows"}
@@ -92,6 +109,10 @@ for name, constants, warps in VARIANTS:
         target=GPUTarget("cuda", CAPABILITY, 32),
         options={"num_warps": warps, "enable_fp_fusion": False},
     )
+    if constants.get("WRAPS"):
+        assert "satfinite" not in made.asm["ptx"], f"{name}: its sums saturate"
     fused = len(re.findall(r"fma\.rn(\.ftz)?\.f32", made.asm["ptx"]))
     registers, spilled, _ = resources(made.asm["cubin"])
+    if constants.get("PAIRS") == FEW:
+        name += "-few"  # noqa: PLW2901  # of few pairs
     print(name, fused, len(made.asm["cubin"]), registers, spilled, made.metadata.shared)

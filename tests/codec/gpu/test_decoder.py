@@ -40,6 +40,30 @@ def test_every_shape_has_the_bits_of_the_reference(seed, dtype, order, first):
     assert bool((room == -7.0).all())
 
 
+def test_sums_of_products_cannot_overflow_where_they_would_saturate(monkeypatch):
+    if DEVICE.type != "cpu":
+        pytest.skip("sums can be watched in the interpreter only")
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    multiply, sums = InterpreterBuilder.create_dot, []
+
+    def watched(self, *args):
+        out = multiply(self, *args)
+        sums.append(int(np.abs(out.data.astype(np.int64)).max()))
+        return out
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", watched)
+    case = cut(models.case(1, small=True, depths=1), 9)
+    loud = np.full_like(case.indices[0], 2047)
+    block = case.transform.block._replace(gain=np.full_like(case.transform.block.gain, 255))
+    case = replace(case, transform=replace(case.transform, block=block), indices=(loud,))
+    out, coded = torch.empty(case.shape(), device=DEVICE), payloads(case)
+    decode_many([case.job(coded, STEP, 0, out)])
+    assert same(out, expected(case, coded, 0, torch.float32))
+    width = max(case.transform.structure.width, *(each.gain.size for each in case.transform.stack))
+    assert 0 < max(sums) <= width << 14  # of one limb each
+
+
 def test_gains_are_those_of_the_reference():
     case = cut(models.case(4, small=True, depths=1), 9)
     coded, stacks = payloads(case), len(case.transform.structure.stacks)

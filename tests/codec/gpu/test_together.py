@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvabr.codec import gpu
+from kvabr.codec.payload import raw
 from kvabr.types.errors import FormatError
 from tests.codec.gpu.cases import STEP, expected, long, payloads, same
 from tests.codec.gpu.conftest import DEVICE
@@ -16,16 +17,11 @@ pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
 from kvabr.codec.gpu import decoder  # not without Triton
 
 
-@pytest.fixture
-def fresh():
-    gpu._warn.cache_clear()
-
-
 def outs(case, count):
     return [torch.full(case.shape(), -7.0, device=DEVICE) for _ in range(count)]
 
 
-def test_groups_of_threads_that_wait_share_a_batch(monkeypatch, fresh):
+def test_groups_of_threads_that_wait_share_a_batch(monkeypatch):
     case = long(3, 20)
     coded, room, batches, go = payloads(case), outs(case, 5), [], threading.Event()
     decode = decoder.decode_many
@@ -51,7 +47,20 @@ def test_groups_of_threads_that_wait_share_a_batch(monkeypatch, fresh):
     assert all(same(out, wanted) for out in room)
 
 
-def test_a_corrupt_group_fails_for_its_own_thread_alone(monkeypatch, fresh):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_results_are_compared_whatever_the_strides_of_a_dimension_of_1(dtype):
+    # What a copy of every other element of [dim, layer, K/V, head, token] to another device looks like.
+    out = torch.empty_strided((1, 2, 1, 9, 1), (18, 9, 9, 1, 18), dtype=dtype)
+    out.copy_(torch.arange(18).reshape(out.shape))
+    assert out.is_contiguous()
+    same_bytes = torch.arange(18, dtype=dtype).view(torch.uint8)
+    assert torch.equal(gpu._bytes(out), same_bytes)
+    assert raw(out) == same_bytes.numpy().tobytes()
+    assert same(out, torch.arange(18, dtype=dtype).reshape(out.shape))
+    assert not same(out, torch.zeros(out.shape, dtype=dtype))
+
+
+def test_a_corrupt_group_fails_for_its_own_thread_alone(monkeypatch):
     case = long(3, 20)
     coded, room = payloads(case), outs(case, 3)
     bad = [coded[0][:-2], *coded[1:]]
@@ -64,7 +73,7 @@ def test_a_corrupt_group_fails_for_its_own_thread_alone(monkeypatch, fresh):
 
 
 @pytest.mark.parametrize("fault", ["raises", "other numbers"])
-def test_the_processor_decodes_what_kernels_cannot(monkeypatch, fresh, recwarn, fault):
+def test_the_processor_decodes_what_kernels_cannot(monkeypatch, recwarn, fault):
     case = long(4, 9)
     coded, room = payloads(case), outs(case, 2)
     decode, calls = decoder.decode_many, []
@@ -88,7 +97,40 @@ def test_the_processor_decodes_what_kernels_cannot(monkeypatch, fresh, recwarn, 
     assert len(calls) == (2 if fault == "raises" else 1)  # what was wrong once is not tried again
 
 
-def test_one_group_of_a_kind_is_compared(monkeypatch, fresh):
+def test_groups_of_one_thread_are_decoded_one_by_one_where_they_fail_together(monkeypatch, recwarn):
+    case = long(4, 9)
+    coded, room = payloads(case), outs(case, 2)
+    decode, calls = decoder.decode_many, []
+
+    def not_many(jobs):
+        calls.append(len(jobs))
+        if len(jobs) > 1 or len(calls) == 2:
+            raise RuntimeError("no memory")
+        decode(jobs)
+
+    monkeypatch.setattr(decoder, "decode_many", not_many)
+    gpu.decode_many([case.job(coded, STEP, 0, out) for out in room])
+    assert all(same(out, expected(case, coded, 0, torch.float32)) for out in room)
+    assert calls == [2, 1, 1]
+    assert ["no memory" in str(each.message) for each in recwarn if "on the processor" in str(each.message)] == [True]
+    recwarn.clear()
+
+
+def test_a_thread_that_is_interrupted_while_it_waits_asks_for_nothing_any_more(monkeypatch):
+    together, case = gpu._Together(), long(4, 9)
+    together._working = True  # another thread is
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(together._changed, "wait_for", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        together.decode([case.job(payloads(case), STEP, 0, *outs(case, 1))])
+    assert not together._waiting
+    assert together._working
+
+
+def test_one_group_of_a_kind_is_compared(monkeypatch):
     case, compared = long(5, 20), []
     coded = payloads(case)
     monkeypatch.setattr(gpu.coder, "decode_many", lambda jobs: compared.extend(jobs) or [*map(gpu.coder.decode, jobs)])
