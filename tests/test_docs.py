@@ -121,6 +121,18 @@ def test_what_a_tool_imports_exists(path):
             assert not name.startswith("kvabr.") or exists(name), f"{path.name}: {name}"
 
 
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sizes_of_what_ships(path):
+    """Sizes of the shipped profiles are those of the files; speeds are said again as the README has them."""
+    text = " ".join(path.read_text().split())
+    shipped = {f"{file.stat().st_size / 1e6:.1f}" for file in (ROOT / "kvabr" / "data").glob("*.profile.safetensors")}
+    said = re.findall(r"profile (?:of the model |of Gemma 3 270M )?\(([\d.]+) MB", text)
+    assert set(said) <= shipped
+    (speed,) = set(re.findall(r"at ([\d]+ to [\d]+) million elements", (ROOT / "README.md").read_text()))
+    for other in re.findall(r"decodes ([\d]+ to [\d]+) million elements per second", text):
+        assert other == speed
+
+
 def exists(name: str) -> bool:
     """Return whether a dotted name is a module of kvabr, or is bound in one; nothing is imported."""
     home, _, last = name.rpartition(".")
