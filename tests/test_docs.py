@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvabr.cli.main import COMMANDS, parse
+from kvabr.data import default_catalog
 
 
 def first_line(path: Path) -> str:
@@ -129,6 +130,12 @@ def test_sizes_of_what_ships(path):
     said = re.findall(r"profile (?:of the model |of Gemma 3 270M )?\(([\d.]+) MB", text)
     assert set(said) <= shipped
     (speed,) = set(re.findall(r"at ([\d]+ to [\d]+) million elements", (ROOT / "README.md").read_text()))
+    tracks = default_catalog().tracks
+    ratios = [
+        sum(track.loss) / track.measured.kl for track in tracks if track.name.startswith("AC-L") and track.measured
+    ]
+    for low, high in re.findall(r"([\d.]+) to ([\d.]+) times the KL in the layers of the catalog that ships", text):
+        assert (low, high) == (f"{min(ratios):.1f}", f"{max(ratios):.1f}")
     for other in re.findall(r"decodes ([\d]+ to [\d]+) million elements per second", text):
         assert other == speed
 

@@ -31,6 +31,7 @@ from kvabr.cli.options import (
 )
 from kvabr.types.errors import FormatError, KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
+from kvabr.types.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -345,6 +346,7 @@ async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, c
 
 def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
     from kvabr.cli.display import plain
+    from kvabr.types.catalog import RECOMPUTED
 
     record = played.record
     groups = len(played.coverage)
@@ -353,7 +355,8 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
     verdict = "in time" if played.met else f"late, the deadline was {args.deadline:g} s"
     lines = [
         f"{played.tokens}{of} tokens in place after {played.ttft_s:.2f} s: {verdict}",
-        f"{groups} groups: " + ", ".join(f"{count} on {track}" for track, count in shares.items()),
+        f"{counted(groups, 'group')}: "
+        + ", ".join(f"{count} {'' if track == RECOMPUTED else 'on '}{track}" for track, count in shares.items()),
         f"expected loss {played.loss:.2g} nats per token",
         f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",
     ]

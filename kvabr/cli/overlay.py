@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from kvabr.cli.display import human
+from kvabr.cli.display import human, say
 from kvabr.client.snapshot import Snapshot
 from kvabr.types.catalog import RECOMPUTED
 
@@ -67,7 +67,7 @@ class Overlay:
             self._live.refresh()
         elif shot.now >= self._next_line_s:
             self._next_line_s = shot.now + _PLAIN_EVERY_S
-            self._console.print(self.line(shot), soft_wrap=True, highlight=False, markup=False)
+            say(self._console, self.line(shot), highlight=False)
 
     def line(self, shot: Snapshot) -> str:
         """Return a snapshot as one line of text."""

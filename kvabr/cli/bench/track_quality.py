@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure every track on every text and print the tables."""
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar, mix_rows, mix_table, output, track_rows, track_table, write_json
+    from kvabr.cli.display import StageBar, mix_rows, mix_table, output, say, track_rows, track_table, write_json
     from kvabr.cli.encode import STAGES
     from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import ordered_tracks, publish
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if len(catalogs) > 1:
         out.print(_summary_table(summary, len(catalogs)))
     worst = max((abs(math.log(row["ratio"])) for row in _ratios(list(catalogs.values()))), default=0.0)
-    out.print(f"mixed caches: predicted within a factor {math.exp(worst):.2f} of measured", highlight=False)
+    say(out, f"mixed caches: predicted within a factor {math.exp(worst):.2f} of measured", highlight=False)
     result = {
         "schema": "kvabr.bench.quality/1",
         "model": loaded.engine.spec.model,
