@@ -38,6 +38,8 @@ if TYPE_CHECKING:
         FormatError,
         HoleError,
         KvabrError,
+        MissingAssetError,
+        MissingTraceError,
         ModelError,
         NotFoundError,
         PlayError,
@@ -78,6 +80,8 @@ __all__ = [
     "KVSpec",
     "KvabrError",
     "Limits",
+    "MissingAssetError",
+    "MissingTraceError",
     "ModelError",
     "NotFoundError",
     "NothingCached",
@@ -123,8 +127,8 @@ _MODULES = {
     "kvabr.types.engine": "Engine",
     "kvabr.types.errors": (
         "AssetError BusyError ConnectionLostError ForbiddenError ForeignError FormatError HoleError KvabrError "
-        "ModelError NotFoundError PlayError PolicyError RequestError StoreError TraceError TransportError "
-        "UnauthorizedError UnknownPolicyError UsageError VersionError"
+        "MissingAssetError MissingTraceError ModelError NotFoundError PlayError PolicyError RequestError StoreError "
+        "TraceError TransportError UnauthorizedError UnknownPolicyError UsageError VersionError"
     ),
     "kvabr.types.kv": "KVSpec",
     "kvabr.types.naming": "TrackNamespace",

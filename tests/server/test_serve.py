@@ -98,7 +98,7 @@ def test_what_makes_no_sense_is_said_before_anything_is_bound(root, capsys, word
 def test_no_root_and_a_root_that_is_not_there(tmp_path, capsys):
     assert kvabr("serve", "--dev") == 2
     assert "kvabr serve ROOT" in capsys.readouterr().err
-    assert kvabr("serve", tmp_path / "nowhere", "--dev") == 1
+    assert kvabr("serve", tmp_path / "nowhere", "--dev") == 2
     error = capsys.readouterr().err
     assert "nowhere: no such folder" in error
     assert "mkdir" in error

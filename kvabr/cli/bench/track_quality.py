@@ -65,7 +65,11 @@ def run(args: argparse.Namespace) -> int:
 
     if args.tokens < 1 or args.continuation < 2:
         raise UsageError("--tokens must be at least 1 and --continuation at least 2")
-    texts = measuring_texts() if args.text is None else {str(path): read_text(path) for path in args.text}
+    texts = (
+        measuring_texts()
+        if args.text is None
+        else {str(path): read_text(path, unreadable=UsageError) for path in args.text}
+    )
     tracks = ordered_tracks(args.tracks)
     console = Console(stderr=True)
     loaded = load(args.model, console)
