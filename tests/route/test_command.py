@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -134,3 +135,12 @@ def test_bad_input_is_named(capsys, argv, status, words):
 def test_a_chart_of_something_else_is_refused(result, words):
     with pytest.raises(FormatError, match=words):
         chart(result)
+
+
+def test_every_rule_has_a_colour_of_its_own_and_one_link_has_ticks():
+    rules = [{"rule": f"rule {number}", "ttft_mean_s": 1.30 + 0.01 * number} for number in range(9)]
+    drawn = chart({"schema": DAY_SCHEMA, "days": [{"mbps": 400.0, "rules": rules}]})
+    assert len(set(re.findall(r'fill="(var\(--f\d\))"', drawn))) == 9
+    assert {f"--f{number}:" for number in range(9)} <= set(re.findall(r"--f\d:", drawn))
+    left = drawn.split("translate(460 0)")[0]
+    assert len(re.findall(r'class="tick"[^>]*text-anchor="end"|text-anchor="end"[^>]*class="tick"', left)) >= 2
