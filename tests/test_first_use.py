@@ -151,6 +151,16 @@ def test_the_readme_shows_what_the_command_draws(tmp_path):
     assert path.read_text() == shipped.read_text(), "draw it again: " + " ".join(["kvabr", *words[:-1], str(shipped)])
 
 
+def test_less_than_a_second_left_is_not_said(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    with display.StageBar({}) as bar:
+        for done in (0, 99, 100):
+            now[0] += 12.0
+            bar("work", done, 100)
+    assert "0 s left" not in capsys.readouterr().err
+
+
 def test_nothing_is_said_of_the_time_left_before_a_second_report(capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(display.time, "monotonic", lambda: now[0])

@@ -71,7 +71,8 @@ class _Bar:
         began_s, before = reports[0]
         if not total or not before < done < total:
             return ""
-        return f"about {(now - began_s) / (done - before) * (total - done):.0f} s left"
+        seconds = (now - began_s) / (done - before) * (total - done)
+        return f"about {seconds:.0f} s left" if seconds >= 1 else ""
 
     def _line(self, what: str, done: float, total: float | None) -> str:
         """Take a report and return what `_left` does; print a line if there is no bar and it is time for one."""

@@ -44,6 +44,7 @@ class Overlay:
         self._shot: Snapshot | None = None
         self._received: deque[tuple[float, int]] = deque()
         self._next_line_s = 0.0
+        self._rate_said = "rate not known yet"
         self._live = Live(console=self._console, transient=True, auto_refresh=False, get_renderable=self._render)
 
     def __enter__(self) -> Self:
@@ -72,11 +73,12 @@ class Overlay:
     def line(self, shot: Snapshot) -> str:
         """Return a snapshot as one line of text."""
         there = sum(track is not None for track in shot.tracks)
-        rate = f"{_mbits(shot.rate)} (at least {_mbits(shot.lower_bound)})" if shot.rate else "rate not known yet"
+        if shot.rate:  # at the end of a play nobody estimates it any more
+            self._rate_said = f"{_mbits(shot.rate)} (at least {_mbits(shot.lower_bound)})"
         edge = "" if shot.edge is None else f", {shot.edge} published"
         return (
             f"{shot.now:.2f} s: {there} of {len(shot.tracks)} groups in place{edge}, {shot.requests} on their way, "
-            f"{rate}, slack {_slack(shot.slack_s)}"
+            f"{self._rate_said}, slack {_slack(shot.slack_s)}"
         )
 
     def _render(self) -> Group:

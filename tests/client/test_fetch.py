@@ -367,7 +367,9 @@ def test_lines_instead_where_there_is_no_terminal():
     lines = screen.getvalue().splitlines()
     assert 4 <= len(lines) <= 6
     assert "3 of 6 groups in place" in lines[0]
-    assert "rate not known yet, slack not known yet" in lines[-1]
+    assert "slack not known yet" in lines[-1]
+    assert "rate not known yet" not in lines[-1], "it was known before"
+    assert "rate not known yet, slack" in Overlay("new", Console(file=screen)).line(shot(rate=0.0))
     assert "\x1b" not in screen.getvalue()
 
 
