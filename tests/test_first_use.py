@@ -62,6 +62,13 @@ def test_the_demo_and_its_page_agree(capsys, tmp_path):
     assert re.search(rf"anytime \(default\) +{mine['ttft_p50_s']:.1f} s +32 of 32 +{nats(mine['loss_mean'])} ", shown)
     assert f"{nats(mine['loss_mean'])} nats per token on average" in shown
     assert "first token: median; loss: mean" in shown
+    home = " ".join((Path(__file__).parent.parent / "docs" / "index.md").read_text().split())
+    words = " ".join(shown.split())
+    (first, int8, fp16) = re.search(
+        r"came after ([\d.]+) s \(median\), instead of ([\d.]+) s .* and ([\d.]+) s with", words
+    ).groups()
+    said = f"came after {first} s (median of 32 simulated plays), with a plain Int8 cache after {int8} s, and with the"
+    assert f"{said} exact one after {fp16} s. The expected loss was {nats(mine['loss_mean'])} nats per token." in home
 
 
 def test_loss_and_kl_are_told_apart(capsys, tmp_path):

@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 
 from kvabr.cli.main import main
+from kvabr.replay.report.queries import DASH
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "tutorials" / "write-a-policy.md"
 TEXT = PAGE.read_text()
 SAID = " ".join(TEXT.split())
 """The page as one line."""
+
+RANK = re.compile(rf"^ +\d +(\S+) +([\d.]+) +[\d.]+{DASH}", re.MULTILINE)
+"""A line of the laboratory's ranking: place, policy, mean regret, interval."""
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +91,22 @@ def test_plays_that_cannot_be_told_apart(folder, capsys):
         r"anytime leads with .*\./patient\.py:Patient, cheapfirst cannot be told from it", capsys.readouterr().out
     )
     assert "a hundred plays cannot tell the two apart" in SAID
+
+
+def test_the_table_of_the_laboratory(folder, capsys):
+    """The guide's ranking and its sentence; every play of it takes tens of seconds together."""
+    text = (ROOT / "docs" / "guides" / "laboratory.md").read_text()
+    (words,) = re.findall(r"^    kvabr (lab traces .*)", text.replace("\\\n", " "), re.MULTILINE)
+    assert main(shlex.split(words)) == 0
+    out = capsys.readouterr().out
+    told, said = (dict(RANK.findall(shown)) for shown in (out, text))
+    assert said == told
+    assert len(said) == 9
+    plays = re.search(r"\d+ feasible plays over \d+ traces, each by every policy", out)
+    assert plays is not None
+    assert plays[0] in text
+    (sentence,) = re.findall(r"^anytime leads with mean regret .*$", out, re.MULTILINE)
+    assert sentence in " ".join(text.split())
 
 
 def _plain(value: float) -> str:
