@@ -152,7 +152,7 @@ def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
         (("--name", "NAME", "--out", "/nowhere/c.safetensors"), 2, "cannot be written"),
         (("--name", "NAME", "--recompute", "smollm2"), 2, "needs the prompt"),
         (("--text", "TOKENS"), 2, "needs --model"),
-        (("--name", "NAME", "--prompt", "BAD"), 1, "list of token ids"),
+        (("--name", "NAME", "--prompt", "BAD"), 2, "list of token ids"),
         (("--name", "NAME", "--prompt", "OTHER"), 2, "not those of"),
         (("--name", "NAME", "--prompt", "/nowhere.json"), 2, "cannot be read"),
         (("--name", "NAME", "--token-file", "/nowhere"), 2, "cannot be read"),
