@@ -39,6 +39,8 @@ if TYPE_CHECKING:
         FormatError,
         HoleError,
         KvabrError,
+        MissingAssetError,
+        MissingTraceError,
         ModelError,
         NotFoundError,
         PlayError,
@@ -80,6 +82,8 @@ __all__ = [
     "KVSpec",
     "KvabrError",
     "Limits",
+    "MissingAssetError",
+    "MissingTraceError",
     "ModelError",
     "NotFoundError",
     "NothingCached",
@@ -125,8 +129,8 @@ _MODULES = {
     "kvabr.types.engine": "Engine",
     "kvabr.types.errors": (
         "AssetError BusyError ConnectionLostError ExhaustedError ForbiddenError ForeignError FormatError HoleError "
-        "KvabrError ModelError NotFoundError PlayError PolicyError RequestError StoreError TraceError TransportError "
-        "UnauthorizedError UnknownPolicyError UsageError VersionError"
+        "KvabrError MissingAssetError MissingTraceError ModelError NotFoundError PlayError PolicyError RequestError "
+        "StoreError TraceError TransportError UnauthorizedError UnknownPolicyError UsageError VersionError"
     ),
     "kvabr.types.kv": "KVSpec",
     "kvabr.types.naming": "TrackNamespace",

@@ -117,7 +117,7 @@ def test_it_needs_no_model_and_no_asset(capsys):
         (["--policy", "nosuch"], 2, "unknown policy 'nosuch'"),
         (["--policy", "fixed:MP3"], 1, "no track 'MP3'"),
         (["--policy", "fixed"], 1, "fixed:TRACK"),
-        (["--policy", "absent.py:Mine"], 1, "no such file"),
+        (["--policy", "absent.py:Mine"], 2, "no such file"),
         (["--estimator", "nosuch"], 2, "unknown estimator"),
         (["--deadline", "0"], 2, "deadline"),
         (["--deadline", "-1"], 2, "deadline"),
@@ -148,10 +148,10 @@ def test_missing_and_foreign_files_are_named(capsys, asset, tmp_path):
     empty = tmp_path / "empty.csv"
     empty.write_text("")
     status, _, err = run(capsys, "replay", empty, "--asset", asset)
-    assert status == 1
+    assert status == 2
     assert "empty.csv" in err
     status, _, err = run(capsys, "replay", tmp_path / "nowhere", "--asset", asset)
-    assert status == 1
+    assert status == 2
     assert "nowhere" in err
 
 
@@ -238,6 +238,37 @@ def test_a_reader_that_goes_away_is_no_failure():
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["replay", "MISSING"],
+        ["replay", "EMPTY"],
+        ["replay", "FOLDER"],
+        ["replay", TRACES, "--policy", "MISSING.py:X"],
+        ["replay", TRACES, "--asset", "MISSING"],
+        ["lab", "MISSING", "--out", "out"],
+        ["report", "FOLDER"],
+        ["inspect", "MISSING"],
+        ["inspect", "FOLDER"],
+        ["serve", "MISSING", "--dev"],
+        ["store", "ls", "MISSING"],
+        ["fetch", "moqt://127.0.0.1:1/", "--prompt", "MISSING"],
+        ["fetch", "moqt://127.0.0.1:1/", "--prompt", "EMPTY"],
+        ["fetch", "moqt://127.0.0.1:1/#kvcache:m/0", "--token-file", "EMPTY"],
+        ["encode", "--text", "MISSING", "--tokens", "9", "--out", "x"],
+        ["encode", "--text", "EMPTY", "--tokens", "9", "--out", "x"],
+    ],
+    ids=lambda words: " ".join(map(str, words)).replace(str(TRACES), "traces"),
+)
+def test_what_is_named_but_missing_or_empty_is_wrong_usage(capsys, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    Path("EMPTY").touch()
+    Path("FOLDER").mkdir()
+    status, _, error = run(capsys, *words)
+    assert (status, error.count("\n")) == (2, 1), error
+    assert re.search("MISSING|EMPTY|FOLDER", error)
+
+
 def test_it_may_be_started_without_an_output():
     """As with ``>&-``."""
     words = f"exec {sys.executable} -m kvabr policies >&-"

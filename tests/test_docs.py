@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvabr.cli.main import COMMANDS, parse
+from kvabr.data import default_catalog
 
 
 def first_line(path: Path) -> str:
@@ -119,6 +120,24 @@ def test_what_a_tool_imports_exists(path):
             continue
         for name in names:
             assert not name.startswith("kvabr.") or exists(name), f"{path.name}: {name}"
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sizes_of_what_ships(path):
+    """Sizes of the shipped profiles are those of the files; speeds are said again as the README has them."""
+    text = " ".join(path.read_text().split())
+    shipped = {f"{file.stat().st_size / 1e6:.1f}" for file in (ROOT / "kvabr" / "data").glob("*.profile.safetensors")}
+    said = re.findall(r"profile (?:of the model |of Gemma 3 270M )?\(([\d.]+) MB", text)
+    assert set(said) <= shipped
+    (speed,) = set(re.findall(r"at ([\d]+ to [\d]+) million elements", (ROOT / "README.md").read_text()))
+    tracks = default_catalog().tracks
+    ratios = [
+        sum(track.loss) / track.measured.kl for track in tracks if track.name.startswith("AC-L") and track.measured
+    ]
+    for low, high in re.findall(r"([\d.]+) to ([\d.]+) times the KL in the layers of the catalog that ships", text):
+        assert (low, high) == (f"{min(ratios):.1f}", f"{max(ratios):.1f}")
+    for other in re.findall(r"decodes ([\d]+ to [\d]+) million elements per second", text):
+        assert other == speed
 
 
 def exists(name: str) -> bool:

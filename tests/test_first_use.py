@@ -15,6 +15,8 @@ from rich.console import Console
 from kvabr.cli import display
 from kvabr.cli.main import main
 from kvabr.codec.threads import decoder_threads
+from kvabr.data import default_catalog
+from kvabr.replay.report.queries import nats
 from tests.client.conftest import root as root  # noqa: PLC0414 - the fixture
 from tests.client.served import Served
 
@@ -30,6 +32,52 @@ def test_the_demo_writes_its_page_and_says_what_was_won(capsys, tmp_path):
     assert "of 32 plays" in out
     assert str(page) in out
     assert page.stat().st_size > 100_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("words", [("demo", "--html", "page.html"), ("policies",), ("inspect", "CATALOG")])
+def test_prose_wraps_between_words(columns, words, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "500")
+    Path("CATALOG").write_text(default_catalog().dumps())
+    assert main([*words]) == 0
+    words_of = {word for word in capsys.readouterr().out.split() if word.isascii()}
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*words]) == 0
+    shown = capsys.readouterr().out
+    broken = {word for word in shown.partition("not shown in")[0].split() if word.isascii()} - words_of
+    assert not broken
+    assert all(len(line) <= columns or " " not in line.strip() for line in shown.splitlines())
+
+
+@pytest.mark.slow
+def test_the_demo_and_its_page_agree(capsys, tmp_path):
+    """Both have the median of TTFT and the mean of losses, and say so."""
+    assert main(["demo", "--html", str(tmp_path / "page.html")]) == 0
+    shown = capsys.readouterr().out
+    page = (tmp_path / "page.html").read_text()
+    data = json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
+    mine = next(row for row in data["policies"] if row["name"] == "anytime")
+    assert re.search(rf"anytime \(default\) +{mine['ttft_p50_s']:.1f} s +32 of 32 +{nats(mine['loss_mean'])} ", shown)
+    assert f"{nats(mine['loss_mean'])} nats per token on average" in shown
+    assert "first token: median; loss: mean" in shown
+    home = " ".join((Path(__file__).parent.parent / "docs" / "index.md").read_text().split())
+    words = " ".join(shown.split())
+    (first, int8, fp16) = re.search(
+        r"came after ([\d.]+) s \(median\), instead of ([\d.]+) s .* and ([\d.]+) s with", words
+    ).groups()
+    said = f"came after {first} s (median of 32 simulated plays), with a plain Int8 cache after {int8} s, and with the"
+    assert f"{said} exact one after {fp16} s. The expected loss was {nats(mine['loss_mean'])} nats per token." in home
+
+
+def test_loss_and_kl_are_told_apart(capsys, tmp_path):
+    (tmp_path / "catalog.json").write_text(default_catalog().dumps())
+    assert main(["inspect", str(tmp_path / "catalog.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "loss: the mean of the KL over the first 8, 32 and all measured tokens" in shown
+    assert "KL: of the exact cache and this one, over all those tokens" in shown
+    assert "split over groups in proportion" not in shown
 
 
 @pytest.mark.slow
@@ -108,6 +156,16 @@ def test_the_readme_shows_what_the_command_draws(tmp_path):
     assert main(words) == 0
     shipped = Path(__file__).parent.parent / "docs" / "assets" / "play.svg"
     assert path.read_text() == shipped.read_text(), "draw it again: " + " ".join(["kvabr", *words[:-1], str(shipped)])
+
+
+def test_less_than_a_second_left_is_not_said(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    with display.StageBar({}) as bar:
+        for done in (0, 99, 100):
+            now[0] += 12.0
+            bar("work", done, 100)
+    assert "0 s left" not in capsys.readouterr().err
 
 
 def test_nothing_is_said_of_the_time_left_before_a_second_report(capsys, monkeypatch):

@@ -251,3 +251,18 @@ def test_a_command_that_used_obstore_ends_before_its_threads_can_abort_the_proce
         done = subprocess.run([sys.executable, "-c", TAKEN_APART, *words], capture_output=True, text=True, check=False)  # noqa: S603
         assert (done.returncode, "taken apart" in done.stdout) == (status, False), done.stderr
         assert done.stdout.startswith("printed\n")
+
+
+def test_an_interrupt_while_it_is_imported_leaves_no_traceback():
+    """Ctrl-C in the first moments, at an import of the command line."""
+    code = """
+import runpy, sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "kvabr.cli.interrupt":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+runpy.run_module("kvabr", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603 - ours
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "kvabr: interrupted\n")

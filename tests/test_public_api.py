@@ -33,6 +33,8 @@ NAMES = {
     "KVSpec",
     "KvabrError",
     "Limits",
+    "MissingAssetError",
+    "MissingTraceError",
     "ModelError",
     "NotFoundError",
     "NothingCached",

@@ -63,10 +63,10 @@ def test_pins_and_gc(place, tmp_path, capsys):
     assert "pinned until 20" in capsys.readouterr().out
     options = ("--ttl", "0", "--grace", "0", "--measured", "--json", out)
     assert store("gc", place, *options, "--dry-run") == 0
-    assert "1 assets would be removed, 1 stay" in capsys.readouterr().out
+    assert "1 asset would be removed, 1 stays" in capsys.readouterr().out
     assert store("gc", place, *options) == 0
     shown = capsys.readouterr().out
-    assert "1 assets removed, 1 stay" in shown
+    assert "1 asset removed, 1 stays" in shown
     assert ": removed, unused" in shown
     value = json.loads(out.read_text())
     assert [each["reason"] for each in value["evicted"]] == ["unused"]
@@ -80,7 +80,7 @@ def test_pins_and_gc(place, tmp_path, capsys):
 
 def test_measured_assets_stay(place, capsys):
     assert store("gc", place, "--ttl", "0", "--grace", "0") == 0
-    assert "1 assets removed, 1 stay" in capsys.readouterr().out
+    assert "1 asset removed, 1 stays" in capsys.readouterr().out
 
 
 def test_expire(place, tmp_path, capsys):
@@ -120,7 +120,7 @@ def test_verify_and_copy(place, tmp_path, capsys):
     assert "1 damaged" in said.err
     assert json.loads((tmp_path / "out.json").read_text())["damages"][0]["repaired"] is False
     assert store("copy", target, tmp_path / "third") == 1
-    assert "1 assets were not copied" in capsys.readouterr().err
+    assert "1 asset was not copied" in capsys.readouterr().err
     assert store("verify", target, "--deep", "--repair") == 0
     assert "1 removed, the rest is undamaged" in capsys.readouterr().out
     assert store("copy", place, target) == 0
@@ -146,7 +146,7 @@ def test_what_is_wrong_is_said(tmp_path, capsys, words, message):
 
 
 def test_a_store_that_is_not_there(tmp_path, capsys):
-    assert store("ls", tmp_path / "nowhere") == 1
+    assert store("ls", tmp_path / "nowhere") == 2
     assert "no such folder" in capsys.readouterr().err
     assert store("pin", _other(tmp_path), "f", "--for", "1d") == 1
     assert "no asset of that name" in capsys.readouterr().err

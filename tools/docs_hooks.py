@@ -17,7 +17,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _commands() -> str:
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "82"  # the width of a box on the site
     parts = []
     for name, (_, line) in COMMANDS.items():
         parts.append(

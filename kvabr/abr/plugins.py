@@ -134,7 +134,7 @@ def _construct(cls: type[T], text: str, *arguments: str, **values: float) -> Cal
 
 def _class_in(path: Path, name: str, base: type[T], kind: str) -> type[T]:
     if not path.is_file():
-        raise PolicyError(f"{path}: no such file (wanted for {kind} {path}:{name})")
+        raise UnknownPolicyError(f"{path}: no such file (wanted for {kind} {path}:{name})")
     module = _import(path)
     found = {
         value.__name__: value

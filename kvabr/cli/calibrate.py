@@ -195,7 +195,7 @@ def _texts(paths: Sequence[Path]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for path in paths:
         name = path.name if path.name not in texts else f"{path.name} {len(texts)}"
-        texts[name] = read_text(path)
+        texts[name] = read_text(path, unreadable=UsageError)
     return texts
 
 

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.abr.policies import DEFAULT
-    from kvabr.cli.display import output, write_json
+    from kvabr.cli.display import output, say, write_json
     from kvabr.cli.display import table as as_table
     from kvabr.lab.crowd import Crowd, PlayTable, drawn, fewest, flow, loads, without_caches
 
@@ -132,8 +132,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     out.print(as_table(f"wanted of {numbers[-1]} edges", ["resource", "of what there is", "machines that do"], lines))
     enough = "no number of edges" if base is None else f"{base:,} edges"
-    out.print(f"99.9 % of the players have a complete cache in time with {enough}")
-    out.print(f"without caches: {without_caches(table):,.0f} GETs per second at the store")
+    say(out, f"99.9 % of the players have a complete cache in time with {enough}")
+    say(out, f"without caches: {without_caches(table):,.0f} GETs per second at the store")
     write_json(
         args.json,
         {

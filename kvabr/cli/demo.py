@@ -6,11 +6,12 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
 from kvabr.cli.options import seconds
+from kvabr.types.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,7 +47,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay, write the page, and print the verdict."""
-    from kvabr.cli.display import PlayBar, output
+    from kvabr.cli.display import PlayBar, output, say
     from kvabr.cli.options import check_writable
     from kvabr.replay.report import write_page
     from kvabr.replay.run import replay
@@ -55,11 +56,12 @@ def run(args: argparse.Namespace) -> int:
     matrix = _matrix(args.deadline)
     plays = len(matrix.traces) * matrix.starts
     out = output()
-    out.print(
+    traces = counted(len(matrix.traces), "network trace")
+    say(
+        out,
         f"A KV cache of {matrix.catalog.tokens:,} tokens ({matrix.catalog.fp16_bytes / 1e6:.0f} MB at FP16) over "
-        f"{len(matrix.traces)} network traces, {plays} plays for each of {len(_POLICIES)} policies.\nThe links carry "
+        f"{traces}, {counted(plays, 'play')} for each of {len(_POLICIES)} policies.\nThe links carry "
         f"{_LOAD:.0%} of it within the deadline of {args.deadline:g} s, on average.",
-        soft_wrap=True,
     )
     with PlayBar("replaying", plays * len(_POLICIES)) as bar:
         report = replay(matrix, on_progress=bar.advance)
@@ -68,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     out.print()
     out.print(_table(by_policy))
     out.print()
-    out.print(_verdict(by_policy, args.deadline), soft_wrap=True)
-    out.print(f"\nThe page with every decision and its reason: {args.html.resolve()}", soft_wrap=True)
-    out.print("Next: `kvabr encode` publishes a real cache, `kvabr replay --help` shows what else can be played.")
+    say(out, _verdict(by_policy, args.deadline))
+    say(out, f"\nThe page with every decision and its reason: {args.html.resolve()}")
+    say(out, "Next: `kvabr encode` publishes a real cache, `kvabr replay --help` shows what else can be played.")
     if not args.no_open and sys.stdout.isatty() and _has_screen():
         import webbrowser
 
@@ -112,9 +114,9 @@ def _table(by_policy: dict[str, Runs]) -> Table:
         name = f"{policy} (default)" if policy == DEFAULT else policy
         met = f"{sum(line['met'] for line in runs)} of {len(runs)}"
         losses = [line["loss"] for line in runs] or [0.0]
-        rows.append((name, f"{_ttft(runs):.1f} s" if runs else "-", met, nats(median(losses)), nats(max(losses))))
+        rows.append((name, f"{_ttft(runs):.1f} s" if runs else "-", met, nats(fmean(losses)), nats(max(losses))))
     titles = ("policy", "first token", "in time", "loss", "worst loss")
-    return table("medians; loss in nats per token", titles, rows, left=("policy",))
+    return table("first token: median; loss: mean, nats per token", titles, rows, left=("policy",))
 
 
 def _verdict(by_policy: dict[str, Runs], deadline_s: float) -> str:
@@ -125,17 +127,17 @@ def _verdict(by_policy: dict[str, Runs], deadline_s: float) -> str:
         return f"No link could deliver the cache within {deadline_s:g} s, at any quality. Try a later --deadline."
     int8, fp16 = (by_policy[policy] for policy in _PLAIN)
     met = sum(line["met"] for line in mine)
-    loss = median(line["loss"] for line in mine)
+    loss = fmean(line["loss"] for line in mine)
     quality = (
         "That is too little to notice: at 0.0005 nats, 64 greedy tokens were those of the exact cache."
         if loss < _NOTICEABLE
         else "From about 0.001 nats on, greedy texts begin to differ in places; 1 is about as bad as no cache."
     )
     return (
-        f"With {DEFAULT} the first token came after {_ttft(mine):.1f} s, instead of {_ttft(int8):.1f} s with a plain "
-        f"Int8 cache and {_ttft(fp16):.1f} s with the exact one.\n"
+        f"With {DEFAULT} the first token came after {_ttft(mine):.1f} s (median), instead of {_ttft(int8):.1f} s with "
+        f"a plain Int8 cache and {_ttft(fp16):.1f} s with the exact one.\n"
         f"It met the deadline in {met} of {len(mine)} plays; Int8 did in {sum(line['met'] for line in int8)}.\n"
-        f"The price: an expected loss of {nats(loss)} nats per token, by which the next-token "
+        f"The price: an expected loss of {nats(loss)} nats per token on average, by which the next-token "
         f"distribution differs from that of the exact cache (KL divergence). {quality}"
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 import time
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ from rich.table import Table
 from kvabr.replay.fitting_table import FittingTable
 from kvabr.store.files import write_text
 from kvabr.types.catalog import Catalog, Track
+from kvabr.types.words import counted
 
 _FIRST_S, _EVERY_S = 2.0, 10.0
 """Seconds until the first line of progress where there is no terminal, and from each line to the next."""
@@ -69,7 +71,8 @@ class _Bar:
         began_s, before = reports[0]
         if not total or not before < done < total:
             return ""
-        return f"about {(now - began_s) / (done - before) * (total - done):.0f} s left"
+        seconds = (now - began_s) / (done - before) * (total - done)
+        return f"about {seconds:.0f} s left" if seconds >= 1 else ""
 
     def _line(self, what: str, done: float, total: float | None) -> str:
         """Take a report and return what `_left` does; print a line if there is no bar and it is time for one."""
@@ -133,10 +136,32 @@ def output() -> Console:
 
 
 def plain(*lines: str) -> None:
-    """Print lines as they are: neither wrapped, nor coloured, nor parsed as markup."""
+    """Print lines of prose, neither coloured nor parsed as markup."""
     out = output()
     for line in lines:
-        out.print(printable(line), soft_wrap=True, highlight=False, markup=False)
+        say(out, printable(line), highlight=False)
+
+
+def say(console: Console, text: str, *, style: str | None = None, highlight: bool | None = None) -> None:
+    """Print prose, wrapped between words where somebody reads it: on a terminal, or in COLUMNS columns.
+
+    Nothing is parsed as markup, and no word is broken: paths and URLs can be copied. Files and pipes get whole lines.
+    """
+    if console.is_terminal or "COLUMNS" in os.environ:
+        text = "\n".join(_wrapped(line, console.width) for line in text.split("\n"))
+    console.print(text, style=style, soft_wrap=True, highlight=highlight, markup=False)
+
+
+def below_bound(plays: int) -> str:
+    """Return a note on plays that the clairvoyant bound should not have allowed."""
+    cost = "costs" if plays == 1 else "cost"
+    return f"note: {counted(plays, 'play')} {cost} less than the clairvoyant bound, which is wrong there"
+
+
+def _wrapped(line: str, width: int) -> str:
+    """Return a line with breaks between words, those after the first indented as the first one."""
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def printable(text: str) -> str:
@@ -205,6 +230,8 @@ def track_rows(catalog: Catalog) -> list[dict[str, Any]]:
                 "ratio": catalog.fp16_bytes / size,
                 "loss": sum(track.loss),
                 "kl": None if quality is None else quality.kl,
+                "kl8": None if quality is None else quality.kl8,
+                "kl32": None if quality is None else quality.kl32,
                 "dnll": None if quality is None else quality.dnll,
                 "top1": None if quality is None else quality.top1,
                 "decode_s": track.decode_s,

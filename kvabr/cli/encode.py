@@ -20,6 +20,7 @@ from kvabr.cli.options import (
 )
 from kvabr.types.errors import ModelError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS
+from kvabr.types.words import counted
 
 if TYPE_CHECKING:
     from kvabr.engines.transformers.model_loader import LoadedModel
@@ -160,7 +161,11 @@ def run(args: argparse.Namespace) -> int:
     }
     write_json(args.json, result)
     out = output()
-    out.print(track_table(catalog, f"{catalog.spec.model}: {catalog.tokens} tokens in {catalog.groups} groups"))
+    out.print(
+        track_table(
+            catalog, f"{catalog.spec.model}: {counted(catalog.tokens, 'token')} in {counted(catalog.groups, 'group')}"
+        )
+    )
     if catalog.mixes:
         out.print(mix_table(catalog))
     if catalog.passage is not None:

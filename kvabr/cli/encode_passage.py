@@ -114,7 +114,7 @@ def compute(
     named, count = _base(args)
     contexts = [list(model.opening)]
     if named == "behind":
-        contexts = [list(opened(model, model.encode(read_text(args.behind))))]
+        contexts = [list(opened(model, model.encode(read_text(args.behind, unreadable=UsageError))))]
     elif named == "mean":
         contexts = contexts_for(model, calibration_texts(), count)
     longest = max(map(len, (neutral, *contexts)))

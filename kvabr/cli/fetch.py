@@ -29,8 +29,9 @@ from kvabr.cli.options import (
     load,
     prompt_text,
 )
-from kvabr.types.errors import FormatError, KvabrError, PlayError, UsageError
+from kvabr.types.errors import KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
+from kvabr.types.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -368,6 +369,7 @@ async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, c
 
 def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
     from kvabr.cli.display import plain
+    from kvabr.types.catalog import RECOMPUTED
 
     record = played.record
     groups = len(played.coverage)
@@ -376,7 +378,8 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
     verdict = "in time" if played.met else f"late, the deadline was {args.deadline:g} s"
     lines = [
         f"{played.tokens}{of} tokens in place after {played.ttft_s:.2f} s: {verdict}",
-        f"{groups} groups: " + ", ".join(f"{count} on {track}" for track, count in shares.items()),
+        f"{counted(groups, 'group')}: "
+        + ", ".join(f"{count} {'' if track == RECOMPUTED else 'on '}{track}" for track, count in shares.items()),
         f"expected loss {played.loss:.2g} nats per token",
         f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",
     ]
@@ -463,11 +466,11 @@ def _read_tokens(path: Path) -> tuple[int, ...]:
     except OSError as error:
         raise UsageError(f"--prompt {path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"--prompt {path}: not JSON ({error})") from error
+        raise UsageError(f"--prompt {path}: not JSON ({error})") from error
     if isinstance(value, dict):
         value = value.get("tokens")
     if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 1 << 32 for i in value):
-        raise FormatError(f"--prompt {path}: must be a list of token ids, or an object with such a list as `tokens`")
+        raise UsageError(f"--prompt {path}: must be a list of token ids, or an object with such a list as `tokens`")
     return tuple(value)
 
 

@@ -12,6 +12,7 @@ from kvabr.cli import network
 from kvabr.cli.interrupt import run_async
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, KvabrError, TransportError, UsageError
+from kvabr.types.words import counted
 
 if TYPE_CHECKING:
     from kvabr.store.asset import Asset
@@ -24,7 +25,8 @@ examples:
   kvabr inspect my.asset/catalog.json --groups --json tracks.json
   kvabr inspect 'moqt://origin.example/#kvcache:MODEL/DIGEST'
 
-loss is the expected KL divergence from the exact cache, nats per generated token. KL, ΔNLL and top-1 were measured on
+loss is the expected KL divergence from the exact cache, nats per generated token; in assets of today the mean of the KL
+over the first 8 tokens, over 32, and over all that were measured. KL, ΔNLL and top-1 are over all of them, measured on
 the real model with the whole cache on that track. ms/group is the decode time on one thread of the publisher's machine.
 """
 
@@ -52,12 +54,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables, and check the groups if asked to."""
-    from kvabr.cli.display import group_tables, mix_rows, mix_table, output, track_rows, track_table, write_json
+    from kvabr.cli.display import group_tables, mix_rows, mix_table, output, plain, track_rows, track_table, write_json
 
     catalog, asset = _open(args)
     out = output()
     _head(catalog)
     out.print(track_table(catalog))
+    plain(*_what_losses_are(catalog))
     if args.groups:
         out.print(*group_tables(catalog))
     if catalog.mixes:
@@ -89,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(args.json, result)
     if bad:
         raise FormatError(
-            f"{args.asset}: {len(bad)} parts cannot be read, as said above; encode or copy the asset again"
+            f"{args.asset}: {counted(len(bad), 'part')} cannot be read, as said above; encode or copy the asset again"
         )
     return 0
 
@@ -131,15 +134,16 @@ def _head(catalog: Catalog) -> None:
 
     spec = catalog.spec
     classes = len(spec.classes)
-    several = f"; of {classes} layer classes {catalog.groups} groups" if classes > 1 else ""
+    several = f"; of {classes} layer classes {counted(catalog.groups, 'group')}" if classes > 1 else ""
     lines = [
         f"{spec.model}: {spec.summary}",
-        f"{catalog.tokens:,} tokens in {len(catalog.chunks)} groups of {spec.group_tokens}{several}",
+        f"{counted(catalog.tokens, 'token')} in {counted(len(catalog.chunks), 'group')} of {spec.group_tokens}"
+        + several,
         f"{catalog.fp16_bytes:,} bytes as FP16; profile {catalog.profile_bytes:,} bytes",
     ]
     if not catalog.every_token:
         play = catalog.to_play
-        lines.append(f"a play of all tokens needs {play.groups} of these, {play.fp16_bytes:,} bytes as FP16")
+        lines.append(f"a play of all tokens needs {play.groups:,} of these, {play.fp16_bytes:,} bytes as FP16")
     if any(only.kind == "state" for only in spec.classes):
         ends = [count for count in range(1, len(catalog.chunks) + 1) if catalog.playable(count)[0] == count]
         said = [f"{min(count * spec.group_tokens, catalog.tokens):,}" for count in ends]
@@ -156,12 +160,28 @@ def _head(catalog: Catalog) -> None:
     if catalog.prefill is not None:
         seconds = catalog.prefill.seconds(0, catalog.tokens)
         lines.append(f"prefill on the publisher's machine: {seconds:.1f} s ({catalog.tokens / seconds:.0f} tokens/s)")
-    lines.append(f"loss: {catalog.loss_method}")
     plain(*lines)
 
 
+def _what_losses_are(catalog: Catalog) -> list[str]:
+    """Return in two lines what the table's columns loss and KL are; the whole method is in the JSON."""
+    early = [
+        str(first)
+        for first in (8, 32)
+        if any(
+            track.measured is not None and getattr(track.measured, f"kl{first}") is not None for track in catalog.tracks
+        )
+    ]
+    if not early:
+        return [f"loss: {catalog.loss_method.partition(';')[0].removesuffix('.')}"] if catalog.loss_method else []
+    return [
+        f"loss: the mean of the KL over the first {', '.join(early)} and all measured tokens; players weigh it",
+        "KL: of the exact cache and this one, over all those tokens; both are nats per token",
+    ]
+
+
 def _passage_lines(notes: PassageNotes) -> list[str]:
-    contexts = f" over {notes.contexts} contexts" if notes.contexts else ""
+    contexts = f" over {counted(notes.contexts, 'context')}" if notes.contexts else ""
     lines = [f"a passage, to be played anywhere in a prompt; its cache was computed: {notes.base}{contexts}"]
     if not notes.fusion:
         lines.append("what joining it costs was not measured: players compute it, unless their max_loss is infinite")
@@ -189,5 +209,5 @@ def _check(asset: Asset) -> list[str]:
             part()
         except KvabrError as error:
             bad.append(str(error))
-    plain(*(f"bad: {line}" for line in bad), f"checked {len(parts)} parts: {len(bad)} bad")
+    plain(*(f"bad: {line}" for line in bad), f"checked {counted(len(parts), 'part')}: {len(bad)} bad")
     return bad

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvabr.cli.options import seconds
 from kvabr.types.errors import UsageError
+from kvabr.types.words import counted
 
 if TYPE_CHECKING:
     from kvabr.lab.matrix import LabMatrix
@@ -178,7 +179,7 @@ def _lab(args: argparse.Namespace) -> int:
     """Play the matrix, compare the policies, print the tables."""
     from rich.console import Console
 
-    from kvabr.cli.display import output
+    from kvabr.cli.display import below_bound, output, say
     from kvabr.lab import tables
     from kvabr.lab.matrix import build
     from kvabr.lab.totals import cuts
@@ -186,7 +187,7 @@ def _lab(args: argparse.Namespace) -> int:
     axes = axes_of(args)
     matrix = build(axes)
     for note in (note for offer in matrix.offers for note in offer.notes):
-        Console(stderr=True).print(f"note: {note}", style="yellow", soft_wrap=True)
+        say(Console(stderr=True), f"note: {note}", style="yellow")
     played, result = _play(matrix, args.out, args.jobs, axes)
     console = output()
     console.print(tables.ranking_table(result))
@@ -199,21 +200,22 @@ def _lab(args: argparse.Namespace) -> int:
         console.print(table)
     if (apart := tables.apart_table(result)) is not None:
         console.print(apart)
-    console.print(tables.verdict(result), soft_wrap=True)
+    say(console, tables.verdict(result))
     if below := sum(line["below_bound"] for line in result["summary"].values()):
-        console.print(f"note: {below} plays cost less than the clairvoyant bound, which is wrong there", style="yellow")
+        say(console, below_bound(below), style="yellow")
     kept = matrix.plays - played.fresh
-    console.print(f"{matrix.plays:,} plays, {kept:,} of them from earlier runs; results in {args.out}", soft_wrap=True)
+    say(console, f"{counted(matrix.plays, 'play')}, {kept:,} of them from earlier runs; results in {args.out}")
     if args.html is not None:
         from kvabr.lab.report import write_report
 
         write_report(args.html, matrix, played, result)
-        console.print(f"page: {args.html.resolve()}", soft_wrap=True)
+        say(console, f"page: {args.html.resolve()}")
     return 0
 
 
 def _report(args: argparse.Namespace) -> int:
     """Play what is missing, and write the page."""
+    from kvabr.cli.display import output, say
     from kvabr.lab import results_folder, tables
     from kvabr.lab.report import write_report
 
@@ -223,10 +225,12 @@ def _report(args: argparse.Namespace) -> int:
     path = args.html or args.folder / "report.html"
     played, result = _play(matrix, args.folder, args.jobs)
     write_report(path, matrix, played, result, per_policy=args.worst)
+    out = output()
     if played.fresh:
-        print(f"{played.fresh:,} plays were missing or outdated and were played first")
-    print(tables.verdict(result))
-    print(f"page: {path.resolve()}")
+        was = "was" if played.fresh == 1 else "were"
+        say(out, f"{counted(played.fresh, 'play')} {was} missing or outdated and {was} played first")
+    say(out, tables.verdict(result))
+    say(out, f"page: {path.resolve()}")
     return 0
 
 

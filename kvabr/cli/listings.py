@@ -121,10 +121,10 @@ def _engines(args: argparse.Namespace) -> int:
 
 
 def _print(title: str, columns: Sequence[str], rows: Iterable[tuple[str, ...]], spare: Sequence[str]) -> None:
-
     from kvabr.cli.display import output, table
 
-    output().print(table(title, columns, rows, fold=columns, spare=spare))
+    whole = ("name", "from")  # neither names nor paths of modules are broken
+    output().print(table(title, columns, rows, left=whole, fold=set(columns).difference(whole), spare=spare))
 
 
 def _first_line(cls: type) -> str:

@@ -1,5 +1,9 @@
 """The command line: `kvabr COMMAND`. Exit status 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 
+Wrong usage is an option or argument that is wrong by itself, or names a text, prompt, trace, asset, store, result or
+plug-in that does not exist, is empty, or is of another kind. What exists but is damaged, cannot be read, or does not
+answer, has failed, and so has what needs a model or certificate that is not there.
+
 `COMMANDS` lists every command with its one-line help. Only the command that runs is imported, so that `kvabr --help`
 takes no longer than Python takes to start. A command declares its options in a function ``add(parser)``, which sets
 the default ``run``: a function from the parsed arguments to the exit status.

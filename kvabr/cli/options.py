@@ -140,7 +140,7 @@ def prompt_text(path: Path) -> str:
     """
     from kvabr.store.files import read_text
 
-    if not (text := read_text(path)).strip():
+    if not (text := read_text(path, unreadable=UsageError)).strip():
         raise UsageError(f"--text {path}: is empty; name a file with a text")
     return text
 

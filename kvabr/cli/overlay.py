@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from kvabr.cli.display import human
+from kvabr.cli.display import human, say
 from kvabr.client.snapshot import Snapshot
 from kvabr.types.catalog import RECOMPUTED
 
@@ -44,6 +44,7 @@ class Overlay:
         self._shot: Snapshot | None = None
         self._received: deque[tuple[float, int]] = deque()
         self._next_line_s = 0.0
+        self._rate_said = "rate not known yet"
         self._live = Live(console=self._console, transient=True, auto_refresh=False, get_renderable=self._render)
 
     def __enter__(self) -> Self:
@@ -67,16 +68,17 @@ class Overlay:
             self._live.refresh()
         elif shot.now >= self._next_line_s:
             self._next_line_s = shot.now + _PLAIN_EVERY_S
-            self._console.print(self.line(shot), soft_wrap=True, highlight=False, markup=False)
+            say(self._console, self.line(shot), highlight=False)
 
     def line(self, shot: Snapshot) -> str:
         """Return a snapshot as one line of text."""
         there = sum(track is not None for track in shot.tracks)
-        rate = f"{_mbits(shot.rate)} (at least {_mbits(shot.lower_bound)})" if shot.rate else "rate not known yet"
+        if shot.rate:  # at the end of a play nobody estimates it any more
+            self._rate_said = f"{_mbits(shot.rate)} (at least {_mbits(shot.lower_bound)})"
         edge = "" if shot.edge is None else f", {shot.edge} published"
         return (
             f"{shot.now:.2f} s: {there} of {len(shot.tracks)} groups in place{edge}, {shot.requests} on their way, "
-            f"{rate}, slack {_slack(shot.slack_s)}"
+            f"{self._rate_said}, slack {_slack(shot.slack_s)}"
         )
 
     def _render(self) -> Group:

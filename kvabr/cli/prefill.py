@@ -18,6 +18,7 @@ from kvabr.cli.options import (
     prompt_text,
 )
 from kvabr.types.errors import AssetError, UsageError
+from kvabr.types.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -143,8 +144,10 @@ def run(args: argparse.Namespace) -> int:
         plain(f"another process is publishing this cache: {args.out / name}")
         return 0
     if outcome.left_out:
-        plain(f"encoding was slower than the prefill: {outcome.left_out} frames were offered only after its last token")
-    plain(f"asset: {args.out / name} ({len(ids)} tokens, prefill {prefill_s:.1f} s, all {seconds:.1f} s)")
+        plain(
+            f"encoding was slower than the prefill: {counted(outcome.left_out, 'frame')} came only after its last token"
+        )
+    plain(f"asset: {args.out / name} ({counted(len(ids), 'token')}, prefill {prefill_s:.1f} s, all {seconds:.1f} s)")
     return 0
 
 

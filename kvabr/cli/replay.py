@@ -22,6 +22,7 @@ from kvabr.player.session_types import BlendGoal, PlayerConfig
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.errors import UsageError
+from kvabr.types.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -212,7 +213,7 @@ def _write(args: argparse.Namespace, report: Report) -> None:
 
 
 def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    from kvabr.cli.display import output
+    from kvabr.cli.display import output, say
     from kvabr.replay import report as views
 
     out = output()
@@ -223,9 +224,9 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
         out.print(views.verification_table(result))
     if args.live:
         out.print(views.live_table(result))
-    out.print(views.verdict(result), soft_wrap=True)
+    say(out, views.verdict(result))
     if args.html is not None:
-        out.print(f"page: {args.html.resolve()}", soft_wrap=True)
+        say(out, f"page: {args.html.resolve()}")
 
 
 def _asset(path: str | None) -> tuple[Catalog, Asset | None]:
@@ -248,7 +249,9 @@ def _joined(args: argparse.Namespace, console: Console) -> Catalog:
     limit = MISS_PENALTY if args.max_loss is None else args.max_loss
 
     def computed(number: int, reason: str) -> None:
-        console.print(f"note: {args.passages[number]} is computed: {reason}", style="yellow", soft_wrap=True)
+        from kvabr.cli.display import say
+
+        say(console, f"note: {args.passages[number]} is computed: {reason}", style="yellow")
 
     return prompt_of([open_catalog(path)[0] for path in args.passages], exact, limit, computed)
 
@@ -404,14 +407,16 @@ def _verify(asset: Asset, report: Report, console: Console) -> None:
 
 
 def _warn(report: Report, console: Console, *, live: bool) -> None:
+    from kvabr.cli.display import below_bound, say
+
     runs: list[dict[str, Any]] = report.result["runs"]
     wrapped = sorted({run["trace"] for run in runs if run["wrapped"]})
     if wrapped:
         names = ", ".join(wrapped[:3]) + (f" and {len(wrapped) - 3} more" if len(wrapped) > 3 else "")
-        console.print(f"note: some plays outlast their trace, which then starts over (wraps): {names}", style="yellow")
+        say(console, f"note: some plays outlast their trace, which then starts over (wraps): {names}", style="yellow")
     below = sum(line["below_bound"] for line in report.result["summary"].values())
     if below and not live:
-        console.print(f"note: {below} plays cost less than the clairvoyant bound, which is wrong there", style="yellow")
+        say(console, below_bound(below), style="yellow")
     lost = sum(run["gave_up"] is not None for run in runs)
     if lost:
-        console.print(f"note: {lost} plays gave up; `gave_up` in the report says why", style="yellow")
+        say(console, f"note: {counted(lost, 'play')} gave up; `gave_up` in the report says why", style="yellow")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,13 +69,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_old_name(parser, "--tokens", parser.add_argument("--grants", type=Path, metavar="F", help=grants))
     parser.add_argument("--new-token", action="store_true", help="print a new token and its entry, and exit")
     parser.add_argument("--expires", type=float, metavar="DAYS", help="days until that token expires (default: never)")
+    parser.add_argument("--json", type=Path, metavar="F", help="write that token and its entry as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     if args.new_token:
-        return _new_token(args.expires)
+        return _new_token(args.expires, args.json)
+    if args.json is not None:
+        raise UsageError("--json is for --new-token; --log has what is served")
     if args.expires is not None:
         raise UsageError("--expires is for --new-token; tokens that exist have it in the file of --grants")
     if args.root is None:
@@ -84,14 +88,23 @@ def run(args: argparse.Namespace) -> int:
     return run_async(_serve(args, args.root, serving.parse_limits(args.limit)))
 
 
-def _new_token(days: float | None) -> int:
+def _new_token(days: float | None, file: Path | None) -> int:
+    """Print the token alone on standard output, so that scripts can take it, and what to do with it beside."""
+    from kvabr.cli.display import write_json
     from kvabr.server.grants import new_token
 
     if days is not None and not 0 < days <= _MAX_DAYS:
         raise UsageError(f"--expires {days:g}: must be more than 0 and at most {_MAX_DAYS} days")
     token, entry = new_token(days=days)
-    print(f"a new token; give it to the client (--token-file, KVABR_TOKEN). It is shown only here:\n{token}\n")
-    print(f"its entry for the file of --grants; name it, and narrow what it opens:\n{json.dumps(entry)}")
+    before = os.umask(0o077)  # the file holds a secret
+    try:
+        write_json(file, {"schema": "kvabr.token/1", "token": token, "entry": entry})
+    finally:
+        os.umask(before)
+    print("a new token; give it to the client (--token-file, KVABR_TOKEN). It is shown only here:", file=sys.stderr)
+    print(token, flush=True)
+    said = f"\nits entry for the file of --grants; name it, and narrow what it opens:\n{json.dumps(entry)}"
+    print(said, file=sys.stderr)
     return 0
 
 

@@ -20,6 +20,7 @@ from kvabr.store.managing.opening import open_libraries, open_library
 from kvabr.store.managing.protocol import Inventory, Library, full_name
 from kvabr.store.managing.rules import Holding, Rules, evictions, total_bytes
 from kvabr.types.errors import AssetError, NotFoundError, UsageError
+from kvabr.types.words import counted
 
 _STAGES = {
     "catalogs": "reading catalogs",
@@ -60,7 +61,7 @@ def ls(args: argparse.Namespace) -> int:
     if rows:
         output().print(table(None, columns, rows, left=("name",), fold=("model",), spare=spare))
     _say_damaged(found)
-    plain(f"{len(held)} assets, {human(total_bytes(held))}" if held else f"{library.location}: no assets")
+    plain(f"{counted(len(held), 'asset')}, {human(total_bytes(held))}" if held else f"{library.location}: no assets")
     write_json(
         args.json,
         {
@@ -110,7 +111,7 @@ def _du(tenant: str, found: Inventory) -> dict[str, Any]:
     _say_damaged(found)
     total = total_bytes(found.holdings)
     others = f"; {human(found.unnamed_bytes)} that no asset names, {human(found.cached_bytes)} of cached groups"
-    plain(f"{len(found.holdings)} assets, {human(total)}" + (others if tenant else ""))
+    plain(f"{counted(len(found.holdings), 'asset')}, {human(total)}" + (others if tenant else ""))
     return {
         "tenant": tenant,
         "assets": len(found.holdings),
@@ -233,7 +234,8 @@ def copy(args: argparse.Namespace) -> int:
         plain(f"{name}: not copied, its model has expired at {target.location} since it was published")
     for name, why in done.failed.items():
         plain(f"{name}: not copied: {why}")
-    plain(f"{len(done.assets)} assets copied, {human(done.bytes)}; {len(done.kept)} were there already")
+    were = "was" if len(done.kept) == 1 else "were"
+    plain(f"{counted(len(done.assets), 'asset')} copied, {human(done.bytes)}; {len(done.kept):,} {were} there already")
     write_json(
         args.json,
         {
@@ -246,7 +248,8 @@ def copy(args: argparse.Namespace) -> int:
         },
     )
     if done.failed:
-        raise AssetError(f"{len(done.failed)} assets were not copied")
+        were = "was" if len(done.failed) == 1 else "were"
+        raise AssetError(f"{counted(len(done.failed), 'asset')} {were} not copied")
     return 0
 
 
@@ -296,15 +299,17 @@ def _say_gone(done: Collected, *, dry_run: bool) -> None:
         plain(f"... and {len(done.evicted) - _SHOWN} more")
     for name, why in done.damaged.items():
         plain(f"{name}: cannot be read: {why}; see kvabr store verify")
-    plain(f"{len(done.evicted)} assets {removed}, {done.kept} stay; {human(done.bytes)} freed")
-    counted = {"spans": done.spans, "pointers": done.pointers, "offers": done.offers, "profiles": done.profiles}
-    counted["cached groups"] = done.groups
-    if any(counted.values()):
-        plain(", ".join(f"{count:,} {what}" for what, count in counted.items() if count) + f" {removed}")
+    stay = "stays" if done.kept == 1 else "stay"
+    plain(f"{counted(len(done.evicted), 'asset')} {removed}, {done.kept:,} {stay}; {human(done.bytes)} freed")
+    parts = {"span": done.spans, "pointer": done.pointers, "offer": done.offers, "profile": done.profiles}
+    parts["cached group"] = done.groups
+    if any(parts.values()):
+        plain(", ".join(counted(count, what) for what, count in parts.items() if count) + f" {removed}")
     if done.waiting:
-        plain(f"{done.waiting:,} spans that nothing names stay for their grace")
+        stay = "stays for its grace" if done.waiting == 1 else "stay for their grace"
+        plain(f"{counted(done.waiting, 'span')} that nothing names {stay}")
     if done.busy:
-        plain(f"{done.busy:,} stay because somebody began to use them meanwhile")
+        plain(f"{done.busy:,} {'stays' if done.busy == 1 else 'stay'} because somebody began to use them meanwhile")
     if done.excess:
         plain(f"still {human(done.excess)} over --max-bytes: the rest is pinned, new, or was measured (see --measured)")
     if not done.swept:

@@ -56,7 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tune the policy and print what was found."""
-    from kvabr.cli.display import PlayBar, output, write_json
+    from kvabr.cli.display import PlayBar, output, say, write_json
     from kvabr.lab.matrix import build
     from kvabr.lab.results_folder import PlayStore
     from kvabr.lab.tune import Search, tune
@@ -70,13 +70,13 @@ def run(args: argparse.Namespace) -> int:
     console.print(_values(found))
     console.print(_folds(found))
     if found.left_out:
-        console.print(f"left out, because no play is feasible: {', '.join(found.left_out)}", soft_wrap=True)
-    console.print(
+        say(console, f"left out, because no play is feasible: {', '.join(found.left_out)}")
+    say(
+        console,
         f"mean regret over families: {found.default_regret:.4g} with the defaults, {found.held_out_regret:.4g} held "
         f"out, {found.inside_regret:.4g} on the plays that the choice was made on (optimistic)",
-        soft_wrap=True,
     )
-    console.print(found.verdict(), soft_wrap=True)
+    say(console, found.verdict())
     return 0
 
 

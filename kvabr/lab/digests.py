@@ -63,9 +63,11 @@ def of_options(options: ReplayOptions) -> str:
 
 
 def of_policy(text: str) -> str:
-    """Return the digest of a policy, its parameters and its estimator."""
+    """Return the digest of a policy, its parameters and its estimator; where its file lies makes no difference."""
     cls = policy_class(text)
-    return digest(text, of_class(cls), of_class(type(load_estimator(cls.estimator)())))
+    file, colon, rest = text.partition(":")
+    name = f"{Path(file).name}{colon}{rest}" if file.endswith(".py") else text
+    return digest(name, of_class(cls), of_class(type(load_estimator(cls.estimator)())))
 
 
 def of_class(cls: type[Any]) -> str:

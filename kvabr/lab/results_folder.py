@@ -13,7 +13,7 @@ from typing import Any, Self
 from kvabr.lab.causes import CAUSES
 from kvabr.lab.matrix import SHIPPED, LabMatrix, build
 from kvabr.store.files import read_text, write_text
-from kvabr.types.errors import AssetError
+from kvabr.types.errors import AssetError, MissingAssetError
 
 FILE = "plays.sqlite"
 """Name of the database in a results folder."""
@@ -166,7 +166,7 @@ def load_matrix(folder: Path) -> LabMatrix:
     families = value.get("families") or {}
     if not all(isinstance(items, list) for items in (*lists.values(), *families.values())):
         raise AssetError(f"{folder / AXES}: not what `kvabr lab` writes; run it again")
-    return build(value)
+    return build(value | {"policies": [_from_here(str(policy)) for policy in lists["policies"]]})
 
 
 def save_result(folder: Path, result: Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ def save_result(folder: Path, result: Mapping[str, Any]) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise AssetError(f"{path.parent}: no results in it; `kvabr lab TRACES --out {path.parent}` makes them")
+        raise MissingAssetError(f"{path.parent}: no results in it; `kvabr lab TRACES --out {path.parent}` makes them")
     try:
         value = json.loads(read_text(path, _MAX_BYTES))
     except (ValueError, RecursionError) as error:
@@ -188,6 +188,14 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _absolute(path: str) -> str:
     return str(Path.cwd() / path)
+
+
+def _from_here(policy: str) -> str:
+    """Return the name of a policy as one would write it here, if its file lies in this folder or below."""
+    path, colon, rest = policy.partition(":")
+    if colon and path.endswith(".py") and Path(path).is_relative_to(Path.cwd()):
+        return f"./{Path(path).relative_to(Path.cwd())}{colon}{rest}"
+    return policy
 
 
 def _policy(text: str) -> str:

@@ -130,7 +130,8 @@ def _survey(matrix: LabMatrix, cells: Sequence[Cell], keys: Keys, store: PlaySto
             wanting: dict[int, list[str]] = {}
             for policy in matrix.policies:
                 found = store.get(keys.key(cell, trace, policy), count)
-                known[place, trace, policy] = found
+                # The folder may call a policy from a file by another path to it.
+                known[place, trace, policy] = {start: line | {"policy": policy} for start, line in found.items()}
                 for start in range(count):
                     if start not in found:
                         wanting.setdefault(start, []).append(policy)

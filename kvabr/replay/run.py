@@ -17,6 +17,7 @@ from typing import Any
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.client.cpu_limit import named_play
 from kvabr.replay.experiment import Experiment, ReplayOptions
+from kvabr.replay.report.timeline import losses
 from kvabr.replay.summary import by_family, summarise
 from kvabr.replay.trace import Trace
 from kvabr.replay.workers import in_processes
@@ -62,7 +63,8 @@ class Report:
     result: dict[str, Any]
     """The replay report, see `SCHEMA`."""
     timelines: list[dict[str, Any]] = field(default_factory=list)
-    """``{"run": index into the runs, "log": [PlayEvent, ...], "link": [[t, bytes/s], ...]}`` of the plays with one."""
+    """Of the plays with one: ``{"run": index into the runs, "log": [PlayEvent, ...], "link": [[t, bytes/s], ...],
+    "losses": [(t, nats per token), ...]}``."""
     steps: list[list[tuple[str, int, int | str]]] = field(default_factory=list)
     """Per run, what came into place, in order; for verification."""
 
@@ -102,7 +104,8 @@ def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[in
     for index in range(len(todo)):
         for run, steps, log, link in played[index]:
             if log is not None:
-                report.timelines.append({"run": len(runs), "log": log, "link": link})
+                lost = losses(log, matrix.catalog)
+                report.timelines.append({"run": len(runs), "log": log, "link": link, "losses": lost})
             runs.append(run)
             report.steps.append(steps)
     report.result = finish(matrix, runs)

@@ -9,6 +9,7 @@ from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.messages import Fetch
 from kvabr.moqt.wire import Location
 from kvabr.types.errors import KvabrError
+from kvabr.types.words import counted
 
 _DESCENDING = 2
 """GROUP_ORDER: the newest group first."""
@@ -73,7 +74,7 @@ class FetchRange:
         if groups and message.parameters.filter is not None:
             start, end = message.within(Location(groups - 1, last_object_of(groups - 1)))
         if start.group >= groups:
-            raise InvalidRangeError(f"the track has {groups} groups{' so far' if growing else ''}")
+            raise InvalidRangeError(f"the track has {counted(groups, 'group')}{' so far' if growing else ''}")
         last = min(end.group, groups - 1)
         final = last_object_of(last)
         if start.group == last and start.object > final:

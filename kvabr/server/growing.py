@@ -16,6 +16,7 @@ from kvabr.moqt.messages import Fetch, Subscribe, TrackStatus
 from kvabr.server.fetch_range import InvalidRangeError, LeftOutError
 from kvabr.server.publication import Publication, PublishedGroup
 from kvabr.types.digests import digest_of
+from kvabr.types.words import counted
 
 LOOK_S = 0.1
 """Seconds between two looks for a track that somebody may be about to publish."""
@@ -33,7 +34,9 @@ class GrowingPublication(Publication):
     def grow(self, groups: int) -> None:
         """Say that groups below ``groups`` exist; `ValueError` if the track has ended or would shrink."""
         if not self.growing or groups < self.groups:
-            raise ValueError(f"a track of {self.groups} groups{'' if self.growing else ' that has ended'} got {groups}")
+            raise ValueError(
+                f"a track of {counted(self.groups, 'group')}{'' if self.growing else ' that has ended'} got {groups}"
+            )
         self.groups = groups
         self._tell_soon()
 
@@ -99,7 +102,7 @@ class GrowingBytes(GrowingPublication):
         """See `Publication.open`."""
         del priority, on_more
         if not 0 <= group < self.groups:
-            raise IndexError(f"group {group} of a track that has {self.groups} groups so far")
+            raise IndexError(f"group {group} of a track that has {counted(self.groups, 'group')} so far")
         return self._published[group]
 
 

@@ -17,6 +17,7 @@ from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.live import EdgeMessage, LiveCatalog, LiveEnd, NewsOrder, PublishedFrames, merged, parse_edge
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, TrackNamespace
 from kvabr.types.units import Unit
+from kvabr.types.words import counted
 
 MAX_NEWS_BYTES = 64 << 20
 """Bound on the news of one asset."""
@@ -93,7 +94,7 @@ class LiveLevel(GrowingPublication):
     def frame(self, group: int) -> PublishedFrame:
         """Return what the news say of a group."""
         if not 0 <= group < self.groups:
-            raise IndexError(f"group {group} of a track that has {self.groups} groups so far")
+            raise IndexError(f"group {group} of a track that has {counted(self.groups, 'group')} so far")
         return self._frames[group]
 
 
@@ -171,7 +172,7 @@ class GrowingAsset(ABC):
         if isinstance(message, LiveEnd):
             self.order.check_key(message)
             missing = len(self.catalog.chunks) - self.chunks
-            self.end(message.reason or (f"it ended before its last {missing} groups" if missing else ""))
+            self.end(message.reason or (f"it ended before its last {counted(missing, 'group')}" if missing else ""))
             return
         data = message.dumps()
         if self.news_bytes + len(data) > MAX_NEWS_BYTES:

@@ -19,6 +19,7 @@ from kvabr.types.errors import AssetError, TransportError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.units import unit_of
+from kvabr.types.words import counted
 
 
 class ArrivingGroup(ABC):
@@ -179,7 +180,7 @@ class CatalogLevel(Publication):
     def size(self, group: int) -> int:
         """Return the bytes of a group."""
         if not 0 <= group < self.groups:
-            raise IndexError(f"group {group} is outside an asset of {self.groups} groups")
+            raise IndexError(f"group {group} is outside an asset of {counted(self.groups, 'group')}")
         return self._sizes[group]
 
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:

@@ -50,7 +50,7 @@ from kvabr.store.quota import FolderQuota
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.catalog_json import SCHEMAS
 from kvabr.types.digests import SHA256
-from kvabr.types.errors import AssetError, FormatError, UsageError
+from kvabr.types.errors import AssetError, FormatError, MissingAssetError, UsageError
 from kvabr.types.naming import check_track_name
 
 MAX_DEPTH = 4
@@ -78,13 +78,15 @@ class FolderAsset(Asset):
     def open(cls, path: Path, name: str = ".", *, follow_links: bool = True) -> FolderAsset:
         """Open the asset in the folder ``path``; see `AssetStore.open`."""
         if not path.is_dir():
-            raise AssetError(f"{path}: no such asset; make one with: kvabr encode --text FILE --tokens N --out {path}")
+            raise MissingAssetError(
+                f"{path}: no such asset; make one with: kvabr encode --text FILE --tokens N --out {path}"
+            )
         try:
             version = _version_in(path)
         except OSError as error:
             raise AssetError(_unreadable(path, error)) from error
         if version is None:
-            raise AssetError(f"{path}: has no {CATALOG}; is this an asset?")
+            raise MissingAssetError(f"{path}: has no {CATALOG}; is this an asset?")
         data = _read(path / CATALOG, MAX_CATALOG_BYTES, follow_links=follow_links)
         return cls(path, name, version, data, follow_links=follow_links)
 

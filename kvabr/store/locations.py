@@ -13,7 +13,7 @@ from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.group_store import FolderGroupStore, LocalGroupStore
 from kvabr.store.shared_groups import SCHEME, SharedGroupStore, shared_path
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import AssetError, UsageError
+from kvabr.types.errors import MissingAssetError, UsageError
 
 Location = str | Path
 """A folder, or a URL whose scheme is in `SCHEMES`."""
@@ -53,7 +53,9 @@ def open_store(location: Location, *, must_exist: bool = False, create: bool = F
     scheme, separator, _ = str(location).partition("://")
     path = Path(location)
     if not separator and must_exist and not path.is_dir():
-        raise AssetError(f"{path}: no such folder; give the folder that your assets are in, or make it first (mkdir)")
+        raise MissingAssetError(
+            f"{path}: no such folder; give the folder that your assets are in, or make it first (mkdir)"
+        )
     store = SCHEMES[scheme](str(location)) if separator else FolderAssetStore(path)
     if create:
         store.prepare()

@@ -22,7 +22,7 @@ from typing import Any
 from kvabr.types.catalog_json import MAX_GROUPS, MAX_TRACKS, check_schema, read_fields, schema_of
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import kind_of
-from kvabr.types.errors import AssetError, FormatError, UsageError, did_you_mean
+from kvabr.types.errors import AssetError, FormatError, MissingAssetError, UsageError, did_you_mean
 from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
@@ -485,6 +485,8 @@ class Catalog:
         try:
             with path.open("rb") as file:
                 return cls.loads(file.read(MAX_CATALOG_BYTES + 1))
+        except FileNotFoundError as error:
+            raise MissingAssetError(f"{path}: there is no catalog; is this an asset?") from error
         except OSError as error:
             raise AssetError(f"{path}: cannot read the catalog ({error.strerror}); is this an asset?") from error
         except FormatError as error:

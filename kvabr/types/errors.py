@@ -54,6 +54,14 @@ class UnknownPolicyError(PolicyError, UsageError):
     """There is no policy, estimator or selector of that name (exit status 2)."""
 
 
+class MissingAssetError(AssetError, UsageError):
+    """There is no asset, store or result where one was named (exit status 2)."""
+
+
+class MissingTraceError(TraceError, UsageError):
+    """There is no trace where one was named: no file, an empty one, or one of another kind (exit status 2)."""
+
+
 class HoleError(KvabrError):
     """A cache was requested although some of its groups are neither fetched nor recomputed."""
 

@@ -152,7 +152,7 @@ def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
         (("--name", "NAME", "--out", "/nowhere/c.safetensors"), 2, "cannot be written"),
         (("--name", "NAME", "--recompute", "smollm2"), 2, "needs the prompt"),
         (("--text", "TOKENS"), 2, "needs --model"),
-        (("--name", "NAME", "--prompt", "BAD"), 1, "list of token ids"),
+        (("--name", "NAME", "--prompt", "BAD"), 2, "list of token ids"),
         (("--name", "NAME", "--prompt", "OTHER"), 2, "not those of"),
         (("--name", "NAME", "--prompt", "/nowhere.json"), 2, "cannot be read"),
         (("--name", "NAME", "--token-file", "/nowhere"), 2, "cannot be read"),
@@ -377,7 +377,9 @@ def test_lines_instead_where_there_is_no_terminal():
     lines = screen.getvalue().splitlines()
     assert 4 <= len(lines) <= 6
     assert "3 of 6 groups in place" in lines[0]
-    assert "rate not known yet, slack not known yet" in lines[-1]
+    assert "slack not known yet" in lines[-1]
+    assert "rate not known yet" not in lines[-1], "it was known before"
+    assert "rate not known yet, slack" in Overlay("new", Console(file=screen)).line(shot(rate=0.0))
     assert "\x1b" not in screen.getvalue()
 
 

@@ -18,6 +18,18 @@ from tests.lab.test_matrix import trace_file
 pytestmark = pytest.mark.slow
 
 
+PATIENT = """
+from kvabr.abr import Decision, Policy, View
+
+class Patient(Policy):
+    def decide(self, view: View) -> Decision:
+        group = view.first_missing()
+        if group is None:
+            return Decision.finish("all are there")
+        return Decision.fetch(group, view.ladder.cheapest, "the base")
+"""
+
+
 @pytest.fixture
 def links(tmp_path):
     for family in ("bus", "train"):
@@ -43,6 +55,23 @@ def test_lab_then_report_then_lab_again(links, tmp_path, capsys):
     assert main([*words, "--starts", "2", "--html", str(tmp_path / "page.html")]) == 0
     assert "32 plays, 16 of them from earlier runs" in capsys.readouterr().out
     assert (tmp_path / "page.html").is_file()
+
+
+def test_a_policy_from_a_file_is_played_once_wherever_it_is_called_from(links, tmp_path, capsys, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "patient.py").write_text(PATIENT)
+    monkeypatch.chdir(tmp_path)
+    words = ["lab", *links, "--load", ".3", "--out", "out"]
+    assert main([*words, "--policy", "mine/patient.py:Patient", "mpc"]) == 0
+    assert main(["report", "out"]) == 0
+    assert "outdated" not in capsys.readouterr().out
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "./mine/patient.py:Patient" in page
+    assert str(tmp_path / "mine") not in page
+    monkeypatch.chdir(tmp_path / "mine")
+    again = ["--policy", "./patient.py:Patient", "mpc", "--out", "../out"]
+    assert main([*words[:-2], *again]) == 0
+    assert re.search(r"(\d+) plays, \1 of them from earlier runs", capsys.readouterr().out)
 
 
 def test_a_file_and_options_before_it(links, tmp_path, capsys):
@@ -76,7 +105,7 @@ def test_tune_writes_what_it_found_and_lab_takes_it(links, tmp_path, capsys):
 
 
 def test_report_needs_results(tmp_path, capsys):
-    assert main(["report", str(tmp_path / "nothing")]) == 1
+    assert main(["report", str(tmp_path / "nothing")]) == 2
     assert "kvabr lab" in capsys.readouterr().err
     assert not (tmp_path / "nothing").exists()
 

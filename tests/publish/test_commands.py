@@ -74,7 +74,7 @@ def test_inspect_check_names_every_bad_part(toy, capsys):
 
 
 def test_inspect_of_nothing(tmp_path, capsys):
-    assert kvabr("inspect", tmp_path / "no") == 1
+    assert kvabr("inspect", tmp_path / "no") == 2
     assert "kvabr encode" in capsys.readouterr().err
 
 
@@ -93,7 +93,7 @@ def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
         ((*base, "--tokens", 9, "--out", toy), 2, "add --force"),
         ((*base, "--tokens", 9, "--out", tmp_path), 1, "not an asset"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--tracks", "Int2"), 1, "no codec for track 'Int2'"),
-        (("encode", "--text", tmp_path / "no", "--tokens", 9, "--out", tmp_path / "o"), 1, "cannot be read"),
+        (("encode", "--text", tmp_path / "no", "--tokens", 9, "--out", tmp_path / "o"), 2, "cannot be read"),
         ((*base, "--tokens", 9, "--out", text / "o"), 1, f"{text} cannot be written"),
         ((*base, "--tokens", 9, "--out", "/proc/sys/o"), 1, "/proc/sys cannot be written"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--json", "/no/such/o.json"), 2, "cannot be written there"),

@@ -87,7 +87,7 @@ def test_mistakes_are_found_before_the_model_is_loaded(text, tmp_path, capsys):
     base = ("prefill", "--model", tmp_path / "no-model", "--out", tmp_path / "assets")
     (tmp_path / "empty").write_text(" \n")
     for words, status, message in [
-        (("--text", tmp_path / "no"), 1, "cannot be read"),
+        (("--text", tmp_path / "no"), 2, "cannot be read"),
         (("--text", tmp_path / "empty"), 2, "is empty"),
         (("--text", text, "--tokens", 0), 2, "--tokens must be at least 1"),
         (("--text", text, "--run-tokens", 0), 2, "--run-tokens must be at least 1"),
@@ -95,7 +95,7 @@ def test_mistakes_are_found_before_the_model_is_loaded(text, tmp_path, capsys):
         (("--text", text, "--tracks", "Int2"), 1, "no codec for track 'Int2'"),
         (("--text", text, "--live", "--edge", "AC-L1"), 2, "refines AC-L0"),
         (("--text", text, "--json", tmp_path / "no" / "f"), 2, "cannot be written there"),
-        (("--text", text, "--prior", tmp_path / "no"), 1, "no such asset"),
+        (("--text", text, "--prior", tmp_path / "no"), 2, "no such asset"),
         (("--text", text, "--salt-file", tmp_path / "no"), 2, "cannot be read"),
         (("--text", text), 1, "no such model"),
     ]:

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -150,3 +151,18 @@ def test_a_plain_replay_needs_neither_torch_nor_a_transport():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
     assert done.stdout.strip() == "[]"
+
+
+def test_the_expected_loss_falls_to_that_of_the_play():
+    """What the page draws over time ends with what the play lost, whatever the policy does."""
+    options = ReplayOptions(1.0, 0.03, 0.4)
+    layered = matrix(catalog=catalog(8, layered=True), policies=("anytime", "cheapfirst", "robustmpc"), options=options)
+    report = replay(replace(layered, timelines=-1), jobs=1)
+    done = 0
+    for timeline in report.timelines:
+        run, falling = report.result["runs"][timeline["run"]], [loss for _, loss in timeline["losses"]]
+        assert falling == sorted(falling, reverse=True)
+        if run["gave_up"] is None and run["met"]:
+            assert falling[-1] == pytest.approx(run["loss"], rel=0.02)
+            done += 1
+    assert done >= 9

@@ -97,7 +97,7 @@ def test_info_on_a_narrow_terminal_keeps_names_and_numbers_whole(tmp_path, capsy
 def test_columns_can_be_named(tmp_path, capsys):
     source = tmp_path / "log"
     source.write_text("at,dl\n0,8\n500,8\n")
-    assert run("info", source) == 1
+    assert run("info", source) == 2
     assert "looks like no trace" in capsys.readouterr().err
     named = ["--time-column", "at", "--rate-column", "dl", "--unit", "kbit/s", "--time-unit", "ms"]
     assert run("import", source, *named, "--out", tmp_path / "out") == 0
@@ -108,7 +108,7 @@ def test_columns_can_be_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        (["info", "/nowhere"], 1, "no such file or folder"),
+        (["info", "/nowhere"], 2, "no such file or folder"),
         (["synth", "constant", "--mean-mbps", "0", "--duration", "1", "--out", "x"], 2, "mean_mbps is 0"),
         (["synth", "constant", "--mean-mbps", "1", "--duration", "1", "--out", "/nowhere/x"], 1, "cannot be written"),
         (["synth", "constant", "--mean-mbps", "1", "--duration", "1", "--out", "x", "--name", "../x"], 1, "plain name"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -106,14 +107,14 @@ def test_a_day_is_compared_and_drawn(capsys, tmp_path):
         (("-n", 5, "--link", 1, "--kv-bytes", 0), 2, "--kv-bytes 0"),
         (("-n", 5, "--link", 1, "--floor", -1), 2, "the quality floor is a loss of -1.0"),
         (("-n", 5, "--link", 1, "--local-queue", -1), 2, "queue_s is -1.0"),
-        (("-n", 5, "--link", 1, "--asset", "/no/such"), 1, "/no/such"),
+        (("-n", 5, "--link", 1, "--asset", "/no/such"), 2, "/no/such"),
         (("-n", 5, "--link", 1, "--json", "/no/such/a.json"), 2, "cannot be written"),
         (("--day", "--link", 0), 2, "needs rates above 0"),
         (("--day", "--link", 5, "-n", 7), 2, "--tokens is for one request"),
         (("--day", "--link", 5, "--requests", 0), 2, "0 requests"),
         (("--day", "--link", 5, "--workers", 0, 1), 2, "0 workers"),
         (("--day", "--link", 5, "--oracle", -1), 2, "--oracle -1"),
-        (("--day", "--link", 5, "--trace", "/no/such"), 1, "/no/such"),
+        (("--day", "--link", 5, "--trace", "/no/such"), 2, "/no/such"),
     ],
 )
 def test_bad_input_is_named(capsys, argv, status, words):
@@ -134,3 +135,12 @@ def test_bad_input_is_named(capsys, argv, status, words):
 def test_a_chart_of_something_else_is_refused(result, words):
     with pytest.raises(FormatError, match=words):
         chart(result)
+
+
+def test_every_rule_has_a_colour_of_its_own_and_one_link_has_ticks():
+    rules = [{"rule": f"rule {number}", "ttft_mean_s": 1.30 + 0.01 * number} for number in range(9)]
+    drawn = chart({"schema": DAY_SCHEMA, "days": [{"mbps": 400.0, "rules": rules}]})
+    assert len(set(re.findall(r'fill="(var\(--f\d\))"', drawn))) == 9
+    assert {f"--f{number}:" for number in range(9)} <= set(re.findall(r"--f\d:", drawn))
+    left = drawn.split("translate(460 0)")[0]
+    assert len(re.findall(r'class="tick"[^>]*text-anchor="end"|text-anchor="end"[^>]*class="tick"', left)) >= 2

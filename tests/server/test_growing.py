@@ -29,7 +29,7 @@ async def test_a_track_that_has_ended():
     assert (track.growing, track.failure, track.groups) == (False, "why", 1)
     with pytest.raises(ValueError, match="has ended"):
         track.append(b"y")
-    with pytest.raises(IndexError, match="1 groups so far"):
+    with pytest.raises(IndexError, match="1 group so far"):
         track.open(1)
 
 
@@ -60,7 +60,7 @@ async def test_a_fetch_behind_the_edge_is_refused(draft, tls):
         served.fetch((1, 0), (1, 0))
         (refused,) = await served.soon(Refused)
         assert refused.message.code == RequestCode.INVALID_RANGE
-        assert "1 groups so far" in refused.message.reason
+        assert "1 group so far" in refused.message.reason
         number = served.fetch((0, 0), (7, 0))
         await served.soon(Ended)
         (answer,) = served.told(Answered)

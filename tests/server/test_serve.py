@@ -98,24 +98,30 @@ def test_what_makes_no_sense_is_said_before_anything_is_bound(root, capsys, word
 def test_no_root_and_a_root_that_is_not_there(tmp_path, capsys):
     assert kvabr("serve", "--dev") == 2
     assert "kvabr serve ROOT" in capsys.readouterr().err
-    assert kvabr("serve", tmp_path / "nowhere", "--dev") == 1
+    assert kvabr("serve", tmp_path / "nowhere", "--dev") == 2
     error = capsys.readouterr().err
     assert "nowhere: no such folder" in error
     assert "mkdir" in error
 
 
-def test_a_new_token_and_its_entry(capsys):
-    assert kvabr("serve", "--new-token") == 0
-    lines = capsys.readouterr().out.splitlines()
-    entry = json.loads(lines[-1])
+def test_a_new_token_and_its_entry(tmp_path, capsys):
+    """Standard output has the token alone, as `TOKEN=$(kvabr serve --new-token)` needs it."""
+    file = tmp_path / "token.json"
+    assert kvabr("serve", "--new-token", "--json", file) == 0
+    out, said = capsys.readouterr()
+    entry = json.loads(said.splitlines()[-1])
     grants = Grants.loads(json.dumps({"schema": "kvabr.grants/1", "grants": [entry]}))
-    assert grants.check(lines[1].encode()).name == entry["name"]
-    assert grants.check(lines[1].encode()).expires_s is None
+    assert out.count("\n") == 1
+    assert grants.check(out.strip().encode()).name == entry["name"]
+    assert grants.check(out.strip().encode()).expires_s is None
+    assert json.loads(file.read_text()) == {"schema": "kvabr.token/1", "token": out.strip(), "entry": entry}
+    assert file.stat().st_mode & 0o077 == 0
     assert kvabr("serve", "--new-token", "--expires", "90") == 0
-    lines = capsys.readouterr().out.splitlines()
-    (grant,) = Grants.loads(json.dumps({"schema": "kvabr.grants/1", "grants": [json.loads(lines[-1])]}))
-    assert grant.id == json.loads(lines[-1])["id"] != entry["id"]
+    later = json.loads(capsys.readouterr().err.splitlines()[-1])
+    (grant,) = Grants.loads(json.dumps({"schema": "kvabr.grants/1", "grants": [later]}))
+    assert grant.id == later["id"] != entry["id"]
     assert abs(grant.expires_s - time.time() - 90 * 86400) < 86400
+    assert kvabr("serve", tmp_path, "--dev", "--json", file) == 2
 
 
 def test_limits_and_their_defaults_are_in_the_help(capsys):

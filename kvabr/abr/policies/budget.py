@@ -49,7 +49,7 @@ class Budget(FrontToBack):
 
 
 class Mpc(Budget):
-    """Plan five groups, send one, plan again."""
+    """Plan five groups ahead, one track for each, as video players do (RobustMPC); a group is never refined."""
 
     name: ClassVar[str] = "mpc"
     estimator: ClassVar[str] = "harmonic"
@@ -57,7 +57,9 @@ class Mpc(Budget):
 
 
 class RobustMpc(Policy):
-    """RobustMPC over base and enhancement tracks: the options are the lower convex hull of everything in the asset.
+    """As mpc, but a plan may give a group a base and further layers, which are requested one after the other.
+
+    The options are the lower convex hull of everything in the asset.
 
     If the plan gives a group several layers, the base is requested at once and each enhancement as soon as the layer
     below is in place, unless it would no longer arrive at the bound. Once every group has its planned layers, the

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Time the codecs and print the tables."""
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar, output, write_json
+    from kvabr.cli.display import StageBar, output, say, write_json
     from kvabr.codec.base import codec, names
     from kvabr.codec.native.coder import available_paths
     from kvabr.lab.bench import codec_speed
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         out.print(_stage_table(subject.name, done))
         out.print(_whole_table(subject.name, done, theirs, result["over_ideal"][subject.name]))
     for note in notes:
-        console.print(f"not measured: {note}", highlight=False)
+        say(console, f"not measured: {note}", highlight=False)
     write_json(args.json, result)
     return 0
 

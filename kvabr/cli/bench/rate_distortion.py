@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.calibrate import stage_titles
-    from kvabr.cli.display import StageBar, output, table, write_json
+    from kvabr.cli.display import StageBar, output, say, table, write_json
     from kvabr.engines.transformers.spec import spec_of
     from kvabr.lab.bench import rate_distortion as rd
     from kvabr.lab.bench import summary
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
     }
     shown = [(name, found) for name, found in every.items() if found is not None]
     out = output()
-    out.print(title, highlight=False)
+    say(out, title, highlight=False)
     for name, (heads, lines) in shown:
         out.print(table(name, heads, lines, left=heads[:1]))
     _print(out, [summary.sentence(result), *filter(None, [summary.text_sentence(result)]), *told])
@@ -245,8 +245,10 @@ def _check_each(takes: str, given: Sequence[float], least: float, most: float) -
 
 
 def _print(console: Console, lines: Sequence[str]) -> None:
+    from kvabr.cli.display import say
+
     for line in lines:
-        console.print(line, highlight=False)
+        say(console, line, highlight=False)
 
 
 def _profiles(spec: KVSpec, paths: list[Path] | None) -> dict[str, Profile]:

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure every track on every text and print the tables."""
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar, mix_rows, mix_table, output, track_rows, track_table, write_json
+    from kvabr.cli.display import StageBar, mix_rows, mix_table, output, say, track_rows, track_table, write_json
     from kvabr.cli.encode import STAGES
     from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import ordered_tracks, publish
@@ -65,7 +65,11 @@ def run(args: argparse.Namespace) -> int:
 
     if args.tokens < 1 or args.continuation < 2:
         raise UsageError("--tokens must be at least 1 and --continuation at least 2")
-    texts = measuring_texts() if args.text is None else {str(path): read_text(path) for path in args.text}
+    texts = (
+        measuring_texts()
+        if args.text is None
+        else {str(path): read_text(path, unreadable=UsageError) for path in args.text}
+    )
     tracks = ordered_tracks(args.tracks)
     console = Console(stderr=True)
     loaded = load(args.model, console)
@@ -85,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if len(catalogs) > 1:
         out.print(_summary_table(summary, len(catalogs)))
     worst = max((abs(math.log(row["ratio"])) for row in _ratios(list(catalogs.values()))), default=0.0)
-    out.print(f"mixed caches: predicted within a factor {math.exp(worst):.2f} of measured", highlight=False)
+    say(out, f"mixed caches: predicted within a factor {math.exp(worst):.2f} of measured", highlight=False)
     result = {
         "schema": "kvabr.bench.quality/1",
         "model": loaded.engine.spec.model,

@@ -5,6 +5,7 @@ The left panel has seconds; the right one how much longer than the oracle, or th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
@@ -19,14 +20,16 @@ _FIRST = "kvabr"
 _ORACLE = "oracle"
 _WIDTH, _LEFT, _RIGHT, _TOP, _HEIGHT, _FOOT = 460, 58, 24, 46, 280, 40
 _COLUMN = 150
+_HUES = 9
+"""Colours, one for each rule that there is."""
 _STYLE = """
 .rt { --ground: #ffffff; --ink: #1c2027; --muted: #646c79; --hair: #e3e3dd;
   --f0: #1f5fbf; --f1: #12877a; --f2: #8b94a3; --f3: #b8860b; --f4: #523093; --f5: #c04e7d; --f6: #b3261e;
-  --f7: #3a7d34; }
+  --f7: #3a7d34; --f8: #7a4a1e; }
 @media (prefers-color-scheme: dark) {
   .rt { --ground: #14171c; --ink: #e7e9ed; --muted: #98a1af; --hair: #2c323c;
     --f0: #79aef5; --f1: #3cc4ae; --f2: #8b94a3; --f3: #ffe08a; --f4: #c49bff; --f5: #f28aa8; --f6: #ff8a80;
-    --f7: #8fd18a; } }
+    --f7: #8fd18a; --f8: #d8a878; } }
 .rt text { font: 12px system-ui, sans-serif; fill: var(--ink); }
 .rt .ground { fill: var(--ground); } .rt .title { font-weight: 650; font-size: 13px; }
 .rt .tick, .rt .axis { fill: var(--muted); font-size: 11px; }
@@ -93,12 +96,11 @@ def _panel(title: str, curves: Mapping[str, Curve], names: Sequence[str], column
     for tick in sorted({mbps for curve in curves.values() for mbps, _ in curve}):
         out += [stroke(across(tick), _TOP, across(tick), low, "grid")]
         out.append(label(across(tick), low + 16, rate_name(tick), "tick", "middle"))
-    for power in up.powers(10):
-        for step in (0.5, 1, 2):
-            tick = step * power
-            if up.low <= tick <= up.high:
-                out.append(stroke(_LEFT, up(tick), _WIDTH - _RIGHT, up(tick), "grid"))
-                out.append(label(_LEFT - 6, up(tick) + 4, f"{tick:g}", "tick", "end"))
+    ticks = [step * power for power in up.powers(10) for step in (0.5, 1, 2) if up.low <= step * power <= up.high]
+    # Rules that are nearly alike, as over one link, lie between two round numbers.
+    for tick in ticks if len(ticks) > 1 else (up.low, math.sqrt(up.low * up.high), up.high):
+        out.append(stroke(_LEFT, up(tick), _WIDTH - _RIGHT, up(tick), "grid"))
+        out.append(label(_LEFT - 6, up(tick) + 4, f"{tick:.3g}", "tick", "end"))
     # The first is drawn last, on top of the others.
     for name in reversed(names):
         if name in curves:
@@ -109,7 +111,7 @@ def _panel(title: str, curves: Mapping[str, Curve], names: Sequence[str], column
 def _curve(curve: Curve, name: str, number: int, across: LogScale, up: LogScale) -> str:
     kind, out = "way first" if number == 0 else "way", []
     for (x1, y1), (x2, y2) in pairwise(curve):
-        out.append(stroke(across(x1), up(y1), across(x2), up(y2), kind, f"var(--f{number % 8})"))
+        out.append(stroke(across(x1), up(y1), across(x2), up(y2), kind, f"var(--f{number % _HUES})"))
     out += [_mark(across(x), up(y), number, f"{name}, {rate_name(x)}: {y:.3g}") for x, y in curve]
     return "".join(out)
 
@@ -118,4 +120,4 @@ def _mark(x: float, y: float, number: int, said: str) -> str:
     place = f"translate({x:g} {y:g}) scale(0.8)"
     title = f"<title>{escape(said)}</title>"
     shape = SHAPES[number % len(SHAPES)]
-    return f'<path class="mark" fill="var(--f{number % 8})" d="{shape}" transform="{place}">{title}</path>'
+    return f'<path class="mark" fill="var(--f{number % _HUES})" d="{shape}" transform="{place}">{title}</path>'

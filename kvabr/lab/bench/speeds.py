@@ -34,9 +34,9 @@ _STYLE = """
 @media (prefers-color-scheme: dark) {
   .sp { --ground: #14171c; --ink: #e7e9ed; --muted: #98a1af; --hair: #2c323c;
     --f0: #79aef5; --f1: #3cc4ae; --f2: #8b94a3; --f3: #ffe08a; --f4: #c49bff; --f5: #f28aa8; --f6: #ff8a80; } }
-.sp text { font: 12px system-ui, sans-serif; fill: var(--ink); }
+.sp text { font: 14px system-ui, sans-serif; fill: var(--ink); }
 .sp .ground { fill: var(--ground); } .sp .title { font-weight: 650; font-size: 13px; }
-.sp .tick, .sp .axis { fill: var(--muted); font-size: 11px; }
+.sp .tick, .sp .axis { fill: var(--muted); font-size: 13px; }
 .sp .grid { stroke: var(--hair); } .sp .way { stroke-width: 1.6; } .sp .first { stroke-width: 3; }
 .sp .dashed { stroke-width: 1.4; stroke-dasharray: 5 3; } .sp .first.dashed { stroke-width: 2.6; }
 .sp .cold { stroke: var(--muted); stroke-dasharray: 2 3; stroke-width: 1.6; } .sp .mark { stroke-width: 1.4; }

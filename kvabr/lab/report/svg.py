@@ -64,8 +64,10 @@ class LogAxis:
             x, text = self.at(10.0**power), f"{10.0**power:g}"
             if power <= math.log10(_FLOOR) + 1e-9:
                 text = f"≤{text}"
+            # On a narrow screen every second decade has its label.
+            spare = ' class="spare"' if self._unit and (self._high - power) % 2 else ""
             parts.append(f'<line class="rule" x1="{x}" x2="{x}" y1="{top}" y2="{bottom}"/>')
-            parts.append(f'<text x="{x}" y="{bottom + 13}" text-anchor="middle">{text}</text>')
+            parts.append(f'<text x="{x}" y="{bottom + 13}" text-anchor="middle"{spare}>{text}</text>')
         return "".join(parts)
 
 

@@ -10,6 +10,7 @@ from kvabr.lab.cell import CellPlayer
 from kvabr.lab.matrix import Cell, LabMatrix, varying
 from kvabr.lab.results_folder import Line
 from kvabr.lab.run import PlayedMatrix
+from kvabr.replay.report.timeline import losses
 
 PER_POLICY = 3
 MOST_POLICIES = 12
@@ -98,6 +99,8 @@ class _Again:
             if self._axes:
                 run["trace"] = f"{run['trace']} · {cell.title(self._axes)}"
             self._done[key] = len(self._out.timelines)
-            self._out.timelines.append({"run": len(self._out.runs), "log": outcome.log, "link": outcome.link})
+            lost = losses(outcome.log or (), self._matrix.catalog(cell))
+            line = {"run": len(self._out.runs), "log": outcome.log, "link": outcome.link, "losses": lost}
+            self._out.timelines.append(line)
             self._out.runs.append(run)
         return self._done[key]

@@ -16,6 +16,7 @@ from kvabr.replay.live.compare import comparison
 from kvabr.replay.live.experiment import LiveExperiment, LiveOptions
 from kvabr.replay.live.origin import LiveOrigin
 from kvabr.replay.live.shaper import Shaper
+from kvabr.replay.report.timeline import losses
 from kvabr.replay.run import Matrix, Report, finish, tasks
 from kvabr.replay.verify import load_profile
 from kvabr.store.asset import Asset
@@ -67,7 +68,9 @@ async def replay_live(
                 played = await live.play(trace, task.start_s, policy, log=index < task.logged)
                 simulated.append(model.play(trace, task.start_s, policy).run)
                 if played.log is not None:
-                    report.timelines.append({"run": len(runs), "log": played.log, "link": played.link})
+                    lost = losses(played.log, matrix.catalog)
+                    line = {"run": len(runs), "log": played.log, "link": played.link, "losses": lost}
+                    report.timelines.append(line)
                 runs.append(played.run)
                 report.steps.append(played.record.steps)
                 if on_progress is not None:

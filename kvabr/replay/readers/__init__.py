@@ -17,7 +17,7 @@ from kvabr.replay.readers.csv_format import TIME_UNITS, Columns
 from kvabr.replay.readers.source import BYTES_PER_SECOND, MAX_FILE_BYTES, Head, TraceFile
 from kvabr.replay.trace import Trace
 from kvabr.store.files import read_text
-from kvabr.types.errors import TraceError
+from kvabr.types.errors import MissingTraceError, TraceError
 
 __all__ = ["BYTES_PER_SECOND", "FORMATS", "TIME_UNITS", "Columns", "find", "read", "sniff"]
 
@@ -58,19 +58,19 @@ def find(paths: Iterable[Path]) -> list[Path]:
     ...) and files of unknown formats are skipped, and links to folders are not followed.
 
     Raises:
-        TraceError: a path does not exist, or a folder holds no trace.
+        MissingTraceError: a path does not exist, or a folder holds no trace.
     """
     found: dict[Path, None] = {}
     for path in paths:
         if path.is_dir():
             inside = [file for file in _walk(path) if sniff(file) is not None]
             if not inside:
-                raise TraceError(f"{path}: no traces in this folder (formats: {', '.join(FORMATS)})")
+                raise MissingTraceError(f"{path}: no traces in this folder (formats: {', '.join(FORMATS)})")
             found.update(dict.fromkeys(inside))
         elif path.exists():
             found[path] = None
         else:
-            raise TraceError(f"{path}: no such file or folder")
+            raise MissingTraceError(f"{path}: no such file or folder")
     return list(found)
 
 
@@ -102,7 +102,8 @@ def read(path: Path, *, format_name: str | None = None, columns: Columns | None 
         columns: columns that the file's header does not show; implies CSV.
 
     Raises:
-        TraceError: not a trace; too large; or its samples are empty, unsorted, negative, not finite, or all zero.
+        MissingTraceError: it is empty, or looks like no trace.
+        TraceError: too large; or its samples are empty, unsorted, negative, not finite, or all zero.
     """
     if columns is not None and format_name is None:
         format_name = "csv"
@@ -114,7 +115,10 @@ def read(path: Path, *, format_name: str | None = None, columns: Columns | None 
     chosen = format_name or _sniff_text(source.text[:_HEAD_BYTES], cut=len(source.text) > _HEAD_BYTES)
     if chosen is None:
         what = "looks like no trace format that is known" if source.text.strip() else "it is empty"
-        raise source.error(f"{what}; name one of {', '.join(FORMATS)}, and for CSV the columns, with the options")
+        raise MissingTraceError(
+            f"{path}: {what}; `kvabr traces import {path} --format F --out FOLDER` converts it: F is one of "
+            f"{', '.join(FORMATS)}, and for CSV its options name the columns"
+        )
     if chosen == "csv":
         return csv_format.parse_csv(source, columns)
     return _FORMATS[chosen].parse(source)

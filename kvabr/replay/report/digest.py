@@ -192,6 +192,7 @@ def _play(run: Run, timeline: Timeline, places: dict[str, int], losses: Mapping[
         "link": capacity(timeline.get("link") or (), until),
         "achieved": achieved(log, until),
         "belief": estimates(log),
+        "losses": [[_time(t), significant(loss, 3)] for t, loss in timeline.get("losses") or ()],
         "requests": [
             [
                 *(item.request, item.group, places.get(item.track), item.bytes, _time(item.sent_s)),

@@ -1,5 +1,8 @@
 // What stands above the plays: the facts, how the policies did, regret by trace family, the legend of tracks.
 
+/** Whether any play computed a token; without an engine neither its mode nor a column of zeros says anything. */
+const RECOMPUTES = DATA.policies.some((policy) => policy.tokens_recomputed_mean > 0);
+
 function drawFacts() {
   const facts = DATA.facts;
   const rows = [
@@ -8,7 +11,7 @@ function drawFacts() {
     ["deadline", facts.deadlines.length && facts.deadlines.map(seconds).join(", ")],
     ["plays", `${plural(facts.plays, "play")} of ${plural(facts.traces, "trace")}, ${plural(facts.runs, "run")}`],
     ["set apart", facts.apart && `${plural(facts.apart, "play")} that no schedule could bring in on time`],
-    ["engine", facts.engine_mode && `${facts.engine_mode} mode`],
+    ["engine", facts.engine_mode && RECOMPUTES && `${facts.engine_mode} mode`],
   ];
   byId("facts").append(
     ...rows.filter(([, text]) => text).map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", {}, text))),
@@ -80,11 +83,11 @@ function choosePolicy(name) {
 }
 
 const GLOSS = {
-  "loss, nats per token": "Expected KL divergence between the next-token distributions of this cache and of the exact one. " +
-    "A nat is 1.44 bits.",
+  "mean loss, nats per token": "Expected KL divergence between the next-token distributions of this cache and of the exact one: " +
+    "the mean over the first 8 tokens, 32 and all that were measured. A nat is 1.44 bits.",
   "mean regret": "Loss + price of time x TTFT + price of engine time + penalties for being late, minus the least that a clairvoyant player, " +
     "who knows the whole trace, could reach. 0 is perfect.",
-  "TTFT": "Time to first token: when the cache was complete. Plays that were given up count as never.",
+  "TTFT, median": "Time to first token: when the cache was complete. Plays that were given up count as never.",
   "wasted": "Share of the fetched bytes that were not used: abandoned, failed or replaced transfers.",
 };
 
@@ -93,14 +96,18 @@ const glossed = (word) => (GLOSS[word] ? el("abbr", { title: GLOSS[word] }, word
 
 function drawGloss() {
   byId("gloss").append("Loss: how far the next-token distribution is from that of the exact cache, in nats per token " +
-    "(KL divergence; 1 nat is 1.44 bits). Regret: loss, time, engine time and penalties for being late, each at its price, beyond the least " +
+    "(KL divergence; 1 nat is 1.44 bits), the mean of all plays; TTFT is their median. Regret: loss, time, engine time and " +
+    "penalties for being late, each at its price, beyond the least " +
     "that a player who knows the future could reach.");
 }
 
 function drawPolicies() {
-  const heads = ["policy", "deadline met", "TTFT", "loss, nats per token", "mean regret", "recomputed", "wasted", "tracks of all groups"];
+  const numbers = ["mean loss, nats per token", "mean regret", ...(RECOMPUTES ? ["recomputed"] : []), "wasted"];
+  const heads = ["policy", "deadline met", "TTFT, median", ...numbers, "tracks of all groups"];
+  // A policy that knows the future is no rival.
+  const best = DATA.policies.findIndex((policy) => !policy.name.endsWith("oracle"));
   const played = new Set(DATA.plays.map((play) => play.policy));
-  const rows = DATA.policies.map((policy, rank) => el("tr", { class: rank === 0 ? "best" : "" },
+  const rows = DATA.policies.map((policy, rank) => el("tr", { class: rank === best ? "best" : "" },
     el("th", { scope: "row" }, played.has(policy.name)
       ? el("button", { class: "link", onclick: () => choosePolicy(policy.name), "data-policy": policy.name }, policy.name)
       : policy.name),
@@ -110,11 +117,11 @@ function drawPolicies() {
       el("span", {}, seconds(policy.ttft_p50_s), el("small", {}, ` p95 ${seconds(policy.ttft_p95_s)}`)))),
     el("td", { "data-label": "loss", class: "number" }, nats(policy.loss_mean), el("small", {}, ` p95 ${nats(policy.loss_p95)}`)),
     el("td", { "data-label": "mean regret", class: "number strong" }, nats(policy.regret_mean)),
-    el("td", { "data-label": "recomputed", class: "number" }, whole(policy.tokens_recomputed_mean), el("small", {}, " tokens")),
+    RECOMPUTES && el("td", { "data-label": "recomputed", class: "number" }, whole(policy.tokens_recomputed_mean), el("small", {}, " tokens")),
     el("td", { "data-label": "wasted", class: "number" }, percent(policy.bytes_wasted_share)),
     el("td", {}, shareGlyph(policy))));
   byId("policies").append(el("table", { class: "policies" },
-    el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, glossed(head))))),
+    el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col", class: numbers.includes(head) ? "number" : null }, glossed(head))))),
     el("tbody", {}, rows)));
 }
 

@@ -29,7 +29,9 @@ from kvabr.replay.report.queries import (
 from kvabr.replay.report.verdict import verdict
 from kvabr.store.files import write_text
 
-SCRIPTS = ("dom.js", "overview.js", "strip.js", "timeline.js", "inspector.js", "log.js", "export.js", "page.js")
+SCRIPTS = (
+    *("dom.js", "overview.js", "strip.js", "loss.js", "timeline.js", "inspector.js", "log.js", "export.js", "page.js"),
+)
 """The page's scripts, in order."""
 
 

@@ -38,11 +38,11 @@ _MBIT = 8e-6
 _LIGHT_STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#1c2027}.muted{fill:#646c79}.ground{fill:#fbfbf9}.empty{fill:#ecece6}"
     ".link{fill:#8b94a3;fill-opacity:.35}.lower{stroke:#1f5fbf;fill:none;stroke-width:1.6}"
-    ".deadline{stroke:#b3261e;stroke-dasharray:4 3}"
+    ".deadline{stroke:#b3261e;stroke-dasharray:4 3}.ended{stroke:#1c7a4d}"
 )
 _DARK_STYLE = (
     "text{fill:#e7e9ed}.muted{fill:#98a1af}.ground{fill:#14171c}.empty{fill:#262b33}.lower{stroke:#79aef5}"
-    ".deadline{stroke:#ff8a80}"
+    ".deadline{stroke:#ff8a80}.ended{stroke:#5cc492}"
 )
 
 
@@ -77,12 +77,14 @@ def picture(run: Run, timeline: Timeline, tracks: list[str]) -> str:
     row = min(_MOST_ROW, _ROWS / start.groups)
     scale = _Scale(end_s)
     bottom = _ROWS_TOP + row * start.groups
-    spans = list(_spans(log, end_s))
+    ended_s = number(run.get("ttft_s"))
+    spans = list(_spans(log, end_s if ended_s is None else ended_s))
     body = [
         '<rect class="ground" width="100%" height="100%" rx="6"/>',
         *_link(timeline, log, scale, end_s),
         *_rows(spans, start, scale, row, tracks),
         *_axis(start, scale, bottom, end_s),
+        *(() if ended_s is None else _ended(scale(ended_s), bottom)),
         *_legend([track for _, _, _, track in spans], tracks, bottom + 32),
         _text(_LEFT, bottom + 68, _sentence(run, start), "muted"),
     ]
@@ -170,6 +172,13 @@ def _axis(start: PlayStarted, scale: _Scale, bottom: float, end_s: float) -> Ite
     x = scale(start.deadline_s)
     yield f'<line class="deadline" x1="{x}" x2="{x}" y1="{_LINK_TOP}" y2="{bottom:.1f}"/>'
     yield _text(x - 4, _LINK_TOP - 10, "deadline", anchor="end")
+
+
+def _ended(x: float, bottom: float) -> Iterator[str]:
+    """Mark where the cache was complete and the model went on."""
+    yield f'<line class="ended" x1="{x}" x2="{x}" y1="{_LINK_TOP}" y2="{bottom:.1f}"/>'
+    if x < _LEFT + _WIDTH - 150:  # what is to the right of it is empty
+        yield _text(x + 6, bottom - 8, "the cache is complete", "muted")
 
 
 def _legend(used: list[str], tracks: list[str], y: float) -> Iterator[str]:

@@ -151,7 +151,7 @@ def nats(value: float | None, digits: int = 2) -> str:
     return f"{value:.{decimals}f}"
 
 
-LIGHT = ("#f6cf5e", "#f0a158", "#df745f", "#c04e7d", "#943f9f", "#523093", "#1d2763")
+LIGHT = ("#f6cf5e", "#f0a158", "#df745f", "#c04e7d", "#943f9f", "#4247ad", "#0b2440")
 """Ramp for light backgrounds."""
 DARK = ("#ffe999", "#fdbb68", "#f28a62", "#d9648c", "#b553b0", "#7f45c4", "#3f40b8")
 """Ramp for dark backgrounds, and for terminals, whose background is unknown."""

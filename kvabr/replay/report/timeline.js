@@ -1,4 +1,4 @@
-// The chosen play over time, in panels above one time axis: throughput, requests by group, decoder, engine, slack.
+// The chosen play over time, in panels above one time axis: throughput, requests by group, decoder, engine, loss, slack.
 
 const MARGIN = { left: 76, right: 14, top: 30, bottom: 22 };
 const NARROW = 520;
@@ -29,6 +29,7 @@ function layout(play, width) {
   if (play.computed.length) add("engine", 12, 6);
   if (play.published.length) add("prefill", 12, 6);
   if (other) add("rival", panels.requests.height, 30);
+  if (play.losses.length) add("loss", 60, 30);
   add("slack", 88, 30);
   return { play, other, width, from, to, x, time, panels, height: top + MARGIN.bottom, right: MARGIN.left + inner };
 }
@@ -38,7 +39,7 @@ function drawTimeline() {
   const play = current();
   const area = layout(play, host.clientWidth || 900);
   const against = area.other ? `, compared with ${area.other.policy}` : "";
-  const label = `Timeline of ${playTitle(play)}${against}: throughput, requests, decoder, engine and slack over ${seconds(play.until)}`;
+  const label = `Timeline of ${playTitle(play)}${against}: throughput, requests, decoder, engine, loss and slack over ${seconds(play.until)}`;
   const root = svg("svg", { class: "timeline", width: area.width, height: area.height, role: "img", "aria-label": label });
   root.append(svg("clipPath", { id: "plot" },
     svg("rect", { x: MARGIN.left, y: 0, width: area.right - MARGIN.left, height: area.height })));
@@ -46,6 +47,7 @@ function drawTimeline() {
   root.append(grid(area), inPlot);
   inPlot.append(ratePanel(area, root), requestPanel(area, root), decoderPanel(area, root), slackPanel(area, root));
   if (area.other) inPlot.append(requestPanel(area, root, area.other, area.panels.rival));
+  if (area.panels.loss) inPlot.append(lossPanel(area, root));
   if (area.panels.engine) inPlot.append(enginePanel(area, root));
   if (area.panels.prefill) inPlot.append(prefillPanel(area, root));
   // Titles stay readable where the lines of milestones cross them.
@@ -213,13 +215,11 @@ function requestPanel(area, root, play = area.play, panel = area.panels.requests
     ...(play.computed.length ? [["key-engine", "\u25a0", "recomputed"]] : []),
     ...(play.published.length ? [["key-edge", "\u2501", "live edge"]] : []),
   ]);
-  for (const group of ticks(0, play.groups_total - 1, 4)) sideText(root, rowOf(area, group, 1, panel)[0] + 2, String(group));
+  for (const group of ticks(0, play.groups_total - 1, 4)) sideText(root, rowOf(area, group, 1, panel)[0] + 2, group === 0 ? "group 0" : String(group));
   const found = play.computed.map(([start, end, first, last]) => {
     const [top, height] = rowOf(area, first, last - first, panel);
-    return [
-      svg("rect", { class: "engine", x: area.x(start), width: Math.max(1, area.x(end) - area.x(start)), y: top, height }),
-      svg("rect", { class: "overlay weaved", x: area.x(start), width: Math.max(1, area.x(end) - area.x(start)), y: top, height }),
-    ];
+    const box = { x: area.x(start), width: Math.max(1, area.x(end) - area.x(start)), y: top, height };
+    return [svg("rect", { ...box, class: "engine" }), svg("rect", { ...box, class: "overlay weaved" })];
   });
   for (const row of play.requests) {
     const [start, first, end] = [row[COL.requests.sent], row[COL.requests.first_byte], row[COL.requests.end]];

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Literal
 
 from kvabr.replay.report.queries import number
+from kvabr.types.catalog import Catalog
 from kvabr.types.events import (
     DecisionMade,
     FirstByteReceived,
@@ -130,6 +131,32 @@ def computations(log: Sequence[PlayEvent]) -> list[Computation]:
     end = end_of(log)
     found += [Computation(t, end, *span, finished=False) for span, t in begun.items()]
     return sorted(found, key=lambda item: item.start_s)
+
+
+def losses(log: Sequence[PlayEvent], catalog: Catalog) -> list[tuple[float, float]]:
+    """Return what the cache in place was expected to lose when: (seconds, nats per token), once every group is there.
+
+    Steps of less than a hundredth are left out.
+    """
+    events = [
+        (item.decoded_s, item.group, catalog.by_name[item.track].loss[item.group])
+        for item in requests(log)
+        if item.decoded_s is not None and item.track in catalog.by_name
+    ]
+    spans = [span for span in computations(log) if span.finished and not span.tokens]
+    events += [(span.end_s, group, 0.0) for span in spans for group in range(span.first, span.last)]
+    of: dict[int, float] = {}
+    found: list[tuple[float, float]] = []
+    total = 0.0
+    for t, group, loss in sorted(events):
+        if loss >= of.get(group, math.inf):
+            continue
+        total += loss - of.get(group, 0.0)
+        of[group] = loss
+        needed = catalog.to_play.groups if not catalog.every_token else catalog.groups
+        if len(of) >= needed and (not found or abs(total - found[-1][1]) > 0.01 * found[-1][1]):
+            found.append((t, max(0.0, total)))
+    return found
 
 
 def published(log: Sequence[PlayEvent]) -> list[tuple[float, int]]:

@@ -21,7 +21,7 @@ from kvabr.store.objects.spans import SpanHead, head_of, units_by_span
 from kvabr.store.objects.threads import each
 from kvabr.store.objects.url import split_asset
 from kvabr.store.objects.writer import ObjectAssetWriter
-from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError
+from kvabr.types.errors import AssetError, FormatError, KvabrError, MissingAssetError, UsageError
 from kvabr.types.units import unit_of
 
 MAX_LISTED = 1 << 18
@@ -232,14 +232,14 @@ class ObjectAssetStore:
         if len(names) == 1:
             return names[0]
         if not names:
-            raise AssetError(f"{self.location}: no such asset: the store is empty")
+            raise MissingAssetError(f"{self.location}: no such asset: the store is empty")
         some = ", ".join(name[:16] + "..." for name in names[:3])
         raise AssetError(
             f"{self.location}: has {len(names)} assets ({some}); name one: {self.bucket.where.below('DIGEST')}"
         )
 
     def _missing(self, name: str) -> NoReturn:
-        raise AssetError(f"{self.location if name == '.' else self.bucket.where.below(name)}: no such asset")
+        raise MissingAssetError(f"{self.location if name == '.' else self.bucket.where.below(name)}: no such asset")
 
 
 def _version(info: ObjectInfo) -> AssetVersion:

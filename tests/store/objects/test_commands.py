@@ -47,7 +47,7 @@ def test_commands_take_a_store(store_url, capsys, tmp_path):
     with pytest.raises(UsageError, match="--force"):
         encode(store_url)
     assert encode(store_url, force=True).chunks == catalog.chunks
-    assert main(["inspect", open_store(store_url).bucket.where.below("0" * 64)]) == 1
+    assert main(["inspect", open_store(store_url).bucket.where.below("0" * 64)]) == 2
     assert "no such asset" in capsys.readouterr().err
 
 
