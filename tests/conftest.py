@@ -23,6 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["KVABR_CONFIG"] = ""  # the developer's own file is not for the tests
+os.environ.pop("COLUMNS", None)  # xdist sets it in its processes; commands would wrap lines that nobody reads
 
 ASSET_TOKENS = 300
 """Three groups, the last one short."""
