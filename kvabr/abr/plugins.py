@@ -42,7 +42,6 @@ def estimators() -> dict[str, type[Estimator]]:
     return registered("kvabr.estimators", ESTIMATORS)
 
 
-@cache
 def load_policy(text: str) -> Callable[[], Policy]:
     """Return a factory of policy objects; each play needs a new one.
 
@@ -52,13 +51,27 @@ def load_policy(text: str) -> Callable[[], Policy]:
     Raises:
         PolicyError: there is no such policy, or its file cannot be loaded; the message names file and line.
     """
-    return load_plugin(text, Policy, policies(), "policy", "policies")  # type: ignore[type-abstract]
+    return _policy(text, _folder(text))
 
 
 @cache
+def _policy(text: str, folder: str) -> Callable[[], Policy]:  # noqa: ARG001  # part of the key
+    return load_plugin(text, Policy, policies(), "policy", "policies")  # type: ignore[type-abstract]
+
+
 def load_estimator(text: str) -> Callable[[], Estimator]:
     """Return a factory of estimator objects; as `load_policy`."""
+    return _estimator(text, _folder(text))
+
+
+@cache
+def _estimator(text: str, folder: str) -> Callable[[], Estimator]:  # noqa: ARG001  # part of the key
     return load_plugin(text, Estimator, estimators(), "estimator", "estimators")  # type: ignore[type-abstract]
+
+
+def _folder(text: str) -> str:
+    """Return where a plug-in's file is looked for, if it has one: another one has the same name in another folder."""
+    return str(Path.cwd()) if text.partition(":")[0].endswith(".py") else ""
 
 
 def registered(group: str, builtin: Mapping[str, type[T]]) -> dict[str, type[T]]:

@@ -61,3 +61,15 @@ def test_an_entry_point_is_found(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert policies()["thirdparty"].__name__ == "Mine"
     assert type(load_policy("thirdparty")()).__name__ == "Mine"
+
+
+def test_files_of_one_name_in_two_folders_are_two_policies(tmp_path, monkeypatch):
+    found = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        body = f"    about = {name!r}\n    def decide(self, view): ...\n"
+        text = f"from kvabr.abr import Policy\n\nclass Mine(Policy):\n{body}"
+        (tmp_path / name / "mine.py").write_text(text)
+        monkeypatch.chdir(tmp_path / name)
+        found.append(load_policy("./mine.py:Mine")().about)
+    assert found == ["one", "other"]
