@@ -1,4 +1,4 @@
-"""Which published assets are as they were published: a damaged one is published again by whoever computes it again.
+"""Which published assets are as they were published: a damaged one is published anew when it is computed again.
 
 Each asset is checked when somebody has computed it again: that all parts are there, and on a local disk also every
 byte. That is done once an hour at most, of one asset at a time, at a low priority; what is told meanwhile is that it

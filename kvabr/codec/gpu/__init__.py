@@ -206,7 +206,7 @@ def _bytes(out: torch.Tensor) -> torch.Tensor:
 @cache
 def _warn(reason: str) -> None:
     warnings.warn(
-        f"a group was decoded on the processor, not on its GPU ({reason}); kvabr doctor says what is missing",
+        f"a group was decoded on the processor, not on its GPU: right, but slower ({reason})",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -255,7 +255,7 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
 def _former(settings: VllmSettings, facts: Mapping[str, Any]) -> str | None:
     """Return the name under which earlier versions of kvabr published the same caches; None: this one, or none is sure.
 
-    The element type of a cache was not in it, but whoever reads one compares that.
+    The element type of a cache was not in it, but readers compare that.
     """
     told = [key for key, value in facts.items() if value is not None]
     return settings.model if told == ["cache"] and settings.version is None else None
