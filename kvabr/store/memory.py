@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from functools import cache
 
 _HUGE_BYTES = 2 << 20
@@ -24,6 +25,17 @@ _MIN_POOLED_BYTES = 256 << 10
 _STEP_BYTES = 64 << 10
 """Sizes of pooled memory are multiples of this, so that groups of almost the same size share it."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class PinnedMemory(mmap.mmap):
+    """Memory whose pages the system never moves, so that a device copies from it by itself."""
+
+    pinned = True
+    """How code that knows nothing of this module tells it, by the base of an array."""
+
+
+Pin = Callable[[int, int], Callable[[], object] | None]
+"""Pins memory, given its address and bytes; returns how that is undone, or None if it could not be done."""
 
 
 class BufferPool:
@@ -38,6 +50,7 @@ class BufferPool:
         """Bytes of pooled memory that it had to allocate so far."""
         self._spare: list[mmap.mmap] = []
         """Unused memory, the longest unused first."""
+        self._pin: Pin | None = None
         self._lock = threading.RLock()
         """Reentrant: collecting garbage within `take` may give memory back."""
 
@@ -50,13 +63,20 @@ class BufferPool:
         length = _rounded(size, _STEP_BYTES)
         memory = self._reused(length)
         if memory is None:
-            memory = _fresh(length)
+            memory = _fresh(length, self._pin)
             with self._lock:
                 self.fresh_bytes += len(memory)
         # Views refer to the array, and arrays to the memory. When the array goes, the last view has gone.
         shown = np.frombuffer(memory, dtype=np.uint8, count=size)
         weakref.finalize(shown, self._give_back, memory).atexit = False
         return shown.data
+
+    def pin_with(self, pin: Pin, most_spare_bytes: int) -> None:
+        """Pin all memory that is allocated from now on, which takes long, and so keep more of it unused."""
+        with self._lock:
+            if self._pin is None:
+                self._pin, self._most_spare_bytes, self._spare = pin, most_spare_bytes, []
+                self.spare_bytes = 0
 
     def _reused(self, length: int) -> mmap.mmap | None:
         with self._lock:
@@ -68,9 +88,10 @@ class BufferPool:
         return None
 
     def _give_back(self, memory: mmap.mmap) -> None:
-        if len(memory) > self._most_spare_bytes:
+        pinned = isinstance(memory, PinnedMemory)
+        if len(memory) > self._most_spare_bytes or (self._pin is not None and not pinned):
             return
-        if len(memory) >= _MIN_HUGE_BYTES and hasattr(mmap, "MADV_FREE"):
+        if not pinned and len(memory) >= _MIN_HUGE_BYTES and hasattr(mmap, "MADV_FREE"):
             with contextlib.suppress(OSError):
                 memory.madvise(mmap.MADV_FREE)  # costs nothing as long as the system has enough memory
         with self._lock:
@@ -80,18 +101,24 @@ class BufferPool:
                 self.spare_bytes -= len(self._spare.pop(0))
 
 
-def _fresh(size: int) -> mmap.mmap:
-    """Return at least ``size`` bytes, in huge pages as far as these are full."""
+def _fresh(size: int, pin: Pin | None = None) -> mmap.mmap:
+    """Return at least ``size`` bytes, in huge pages as far as these are full, and pinned if that can be done."""
     if size >= _MIN_HUGE_BYTES:
         # Systems align memory to huge pages only if its size is a multiple of theirs.
         size = _rounded(size, _HUGE_BYTES)
     try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        kind = mmap.mmap if pin is None else PinnedMemory
+        memory = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(f"{size:,} bytes cannot be allocated ({error})") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
+    if pin is not None:
+        undo = pin(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory))
+        if undo is None:
+            return _fresh(size)
+        weakref.finalize(memory, undo).atexit = False
     return memory
 
 

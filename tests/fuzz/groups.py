@@ -225,7 +225,7 @@ def _streams(data: bytes) -> bool:
     model, valid = _streamed()
     kind = data[0] if data else 0
     payload = data[1:] if kind & 128 else _meant(b"\1" + data[1:], valid[kind % len(valid)])
-    room = np.zeros(reference.gathered_bytes([payload]), np.uint8)
+    room = np.zeros(reference.gathered_places([payload])[-1], np.uint8)
 
     def read() -> torch.Tensor:
         parts = coder.gather([payload], [_STREAM_TOKENS], [7], _STREAM_ROWS, room)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvabr.codec.block_slots import BlockSlots
 from kvabr.codec.gpu import kernels
 from kvabr.codec.gpu.destinations import Destination, check_blocks
-from kvabr.codec.gpu.staging import Staging, pinned, sent
+from kvabr.codec.gpu.staging import Staged, Staging, lie_apart, scratch_room, sent_apart, settled
 from kvabr.codec.gpu.tables import (
     COARSE,
     COMPONENTS,
@@ -34,16 +34,12 @@ from kvabr.codec.gpu.tables import (
 )
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES, PROBABILITY_BITS, CoderModel, DecodeJob
-from kvabr.codec.native.reference import gathered_bytes, rows_of_streams
+from kvabr.codec.native.reference import gathered_places, rows_of_streams
 from kvabr.codec.native.references import TILE
 from kvabr.codec.rope import rope_first, rope_shape, rope_tables
 from kvabr.codec.transform import Transform
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import RopeSpec
-
-SCRATCH_BYTES = 4 << 30
-"""Maximum scratch memory for groups that are decoded at once, further limited to a quarter of the free device memory.
-One group is always allowed."""
 
 
 class _Tile(NamedTuple):
@@ -85,7 +81,7 @@ def decode_many(jobs: Sequence[DecodeJob]) -> None:
             out = torch.empty(out.shape, dtype=torch.float32, device=out.device)
             copies.append((job.out.detach(), out))
         tasks.append(_Task(job, Destination.of_tensor(out)))
-    _run(tasks)
+    _decode_all(tasks)
     for whole, out in copies:
         whole.copy_(out)
 
@@ -97,37 +93,34 @@ def decode_to_blocks(jobs: Sequence[DecodeJob], blocks: Sequence[BlockSlots]) ->
     device ``meta``.
     """
     for job, there in zip(jobs, blocks, strict=True):
-        check_blocks(job, there)
-    _run([_Task(job, Destination.of_blocks(there)) for job, there in zip(jobs, blocks, strict=True)])
-
-
-def _run(tasks: Sequence[_Task]) -> None:
-    try:
-        _decode_all(tasks)
-    except BaseException:
-        # The caller may give the memory away, also to other streams: nothing writes to it from now on.
-        for device in {task.into.device for task in tasks if task.into.device.type == "cuda"}:
-            torch.cuda.current_stream(device).synchronize()
-        raise
+        check_blocks(job.out.shape, there)
+    _decode_all([_Task(job, Destination.of_blocks(there)) for job, there in zip(jobs, blocks, strict=True)])
 
 
 def _decode_all(tasks: Sequence[_Task]) -> None:
-    begun: list[tuple[list[_Verdict], list[_Task]]] = []
     batches: dict[Hashable, list[_Task]] = {}
     for task in tasks:
         batches.setdefault(_alike(task), []).append(task)
-    for batch in batches.values():
-        left = iter(batch)
-        while some := list(islice(left, _at_once(batch))):
-            begun.append((_decode(some), some))
-    for verdicts, some in begun:
-        status = torch.cat([verdict.status for verdict in verdicts]).cpu().numpy()
-        bad = np.concatenate([verdict.groups for verdict in verdicts])[status != 0]
-        if len(bad):
-            raise FormatError(
-                f"entropy coded part of the group from token {some[bad[0]].job.first_token} on: it does not end where "
-                "it should; corrupt, or of another profile"
-            )
+    with settled(task.into.device for task in tasks):
+        begun = []
+        for batch in batches.values():
+            left = iter(batch)
+            while some := list(islice(left, _at_once(batch))):
+                begun.append((_decode(some), some))
+        for verdicts, some in begun:
+            _judge(verdicts, some)
+
+
+def _judge(verdicts: Sequence[_Verdict], tasks: Sequence[_Task]) -> None:
+    """Wait for streams that are decoded; raise a `FormatError` that names the group of a bad one."""
+    found = [verdict.status for verdict in verdicts]
+    status = (torch.cat(found) if len(found) > 1 else found[0]).cpu().numpy()
+    bad = np.concatenate([verdict.groups for verdict in verdicts])[status != 0]
+    if len(bad):
+        raise FormatError(
+            f"entropy coded part of the group from token {tasks[bad[0]].job.first_token} on: it does not end where "
+            "it should; corrupt, or of another profile"
+        )
 
 
 def _alike(task: _Task) -> Hashable:
@@ -150,10 +143,7 @@ def _at_once(batch: Sequence[_Task]) -> int:
     rows = job.transform.structure.rows
     # int16 indices, three planes, lists of rows, flags.
     each = stride * (2 * rows + 3 * tables.width) + rows * (4 + stride // TILE)
-    room = SCRATCH_BYTES
-    if into.device.type == "cuda":
-        room = min(room, torch.cuda.mem_get_info(into.device)[0] // 4)
-    return max(1, min(room // each, 1 << 15))
+    return max(1, min(scratch_room(into.device) // each, 1 << 15))
 
 
 class _Verdict(NamedTuple):
@@ -257,22 +247,51 @@ class _Level(NamedTuple):
         ordered = [] if order is not None else [staging.add(each) for each in _order_of(tasks)]
         loaded = []
         for some in by_model.values():
-            jobs = [tasks[group].job for group in some]
-            payloads = [job.payloads[depth] for job in jobs]
-            here = pinned(gathered_bytes(payloads), device)
-            parts = coder.gather(payloads, [job.out.shape[3] for job in jobs], some, rows, here.numpy())
-            data = sent(here, device).view(torch.int16)
-            if int(parts[:, 4:6].max()) > _MOST_WORDS:
-                raise FormatError("entropy coded part: more words than a group can have; the payload is corrupt")
-            most = int(rows_of_streams(rows, int(parts[:, 7].min()))[0])
-            loaded.append((jobs[0].models[depth], data, staging.add(parts), (parts[:, 0], most)))
+            gathered = _Gathered([tasks[group].job for group in some], depth, some, rows)
+            loaded.append((gathered, staging.add(gathered.parts), gathered.room(staging)))
         which = staging.add(np.array(groups, np.int32))
-        staging.send()
+        for gathered, _, room in loaded:
+            if room is not None:
+                gathered.copy(staging.here(room))
+        staging.send(first=order is None)
         if order is None:
             tokens, refers, lanes = map(staging.view, ordered)
             order = _Order(tokens, refers, lanes, any(task.job.references is not None for task in tasks))
-        readings = [_Reading(model, data, staging.view(parts), *rest) for model, data, parts, rest in loaded]
+        readings = [
+            gathered.reading(gathered.apart(device) if room is None else staging.view(room), staging.view(parts))
+            for gathered, parts, room in loaded
+        ]
         return cls(readings, staging.view(which), order)
+
+
+class _Gathered:
+    """Payloads that are decoded with the same tables: their heads are checked, and they are copied to the device."""
+
+    def __init__(self, jobs: Sequence[DecodeJob], depth: int, groups: Sequence[int], rows: int) -> None:
+        self._model, self._rows = jobs[0].models[depth], rows
+        self._payloads = [job.payloads[depth] for job in jobs]
+        self._tokens, self._groups = [job.out.shape[3] for job in jobs], groups
+        self._places = gathered_places(self._payloads)
+        self.parts = coder.gather(self._payloads, self._tokens, groups, rows, None)
+        if int(self.parts[:, 4:6].max()) > _MOST_WORDS:
+            raise FormatError("entropy coded part: more words than a group can have; the payload is corrupt")
+
+    def room(self, staging: Staging) -> Staged | None:
+        """Return where they are gathered; None if they are better copied from where they are."""
+        return None if lie_apart(self._payloads) else staging.room(self._places[-1])
+
+    def copy(self, here: NDArray[np.uint8]) -> None:
+        """Gather them."""
+        coder.gather(self._payloads, self._tokens, self._groups, self._rows, here)
+
+    def apart(self, device: torch.device) -> torch.Tensor:
+        """Begin to copy them from where they are."""
+        return sent_apart(self._payloads, self._places, device)
+
+    def reading(self, data: torch.Tensor, parts: torch.Tensor) -> _Reading:
+        """Return what the kernel needs."""
+        most = int(rows_of_streams(self._rows, int(self.parts[:, 7].min()))[0])
+        return _Reading(self._model, data.view(torch.int16), parts, self.parts[:, 0], most)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ Both are addresses, one for each layer's keys and values, and offsets from these
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.block_slots import BlockSlots
-from kvabr.codec.native.coder_model import DTYPES, DecodeJob
+from kvabr.codec.native.coder_model import DTYPES
 from kvabr.types.errors import FormatError
 
 
@@ -58,7 +59,7 @@ def _grid(rows: int, by_row: int, columns: int, by_column: int) -> NDArray[np.in
     return (np.arange(rows)[:, None] * by_row + np.arange(columns) * by_column).reshape(-1)
 
 
-def check_blocks(job: DecodeJob, blocks: BlockSlots) -> None:
-    """Raise a `FormatError` unless kernels can write a job's group to these blocks."""
-    if not blocks.fits(job.out.shape) or blocks.first.dtype not in DTYPES:
-        raise FormatError(f"{tuple(job.out.shape)} cannot be decoded to blocks {tuple(blocks.first.shape)}")
+def check_blocks(shape: Sequence[int], blocks: BlockSlots) -> None:
+    """Raise a `FormatError` unless kernels can write a group of this shape to these blocks."""
+    if not blocks.fits(shape) or blocks.first.dtype not in DTYPES:
+        raise FormatError(f"{tuple(shape)} cannot be decoded to blocks {tuple(blocks.first.shape)}")

@@ -391,7 +391,7 @@ def _joined(planes, plane, at):
 
 
 @triton.jit
-def _store(out, at, value, mask, KIND: tl.constexpr, RUN: tl.constexpr):
+def store(out, at, value, mask, KIND: tl.constexpr, RUN: tl.constexpr):
     """Round and store for the output type: 0 is float32, 1 float16, 2 bfloat16; addresses are multiples of ``RUN``."""
     if KIND == 0:
         out = tl.multiple_of(out.to(tl.pointer_type(tl.float32)), 4 * RUN)
@@ -534,5 +534,5 @@ def finish(
     # A mask that is the same for neighbouring channels lets them be written together.
     mask_one = within[None, :] if WHOLE else has_one[:, None] & within[None, :]
     mask_two = within[None, :] if WHOLE else has_two[:, None] & within[None, :]
-    _store(out, to + one[:, None].to(tl.int64) * stride_dim, x, mask_one, KIND, RUN)
-    _store(out, to + two[:, None].to(tl.int64) * stride_dim, z, mask_two, KIND, RUN)
+    store(out, to + one[:, None].to(tl.int64) * stride_dim, x, mask_one, KIND, RUN)
+    store(out, to + two[:, None].to(tl.int64) * stride_dim, z, mask_two, KIND, RUN)

@@ -5,12 +5,17 @@ Memory comes from torch's pools, which reuse it as soon as it is no longer neede
 
 from __future__ import annotations
 
-from functools import cache
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from kvabr.codec.payload import uncopied
 
 _TYPES = {
     "int8": torch.int8,
@@ -20,7 +25,22 @@ _TYPES = {
     "float32": torch.float32,
 }
 _ALIGN = 16
-"""Of every array, in bytes."""
+"""Of every array and payload, in bytes."""
+_LEAST_APART = 512 << 10
+"""Bytes of a payload that is copied by itself if it lies in pinned memory: it takes the processor less time to gather
+smaller ones than to start a copy of each."""
+
+
+SCRATCH_BYTES = 4 << 30
+"""Maximum scratch memory for groups that are coded at once, see `scratch_room`. One group is always allowed."""
+
+
+@cache
+def scratch_room(device: torch.device) -> int:
+    """Return how much scratch memory there may be: a quarter of what is free when this is first asked for, or less."""
+    if device.type != "cuda":
+        return SCRATCH_BYTES
+    return min(SCRATCH_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
 
 
 class Staged(NamedTuple):
@@ -33,13 +53,14 @@ class Staged(NamedTuple):
 
 
 class Staging:
-    """Small arrays that go to a device together: first `add` all, then `send`, then `view` them there."""
+    """Arrays that go to a device together: first `add` all, then `send`, then `view` them there."""
 
     def __init__(self, device: torch.device) -> None:
         """Begin with nothing."""
         self._device, self._size = device, 0
         self._pieces: list[tuple[int, NDArray[np.uint8]]] = []
-        self._there = torch.empty(0, dtype=torch.uint8)
+        self._here: NDArray[np.uint8] | None = None
+        self._pinned = self._there = torch.empty(0, dtype=torch.uint8)
 
     def add(self, array: NDArray[Any]) -> Staged:
         """Take an array, which must not change before `send`."""
@@ -48,35 +69,94 @@ class Staging:
         self._size += -(-array.nbytes // _ALIGN) * _ALIGN
         return piece
 
-    def send(self) -> None:
-        """Begin to copy all."""
-        here = pinned(self._size, self._device)
-        numbers = here.numpy()
-        for at, piece in self._pieces:
-            numbers[at : at + len(piece)] = piece
-        self._there = sent(here, self._device)
+    def room(self, size: int) -> Staged:
+        """Make room for bytes, which are to be written `here`."""
+        piece = Staged(self._size, torch.uint8, (size,))
+        self._size += -(-size // _ALIGN) * _ALIGN
+        return piece
+
+    def here(self, piece: Staged) -> NDArray[np.uint8]:
+        """Return the room for bytes; nothing can be added any more."""
+        if self._here is None:
+            self._pinned = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._here = self._pinned.numpy()
+            for at, each in self._pieces:
+                self._here[at : at + len(each)] = each
+        return self._here[piece.at : piece.at + piece.shape[0]]
+
+    def send(self, *, first: bool = False) -> None:
+        """Begin to copy all. What the current stream does next waits for it.
+
+        If this comes ``first``, it is the current stream that copies, which takes less to start.
+        """
+        self.here(Staged(0, torch.uint8, (0,)))
+        self._there = self._pinned
+        if first:
+            self._there = self._pinned.to(self._device, non_blocking=True)
+        elif self._device.type == "cuda":
+            with torch.cuda.stream(_beside(self._device)):
+                self._there = self._pinned.to(self._device, non_blocking=True)
+            _await_copies(self._there, self._device)
 
     def view(self, piece: Staged) -> torch.Tensor:
         """Return an array on the device, after `send`."""
-        size = int(np.prod(piece.shape, dtype=np.int64)) * piece.dtype.itemsize
-        return self._there[piece.at : piece.at + size].view(piece.dtype).reshape(piece.shape)
+        size = math.prod(piece.shape) * piece.dtype.itemsize
+        return self._there[piece.at : piece.at + size].view(piece.dtype).view(piece.shape)
 
 
-def pinned(size: int, device: torch.device) -> torch.Tensor:
-    """Return bytes on the host that a device copies from by itself."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+def _await_copies(there: torch.Tensor, device: torch.device) -> None:
+    """Make the current stream, which will use memory, wait for what is copied to it."""
+    if device.type == "cuda":
+        current = torch.cuda.current_stream(device)
+        there.record_stream(current)
+        current.wait_stream(_beside(device))
 
 
-def sent(here: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Begin to copy pinned bytes; return those on the device. What the current stream does next waits for them."""
-    if device.type != "cuda":
-        return here
-    current, beside = torch.cuda.current_stream(device), _beside(device)
-    with torch.cuda.stream(beside):
-        there = here.to(device, non_blocking=True)
-    there.record_stream(current)
-    current.wait_stream(beside)
+def lie_apart(payloads: Sequence[bytes | memoryview]) -> bool:
+    """Return whether a device copies payloads best from where they are: large ones, all in pinned memory."""
+    return sum(map(len, payloads)) >= _LEAST_APART * len(payloads) and all(map(_is_pinned, payloads))
+
+
+def _is_pinned(payload: bytes | memoryview) -> bool:
+    """Return whether memory is that of a pool that `pin` is used for: `kvabr.store.memory.PinnedMemory`."""
+    under = getattr(payload, "obj", None)
+    while (below := getattr(under, "base", getattr(under, "obj", None))) is not None:  # arrays, and views of memory
+        under = below
+    return getattr(under, "pinned", False)
+
+
+def sent_apart(payloads: Sequence[bytes | memoryview], places: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Begin to copy payloads from where they are to their places on the device; otherwise as `Staging.send`.
+
+    The last place is the end.
+    """
+    with torch.cuda.stream(_beside(device)) if device.type == "cuda" else nullcontext():
+        there = torch.empty(places[-1], dtype=torch.uint8, device=device)
+        for at, payload in zip(places, payloads, strict=False):
+            here = torch.frombuffer(uncopied(memoryview(payload)), dtype=torch.uint8)
+            there[at : at + len(here)].copy_(here, non_blocking=True)
+    _await_copies(there, device)
     return there
+
+
+def pin(address: int, size: int) -> Callable[[], object] | None:
+    """Pin memory for all devices; see `kvabr.store.memory.Pin`."""
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(address, size, 0)):
+        return None  # the system allows no more
+    return partial(runtime.cudaHostUnregister, address)
+
+
+@contextmanager
+def settled(devices: Iterable[torch.device]) -> Iterator[None]:
+    """On an error, wait for what devices are at: the caller may give memory away that they write to."""
+    try:
+        yield
+    except BaseException:
+        for device in set(devices):
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        raise
 
 
 @cache

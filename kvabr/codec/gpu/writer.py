@@ -13,15 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.gpu import writer_kernels as kernels
-from kvabr.codec.gpu.staging import Staging, pinned
+from kvabr.codec.gpu.staging import Staging, scratch_room
 from kvabr.codec.native.coder_model import BUCKETS, CoderModel, Quantiser, derived, usual_streams
 from kvabr.codec.native.reference import payload_heads, rows_of_streams
 from kvabr.codec.native.references import LANES, TILE, References
 from kvabr.types.errors import FormatError
 
-SCRATCH_BYTES = 4 << 30
-"""Maximum scratch memory for groups that are encoded at once, further limited to a quarter of the free device memory.
-One group is always allowed."""
 _ROWS = 16
 """Rows of a tile that a program quantises."""
 _CHUNKS = 4
@@ -90,10 +87,7 @@ def _stride(job: EncodeJob) -> int:
 def _at_once(job: EncodeJob) -> int:
     # Indices, those below, words and escapes, flags and lists.
     each = job.model.rows * (8 * _stride(job) + 16)
-    room = SCRATCH_BYTES
-    if job.rows.device.type == "cuda":
-        room = min(room, torch.cuda.mem_get_info(job.rows.device)[0] // 4)
-    return max(1, min(room // each, 1 << 15))
+    return max(1, min(scratch_room(job.rows.device) // each, 1 << 15))
 
 
 def _encode(jobs: Sequence[EncodeJob]) -> list[memoryview]:
@@ -218,7 +212,7 @@ def _collected(
         HEAD=1 << (heads.shape[1] - 1).bit_length(),
         num_warps=4,
     )
-    here = pinned(2 * len(out), device)
+    here = torch.empty(2 * len(out), dtype=torch.uint8, pin_memory=device.type == "cuda")
     here.copy_(out.view(torch.uint8))
     whole = here.numpy().data
     return [whole[2 * at : 2 * (at + size)] for at, size in zip(begins.tolist(), each.tolist(), strict=True)]

@@ -441,13 +441,15 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* gather(payloads, tokens u32 [payload], groups i64 [payload], rows, to u8, threads) -> parts i64 [stream][8]; see `Gathered` */
+/* gather(payloads, tokens u32 [payload], groups i64 [payload], rows, to u8 or None, threads) -> parts i64 [stream][8];
+   see `Gathered` */
 static PyObject *gather(PyObject *self, PyObject *args) {
     (void)self;
     Py_buffer b[3] = {{0}}, *payload = NULL;
-    PyObject *tuple, *result = NULL;
+    PyObject *tuple, *to, *result = NULL;
     unsigned rows, threads;
-    if (!PyArg_ParseTuple(args, "O!y*y*Iw*I", &PyTuple_Type, &tuple, b, b + 1, &rows, b + 2, &threads)) {
+    if (!PyArg_ParseTuple(args, "O!y*y*IOI", &PyTuple_Type, &tuple, b, b + 1, &rows, &to, &threads) ||
+        (to != Py_None && PyObject_GetBuffer(to, b + 2, PyBUF_WRITABLE))) {
         release(b, 3);
         return NULL;
     }
@@ -467,14 +469,14 @@ static PyObject *gather(PyObject *self, PyObject *args) {
         from[held].tokens = ((const uint32_t *)b[0].buf)[held], from[held].group = ((const int64_t *)b[1].buf)[held];
     }
     if (good && !error && !(error = gather_check(from, (uint32_t)n, rows, &streams, &bytes))) {
-        if ((uint64_t)b[2].len < bytes) {
+        if (b[2].buf && (uint64_t)b[2].len < bytes) {
             good = 0;
             size_error();
         } else if ((result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(streams * PART_NUMBERS * sizeof(int64_t))))) {
             int64_t *parts = (int64_t *)(void *)PyBytes_AsString(result);
             Py_BEGIN_ALLOW_THREADS
             error = gather_parts(from, (uint32_t)n, rows, parts);
-            error = error ? error : gather_copy(from, (uint32_t)n, b[2].buf, threads);
+            error = error || !b[2].buf ? error : gather_copy(from, (uint32_t)n, b[2].buf, threads);
             Py_END_ALLOW_THREADS
         }
     }

@@ -306,14 +306,14 @@ def gather(
     tokens: Sequence[int],
     groups: Sequence[int],
     rows: int,
-    out: NDArray[np.uint8],
+    out: NDArray[np.uint8] | None,
 ) -> NDArray[np.int64]:
     """Copy untrusted payloads of one depth to a buffer, for a device; see `reference.gather`. Releases the GIL."""
     path = active_path()
     if path == "reference":
         return reference.gather(payloads, tokens, groups, rows, out)
     numbers = np.array(tokens, np.uint32), np.array(groups, np.int64)
-    threads = min(torch.get_num_threads(), 1 + len(out) // _BYTES_PER_THREAD)
+    threads = 1 if out is None else min(torch.get_num_threads(), 1 + len(out) // _BYTES_PER_THREAD)
     with _errors("entropy coded part"):
         parts = _kvcoder.gather(tuple(payloads), *numbers, rows, out, threads)
     return np.frombuffer(parts, np.int64).reshape(-1, reference.PART_NUMBERS)

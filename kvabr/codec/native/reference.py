@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -383,9 +384,10 @@ PART_NUMBERS = 8
 _ALIGN = 16
 
 
-def gathered_bytes(payloads: Sequence[bytes | memoryview]) -> int:
-    """Return the room that `gather` needs."""
-    return sum(-(-memoryview(payload).nbytes // _ALIGN) * _ALIGN for payload in payloads)
+def gathered_places(payloads: Sequence[bytes | memoryview]) -> list[int]:
+    """Return where `gather` puts each payload, and, last, the room that it needs."""
+    sizes = (-(-memoryview(payload).nbytes // _ALIGN) * _ALIGN for payload in payloads)
+    return list(accumulate(sizes, initial=0))
 
 
 def gather(
@@ -393,7 +395,7 @@ def gather(
     tokens: Sequence[int],
     groups: Sequence[int],
     rows: int,
-    out: NDArray[np.uint8],
+    out: NDArray[np.uint8] | None,
 ) -> NDArray[np.int64]:
     """Copy untrusted payloads of one depth to a buffer one behind another, each to a multiple of 16 bytes.
 
@@ -402,7 +404,7 @@ def gather(
         tokens: of each group.
         groups: a number for each.
         rows: of the depth.
-        out: [byte], of `gathered_bytes`.
+        out: [byte], of as many as `gathered_places` says; None: they are checked, and copied by other means.
 
     Returns:
         [stream, 8]: its group's number; where in ``out`` its states, words and escapes are, in units of 16 bits; how
@@ -418,7 +420,8 @@ def gather(
         part[:, 3] = part[:, 2] + streams.words
         part[:, 4], part[:, 5] = streams.words, streams.escapes
         size = memoryview(payload).nbytes
-        out[at : at + size] = np.frombuffer(payload, np.uint8)
+        if out is not None:
+            out[at : at + size] = np.frombuffer(payload, np.uint8)
         at += -(-size // _ALIGN) * _ALIGN
         parts.append(part)
     return np.concatenate(parts)

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvabr.codec.gpu import analysis_kernels, encoder, kernels, writer, writer_kernels
+from kvabr.codec.gpu import analysis_kernels, encoder, kernels, level_kernels, levels, writer, writer_kernels
 from kvabr.codec.gpu.decoder import _FINISH, _PREPARE, _TRIPLE, _UNSTACK, _tokens
 from kvabr.codec.gpu.tables import COMPONENTS
 
@@ -32,7 +32,7 @@ TYPES = {
     "i64": "plane",
 }
 TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
-OWN = {"collect": {"places": "*i64", "heads": "*u8"}, "product": {"out": "*fp32"}}
+OWN = {"collect": {"places": "*i64", "heads": "*u8"}, "product": {"out": "*fp32"}, "expand": {"data": "*u8"}}
 PAIRS = {"PAIRS": _FINISH.rows, "RUN": 8, "TOKENS": _FINISH.tokens, "COMPONENTS": COMPONENTS}
 ONES, USUAL, PRODUCT = {"dim": 1, "heads": 1}, {"stride_dim": 1, "HALVES": 2}, {"COMPONENTS": COMPONENTS}
 BLOCKS = {"BLOCKS": True, "WHOLE": True, "INTERLEAVED": False}
@@ -43,7 +43,7 @@ CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 FEW = 32
 WGMMA = CAPABILITY == 90
 WRAP = {"WRAPS": WGMMA}
-MODULES = kernels, analysis_kernels, writer_kernels
+MODULES = kernels, analysis_kernels, level_kernels, writer_kernels
 VARIANTS = (
     ("read_rows", {"REFINES": True, "NEAR": True, "VOTES": True, "COARSE": 0}, 1),
     ("read_rows", {"REFINES": True, "NEAR": False, "VOTES": True, "COARSE": 0}, 1),
@@ -75,6 +75,15 @@ VARIANTS = (
     ("powers", {"HALVES": 2, **NARROW}, 1),
     ("to_words", {"SCALES": True, **DEEP, **NARROW}, 4),
     ("to_words", {"SCALES": False, **DEEP, **NARROW}, 4),
+    *(
+        (
+            "expand",
+            {"LEVEL": level, "HALVES": 2, "KIND": 2, "PARTS": 2, "TOKENS": levels._TOKENS, "DIMS": 128, "RUN": 8}
+            | {"WHOLE": True, "stride_dim": 1},
+            levels._WARPS,
+        )
+        for level in levels.LEVELS.values()
+    ),
     ("quantise", {"REFINES": True, "ROWS": writer._ROWS}, 4),
     ("write_rows", {"REFINES": True, "NEAR": True, "VOTES": True}, 1),
     ("write_rows", {"REFINES": False, "NEAR": False, "VOTES": True}, 1),

@@ -20,6 +20,7 @@ if find_spec("triton") is not None and DEVICE.type == "cpu":
         patch.setenv(INTERPRET, "1")
         import kvabr.codec.gpu.analysis_kernels
         import kvabr.codec.gpu.kernels
+        import kvabr.codec.gpu.level_kernels
         import kvabr.codec.gpu.writer_kernels  # noqa: F401
 
 

@@ -123,12 +123,13 @@ def test_a_stream_that_is_damaged_is_noticed_wherever_it_is() -> None:
 @pytest.mark.skipif(not NATIVE, reason="the extension is not built")
 def test_payloads_are_gathered_as_the_reference_does() -> None:
     payloads = [model_and_payload(streams)[1] for streams in (1, 3, 4)]
-    room, tokens, groups = reference.gathered_bytes(payloads), [70] * 3, [5, 0, 9]
+    room, tokens, groups = reference.gathered_places(payloads)[-1], [70] * 3, [5, 0, 9]
     found = []
     for path in ("reference", NATIVE[0]):
         out = np.zeros(room, np.uint8)
         with coder.taking(path):
             found.append((coder.gather(payloads, tokens, groups, ROWS, out), out))
+            assert np.array_equal(coder.gather(payloads, tokens, groups, ROWS, None), found[-1][0])
             with pytest.raises(FormatError):
                 coder.gather([payloads[0], payloads[1][:-2]], tokens[:2], groups[:2], ROWS, out)
     for mine, other in zip(*found, strict=True):

@@ -1,0 +1,189 @@
+"""The host's part of expanding the cast and integer levels on a CUDA device.
+
+Payloads travel as they are, and become elements where these belong: in a tensor, or in the blocks of a paged cache.
+While some are expanded, the next are copied, and those after them gathered in pinned memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvabr.codec.block_slots import BlockSlots
+from kvabr.codec.builtin import BUILTIN, PayloadLayout, head_blocks
+from kvabr.codec.gpu import level_kernels as kernels
+from kvabr.codec.gpu.destinations import Destination, check_blocks
+from kvabr.codec.gpu.staging import Staging, lie_apart, sent_apart, settled
+from kvabr.codec.gpu.tables import common, divisible
+from kvabr.codec.native.coder_model import DTYPES
+from kvabr.codec.native.reference import gathered_places
+from kvabr.codec.payload import uncopied
+from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec
+
+LEVELS = {"FP16": 0, "BF16": 1, "FP8": 2, "Int8": 3, "Int4": 4, "FP4": 5}
+_FIRST_BYTES, _MOST_BYTES = 4 << 20, 128 << 20
+"""Of payloads that are copied at once: few at first, so that the copy begins soon."""
+_TOKENS, _WARPS = 16, 4
+
+
+@dataclass(frozen=True, eq=False)
+class LevelJob:
+    """A payload of a level, and where to."""
+
+    level: str
+    """One of `LEVELS`."""
+    payload: memoryview
+    """Untrusted."""
+    spec: KVSpec
+    """Of the group's layer class."""
+    out: torch.Tensor
+    """[layer, K/V, head, token, dim]."""
+
+    @property
+    def layout(self) -> PayloadLayout:
+        """Where each token lies in the payload."""
+        layout = BUILTIN[self.level].layout
+        assert layout is not None  # noqa: S101  # those levels have one
+        return layout(self.spec, self.out.shape[3])
+
+    def check(self) -> None:
+        """Raise a `FormatError` unless the payload has its length."""
+        wanted = self.layout.payload_bytes
+        if len(self.payload) != wanted:
+            raise FormatError(
+                f"{self.level}: {len(self.payload)} bytes of payload instead of {wanted}; truncated, or another version"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    job: LevelJob
+    into: Destination
+
+
+def expand_many(jobs: Sequence[LevelJob]) -> None:
+    """Expand groups on the current stream; return when all are verified.
+
+    Raises:
+        FormatError: a payload has another length, or a number in it is not finite. Groups may be written partly.
+    """
+    copies = [(job, torch.empty_like(job.out, dtype=torch.float32)) for job in jobs if job.out.dtype not in DTYPES]
+    other = {id(job): out for job, out in copies}
+    _run([_Task(job, Destination.of_tensor(other.get(id(job), job.out.detach()))) for job in jobs])
+    for job, out in copies:
+        job.out.copy_(out)
+
+
+def expand_to_blocks(jobs: Sequence[LevelJob], blocks: Sequence[BlockSlots]) -> None:
+    """Expand groups straight to the blocks of a paged cache; see `expand_many`.
+
+    Of `LevelJob.out` only the shape counts: it may be a tensor of the device ``meta``.
+    """
+    for job, there in zip(jobs, blocks, strict=True):
+        check_blocks(job.out.shape, there)
+    _run([_Task(job, Destination.of_blocks(there)) for job, there in zip(jobs, blocks, strict=True)])
+
+
+def _run(tasks: Sequence[_Task]) -> None:
+    batches: dict[Hashable, list[_Task]] = {}
+    for task in tasks:
+        task.job.check()
+        batches.setdefault(_alike(task), []).append(task)
+    with settled(task.into.device for task in tasks):
+        begun = [(_expand(some), some) for batch in batches.values() for some in _pieces(batch)]
+        for status, some in begun:
+            _judge(status, some)
+
+
+def _judge(status: torch.Tensor, tasks: Sequence[_Task]) -> None:
+    """Wait for groups that are expanded; raise a `FormatError` if a number in one is not finite."""
+    bad = np.flatnonzero(status.cpu().numpy())
+    if len(bad):
+        level = tasks[bad[0]].job.level
+        raise FormatError(f"{level}: contains a number that is not finite; the payload is corrupt")
+
+
+def _alike(task: _Task) -> Hashable:
+    """Return the key by which groups share launches."""
+    spec, into = task.job.spec, task.into
+    shape = spec.layers, spec.only.halves, spec.kv_heads, spec.only.split
+    return task.job.level, shape, into.device, into.dtype, into.strides
+
+
+def _pieces(batch: Sequence[_Task]) -> Iterator[list[_Task]]:
+    """Cut a batch into what is copied at once."""
+    some, size, most = list[_Task](), 0, _FIRST_BYTES
+    for task in batch:
+        if some and size + len(task.job.payload) > most:
+            yield some
+            some, size, most = [], 0, min(2 * most, _MOST_BYTES)
+        some.append(task)
+        size += len(task.job.payload)
+    yield some
+
+
+def _expand(tasks: Sequence[_Task]) -> torch.Tensor:
+    """Start expanding groups that share a launch; return int32 [group], on the device: 0 for a good one."""
+    job, into = tasks[0].job, tasks[0].into
+    spec, layout, device = job.spec, job.layout, into.device
+    tokens = np.array([task.job.out.shape[3] for task in tasks], np.int32)
+    stride, (keys, values) = int(tokens.max()), spec.only.split
+    # In Triton's interpreter, tensors are on the CPU.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        payloads = [task.job.payload for task in tasks]
+        places = gathered_places(payloads)
+        outs = np.stack([task.into.address + task.into.addresses for task in tasks])
+        offsets = np.full((len(tasks), stride), -1, np.int64)
+        for own, task in zip(offsets, tasks, strict=True):
+            own[: len(task.into.offsets)] = task.into.offsets
+        staging = Staging(device)
+        pieces = [staging.add(each) for each in (np.array(places[:-1], np.int64), tokens, outs, offsets)]
+        if lie_apart(payloads):
+            data = sent_apart(payloads, places, device)
+            staging.send()
+        else:
+            room = staging.room(places[-1])
+            here = torch.from_numpy(staging.here(room))
+            for at, each in zip(places, payloads, strict=False):
+                here[at : at + len(each)].copy_(torch.frombuffer(uncopied(each), dtype=torch.uint8))
+            staging.send()
+            data = staging.view(room)
+        status = torch.zeros(len(tasks), dtype=torch.int32, device=device)
+        blocks = max(1, head_blocks(spec.kv_heads, values))
+        parts = 2 if keys and values else 0 if keys else 1
+        dims = max(keys, values)
+        wide = 1 << (dims - 1).bit_length()
+        steps = (*into.strides, math.gcd(8, dims)) if into.strides[1] == 1 else (1,)
+        run = common(*steps, divisible(outs // into.dtype.itemsize), divisible(offsets[offsets >= 0]))
+        kernels.expand[(-(-stride // _TOKENS), spec.layers * (2 if parts == 2 else 1) * spec.kv_heads, len(tasks))](
+            data,
+            *map(staging.view, pieces),
+            status,
+            *into.strides,
+            stride,
+            spec.layers,
+            spec.kv_heads,
+            keys,
+            values,
+            layout.head_bytes,
+            layout.unit_tokens,
+            layout.unit_bytes,
+            spec.kv_heads // blocks,
+            HALVES=spec.only.halves,
+            LEVEL=LEVELS[job.level],
+            KIND=DTYPES[into.dtype],
+            PARTS=parts,
+            TOKENS=_TOKENS,
+            DIMS=wide,
+            RUN=run,
+            WHOLE=keys in (0, wide) and values in (0, wide),
+            num_warps=_WARPS,
+            enable_fp_fusion=False,  # each product and sum is rounded by itself
+        )
+    return status

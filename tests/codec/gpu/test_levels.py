@@ -1,0 +1,130 @@
+"""Cast and integer levels expanded by a kernel: the processor's bits, in tensors of any strides and in blocks."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvabr.codec.base import GroupContext, codec
+from kvabr.codec.block_slots import BlockSlots
+from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec
+from tests.codec.gpu.cases import same
+from tests.codec.gpu.conftest import DEVICE
+from tests.codec.gpu.test_paged import LAYOUTS, UNTOUCHED, slots_of
+from tests.codec.test_classes import ALONE
+
+pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
+
+from kvabr.codec.gpu import levels  # not without Triton
+
+SPECS = {**ALONE, "usual": KVSpec.uniform("m", "t", 2, 4, 64, "bfloat16")}
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+
+
+def encoded(spec, tokens, level):
+    """Return the payload of random numbers, some of them large or tiny."""
+    dice, shape = torch.Generator().manual_seed(tokens), spec.shape(tokens)
+    kv = torch.randn(shape, generator=dice) * 10 ** torch.randint(-4, 4, shape, generator=dice).float()
+    return bytearray(codec(level).encode(kv, GroupContext(spec, 0, tokens)))
+
+
+def wanted(spec, tokens, level, payload, dtype=torch.float32):
+    out = torch.empty(spec.shape(tokens), dtype=dtype)
+    codec(level).decode(memoryview(payload), GroupContext(spec, 0, tokens), out)
+    return out
+
+
+def job(spec, level, payload, out):
+    return levels.LevelJob(level, memoryview(payload), spec, out)
+
+
+@pytest.mark.parametrize("level", levels.LEVELS)
+@pytest.mark.parametrize("name", SPECS)
+def test_groups_have_the_processors_bits(name, level):
+    spec, jobs = SPECS[name], []
+    for tokens in (24,) if name == "state" else (45, 1, 64):
+        payload = encoded(spec, tokens, level)
+        for dtype in DTYPES:
+            out = torch.full(spec.shape(tokens), UNTOUCHED, dtype=dtype, device=DEVICE)
+            jobs.append((job(spec, level, payload, out), wanted(spec, tokens, level, payload, dtype)))
+    levels.expand_many([each for each, _ in jobs])
+    for each, expected in jobs:
+        assert same(each.out, expected), (each.out.dtype, each.out.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_tensors_have_any_strides_and_types(dtype):
+    spec, tokens = SPECS["usual"], 40
+    for order in ((0, 1, 2, 3, 4), (3, 0, 1, 4, 2), (4, 3, 2, 1, 0)):
+        shape = spec.shape(tokens)
+        whole = torch.full([shape[axis] for axis in order], UNTOUCHED, dtype=dtype, device=DEVICE)
+        out = whole.permute([order.index(axis) for axis in range(5)])
+        payload = encoded(spec, tokens, "Int4")
+        levels.expand_many([job(spec, "Int4", payload, out)])
+        assert same(out, wanted(spec, tokens, "Int4", payload, dtype))
+
+
+@pytest.mark.parametrize("level", levels.LEVELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_get_their_tokens_and_nothing_else(layout, level):
+    spec, tokens, dtype = SPECS["usual"], 45, torch.bfloat16
+    own, views = layout(spec.layers, spec.kv_heads, 64, dtype)
+    slots, payload = slots_of(3, tokens), encoded(spec, tokens, level)
+    there = BlockSlots(views, slots)
+    levels.expand_to_blocks([job(spec, level, payload, torch.empty(spec.shape(tokens), device="meta"))], [there])
+    found = [cache.clone() for cache in own]
+    for cache in own:
+        cache.fill_(UNTOUCHED)
+    there.write(wanted(spec, tokens, level, payload, dtype).to(DEVICE))
+    assert all(same(one, other) for one, other in zip(found, own, strict=True))
+
+
+def spoilt(level, payload):
+    """Make a number of a payload infinite, or no number, where the level has such; the last token's, or a scale."""
+    special = {"FP16": b"\x00\x7c", "BF16": b"\x80\x7f", "FP8": b"\xff"}
+    if level in special:
+        payload[-len(special[level]) :] = special[level]
+    else:
+        payload[2:4] = b"\x00\xfc"
+    return payload
+
+
+@pytest.mark.parametrize("level", [level for level in levels.LEVELS if level != "FP4"])
+def test_what_is_not_finite_is_an_error(level):
+    spec, out = SPECS["usual"], torch.zeros(SPECS["usual"].shape(40), device=DEVICE)
+    good = encoded(spec, 40, level)
+    bad = spoilt(level, bytearray(good))
+    with pytest.raises(FormatError, match=rf"{level}.*not"):
+        wanted(spec, 40, level, bad)
+    with pytest.raises(FormatError, match=rf"{level}.*not finite"):
+        levels.expand_many([job(spec, level, each, out) for each in (good, bad, good)])
+
+
+def test_scales_of_values_are_checked_too():
+    spec = SPECS["usual"]
+    payload = encoded(spec, 40, "Int8")
+    layout = job(spec, "Int8", payload, torch.empty(spec.shape(40), device="meta")).layout
+    last = layout.payload_bytes - layout.last_bytes
+    payload[last : last + 2] = b"\x00\x7e"
+    with pytest.raises(FormatError, match=r"Int8.*not finite"):
+        levels.expand_many([job(spec, "Int8", payload, torch.zeros(spec.shape(40), device=DEVICE))])
+
+
+@pytest.mark.parametrize("level", levels.LEVELS)
+def test_payloads_of_another_length_are_refused(level):
+    spec, out = SPECS["usual"], torch.zeros(SPECS["usual"].shape(40), device=DEVICE)
+    payload = encoded(spec, 40, level)
+    for wrong in (payload[:-1], bytes(payload) + b"\0", b""):
+        with pytest.raises(FormatError, match=f"{level}: {len(wrong)} bytes of payload instead of {len(payload)}"):
+            levels.expand_many([job(spec, level, wrong, out)])
+
+
+def test_many_groups_are_copied_in_pieces(monkeypatch):
+    monkeypatch.setattr(levels, "_FIRST_BYTES", 1)
+    monkeypatch.setattr(levels, "_MOST_BYTES", 3)
+    spec, counts = SPECS["odd"], np.arange(1, 9)
+    made = [encoded(spec, int(tokens), "Int8") for tokens in counts]
+    outs = [torch.zeros(spec.shape(int(tokens)), device=DEVICE) for tokens in counts]
+    levels.expand_many([job(spec, "Int8", payload, out) for payload, out in zip(made, outs, strict=True)])
+    for tokens, payload, out in zip(counts, made, outs, strict=True):
+        assert same(out, wanted(spec, int(tokens), "Int8", payload))
