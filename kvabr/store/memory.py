@@ -63,7 +63,7 @@ class BufferPool:
         length = _rounded(size, _STEP_BYTES)
         memory = self._reused(length)
         if memory is None:
-            memory = _fresh(length, self._pin)
+            memory = self._fresh(length)
             with self._lock:
                 self.fresh_bytes += len(memory)
         # Views refer to the array, and arrays to the memory. When the array goes, the last view has gone.
@@ -87,6 +87,17 @@ class BufferPool:
                     return memory
         return None
 
+    def _fresh(self, length: int) -> mmap.mmap:
+        pin = self._pin
+        if pin is not None:
+            memory = _fresh(length, PinnedMemory)
+            undo = pin(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory))
+            if undo is not None:
+                weakref.finalize(memory, undo).atexit = False
+                return memory
+            self._pin = None  # the system allows no more
+        return _fresh(length, mmap.mmap)
+
     def _give_back(self, memory: mmap.mmap) -> None:
         pinned = isinstance(memory, PinnedMemory)
         if len(memory) > self._most_spare_bytes or (self._pin is not None and not pinned):
@@ -101,24 +112,18 @@ class BufferPool:
                 self.spare_bytes -= len(self._spare.pop(0))
 
 
-def _fresh(size: int, pin: Pin | None = None) -> mmap.mmap:
-    """Return at least ``size`` bytes, in huge pages as far as these are full, and pinned if that can be done."""
+def _fresh(size: int, kind: type[mmap.mmap]) -> mmap.mmap:
+    """Return at least ``size`` bytes, in huge pages as far as these are full."""
     if size >= _MIN_HUGE_BYTES:
         # Systems align memory to huge pages only if its size is a multiple of theirs.
         size = _rounded(size, _HUGE_BYTES)
     try:
-        kind = mmap.mmap if pin is None else PinnedMemory
         memory = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(f"{size:,} bytes cannot be allocated ({error})") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    if pin is not None:
-        undo = pin(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory))
-        if undo is None:
-            return _fresh(size)
-        weakref.finalize(memory, undo).atexit = False
     return memory
 
 

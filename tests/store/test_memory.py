@@ -5,10 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
+from kvabr.codec.gpu import staging
 from kvabr.store.memory import BufferPool
 
 SIZE = 3 << 20
@@ -97,3 +101,40 @@ def test_many_threads_never_share_a_buffer() -> None:
     assert not wrong
     assert pool.fresh_bytes <= 8 << 18
     assert pool.spare_bytes == pool.fresh_bytes
+
+
+def test_memory_is_pinned_from_now_on_and_not_any_more_once_it_is_given_up() -> None:
+    pool, pinned = BufferPool(4 << 20), dict[int, int]()
+    before = pool.take(1 << 20)
+
+    def pin(address: int, size: int) -> Callable[[], object]:
+        pinned[address] = size
+        return partial(pinned.pop, address)
+
+    pool.pin_with(pin, 8 << 20)
+    del before
+    assert pool.spare_bytes == 0  # what is not pinned is not used again
+    taken = pool.take(3 << 20)
+    assert list(pinned.values()) == [3 << 20]
+    assert np.frombuffer(taken, np.uint8).ctypes.data in pinned
+    assert staging._is_pinned(taken)
+    assert staging._is_pinned(taken[5:9].toreadonly())
+    del taken
+    assert pool.spare_bytes == 3 << 20
+    again = pool.take(3 << 20)
+    assert (len(pinned), pool.spare_bytes) == (1, 0)
+    others = [pool.take(5 << 20) for _ in range(2)]
+    assert len(pinned) == 3
+    del again, others
+    assert sum(pinned.values()) == pool.spare_bytes <= 8 << 20
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is() -> None:
+    pool = BufferPool(4 << 20)
+    pool.pin_with(lambda _address, _size: None, 4 << 20)
+    taken = pool.take(1 << 20)
+    taken[:] = bytes(1 << 20)
+    assert not staging._is_pinned(taken)
+    assert not staging._is_pinned(bytes(10))
+    del taken
+    assert pool.spare_bytes == 1 << 20

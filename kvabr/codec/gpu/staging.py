@@ -141,7 +141,7 @@ def sent_apart(payloads: Sequence[bytes | memoryview], places: Sequence[int], de
 
 def pin(address: int, size: int) -> Callable[[], object] | None:
     """Pin memory for all devices; see `kvabr.store.memory.Pin`."""
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(address, size, 0)):
         return None  # the system allows no more
     return partial(runtime.cudaHostUnregister, address)

@@ -48,7 +48,7 @@ def test_the_tool_that_measures_runs_and_compares(tmp_path):
         ("copy of the cache, pinned", 2), ("L0", 1), ("L0", 2), ("to L1", 1), ("to L1", 2), ("mixed depths", 2),
         ("to L1, into blocks", 2), ("encoder's transform", 2), ("quantise and code to L1", 2),
     ]  # fmt: skip
-    assert [row["what"] for row in rows[9:]] == ["FP16", "FP8", "Int8", "Int4", "FP4"]
+    assert {row["what"] for row in rows[9:]} >= {"FP16", "FP8", "Int8", "Int4", "FP4", "Int8, as received"}
     assert all(row["good"] and row["seconds"] > 0 for row in rows)
     assert "all bits equal the processor's" in done.stdout
 
