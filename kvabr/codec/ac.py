@@ -40,10 +40,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec import gpu
-from kvabr.codec.analysis import Coefficients
 from kvabr.codec.base import Codec, GroupContext, codec
 from kvabr.codec.bias import UNITS, biases, join_biases, shifted_mean, split_biases
 from kvabr.codec.centred import CENTRED
+from kvabr.codec.coefficients import Coefficients, encode_rows, indices
 from kvabr.codec.columns import check_class, coded_spec, turned, turned_back
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
@@ -51,7 +51,7 @@ from kvabr.codec.native.reference import has_streams
 from kvabr.codec.native.references import References, pack_references, read_references, references_size
 from kvabr.codec.payload import PayloadReader, finite, raw
 from kvabr.codec.profile import ClassProfile
-from kvabr.codec.quantiser import RATIO, SINGLE, quantise
+from kvabr.codec.quantiser import RATIO, SINGLE
 from kvabr.codec.quantiser import below as track_below
 from kvabr.codec.referring import MARK, checked_refers, choose_references
 from kvabr.codec.rope import rope_tables, rotate_by
@@ -204,7 +204,7 @@ class _Work:
         key = aside.tobytes()
         if key not in self.chosen:
             coarsest = max(self.profile.depths.values(), key=lambda depth: depth.step)
-            rows = self.coefficients.rows.numpy()
+            rows = self.coefficients.rows
             self.chosen[key] = choose_references(rows, coarsest.step, ~aside, coarsest.coder)
         return self.chosen[key]
 
@@ -217,8 +217,7 @@ class _Work:
 
     def indices(self, track: str, aside: NDArray[np.bool_]) -> NDArray[np.int16]:
         """Quantise the coefficients for a depth, with 0 for tokens that are stored separately."""
-        depth = self.profile.depth(track)
-        index: NDArray[np.int16] = quantise(self.coefficients.rows, depth.step, depth.dead).to(torch.int16).numpy()
+        index = indices(self.coefficients.rows, self.profile.depth(track))
         index[:, aside] = 0
         return index
 
@@ -288,11 +287,11 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
     index: NDArray[np.int16] | None = None
     try:
         if lower is None and (refines is None or not new.any()):
-            base, rows = None if refines is None else profile.depth(refines), work.coefficients.rows.numpy()
+            base, rows = None if refines is None else profile.depth(refines), work.coefficients.rows
             references = references if chosen is None else chosen[0]
-            coded = coder.encode_rows(depth.coder, rows, depth, base, ~aside, references)
+            coded = encode_rows(depth.coder, rows, depth, base, ~aside, references)
             if chosen is not None and not chosen[1]:
-                alone = coder.encode_rows(depth.coder, rows, depth, base, ~aside)
+                alone = encode_rows(depth.coder, rows, depth, base, ~aside)
                 if len(alone) <= len(coded) + len(MARK) + references_size(context.tokens):
                     coded, references = alone, None
         else:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec import gpu
+from kvabr.codec.coefficients import Coefficients
 from kvabr.codec.inverse import BIGGEST, Inverse, inverted
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES, check_cache
@@ -40,20 +41,6 @@ stands out."""
 def native_available() -> bool:
     """Return whether the module is built and has `coder.active_path`."""
     return _kvanalysis is not None and coder.active_path() in _kvanalysis.paths()
-
-
-@dataclass(frozen=True, eq=False)
-class Coefficients:
-    """A transformed group."""
-
-    rows: torch.Tensor
-    """[row, token] float32, in units of the norm; divided by a step they are indices."""
-    reach: torch.Tensor
-    """[token] float32: smallest step at which a decoder's integers can hold the token."""
-    largest: torch.Tensor
-    """[token] float32: magnitude of the token's largest coefficient."""
-    outlying: torch.Tensor
-    """[token] bool: tokens to store separately, see `Transform.threshold`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,11 +167,11 @@ class Analysis:
                 rows[structure.stack_rows(number)] = stacks[number].times(across)
             rows[structure.trailing_rows(number)] = parts[:, kept:].reshape(-1, tokens)
         largest[2] = np.abs(rows).max(axis=0)
-        return self._found(rows, largest, outlying)
+        return self._found(torch.from_numpy(rows), largest, outlying)
 
-    def _found(self, rows: NDArray[np.float32], largest: NDArray[np.float32], outlying: torch.Tensor) -> Coefficients:
+    def _found(self, rows: torch.Tensor, largest: NDArray[np.float32], outlying: torch.Tensor) -> Coefficients:
         reach = (largest / self._limits).max(axis=0)
-        return Coefficients(torch.from_numpy(rows), torch.from_numpy(reach), torch.from_numpy(largest[2]), outlying)
+        return Coefficients(rows, torch.from_numpy(reach), torch.from_numpy(largest[2]), outlying)
 
     @cached_property
     def _native(self) -> tuple[Any, ...]:
@@ -209,11 +196,11 @@ class Analysis:
         return tuple(made)
 
     def _analyse_there(self, group: torch.Tensor, first_token: int | None) -> Coefficients:
-        """Do it on the group's own device, by `kvabr.codec.gpu`."""
+        """Do it on the group's own device, by `kvabr.codec.gpu`; the rows stay there."""
         found = gpu.analyse(self.transform, self._inverses, self._scale, group, first_token)
-        rows, largest, power = (part.cpu().contiguous() for part in found)
+        largest, power = (part.cpu().contiguous() for part in (found.largest, found.power))
         quiet = None if self.transform.quiet is None else power[-1]
-        return self._found(rows.numpy(), largest.numpy(), self._outlying(power[0], quiet))
+        return self._found(found.rows, largest.numpy(), self._outlying(power[0], quiet))
 
     def _analyse_natively(self, group: torch.Tensor, first_token: int | None) -> Coefficients:
         """Do it with stacks in parallel, on as many threads as torch or `encoding_on` says; releases the GIL."""
@@ -239,7 +226,7 @@ class Analysis:
         else:
             largest = np.maximum.reduce(list(map(work, numbers)))
         quiet = None if self.transform.quiet is None else torch.from_numpy(power[-1])
-        return self._found(rows, largest, self._outlying(torch.from_numpy(power[0]), quiet))
+        return self._found(torch.from_numpy(rows), largest, self._outlying(torch.from_numpy(power[0]), quiet))
 
 
 def _arrays(inverse: Inverse) -> tuple[NDArray[Any], ...]:

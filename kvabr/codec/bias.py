@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvabr.codec.coefficients import error_sums
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import derived
 from kvabr.codec.transform import FINE
@@ -79,7 +80,7 @@ def biases(
     if depth.gains:
         stacks = np.searchsorted(structure.first_rows, which, side="right") - 1
         gains = np.array(depth.gains, np.float32)[stacks]
-    sums = coder.error_sums(rows.numpy(), which, gains, depth, coded)
+    sums = error_sums(rows, which, gains, depth, coded)
     whole = coder.ERROR_UNIT * tokens * unit
     mean = (10 * FINE * np.abs(sums) + _ROUNDED * whole) // (10 * whole)
     out: NDArray[np.int16] = (np.sign(sums) * np.minimum(mean, _MOST)).astype(np.int16)

@@ -16,7 +16,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from kvabr.codec.analysis import Analysis, Coefficients, quietness
+from kvabr.codec.analysis import Analysis, quietness
+from kvabr.codec.coefficients import Coefficients
 from kvabr.codec.columns import turned
 from kvabr.codec.fit_references import add_references, tiles_counted
 from kvabr.codec.native.coder_model import Quantiser
@@ -183,7 +184,7 @@ def fit_tables(
 
     def analysed(cache: _Cache) -> list[Coefficients]:
         tiles = tiles_counted(cache.number, cache.bare.shape[3])
-        return [analysis.analyse(cache.bare[:, :, :, tile], None) for tile in tiles]
+        return [analysis.analyse(cache.bare[:, :, :, tile], None).here() for tile in tiles]
 
     # Columns of a state do not resemble each other as tokens do, and without transforms profiles are to be small.
     if config.transform and spec.only.kind != "state":
@@ -425,7 +426,7 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
     scatters = [torch.zeros((size, size), dtype=torch.float64) for size in sizes]
 
     def products(cache: _Cache) -> list[torch.Tensor]:
-        found = analysis.analyse(cache.bare, None)
+        found = analysis.analyse(cache.bare, None).here()
         components, made = found.rows[:, ~found.outlying], []
         for number, (stack, scatter) in enumerate(zip(structure.stacks, scatters, strict=True)):
             if not stack.kept:
@@ -459,7 +460,7 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
 
     def counted(cache: _Cache) -> list[float]:
         """Count one cache; return the number of copies in each of its tiles."""
-        coefficients = analysis.analyse(cache.bare, None)
+        coefficients = analysis.analyse(cache.bare, None).here()
         # Tokens that are stored separately count as zeros, as in the encoder.
         every = (coefficients.rows * ~coefficients.outlying).numpy()
         for part, lock in parts:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.analysis import Coefficients
+from kvabr.codec.coefficients import Coefficients
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import TOTAL, CoderModel, NearTables, frequencies
 from kvabr.codec.native.reference import near_contexts
@@ -65,7 +65,7 @@ def add_references(
     def counted(tile: Coefficients) -> dict[str, NDArray[np.int64]]:
         keep = ~tile.outlying.numpy()
         rows = tile.rows.numpy() * keep  # tokens that are stored separately count as zeros
-        chosen = choose_references(rows, coarsest.step, keep, coarsest.coder)
+        chosen = choose_references(torch.from_numpy(rows), coarsest.step, keep, coarsest.coder)
         assert chosen is not None  # noqa: S101  # the tile has two steps
         found = {track: np.zeros_like(own) for track, own in counts.items()}
         for loud in louder:

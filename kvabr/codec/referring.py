@@ -16,9 +16,10 @@ from __future__ import annotations
 import struct
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.native import coder
+from kvabr.codec.coefficients import alike as alike_in
 from kvabr.codec.native.coder_model import CoderModel, derived
 from kvabr.codec.native.references import LANES, References, join_references, tiles
 from kvabr.types.errors import FormatError
@@ -37,12 +38,12 @@ _WORTH = 0.5
 
 
 def choose_references(
-    rows: NDArray[np.float32], step: float, keep: NDArray[np.bool_], model: CoderModel
+    rows: torch.Tensor, step: float, keep: NDArray[np.bool_], model: CoderModel
 ) -> tuple[References, bool] | None:
     """Choose the references of a group, and say whether they certainly make its payload smaller.
 
     Args:
-        rows: coefficients, [row, token].
+        rows: coefficients, [row, token] float32.
         step: of a quantiser, coarse enough for most indices to be 0.
         keep: [token]: which tokens are coded.
         model: tables of that quantiser; they say which rows have most power.
@@ -55,7 +56,7 @@ def choose_references(
     loud = derived(model, "loud", lambda: _loud(model))
     parts, worth = {}, []
     for tile in tiles(rows.shape[1]):
-        products = coder.alike(rows, loud, np.arange(tile.start, tile.stop), step, _LARGEST)
+        products = alike_in(rows, loud, np.arange(tile.start, tile.stop), step, _LARGEST)
         gram = (products * keep[tile] * keep[tile, None]).astype(np.float32)
         power = np.maximum(np.diag(gram), 1)
         alike = gram / np.sqrt(power * power[:, None])

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvabr.codec import gpu
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.group import clean, cut, decode_group, encode_group, largest_number, payload_of
 from kvabr.codec.profile import Profile
@@ -25,6 +29,8 @@ from kvabr.types.units import cache_length, units_of
 
 _TIMED_GROUPS = 5
 """Groups whose decoding is timed; the median counts."""
+_AHEAD, _AHEAD_ELEMENTS = 32, 1 << 28
+"""Groups that are encoded at once on a GPU, and their elements: each takes some 16 bytes of its memory meanwhile."""
 
 
 @dataclass(slots=True)
@@ -106,11 +112,38 @@ class FrameEncoder:
                 )
         self.write_profile()
         total = len(self.units) * len(self.tracks)
-        for group, unit in enumerate(self.units):
-            encoder = self.group(group, cut(cache, unit, self.spec))
+        for group, encoder in enumerate(self._encoders(cache)):
             for index, track in enumerate(self.tracks):
                 encoder.encode(track)
                 progress(group * len(self.tracks) + index + 1, total)
+
+    def _encoders(self, cache: Sequence[torch.Tensor]) -> Iterator[GroupEncoder]:
+        """Yield the encoders of all groups in order; on a GPU, which one group does not fill, several work ahead."""
+        made = (self.group(group, cut(cache, unit, self.spec)) for group, unit in enumerate(self.units))
+        device = cache[0].device
+        if not gpu.runs_on(device):
+            yield from made
+            return
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        largest = max(tensor[:, :, :, : self.spec.group_tokens].numel() for tensor in cache)
+        ahead = max(1, min(_AHEAD, _AHEAD_ELEMENTS // largest, len(self.units)))
+
+        def prepared(encoder: GroupEncoder) -> GroupEncoder:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                encoder.prepare(self.tracks)
+            return encoder
+
+        with ThreadPoolExecutor(ahead, "kvabr-encode") as pool:
+            begun: deque[Future[GroupEncoder]] = deque()
+            try:
+                for encoder in made:
+                    begun.append(pool.submit(prepared, encoder))
+                    if len(begun) >= ahead:
+                        yield begun.popleft().result()
+                while begun:
+                    yield begun.popleft().result()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def write_profile(self) -> None:
         """Write the codec profile, if a track needs it."""
@@ -233,23 +266,34 @@ class GroupEncoder:
         self._frames, self._store, self._group, self._context = frames, store, group, context
         self._kv, replaced = clean(kv, largest_number(context.spec))
         self._made: dict[str, bytes] = {}
+        self._ready: dict[str, bytes] = {}
+        """What is made, but not written yet."""
         if not any(sizes[group] for sizes in frames.bytes.values()):  # this group was not begun before
             frames.replaced += replaced
 
+    def prepare(self, tracks: Sequence[str]) -> None:
+        """Encode the group on tracks, for `encode` to write; other groups may be prepared in other threads."""
+        for track in tracks:
+            self._made[track] = self._ready[track] = self._frame(track)
+
     def encode(self, track: str) -> None:
-        """Encode the group on a track, and write the frame."""
+        """Encode the group on a track, unless that is prepared, and write the frame."""
+        frames, unit, name = self._frames, self._frames.units[self._group], self._context.spec.track_name
+        frame = self._ready.pop(track, None) or self._frame(track)
+        self._made[track] = frame
+        self._store.frame(unit.group, name(track), frame)
+        frames.aside[track] += codec(track).aside(payload_of(frame), self._context)
+        frames.bytes[track][self._group] = len(frame)
+        frames.digests[track][self._group] = digest_of(frame, frames.digest)
+
+    def _frame(self, track: str) -> bytes:
         frames, unit, name = self._frames, self._frames.units[self._group], self._context.spec.track_name
         below = []
         for lower in _below(track):
             if lower not in self._made:  # it was made before
                 self._made[lower] = self._store.read_frame(unit.group, name(lower))
             below.append(bytes(payload_of(self._made[lower])))
-        frame = encode_group(self._kv, track, self._context, frames.chunks[unit.chunk], unit.group, below)
-        self._made[track] = frame
-        self._store.frame(unit.group, name(track), frame)
-        frames.aside[track] += codec(track).aside(payload_of(frame), self._context)
-        frames.bytes[track][self._group] = len(frame)
-        frames.digests[track][self._group] = digest_of(frame, frames.digest)
+        return encode_group(self._kv, track, self._context, frames.chunks[unit.chunk], unit.group, below)
 
 
 def needs_profile(tracks: Sequence[str]) -> bool:

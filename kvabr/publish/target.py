@@ -80,7 +80,7 @@ class CodedClass:
         # A layer with those below has the values of a single layer with its step.
         self._step, self._dead, self._sinks = config.steps[track], config.dead.get(track, 0.0), config.sinks
         analysis = Analysis(transform)
-        self._coefficients = [analysis.analyse(cache, 0) for cache in self._caches]
+        self._coefficients = [analysis.analyse(cache, 0).here() for cache in self._caches]
         structure = transform.structure
         self.kinds = structure.halves
         self._kind = torch.zeros(structure.rows, dtype=torch.long)

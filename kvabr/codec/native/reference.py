@@ -278,7 +278,7 @@ ERROR_UNIT = 1024
 """Errors are added as integers, in units of a step over this: sums are exact, in any order."""
 _EXACT_ROWS = 1 << 17
 _WHOLE = np.float32(2**23)  # from here on, floats are integers
-_MOST_ERROR = np.float32(4095)
+MOST_ERROR = np.float32(4095)
 
 
 def error_sums(
@@ -300,7 +300,7 @@ def error_sums(
     exact, dead = rows[which][:, coded] / np.float32(quantiser.step), np.float32(quantiser.dead)
     exact = exact.clip(-32767, 32767)
     error = exact - gains[:, None] * np.rint(exact - exact.clip(-dead, dead))
-    units = np.rint(error.clip(-_MOST_ERROR, _MOST_ERROR) * np.float32(ERROR_UNIT))
+    units = np.rint(error.clip(-MOST_ERROR, MOST_ERROR) * np.float32(ERROR_UNIT))
     sums: NDArray[np.int64] = units.astype(np.int64).sum(axis=1)
     return sums
 

@@ -4,14 +4,10 @@ import pytest
 import torch
 
 from kvabr.codec import gpu
-from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.transform import Stack, Structure, layered, plain
 from kvabr.types.kv import KVSpec, RopeSpec
 from tests.codec.gpu.conftest import DEVICE
-from tests.codec.gpu.test_references import SHAPE, fitted
 from tests.codec.native.test_analysis import by, same, transform
-from tests.codec.test_ac import chain_of, encode
-from tests.kvdata import related
 
 pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
 
@@ -83,13 +79,3 @@ def test_nothing_is_touched_that_is_not_theirs(guarded, monkeypatch):
     monkeypatch.setattr(gpu, "runs_on", lambda _: True)
     guarded(group, lambda: found.append(there(it, group, 0)))
     assert same(found[0], wanted)
-
-
-def test_payloads_of_a_group_there_are_those_of_the_processor(monkeypatch):
-    kv = related(SHAPE, 70, 5)
-    wanted = encode(kv, fitted(), "AC-L1", 0)
-    monkeypatch.setattr(gpu, "runs_on", lambda _: True)
-    context, given, made = GroupContext(SHAPE, 0, 70, fitted(), memo={}), kv.to(DEVICE), []
-    for track in chain_of("AC-L1"):
-        made.append(codec(track).encode(given, context, made))
-    assert made == wanted

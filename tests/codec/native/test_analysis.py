@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvabr.codec import analysis
-from kvabr.codec.analysis import Analysis, Coefficients
+from kvabr.codec.analysis import Analysis
+from kvabr.codec.coefficients import Coefficients
 from kvabr.codec.inverse import BIGGEST
 from kvabr.codec.native import coder
 from kvabr.codec.rope import rotate

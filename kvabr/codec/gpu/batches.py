@@ -1,0 +1,69 @@
+"""What several threads ask for is done together, one batch at a time: a single group fills a small part of a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from kvabr.types.errors import FormatError
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class _Asked(Generic[Job, Result]):
+    """What one thread asks for."""
+
+    def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
+        self.jobs, self.done = jobs, False
+        self.results: list[Result | Exception] = []
+        self._ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def await_memory(self, device: torch.device) -> None:
+        """Make this thread's stream wait for what the other thread's still does to the memory to use."""
+        if self._ready is not None:
+            torch.cuda.current_stream(device).wait_event(self._ready)
+
+
+class Batches(Generic[Job, Result]):
+    """Does what several threads ask for on one device. The thread that finds nobody at work does it for all."""
+
+    def __init__(self, device: torch.device, work: Callable[[Sequence[Job]], Sequence[Result | Exception]]) -> None:
+        """``work`` does some jobs, and returns when all are done: of each the result, or what is wrong with it."""
+        self._device, self._work = device, work
+        self._changed = threading.Condition()
+        self._waiting: list[_Asked[Job, Result]] = []
+        self._working = False
+
+    def run(self, jobs: Sequence[Job]) -> list[Result | Exception]:
+        """Return when these jobs are done, of each what ``work`` returned, whatever becomes of other threads'."""
+        own, asked = _Asked[Job, Result](jobs, self._device), list[_Asked[Job, Result]]()
+        try:
+            with self._changed:
+                self._waiting.append(own)
+                self._changed.wait_for(lambda: own.done or not self._working)
+                if not own.done:
+                    asked, self._waiting = self._waiting, []
+                    self._working = True
+            self._run(asked)
+        finally:  # Ctrl-C, perhaps: nobody waits for what does not come, and nothing is done for who is gone
+            with self._changed:
+                for each in asked:
+                    if not each.done:
+                        each.results, each.done = [FormatError("it was interrupted")] * len(each.jobs), True
+                if own in self._waiting:
+                    self._waiting.remove(own)
+                if asked:
+                    self._working = False
+                    self._changed.notify_all()
+        return own.results
+
+    def _run(self, asked: Sequence[_Asked[Job, Result]]) -> None:
+        for each in asked:
+            each.await_memory(self._device)
+        left = iter(self._work([job for each in asked for job in each.jobs]) if asked else ())
+        for each in asked:
+            each.results, each.done = [next(left) for _ in each.jobs], True

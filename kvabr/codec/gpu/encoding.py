@@ -1,0 +1,111 @@
+"""Encoding groups whose coefficients are on a device: together with those of other threads, and checked.
+
+The first group of each depth is coded on the processor as well, and compared. What kernels cannot do, the processor
+does, and a warning says so once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvabr.codec.gpu import writer
+from kvabr.codec.gpu.batches import Batches
+from kvabr.codec.gpu.writer import EncodeJob
+from kvabr.codec.native import coder
+from kvabr.codec.native.coder_model import Quantiser, derived
+from kvabr.codec.native.reference import ERROR_UNIT, MOST_ERROR
+from kvabr.types.errors import FormatError, UsageError
+
+
+def encode(job: EncodeJob) -> bytes:
+    """Return what `coder.encode_rows` does; raise a `FormatError` if an index is out of reach."""
+    (made,) = _batches(job.rows.device).run([job])
+    if isinstance(made, Exception):
+        raise made
+    return made
+
+
+@cache
+def _batches(device: torch.device) -> Batches[EncodeJob, bytes]:
+    return Batches(device, _encoded)
+
+
+def _encoded(jobs: Sequence[EncodeJob]) -> list[bytes | Exception]:
+    """Encode groups, each by itself if they cannot be encoded together."""
+    with suppress(Exception):  # which of them was it?
+        return list(map(bytes, _by_kernels(jobs)))
+    return [_alone(job) for job in jobs]
+
+
+def _alone(job: EncodeJob) -> bytes | Exception:
+    """Encode a group, on the processor if the device cannot."""
+    try:
+        return bytes(_by_kernels([job])[0])
+    except FormatError as error:
+        return error
+    except Exception as error:  # noqa: BLE001  # no memory, or no compiler: whatever it is, the processor can
+        _warn(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
+    try:
+        return _by_processor(job)
+    except FormatError as error:
+        return error
+
+
+def _by_kernels(jobs: Sequence[EncodeJob]) -> list[memoryview]:
+    kinds = {_kind(job): job for job in jobs}
+    if any(_checked(job).get(kind) is False for kind, job in kinds.items()):
+        raise UsageError("its kernels gave other bytes than the processor")
+    made = writer.encode_many(jobs)
+    for kind, job in kinds.items():
+        checked = _checked(job)
+        if kind not in checked:
+            checked[kind] = made[jobs.index(job)] == _by_processor(job)
+            if not checked[kind]:
+                raise UsageError("its kernels gave other bytes than the processor")
+    return made
+
+
+def _by_processor(job: EncodeJob) -> bytes:
+    return coder.encode_rows(job.model, job.rows.cpu().numpy(), job.own, job.lower, job.keep, job.references)
+
+
+def _checked(job: EncodeJob) -> dict[Hashable, bool]:
+    """Return whether groups of a depth, by `_kind`, become the same bytes as on the processor."""
+    return derived(job.model, "checked", dict)
+
+
+def _kind(job: EncodeJob) -> Hashable:
+    return id(job.model), job.references is None, job.rows.device
+
+
+@cache
+def _warn(reason: str) -> None:
+    warnings.warn(
+        f"a group was encoded on the processor, not on its GPU: right, but slower ({reason})",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def error_sums(
+    rows: torch.Tensor,
+    which: NDArray[np.intp],
+    gains: NDArray[np.float32],
+    quantiser: Quantiser,
+    coded: NDArray[np.bool_],
+) -> NDArray[np.int64]:
+    """Return what `kvabr.codec.native.reference.error_sums` does: sums of integers, whose order does not matter."""
+    at, tokens, factor = (torch.from_numpy(each).to(rows.device) for each in (which, np.flatnonzero(coded), gains))
+    # By a tensor on the device: torch multiplies by the inverse of a number, which rounds otherwise.
+    exact = (rows[at[:, None], tokens] / torch.tensor(quantiser.step, device=rows.device)).clamp_(-32767, 32767)
+    index = (exact - exact.clamp(-quantiser.dead, quantiser.dead)).round_()
+    error = exact.sub_(index.mul_(factor[:, None])).clamp_(-float(MOST_ERROR), float(MOST_ERROR))
+    sums: NDArray[np.int64] = error.mul_(ERROR_UNIT).round_().to(torch.int64).sum(dim=1).cpu().numpy()
+    return sums
