@@ -326,12 +326,15 @@ class Driver:
         """Check and decode a group in a thread, and put it into its place."""
         layers = self._layers(action)
         try:
+            seconds: float | None
             work = partial(timed, self._loop.time, self._decoded, action, layers)
             write, seconds = await self._loop.run_in_executor(decoders(), work)
         except _RefusedError as error:
             self._refuse(action, error)
             return
         self._forget_frames(action)
+        if self.assembler.coded:
+            seconds = None  # it was checked, not decoded
         if self._hook is not None and write is not None:
             unit = self._catalog.unit(action.group)
             try:
@@ -363,7 +366,8 @@ class Driver:
                 self._refuse(action, error)
             else:
                 self._forget_frames(action)
-                self._tell(partial(self.session.decoded, seconds=seconds), action.request)
+                told = None if self.assembler.coded else seconds
+                self._tell(partial(self.session.decoded, seconds=told), action.request)
             self._waiting.popleft()
             if self._waiting and self._loop.time() >= until_s:
                 self._loop.call_soon(self._decode_small)

@@ -234,7 +234,7 @@ class Play:
         catalog = prepared.catalog
         rest_s = self._engine_s(catalog.first_token + catalog.tokens, prepared.left_out + behind)
         driver = await self._run(PrefixGoal(), prepared, rest_s)
-        parts, found = driver.assembler.take_prefix(block=block)
+        groups, found = driver.assembler.take_coded(block)
         record, coverage = driver.session.record, _tracks(driver, found)
         cut = "the rest is sooner computed than fetched" if prepared.left_out else None
         if record.missing:
@@ -242,7 +242,9 @@ class Play:
             if not catalog.every_token:
                 cut += f"; missing: {listed(map(catalog.title, record.missing))}"
         return PlayedPrefix(
-            parts=parts,
+            spec=catalog.spec,
+            groups=groups,
+            dtype=self.options.dtype,
             spans=found.spans,
             first=catalog.first_token,
             tokens=found.tokens,
@@ -311,7 +313,9 @@ class Play:
         options, ladder, connection = self.options, prepared.ladder, self.connection
         catalog = ladder.catalog
         try:
-            assembler = Assembler(catalog, prepared.profile, out=self._room(catalog), dtype=self.options.dtype)
+            coded = isinstance(goal, PrefixGoal)
+            room = None if coded else self._room(catalog)
+            assembler = Assembler(catalog, prepared.profile, out=room, dtype=options.dtype, coded=coded)
         except RuntimeError as error:
             raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
         deadline_s, least, end_s = self.clock.deadline_s, _MIN_PREFIX_SHARE, self.clock.left()

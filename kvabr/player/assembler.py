@@ -1,4 +1,7 @@
-"""Assembles groups into one contiguous KV tensor per layer class: in any order, from any track, never half written.
+"""Assembles groups: in any order, from any track, never half written.
+
+What somebody else expands, where it is needed (`kvabr.codec.paged`), is kept as it came, once every frame has proved
+good. Otherwise there is one contiguous KV tensor per layer class.
 
 A group whose place is empty is decoded into it if that takes little time, and counts as in place only once the whole
 frame has proved good. Every other group is decoded into scratch memory and then copied. A cache can be handed over
@@ -19,6 +22,7 @@ import torch
 from kvabr.codec.base import GroupContext, payload_layout
 from kvabr.codec.container import HasDigest, unpack
 from kvabr.codec.group import decode_payload, frame_header, payload_of
+from kvabr.codec.paged import CodedGroup
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantised import all_finite, check_wanted, convert
 from kvabr.player.prefixes import PlacedPrefix, longest_prefix
@@ -61,6 +65,7 @@ class Assembler:
         *,
         out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
+        coded: bool = False,
     ) -> None:
         """Create an empty cache.
 
@@ -71,6 +76,7 @@ class Assembler:
             out: [layer, K/V, head, token, dim], any float dtype and strides, on the CPU; None: a new tensor.
             dtype: element type of the new tensor; by default that of the asset. A tensor in float8 holds the codes of
                 the publisher's engine, any other the numbers that they stand for (`kvabr.codec.quantised`).
+            coded: keep groups compressed, for `take_coded`; nothing can be computed, or upgraded in place.
 
         Raises:
             ForeignError: the profile is of another model.
@@ -82,8 +88,13 @@ class Assembler:
         if not catalog.every_token and catalog.chosen is None:
             raise UsageError(f"{catalog.spec.model}: assemble what a play needs, Catalog.to_play")
         self._catalog, self._profile, spans = catalog, profile, catalog.spans
+        self.coded = coded
+        """Whether groups stay compressed."""
+        self._outs: tuple[torch.Tensor, ...] = ()
         shapes = [part.shape(span.tokens) for part, span in zip(catalog.spec.parts, spans, strict=True)]
-        if out is None:
+        if coded:
+            pass
+        elif out is None:
             types = [dtype or part.torch_dtype for part in catalog.spec.parts]
             self._outs = tuple(torch.zeros(shape, dtype=kind) for shape, kind in zip(shapes, types, strict=True))
         elif len(shapes) > 1:
@@ -92,14 +103,16 @@ class Assembler:
             raise UsageError(f"the tensor to assemble in is {tuple(out.shape)} {out.dtype}, not floats of {shapes[0]}")
         else:
             self._outs = (out,)
-        for made, part in zip(self._outs, catalog.spec.parts, strict=True):
+        for made, part in zip(self._outs, () if coded else catalog.spec.parts, strict=True):
             check_wanted(made.dtype, part)
         self._begins = tuple(span.first for span in spans)
         """Per class, the first token of its tensor."""
         self._tracks: list[str | None] = [None] * catalog.groups
         self._kept: dict[int, dict[str, memoryview]] = {}
-        """Frames of the layers in place that others refine, by group and track."""
-        self._refined = {track.refines for track in catalog.tracks if track.refines is not None}
+        """Frames of the layers in place that others refine, by group and track; where groups stay coded, of all."""
+        refined = {track.refines for track in catalog.tracks if track.refines is not None}
+        self._refined = set(catalog.by_name) if coded else refined
+        """The tracks of these."""
         self._lock = threading.Condition(threading.Lock())
         """Guards everything; notified when a group leaves `_direct`."""
         self._direct: set[int] = set()
@@ -157,14 +170,21 @@ class Assembler:
                     self._direct.discard(group)
                     self._lock.notify_all()
         bottom = self._catalog.track(layers[0].track).refines
+        if self.coded:
+            for layer in layers:
+                self.check(group, layer)
+            with self._lock:
+                if (late := self._refusal(group, offer)) is not None:
+                    return late
+                self._check_bottom(group, track, bottom)
+                return self._write(group, layers, None)
         with self._scratch(group) as scratch:
             self._decode(group, layers, scratch)
             with self._lock:
                 self._lock.wait_for(lambda: group not in self._direct)
                 if (late := self._refusal(group, offer)) is not None:
                     return late
-                if bottom is not None and self._tracks[group] != bottom:
-                    raise FormatError(f"group {group} of {track}: {bottom} is no longer in place")
+                self._check_bottom(group, track, bottom)
                 return self._write(group, layers, scratch)
 
     def put_computed(self, first: int, last: int, *parts: torch.Tensor) -> Placement:
@@ -322,6 +342,27 @@ class Assembler:
             self.seal()
         return self._outs
 
+    def take_coded(self, block: int = 1) -> tuple[tuple[CodedGroup, ...], PlacedPrefix]:
+        """Hand over the longest prefix that is in place, compressed, see `longest_prefix`; accept nothing afterwards.
+
+        Args:
+            block: the prefix must end at a multiple of this many tokens of the prompt.
+
+        Returns:
+            The groups of `PlacedPrefix.groups`, and what the prefix consists of.
+        """
+        with self._lock:
+            self._handed = self._taken = True
+        found = longest_prefix(self._catalog, self._tracks, block)
+        groups = tuple(self._coded_group(group) for group in found.groups)
+        self.seal()
+        return groups, found
+
+    def _coded_group(self, group: int) -> CodedGroup:
+        offer = self._catalog.track(str(self._tracks[group]))
+        payload = payload_of(self._kept[group][offer.name])
+        return CodedGroup(payload, offer.name, self._context(group), self._below(group, offer))
+
     def take_prefix(self, groups: int | None = None, block: int = 1) -> tuple[tuple[torch.Tensor, ...], PlacedPrefix]:
         """Hand over the longest prefix that is in place, see `longest_prefix`; accept nothing afterwards.
 
@@ -374,7 +415,7 @@ class Assembler:
         decoded, at the deadline if need be, so this is only for tracks that take little more time than copying.
         """
         context, track = self._context(group), self._catalog.track(layers[-1].track)
-        if track.refines is not None or payload_layout(track.name, context.spec, context.tokens) is None:
+        if self.coded or track.refines is not None or payload_layout(track.name, context.spec, context.tokens) is None:
             return False
         with self._lock:
             if self._taken or self._tracks[group] is not None or group in self._direct:
@@ -442,6 +483,11 @@ class Assembler:
             offer = self._catalog.track(offer.refines)
             payloads.insert(0, payload_of(frame))
         return payloads
+
+    def _check_bottom(self, group: int, track: str, bottom: str | None) -> None:
+        """Raise a `FormatError` unless what an enhancement refines is in place; the caller holds the lock."""
+        if bottom is not None and self._tracks[group] != bottom:
+            raise FormatError(f"group {group} of {track}: {bottom} is no longer in place")
 
     def _forget(self, group: int) -> None:
         self._kept.pop(group, None)
