@@ -322,6 +322,10 @@ class Play:
         if not isinstance(goal, PrefixGoal):
             least, end_s = _MIN_SHARE, self._patience_s() - self.clock.now()
         # At most half of the deadline is set aside for the rest: a worse cache would not make up for more.
+        rates = self.speeds.rates(catalog, self._device)
+        if coded:  # it is expanded when it is there
+            cheapest = ladder.cheapest
+            rest_s += rates.latency(cheapest) + rates.seconds(cheapest) * catalog.groups / self._decoders
         left_s = self.clock.left() - guard_s(deadline_s) - min(deadline_s / 2, rest_s)
         wanted_s = max(least * deadline_s, left_s)
         if self.engine is None:
@@ -355,11 +359,14 @@ class Play:
                     LIVE,
                     gpu_price=options.gpu_price,
                     time_price=options.time_price,
-                    decoders=decoder_threads(),
+                    decoders=self._decoders,
+                    together=assembler.together,
+                    decodes_last=assembler.coded,
+                    decode_ahead_s=math.inf if assembler.coded else LIVE.decode_ahead_s,
                 ),
                 patience_s=end_s,
                 cached_groups=connection.cached_groups,
-                decode_rates=self.speeds.rates(ladder.catalog, self._device),
+                decode_rates=rates,
                 expected_s=None if prepared.growing is None else prepared.growing.expected_s,
                 log=options.log,
                 limited=limit,
@@ -403,7 +410,7 @@ class Play:
             options.policy,
             shared.enter_context(link_of(connection.shared).joined(own)),
             goal=UpgradeGoal(tuple(RECOMPUTED if stays else track or "" for track, stays in tracks), after_s, rate),
-            config=replace(LIVE, decoders=decoder_threads()),
+            config=replace(LIVE, decoders=self._decoders),
             cached_groups=connection.cached_groups,
             decode_rates=self.speeds.rates(ladder.catalog, self._device),
             log=None if options.log is None else partial(_late, options.log, view.now),
@@ -425,6 +432,11 @@ class Play:
     def _device(self) -> torch.device | None:
         """Where the cache is decoded; None: on the processor."""
         return None if self.options.out is None else self.options.out.device
+
+    @property
+    def _decoders(self) -> int:
+        """How many groups are decoded beside each other; a GPU takes one batch after the other."""
+        return 1 if self._device is not None and self._device.type == "cuda" else decoder_threads()
 
     def _engine_s(self, before: int, tokens: int) -> float:
         """Return the seconds that the engine needs for ``tokens`` behind ``before`` others; 0.0 without an engine."""

@@ -13,7 +13,7 @@ import torch
 
 from kvabr.client.expanding import expand_here
 from kvabr.client.upgrades import Upgrades
-from kvabr.codec.block_slots import BlockSlots, Place
+from kvabr.codec.block_slots import Place, TensorPlace
 from kvabr.codec.paged import CodedGroup
 from kvabr.player.session_types import LiveRecord, PlayRecord
 from kvabr.store.files import PRIVATE, replacing, sweep
@@ -182,7 +182,7 @@ class PlayedPrefix:
             out = torch.empty(part.shape(end - begin), dtype=self.dtype or part.torch_dtype)
             for index in own:
                 at = self.units[index].first - begin
-                places[index] = BlockSlots.of_tensor(out[:, :, :, at : at + self.units[index].tokens])
+                places[index] = TensorPlace(out[:, :, :, at : at + self.units[index].tokens])
             outs.append(out[:, :, :, span.first - begin :][:, :, :, : span.tokens])
         for error in expand_here(self.groups, [places[index] for index in range(len(self.groups))]):
             if error is not None:

@@ -26,6 +26,10 @@ class Place(Protocol):
         """Where the memory is."""
 
     @property
+    def whole(self) -> torch.Tensor | None:
+        """The tensor [layer, K/V, head, token, dim] that it is, if it is one."""
+
+    @property
     def direct(self) -> BlockSlots | None:
         """The slots that are the group's and nothing else is, so that kernels can write there; None: there are none."""
 
@@ -34,6 +38,36 @@ class Place(Protocol):
 
     def write(self, group: torch.Tensor) -> None:
         """Copy a decoded group, of `dtype` and on `device`, to where it belongs."""
+
+
+@dataclass(frozen=True, eq=False)
+class TensorPlace:
+    """A tensor, [layer, K/V, head, token, dim] of any strides; a `Place`."""
+
+    whole: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the tensor."""
+        return self.whole.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensor is."""
+        return self.whole.device
+
+    @property
+    def direct(self) -> BlockSlots:
+        """The tensor as one block of each layer."""
+        return BlockSlots([[half[None] for half in layer] for layer in self.whole], np.arange(self.whole.shape[3]))
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return whether a group of this shape, [layer, K/V, head, token, dim], belongs here."""
+        return tuple(shape) == tuple(self.whole.shape)
+
+    def write(self, group: torch.Tensor) -> None:
+        """Copy a decoded group."""
+        self.whole.copy_(group)
 
 
 class BlockLayers(tuple[tuple[torch.Tensor, ...], ...]):  # noqa: SLOT001  # it keeps what it computes
@@ -75,8 +109,6 @@ class BlockSlots:
     slots: NDArray[np.int64]
     """[token]: its block times tokens per block, plus its place in the block; negative: not written. No two are equal,
     unless negative."""
-    whole: torch.Tensor | None = None
-    """The tensor [layer, K/V, head, token, dim] that these are, if they are one; see `of_tensor`."""
 
     def __post_init__(self) -> None:
         layers = self.layers if isinstance(self.layers, BlockLayers) else BlockLayers(self.layers)
@@ -89,11 +121,6 @@ class BlockSlots:
         if len(used) and int(used.max()) >= first.shape[0] * first.shape[2]:
             raise FormatError(f"slot {int(used.max())} of a paged cache of {first.shape[0]} x {first.shape[2]} tokens")
         object.__setattr__(self, "slots", slots)
-
-    @classmethod
-    def of_tensor(cls, out: torch.Tensor) -> BlockSlots:
-        """Return the slots that are a tensor [layer, K/V, head, token, dim] of any strides."""
-        return cls([[half[None] for half in layer] for layer in out], np.arange(out.shape[3]), out)
 
     @property
     def first(self) -> torch.Tensor:
@@ -109,6 +136,10 @@ class BlockSlots:
     def device(self) -> torch.device:
         """Where the cache is."""
         return self.first.device
+
+    @property
+    def whole(self) -> None:
+        """None: it is not one tensor."""
 
     @property
     def direct(self) -> BlockSlots | None:
@@ -133,9 +164,6 @@ class BlockSlots:
             group: in the dtype of the blocks, on any device.
             tokens: offsets in the group of the tokens that ``group`` has; None: all.
         """
-        if self.whole is not None and tokens is None:
-            self.whole.copy_(group)
-            return
         slots = self.slots if tokens is None else self.slots[tokens]
         size, device = self.first.shape[2], self.device
         used = np.flatnonzero(slots >= 0)

@@ -7,7 +7,6 @@ memory on the place's device first; the bits are the same. On a processor each g
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -16,7 +15,7 @@ import torch
 from kvabr.codec import gpu
 from kvabr.codec.ac import Ac, Parts
 from kvabr.codec.base import GroupContext, codec
-from kvabr.codec.block_slots import BlockSlots, Place
+from kvabr.codec.block_slots import BlockSlots, Place, TensorPlace
 from kvabr.codec.group import decode_payload
 from kvabr.codec.native.coder_model import DTYPES, DecodeJob
 from kvabr.types.errors import FormatError
@@ -37,6 +36,8 @@ class CodedGroup(NamedTuple):
     context: GroupContext
     below: Sequence[memoryview] = ()
     """Payloads of the tracks below, base first."""
+    number: int = 0
+    """Of the group in its track, for messages."""
 
     @property
     def nbytes(self) -> int:
@@ -76,9 +77,11 @@ def expand(groups: Sequence[CodedGroup], places: Sequence[Place], each: _Each = 
     for some in (direct, *_portions([kernel for kernel in kernels if kernel.slots is None])):
         errors |= _by_kernels(groups, places, some)
 
+    spare: list[torch.Tensor] = []
+
     def decoded(number: int) -> Exception | None:
         try:
-            _decode(groups[number], places[number])
+            _decode(groups[number], places[number], spare)
         except Exception as error:  # noqa: BLE001  # as above
             return error
         return None
@@ -127,13 +130,12 @@ def _by_kernels(
     groups: Sequence[CodedGroup], places: Sequence[Place], kernels: Sequence[_Kernel]
 ) -> dict[int, Exception | None]:
     """Decode groups together; return what is wrong with each."""
-    slots = []
-    for kernel in kernels:
-        out = kernel.job.out
-        scratch = kernel.slots or BlockSlots.of_tensor(
-            torch.empty(out.shape, dtype=out.dtype, device=places[kernel.number].device)
-        )
-        slots.append(scratch)
+    scratch = {
+        kernel.number: TensorPlace(torch.empty_like(kernel.job.out, device=places[kernel.number].device))
+        for kernel in kernels
+        if kernel.slots is None
+    }
+    slots = [kernel.slots or scratch[kernel.number].direct for kernel in kernels]
     errors = gpu.decode_to_blocks([kernel.job for kernel in kernels], slots) if kernels else []
     for kernel, into, error in zip(kernels, slots, errors, strict=True):
         if error is not None:
@@ -142,32 +144,27 @@ def _by_kernels(
             if len(part.tokens):
                 stored = part.stored(groups[kernel.number].context, into.dtype, into.device)
                 into.write(stored, part.tokens)
-        if kernel.slots is None and into.whole is not None:
-            places[kernel.number].write(into.whole)
+        if kernel.slots is None:
+            places[kernel.number].write(scratch[kernel.number].whole)
     return {kernel.number: error for kernel, error in zip(kernels, errors, strict=True)}
 
 
-_scratch = threading.local()
-
-
-def _decode(group: CodedGroup, place: Place) -> None:
-    """Decode one group to its place, whatever its codec and device."""
-    slots, context = place.direct, group.context
-    out = None if slots is None else slots.whole
-    if out is None:
-        out = _room(context.spec.shape(context.tokens), place)
-    decode_payload(group.payload, group.track, context, 0, out, group.below)
-    if slots is None or slots.whole is None:
-        place.write(out)
-
-
-def _room(shape: tuple[int, ...], place: Place) -> torch.Tensor:
-    """Return this thread's scratch memory: fresh memory would have to be cleared, page by page, for every group."""
-    count = torch.Size(shape).numel()
-    if place.device.type != "cpu":
-        return torch.empty(shape, dtype=place.dtype, device=place.device)
-    need = count * place.dtype.itemsize
-    held: torch.Tensor | None = getattr(_scratch, "bytes", None)
-    if held is None or len(held) < need:
-        held = _scratch.bytes = torch.empty(need, dtype=torch.uint8)
-    return held[:need].view(place.dtype).view(shape)
+def _decode(group: CodedGroup, place: Place, spare: list[torch.Tensor]) -> None:
+    """Decode one group to its place, whatever its codec and device, perhaps by way of memory that is spare."""
+    context, out = group.context, place.whole
+    if out is not None:
+        decode_payload(group.payload, group.track, context, group.number, out, group.below)
+        return
+    shape = context.spec.shape(context.tokens)
+    need = torch.Size(shape).numel() * place.dtype.itemsize
+    # Fresh memory would have to be cleared, page by page, for every group.
+    try:
+        held = spare.pop()
+    except IndexError:
+        held = torch.empty(0, dtype=torch.uint8)
+    if len(held) < need or held.device != place.device:
+        held = torch.empty(need, dtype=torch.uint8, device=place.device)
+    out = held[:need].view(place.dtype).view(shape)
+    decode_payload(group.payload, group.track, context, group.number, out, group.below)
+    place.write(out)
+    spare.append(held)

@@ -12,17 +12,17 @@ is written into place.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
 import torch
 
 from kvabr.codec.base import GroupContext, payload_layout
+from kvabr.codec.block_slots import TensorPlace
 from kvabr.codec.container import HasDigest, unpack
-from kvabr.codec.group import decode_payload, frame_header, payload_of
-from kvabr.codec.paged import CodedGroup
+from kvabr.codec.group import frame_header, payload_of
+from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantised import all_finite, check_wanted, convert
 from kvabr.player.prefixes import PlacedPrefix, longest_prefix
@@ -53,6 +53,19 @@ class Placement(Enum):
     """A track at least as good is in place; nothing changed."""
     LATE = "late"
     """The cache has been handed over; nothing changed."""
+
+
+class _Decoding(NamedTuple):
+    """A group that is being decoded."""
+
+    number: int
+    group: int
+    layers: Sequence[Layer]
+    coded: CodedGroup
+    out: torch.Tensor | None
+    """Where to; None: it stays coded."""
+    claimed: bool
+    """Whether that is its place."""
 
 
 class Assembler:
@@ -124,6 +137,11 @@ class Assembler:
         self._again: set[int] = set()
 
     @property
+    def together(self) -> bool:
+        """Whether groups are best put in batches: they are decoded on a GPU, or not at all."""
+        return self.coded or self._outs[0].device.type == "cuda"
+
+    @property
     def coverage(self) -> tuple[str | None, ...]:
         """Per group, the track in place, ``recomputed``, or None."""
         return tuple(self._tracks)
@@ -156,36 +174,72 @@ class Assembler:
             FormatError: a frame is corrupt, truncated, not what the catalog promises, or an enhancement whose base is
                 not in place. No group that is in place has changed.
         """
-        offer = self._catalog.track(track)
-        if (early := self._refusal(group, offer)) is not None:
-            return early
-        layers = (*below, Layer(track, frame, has_digest))
-        if self._claim(group, layers):
-            try:
-                self._decode(group, layers, self._place(group))
-                with self._lock:
-                    return self._refusal(group, offer) or self._write(group, layers, None)
-            finally:
-                with self._lock:
-                    self._direct.discard(group)
-                    self._lock.notify_all()
-        bottom = self._catalog.track(layers[0].track).refines
+        (verdict,) = self.put_many([(group, (*below, Layer(track, frame, has_digest)))])
+        if isinstance(verdict, Exception):
+            raise verdict
+        return verdict
+
+    def put_many(self, asked: Sequence[tuple[int, Sequence[Layer]]]) -> list[Placement | Exception]:
+        """Check, decode and place different groups in one batch, each with its layers, lowest first.
+
+        Returns:
+            What happened to each, or what `put` would raise.
+        """
+        done: dict[int, Placement | Exception] = {}
+        work: list[_Decoding] = []
+        try:
+            for number, (group, layers) in enumerate(asked):
+                try:
+                    if (early := self._refusal(group, self._catalog.track(layers[-1].track))) is not None:
+                        done[number] = early
+                    else:
+                        work.append(self._begin(number, group, layers))
+                except Exception as error:  # noqa: BLE001  # whatever it is, one of its frames cannot be used
+                    done[number] = error
+            wanted = [(one.coded, TensorPlace(one.out)) for one in work if one.out is not None]
+            errors = iter(expand([coded for coded, _ in wanted], [place for _, place in wanted]))
+            for one in work:
+                if one.out is not None and (wrong := next(errors)) is not None:
+                    done[one.number] = wrong
+                elif one.claimed:
+                    done[one.number] = self._settle(one)
+        finally:
+            self._release([one.group for one in work if one.claimed])
+        done |= {one.number: self._settle(one) for one in work if one.number not in done}
+        for one in work:
+            if one.out is not None and not one.claimed:
+                self._spare[self._catalog.unit(one.group).part].append(one.out)
+        return [done[number] for number in range(len(asked))]
+
+    def _begin(self, number: int, group: int, layers: Sequence[Layer]) -> _Decoding:
+        """Check the frames of a group, and find room to decode it in."""
+        claimed = not self.coded and self._claim(group, layers)
+        try:
+            coded = self._coded_layers(group, layers)
+        except Exception:
+            self._release([group] if claimed else [])
+            raise
         if self.coded:
-            for layer in layers:
-                self.check(group, layer)
-            with self._lock:
-                if (late := self._refusal(group, offer)) is not None:
-                    return late
-                self._check_bottom(group, track, bottom)
-                return self._write(group, layers, None)
-        with self._scratch(group) as scratch:
-            self._decode(group, layers, scratch)
-            with self._lock:
-                self._lock.wait_for(lambda: group not in self._direct)
-                if (late := self._refusal(group, offer)) is not None:
-                    return late
-                self._check_bottom(group, track, bottom)
-                return self._write(group, layers, scratch)
+            return _Decoding(number, group, layers, coded, None, claimed=False)
+        return _Decoding(number, group, layers, coded, self._place(group) if claimed else self._scratch(group), claimed)
+
+    def _settle(self, one: _Decoding) -> Placement | Exception:
+        """Count a group that was decoded as in place, or put it there."""
+        with self._lock:
+            if not one.claimed:
+                self._lock.wait_for(lambda: one.group not in self._direct)
+            if (late := self._refusal(one.group, self._catalog.track(one.coded.track))) is not None:
+                return late
+            bottom = self._catalog.track(one.layers[0].track).refines
+            if bottom is not None and self._tracks[one.group] != bottom:
+                return FormatError(f"group {one.group} of {one.coded.track}: {bottom} is no longer in place")
+            return self._write(one.group, one.layers, None if one.claimed else one.out)
+
+    def _release(self, claimed: Sequence[int]) -> None:
+        """Let others write to the places of groups that were decoded into."""
+        with self._lock:
+            self._direct.difference_update(claimed)
+            self._lock.notify_all()
 
     def put_computed(self, first: int, last: int, *parts: torch.Tensor) -> Placement:
         """Place groups ``first`` to ``last`` - 1 as computed by the engine.
@@ -275,7 +329,9 @@ class Assembler:
             raise UsageError("upgrades need a cache that was taken with take(upgrades=True) and is not sealed")
         offer, ready = self._catalog.track(track), torch.empty_like(self._place(group))
         layers = (*below, Layer(track, frame, has_digest))
-        self._decode(group, layers, ready)
+        (wrong,) = expand([self._coded_layers(group, layers)], [TensorPlace(ready)])
+        if wrong is not None:
+            raise wrong
 
         def write() -> Placement:
             with self._lock:
@@ -361,7 +417,8 @@ class Assembler:
     def _coded_group(self, group: int) -> CodedGroup:
         offer = self._catalog.track(str(self._tracks[group]))
         payload = payload_of(self._kept[group][offer.name])
-        return CodedGroup(payload, offer.name, self._context(group), self._below(group, offer))
+        number = self._catalog.unit(group).group
+        return CodedGroup(payload, offer.name, self._context(group), self._below(group, offer), number)
 
     def take_prefix(self, groups: int | None = None, block: int = 1) -> tuple[tuple[torch.Tensor, ...], PlacedPrefix]:
         """Hand over the longest prefix that is in place, see `longest_prefix`; accept nothing afterwards.
@@ -401,21 +458,23 @@ class Assembler:
             return GroupContext(part, free, unit.tokens, self._profile, free=True, at=unit.first)
         return GroupContext(part, unit.first, unit.tokens, self._profile)
 
-    def _decode(self, group: int, layers: Sequence[Layer], out: torch.Tensor) -> None:
-        """Check the frames of consecutive layers, and decode them into ``out``, whose tokens are those of the group."""
+    def _coded_layers(self, group: int, layers: Sequence[Layer]) -> CodedGroup:
+        """Check the frames of consecutive layers, and return the group, with what is in place below them."""
         payloads = self._below(group, self._catalog.track(layers[0].track))
         payloads.extend(self.check(group, layer) for layer in layers)
-        payload, context = payloads.pop(), self._context(group)
-        decode_payload(payload, layers[-1].track, context, self._catalog.unit(group).group, out, payloads)
+        unit = self._catalog.unit(group)
+        return CodedGroup(payloads.pop(), layers[-1].track, self._context(group), payloads, unit.group)
 
     def _claim(self, group: int, layers: Sequence[Layer]) -> bool:
         """Return whether to decode a group into its place, which is then in `_direct` until the caller removes it.
 
         Nobody reads an empty place, so a frame that proves bad does no harm there. `seal` waits for what is being
-        decoded, at the deadline if need be, so this is only for tracks that take little more time than copying.
+        decoded, at the deadline if need be, so on a processor this is only for tracks that take little more time than
+        copying.
         """
         context, track = self._context(group), self._catalog.track(layers[-1].track)
-        if self.coded or track.refines is not None or payload_layout(track.name, context.spec, context.tokens) is None:
+        slow = track.refines is not None or payload_layout(track.name, context.spec, context.tokens) is None
+        if slow and self._place(group).device.type == "cpu":
             return False
         with self._lock:
             if self._taken or self._tracks[group] is not None or group in self._direct:
@@ -432,17 +491,18 @@ class Assembler:
     def _is_state(self, part: int) -> bool:
         return self._catalog.spec.classes[part].kind == "state"
 
-    @contextmanager
-    def _scratch(self, group: int) -> Iterator[torch.Tensor]:
-        """Lend scratch memory for a decoded group to one thread."""
+    def _scratch(self, group: int) -> torch.Tensor:
+        """Return unused scratch memory for a decoded group."""
         unit = self._catalog.unit(group)
         spec, out, spare = self._catalog.spec.parts[unit.part], self._outs[unit.part], self._spare[unit.part]
+        need = spec.elements_per_token * unit.tokens
         try:
-            whole = spare.pop()
+            whole = spare.pop().view(-1)
         except IndexError:
+            whole = torch.empty(0)
+        if len(whole) < need:
             whole = torch.empty(spec.elements_per_token * spec.rows, dtype=out.dtype, device=out.device)
-        yield whole[: spec.elements_per_token * unit.tokens].view(spec.shape(unit.tokens))
-        spare.append(whole)
+        return whole[:need].view(spec.shape(unit.tokens))
 
     def _no_hole(self, groups: int) -> None:
         if None in (before := self._tracks[:groups]):
@@ -483,11 +543,6 @@ class Assembler:
             offer = self._catalog.track(offer.refines)
             payloads.insert(0, payload_of(frame))
         return payloads
-
-    def _check_bottom(self, group: int, track: str, bottom: str | None) -> None:
-        """Raise a `FormatError` unless what an enhancement refines is in place; the caller holds the lock."""
-        if bottom is not None and self._tracks[group] != bottom:
-            raise FormatError(f"group {group} of {track}: {bottom} is no longer in place")
 
     def _forget(self, group: int) -> None:
         self._kept.pop(group, None)

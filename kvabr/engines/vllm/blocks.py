@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -85,6 +85,7 @@ class _GroupPlace:
     dtype: torch.dtype
     device: torch.device
     direct: BlockSlots | None
+    whole: None = field(default=None, init=False)
     writes: tuple[Callable[[torch.Tensor], None], ...]
     """Copy what each table holds of it."""
 
