@@ -64,7 +64,7 @@ class Rest:
         self._total = absent.total(base.name, base.bytes) - flying.required_floor + flying.required_bytes
         """Bytes that the absent groups need."""
         self._wait_s = 0.0 if flying.required else view.ttfb_s
-        self._tail_s = max(view.decode_backlog_s, view.decode_s(base.name))
+        self._tail_s = max(view.decode_backlog_s, view.last_decode_s(base.name))
         self._start_s = max(view.now, lane_free_s)
         self._edge = view.edge if self._last_call() else view.groups
         """Groups from here on are not believed to be published."""

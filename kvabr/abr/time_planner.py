@@ -212,8 +212,12 @@ class TimePlanner:
         works = work[picks, groups]
         wait_s = 0.0 if view.in_flight else view.ttfb_s
         arrives_s = (view.outstanding_bytes + nbytes) / rate + (nbytes > 0) * wait_s
-        # What comes last is decoded after it has come.
-        ends_s = np.maximum(arrives_s + works.max(axis=1), queued_s + works.sum(axis=1))
+        # What comes last is decoded after it has come, in a batch at least.
+        batch_s = max(map(view.decode_latency_s, self.names))
+        last_s = arrives_s + works.max(axis=1)
+        if view.decodes_last:
+            last_s = arrives_s + works.sum(axis=1)
+        ends_s = np.maximum(last_s, queued_s + works.sum(axis=1)) + batch_s
         totals = self._loss[picks, groups].sum(axis=1) + price * ends_s
         best = int(totals.argmin())
         share = float(_LINK_SHARES[best])

@@ -201,6 +201,11 @@ class View:
     """The future, in a simulator. None in a real play."""
     decode_seconds: Callable[[str], float] | None = None
     """Seconds to decode a full group of a track on this machine; None: as the catalog says."""
+    decode_latency: Callable[[str], float] | None = None
+    """Seconds that decoding a batch takes besides; None: none."""
+    decodes_last: bool = False
+    """Whether everything is decoded only once the play has ended: then `deadline_s` leaves time for the cheapest track,
+    and `decode_backlog_s` is what the tracks in place take longer than that."""
     catalog: Catalog = field(init=False)
     groups: int = field(init=False)
     """Number of groups in the asset."""
@@ -298,10 +303,24 @@ class View:
         return self.engine_backlog_s + alone
 
     def decode_s(self, track: str) -> float:
-        """Return the seconds to decode one full group of a track, with the layers below it."""
+        """Return the seconds to decode one more full group of a track in a batch, with the layers below it."""
         if self.decode_seconds is not None:
             return self.decode_seconds(track)
         return self.catalog.by_name[track].decode_s
+
+    def decode_latency_s(self, track: str) -> float:
+        """Return the seconds that decoding a batch takes besides those of its groups, see `decode_s`."""
+        return 0.0 if self.decode_latency is None else self.decode_latency(track)
+
+    def decoded_by(self, arrives_s: float, decoded_s: float) -> float:
+        """Return when what arrives by then can be decoded, if what is decoded before takes ``decoded_s``."""
+        return arrives_s + decoded_s if self.decodes_last else max(arrives_s, decoded_s)
+
+    def last_decode_s(self, track: str) -> float:
+        """Return the seconds from the arrival of the last group, on a track, until it is in place."""
+        if self.decodes_last:
+            return 0.0  # the deadline leaves time for it
+        return self.decode_latency_s(track) + self.decode_s(track)
 
     def budget_bytes(self, rate: float, decode_s: float = 0.0) -> float:
         """Return how many bytes of new requests would be in place by the deadline.
@@ -332,7 +351,8 @@ class View:
 
         def seconds(track: Track) -> float:
             network = track.total_bytes / self.groups * left / self.rate
-            return max(network, self.decode_backlog_s + self.decode_s(track.name) * left / self.decoders)
+            decoded_s = self.decode_backlog_s + self.decode_s(track.name) * left / self.decoders
+            return max(network, decoded_s) + self.decode_latency_s(track.name)
 
         if self.rate <= 0 or seconds(cheapest) <= self.time_left:
             return cheapest.name
@@ -350,7 +370,7 @@ class View:
         if self.lower_bound <= 0:
             return float("-inf")
         wait = 0.0 if self.in_flight else self.ttfb_s
-        return self.deadline_s - self.now - wait - need / self.lower_bound - self.decode_s(self.ladder.cheapest)
+        return self.deadline_s - self.now - wait - need / self.lower_bound - self.last_decode_s(self.ladder.cheapest)
 
     def floor_bytes(self) -> int:
         """Return the bytes of all missing groups on the cheapest track."""

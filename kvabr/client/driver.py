@@ -22,7 +22,7 @@ from kvabr.client.resources import SMALL_BYTES, cancel_all, decoders, on_engine,
 from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.moqt.codes import RequestCode
-from kvabr.player.assembler import Assembler, Layer
+from kvabr.player.assembler import Assembler, Layer, Placement
 from kvabr.player.blending import BlendSession
 from kvabr.player.live_edge import EdgeChanges
 from kvabr.player.session import Session
@@ -113,8 +113,11 @@ class Driver:
         largest, many = self._catalog.spec.largest, self._catalog.groups > _FEW
         self._small = hook is None and many and 2 * largest.rows * largest.elements_per_token <= SMALL_BYTES
         """Whether groups are so small and so many that they are decoded on this thread."""
+        self._together = hook is None and assembler.together
+        """Whether all that waits is decoded in one batch."""
         self._waiting: deque[Decode] = deque()
-        """What is to be decoded on this thread."""
+        """What is to be decoded on this thread, or in the next batch."""
+        self._batching = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s: float | None = None
@@ -177,12 +180,8 @@ class Driver:
                 self._fetch(action)
             case Cancel():
                 self._cancel(action.request)
-            case Decode() if self._small:
-                self._waiting.append(action)
-                if len(self._waiting) == 1:
-                    self._loop.call_soon(self._decode_small)
             case Decode():
-                self._begin(self._place(action))
+                self._decode(action)
             case Recompute():
                 self._compute(action)
             case ChooseTokens():
@@ -322,6 +321,19 @@ class Driver:
 
     # -------------------------------------------------------------- decoding
 
+    def _decode(self, action: Decode) -> None:
+        """Begin to decode a group, or have it decoded with others."""
+        if not self._together and not self._small:
+            self._begin(self._place(action))
+            return
+        self._waiting.append(action)
+        if not self._together:
+            if len(self._waiting) == 1:
+                self._loop.call_soon(self._decode_small)
+        elif not self._batching:
+            self._batching = True
+            self._begin(self._place_together())
+
     async def _place(self, action: Decode) -> None:
         """Check and decode a group in a thread, and put it into its place."""
         layers = self._layers(action)
@@ -341,6 +353,37 @@ class Driver:
                 self._tell(partial(self.session.stop, reason=said(error)))
                 return
         self._tell(partial(self.session.decoded, seconds=seconds), action.request)
+
+    async def _place_together(self) -> None:
+        """Check and decode all groups that wait in a thread, then those that have come meanwhile."""
+        while self._waiting and not self._over.done():
+            await asyncio.sleep(0)  # what came in one turn of the loop goes together
+            actions = list(self._waiting)
+            self._waiting.clear()
+            batch = [(action.group, self._layers(action)) for action in actions]
+            verdicts: Sequence[Placement | Exception]
+            work = partial(timed, self._loop.time, self.assembler.put_many, batch)
+            try:
+                verdicts, seconds = await self._loop.run_in_executor(decoders(), work)
+            except Exception as error:  # noqa: BLE001  # the device's, whatever it is
+                verdicts, seconds = [error] * len(batch), 0.0
+            shares = self._shares(actions, seconds)
+            for action, (_, layers), verdict, share in zip(actions, batch, verdicts, shares, strict=True):
+                if isinstance(verdict, Exception):
+                    self._refuse(action, self._refused(action, layers, verdict))
+                else:
+                    self._forget_frames(action)
+                    self._tell(partial(self.session.decoded, seconds=share), action.request)
+        self._batching = False
+
+    def _shares(self, actions: Sequence[Decode], seconds: float) -> list[float | None]:
+        """Return what each group of a batch took of its time, beside what any batch takes; None: it was not decoded."""
+        view = self.session.view
+        if self.assembler.coded:
+            return [None] * len(actions)
+        own = [view.decode_s(action.track) for action in actions]
+        spent, whole = max(0.0, seconds - view.decode_latency_s(actions[0].track)), sum(own)
+        return [spent * (each / whole if whole else 1 / len(own)) for each in own]
 
     def _note_damage(self, group: int, track: str, why: str) -> None:
         """Note a frame that cannot be used; the log hears of the first one of a play."""
@@ -405,13 +448,17 @@ class Driver:
         try:
             written = put(group, track, frame, has_digest=has_digest, below=below)
         except Exception as error:  # whatever it is, one of the frames cannot be used
-            for request, layer in zip(action.below, below, strict=True):
-                try:
-                    assembler.check(group, layer)
-                except Exception as lower:
-                    raise _RefusedError(request, lower) from lower
-            raise _RefusedError(action.request, error) from error
+            raise self._refused(action, layers, error) from error
         return written if callable(written) else None
+
+    def _refused(self, action: Decode, layers: Sequence[Layer], error: Exception) -> _RefusedError:
+        """Return which of a group's frames cannot be used, of those that were decoded together."""
+        for request, layer in zip(action.below, layers, strict=False):
+            try:
+                self.assembler.check(action.group, layer)
+            except Exception as lower:  # noqa: BLE001  # as of all of them
+                return _RefusedError(request, lower)
+        return _RefusedError(action.request, error)
 
     # ---------------------------------------------------------------- engine
 

@@ -234,7 +234,7 @@ class Play:
         catalog = prepared.catalog
         rest_s = self._engine_s(catalog.first_token + catalog.tokens, prepared.left_out + behind)
         driver = await self._run(PrefixGoal(), prepared, rest_s)
-        parts, found = driver.assembler.take_prefix(block=block)
+        groups, found = driver.assembler.take_coded(block)
         record, coverage = driver.session.record, _tracks(driver, found)
         cut = "the rest is sooner computed than fetched" if prepared.left_out else None
         if record.missing:
@@ -242,7 +242,9 @@ class Play:
             if not catalog.every_token:
                 cut += f"; missing: {listed(map(catalog.title, record.missing))}"
         return PlayedPrefix(
-            parts=parts,
+            spec=catalog.spec,
+            groups=groups,
+            dtype=self.options.dtype,
             spans=found.spans,
             first=catalog.first_token,
             tokens=found.tokens,
@@ -311,13 +313,19 @@ class Play:
         options, ladder, connection = self.options, prepared.ladder, self.connection
         catalog = ladder.catalog
         try:
-            assembler = Assembler(catalog, prepared.profile, out=self._room(catalog), dtype=self.options.dtype)
+            coded = isinstance(goal, PrefixGoal)
+            room = None if coded else self._room(catalog)
+            assembler = Assembler(catalog, prepared.profile, out=room, dtype=options.dtype, coded=coded)
         except RuntimeError as error:
             raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
         deadline_s, least, end_s = self.clock.deadline_s, _MIN_PREFIX_SHARE, self.clock.left()
         if not isinstance(goal, PrefixGoal):
             least, end_s = _MIN_SHARE, self._patience_s() - self.clock.now()
         # At most half of the deadline is set aside for the rest: a worse cache would not make up for more.
+        rates = self.speeds.rates(catalog, self._device)
+        if coded:  # it is expanded when it is there
+            cheapest = ladder.cheapest
+            rest_s += rates.latency(cheapest) + rates.seconds(cheapest) * catalog.groups / self._decoders
         left_s = self.clock.left() - guard_s(deadline_s) - min(deadline_s / 2, rest_s)
         wanted_s = max(least * deadline_s, left_s)
         if self.engine is None:
@@ -351,11 +359,14 @@ class Play:
                     LIVE,
                     gpu_price=options.gpu_price,
                     time_price=options.time_price,
-                    decoders=decoder_threads(),
+                    decoders=self._decoders,
+                    together=assembler.together,
+                    decodes_last=assembler.coded,
+                    decode_ahead_s=math.inf if assembler.coded else LIVE.decode_ahead_s,
                 ),
                 patience_s=end_s,
                 cached_groups=connection.cached_groups,
-                decode_rates=self.speeds.rates(ladder.catalog, self._device),
+                decode_rates=rates,
                 expected_s=None if prepared.growing is None else prepared.growing.expected_s,
                 log=options.log,
                 limited=limit,
@@ -399,7 +410,7 @@ class Play:
             options.policy,
             shared.enter_context(link_of(connection.shared).joined(own)),
             goal=UpgradeGoal(tuple(RECOMPUTED if stays else track or "" for track, stays in tracks), after_s, rate),
-            config=replace(LIVE, decoders=decoder_threads()),
+            config=replace(LIVE, decoders=self._decoders),
             cached_groups=connection.cached_groups,
             decode_rates=self.speeds.rates(ladder.catalog, self._device),
             log=None if options.log is None else partial(_late, options.log, view.now),
@@ -421,6 +432,11 @@ class Play:
     def _device(self) -> torch.device | None:
         """Where the cache is decoded; None: on the processor."""
         return None if self.options.out is None else self.options.out.device
+
+    @property
+    def _decoders(self) -> int:
+        """How many groups are decoded beside each other; a GPU takes one batch after the other."""
+        return 1 if self._device is not None and self._device.type == "cuda" else decoder_threads()
 
     def _engine_s(self, before: int, tokens: int) -> float:
         """Return the seconds that the engine needs for ``tokens`` behind ``before`` others; 0.0 without an engine."""

@@ -6,11 +6,15 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from kvabr.client.expanding import expand_here
 from kvabr.client.upgrades import Upgrades
+from kvabr.codec.block_slots import Place, TensorPlace
+from kvabr.codec.paged import CodedGroup
 from kvabr.player.session_types import LiveRecord, PlayRecord
 from kvabr.store.files import PRIVATE, replacing, sweep
 from kvabr.types.catalog import Catalog
@@ -125,13 +129,15 @@ class NothingCached:
     """If something that begins like the prompt is there, the layer class of which there is no snapshot to play."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlayedPrefix:
-    """What a prefix play brought before its first miss, possibly nothing."""
+    """What a prefix play brought before its first miss, possibly nothing. It is compressed until it is wanted."""
 
-    parts: tuple[torch.Tensor, ...]
-    """The cache from token `first` on: a tensor per layer class, [layer, K/V, head, token, dim], with the tokens of
-    `spans`."""
+    spec: KVSpec
+    groups: tuple[CodedGroup, ...]
+    """The groups of `units`, verified and compressed, to be expanded where they belong (`kvabr.client.expanding`)."""
+    dtype: torch.dtype | None
+    """Element type of `parts`; None: that of the cache."""
     spans: tuple[Span, ...]
     """Per class, the tokens of its tensor. Of full attention and latents all; of a window or chunk those that can still
     be seen behind the prefix, and up to a group before them; of a state the rows of the snapshot at its end."""
@@ -157,10 +163,37 @@ class PlayedPrefix:
     """What the play learned of the producer of an asset that was still being prefilled; None if it was complete."""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the compressed groups."""
+        return sum(group.nbytes for group in self.groups)
+
+    @cached_property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The cache from token `first` on, expanded once: a tensor per layer class, with the tokens of `spans`.
+
+        They are [layer, K/V, head, token, dim]. A `FormatError` says which group cannot be decoded.
+        """
+        outs, places = [], dict[int, Place]()
+        for number, (part, span) in enumerate(zip(self.spec.parts, self.spans, strict=True)):
+            own = [index for index, unit in enumerate(self.units) if unit.part == number]
+            state = part.only.kind == "state"
+            begin = span.first if state or not own else self.units[own[0]].first
+            end = begin + span.tokens if state or not own else self.units[own[-1]].first + self.units[own[-1]].tokens
+            out = torch.empty(part.shape(end - begin), dtype=self.dtype or part.torch_dtype)
+            for index in own:
+                at = self.units[index].first - begin
+                places[index] = TensorPlace(out[:, :, :, at : at + self.units[index].tokens])
+            outs.append(out[:, :, :, span.first - begin :][:, :, :, : span.tokens])
+        for error in expand_here(self.groups, [places[index] for index in range(len(self.groups))]):
+            if error is not None:
+                raise error
+        return tuple(outs)
+
+    @property
     def kv(self) -> torch.Tensor:
         """The cache of a model with one layer class; a `FormatError` says that there are several, see `parts`."""
-        if len(self.parts) > 1:
-            raise FormatError(f"the cache has {len(self.parts)} layer classes; take PlayedPrefix.parts")
+        if len(self.spec.parts) > 1:
+            raise FormatError(f"the cache has {len(self.spec.parts)} layer classes; take PlayedPrefix.parts")
         return self.parts[0]
 
 

@@ -1,9 +1,11 @@
-"""The blocks of an engine's paged cache, and which token of a group belongs where in them."""
+"""Where the tokens of a group belong in an engine's memory: the blocks of a paged cache, or one tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -12,31 +14,106 @@ from numpy.typing import NDArray
 from kvabr.types.errors import FormatError
 
 
+class Place(Protocol):
+    """Where one group belongs, in whatever memory: see `kvabr.codec.paged`."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type that the group is decoded to."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+
+    @property
+    def whole(self) -> torch.Tensor | None:
+        """The tensor [layer, K/V, head, token, dim] that it is, if it is one."""
+
+    @property
+    def direct(self) -> BlockSlots | None:
+        """The slots that are the group's and nothing else is, so that kernels can write there; None: there are none."""
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return whether a group of this shape, [layer, K/V, head, token, dim], belongs here."""
+
+    def write(self, group: torch.Tensor) -> None:
+        """Copy a decoded group, of `dtype` and on `device`, to where it belongs."""
+
+
+@dataclass(frozen=True, eq=False)
+class TensorPlace:
+    """A tensor, [layer, K/V, head, token, dim] of any strides; a `Place`."""
+
+    whole: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the tensor."""
+        return self.whole.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensor is."""
+        return self.whole.device
+
+    @property
+    def direct(self) -> BlockSlots:
+        """The tensor as one block of each layer."""
+        return BlockSlots([[half[None] for half in layer] for layer in self.whole], np.arange(self.whole.shape[3]))
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return whether a group of this shape, [layer, K/V, head, token, dim], belongs here."""
+        return tuple(shape) == tuple(self.whole.shape)
+
+    def write(self, group: torch.Tensor) -> None:
+        """Copy a decoded group."""
+        self.whole.copy_(group)
+
+
+class BlockLayers(tuple[tuple[torch.Tensor, ...], ...]):  # noqa: SLOT001  # it keeps what it computes
+    """The layers of a paged cache, of each its keys and its values, or its one vector per token; checked once.
+
+    These are views [block, head, token, dim] of any strides.
+    """
+
+    def __new__(cls, layers: Sequence[Sequence[torch.Tensor]]) -> Self:
+        """Raise a `FormatError` unless all views have the same shape, dtype and device."""
+        made = super().__new__(cls, map(tuple, layers))
+        kinds = {(view.shape, view.dtype, view.device) for layer in made for view in layer}
+        if len(kinds) != 1 or made[0][0].dim() != 4 or len(set(map(len, made))) != 1:
+            raise FormatError("the layers of a paged cache are not views [block, head, token, dim] of the same kind")
+        return made
+
+    @cached_property
+    def addresses(self) -> NDArray[np.int64]:
+        """[layer, K/V], flattened: where each view begins, in bytes."""
+        return np.array([view.data_ptr() for layer in self for view in layer], np.int64)
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all views have the same strides, so that kernels can be told them."""
+        return len({view.stride() for layer in self for view in layer}) == 1
+
+
 @dataclass(frozen=True, eq=False)
 class BlockSlots:
-    """A paged cache, and where in it the tokens of a group belong.
+    """A paged cache, and where in it the tokens of a group belong; a `Place`.
 
-    All views have the same shape, strides, dtype and device; they may be of one tensor or of many. So vLLM's layouts
+    All views have the same shape, dtype and device; they may be of one tensor or of many. So vLLM's layouts
     [2, block, token, head, dim], [block, 2, token, head, dim], [block, head, token, 2 dim] and separate tensors of keys
-    and of values are all the same here, once permuted.
+    and of values are all the same here, once permuted. A tensor, or the layers of a `DynamicCache`, are one block.
     """
 
     layers: Sequence[Sequence[torch.Tensor]]
-    """Of each layer the keys and the values, or the one vector per token: [block, head, token, dim], any strides."""
+    """Of each layer the keys and the values, or the one vector per token: see `BlockLayers`, which groups share."""
     slots: NDArray[np.int64]
     """[token]: its block times tokens per block, plus its place in the block; negative: not written. No two are equal,
     unless negative."""
 
     def __post_init__(self) -> None:
-        views = [view for layer in self.layers for view in layer]
-        first = views[0]
-        alike = all(
-            (view.shape, view.stride(), view.dtype, view.device)
-            == (first.shape, first.stride(), first.dtype, first.device)
-            for view in views
-        )
-        if first.dim() != 4 or not alike or len({len(layer) for layer in self.layers}) != 1:
-            raise FormatError("the layers of a paged cache are not views [block, head, token, dim] of the same strides")
+        layers = self.layers if isinstance(self.layers, BlockLayers) else BlockLayers(self.layers)
+        object.__setattr__(self, "layers", layers)
+        first = layers[0][0]
         slots = np.asarray(self.slots, np.int64)
         used = slots[slots >= 0]
         if slots.ndim != 1 or len(np.unique(used)) != len(used):
@@ -49,6 +126,31 @@ class BlockSlots:
     def first(self) -> torch.Tensor:
         """One of the views."""
         return self.layers[0][0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the cache."""
+        return self.first.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache is."""
+        return self.first.device
+
+    @property
+    def whole(self) -> None:
+        """None: it is not one tensor."""
+
+    @property
+    def direct(self) -> BlockSlots | None:
+        """These, if all layers have the same strides, which is what kernels are told."""
+        return self if self.checked.alike else None
+
+    @property
+    def checked(self) -> BlockLayers:
+        """`layers`, as they were checked."""
+        assert isinstance(self.layers, BlockLayers)  # noqa: S101  # see `__post_init__`
+        return self.layers
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Return whether a group of this shape, [layer, K/V, head, token, dim], belongs here."""
@@ -63,11 +165,44 @@ class BlockSlots:
             tokens: offsets in the group of the tokens that ``group`` has; None: all.
         """
         slots = self.slots if tokens is None else self.slots[tokens]
-        used = torch.from_numpy(np.flatnonzero(slots >= 0))
-        at = torch.from_numpy(slots[slots >= 0])
-        size = self.first.shape[2]
-        block, place = ((at // size).to(self.first.device), (at % size).to(self.first.device))
-        there = group[:, :, :, used.to(group.device)].to(self.first.device)
-        for views, halves in zip(self.layers, there, strict=True):
-            for view, part in zip(views, halves, strict=True):
-                view[block, :, place] = part.transpose(0, 1)
+        size, device = self.first.shape[2], self.device
+        used = np.flatnonzero(slots >= 0)
+        if not len(used):
+            return
+        group = group.to(device)
+        # Float8 is moved as bytes: torch indexes nothing else of that type.
+        codes = group.dtype.itemsize == 1
+        blocks = _whole_blocks(slots, used, size)
+        if blocks is not None:
+            group = group[:, :, :, used[0] : used[-1] + 1]
+            group = group.reshape(*group.shape[:3], len(blocks), size, group.shape[4])
+            number = torch.from_numpy(blocks).to(device)
+            for view, part in self._pairs(group, codes=codes):
+                view.index_copy_(0, number, part.transpose(0, 1))
+            return
+        at = torch.from_numpy(slots[used]).to(device)
+        block, place = at // size, at % size
+        if len(used) < len(slots):
+            group = group[:, :, :, torch.from_numpy(used).to(device)]
+        for view, part in self._pairs(group, codes=codes):
+            view[block, :, place] = part.transpose(0, 1)
+
+    def _pairs(self, group: torch.Tensor, *, codes: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the halves of each layer of the cache and of a group; with ``codes`` as bytes."""
+        if codes:
+            group = group.view(torch.uint8)
+        return [
+            (view.view(torch.uint8) if codes else view, part)
+            for views, halves in zip(self.layers, group, strict=True)
+            for view, part in zip(views, halves, strict=True)
+        ]
+
+
+def _whole_blocks(slots: NDArray[np.int64], used: NDArray[np.intp], size: int) -> NDArray[np.int64] | None:
+    """Return the blocks that the used slots, neighbours in a group, fill one after the other; None if they do not."""
+    begin, end = int(used[0]), int(used[-1]) + 1
+    if end - begin != len(used) or len(used) % size:
+        return None
+    rows = slots[begin:end].reshape(-1, size)
+    blocks = rows[:, 0] // size
+    return blocks if np.array_equal(rows, blocks[:, None] * size + np.arange(size)) else None

@@ -1,65 +1,170 @@
-"""Decoding straight into the blocks of an engine's paged cache.
+"""Expanding groups where they belong, all that has arrived together: a tensor, layers, or blocks of a paged cache.
 
-On a CUDA device with Triton, AC's kernels write each number to its place in the blocks: no contiguous copy is made, and
-groups that are decoded together share launches. All other levels, and other devices, decode to a contiguous tensor on
-the blocks' device first; the blocks have the same bits.
+On a CUDA device with Triton, AC's kernels write each number to its place: no contiguous copy is made, and groups of any
+tracks and depths share launches. All other levels, and places that are not one set of slots, are decoded to scratch
+memory on the place's device first; the bits are the same. On a processor each group takes a thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from kvabr.codec import gpu
 from kvabr.codec.ac import Ac, Parts
 from kvabr.codec.base import GroupContext, codec
-from kvabr.codec.block_slots import BlockSlots
+from kvabr.codec.block_slots import BlockSlots, Place, TensorPlace
 from kvabr.codec.group import decode_payload
 from kvabr.codec.native.coder_model import DTYPES, DecodeJob
 from kvabr.types.errors import FormatError
 
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
-class PagedGroup(NamedTuple):
-    """The payload of a frame that has been checked, and where its group belongs."""
+_SCRATCH_BYTES = 256 << 20
+"""Of a device's memory for groups that cannot be decoded straight to their places."""
+
+
+class CodedGroup(NamedTuple):
+    """A group that came in frames that have been checked, still compressed."""
 
     payload: memoryview
     """Untrusted, as are those below."""
     track: str
     context: GroupContext
-    blocks: BlockSlots
     below: Sequence[memoryview] = ()
     """Payloads of the tracks below, base first."""
+    number: int = 0
+    """Of the group in its track, for messages."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its payloads."""
+        return self.payload.nbytes + sum(each.nbytes for each in self.below)
 
 
-def decode_to_blocks(groups: Sequence[PagedGroup]) -> None:
-    """Decode groups to blocks, which are written completely, or partly on error; return when all are verified.
+class _Each(Protocol):
+    """As `map`: several threads may do the work."""
 
-    Raises:
-        FormatError: as `kvabr.codec.group.decode_payload`, or blocks are of another shape than their group.
+    def __call__(self, work: Callable[[_Item], _Result], items: Iterable[_Item], /) -> Iterable[_Result]: ...
+
+
+def expand(groups: Sequence[CodedGroup], places: Sequence[Place], each: _Each = map) -> list[Exception | None]:
+    """Decode groups to their places; return what is wrong with each, which is then written partly or not at all.
+
+    Args:
+        groups: of any tracks and depths.
+        places: of each group, on any device.
+        each: does what the processor has to do, as `map` would, perhaps in several threads.
+
+    Returns:
+        None for each group that is in place. A `FormatError` is the group's fault, see
+        `kvabr.codec.group.decode_payload`; anything else the machine's.
     """
-    direct: list[tuple[DecodeJob, list[Parts], PagedGroup]] = []
-    for group in groups:
-        shape, own = group.context.spec.shape(group.context.tokens), group.blocks.first
-        if not group.blocks.fits(shape):
-            raise FormatError(
-                f"{shape} cannot be decoded to blocks {tuple(own.shape)} of {len(group.blocks.slots)} tokens"
-            )
-        made, job = codec(group.track), None
-        if isinstance(made, Ac) and own.dtype in DTYPES and gpu.runs_on(own.device):
-            job = made.job(
-                group.payload, group.context, torch.empty(shape, dtype=own.dtype, device="meta"), group.below
-            )
-        if job is not None:
-            direct.append((*job, group))
+    errors: dict[int, Exception | None] = {}
+    kernels: list[_Kernel] = []
+    for number, (group, place) in enumerate(zip(groups, places, strict=True)):
+        try:
+            job = _job(group, place)
+        except Exception as error:  # noqa: BLE001  # whatever a codec raises, it is this group's
+            errors[number] = error
+        else:
+            if job is not None:
+                kernels.append(_Kernel(number, *job, place.direct))
+    direct = [kernel for kernel in kernels if kernel.slots is not None]
+    for some in (direct, *_portions([kernel for kernel in kernels if kernel.slots is None])):
+        errors |= _by_kernels(groups, places, some)
+
+    spare: list[torch.Tensor] = []
+
+    def decoded(number: int) -> Exception | None:
+        try:
+            _decode(groups[number], places[number], spare)
+        except Exception as error:  # noqa: BLE001  # as above
+            return error
+        return None
+
+    rest = [number for number in range(len(groups)) if number not in errors]
+    host = [number for number in rest if places[number].device.type == "cpu"]
+    elsewhere = [number for number in rest if places[number].device.type != "cpu"]  # on this thread's stream
+    errors |= zip(elsewhere, map(decoded, elsewhere), strict=True)
+    errors |= zip(host, each(decoded, host), strict=True)
+    return [errors[number] for number in range(len(groups))]
+
+
+class _Kernel(NamedTuple):
+    """A group for the kernels."""
+
+    number: int
+    job: DecodeJob
+    parts: list[Parts]
+    slots: BlockSlots | None
+    """Where to; None: to scratch memory first."""
+
+
+def _job(group: CodedGroup, place: Place) -> tuple[DecodeJob, list[Parts]] | None:
+    """Return what kernels are to do; None if the place's device has none for this group."""
+    shape = group.context.spec.shape(group.context.tokens)
+    if not place.fits(shape):
+        raise FormatError(f"{shape} cannot be decoded to a place of another shape, or of so many tokens")
+    made = codec(group.track)
+    if not isinstance(made, Ac) or place.dtype not in DTYPES or not gpu.runs_on(place.device):
+        return None
+    return made.job(group.payload, group.context, torch.empty(shape, dtype=place.dtype, device="meta"), group.below)
+
+
+def _portions(kernels: Sequence[_Kernel]) -> Iterator[list[_Kernel]]:
+    """Yield groups that are decoded together, as scratch memory allows."""
+    some: list[_Kernel] = []
+    for kernel in kernels:
+        if some and sum(one.job.out.nbytes for one in some) + kernel.job.out.nbytes > _SCRATCH_BYTES:
+            yield some
+            some = []
+        some.append(kernel)
+    yield some
+
+
+def _by_kernels(
+    groups: Sequence[CodedGroup], places: Sequence[Place], kernels: Sequence[_Kernel]
+) -> dict[int, Exception | None]:
+    """Decode groups together; return what is wrong with each."""
+    scratch = {
+        kernel.number: TensorPlace(torch.empty_like(kernel.job.out, device=places[kernel.number].device))
+        for kernel in kernels
+        if kernel.slots is None
+    }
+    slots = [kernel.slots or scratch[kernel.number].direct for kernel in kernels]
+    errors = gpu.decode_to_blocks([kernel.job for kernel in kernels], slots) if kernels else []
+    for kernel, into, error in zip(kernels, slots, errors, strict=True):
+        if error is not None:
             continue
-        out = torch.empty(shape, dtype=own.dtype, device=own.device)
-        decode_payload(group.payload, group.track, group.context, 0, out, group.below)
-        group.blocks.write(out)
-    gpu.decode_to_blocks([job for job, _, _ in direct], [group.blocks for _, _, group in direct])
-    for _, parts, group in direct:
-        for part in parts:
+        for part in kernel.parts:
             if len(part.tokens):
-                own = group.blocks.first
-                group.blocks.write(part.stored(group.context, own.dtype, own.device), part.tokens)
+                stored = part.stored(groups[kernel.number].context, into.dtype, into.device)
+                into.write(stored, part.tokens)
+        if kernel.slots is None:
+            places[kernel.number].write(scratch[kernel.number].whole)
+    return {kernel.number: error for kernel, error in zip(kernels, errors, strict=True)}
+
+
+def _decode(group: CodedGroup, place: Place, spare: list[torch.Tensor]) -> None:
+    """Decode one group to its place, whatever its codec and device, perhaps by way of memory that is spare."""
+    context, out = group.context, place.whole
+    if out is not None:
+        decode_payload(group.payload, group.track, context, group.number, out, group.below)
+        return
+    shape = context.spec.shape(context.tokens)
+    need = torch.Size(shape).numel() * place.dtype.itemsize
+    # Fresh memory would have to be cleared, page by page, for every group.
+    try:
+        held = spare.pop()
+    except IndexError:
+        held = torch.empty(0, dtype=torch.uint8)
+    if len(held) < need or held.device != place.device:
+        held = torch.empty(need, dtype=torch.uint8, device=place.device)
+    out = held[:need].view(place.dtype).view(shape)
+    decode_payload(group.payload, group.track, context, group.number, out, group.below)
+    place.write(out)
+    spare.append(held)

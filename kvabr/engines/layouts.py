@@ -12,6 +12,7 @@ from enum import Enum
 
 import torch
 
+from kvabr.codec.block_slots import BlockLayers
 from kvabr.types.errors import FormatError, UsageError
 
 _FP16_MAX = 65504.0
@@ -55,6 +56,22 @@ def keys_and_values(
     keys = cache.as_strided((blocks, heads, tokens, dim), (step, tokens * both, 1, tokens), first)
     values = cache.as_strided((blocks, heads, tokens, dim), (step, tokens * both, dim, 1), first + tokens * dim)
     return keys, values
+
+
+def block_layers(
+    caches: Sequence[torch.Tensor], layout: BlockLayout, split: tuple[int, int], dtype: torch.dtype
+) -> BlockLayers:
+    """Return layers of a paged cache as groups of ``dtype`` are decoded to them; errors as `keys_and_values`.
+
+    ``split``: dimensions of keys and values. Unlike ones, and one vector per token, are one half; see `PagedBlocks`.
+    """
+    caches = [cache.view(dtype) if cache.dtype.itemsize == dtype.itemsize == 1 else cache for cache in caches]
+    k_dim, v_dim = split
+    if k_dim == v_dim:
+        return BlockLayers([keys_and_values(cache, layout, k_dim) for cache in caches])
+    if layout is not BlockLayout.PLAIN and v_dim:
+        raise FormatError(f"a transposed cache has keys and values alike, not {k_dim} and {v_dim} dimensions")
+    return BlockLayers([(cache,) for cache in caches])
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def choose(view: View, instead: Callable[[int], Track | None], *, begun: bool = 
     cheapest, needed = view.ladder.tracks[0], view.in_flight.required
     if not view.missing and not needed:
         return None  # see `hopeless`
-    limit_s, decode_s = (_ONCE_BEGUN if begun else _MARGIN) * view.time_left, view.decode_s(cheapest.name)
+    limit_s, decode_s = (_ONCE_BEGUN if begun else _MARGIN) * view.time_left, view.last_decode_s(cheapest.name)
     if (view.outstanding_bytes + view.floor_bytes()) / view.rate + decode_s <= limit_s:
         return None  # as most often, without a look at every transfer
     due_s = view.now if not needed else next(iter(needed.values())).requested_s
@@ -94,7 +94,7 @@ def hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Transfer, s
     seen: set[int] = set()
     ahead = 0
     for one in sorted(view.in_flight.upgrades.values(), key=lambda one: (one.priority, one.request)):
-        ends_s = (ahead + one.remaining) / view.rate + view.decode_s(one.track)
+        ends_s = (ahead + one.remaining) / view.rate + view.last_decode_s(one.track)
         # Of several layers of a group the lowest counts: the others cannot be in place without it.
         if one.group not in seen and ends_s > _MARGIN * view.time_left:
             smaller = _smaller(view, one, here(one.group), ahead)
@@ -116,7 +116,7 @@ def _smaller(view: View, one: Transfer, current: str | None, ahead: int) -> str 
         nbytes = sum(view.bytes(group, layer) for layer in layers)
         if track.loss[group] >= view.loss(group, current) or nbytes >= one.remaining:
             continue
-        comes_s = view.ttfb_s + (ahead + nbytes) / view.lower_bound + view.decode_s(track.name)
+        comes_s = view.ttfb_s + (ahead + nbytes) / view.lower_bound + view.last_decode_s(track.name)
         if comes_s < view.time_left and not any((group, layer) in view.unavailable for layer in layers):
             return track.name
     return None

@@ -1,4 +1,7 @@
-"""Assembles groups into one contiguous KV tensor per layer class: in any order, from any track, never half written.
+"""Assembles groups: in any order, from any track, never half written.
+
+What somebody else expands, where it is needed (`kvabr.codec.paged`), is kept as it came, once every frame has proved
+good. Otherwise there is one contiguous KV tensor per layer class.
 
 A group whose place is empty is decoded into it if that takes little time, and counts as in place only once the whole
 frame has proved good. Every other group is decoded into scratch memory and then copied. A cache can be handed over
@@ -9,16 +12,17 @@ is written into place.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
 import torch
 
 from kvabr.codec.base import GroupContext, payload_layout
+from kvabr.codec.block_slots import TensorPlace
 from kvabr.codec.container import HasDigest, unpack
-from kvabr.codec.group import decode_payload, frame_header, payload_of
+from kvabr.codec.group import frame_header, payload_of
+from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantised import all_finite, check_wanted, convert
 from kvabr.player.prefixes import PlacedPrefix, longest_prefix
@@ -51,6 +55,19 @@ class Placement(Enum):
     """The cache has been handed over; nothing changed."""
 
 
+class _Decoding(NamedTuple):
+    """A group that is being decoded."""
+
+    number: int
+    group: int
+    layers: Sequence[Layer]
+    coded: CodedGroup
+    out: torch.Tensor | None
+    """Where to; None: it stays coded."""
+    claimed: bool
+    """Whether that is its place."""
+
+
 class Assembler:
     """One KV cache under construction. Its methods may be called from several threads at once."""
 
@@ -61,6 +78,7 @@ class Assembler:
         *,
         out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
+        coded: bool = False,
     ) -> None:
         """Create an empty cache.
 
@@ -71,6 +89,7 @@ class Assembler:
             out: [layer, K/V, head, token, dim], any float dtype and strides, on the CPU; None: a new tensor.
             dtype: element type of the new tensor; by default that of the asset. A tensor in float8 holds the codes of
                 the publisher's engine, any other the numbers that they stand for (`kvabr.codec.quantised`).
+            coded: keep groups compressed, for `take_coded`; nothing can be computed, or upgraded in place.
 
         Raises:
             ForeignError: the profile is of another model.
@@ -82,8 +101,13 @@ class Assembler:
         if not catalog.every_token and catalog.chosen is None:
             raise UsageError(f"{catalog.spec.model}: assemble what a play needs, Catalog.to_play")
         self._catalog, self._profile, spans = catalog, profile, catalog.spans
+        self.coded = coded
+        """Whether groups stay compressed."""
+        self._outs: tuple[torch.Tensor, ...] = ()
         shapes = [part.shape(span.tokens) for part, span in zip(catalog.spec.parts, spans, strict=True)]
-        if out is None:
+        if coded:
+            pass
+        elif out is None:
             types = [dtype or part.torch_dtype for part in catalog.spec.parts]
             self._outs = tuple(torch.zeros(shape, dtype=kind) for shape, kind in zip(shapes, types, strict=True))
         elif len(shapes) > 1:
@@ -92,14 +116,16 @@ class Assembler:
             raise UsageError(f"the tensor to assemble in is {tuple(out.shape)} {out.dtype}, not floats of {shapes[0]}")
         else:
             self._outs = (out,)
-        for made, part in zip(self._outs, catalog.spec.parts, strict=True):
+        for made, part in zip(self._outs, () if coded else catalog.spec.parts, strict=True):
             check_wanted(made.dtype, part)
         self._begins = tuple(span.first for span in spans)
         """Per class, the first token of its tensor."""
         self._tracks: list[str | None] = [None] * catalog.groups
         self._kept: dict[int, dict[str, memoryview]] = {}
-        """Frames of the layers in place that others refine, by group and track."""
-        self._refined = {track.refines for track in catalog.tracks if track.refines is not None}
+        """Frames of the layers in place that others refine, by group and track; where groups stay coded, of all."""
+        refined = {track.refines for track in catalog.tracks if track.refines is not None}
+        self._refined = set(catalog.by_name) if coded else refined
+        """The tracks of these."""
         self._lock = threading.Condition(threading.Lock())
         """Guards everything; notified when a group leaves `_direct`."""
         self._direct: set[int] = set()
@@ -109,6 +135,11 @@ class Assembler:
         self._taken = self._open = self._handed = False
         """Whether groups are refused; whether upgrades are taken nevertheless; and whether it has been handed over."""
         self._again: set[int] = set()
+
+    @property
+    def together(self) -> bool:
+        """Whether groups are best put in batches: they are decoded on a GPU, or not at all."""
+        return self.coded or self._outs[0].device.type == "cuda"
 
     @property
     def coverage(self) -> tuple[str | None, ...]:
@@ -143,29 +174,72 @@ class Assembler:
             FormatError: a frame is corrupt, truncated, not what the catalog promises, or an enhancement whose base is
                 not in place. No group that is in place has changed.
         """
-        offer = self._catalog.track(track)
-        if (early := self._refusal(group, offer)) is not None:
-            return early
-        layers = (*below, Layer(track, frame, has_digest))
-        if self._claim(group, layers):
-            try:
-                self._decode(group, layers, self._place(group))
-                with self._lock:
-                    return self._refusal(group, offer) or self._write(group, layers, None)
-            finally:
-                with self._lock:
-                    self._direct.discard(group)
-                    self._lock.notify_all()
-        bottom = self._catalog.track(layers[0].track).refines
-        with self._scratch(group) as scratch:
-            self._decode(group, layers, scratch)
-            with self._lock:
-                self._lock.wait_for(lambda: group not in self._direct)
-                if (late := self._refusal(group, offer)) is not None:
-                    return late
-                if bottom is not None and self._tracks[group] != bottom:
-                    raise FormatError(f"group {group} of {track}: {bottom} is no longer in place")
-                return self._write(group, layers, scratch)
+        (verdict,) = self.put_many([(group, (*below, Layer(track, frame, has_digest)))])
+        if isinstance(verdict, Exception):
+            raise verdict
+        return verdict
+
+    def put_many(self, asked: Sequence[tuple[int, Sequence[Layer]]]) -> list[Placement | Exception]:
+        """Check, decode and place different groups in one batch, each with its layers, lowest first.
+
+        Returns:
+            What happened to each, or what `put` would raise.
+        """
+        done: dict[int, Placement | Exception] = {}
+        work: list[_Decoding] = []
+        try:
+            for number, (group, layers) in enumerate(asked):
+                try:
+                    if (early := self._refusal(group, self._catalog.track(layers[-1].track))) is not None:
+                        done[number] = early
+                    else:
+                        work.append(self._begin(number, group, layers))
+                except Exception as error:  # noqa: BLE001  # whatever it is, one of its frames cannot be used
+                    done[number] = error
+            wanted = [(one.coded, TensorPlace(one.out)) for one in work if one.out is not None]
+            errors = iter(expand([coded for coded, _ in wanted], [place for _, place in wanted]))
+            for one in work:
+                if one.out is not None and (wrong := next(errors)) is not None:
+                    done[one.number] = wrong
+                elif one.claimed:
+                    done[one.number] = self._settle(one)
+        finally:
+            self._release([one.group for one in work if one.claimed])
+        done |= {one.number: self._settle(one) for one in work if one.number not in done}
+        for one in work:
+            if one.out is not None and not one.claimed:
+                self._spare[self._catalog.unit(one.group).part].append(one.out)
+        return [done[number] for number in range(len(asked))]
+
+    def _begin(self, number: int, group: int, layers: Sequence[Layer]) -> _Decoding:
+        """Check the frames of a group, and find room to decode it in."""
+        claimed = not self.coded and self._claim(group, layers)
+        try:
+            coded = self._coded_layers(group, layers)
+        except Exception:
+            self._release([group] if claimed else [])
+            raise
+        if self.coded:
+            return _Decoding(number, group, layers, coded, None, claimed=False)
+        return _Decoding(number, group, layers, coded, self._place(group) if claimed else self._scratch(group), claimed)
+
+    def _settle(self, one: _Decoding) -> Placement | Exception:
+        """Count a group that was decoded as in place, or put it there."""
+        with self._lock:
+            if not one.claimed:
+                self._lock.wait_for(lambda: one.group not in self._direct)
+            if (late := self._refusal(one.group, self._catalog.track(one.coded.track))) is not None:
+                return late
+            bottom = self._catalog.track(one.layers[0].track).refines
+            if bottom is not None and self._tracks[one.group] != bottom:
+                return FormatError(f"group {one.group} of {one.coded.track}: {bottom} is no longer in place")
+            return self._write(one.group, one.layers, None if one.claimed else one.out)
+
+    def _release(self, claimed: Sequence[int]) -> None:
+        """Let others write to the places of groups that were decoded into."""
+        with self._lock:
+            self._direct.difference_update(claimed)
+            self._lock.notify_all()
 
     def put_computed(self, first: int, last: int, *parts: torch.Tensor) -> Placement:
         """Place groups ``first`` to ``last`` - 1 as computed by the engine.
@@ -255,7 +329,9 @@ class Assembler:
             raise UsageError("upgrades need a cache that was taken with take(upgrades=True) and is not sealed")
         offer, ready = self._catalog.track(track), torch.empty_like(self._place(group))
         layers = (*below, Layer(track, frame, has_digest))
-        self._decode(group, layers, ready)
+        (wrong,) = expand([self._coded_layers(group, layers)], [TensorPlace(ready)])
+        if wrong is not None:
+            raise wrong
 
         def write() -> Placement:
             with self._lock:
@@ -322,6 +398,28 @@ class Assembler:
             self.seal()
         return self._outs
 
+    def take_coded(self, block: int = 1) -> tuple[tuple[CodedGroup, ...], PlacedPrefix]:
+        """Hand over the longest prefix that is in place, compressed, see `longest_prefix`; accept nothing afterwards.
+
+        Args:
+            block: the prefix must end at a multiple of this many tokens of the prompt.
+
+        Returns:
+            The groups of `PlacedPrefix.groups`, and what the prefix consists of.
+        """
+        with self._lock:
+            self._handed = self._taken = True
+        found = longest_prefix(self._catalog, self._tracks, block)
+        groups = tuple(self._coded_group(group) for group in found.groups)
+        self.seal()
+        return groups, found
+
+    def _coded_group(self, group: int) -> CodedGroup:
+        offer = self._catalog.track(str(self._tracks[group]))
+        payload = payload_of(self._kept[group][offer.name])
+        number = self._catalog.unit(group).group
+        return CodedGroup(payload, offer.name, self._context(group), self._below(group, offer), number)
+
     def take_prefix(self, groups: int | None = None, block: int = 1) -> tuple[tuple[torch.Tensor, ...], PlacedPrefix]:
         """Hand over the longest prefix that is in place, see `longest_prefix`; accept nothing afterwards.
 
@@ -360,21 +458,23 @@ class Assembler:
             return GroupContext(part, free, unit.tokens, self._profile, free=True, at=unit.first)
         return GroupContext(part, unit.first, unit.tokens, self._profile)
 
-    def _decode(self, group: int, layers: Sequence[Layer], out: torch.Tensor) -> None:
-        """Check the frames of consecutive layers, and decode them into ``out``, whose tokens are those of the group."""
+    def _coded_layers(self, group: int, layers: Sequence[Layer]) -> CodedGroup:
+        """Check the frames of consecutive layers, and return the group, with what is in place below them."""
         payloads = self._below(group, self._catalog.track(layers[0].track))
         payloads.extend(self.check(group, layer) for layer in layers)
-        payload, context = payloads.pop(), self._context(group)
-        decode_payload(payload, layers[-1].track, context, self._catalog.unit(group).group, out, payloads)
+        unit = self._catalog.unit(group)
+        return CodedGroup(payloads.pop(), layers[-1].track, self._context(group), payloads, unit.group)
 
     def _claim(self, group: int, layers: Sequence[Layer]) -> bool:
         """Return whether to decode a group into its place, which is then in `_direct` until the caller removes it.
 
         Nobody reads an empty place, so a frame that proves bad does no harm there. `seal` waits for what is being
-        decoded, at the deadline if need be, so this is only for tracks that take little more time than copying.
+        decoded, at the deadline if need be, so on a processor this is only for tracks that take little more time than
+        copying.
         """
         context, track = self._context(group), self._catalog.track(layers[-1].track)
-        if track.refines is not None or payload_layout(track.name, context.spec, context.tokens) is None:
+        slow = track.refines is not None or payload_layout(track.name, context.spec, context.tokens) is None
+        if slow and self._place(group).device.type == "cpu":
             return False
         with self._lock:
             if self._taken or self._tracks[group] is not None or group in self._direct:
@@ -391,17 +491,18 @@ class Assembler:
     def _is_state(self, part: int) -> bool:
         return self._catalog.spec.classes[part].kind == "state"
 
-    @contextmanager
-    def _scratch(self, group: int) -> Iterator[torch.Tensor]:
-        """Lend scratch memory for a decoded group to one thread."""
+    def _scratch(self, group: int) -> torch.Tensor:
+        """Return unused scratch memory for a decoded group."""
         unit = self._catalog.unit(group)
         spec, out, spare = self._catalog.spec.parts[unit.part], self._outs[unit.part], self._spare[unit.part]
+        need = spec.elements_per_token * unit.tokens
         try:
-            whole = spare.pop()
+            whole = spare.pop().view(-1)
         except IndexError:
+            whole = torch.empty(0)
+        if len(whole) < need:
             whole = torch.empty(spec.elements_per_token * spec.rows, dtype=out.dtype, device=out.device)
-        yield whole[: spec.elements_per_token * unit.tokens].view(spec.shape(unit.tokens))
-        spare.append(whole)
+        return whole[:need].view(spec.shape(unit.tokens))
 
     def _no_hole(self, groups: int) -> None:
         if None in (before := self._tracks[:groups]):

@@ -34,9 +34,14 @@ Kind = tuple[bool, bool]
 class DecodeQueue:
     """The groups of one play of which something can be decoded."""
 
-    def __init__(self, view: View, progress: Sequence[GroupProgress], ahead_s: float = 0.0) -> None:
-        """Begin empty; ``progress`` is that of each group, ``ahead_s``: `PlayerConfig.decode_ahead_s`."""
-        self._view, self._progress, self._ahead_s = view, progress, ahead_s
+    def __init__(
+        self, view: View, progress: Sequence[GroupProgress], ahead_s: float = 0.0, *, together: bool = False
+    ) -> None:
+        """Begin empty.
+
+        ``progress`` is that of each group; ``ahead_s`` and ``together``: `PlayerConfig.decode_ahead_s`, `together`.
+        """
+        self._view, self._progress, self._ahead_s, self._together = view, progress, ahead_s, together
         self._waiting: dict[int, int] = {}
         """Groups of which something has arrived and is not being decoded, and when they came: the n-th."""
         self._placed = bytearray(view.groups)
@@ -51,8 +56,8 @@ class DecodeQueue:
         self._came = 0
         self._counted: list[tuple[str, ...]] = [()] * view.groups
         self._tracks: dict[str, int] = {}
-        """How many batches wait or are being decoded, by track. Decoding a layer decodes all layers below it, so only
-        the top of each batch counts."""
+        """How many batches wait or are being decoded, by track; if all is decoded last, those in place, too. Decoding a
+        layer decodes all layers below it, so only the top of each batch counts."""
         self._handed: dict[int, float] = {}
         """Seconds that what is being decoded should take, by request."""
         self._handed_s = 0.0
@@ -70,6 +75,8 @@ class DecodeQueue:
         progress = self._progress[group]
         stacked = progress.decodable(placed)
         tops = tuple(batch[-1].track for batch in (progress.decoding, stacked) if batch)
+        if self._view.decodes_last and placed is not None:
+            tops = (placed,)
         if tops != self._counted[group]:
             for tracks, by in ((self._counted[group], -1), (tops, 1)):
                 for track in tracks:
@@ -95,7 +102,11 @@ class DecodeQueue:
     def busy(self) -> bool:
         """Whether the decoders have enough to do."""
         jobs, decoders = len(self._handed), self._view.decoders
-        return jobs >= decoders and (jobs >= _MOST_HANDED * decoders or self._handed_s >= self._ahead_s * decoders)
+        return (
+            not self._together
+            and jobs >= decoders
+            and (jobs >= _MOST_HANDED * decoders or self._handed_s >= self._ahead_s * decoders)
+        )
 
     def begin(self, top: Transfer) -> None:
         """Take a group that is about to be decoded, up to a layer."""
@@ -110,8 +121,15 @@ class DecodeQueue:
     def reckon(self) -> None:
         """Tell the policy anew how long everything takes, after a change or once decoding turns out to be slower."""
         view = self._view
-        seconds = sum(count * view.decode_s(track) for track, count in self._tracks.items() if count)
-        view.decode_backlog_s = seconds / view.decoders
+        if view.decodes_last:
+            least_s = view.decode_s(view.ladder.cheapest)
+            more = ((view.decode_s(track) - least_s, count) for track, count in self._tracks.items())
+            view.decode_backlog_s = sum(max(0.0, each) * count for each, count in more) / view.decoders
+            return
+        waiting = [(track, count) for track, count in self._tracks.items() if count]
+        seconds = sum(count * view.decode_s(track) for track, count in waiting)
+        batch_s = max((view.decode_latency_s(track) for track, _ in waiting), default=0.0)
+        view.decode_backlog_s = seconds / view.decoders + batch_s
 
     def next(self, now: float, *, hurry: bool, engine: bool, will_replace: Callable[[int], bool]) -> int | None:
         """Return the group to decode next, or None.

@@ -1,7 +1,10 @@
-"""How long decoding takes here: a table of seconds per track, corrected by what decoding really takes. Reads no clock.
+"""How long decoding takes here: a latency per batch, and seconds per group of each track. Reads no clock.
 
-The table is what was measured on this machine, or what the catalog says. Every decoded group tells how far it is off.
-The tracks of a family share that correction, since they share code: if AC-L0 takes eight times as long as the table
+A processor decodes groups one by one, and has no latency. A GPU decodes all that has arrived together: n groups take
+T(n) = a + b n. The seconds per group are corrected by what decoding really takes.
+
+They are what was measured on this device, or what the catalog says. Every decoded group tells how far they are off. The
+tracks of a family share that correction, since they share code: if AC-L0 takes eight times as long as the table
 says, so does AC-L3.
 """
 
@@ -29,16 +32,26 @@ def family(track: str) -> str:
 class DecodeRates:
     """Seconds to decode a full group of each track. Not for several threads at once."""
 
-    def __init__(self, catalog: Catalog, measured: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        measured: Mapping[str, float] | None = None,
+        latencies: Mapping[str, float] | None = None,
+    ) -> None:
         """Begin with a table.
 
         Args:
             catalog: its tracks; it says what was not measured.
-            measured: seconds that one thread takes to check and decode a full group, by track.
+            measured: seconds that each further full group of a batch takes to check and decode, by track.
+            latencies: seconds that a batch takes besides, by family; 0 where nothing is said.
 
         Raises:
             UsageError: a measured time is not a positive, finite number.
         """
+        self._latencies = dict(latencies or {})
+        for name, seconds in self._latencies.items():
+            if not 0 <= seconds < math.inf:
+                raise UsageError(f"a batch of {name} was measured to begin after {seconds} s; measure again")
         self._table = {track.name: track.decode_s for track in catalog.tracks}
         for track, seconds in (measured or {}).items():
             if not 0 < seconds < math.inf:
@@ -56,6 +69,10 @@ class DecodeRates:
             known = self._known[track] = self._table[track] * self.correction(track)
         return known
 
+    def latency(self, track: str) -> float:
+        """Return the seconds that a batch with groups of a track takes, besides those of its groups."""
+        return self._latencies.get(family(track), 0.0)
+
     def correction(self, track: str) -> float:
         """Return the factor between what decoding takes and what the table says."""
         observed = self._observed.get(family(track))
@@ -71,7 +88,7 @@ class DecodeRates:
         Args:
             track: what was decoded, with the layers below it.
             share: tokens of the group as a share of a full group's.
-            seconds: how long one thread was at it.
+            seconds: how long one thread was at it, without the latency of a batch.
         """
         if not (0 < seconds < math.inf and share > 0):
             return

@@ -109,6 +109,8 @@ class PlayState:
             decoders=config.decoders,
             oracle=oracle,
             decode_seconds=None if decode_rates is None else decode_rates.seconds,
+            decode_latency=None if decode_rates is None else decode_rates.latency,
+            decodes_last=config.decodes_last,
             unavailable=self._retries.unavailable,
         )
         self._decode_rates = decode_rates
@@ -134,7 +136,7 @@ class PlayState:
         """Groups that have not arrived and are not being computed; includes those in flight."""
         self._in_place = 0
         self._groups = [GroupProgress(ladder.stacks) for _ in range(groups)]
-        self._undecoded = DecodeQueue(self.view, self._groups, config.decode_ahead_s)
+        self._undecoded = DecodeQueue(self.view, self._groups, config.decode_ahead_s, together=config.together)
         """Groups of which something has arrived and is not being decoded."""
         self._decoding: dict[int, Transfer] = {}
         """What is being decoded, by request."""
@@ -212,7 +214,7 @@ class PlayState:
                     continue
                 nbytes = sum(view.bytes(group, layer) for layer in layers)
                 carried_s = nbytes / view.rate if view.rate > 0 else 0.0
-                if now + rest_s + view.ttfb_s + carried_s + view.decode_s(track) < view.deadline_s:
+                if now + rest_s + view.ttfb_s + carried_s + view.last_decode_s(track) < view.deadline_s:
                     gain = view.loss(group, current) - view.loss(group, track)
                     best = max(best, gain - view.time_price * carried_s)
             saved += best

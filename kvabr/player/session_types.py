@@ -115,6 +115,10 @@ class PlayerConfig:
     decode_ahead_s: float = 0.0
     """Seconds of decoding that each of them is given ahead. Without any, a thread that has decoded a small group waits
     for the event loop, which has more to do in that time than the thread."""
+    together: bool = False
+    """Whether the decoders take everything that waits at once, in a batch, as a GPU does."""
+    decodes_last: bool = False
+    """Whether groups stay compressed, and are decoded when the play has ended; see `View.decodes_last`."""
     time_price: float = TIME_PRICE
     """Price of a second before the first token, nats per generated token. Zero: only the deadline counts."""
     chunked: bool = False

@@ -106,6 +106,7 @@ class Clairvoyant:
         *,
         decode_scale: float = 1.0,
         decoders: int = 1,
+        decode_latency_s: float = 0.0,
     ) -> None:
         """Prepare the bound.
 
@@ -115,13 +116,14 @@ class Clairvoyant:
             mode: what the engine can recompute.
             decode_scale: factor for the catalog's decode times.
             decoders: groups that are decoded at once.
+            decode_latency_s: seconds that the last batch takes besides those of its groups.
         """
         self._catalog, self._cost = catalog, cost
         self._mode: EngineMode = mode if catalog.every_token else "suffix"
         self.decoders = decoders
         self._compute_s = None if cost is None or self._mode == "suffix" else _compute_times(catalog, cost)
         self.frontier = frontier = Frontier(catalog, decode_scale)
-        tails_s = frontier.decodes.min(axis=0)
+        tails_s = frontier.decodes.min(axis=0) + decode_latency_s
         self.tail_s = float(tails_s.min())
         """Least time to decode the last group, seconds."""
         more = (frontier.sizes - frontier.least_bytes[:, None]).min(axis=0)

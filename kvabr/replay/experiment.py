@@ -13,7 +13,7 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_policy, shipped
 from kvabr.abr.view import Future, PlannedPlay, View
 from kvabr.player.builder import new_estimator, new_session, opening
-from kvabr.player.decode_rates import DecodeRates
+from kvabr.player.decode_rates import DecodeRates, family
 from kvabr.player.policy_guard import CallLimit, at_once
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, BlendGoal, PlayerConfig, PlayRecord, check_decoders
@@ -64,6 +64,9 @@ class ReplayOptions:
     mode: EngineMode = "hole"
     decode_scale: float = 1.0
     """Factor for the catalog's decode times."""
+    decode_latency_s: float = 0.0
+    """Seconds that a batch takes besides those of its groups, on a device that decodes all that waits together; 0:
+    groups are decoded one by one."""
     decoders: int = 1
     """Threads that decode, each a group at a time."""
     slow_start: bool = True
@@ -92,6 +95,8 @@ class ReplayOptions:
             raise UsageError(f"the round trip is {self.rtt_s} s; it must be zero or more seconds")
         if not 0 <= self.decode_scale < math.inf:
             raise UsageError(f"decode-scale is {self.decode_scale}; it must be a finite number, zero or more")
+        if not 0 <= self.decode_latency_s < math.inf or (self.decode_latency_s and self.decoders > 1):
+            raise UsageError(f"a batch takes {self.decode_latency_s} s: give a finite time, and one decoder")
         check_decoders(self.decoders)
         if self.producer is not None and (self.cost is not None or self.sharing is not None or self.cold):
             raise UsageError("a cache that is still being prefilled is replayed warm, alone, and without an engine")
@@ -118,7 +123,11 @@ class Experiment:
                 self.ladder, options.blend, options.cost, options.config, partial(self.new_clairvoyant, options.cost)
             )
         )
-        self._live = None if options.producer is None else LiveClairvoyant(self.catalog, options.decode_scale)
+        self._live = (
+            None
+            if options.producer is None
+            else LiveClairvoyant(self.catalog, options.decode_scale, options.decode_latency_s)
+        )
         self._catalog_bytes = sum(len(each.dumps()) for each in catalog.sources or (catalog,))
         self._last: tuple[Trace, Trace, Trace, list[float]] | None = None
 
@@ -161,7 +170,12 @@ class Experiment:
         """Return the clairvoyant for these plays with an engine of some cost, or without one; or of another catalog."""
         options = self.options
         return Clairvoyant(
-            catalog or self.catalog, cost, options.mode, decode_scale=options.decode_scale, decoders=options.decoders
+            catalog or self.catalog,
+            cost,
+            options.mode,
+            decode_scale=options.decode_scale,
+            decoders=options.decoders,
+            decode_latency_s=options.decode_latency_s,
         )
 
     def bound(self, clairvoyant: Clairvoyant, capacity: Capacity, rtt_s: float, *, lookup_s: float = 0.0) -> Bound:
@@ -241,6 +255,10 @@ class Experiment:
         outcome.use = use
         return outcome
 
+    @property
+    def _latencies(self) -> dict[str, float]:
+        return {family(track.name): self.options.decode_latency_s for track in self.catalog.tracks}
+
     def _simulate(self, session: Session, capacity: Capacity, rtt_s: float) -> LinkUse:
         """Play a session to its end in the simulator."""
         options = self.options
@@ -253,6 +271,7 @@ class Experiment:
             cost=options.cost,
             decode_scale=options.decode_scale,
             decoders=options.decoders,
+            decode_latency_s=options.decode_latency_s,
             published_s=() if options.producer is None else options.producer.published_s(self.catalog),
         )
         simulator.run()
@@ -290,6 +309,7 @@ class Experiment:
             cost=options.cost,
             decode_scale=options.decode_scale,
             decoders=options.decoders,
+            decode_latency_s=options.decode_latency_s,
         )
 
         def build(lines: list[PlayEvent] | None, share: Callable[[Estimator], Estimator]) -> Session:
@@ -403,10 +423,10 @@ class Experiment:
             goal=options.blend or WHOLE,
             cost=options.cost,
             mode=options.mode,
-            config=replace(options.config, decoders=options.decoders),
+            config=replace(options.config, decoders=options.decoders, together=options.decode_latency_s > 0),
             patience_s=options.config.give_up_after * options.deadline_s - lookup_s,
             oracle=oracle,
-            decode_rates=DecodeRates(self.catalog),
+            decode_rates=DecodeRates(self.catalog, latencies=self._latencies),
             expected_s=None if options.producer is None else options.producer.expected_s(self.catalog),
             log=None if lines is None else lines.append,
             limited=limited,

@@ -36,14 +36,17 @@ _SMALL = 1e-6
 class LiveClairvoyant:
     """What a player could do that knew the link and the producer's times."""
 
-    def __init__(self, catalog: Catalog, decode_scale: float = 1.0) -> None:
-        """Prepare the steps of all hulls; ``decode_scale``: factor for the catalog's decode times."""
+    def __init__(self, catalog: Catalog, decode_scale: float = 1.0, decode_latency_s: float = 0.0) -> None:
+        """Prepare the steps of all hulls.
+
+        ``decode_scale``: factor for the catalog's decode times; ``decode_latency_s``: what the last batch takes more.
+        """
         options = every_option(catalog)
         self._least: Array = np.array([hull[0].bytes for hull in options], float)
         self._worst = sum(hull[0].loss for hull in options)
         self._steps = [(step.group, float(step.bytes), step.saving) for step in rank(options)]
         fastest = min(track.decode_s for track in catalog.tracks if track.refines is None)
-        self._tail_s = fastest * decode_scale * catalog.share(catalog.groups - 1)
+        self._tail_s = decode_latency_s + fastest * decode_scale * catalog.share(catalog.groups - 1)
 
     def best(
         self,

@@ -67,9 +67,18 @@ class Machine:
     """The decoders and the engine of one play."""
 
     def __init__(
-        self, session: Session, catalog: Catalog, cost: PrefillCost | None, decode_scale: float, decoders: int
+        self,
+        session: Session,
+        catalog: Catalog,
+        cost: PrefillCost | None,
+        decode_scale: float,
+        decoders: int,
+        decode_latency_s: float = 0.0,
     ) -> None:
         """Begin idle; the arguments are those of `Simulator`."""
+        self._latency_s, self._now = decode_latency_s, 0.0
+        self._batch: list[tuple[int, float]] = []
+        """What waits for the next batch, if there are any: request, and seconds of decoding."""
         self._session, self._catalog, self._cost, self._decode_scale = session, catalog, cost, decode_scale
         self._decoders = [0.0] * decoders
         """Heap of the times at which the decoders have finished everything they were given."""
@@ -80,7 +89,8 @@ class Machine:
         """What the engine does, one after the other, and when each ends."""
 
     def begin(self, action: Decode | Recompute | ChooseTokens | RecomputeTokens, now: float) -> None:
-        """Begin what the session asks for."""
+        """Begin what the session asks for; a batch once it has asked for all of it."""
+        self._now = now
         if not isinstance(action, Decode):
             begins_s = max([now, *(end for end, _ in self._engine)])
             self._engine.append((begins_s + self._engine_s(action), action))
@@ -88,6 +98,9 @@ class Machine:
         track = self._catalog.by_name[action.track]
         share = self._catalog.share(action.group)
         seconds = track.decode_s * share * self._decode_scale
+        if self._latency_s:
+            self._batch.append((action.request, seconds))
+            return
         end = max(now, heappop(self._decoders)) + seconds
         heappush(self._decoders, end)
         heappush(self._decoding, (end, self._decodes, action.request, seconds))
@@ -107,13 +120,25 @@ class Machine:
             tokens = joined_passages(self._catalog)[action.passage].end
         return look_s + (cost.seconds(tokens - action.tokens, action.tokens) if action.tokens else 0.0)
 
+    def _begin_batch(self) -> None:
+        """Decode everything that waits together, if the device is idle."""
+        if self._batch and self._decoders[0] <= self._now + EPSILON:
+            end = self._now + self._latency_s + sum(seconds for _, seconds in self._batch)
+            self._decoders[0] = end
+            for request, seconds in self._batch:
+                heappush(self._decoding, (end, self._decodes, request, seconds))
+                self._decodes += 1
+            self._batch.clear()
+
     def next_s(self) -> float:
         """Return when something is done next, seconds; infinite if nothing is being done."""
+        self._begin_batch()
         decoded_s = self._decoding[0][0] if self._decoding else math.inf
         return min(decoded_s, self._engine[0][0]) if self._engine else decoded_s
 
     def tell(self, now: float) -> None:
         """Report to the session what is done by ``now``."""
+        self._now = now
         while self._decoding and self._decoding[0][0] <= now + EPSILON:
             _, _, request, seconds = heappop(self._decoding)
             self._session.decoded(request, now, seconds)
@@ -142,6 +167,7 @@ class Simulator:
         cost: PrefillCost | None = None,
         decode_scale: float = 1.0,
         decoders: int = 1,
+        decode_latency_s: float = 0.0,
         published_s: Sequence[float] = (),
     ) -> None:
         """Prepare a play; nothing happens before `run`.
@@ -155,6 +181,8 @@ class Simulator:
             cost: what the engine's prefill costs; None for no engine.
             decode_scale: factor for the catalog's decode times.
             decoders: threads that decode, each a group at a time.
+            decode_latency_s: seconds that decoding a batch takes besides those of its groups, on a device that decodes
+                all that waits together; 0: groups are decoded one by one.
             published_s: when each group of a live asset is published, ascending, seconds; empty: all are.
         """
         self._published_s = [time_s + rtt_s / 2 for time_s in published_s]
@@ -168,7 +196,7 @@ class Simulator:
         """Flows whose first byte cannot come yet, the earliest first."""
         self._open: list[tuple[int, int, _Flow]] = []
         """Heap of the others by priority and order of request; it may hold completed flows."""
-        self._machine = Machine(session, catalog, cost, decode_scale, decoders)
+        self._machine = Machine(session, catalog, cost, decode_scale, decoders, decode_latency_s)
         self.use = LinkUse()
         """Accounts for the link's bytes."""
 

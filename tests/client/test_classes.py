@@ -231,7 +231,7 @@ async def test_a_cache_that_no_machine_has_memory_for_is_refused(library, only):
     huge = Catalog(TrackNamespace(spec.model, chunks[-1]), spec, len(tokens), tuple(chunks), (track,))
     async with link(library) as connection, AsyncClient(connection) as client:
         with pytest.raises(PlayError, match="no memory for a cache of"):
-            await client.play_prefix(Found(huge, "ab" * 32), deadline=1.0, cost=PrefillCost.from_rate(100.0))
+            await client.play_asset(Found(huge, "ab" * 32), deadline=1.0)
 
 
 def test_what_is_not_there_yet_says_so(catalog):

@@ -15,7 +15,7 @@ import torch
 from kvabr.client import play
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
-from kvabr.player import assembler
+from kvabr.codec import paged
 from kvabr.quic.download import ReceiveBuffer
 from kvabr.store import memory
 from tests.client.served import Served
@@ -38,7 +38,7 @@ class Counts:
         """SHA-256 that were computed."""
         self.decoded = []
         """The memory that groups were decoded from."""
-        append, sha256, decode = ReceiveBuffer.append, hashlib.sha256, assembler.decode_payload
+        append, sha256, decode = ReceiveBuffer.append, hashlib.sha256, paged.decode_payload
 
         def appending(buffer, part):
             append(buffer, part)
@@ -58,7 +58,7 @@ class Counts:
 
         monkeypatch.setattr(ReceiveBuffer, "append", appending)
         monkeypatch.setattr(hashlib, "sha256", hashing)
-        monkeypatch.setattr(assembler, "decode_payload", decoding)
+        monkeypatch.setattr(paged, "decode_payload", decoding)
 
     def check(self, track, plays):
         assert self.copied == track.total_bytes
@@ -111,13 +111,13 @@ async def test_over_quic(root, short, tmp_path, monkeypatch, quic):
 
 @virtual
 async def test_groups_are_decoded_into_the_cache_itself(origin, monkeypatch):
-    places, decode = [], assembler.decode_payload
+    places, decode = [], paged.decode_payload
 
     def decoding(*arguments):
         places.extend(each.untyped_storage().data_ptr() for each in arguments if isinstance(each, torch.Tensor))
         return decode(*arguments)
 
-    monkeypatch.setattr(assembler, "decode_payload", decoding)
+    monkeypatch.setattr(paged, "decode_payload", decoding)
     async with origin() as link, AsyncClient(link, model=SPEC, options=OPTIONS) as client:
         played = await client.play(TOKENS, deadline=2.0)
     assert places == [played.kv.untyped_storage().data_ptr()] * len(played.coverage)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.codec import base as registry
+from kvabr.codec import paged
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.group import encode_group, payload_of
 from kvabr.codec.payload import PayloadReader, raw
 from kvabr.codec.rope import rotate
-from kvabr.player import assembler
 from kvabr.player.assembler import Assembler, Placement
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import ForeignError, FormatError, HoleError, UsageError
@@ -304,13 +304,13 @@ def in_thread(work):
 
 def test_an_empty_place_is_decoded_into_and_a_full_one_is_not(monkeypatch):
     outs = []
-    decode = assembler.decode_payload
+    decode = paged.decode_payload
 
     def decoding(payload, track, context, group, out, below):
         outs.append(out.untyped_storage().data_ptr())
         decode(payload, track, context, group, out, below)
 
-    monkeypatch.setattr(assembler, "decode_payload", decoding)
+    monkeypatch.setattr(paged, "decode_payload", decoding)
     whole = torch.zeros(SHAPE.shape(TOKENS))
     play = Assembler(CATALOG, SIDE, out=whole)
     for track in ("Int4", "Int8"):

@@ -363,7 +363,7 @@ class Anytime(Policy):
                 arrives_s = 0.0  # the minimum time to first byte says little where all requests queue
             else:
                 arrives_s = begins_s + (track.bytes[group] / rate if rate > 0 else 0.0)
-            if max(arrives_s, decoded_s) + view.decode_s(track.name) <= left_s:
+            if view.decoded_by(arrives_s, decoded_s) + view.last_decode_s(track.name) <= left_s:
                 found = offer
             else:
                 too_late.append(offer)

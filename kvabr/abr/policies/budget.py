@@ -36,7 +36,7 @@ class Budget(FrontToBack):
     def choose(self, view: View, group: int) -> Decision:
         """Choose the track that the knapsack gives the group."""
         missing = view.missing_groups
-        budget = view.budget_bytes(view.lower_bound, view.decode_s(view.ladder.cheapest))
+        budget = view.budget_bytes(view.lower_bound, view.last_decode_s(view.ladder.cheapest))
         within = missing if self.horizon is None else missing.firsts(self.horizon)
         budget *= len(within) / len(missing)
         self._planned_for -= 1
@@ -89,7 +89,7 @@ class RobustMpc(Policy):
 
     def decide(self, view: View) -> Decision:
         """Request layers that are due, then the next group, then further layers."""
-        budget = view.budget_bytes(view.lower_bound, view.decode_backlog_s + view.decode_s(view.ladder.cheapest))
+        budget = view.budget_bytes(view.lower_bound, view.decode_backlog_s + view.last_decode_s(view.ladder.cheapest))
         if (decision := self._due(view, budget - view.floor_bytes())) is not None:
             return decision
         first = view.first_missing()

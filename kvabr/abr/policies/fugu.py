@@ -89,7 +89,7 @@ class Fugu(FrontToBack):
         ahead = missing.firsts(_HORIZON)
         costs = np.array([*self._costs, self._tail * max(self._costs)])
         queue_s = view.outstanding_bytes * median(self._costs) + (0.0 if view.in_flight else view.ttfb_s)
-        spare_s = view.time_left - queue_s - view.decode_s(view.ladder.cheapest)
+        spare_s = view.time_left - queue_s - view.last_decode_s(view.ladder.cheapest)
         budget_s = max(0.0, spare_s) * len(ahead) / len(missing)
         price = self._stall / view.deadline_s
         times = np.linspace(0.0, 2.0 * max(budget_s, 1e-9), _CELLS)

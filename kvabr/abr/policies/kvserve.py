@@ -52,4 +52,5 @@ class KvServe(FrontToBack):
 def _latency(view: View, track: Track) -> float:
     """Return the seconds to load and decode everything that is missing on one track."""
     network = view.missing_bytes(track) / view.rate
-    return network + view.decode_s(track.name) * len(view.missing) / view.decoders
+    decoded_s = view.decode_s(track.name) * len(view.missing) / view.decoders
+    return network + view.decode_latency_s(track.name) + decoded_s

@@ -49,8 +49,7 @@ class Destination:
         by_block, by_head, by_token, by_dim = first.stride()
         size, slots = first.shape[2], blocks.slots
         offsets = np.where(slots < 0, -1, slots // size * by_block + slots % size * by_token)
-        addresses = np.array([view.data_ptr() for layer in blocks.layers for view in layer], np.int64)
-        return cls(0, addresses, offsets, (by_head, by_dim), first.dtype, first.device)
+        return cls(0, blocks.checked.addresses, offsets, (by_head, by_dim), first.dtype, first.device)
 
 
 @lru_cache(maxsize=256)
@@ -61,5 +60,5 @@ def _grid(rows: int, by_row: int, columns: int, by_column: int) -> NDArray[np.in
 
 def check_blocks(shape: Sequence[int], blocks: BlockSlots) -> None:
     """Raise a `FormatError` unless kernels can write a group of this shape to these blocks."""
-    if not blocks.fits(shape) or blocks.first.dtype not in DTYPES:
+    if not blocks.fits(shape) or blocks.dtype not in DTYPES or blocks.direct is None:
         raise FormatError(f"{tuple(shape)} cannot be decoded to blocks {tuple(blocks.first.shape)}")

@@ -55,10 +55,12 @@ Team *team_new(uint32_t threads) {
     if (!team)
         return NULL;
     team->size = 1;
-    if (pthread_mutex_init(&team->lock, NULL) || pthread_cond_init(&team->begun, NULL) || pthread_cond_init(&team->ended, NULL)) {
-        free(team);
-        return NULL;
-    }
+    if (pthread_mutex_init(&team->lock, NULL))
+        goto no_lock;
+    if (pthread_cond_init(&team->begun, NULL))
+        goto no_begun;
+    if (pthread_cond_init(&team->ended, NULL))
+        goto no_ended;
     while (team->size < at_most(threads, MOST_THREADS)) {
         Member *given = malloc(sizeof *given);
         if (!given)
@@ -71,6 +73,13 @@ Team *team_new(uint32_t threads) {
         team->size++;
     }
     return team;
+no_ended:
+    pthread_cond_destroy(&team->begun);
+no_begun:
+    pthread_mutex_destroy(&team->lock);
+no_lock:
+    free(team);
+    return NULL;
 }
 
 void team_run(Team *team, Job job, void *context, uint32_t items) {

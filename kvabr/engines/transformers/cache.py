@@ -84,20 +84,23 @@ def is_plain(spec: KVSpec) -> bool:
 
 
 def dynamic_cache(parts: Sequence[torch.Tensor], spec: KVSpec, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a `DynamicCache` with a copy of all tokens in all layers, which keep keys and values alone.
+    """Return a `DynamicCache` of all tokens in all layers, which keep keys and values alone.
 
-    ``parts`` are a tensor per layer class of ``spec``; ``dtype`` and ``device`` are the model's. Layers with windows
-    keep all tokens, and the model masks them.
+    ``parts`` are a tensor per layer class of ``spec``; ``dtype`` and ``device`` are the model's. Where they are those
+    of the parts, the layers are views: the model appends to copies. Layers with windows keep all tokens, and the model
+    masks them.
     """
     cache = require("transformers").DynamicCache()
     if parts[0].shape[3]:
         for layer, pair in sorted(_keys_and_values(parts, spec).items()):
-            cache.update(*(part.to(device=device, dtype=dtype)[None] for part in pair), layer)
+            both = [part.to(device=device, dtype=dtype)[None] for part in pair]
+            cache.update(*(part[:, :, :0] for part in both), layer)  # makes the layer; it would copy numbers
+            cache.layers[layer].keys, cache.layers[layer].values = both
     return cache
 
 
 def whole_cache(parts: Sequence[torch.Tensor], spec: KVSpec, model: Any) -> Any:
-    """Return a cache for a model with a copy of all tokens in all layers, and of the states behind them."""
+    """Return a cache for a model of all tokens in all layers, as `dynamic_cache`, and of the states behind them."""
     if not any(each.kind == "state" or each.role for each in spec.classes):
         return dynamic_cache(parts, spec, model.dtype, model.device)
     return _filled(new_cache(model, whole=True), parts, spec, model)

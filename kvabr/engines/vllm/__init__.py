@@ -12,11 +12,11 @@ The engine's configuration names it::
 vLLM builds one in its scheduler and one in each worker. The scheduler's half (`scheduler`) looks up prompts at the
 origin. The worker's half (`worker`) plays caches, and publishes what the engine has computed.
 
-A request waits while its cache is played into host memory. Then vLLM is promised the tokens that are in place
-(`promises`), allocates blocks for them, and the worker copies them there within the same step. vLLM computes what is
-behind them, so the player protects the first groups. Layers may have several block tables (`caches`, `blocks`), and
-what windows drop is kept until it is published (`windows`). Prompts made of passages are joined (`requests`), and
-passages published (`passages`).
+A request waits while its cache is played. Then vLLM is promised the tokens that came (`promises`), allocates blocks for
+them, and the worker decodes them there, beside the steps of other requests. vLLM computes what is behind them, so the
+player protects the first groups. Layers may have several block tables (`caches`, `blocks`), and what windows drop is
+kept until it is published (`windows`). Prompts made of passages are joined (`requests`), and passages published
+(`passages`).
 
 Only `connector` imports vLLM.
 """

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from kvabr.engines.layouts import BlockLayout, PagedBlocks
+from kvabr.client.result import PlayedPrefix
+from kvabr.codec.block_slots import BlockLayers, BlockSlots, Place
+from kvabr.codec.paged import CodedGroup
+from kvabr.engines.layouts import BlockLayout, PagedBlocks, block_layers
 from kvabr.engines.vllm.caches import Pages
 from kvabr.engines.vllm.config import ServedModel
 from kvabr.engines.vllm.states import StateForm
 from kvabr.types.errors import PlayError, UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.units import Span
+from kvabr.types.units import Span, Unit
 
 Runs = Sequence[Sequence[int]]
 """Numbers of the blocks of a run of tokens, per block table of the engine."""
@@ -32,6 +38,8 @@ class _Shelf:
     part: KVSpec
     layers: tuple[torch.Tensor, ...]
     layout: BlockLayout
+    blocks: BlockLayers
+    """The layers, as groups are decoded to them."""
 
     def at(self, numbers: Sequence[int]) -> PagedBlocks:
         return PagedBlocks(self.layers, numbers, self.layout, self.part.only.split)
@@ -39,6 +47,14 @@ class _Shelf:
     def rows(self, kv: torch.Tensor) -> list[torch.Tensor]:
         """Return the layers of a class's tensor that are kept here, [K/V, head, token, dim] each."""
         return [codes(kv)[row] for row in self.pages.rows]
+
+    def slots(self, numbers: NDArray[np.int64], first: int, tokens: NDArray[np.int64]) -> BlockSlots:
+        """Return the slots of tokens of a prompt in blocks that begin with token ``first``; -1: in none of them."""
+        block = self.pages.block
+        place = tokens - first
+        inside = (place >= 0) & (place < len(numbers) * block)
+        place = np.where(inside, place, 0)
+        return BlockSlots(self.blocks, np.where(inside, numbers[place // block] * block + place % block, -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +74,39 @@ class _StateShelf:
         """Copy a block into what is published of the class."""
         for states, row in zip(self.layers, self.pages.rows, strict=True):
             self.form.read(states, block, kv[row, 0])
+
+
+@dataclass(frozen=True, eq=False)
+class _GroupPlace:
+    """Where a group belongs: its layers may have different tables of blocks, and a rank holds some heads of them."""
+
+    shape: tuple[int, ...]
+    """Of the group: [layer, K/V, head, token, dim]."""
+    dtype: torch.dtype
+    device: torch.device
+    direct: BlockSlots | None
+    whole: None = field(default=None, init=False)
+    writes: tuple[Callable[[torch.Tensor], None], ...]
+    """Copy what each table holds of it."""
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        return tuple(shape) == self.shape
+
+    def write(self, group: torch.Tensor) -> None:
+        for each in self.writes:
+            each(group)
+
+
+class _Own(NamedTuple):
+    """What this rank holds of a class of what was played."""
+
+    part: int
+    """Its index there."""
+    rows: range
+    """Its layers there."""
+    heads: range
+    whole: bool
+    """Whether that is all."""
 
 
 class EngineBlocks:
@@ -84,7 +133,9 @@ class EngineBlocks:
             part = model.shard.parts[pages.part]
             wanted = (part.only.heads, pages.block, sum(part.only.split))
             layers = tuple(_tokens(name, caches[name], wanted, held) for name in pages.names)
-            self._shelves.append(_Shelf(pages, part, layers, layout_of(layers[0])))
+            layout = layout_of(layers[0])
+            blocks = block_layers(layers, layout, part.only.split, model.dtype)
+            self._shelves.append(_Shelf(pages, part, layers, layout, blocks))
 
     @property
     def device(self) -> Any:
@@ -100,61 +151,106 @@ class EngineBlocks:
     def _all(self) -> list[_Shelf | _StateShelf]:
         return [*self._shelves, *self._states]
 
-    def write(self, parts: Sequence[torch.Tensor], spans: Sequence[Span], first: int, last: int, runs: Runs) -> None:
-        """Copy the KV of tokens ``first`` to ``last`` - 1 into blocks.
+    def places(
+        self, prefix: PlayedPrefix, first: int, last: int, runs: Runs
+    ) -> tuple[list[CodedGroup], list[Place], list[int]]:
+        """Return what is to be decoded of a play to have tokens ``first`` to ``last`` - 1 in blocks, and where to.
 
         Args:
-            parts: a tensor per layer class, with the tokens of ``spans``. Those of the whole model, or this rank's.
-            spans: their tokens, as `kvabr.client.result.PlayedPrefix` has them.
+            prefix: what was played, of the whole model or of this rank.
             first: the beginning of a block in every table.
             last: the end of a block in every table.
             runs: the blocks of these tokens. Of windows those that were taken away already are left out.
 
+        Returns:
+            The groups that are needed, the place of each, and the token before which all is in place without it.
+
         Raises:
             PlayError: what a block holds is not there.
         """
-        parts, spans = self._own(parts, spans)
+        own, spans = self._own(prefix.spec), prefix.spans
+        numbers: dict[int, NDArray[np.int64]] = {}
         for shelf in self._shelves:
-            pages, numbers = shelf.pages, runs[shelf.pages.group]
-            if len(numbers) * pages.block != last - first:
-                raise PlayError(f"{len(numbers)} blocks of {pages.block} do not hold {last - first:,} tokens")
-            absent = pages.absent(numbers)
-            numbers = numbers[absent:]
-            if not numbers:
-                continue
-            kv, span = codes(parts[pages.part]), spans[pages.part]
-            begin = first + absent * pages.block
-            missing = max(0, span.first - begin)
-            if missing >= pages.block or span.first + span.tokens < last:
-                raise PlayError(
-                    f"{shelf.part.only.title}: tokens {span.first:,} to {span.first + span.tokens:,} were played, "
-                    f"{begin:,} to {last:,} are needed"
-                )
-            kv = kv[:, :, :, max(0, begin - span.first) : last - span.first]
-            if missing:  # out of sight, but in the block of what can be seen
-                kv = torch.nn.functional.pad(kv, (0, 0, missing, 0))
-            shelf.at(numbers).write(shelf.rows(kv))
+            numbers[id(shelf)] = self._numbers(shelf, spans[own[shelf.pages.part].part], first, last, runs)
         for states in self._states:
-            kv, span, block = parts[states.pages.part], spans[states.pages.part], runs[states.pages.group][-1]
-            if span != Span(last, kv.shape[3]) or not span.tokens or not block:
+            span, block = spans[own[states.pages.part].part], runs[states.pages.group][-1]
+            if span.first != last or not span.tokens or not block:
                 raise PlayError(f"the states behind token {last:,} are needed; those behind {span.first:,} were played")
-            states.write(kv, block)
+        groups: list[CodedGroup] = []
+        places: list[Place] = []
+        begins: list[int] = []
+        for group, unit in zip(prefix.groups, prefix.units, strict=True):
+            if (place := self._place(group, unit, own, numbers, first, runs)) is not None:
+                groups.append(group)
+                places.append(place)
+                state = prefix.spec.classes[unit.part].kind == "state"
+                begins.append(first if state else max(first, unit.first))
+        return groups, places, begins
 
-    def _own(
-        self, parts: Sequence[torch.Tensor], spans: Sequence[Span]
-    ) -> tuple[Sequence[torch.Tensor], Sequence[Span]]:
-        """Return what this rank holds of tensors of the whole model; its own as they are."""
+    def _numbers(self, shelf: _Shelf, span: Span, first: int, last: int, runs: Runs) -> NDArray[np.int64]:
+        """Return the blocks of a table, negative where nothing is to be written; clear what no group covers."""
+        pages, numbers = shelf.pages, np.array(runs[shelf.pages.group], np.int64)
+        if len(numbers) * pages.block != last - first:
+            raise PlayError(f"{len(numbers)} blocks of {pages.block} do not hold {last - first:,} tokens")
+        absent = pages.absent(runs[pages.group])
+        numbers[:absent] = -1
+        begin = first + absent * pages.block
+        missing = max(0, span.first - begin)
+        if begin < last and (missing >= pages.block or span.first + span.tokens < last):
+            raise PlayError(
+                f"{shelf.part.only.title}: tokens {span.first:,} to {span.first + span.tokens:,} were played, "
+                f"{begin:,} to {last:,} are needed"
+            )
+        if missing and begin < last:  # out of sight, but in the block of what can be seen
+            there = shelf.slots(numbers[absent:], begin, np.arange(begin, span.first))
+            shape = (len(shelf.blocks), len(shelf.blocks[0]), there.first.shape[1], missing, there.first.shape[3])
+            there.write(torch.zeros(shape, dtype=there.dtype, device=there.device))
+        return numbers
+
+    def _place(
+        self,
+        group: CodedGroup,
+        unit: Unit,
+        own: Sequence[_Own],
+        numbers: Mapping[int, NDArray[np.int64]],
+        first: int,
+        runs: Runs,
+    ) -> _GroupPlace | None:
+        """Return where a group belongs; None if nothing of it is wanted."""
+        shape = group.context.spec.shape(group.context.tokens)
+        direct: BlockSlots | None = None
+        dtype, device = group.context.spec.torch_dtype, torch.device("cpu")
+        writes: list[Callable[[torch.Tensor], None]] = [
+            partial(states.write, block=runs[states.pages.group][-1])
+            for states in self._states
+            if own[states.pages.part].part == unit.part
+        ]
+        for shelf in self._shelves:
+            mine = own[shelf.pages.part]
+            if mine.part != unit.part:
+                continue
+            slots = shelf.slots(numbers[id(shelf)], first, np.arange(unit.first, unit.first + unit.tokens))
+            if not bool((slots.slots >= 0).any()):
+                continue
+            dtype, device, rows = slots.dtype, slots.device, [mine.rows.start + row for row in shelf.pages.rows]
+            if mine.whole and len(rows) == shape[0]:
+                direct = slots.direct
+                writes.append(slots.write)
+            else:
+                writes.append(partial(_write_some, slots, rows, mine.heads))
+        if not writes:
+            return None
+        return _GroupPlace(shape, dtype, device, direct if len(writes) == 1 else None, tuple(writes))
+
+    def _own(self, played: KVSpec) -> list[_Own]:
+        """Return what this rank holds of each of its classes in what was played: all of it, or a part of the model."""
         model = self._model
-        given = [(kv.shape[0], kv.shape[2]) for kv in parts]
+        given = [(len(one.layers), one.heads) for one in played.classes]
         if given == [(len(one.layers), one.heads) for one in model.shard.classes]:
-            return parts, spans
+            return [_Own(part, range(layers), range(heads), True) for part, (layers, heads) in enumerate(given)]
         if given != [(len(one.layers), one.heads) for one in model.spec.classes]:
             raise PlayError(f"what was played has layers and heads of {given}, neither the model's nor this rank's")
-        own = [
-            parts[part][rows.start : rows.stop, :, heads.start : heads.stop]
-            for (part, rows), heads in zip(model.places, model.heads, strict=True)
-        ]
-        return own, [spans[part] for part, _ in model.places]
+        return [_Own(part, rows, heads, False) for (part, rows), heads in zip(model.places, model.heads, strict=True)]
 
     def read(self, runs: Runs, out: Sequence[torch.Tensor | None]) -> None:
         """Copy the KV of blocks into tensors, one per layer class, [layer, K/V, head, token, dim]; None: not wanted."""
@@ -172,6 +268,12 @@ class EngineBlocks:
                 out[states.pages.part] = torch.empty(part.shape(part.rows), dtype=states.layers[0].dtype)
             states.read(out[states.pages.part], blocks[states.pages.group])
         return out
+
+
+def _write_some(slots: BlockSlots, rows: list[int], heads: range, group: torch.Tensor) -> None:
+    """Copy some layers and heads of a group to where they belong."""
+    some = group[rows[0] : rows[-1] + 1] if rows == list(range(rows[0], rows[-1] + 1)) else codes(group)[rows]
+    slots.write(some.view(group.dtype)[:, :, heads.start : heads.stop])
 
 
 def _tokens(name: str, cache: torch.Tensor, wanted: tuple[int, int, int], held: torch.dtype) -> torch.Tensor:

@@ -140,9 +140,8 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(kv_connector_metadata, KvabrMetadata):
             self._worker.preempted(kv_connector_metadata.step)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Copy what was played first into the blocks of this step; before the forward pass if there is any."""
-        self._worker.copy()
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Do nothing: loads began with the step, and no step waits for one."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: no request is computed before its load has ended."""

@@ -1,4 +1,4 @@
-"""The thread that copies between the engine's blocks and host memory, on a GPU with a stream of its own."""
+"""A thread that fills the engine's blocks, or copies out of them; on a GPU with a stream of its own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 
 class Copier:
-    """Copies in the order in which they are submitted."""
+    """Works in the order in which it is submitted."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         """Start the thread."""
-        self._thread = ThreadPoolExecutor(1, "kvabr-copy")
+        self._thread = ThreadPoolExecutor(1, name)
         self._stream: Any = None
         """CUDA stream of the copies; None on a CPU."""
         self._fence: Any = None
@@ -30,7 +30,8 @@ class Copier:
     def use(self, device: Any) -> None:
         """Copy to and from the blocks of this device."""
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # The lowest priority, which is that of the engine's: one stream does not wait for the other.
+            self._stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
 
     def mark(self) -> None:
         """Have the copies to come wait for what the engine has begun on its GPU; called on its thread."""
@@ -41,6 +42,11 @@ class Copier:
         """Copy behind all that was submitted before; nothing once it is closed."""
         with contextlib.suppress(RuntimeError):
             self._last = self._thread.submit(work, *args)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something that was submitted is not over."""
+        return self._last is not None and not self._last.done()
 
     def wait(self) -> None:
         """Wait for all copies that were submitted."""

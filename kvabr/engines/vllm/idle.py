@@ -62,9 +62,6 @@ class IdleWorker:
     def preempted(self, step: Step) -> None:
         """Have nothing to copy."""
 
-    def copy(self) -> None:
-        """Copy nothing."""
-
     def computed(self) -> None:
         """Ignore the end of a step."""
 

@@ -25,7 +25,7 @@ from kvabr.types.passage import Part, Passage
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Play a cache, into blocks or into host memory."""
+    """Play a cache, into blocks or before vLLM allocates them."""
 
     play: int
     """Number of the play, unique in one engine."""
@@ -36,7 +36,7 @@ class LoadRequest:
     last: int
     """Token after the last that is wanted: the end of a block."""
     blocks: tuple[tuple[int, ...], ...] | None
-    """Per block table of the engine, the blocks for these tokens. None: keep the cache in host memory for a
+    """Per block table of the engine, the blocks for these tokens. None: keep what comes, compressed, for a
     `CopyRequest`."""
     behind: int
     """Tokens of the prompt from ``last`` on, which the engine computes."""
@@ -53,7 +53,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class CopyRequest:
-    """Copy a cache that was played into host memory into blocks, before this step computes."""
+    """Decode a cache that was played into blocks, beside the steps: vLLM waits until it is told of the end."""
 
     play: int
     request: str
@@ -63,8 +63,6 @@ class CopyRequest:
     """Token after the last that is wanted; all before it are in place in every worker."""
     blocks: tuple[tuple[int, ...], ...]
     """Per block table of the engine, the blocks for these tokens."""
-    waits: bool = False
-    """Whether vLLM waits for the copy, and computes the request in a later step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,7 @@ class Step:
     """One step of the engine."""
 
     dropped: list[int] = field(default_factory=list)
-    """Plays into host memory that are not wanted any more."""
+    """Plays before the promise that are not wanted any more."""
     loads: list[LoadRequest] = field(default_factory=list)
     copies: list[CopyRequest] = field(default_factory=list)
     kept: list[KeepRequest] = field(default_factory=list)

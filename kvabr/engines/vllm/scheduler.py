@@ -1,11 +1,11 @@
 """The connector's half in vLLM's scheduler: it looks up prompts at the origin, and decides what is published.
 
 It never waits. A lookup runs on the client's event loop, and until it ends or its share of the deadline has passed, the
-answer to vLLM is "ask again". It remains so while the workers play the cache into host memory, see `Promises`. In the
-mode "promise-first" the answer is a hit at once, and the play comes after it.
+answer to vLLM is "ask again". It remains so while the workers play the cache, see `Promises`. In the mode
+"promise-first" the answer is a hit at once, and the play comes after it.
 
-What was played is copied into blocks before the same step computes. Where vLLM could not be told that a block was not
-filled, as it has several block tables, it waits for the copy, and computes the request in the next step.
+What was played is decoded into blocks while vLLM goes on with other requests. Those that begin with the same tokens
+wait meanwhile: then vLLM gives them the same blocks.
 
 A request gets a hit only once: if a promised load fails, vLLM asks again, and the same answer would make it loop
 forever.
@@ -87,7 +87,8 @@ class SchedulerHalf:
         self._specs = model.specs
         self._lookups: dict[str, _Lookup] = {}
         self._pending = Step()
-        self._loading: set[str] = set()
+        self._loading: dict[str, frozenset[str]] = {}
+        """Requests with loads under way, and the digests of the groups that they load."""
         self._numbers = count(1)
         self._promises: Promises | None = None
         """None in the mode "promise-first"."""
@@ -170,27 +171,35 @@ class SchedulerHalf:
             return 0, False
         if self._promises is None:
             return max(0, lookup.last - computed), lookup.last > computed
+        if self._model.prefix_caching and time.monotonic() < lookup.due_s and self._comes(lookup.found, computed):
+            return None, False
         promised = self._promised(self._promises, request.request_id, lookup, lookup.found, computed)
-        return promised, bool(promised) and self._model.waits
+        return promised, bool(promised)
+
+    def _comes(self, found: Found, computed: int) -> bool:
+        """Return whether another request's load brings the group that continues what vLLM has."""
+        catalog = found.catalog
+        at = 0 if computed < catalog.first_token else catalog.group_at(computed)
+        return at < len(catalog.chunks) and any(catalog.chunks[at] in chunks for chunks in self._loading.values())
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], external: int) -> None:
         """Begin a load, or copy what was played: vLLM has allocated blocks, per block table, for the matched tokens."""
-        name, caches, waits = request.request_id, self._model.caches, self._model.waits
+        name, caches = request.request_id, self._model.caches
         lookup = self._lookups.get(name)
         if lookup is None:
             return
+        chunks = frozenset(lookup.found.catalog.chunks) if lookup.found is not None else frozenset()
         if self._promises is not None:
             used = self._promises.use(name, external)
             if used is not None:
                 play, first = used
                 last = first + external
                 taken = caches.runs(blocks, first, last)
-                self._pending.copies.append(CopyRequest(play, name, first, last, taken, waits))
-                if waits:
-                    self._loading.add(name)
+                self._pending.copies.append(CopyRequest(play, name, first, last, taken))
+                self._loading[name] = chunks
         elif lookup.found is not None and external > 0:
             first, last = lookup.last - external, lookup.last
-            self._loading.add(name)
+            self._loading[name] = chunks
             taken = caches.runs(blocks, first, last)
             left_s = max(lookup.due_s - time.monotonic(), _MIN_PLAY_SHARE * lookup.deadline_s)
             self._pending.loads.append(self._load(next(self._numbers), name, lookup, first, last, taken, left_s))
@@ -226,7 +235,8 @@ class SchedulerHalf:
 
     def received(self, requests: set[str]) -> None:
         """Note loads that have ended."""
-        self._loading -= requests
+        for name in requests:
+            self._loading.pop(name, None)
 
     def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
         """End a request, given its blocks per block table; return whether these must be kept to be published."""

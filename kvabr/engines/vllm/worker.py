@@ -1,11 +1,13 @@
 """The connector's half in a worker of vLLM: it plays caches into the engine's blocks, and publishes from them.
 
-Plays run on the client's event loop. A play into host memory is reported when it ends, and the scheduler then promises
-vLLM what all workers have in place. vLLM allocates blocks for it, and the engine's thread copies it there before the
-same step computes, or in a step of its own.
+Plays run on the client's event loop, and end with compressed groups in host memory. A play before the promise is
+reported when it ends, and the scheduler then promises vLLM what all workers have. vLLM allocates blocks for it, and
+goes on with other requests. All groups are decoded together straight into the blocks: by the threads that decode, or on
+a GPU on a stream of their own, to which a thread of its own hands them. No step waits for that, and vLLM computes the
+request once it is told that everything is in place and good.
 
-A play into blocks ("promise-first"), and a publication, are copied in a thread of their own. That is safe: vLLM keeps
-the blocks of a request, aborted or not, until it is told that the load or the publication has ended.
+Publications are copied in a thread, too. That is safe: vLLM keeps the blocks of a request, aborted or not, until it is
+told that the load or the publication has ended.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client, Handle
+from kvabr.client.expanding import expand_here
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix
 from kvabr.engines.layouts import whole_blocks
@@ -56,7 +59,7 @@ class _Playing:
     load: LoadRequest
     handle: Handle[PlayedPrefix]
     prefix: PlayedPrefix | None = None
-    """What it brought into host memory; None: nothing yet, or nothing of use."""
+    """What it brought; None: nothing yet, or nothing of use."""
 
 
 class WorkerHalf:
@@ -69,7 +72,7 @@ class WorkerHalf:
         self._settings, self._model, self._client = settings, model, client
         self.counts = ConnectorCounts()
         self._blocks: EngineBlocks | None = None
-        self._copier = Copier()
+        self._copier, self._loader = Copier("kvabr-copy"), Copier("kvabr-load")
         self._news = threading.Condition()
         self._received: set[str] = set()
         self._sent: set[str] = set()
@@ -78,8 +81,7 @@ class WorkerHalf:
         """Requests whose loads failed, where vLLM cannot be told of single blocks."""
         self._plays: dict[int, _Playing] = {}
         self._placed: list[tuple[int, int]] = []
-        """Plays into host memory that have ended, and the token after the last in place."""
-        self._copies: list[CopyRequest] = []
+        """Plays before the promise that have ended, and the token after the last that came."""
         self._began_s: float | None = None
         self._scheduled, self._nap_s = 0, _NAP_S
         self._rate = 0.0
@@ -98,6 +100,7 @@ class WorkerHalf:
         self._blocks = EngineBlocks(self._model, caches, layout_of)
         self.lossy.most = max(_MOST_LOSSY, 4 * self._blocks.tokens // self._model.spec.group_tokens)
         self._copier.use(self._blocks.device)
+        self._loader.use(self._blocks.device)
         if self._publications is not None:
             self._publications.registered()
 
@@ -105,11 +108,13 @@ class WorkerHalf:
         """Begin a step."""
         self._began_s, self._scheduled = time.perf_counter(), step.scheduled
         self._nap_s = _SHORT_NAP_S if step.asking else _NAP_S
-        if step.loads:
-            self._copier.mark()
+        if step.loads or step.copies:
+            self._loader.mark()
         for number in step.dropped:
             self._drop(number)
-        self._copies = step.copies
+        for copy in step.copies:
+            with self._news:
+                self._loader.submit(self._place_played, copy, self._plays.pop(copy.play, None))
         with self._news:
             playing = len(step.loads) + sum(not play.handle.done() for play in self._plays.values())
         for load in step.loads:
@@ -122,20 +127,19 @@ class WorkerHalf:
         if step.preempted and self._publications is not None:
             self._publications.preempted()
 
-    def copy(self) -> None:
-        """Copy what was promised into the engine's blocks; called before the step computes, on the engine's thread."""
-        for copy in self._copies:
-            self._copy(copy)
-            self._began_s = None  # this step's time is not that of a prefill
-
     def computed(self) -> None:
         """End the computation of a step; copy what it has computed, and what vLLM will drop."""
-        if self._began_s is not None and self._scheduled >= _MIN_TIMED_TOKENS and not self._copier.on_gpu:
+        if self._began_s is not None and self._scheduled >= _MIN_TIMED_TOKENS and self._times:
             rate = self._scheduled / max(1e-6, time.perf_counter() - self._began_s)
             self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
         self._began_s = None
         if self._publications is not None:
             self._publications.computed()
+
+    @property
+    def _times(self) -> bool:
+        """Whether a step's time is that of a prefill: it ends when the step does, and nobody else uses the cores."""
+        return not self._copier.on_gpu and not self._loader.busy
 
     def collect(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
         """Return the requests whose publications, and whose loads, have ended; cancel loads of ``finished`` ones."""
@@ -154,7 +158,7 @@ class WorkerHalf:
         return sent, received
 
     def placed(self) -> list[tuple[int, int]]:
-        """Return, once, the plays into host memory that have ended, and the token after the last in place."""
+        """Return, once, the plays before the promise that have ended, and the token after the last that came."""
         with self._news:
             placed, self._placed = self._placed, []
         return placed
@@ -177,6 +181,7 @@ class WorkerHalf:
             plays, self._plays = list(self._plays.values()), {}
         for play in plays:
             play.handle.cancel()
+        self._loader.close()
         self._copier.close()
         if self._publications is not None:
             self._publications.close()
@@ -246,15 +251,15 @@ class WorkerHalf:
         return PrefillCost.from_rate((rate or _DEFAULT_RATE) / playing)
 
     def _ended(self, load: LoadRequest, play: Handle[PlayedPrefix], began_s: float) -> None:
-        """Note a play that has ended, or hand it to the copying thread; called on the event loop's thread."""
+        """Note a play that has ended, or begin to decode it; called on the event loop's thread."""
         self.counts.play(time.monotonic() - began_s)
         if load.blocks is None:
             self._hold(load, play)
             return
-        self._copier.submit(self._place, load, play, load.blocks)
+        self._loader.submit(self._place, load, play, load.blocks)
 
     def _brought(self, load: LoadRequest, play: Handle[PlayedPrefix]) -> tuple[PlayedPrefix | None, int]:
-        """Return what a play has brought, and the token after the last that is in place and in whole blocks."""
+        """Return what a play has brought, and the token after the last of it that is in whole blocks."""
         try:
             prefix = play.result(0.0)
         except PlayError as error:
@@ -284,7 +289,7 @@ class WorkerHalf:
             self.counts.add("plays_cut")
             self.counts.add("tokens_missed", load.last - end)
 
-    # ------------------------------------------------------ into host memory
+    # ------------------------------------------------------ before the promise
 
     def _hold(self, load: LoadRequest, play: Handle[PlayedPrefix]) -> None:
         """Keep what a play has brought, and report it; called on the event loop's thread."""
@@ -299,7 +304,7 @@ class WorkerHalf:
             self._missed(load, end)
 
     def _drop(self, number: int) -> None:
-        """Cancel a play into host memory, or forget what it brought."""
+        """Cancel a play before the promise, or forget what it brought."""
         with self._news:
             playing = self._plays.pop(number, None)
         if playing is None:
@@ -310,66 +315,67 @@ class WorkerHalf:
             self.counts.add("plays_aborted")
             playing.handle.cancel()
 
-    def _copy(self, copy: CopyRequest) -> None:
-        """Copy from host memory into blocks, on the engine's thread and CUDA stream."""
-        with self._news:
-            playing = self._plays.pop(copy.play, None)
-        try:
-            if playing is None or playing.prefix is None:
-                raise PlayError(f"play {copy.play} is not in host memory")  # noqa: TRY301  # told with all others
-            self._write(playing.load, playing.prefix, copy.first, copy.last, copy.blocks)
-        except Exception as error:  # noqa: BLE001  # never a hole: vLLM computes these blocks, or fails the request
-            self._failure(error)
-            with self._news:
-                if copy.waits:
-                    self._unfilled.add(copy.request)
-                else:
-                    self._failed.update(*copy.blocks)
+    def _place_played(self, copy: CopyRequest, playing: _Playing | None) -> None:
+        """Decode what was promised into the engine's blocks; called on the loading thread."""
+        end = copy.first
+        if playing is None or playing.prefix is None:
+            self._failure(PlayError(f"play {copy.play} is not here any more"))
         else:
-            self.counts.add("tokens_loaded", copy.last - copy.first)
-        if copy.waits:
-            with self._news:
-                self._received.add(copy.request)
+            end = self._expand(playing.load, playing.prefix, copy.first, copy.last, copy.blocks)
+        self._loaded(copy.request, copy.first, copy.last, end, copy.blocks)
 
     # ----------------------------------------------------------- into blocks
 
     def _place(self, load: LoadRequest, play: Handle[PlayedPrefix], blocks: tuple[tuple[int, ...], ...]) -> None:
-        """Copy the KV of a play into the engine's blocks; called on the copying thread."""
+        """Decode a play into the engine's blocks; called on the loading thread."""
         prefix, end = self._brought(load, play)
         if end < load.last and self._model.waits:
             end = load.first  # vLLM is going to compute the whole request
-        runs = self._model.caches.blocks
         if prefix is not None and end > load.first:
+            runs = self._model.caches.blocks
             parts = tuple(run[: (end - load.first) // size] for run, size in zip(blocks, runs, strict=True))
-            try:
-                with self._copier.apart():
-                    self._write(load, prefix, load.first, end, parts)
-            except Exception as error:  # noqa: BLE001  # the request must go on
-                self._failure(error)
-                end = load.first
-        self.counts.add("tokens_loaded", end - load.first)
+            end = self._expand(load, prefix, load.first, end, parts)
         self._missed(load, end)
         with self._news:
             self._plays.pop(load.play, None)
-            if self._model.waits:
-                if end < load.last:
-                    self._unfilled.add(load.request)
-            else:
-                for run, size in zip(blocks, runs, strict=True):
-                    self._failed.update(run[(end - load.first) // size :])
-            self._received.add(load.request)
+        self._loaded(load.request, load.first, load.last, end, blocks)
+
+    def _loaded(self, request: str, first: int, last: int, end: int, blocks: tuple[tuple[int, ...], ...]) -> None:
+        """Report a load of tokens ``first`` to ``last`` - 1 that has ended, with those before ``end`` in place."""
+        self.counts.add("tokens_loaded", end - first)
+        with self._news:
+            if end < last and self._model.waits:
+                self._unfilled.add(request)
+            elif end < last:
+                for run, size in zip(blocks, self._model.caches.blocks, strict=True):
+                    self._failed.update(run[(end - first) // size :])
+            self._received.add(request)
             self._news.notify_all()
 
-    def _write(
+    def _expand(
         self, load: LoadRequest, prefix: PlayedPrefix, first: int, last: int, blocks: tuple[tuple[int, ...], ...]
-    ) -> None:
-        """Copy the KV of tokens ``first`` to ``last`` - 1 into blocks."""
-        began_s = time.thread_time()
-        self.blocks.write(prefix.parts, prefix.spans, first, last, blocks)
+    ) -> int:
+        """Decode tokens ``first`` to ``last`` - 1 into blocks; return the token after the last in place, whole blocks.
+
+        Never a hole: vLLM computes what comes behind the first group that cannot be decoded.
+        """
+        end, began_s = last, time.monotonic()
+        try:
+            with self._loader.apart():
+                groups, places, begins = self.blocks.places(prefix, first, last, blocks)
+                errors = expand_here(groups, places)
+        except Exception as error:  # noqa: BLE001  # the request must go on
+            self._failure(error)
+            return first
+        for begin, wrong in zip(begins, errors, strict=True):
+            if wrong is not None:
+                self._failure(wrong)
+                end = min(end, first if self._model.waits else first + whole_blocks(begin - first, self._model.block))
         # Nothing behind blocks that were joined from passages is ever published.
         if self._publications is not None and not load.found.catalog.sources:
             self._note_lossy(load, prefix)
-        self.counts.add("copy_seconds", time.thread_time() - began_s)
+        self.counts.add("copy_seconds", time.monotonic() - began_s)
+        return end
 
     def _note_lossy(self, load: LoadRequest, prefix: PlayedPrefix) -> None:
         classes, lossy = load.found.catalog.spec.classes, []

@@ -7,7 +7,7 @@ import torch
 from kvabr.codec import gpu
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.block_slots import BlockSlots
-from kvabr.codec.paged import PagedGroup, decode_to_blocks
+from kvabr.codec.paged import CodedGroup, expand
 from kvabr.engines.layouts import BlockLayout, keys_and_values
 from kvabr.types.errors import FormatError
 from tests.codec.gpu.cases import STEP, expected, long, payloads, same
@@ -124,7 +124,8 @@ def test_every_level_decodes_to_blocks(track, kernels, monkeypatch):
     codec(track).decode(coded[-1], context, wanted, coded[:-1])
     own, views = blocks_first(SHAPE.layers, SHAPE.kv_heads, SHAPE.head_dim, torch.bfloat16)
     slots = slots_of(4, 70)
-    decode_to_blocks([PagedGroup(coded[-1], track, context, BlockSlots(views, slots), coded[:-1])])
+    group = CodedGroup(coded[-1], track, context, coded[:-1])
+    assert expand([group], [BlockSlots(views, slots)]) == [None]
     check(own, views, slots, wanted)
     assert len(ran) == (kernels and track != "Int8")
 
@@ -143,8 +144,9 @@ def test_blocks_of_another_shape_are_refused():
     with pytest.raises(FormatError, match="cannot be decoded to blocks"):
         decoder.decode_to_blocks([job], [BlockSlots(views, np.arange(5))])
     context = GroupContext(SHAPE, FIRST, 5, fitted())
-    with pytest.raises(FormatError, match="cannot be decoded to blocks"):
-        decode_to_blocks([PagedGroup(memoryview(b""), "Int8", context, BlockSlots(views, np.arange(5)))])
+    (error,) = expand([CodedGroup(memoryview(b""), "Int8", context)], [BlockSlots(views, np.arange(5))])
+    assert isinstance(error, FormatError)
+    assert "cannot be decoded to a place" in str(error)
     _, unlike = apart(2, 1, 4, torch.float32)
-    with pytest.raises(FormatError, match="same strides"):
+    with pytest.raises(FormatError, match="same kind"):
         BlockSlots([views[0], [unlike[0][0][:, :, :8], unlike[0][1]]], np.arange(5))

@@ -3,10 +3,13 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
 from kvabr.codec import gpu
+from kvabr.codec.block_slots import BlockSlots
+from kvabr.codec.gpu import together
 from kvabr.codec.payload import raw
 from kvabr.types.errors import FormatError
 from tests.codec.gpu.cases import STEP, expected, long, payloads, same
@@ -37,7 +40,7 @@ def test_groups_of_threads_that_wait_share_a_batch(monkeypatch):
         while not batches:
             pass
         others = [pool.submit(gpu.decode_many, [case.job(coded, STEP, 0, out)]) for out in room[1:]]
-        while len(gpu._TOGETHER._waiting) < 4:
+        while len(together._batches(room[0].device)._waiting) < 4:
             pass
         go.set()
         for each in (first, *others):
@@ -54,7 +57,7 @@ def test_results_are_compared_whatever_the_strides_of_a_dimension_of_1(dtype):
     out.copy_(torch.arange(18).reshape(out.shape))
     assert out.is_contiguous()
     same_bytes = torch.arange(18, dtype=dtype).view(torch.uint8)
-    assert torch.equal(gpu._bytes(out), same_bytes)
+    assert torch.equal(together._bytes(out), same_bytes)
     assert raw(out) == same_bytes.numpy().tobytes()
     assert same(out, torch.arange(18, dtype=dtype).reshape(out.shape))
     assert not same(out, torch.zeros(out.shape, dtype=dtype))
@@ -64,9 +67,10 @@ def test_a_corrupt_group_fails_for_its_own_thread_alone(monkeypatch):
     case = long(3, 20)
     coded, room = payloads(case), outs(case, 3)
     bad = [coded[0][:-2], *coded[1:]]
-    asked = [gpu._Asked([case.job(some, STEP, 0, out)]) for some, out in zip((coded, bad, coded), room, strict=True)]
-    gpu._TOGETHER._run(asked)
-    assert [type(each.error) for each in asked] == [type(None), FormatError, type(None)]
+    jobs = [case.job(some, STEP, 0, out) for some, out in zip((coded, bad, coded), room, strict=True)]
+    asked = [together._Asked([together.PlacedJob(job, None)]) for job in jobs]
+    together._batches(room[0].device)._run(asked)
+    assert [type(each.errors[0]) for each in asked] == [type(None), FormatError, type(None)]
     wanted = expected(case, coded, 0, torch.float32)
     assert same(room[0], wanted)
     assert same(room[2], wanted)
@@ -117,26 +121,94 @@ def test_groups_of_one_thread_are_decoded_one_by_one_where_they_fail_together(mo
 
 
 def test_a_thread_that_is_interrupted_while_it_waits_asks_for_nothing_any_more(monkeypatch):
-    together, case = gpu._Together(), long(4, 9)
-    together._working = True  # another thread is
+    batches, case = together.Batches(), long(4, 9)
+    batches._working = True  # another thread is
 
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(together._changed, "wait_for", interrupted)
+    monkeypatch.setattr(batches._changed, "wait_for", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        together.decode([case.job(payloads(case), STEP, 0, *outs(case, 1))])
-    assert not together._waiting
-    assert together._working
+        batches.decode([together.PlacedJob(case.job(payloads(case), STEP, 0, *outs(case, 1)), None)])
+    assert not batches._waiting
+    assert batches._working
 
 
 def test_one_group_of_a_kind_is_compared(monkeypatch):
     case, compared = long(5, 20), []
     coded = payloads(case)
-    monkeypatch.setattr(gpu.coder, "decode_many", lambda jobs: compared.extend(jobs) or [*map(gpu.coder.decode, jobs)])
+    decode = together.coder.decode
+    monkeypatch.setattr(together.coder, "decode_many", lambda jobs: compared.extend(jobs) or [*map(decode, jobs)])
     for tokens in (96, 128, 160):  # of prompts
         cache = torch.zeros(case.shape(tokens), device=DEVICE)
         gpu.decode_many([case.job(coded, STEP, 0, cache[:, :, :, :20])])
     assert len(compared) == 1
     gpu.decode_many([case.job(coded, STEP, 0, torch.zeros(case.shape(), dtype=torch.float16, device=DEVICE))])
     assert len(compared) == 2
+
+
+def blocks_of(case, tokens):
+    """A paged cache of one layer, and where a group of it belongs."""
+    cache = torch.full((4, 1, 16, 6), -7.0, device=DEVICE)
+    return cache, BlockSlots([[cache[..., :3], cache[..., 3:]]], np.arange(16, 16 + tokens))
+
+
+def in_blocks(cache, tokens):
+    return cache[:, 0].reshape(64, 2, 3)[16 : 16 + tokens].permute(1, 0, 2)[None, :, None]
+
+
+@pytest.mark.parametrize("fault", ["raises", "other numbers"])
+def test_the_processor_decodes_to_blocks_what_kernels_cannot(monkeypatch, recwarn, fault):
+    case = long(4, 9)
+    coded, calls, decode = payloads(case), [], decoder.decode_to_blocks
+    (cache, slots), (second, others) = blocks_of(case, 9), blocks_of(case, 9)
+
+    def wrongly(jobs, blocks):
+        calls.append(len(jobs))
+        if fault == "raises":
+            raise RuntimeError("no kernel image")
+        decode(jobs, blocks)
+        for each in blocks:
+            each.layers[0][0][1, 0, 0, 0] += 1
+
+    monkeypatch.setattr(decoder, "decode_to_blocks", wrongly)
+    job = case.job(coded, STEP, 0, torch.empty(case.shape(), device="meta"))
+    for into in (slots, others):
+        assert gpu.decode_to_blocks([job], [into]) == [None]
+    wanted = expected(case, coded, 0, torch.float32)
+    assert same(in_blocks(cache, 9), wanted)
+    assert same(in_blocks(second, 9), wanted)
+    assert bool((cache[0] == -7).all())
+    said = [str(each.message) for each in recwarn if "on the processor" in str(each.message)]
+    recwarn.clear()
+    assert len(said) == 1
+    assert ("no kernel image" if fault == "raises" else "other numbers") in said[0]
+    assert len(calls) == (2 if fault == "raises" else 1)
+
+
+def test_of_groups_for_blocks_each_has_its_own_error():
+    case = long(3, 9)
+    coded = payloads(case)
+    bad = [coded[0][:-2], *coded[1:]]
+    cache, slots = blocks_of(case, 9)
+    shape = torch.empty(case.shape(), device="meta")
+    jobs = [case.job(some, STEP, 0, shape) for some in (bad, coded)]
+    errors = gpu.decode_to_blocks(jobs, [BlockSlots(slots.layers, np.arange(48, 57)), slots])
+    assert [type(each) for each in errors] == [FormatError, type(None)]
+    assert same(in_blocks(cache, 9), expected(case, coded, 0, torch.float32))
+
+
+def test_what_kernels_do_with_many_streams_is_compared_when_there_are_many(monkeypatch):
+    case, compared = long(5, 20, depths=1), []
+    coded, own = payloads(case), together._own
+    monkeypatch.setattr(together, "CROWDED", 3)
+    monkeypatch.setattr(together, "_own", lambda task: compared.append(task) or own(task))
+    for groups, times in ((1, 1), (2, 1), (3, 2), (4, 2)):
+        gpu.decode_many([case.job(coded, STEP, 0, out) for out in outs(case, groups)])
+        assert len(compared) == times
+
+
+def test_devices_do_not_wait_for_each_other():
+    one, other = (together._batches(torch.device("meta", number)) for number in (0, 1))
+    assert one is not other
+    assert together._batches(torch.device("meta", 0)) is one

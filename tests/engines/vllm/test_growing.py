@@ -113,7 +113,6 @@ def compute(bench, asked, tokens, table=range(1, 30)):
     bench.running, bench.tables = {asked.request_id: tokens}, {asked.request_id: (list(table),)}
     bench.worker.begin(step := bench.scheduler.step(bench.running, bench.tables.get))
     bench.worker.preempted(step)
-    bench.worker.copy()
     written(bench, begin // 8 * 8, (begin + tokens) // 8 * 8, table)
     bench.worker.computed()
     bench.worker.collect(())

@@ -92,7 +92,7 @@ def test_ranks_fetch_their_own_heads_where_they_are_published_so(tmp_path, mode)
             step = first.scheduler.step({}, None)
             for bench in (first, second):
                 bench.worker.begin(step)
-                bench.worker.copy()
+            assert second.steps() == (set(), {"both"}, set())
         assert near(second.blocks(list(range(8))), exact(0, 64)[:, :, 1:2])
         assert second.worker.counts.take()["bytes_fetched"] < 1.1 * kv[:, :, :1].numel() * 2
     finally:
@@ -202,7 +202,7 @@ def test_after_a_reset_nothing_old_is_played_and_what_is_new_is_published(tmp_pa
     other = Bench(served)
     try:
         old = request("old")
-        assert bench.matched(old) == (64, False)  # played, and not used yet
+        assert bench.matched(old) == (64, True)  # played, and not used yet
         assert bench.scheduler.reset() is True
         assert bench.matched(old) == (0, False)  # looked up again, under its new name
         assert not bench.scheduler.finished(old, [list(range(9))])  # it may have begun before
@@ -213,7 +213,7 @@ def test_after_a_reset_nothing_old_is_played_and_what_is_new_is_published(tmp_pa
         assert bench.steps()[0] == {"new"}
         bench.published()
         assert len(list((tmp_path / "assets").glob("*/catalog.json"))) == 2
-        assert other.matched(request("other")) == (64, False)  # of an engine with the old weights
+        assert other.matched(request("other")) == (64, True)  # of an engine with the old weights
     finally:
         other.close()
         bench.close()

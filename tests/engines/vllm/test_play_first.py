@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import time
 import weakref
 
 import pytest
 
+from kvabr.codec.container import pack, unpack
+from kvabr.types.digests import SHA256, digest_of
 from kvabr.types.errors import PlayError
-from tests.client.served import LIMIT_S
+from tests.client.served import LIMIT_S, Served
 from tests.engines.vllm.halves import Bench, exact, near, request
-from tests.toymodel import SPEC
+from tests.toymodel import SPEC, toy_asset
 
 pytestmark = pytest.mark.process
 
@@ -42,8 +45,8 @@ def test_a_cache_in_place_whose_request_is_aborted_is_dropped(served):
     bench = Bench(served)
     try:
         asked = request()
-        assert bench.matched(asked) == (64, False)
-        assert bench.matched(asked) == (64, False)  # vLLM had no blocks for it
+        assert bench.matched(asked) == (64, True)
+        assert bench.matched(asked) == (64, True)  # vLLM had no blocks for it
         assert not bench.scheduler.finished(asked, [[]])
         bench.step()
         assert bench.worker._plays == {}
@@ -56,12 +59,12 @@ def test_what_vllm_has_changes_while_it_plays(served):
     bench = Bench(served)
     try:
         asked, numbers = request(), list(range(10, 30))
-        assert bench.matched(asked, 24) == (40, False)
-        assert bench.matched(asked, 40) == (24, False)  # more
-        assert bench.matched(asked, 8) == (56, False)  # less: played again
+        assert bench.matched(asked, 24) == (40, True)
+        assert bench.matched(asked, 40) == (24, True)  # more
+        assert bench.matched(asked, 8) == (56, True)  # less: played again
         assert bench.worker.counts.take()["plays_unused"] == 1
         bench.scheduler.allocated(asked, [numbers], 56)
-        bench.step()
+        assert bench.steps() == (set(), {"r"}, set())
         assert near(bench.blocks(numbers[1:8]), exact(8, 64))
         assert bool(bench.caches[0][numbers[:1]].isnan().all())
         assert bench.scheduler.matched(asked, 0) == (0, False)  # preempted, and asked about again
@@ -79,13 +82,17 @@ def test_host_memory_is_free_at_once_when_it_is_not_wanted(served, ends):
         asked = request()
         count, _ = bench.matched(asked)
         (playing,) = bench.worker._plays.values()
-        kv = weakref.ref(playing.prefix.kv)
+        kv = weakref.ref(playing.prefix)
+        assert "parts" not in vars(playing.prefix)  # nothing was expanded
         del playing
         if ends == "used":
             bench.scheduler.allocated(asked, [list(range(20))], count)
+            bench.steps()
+            bench.worker._loader.submit(lambda: None)
+            bench.worker._loader.wait()  # its thread has gone on
         else:
             bench.scheduler.finished(asked, [[]])
-        bench.step()
+            bench.step()
         assert kv() is None
     finally:
         gc.enable()
@@ -97,7 +104,7 @@ def test_requests_without_room_in_host_memory_wait_or_are_computed(served):
     try:
         one = 64 * SPEC.elements_per_token * 4
         bench.scheduler._promises._max_bytes = one + 1
-        assert bench.matched(request("a")) == (64, False)
+        assert bench.matched(request("a")) == (64, True)
         b, c = request("b"), request("c")
         for asked in (b, c):
             bench.scheduler.arrived(asked)
@@ -111,7 +118,8 @@ def test_requests_without_room_in_host_memory_wait_or_are_computed(served):
         assert bench.scheduler.counts.take()["lookups_unplayed"] == 1
         assert bench.scheduler.matched(c, 0) == (None, False)
         bench.scheduler.allocated(request("a"), [list(range(20))], 64)
-        assert bench.matched(c) == (64, False)
+        assert bench.steps() == (set(), {"a"}, set())
+        assert bench.matched(c) == (64, True)
     finally:
         bench.close()
 
@@ -123,7 +131,51 @@ def test_a_copy_that_fails_is_not_used(served):
         count, _ = bench.matched(asked)
         bench.scheduler.allocated(asked, [list(range(20))], count)
         bench.worker._blocks = None
-        assert bench.step() == (set(), set(), set(range(8)))
+        assert bench.steps() == (set(), {"r"}, set(range(8)))
         assert bench.worker.counts.take()["plays_failed"] == 1
+    finally:
+        bench.close()
+
+
+def spoil(asset, group):
+    """A publisher's error: a frame with NaN, which nothing but decoding it shows."""
+    path = asset / "groups" / "FP16" / f"{group:05d}.kvg"
+    header, payload = unpack(path.read_bytes())
+    frame = pack(b"\xff" * len(payload), header)
+    path.write_bytes(frame)
+    catalog = json.loads((asset / "catalog.json").read_text())
+    catalog["tracks"][0]["digests"][group] = digest_of(frame, SHA256)
+    (asset / "catalog.json").write_text(json.dumps(catalog))
+
+
+@pytest.mark.parametrize("group", [0, 2])
+def test_a_group_that_cannot_be_decoded_after_the_promise_is_computed(tmp_path, group, mode):
+    toy_asset(tmp_path / "assets" / "one", ("FP16",))
+    spoil(tmp_path / "assets" / "one", group)
+    served = Served(tmp_path / "assets", tmp_path)
+    bench = Bench(served, mode=mode)
+    try:
+        asked = request()
+        assert bench.load(asked) == (64, set(range(2 * group, 8)))
+        assert near(bench.blocks(list(range(2 * group))), exact(0, 16 * group))
+        counted = bench.worker.counts.take()
+        assert counted["plays_failed"] == 1
+        assert counted.get("tokens_loaded", 0) == 16 * group
+        assert bench.scheduler.matched(asked, 0) == (0, False)  # not again
+    finally:
+        bench.close()
+        served.close()
+
+
+def test_a_request_waits_for_another_that_loads_what_both_begin_with(served):
+    bench = Bench(served)
+    try:
+        one, other = request("one"), request("other")
+        assert bench.matched(one) == (64, True)
+        assert bench.matched(other) == (64, True)
+        bench.scheduler.allocated(one, [list(range(20))], 64)
+        assert bench.scheduler.matched(other, 0) == (None, False)
+        assert bench.steps() == (set(), {"one"}, set())
+        assert bench.scheduler.matched(other, 64) == (0, False)  # vLLM has it now
     finally:
         bench.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from kvabr.engines.vllm.config import _whole
 from kvabr.publish.publisher import Publisher, with_heads, with_layers
 from kvabr.types.errors import PlayError
 from kvabr.types.kv import KVSpec, LayerClass
+from tests import kvdata
 from tests.client.served import Served
 from tests.engines.vllm.halves import BLOCK, Bench, request
 from tests.engines.vllm.test_groups import SPEC, TOKENS, numbers, publish
@@ -147,6 +150,6 @@ def test_layers_of_another_model_are_not_written(served, layers):
     bench = Bench(served, spec=SPEC, caches=caches, layers=layers, waits=True)
     try:
         with pytest.raises(PlayError, match="neither the model's nor this rank's"):
-            bench.worker.blocks.write([torch.zeros(3, 2, 2, 8, 8)], [], 0, 8, [[1], [1], [1]])
+            bench.worker.blocks.places(SimpleNamespace(spec=kvdata.spec(layers=3, group_tokens=16)), 0, 8, [[1]] * 3)
     finally:
         bench.close()
