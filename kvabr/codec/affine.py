@@ -98,6 +98,7 @@ class Int8(Affine):
     """8 bits."""
 
     name = "Int8"
+    has_kernel: ClassVar[bool] = True
     bits: ClassVar[int] = 8
 
 
@@ -105,4 +106,5 @@ class Int4(Affine):
     """4 bits."""
 
     name = "Int4"
+    has_kernel: ClassVar[bool] = True
     bits: ClassVar[int] = 4

@@ -60,6 +60,7 @@ class Fp16(Cast):
     """IEEE half precision."""
 
     name = "FP16"
+    has_kernel: ClassVar[bool] = True
     dtype: ClassVar[torch.dtype] = torch.float16
 
 
@@ -67,6 +68,7 @@ class Bf16(Cast):
     """bfloat16."""
 
     name = "BF16"
+    has_kernel: ClassVar[bool] = True
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
@@ -79,6 +81,7 @@ class Fp8(Separable):
     """E4M3 with one scale per channel."""
 
     name = "FP8"
+    has_kernel: ClassVar[bool] = True
 
     def head(self, group: torch.Tensor, spec: KVSpec) -> torch.Tensor:
         """Scale every channel so that its largest element is E4M3's largest number."""

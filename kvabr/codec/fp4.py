@@ -16,6 +16,8 @@ there is one vector per token, it is coded as a key (`kvabr.codec.payload.join_c
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch.nn.functional import pad
 
@@ -39,6 +41,7 @@ class Fp4(Separable):
     """E2M1 with block scales."""
 
     name = "FP4"
+    has_kernel: ClassVar[bool] = True
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
         """Quantise keys in blocks of tokens and values in blocks of channels."""

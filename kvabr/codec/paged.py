@@ -1,8 +1,8 @@
 """Expanding groups where they belong, all that has arrived together: a tensor, layers, or blocks of a paged cache.
 
-On a CUDA device with Triton, AC's kernels write each number to its place: no contiguous copy is made, and groups of any
-tracks and depths share launches. All other levels, and places that are not one set of slots, are decoded to scratch
-memory on the place's device first; the bits are the same. On a processor each group takes a thread.
+On a CUDA device with Triton, kernels write each number to its place: no contiguous copy is made, and groups of any
+tracks and depths share launches. Other codecs, and places that are not one set of slots, are decoded to scratch memory
+on the place's device first; the bits are the same. On a processor each group takes a thread.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvabr.codec import gpu
 from kvabr.codec.ac import Ac, Parts
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.block_slots import BlockSlots, Place, TensorPlace
+from kvabr.codec.gpu.level_job import LevelJob
 from kvabr.codec.group import decode_payload
 from kvabr.codec.native.coder_model import DTYPES, DecodeJob
 from kvabr.types.errors import FormatError
@@ -98,21 +99,26 @@ class _Kernel(NamedTuple):
     """A group for the kernels."""
 
     number: int
-    job: DecodeJob
+    job: DecodeJob | LevelJob
     parts: list[Parts]
     slots: BlockSlots | None
     """Where to; None: to scratch memory first."""
 
 
-def _job(group: CodedGroup, place: Place) -> tuple[DecodeJob, list[Parts]] | None:
+def _job(group: CodedGroup, place: Place) -> tuple[DecodeJob | LevelJob, list[Parts]] | None:
     """Return what kernels are to do; None if the place's device has none for this group."""
     shape = group.context.spec.shape(group.context.tokens)
     if not place.fits(shape):
         raise FormatError(f"{shape} cannot be decoded to a place of another shape, or of so many tokens")
-    made = codec(group.track)
-    if not isinstance(made, Ac) or place.dtype not in DTYPES or not gpu.runs_on(place.device):
+    made, context = codec(group.track), group.context
+    if place.dtype not in DTYPES or not gpu.runs_on(place.device):
         return None
-    return made.job(group.payload, group.context, torch.empty(shape, dtype=place.dtype, device="meta"), group.below)
+    out = torch.empty(shape, dtype=place.dtype, device="meta")
+    if isinstance(made, Ac):
+        return made.job(group.payload, context, out, group.below)
+    if vars(type(made)).get("has_kernel") and not (context.free and context.at is not None):
+        return LevelJob(group.track, group.payload, context.spec, out), []
+    return None
 
 
 def _portions(kernels: Sequence[_Kernel]) -> Iterator[list[_Kernel]]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvabr.codec.gpu import together
+from kvabr.codec.gpu.level_job import LevelJob
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
 
@@ -50,10 +51,10 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and available()
 
 
-def decode_to_blocks(jobs: Sequence[DecodeJob], blocks: Sequence[BlockSlots]) -> list[Exception | None]:
+def decode_to_blocks(jobs: Sequence[DecodeJob | LevelJob], blocks: Sequence[BlockSlots]) -> list[Exception | None]:
     """Decode groups straight to the blocks of a paged cache, as `decode_many` does; return what is wrong with each.
 
-    Of `DecodeJob.out` only the shape counts. Blocks are written completely, or partly on error; see `runs_on`.
+    Of the jobs' ``out`` only the shape counts. Blocks are written completely, or partly on error; see `runs_on`.
     """
     return together.decode([together.PlacedJob(job, there) for job, there in zip(jobs, blocks, strict=True)])
 
@@ -99,6 +100,13 @@ def error_sums(
     from kvabr.codec.gpu import encoding  # noqa: PLC0415  # needs Triton
 
     return encoding.error_sums(rows, which, gains, quantiser, coded)
+
+
+def expand(job: LevelJob) -> None:
+    """Expand a group of a cast or integer level, as `decode_many` decodes others; see `runs_on`."""
+    (error,) = together.decode([together.PlacedJob(job, None)])
+    if error is not None:
+        raise error
 
 
 def decode_many(jobs: Sequence[DecodeJob]) -> None:

@@ -15,50 +15,20 @@ import numpy as np
 import torch
 
 from kvabr.codec.block_slots import BlockSlots
-from kvabr.codec.builtin import BUILTIN, PayloadLayout, head_blocks
+from kvabr.codec.builtin import head_blocks
 from kvabr.codec.gpu import level_kernels as kernels
 from kvabr.codec.gpu.destinations import Destination, check_blocks
+from kvabr.codec.gpu.level_job import LEVELS, LevelJob
 from kvabr.codec.gpu.staging import Staging, lie_apart, sent_apart, settled
 from kvabr.codec.gpu.tables import common, divisible
 from kvabr.codec.native.coder_model import DTYPES
 from kvabr.codec.native.reference import gathered_places
 from kvabr.codec.payload import uncopied
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import KVSpec
 
-LEVELS = {"FP16": 0, "BF16": 1, "FP8": 2, "Int8": 3, "Int4": 4, "FP4": 5}
 _FIRST_BYTES, _MOST_BYTES = 4 << 20, 128 << 20
 """Of payloads that are copied at once: few at first, so that the copy begins soon."""
 _TOKENS, _WARPS = 16, 4
-
-
-@dataclass(frozen=True, eq=False)
-class LevelJob:
-    """A payload of a level, and where to."""
-
-    level: str
-    """One of `LEVELS`."""
-    payload: memoryview
-    """Untrusted."""
-    spec: KVSpec
-    """Of the group's layer class."""
-    out: torch.Tensor
-    """[layer, K/V, head, token, dim]."""
-
-    @property
-    def layout(self) -> PayloadLayout:
-        """Where each token lies in the payload."""
-        layout = BUILTIN[self.level].layout
-        assert layout is not None  # noqa: S101  # those levels have one
-        return layout(self.spec, self.out.shape[3])
-
-    def check(self) -> None:
-        """Raise a `FormatError` unless the payload has its length."""
-        wanted = self.layout.payload_bytes
-        if len(self.payload) != wanted:
-            raise FormatError(
-                f"{self.level}: {len(self.payload)} bytes of payload instead of {wanted}; truncated, or another version"
-            )
 
 
 @dataclass(frozen=True, eq=False)

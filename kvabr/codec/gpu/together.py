@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import struct
-import threading
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -19,7 +18,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.block_slots import BlockSlots
+from kvabr.codec.gpu.batches import Batches
+from kvabr.codec.gpu.level_job import LevelJob
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob, derived
 from kvabr.codec.native.reference import STREAMED
@@ -29,7 +31,7 @@ from kvabr.types.errors import FormatError, UsageError
 class PlacedJob(NamedTuple):
     """A group, and where to."""
 
-    job: DecodeJob
+    job: DecodeJob | LevelJob
     blocks: BlockSlots | None
     """None: `DecodeJob.out`."""
 
@@ -49,76 +51,21 @@ def decode(tasks: Sequence[PlacedJob]) -> list[Exception | None]:
     for number, task in enumerate(tasks):
         by_device.setdefault(task.device, []).append(number)
     for device, own in by_device.items():
-        for number, error in zip(own, _batches(device).decode([tasks[number] for number in own]), strict=True):
+        for number, error in zip(own, _batches(device).run([tasks[number] for number in own]), strict=True):
             errors[number] = error
     return errors
 
 
-class _Asked:
-    """What one thread asks for."""
-
-    def __init__(self, tasks: Sequence[PlacedJob]) -> None:
-        self.tasks = tasks
-        self.done = False
-        self.errors: list[Exception | None] = [None] * len(tasks)
-        devices = {task.device for task in tasks if task.device.type == "cuda"}
-        self._ready = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
-
-    def await_memory(self) -> None:
-        """Make this thread's streams wait for what the other thread's still do to the memory to write to."""
-        for device, event in self._ready:
-            torch.cuda.current_stream(device).wait_event(event)
-
-
-class Batches:
-    """Decodes what several threads ask for on one device. The thread that finds nobody at work does it for all."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: list[_Asked] = []
-        self._working = False
-
-    def decode(self, tasks: Sequence[PlacedJob]) -> list[Exception | None]:
-        """Return when these groups are decoded, what is wrong with each, whatever becomes of other threads'."""
-        own, asked = _Asked(tasks), list[_Asked]()
-        try:
-            with self._changed:
-                self._waiting.append(own)
-                self._changed.wait_for(lambda: own.done or not self._working)
-                if not own.done:
-                    asked, self._waiting = self._waiting, []
-                    self._working = True
-            self._run(asked)
-        finally:  # Ctrl-C, perhaps: nobody waits for what does not come, and nothing is done for who is gone
-            with self._changed:
-                for each in asked:
-                    if not each.done:
-                        each.errors = [FormatError("decoding was interrupted")] * len(each.tasks)
-                        each.done = True
-                if own in self._waiting:
-                    self._waiting.remove(own)
-                if asked:
-                    self._working = False
-                    self._changed.notify_all()
-        return own.errors
-
-    def _run(self, asked: Sequence[_Asked]) -> None:
-        for each in asked:
-            each.await_memory()
-        whole = [task for each in asked for task in each.tasks]
-        if len(whole) > 1 and _failed(whole) is None:
-            for each in asked:
-                each.done = True
-        for each in asked:  # which group was it?
-            if not each.done:
-                each.errors, each.done = [_failed([task]) for task in each.tasks], True
-
-
 @cache
-def _batches(device: torch.device) -> Batches:
-    """Return the batches of a device."""
-    del device
-    return Batches()
+def _batches(device: torch.device) -> Batches[PlacedJob, None]:
+    return Batches(device, _decoded)
+
+
+def _decoded(tasks: Sequence[PlacedJob]) -> list[Exception | None]:
+    """Decode groups, each by itself if they cannot be decoded together; return what is wrong with each."""
+    if len(tasks) > 1 and _failed(tasks) is None:
+        return [None] * len(tasks)
+    return [_failed([task]) for task in tasks]  # which group was it?
 
 
 def _failed(tasks: Sequence[PlacedJob]) -> Exception | None:
@@ -128,7 +75,7 @@ def _failed(tasks: Sequence[PlacedJob]) -> Exception | None:
         if any(_checked(task.job).get((_kind(task), crowded)) is False for task in tasks):
             raise UsageError("its kernels gave other numbers than the processor")  # noqa: TRY301  # see below
         _by_kernels(tasks)
-        for task in {(id(task.job.transform), _kind(task)): task for task in tasks}.values():
+        for task in {(id(_checked(task.job)), _kind(task)): task for task in tasks}.values():
             _compare(task, crowded)
     except FormatError as error:
         return error
@@ -144,32 +91,50 @@ def _failed(tasks: Sequence[PlacedJob]) -> Exception | None:
 
 
 def _by_kernels(tasks: Sequence[PlacedJob]) -> None:
-    from kvabr.codec.gpu import decoder  # noqa: PLC0415  # needs Triton
+    from kvabr.codec.gpu import decoder, levels  # noqa: PLC0415  # need Triton
 
-    if plain := [task.job for task in tasks if task.blocks is None]:
-        decoder.decode_many(plain)
-    if paged := [(task.job, task.blocks) for task in tasks if task.blocks is not None]:
-        decoder.decode_to_blocks(*zip(*paged, strict=True))
+    plain = [task.job for task in tasks if task.blocks is None]
+    paged = [(task.job, task.blocks) for task in tasks if task.blocks is not None]
+    if jobs := [job for job in plain if isinstance(job, DecodeJob)]:
+        decoder.decode_many(jobs)
+    if levelled := [job for job in plain if isinstance(job, LevelJob)]:
+        levels.expand_many(levelled)
+    if placed := [(job, blocks) for job, blocks in paged if isinstance(job, DecodeJob)]:
+        decoder.decode_to_blocks(*zip(*placed, strict=True))
+    if there := [(job, blocks) for job, blocks in paged if isinstance(job, LevelJob)]:
+        levels.expand_to_blocks(*zip(*there, strict=True))
 
 
 def _by_processor(task: PlacedJob) -> None:
-    if task.blocks is None:
+    if task.blocks is not None:
+        task.blocks.write(_own(task))
+    elif isinstance(task.job, DecodeJob):
         coder.decode_many([task.job])
-        return
-    task.blocks.write(_own(task))
+    else:
+        task.job.out.copy_(_own(task))
 
 
 def _own(task: PlacedJob) -> torch.Tensor:
     """Return what the processor makes of a group."""
-    dtype = task.job.out.dtype if task.blocks is None else task.blocks.dtype
-    job = replace(task.job, out=torch.empty(task.job.out.shape, dtype=dtype))
-    coder.decode_many([job])
-    return job.out
+    job = task.job
+    out = torch.empty(job.out.shape, dtype=job.out.dtype if task.blocks is None else task.blocks.dtype)
+    if isinstance(job, DecodeJob):
+        coder.decode_many([replace(job, out=out)])
+    else:
+        from kvabr.codec.payload import Separable  # noqa: PLC0415  # which knows this package
+
+        made = codec(job.level)
+        assert isinstance(made, Separable)  # noqa: S101  # see `LEVELS`
+        made.decode_by_torch(job.payload, GroupContext(job.spec, 0, job.out.shape[3]), out)
+    return out
 
 
-def _checked(job: DecodeJob) -> dict[Hashable, bool]:
-    """Return whether a profile's groups, by `_kind` and `_crowded`, are decoded with the processor's result."""
-    return derived(job.transform, "checked", dict)
+_expanded: dict[Hashable, bool] = {}
+
+
+def _checked(job: DecodeJob | LevelJob) -> dict[Hashable, bool]:
+    """Return whether groups of a profile, or of all levels, by `_kind` and `_crowded`, are what the processor makes."""
+    return derived(job.transform, "checked", dict) if isinstance(job, DecodeJob) else _expanded
 
 
 def _kind(task: PlacedJob) -> Hashable:
@@ -182,8 +147,11 @@ def _kind(task: PlacedJob) -> Hashable:
         dtype, strides = blocks.dtype, blocks.first.stride()
         apart = math.gcd(16, strides[0], int(np.bitwise_or.reduce(blocks.checked.addresses)) // dtype.itemsize)
     along = tuple((math.gcd(16, stride), stride == 1) for stride in strides[-3:])
-    models = tuple(map(id, job.models))
-    return models, job.references is None, dtype, along, apart, task.device, blocks is None
+    if isinstance(job, DecodeJob):
+        own: tuple[Hashable, ...] = (*map(id, job.models), job.references is None)
+    else:
+        own = (job.level, job.spec.only.halves, *job.spec.only.split)
+    return own, dtype, along, apart, task.device, blocks is None
 
 
 _FIRST = struct.Struct("<I")
@@ -194,8 +162,8 @@ CROWDED = 512
 def _crowded(tasks: Sequence[PlacedJob]) -> bool:
     """Return whether so many streams are decoded at once that kernels are used which few streams do not use."""
     streams: dict[int, int] = {}
-    for task in tasks:
-        for model, payload in zip(task.job.models, task.job.payloads, strict=False):
+    for job in (task.job for task in tasks if isinstance(task.job, DecodeJob)):
+        for model, payload in zip(job.models, job.payloads, strict=False):
             head = memoryview(payload)[: _FIRST.size]
             number = _FIRST.unpack(head)[0] if len(head) == _FIRST.size else 0
             streams[id(model)] = streams.get(id(model), 0) + max(1, number - STREAMED)

@@ -19,7 +19,7 @@ from tests.kvdata import related
 
 pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
 
-from kvabr.codec.gpu import decoder  # not without Triton
+from kvabr.codec.gpu import decoder, levels  # not without Triton
 
 BLOCKS, SIZE, UNTOUCHED = 9, 16, -7.0
 
@@ -110,12 +110,9 @@ def test_nothing_but_the_blocks_is_touched(guarded):
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("track", ["AC-L1", "Int8"])
+@pytest.mark.parametrize("track", ["AC-L1", "Int8", "FP16"])
 def test_every_level_decodes_to_blocks(track, kernels, monkeypatch):
     ran = []
-    monkeypatch.setattr(gpu, "runs_on", lambda _: kernels)
-    whole = decoder.decode_to_blocks
-    monkeypatch.setattr(decoder, "decode_to_blocks", lambda jobs, blocks: (ran.extend(jobs), whole(jobs, blocks)))
     first = 0  # with sinks
     kv = related(SHAPE, 70, 5, first)
     context = GroupContext(SHAPE, first, 70, fitted())
@@ -124,10 +121,14 @@ def test_every_level_decodes_to_blocks(track, kernels, monkeypatch):
     codec(track).decode(coded[-1], context, wanted, coded[:-1])
     own, views = blocks_first(SHAPE.layers, SHAPE.kv_heads, SHAPE.head_dim, torch.bfloat16)
     slots = slots_of(4, 70)
+    monkeypatch.setattr(gpu, "runs_on", lambda _: kernels)
+    for module, name in ((decoder, "decode_to_blocks"), (levels, "expand_to_blocks")):
+        whole = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, whole=whole: (ran.append(given), whole(*given)))
     group = CodedGroup(coded[-1], track, context, coded[:-1])
     assert expand([group], [BlockSlots(views, slots)]) == [None]
     check(own, views, slots, wanted)
-    assert len(ran) == (kernels and track != "Int8")
+    assert len(ran) == kernels
 
 
 @pytest.mark.parametrize("slots", [[0, 1, 1], [0, 1, BLOCKS * SIZE]])

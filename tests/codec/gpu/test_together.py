@@ -8,16 +8,20 @@ import pytest
 import torch
 
 from kvabr.codec import gpu
+from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.block_slots import BlockSlots
 from kvabr.codec.gpu import together
+from kvabr.codec.gpu.batches import Batches
+from kvabr.codec.gpu.level_job import LevelJob
 from kvabr.codec.payload import raw
 from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec
 from tests.codec.gpu.cases import STEP, expected, long, payloads, same
 from tests.codec.gpu.conftest import DEVICE
 
 pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
 
-from kvabr.codec.gpu import decoder  # not without Triton
+from kvabr.codec.gpu import decoder, levels  # not without Triton
 
 
 def outs(case, count):
@@ -68,9 +72,8 @@ def test_a_corrupt_group_fails_for_its_own_thread_alone(monkeypatch):
     coded, room = payloads(case), outs(case, 3)
     bad = [coded[0][:-2], *coded[1:]]
     jobs = [case.job(some, STEP, 0, out) for some, out in zip((coded, bad, coded), room, strict=True)]
-    asked = [together._Asked([together.PlacedJob(job, None)]) for job in jobs]
-    together._batches(room[0].device)._run(asked)
-    assert [type(each.errors[0]) for each in asked] == [type(None), FormatError, type(None)]
+    errors = together._decoded([together.PlacedJob(job, None) for job in jobs])
+    assert [type(each) for each in errors] == [type(None), FormatError, type(None)]
     wanted = expected(case, coded, 0, torch.float32)
     assert same(room[0], wanted)
     assert same(room[2], wanted)
@@ -121,7 +124,7 @@ def test_groups_of_one_thread_are_decoded_one_by_one_where_they_fail_together(mo
 
 
 def test_a_thread_that_is_interrupted_while_it_waits_asks_for_nothing_any_more(monkeypatch):
-    batches, case = together.Batches(), long(4, 9)
+    batches, case = Batches(DEVICE, together._decoded), long(4, 9)
     batches._working = True  # another thread is
 
     def interrupted(_):
@@ -129,7 +132,7 @@ def test_a_thread_that_is_interrupted_while_it_waits_asks_for_nothing_any_more(m
 
     monkeypatch.setattr(batches._changed, "wait_for", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        batches.decode([together.PlacedJob(case.job(payloads(case), STEP, 0, *outs(case, 1)), None)])
+        batches.run([together.PlacedJob(case.job(payloads(case), STEP, 0, *outs(case, 1)), None)])
     assert not batches._waiting
     assert batches._working
 
@@ -212,3 +215,36 @@ def test_devices_do_not_wait_for_each_other():
     one, other = (together._batches(torch.device("meta", number)) for number in (0, 1))
     assert one is not other
     assert together._batches(torch.device("meta", 0)) is one
+
+
+@pytest.mark.parametrize("fault", [None, "raises", "other numbers"])
+def test_levels_are_expanded_together_and_compared_too(monkeypatch, recwarn, fault):
+    spec, room = KVSpec.uniform("m", "t", 1, 2, 8, "bfloat16"), torch.full((3, 1, 2, 2, 9, 8), -7.0, device=DEVICE)
+    kv = torch.randn(spec.shape(9), generator=torch.Generator().manual_seed(1))
+    context = GroupContext(spec, 0, 9)
+    coded = [memoryview(codec(level).encode(kv, context)) for level in ("Int8", "FP8", "Int8")]
+    wanted = torch.empty(3, *spec.shape(9))
+    for level, payload, out in zip(("Int8", "FP8", "Int8"), coded, wanted, strict=True):
+        codec(level).decode(payload, context, out)
+    expand, calls = levels.expand_many, []
+
+    def wrongly(jobs):
+        calls.append(len(jobs))
+        if fault == "raises":
+            raise RuntimeError("no kernel image")
+        expand(jobs)
+        if fault is not None:
+            jobs[0].out[0, 0, 0, 0, 0] += 1
+
+    monkeypatch.setattr(levels, "expand_many", wrongly)
+    monkeypatch.setattr(together, "_expanded", {})
+    monkeypatch.setattr(gpu, "runs_on", lambda device: device == DEVICE)
+    jobs = [LevelJob(level, *each) for level, *each in zip(("Int8", "FP8"), coded, [spec] * 2, room, strict=False)]
+    assert together.decode([together.PlacedJob(job, None) for job in jobs]) == [None, None]
+    codec("Int8").decode(coded[2], context, room[2])
+    assert same(room, wanted)
+    assert calls[0] == 2
+    assert bool([each for each in recwarn if "on the processor" in str(each.message)]) == bool(fault)
+    recwarn.clear()
+    with pytest.raises(FormatError, match="Int8: 3 bytes of payload"):
+        codec("Int8").decode(coded[2][:3], context, room[2])

@@ -1,0 +1,43 @@
+"""What is to be expanded of a cast or integer level. Importing this needs no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvabr.codec.builtin import BUILTIN, PayloadLayout
+from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec
+
+LEVELS = {"FP16": 0, "BF16": 1, "FP8": 2, "Int8": 3, "Int4": 4, "FP4": 5}
+"""Levels that kernels expand, and their numbers there."""
+
+
+@dataclass(frozen=True, eq=False)
+class LevelJob:
+    """A payload of a level, and where to."""
+
+    level: str
+    """One of `LEVELS`."""
+    payload: memoryview
+    """Untrusted."""
+    spec: KVSpec
+    """Of the group's layer class."""
+    out: torch.Tensor
+    """[layer, K/V, head, token, dim]."""
+
+    @property
+    def layout(self) -> PayloadLayout:
+        """Where each token lies in the payload."""
+        layout = BUILTIN[self.level].layout
+        assert layout is not None  # noqa: S101  # those levels have one
+        return layout(self.spec, self.out.shape[3])
+
+    def check(self) -> None:
+        """Raise a `FormatError` unless the payload has its length."""
+        wanted = self.layout.payload_bytes
+        if len(self.payload) != wanted:
+            raise FormatError(
+                f"{self.level}: {len(self.payload)} bytes of payload instead of {wanted}; truncated, or another version"
+            )
