@@ -431,7 +431,7 @@ class Play:
     @property
     def _device(self) -> torch.device | None:
         """Where the cache is decoded; None: on the processor."""
-        return None if self.options.out is None else self.options.out.device
+        return self.options.device if self.options.out is None else self.options.out.device
 
     @property
     def _decoders(self) -> int:
