@@ -25,6 +25,7 @@ from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below as track_below
 from kvabr.codec.sample_frames import SampleFrames
+from kvabr.data.profiles import shipped_profile
 from kvabr.types.kv import KVSpec
 
 _log = logging.getLogger("kvabr.client")
@@ -68,19 +69,19 @@ def warm(
 
 
 def warm_in_background(
-    find: Callable[[], Profile | None], device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
+    spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
 ) -> threading.Thread | None:
-    """Do as `warm` in a thread, with the profile that ``find`` returns there, if any; None without a GPU's kernels."""
-    if not gpu.runs_on(device):
+    """Do as `warm` in a thread, with the profile that kvabr ships for a model; None if there is none, or no kernels."""
+    shipped = shipped_profile(spec)
+    if shipped is None or not gpu.runs_on(device):
         return None
 
     def work() -> None:
         try:
-            if (profile := find()) is not None:
-                keep(profile)  # what was compared stays with it
-                beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-                with torch.cuda.stream(beside):
-                    warm(profile, device, dtype, like)
+            keep(profile := Profile.from_bytes(shipped.bound(spec)))  # what was compared stays with it
+            beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(beside):
+                warm(profile, device, dtype, like)
         except Exception as error:  # noqa: BLE001  # plays will find out
             _log.warning("kvabr: the GPU's kernels were not tried before they are needed (%s)", error)
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 
 from kvabr.client.warming import warm_in_background
-from kvabr.codec.profile import Profile
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers.cache import (
     cache_argument,
@@ -54,7 +52,7 @@ class TransformersEngine:
         self.cache_argument = cache_argument(model)
         """What the model calls its cache."""
         self._takes_positions = "position_ids" in signature(model.base_model.forward).parameters
-        warm_in_background(partial(_profile_of, spec), self.device, self.dtype)
+        warm_in_background(spec, self.device, self.dtype)
 
     @property
     def vocabulary(self) -> int:
@@ -248,9 +246,3 @@ def quiet_loading() -> Iterator[None]:
     finally:
         if was:
             logging.enable_progress_bar()
-
-
-def _profile_of(spec: KVSpec) -> Profile | None:
-    from kvabr.engines.transformers.publish import find_profile  # noqa: PLC0415  # it needs this module
-
-    return find_profile(spec)

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client, Handle
@@ -27,7 +26,6 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix
 from kvabr.client.warming import warm_in_background
 from kvabr.engines.layouts import whole_blocks
-from kvabr.engines.transformers.publish import find_profile
 from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.copier import Copier
@@ -105,8 +103,7 @@ class WorkerHalf:
         self._copier.use(self._blocks.device)
         self._loader.use(self._blocks.device)
         if self._client is not None:
-            find = partial(find_profile, self._model.shard)
-            warm_in_background(find, self._blocks.device, self._model.dtype, self._blocks.layers)
+            warm_in_background(self._model.shard, self._blocks.device, self._model.dtype, self._blocks.layers)
         if self._publications is not None:
             self._publications.registered()
 

@@ -8,6 +8,8 @@ from kvabr.client.profiles import _known
 from kvabr.codec import gpu
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.fit import FitConfig, fit
+from kvabr.codec.profile import Profile
+from kvabr.data import default_profile_bytes
 from tests.codec.gpu.conftest import DEVICE
 from tests.kvdata import related, spec
 
@@ -47,12 +49,13 @@ def test_every_depth_is_compiled_and_compared_few_and_many_at_once(side, few, mo
 def test_an_engine_does_so_in_the_background(side, few, monkeypatch):
     done = []
     monkeypatch.setattr(warming, "expand", lambda groups, _: done.append(len(groups)) or [None] * len(groups))
-    thread = warming.warm_in_background(lambda: side, DEVICE, torch.float16)
-    thread.join(60)
+    spec = Profile.from_bytes(default_profile_bytes()).spec
+    warming.warm_in_background(spec, DEVICE, torch.float16).join(60)
     assert len(done) == 2
-    assert _known(side.digest) is side  # plays use the one that was compared
-    broken = warming.warm_in_background(lambda: 1 / 0, DEVICE, torch.float16)
-    broken.join(60)
+    assert _known(Profile.from_bytes(default_profile_bytes()).digest) is not None  # plays use the one that was compared
+    assert warming.warm_in_background(side.spec, DEVICE, torch.float16) is None  # kvabr ships none
+    monkeypatch.setattr(warming, "expand", lambda *_: 1 / 0)
+    warming.warm_in_background(spec, DEVICE, torch.float16).join(60)  # not an engine's problem
     monkeypatch.setattr(gpu, "runs_on", lambda _: False)
-    assert warming.warm_in_background(lambda: side, DEVICE, torch.float16) is None
+    assert warming.warm_in_background(spec, DEVICE, torch.float16) is None
     assert warming.warm(side, DEVICE) == 0
