@@ -9,9 +9,8 @@ from kvabr.client.profiles import keep
 from kvabr.codec import gpu
 from kvabr.codec.fit import fit
 from kvabr.engines.layouts import BlockLayout, PagedBlocks
-from kvabr.engines.vllm.blocks import EngineBlocks
 from tests.client.served import Served
-from tests.codec.gpu.conftest import interpreter  # noqa: F401  # a fixture
+from tests.codec.gpu.conftest import DEVICE, interpreter  # noqa: F401  # a fixture
 from tests.engines.vllm.halves import BLOCK, TOKENS, Bench, request
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
@@ -39,12 +38,14 @@ def played(served, layout, policy, **options):
     """What is in the blocks of a request that was played."""
     bench = Bench(served, policy=f"fixed:{policy}", deadline_s=200.0, **options)
     try:
-        bench.worker._blocks = EngineBlocks(bench.model, bench.named, lambda _: layout)
+        bench.named = {name: cache.to(DEVICE) for name, cache in bench.named.items()}
+        bench.caches = list(bench.named.values())
+        bench.worker.register(bench.named, lambda _: layout)
         assert bench.load(request(tokens=TOKENS[:40]), blocks=NUMBERS) == (32, set())
         heads = bench.caches[0].shape[1]
-        out = torch.empty(SPEC.layers, 2, heads, 4 * BLOCK, SPEC.head_dim)
+        out = torch.empty(SPEC.layers, 2, heads, 4 * BLOCK, SPEC.head_dim, device=DEVICE)
         PagedBlocks(bench.caches, NUMBERS[:4], layout).read(out)
-        return out
+        return out.cpu()
     finally:
         bench.close()
 
@@ -59,6 +60,7 @@ def played(served, layout, policy, **options):
     ids=["straight", "keys transposed", "a rank's heads"],
 )
 def test_a_play_is_decoded_into_blocks_in_one_batch(coded, monkeypatch, layout, options):
+    monkeypatch.setattr(gpu, "runs_on", lambda _: False)
     wanted = played(coded, layout, "AC-5x", **options)
     batches, decode = [], decoder.decode_to_blocks
 
@@ -73,12 +75,14 @@ def test_a_play_is_decoded_into_blocks_in_one_batch(coded, monkeypatch, layout, 
 
 
 def test_groups_of_other_tracks_go_beside_them(coded, monkeypatch):
+    monkeypatch.setattr(gpu, "runs_on", lambda _: False)
     wanted = played(coded, BlockLayout.PLAIN, "Int8")
     monkeypatch.setattr(gpu, "runs_on", lambda _: True)
     assert torch.equal(played(coded, BlockLayout.PLAIN, "Int8"), wanted)
 
 
 def test_what_kernels_cannot_do_the_processor_does(coded, monkeypatch, recwarn):
+    monkeypatch.setattr(gpu, "runs_on", lambda _: False)
     wanted = played(coded, BlockLayout.PLAIN, "AC-L0")
     monkeypatch.setattr(gpu, "runs_on", lambda _: True)
 
