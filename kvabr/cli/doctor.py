@@ -7,6 +7,7 @@ import importlib.util
 import platform
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -165,7 +166,22 @@ def _gpu() -> Finding:
     name = torch.cuda.get_device_name(0)
     if importlib.util.find_spec("triton") is None:
         return Finding("GPU", "missing", f"{name}, but AC needs Triton to decode there", "pip install 'kvabr[gpu]'")
-    return Finding("GPU", "ok", f"{name}, Triton {metadata.version('triton')}")
+    from kvabr.client.warming import warm
+    from kvabr.codec.profile import Profile
+    from kvabr.data import default_profile_bytes
+
+    what, began_s = f"{name}, Triton {metadata.version('triton')}", time.monotonic()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            warm(Profile.from_bytes(default_profile_bytes()), torch.device("cuda", 0))
+        except Exception as error:  # noqa: BLE001  # whatever a driver raises
+            return Finding(
+                "GPU", "failed", f"{what}: {error}", "caches are decoded on the processor; update the driver"
+            )
+    if why := next((str(each.message) for each in said if "on the processor" in str(each.message)), None):
+        return Finding("GPU", "failed", f"{what}: {why}", "update Triton and the driver")
+    return Finding("GPU", "ok", f"{what}; AC's kernels agree with the processor, {time.monotonic() - began_s:.1f} s")
 
 
 def _shared_memory() -> Finding:

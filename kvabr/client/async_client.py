@@ -323,6 +323,27 @@ class AsyncClient:
 
         return await self._run(work, deadline, options, peer, computing, cost, tokens)
 
+    async def play_coded(
+        self, found: Found, *, deadline: float, options: PlayOptions | None = None, peer: PeerLike = None
+    ) -> PlayedPrefix:
+        """Play a whole cache, and leave it compressed until its destination is known (`kvabr.client.expanding`).
+
+        Args:
+            found: from `find` or `find_asset`.
+            deadline: as for `play`; expanding it comes out of it.
+            options: as for `play`; ``recompute``, ``out`` and ``after`` have no effect.
+            peer: as for `play`.
+
+        Raises:
+            FormatError: none of the asset's tracks can be decoded here.
+            BusyError, IncompleteError, PlayError, PolicyError: as `play`; an incomplete cache is not handed over.
+        """
+
+        async def work(play: Play) -> PlayedPrefix:
+            return await play.coded(await play.prepare(found))
+
+        return await self._run(work, deadline, replace(options or self.options, out=None, after=None), peer)
+
     async def play_prefix(
         self,
         found: Found,

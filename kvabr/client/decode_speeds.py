@@ -1,4 +1,4 @@
-"""How fast this machine decodes: measured once per model and code path, off the path of every play, and kept in a file.
+"""How fast this machine decodes: measured once per model and device, off the path of every play, and kept in a file.
 
 The file belongs to one machine, and to one version of kvabr and torch; another's is measured anew. It is JSON with a
 checksum, written whole or not at all. Until a model is measured, and if it cannot be, plays begin with what the catalog
@@ -13,7 +13,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,9 +25,11 @@ from cachetools import LRUCache
 from kvabr import __version__
 from kvabr.client.peer_history import this_host
 from kvabr.codec.base import GroupContext
+from kvabr.codec.block_slots import TensorPlace
 from kvabr.codec.builtin import BUILTIN
 from kvabr.codec.group import decode_group, payload_of
 from kvabr.codec.native.coder import active_path
+from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
 from kvabr.codec.sample_frames import CHUNK, SampleFrames
 from kvabr.codec.threads import CORES, decoder_threads
@@ -47,8 +49,13 @@ _MAX_TRACKS = 64
 _MOST_NAME = 300
 _MAX_S = 10.0
 """Longest plausible time for one token."""
-BUDGET_S = 0.05
-"""Processor seconds for all tracks of a model. A family is then represented by the tracks measured so far."""
+BUDGET_S, _GPU_BUDGET_S = 0.05, 0.5
+"""Processor seconds for all tracks of a model, and seconds on a GPU. A family is then represented by the tracks that
+were measured so far."""
+BATCH = "batch "
+"""Before a family's name: the seconds that a batch takes besides those of its groups. Files from before lack it."""
+_BATCHED = 8
+"""Groups of a batch that is timed."""
 _SMALL, _LARGE = 1 << 19, 3 << 19
 """Elements to decode: of a codec whose time is proportional to them, and of one with a cost per 128 tokens."""
 _RUNS = 2
@@ -79,9 +86,12 @@ def measure(
     *,
     device: torch.device | None = None,
     clock: Callable[[], float] = time.thread_time,
-    budget_s: float = BUDGET_S,
+    budget_s: float | None = None,
 ) -> dict[str, float]:
     """Return the seconds that this thread takes to check and decode a token, by track.
+
+    A GPU takes n groups at once, in T(n) = a + b n: b is returned by track, and a by family, under `BATCH`. Its kernels
+    are compiled first.
 
     Each family's smallest track is measured, then all others while the budget lasts. Frames are made up, see
     `SampleFrames`; codecs that are not built in, and tracks whose profile is missing, are left out.
@@ -90,20 +100,20 @@ def measure(
         catalog: the tracks.
         profile: the model's, for tracks that need it.
         device: where the cache is; None: the processor.
-        clock: seconds; processor time does not count the machine's other work.
-        budget_s: seconds to spend.
+        clock: seconds, for the processor; processor time does not count the machine's other work.
+        budget_s: seconds to spend; None: `BUDGET_S`, or more on a GPU.
     """
     on_one_core()
-    device = device or torch.device("cpu")
-    if device.type == "cuda":
-        clock = time.perf_counter
+    if device is not None and device.type == "cuda":
+        return _measure_batches(catalog, profile, device, _GPU_BUDGET_S if budget_s is None else budget_s)
+    budget_s = BUDGET_S if budget_s is None else budget_s
     began, found = clock(), dict[str, float]()
     samples: dict[int, SampleFrames] = {}
     for track, share in _by_family(catalog):
         if clock() - began >= share * budget_s:
             break
         with CORES.all_taken(), contextlib.suppress(KvabrError, RuntimeError, MemoryError):
-            seconds = _timed_decode(catalog, track, profile, device, samples, clock)
+            seconds = _timed_decode(catalog, track, profile, samples, clock)
             if _sound(seconds):
                 found[track.name] = seconds
     return found
@@ -130,15 +140,31 @@ def _timed_decode(
     catalog: Catalog,
     track: Track,
     profile: Profile | None,
-    device: torch.device,
     samples: dict[int, SampleFrames],
     clock: Callable[[], float],
 ) -> float:
     spec, separable = catalog.spec.largest, BUILTIN[track.name].layout is not None
-    if not separable and device.type == "cpu" and active_path() == "reference":
+    if not separable and active_path() == "reference":
         raise FormatError(f"{track.name} takes seconds without the native coder")
     most = _SMALL if separable else _LARGE
     tokens = min(spec.rows, max(16, most // spec.elements_per_token))
+    sample, below = _sample(catalog, track, profile, tokens, samples)
+    frame = sample.frame(track.name)
+    digest = digest_of(frame, catalog.digest_kind)
+    out = torch.zeros(spec.shape(tokens), dtype=spec.torch_dtype)
+    times = []
+    for _ in range(_RUNS):
+        start = clock()
+        decode_group(frame, track.name, sample.context, CHUNK, 0, out, below, digest=digest)
+        times.append(clock() - start)
+    return min(times) / tokens
+
+
+def _sample(
+    catalog: Catalog, track: Track, profile: Profile | None, tokens: int, samples: dict[int, SampleFrames]
+) -> tuple[SampleFrames, list[memoryview]]:
+    """Return the maker of a group's frames, and the payloads below those of a track."""
+    spec = catalog.spec.largest
     sinks = 0 if profile is None else profile.of(spec).sinks
     behind_sinks = spec.group_tokens * (1 + sinks // spec.group_tokens)
     sample = samples.setdefault(tokens, SampleFrames(GroupContext(spec, behind_sinks, tokens, profile)))
@@ -147,17 +173,50 @@ def _timed_decode(
     while lower.refines is not None:
         lower = catalog.track(lower.refines)
         below.insert(0, payload_of(sample.frame(lower.name)))
-    frame = sample.frame(track.name)
-    digest = digest_of(frame, catalog.digest_kind)
-    out = torch.zeros(spec.shape(tokens), dtype=spec.torch_dtype, device=device)
+    return sample, below
+
+
+def _measure_batches(
+    catalog: Catalog, profile: Profile | None, device: torch.device, budget_s: float
+) -> dict[str, float]:
+    """Do as `measure` on a GPU, or wherever batches are decoded."""
+    spec, found = catalog.spec.largest, dict[str, float]()
+    samples: dict[int, SampleFrames] = {}
+    places = [
+        TensorPlace(torch.zeros(spec.shape(spec.rows), dtype=spec.torch_dtype, device=device)) for _ in range(_BATCHED)
+    ]
+    spent_s = 0.0
+    for track, share in _by_family(catalog):
+        if spent_s >= share * budget_s:
+            break
+        with contextlib.suppress(KvabrError, RuntimeError, MemoryError):
+            sample, below = _sample(catalog, track, profile, spec.rows, samples)
+            group = CodedGroup(payload_of(sample.frame(track.name)), track.name, sample.context, below)
+            one_s, took_s = _timed_batch(group, places[:1])
+            many_s, also_s = _timed_batch(group, places)
+            spent_s += took_s + also_s
+            each_s = max(many_s - one_s, one_s / 1024) / (_BATCHED - 1)
+            if _sound(seconds := each_s / spec.rows):
+                found[track.name] = seconds
+                latency_s = max(0.0, one_s - each_s)
+                if latency_s:
+                    name = BATCH + family(track.name)
+                    found[name] = max(found.get(name, 0.0), latency_s)
+    return found
+
+
+def _timed_batch(group: CodedGroup, places: Sequence[TensorPlace]) -> tuple[float, float]:
+    """Return the seconds that a batch takes at least, and those that this took, without what is done once."""
     times = []
-    for _ in range(_RUNS):
-        start = clock()
-        decode_group(frame, track.name, sample.context, CHUNK, 0, out, below, digest=digest)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(clock() - start)
-    return min(times) / tokens
+    for _ in range(1 + _RUNS):
+        start = time.perf_counter()
+        for wrong in expand([group] * len(places), places):
+            if wrong is not None:
+                raise wrong
+        if places[0].device.type == "cuda":
+            torch.cuda.synchronize(places[0].device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:]), sum(times[1:])
 
 
 def complete(catalog: Catalog, per_token: dict[str, float]) -> dict[str, float]:
@@ -225,7 +284,8 @@ class DecodeSpeeds:
             known = self._known.get(str(key))
             found: DecodeRates | None = self._rates.get((key, times, known is None))
             if found is None:
-                found = DecodeRates(catalog, None if known is None else complete(catalog, known))
+                latencies = {name.removeprefix(BATCH): s for name, s in (known or {}).items() if name.startswith(BATCH)}
+                found = DecodeRates(catalog, None if known is None else complete(catalog, known), latencies)
                 self._rates[key, times, known is None] = found
         return found
 

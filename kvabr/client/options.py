@@ -69,6 +69,8 @@ class PlayOptions:
     tensor."""
     dtype: torch.dtype | None = None
     """Element type of the new tensor; None: that of the cache."""
+    device: torch.device | None = None
+    """Where a prefix is going to be expanded, for its cost; None: on the processor. Other plays have ``out``."""
     patience: float = 1.0
     """Deadlines after which a play ends although groups are missing (`IncompleteError`); at least 1, which is to say at
     the deadline. An engine may complete it beyond that, within twice the time of a whole prefill."""

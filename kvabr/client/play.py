@@ -231,9 +231,22 @@ class Play:
 
         Computing the ``behind`` tokens of the prompt that no cache covers comes out of the deadline.
         """
+        rest_s = self._engine_s(prepared.catalog.first_token + prepared.catalog.tokens, prepared.left_out + behind)
+        return self._coded(await self._run(PrefixGoal(), prepared, rest_s, coded=True), prepared, block)
+
+    async def coded(self, prepared: Prepared) -> PlayedPrefix:
+        """Play the whole cache without an engine, and leave it compressed; errors as `AsyncClient.play_coded`."""
+        driver = await self._run(WholeGoal(), prepared, 0.0, coded=True)
+        record = driver.session.record
+        if record.gave_up is not None:
+            self.options.note(PlayGaveUp(self.clock.now(), record.gave_up))
+            message = f"no complete cache after {self.clock.now():.2f} s: {record.gave_up}"
+            raise IncompleteError(self.with_trouble(message), record.gave_up, record.missing, record, None)
+        return self._coded(driver, prepared, 1)
+
+    def _coded(self, driver: Driver, prepared: Prepared, block: int) -> PlayedPrefix:
+        """Return what a play has left compressed."""
         catalog = prepared.catalog
-        rest_s = self._engine_s(catalog.first_token + catalog.tokens, prepared.left_out + behind)
-        driver = await self._run(PrefixGoal(), prepared, rest_s)
         groups, found = driver.assembler.take_coded(block)
         record, coverage = driver.session.record, _tracks(driver, found)
         cut = "the rest is sooner computed than fetched" if prepared.left_out else None
@@ -308,12 +321,13 @@ class Play:
         prepared: Prepared,
         rest_s: float,
         again: TokenRecompute | None = None,
+        *,
+        coded: bool = False,
     ) -> Driver:
         """Drive a session to its end; the engine needs ``rest_s`` for what no cache covers."""
         options, ladder, connection = self.options, prepared.ladder, self.connection
         catalog = ladder.catalog
         try:
-            coded = isinstance(goal, PrefixGoal)
             room = None if coded else self._room(catalog)
             assembler = Assembler(catalog, prepared.profile, out=room, dtype=options.dtype, coded=coded)
         except RuntimeError as error:
@@ -431,7 +445,7 @@ class Play:
     @property
     def _device(self) -> torch.device | None:
         """Where the cache is decoded; None: on the processor."""
-        return None if self.options.out is None else self.options.out.device
+        return self.options.device if self.options.out is None else self.options.out.device
 
     @property
     def _decoders(self) -> int:

@@ -9,15 +9,15 @@ play              engine                           the adapter
 ================  ===============================  ====================================================================
 ``play``          knows tokens, fills holes        implements `kvabr.types.engine.Engine` and gets a complete cache
 ``play_prefix``   knows tokens, computes suffixes  gets the groups before the first miss, and puts them in place
-``play_asset``    knows keys instead of tokens     uses `kvabr.engines.chunk_store`, which names assets by key
+``play_coded``    knows keys instead of tokens     uses `kvabr.engines.chunk_store`, which names assets by key
 ================  ===============================  ====================================================================
 
 ========================  ================  ===============  ===============  ===============
 part                      transformers      vLLM             LMCache          SGLang
 ========================  ================  ===============  ===============  ===============
-play                      ``play``          ``play_prefix``  ``play_asset``   ``play_asset``
+play                      ``play``          ``play_prefix``  ``play_coded``   ``play_coded``
 client                    both              ``Client``       ``AsyncClient``  ``AsyncClient``
-its cache is              a `DynamicCache`  `PagedBlocks`    `KVView`         `KVView`
+decoded into              a tensor          `BlockSlots`     `TensorPlace`    `TensorPlace`
 cost of a prefill         timed once        as it serves     unknown          unknown
 upgrades of a used cache  `Steps`           no               no               no
 ========================  ================  ===============  ===============  ===============

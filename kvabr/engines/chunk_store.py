@@ -28,7 +28,9 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
 from kvabr.client.profiles import keep
+from kvabr.client.result import PlayedPrefix
 from kvabr.codec.base import codec
+from kvabr.codec.block_slots import Place, TensorPlace
 from kvabr.codec.profile import ClassProfile, Profile
 from kvabr.data import default_catalog
 from kvabr.data.profiles import shipped_profiles
@@ -202,6 +204,16 @@ def _digest(spec: KVSpec, key: str, index: int | None) -> str:
     return hashlib.sha256(f"kvabr.{spec.tokenizer}/1\0{place}\0{key}".encode()).hexdigest()
 
 
+def places(played: PlayedPrefix, kv: torch.Tensor) -> list[Place]:
+    """Return where the groups of a cache belong in a tensor of all of it, [layer, K/V, head, token, dim]; any strides.
+
+    `kvabr.client.expanding.expand_here` decodes them there.
+    """
+    firsts = [unit.first - played.spans[unit.part].first for unit in played.units]
+    pairs = zip(played.units, firsts, strict=True)
+    return [TensorPlace(kv[:, :, :, first : first + unit.tokens]) for unit, first in pairs]
+
+
 class ChunkStore:
     """Looks up, plays and publishes caches by key. Its coroutines are for one event loop."""
 
@@ -366,8 +378,8 @@ class ChunkStore:
                 del self._profiles[name]  # the next lookup tries again
             self.trouble.tell("the codec profile did not come", error)
 
-    async def play(self, key: str, positions: range | None = None) -> torch.Tensor | None:
-        """Return a cache, [layer, K/V, head, token, dim]; None if it is missing or does not come in time.
+    async def play(self, key: str, positions: range | None = None) -> PlayedPrefix | None:
+        """Return a cache, still compressed, see `places`; None if it is missing or does not come in time.
 
         ``positions`` as for `find`.
         """
@@ -380,7 +392,7 @@ class ChunkStore:
         if self._pause.active:
             left_s = min(left_s, _PAUSED_SHARE * settings.deadline_s)
         try:
-            played = await self.client.play_asset(
+            played = await self.client.play_coded(
                 found,
                 deadline=max(left_s, 1e-3),
                 options=PlayOptions(policy=settings.policy, time_price=settings.time_price, patience=settings.patience),
@@ -393,7 +405,7 @@ class ChunkStore:
             else:
                 self.trouble.tell("a cache did not come", error)
             return None
-        return played.kv if text == self._text(key) else None
+        return played if text == self._text(key) else None
 
     async def answers(self) -> bool:
         """Return whether the origin answers now."""

@@ -127,24 +127,6 @@ class PagedBlocks:
                 yield places[1], halves[1]
 
 
-@dataclass(frozen=True, slots=True)
-class KVView:
-    """A view of an engine's own memory, used as `PagedBlocks` are: a chunk of LMCache, a page of SGLang."""
-
-    view: torch.Tensor
-    """[layer, K/V, head, token, dim], any strides."""
-
-    def write(self, kv: torch.Tensor) -> None:
-        """Copy KV of the view's shape into it; `FormatError` if it is another."""
-        _check(kv, self.view.shape, "the engine's memory")
-        self.view.copy_(cast(kv, self.view.dtype))
-
-    def read(self, out: torch.Tensor) -> None:
-        """Copy the view into ``out``, of its shape; `FormatError` if it is another."""
-        _check(out, self.view.shape, "the engine's memory")
-        out.copy_(cast(self.view, out.dtype))
-
-
 def _check(kv: torch.Tensor, wanted: Sequence[int], place: str) -> None:
     if tuple(kv.shape) != tuple(wanted):
         raise FormatError(f"{tuple(kv.shape)} is not the shape of {place}, {tuple(wanted)}")

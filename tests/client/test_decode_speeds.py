@@ -233,3 +233,22 @@ def test_a_thread_on_one_core_leaves_the_others_as_they_are(monkeypatch: pytest.
     finally:
         torch.set_num_threads(before)
     assert found == {"decoder": 1, "later": 3, "here": 3}
+
+
+def test_a_device_of_batches_has_a_latency_and_a_time_per_group(tmp_path: Path) -> None:
+    offer = catalog(2)
+    found = decode_speeds._measure_batches(offer, None, torch.device("cpu"), 10.0)
+    tracks = {name for name in found if not name.startswith(decode_speeds.BATCH)}
+    assert tracks == {"FP16", "BF16", "FP8", "Int8", "FP4", "Int4"}
+    assert all(map(decode_speeds._sound, found.values()))
+    models = {str(ModelKey.of(offer)): {**PER_TOKEN, "batch AC": 0.025}}
+    rates = DecodeSpeeds(written(tmp_path / "rates.json", models)).rates(offer)
+    assert rates.latency("AC-5x") == 0.025
+    assert rates.seconds("AC-5x") == pytest.approx(128 * 5e-4)
+    assert rates.latency("Int8") == 0.0
+
+
+def test_a_file_without_latencies_is_read_as_before(tmp_path: Path) -> None:
+    rates = DecodeSpeeds(written(tmp_path / "rates.json")).rates(catalog())
+    assert rates.seconds("Int8") == pytest.approx(128 * 2e-4)
+    assert rates.latency("Int8") == rates.latency("AC-5x") == 0.0

@@ -49,7 +49,7 @@ def test_what_is_shorter_or_longer_than_its_key_stands_for_is_not_there(origin):
         store = ChunkStore(SPEC, KeyedSettings(**reach), "", min_tokens=least, max_tokens=most)
         found = {tokens: await store.play(f"{tokens} tokens") for tokens in (128, 200, 256, 300)}
         await store.close()
-        return {tokens: kv.shape[-2] for tokens, kv in found.items() if kv is not None}
+        return {tokens: came.kv.shape[-2] for tokens, came in found.items() if came is not None}
 
     loop.call(put())
     origin.look(4)
@@ -115,7 +115,7 @@ def test_what_has_a_position_has_layers_and_is_refused_elsewhere(origin, profile
     loop.call(has_profile(other, "later"))
     for key, first in (("later", 512), ("first", 0)):
         for positions in (None, range(first, first + 1), range(0, 1 << 32, 256)):
-            kv = loop.call(other.play(key, positions))
+            kv = loop.call(other.play(key, positions)).kv
             assert kvdata.is_base_of(kv, piece(first))
     assert not caplog.records
     with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
@@ -145,7 +145,7 @@ def test_without_a_position_there_are_plain_tracks_and_the_log_says_why_once(ori
     # The position of what needs none is nobody's concern, unless the key stands for several.
     reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
     other = store(loop, policy="fixed:FP16", **reach)
-    assert torch.equal(loop.call(other.play("b", range(512, 513))), piece(512))
+    assert torch.equal(loop.call(other.play("b", range(512, 513))).kv, piece(512))
     assert loop.call(other.play("b", range(0))) is None
     loop.call(other.close())
 
@@ -201,7 +201,7 @@ def test_an_instance_that_has_the_profile_does_not_fetch_it(origin, profile, loo
     loop.call(one.close())
     origin.look(1)
     other = store(loop, policy="fixed:AC-L0", profile=profile, **reach)
-    assert kvdata.is_base_of(loop.call(other.play("a")), piece(256))
+    assert kvdata.is_base_of(loop.call(other.play("a")).kv, piece(256))
     (catalog,) = [asset.catalog for asset in origin.holdings.assets]
     assert other.client.metrics.value("kvabr_client_downloaded_bytes_total") < catalog.profile_bytes
     loop.call(other.close())
@@ -219,7 +219,7 @@ def test_a_profile_that_does_not_come_leaves_the_plain_tracks(origin, profile, l
     other = store(loop, policy="fixed:FP16", **reach)
     with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
         loop.call(has_profile(other, "a"))
-    assert torch.equal(loop.call(other.play("a")), piece(256))
+    assert torch.equal(loop.call(other.play("a")).kv, piece(256))
     assert "the codec profile did not come" in caplog.text
     loop.call(other.close())
 
@@ -235,14 +235,14 @@ def test_after_a_signal_nothing_old_is_played_and_what_is_new_is_published(origi
     other = store(loop, policy="fixed:FP16", **reach_of(origin))
     assert one.put("page", old).result(300.0)
     origin.look(1)
-    assert torch.equal(loop.call(one.play("page")), old)
+    assert torch.equal(loop.call(one.play("page")).kv, old)
     one.generation.changed()
     assert loop.call(one.leading(["page"])) == 0
     assert loop.call(one.play("page")) is None
     assert one.put("page", new).result(300.0)  # and not: it is known
     origin.look(2)
-    assert torch.equal(loop.call(one.play("page")), new)
-    assert torch.equal(loop.call(other.play("page")), old)
+    assert torch.equal(loop.call(one.play("page")).kv, new)
+    assert torch.equal(loop.call(other.play("page")).kv, old)
     one.generation.changed()
     assert loop.call(one.play("page")) is None
     for each in (one, other):
@@ -253,14 +253,14 @@ def test_a_play_that_a_signal_comes_in_between_brings_nothing(origin, loop):
     one = store(loop, publish=origin.root, policy="fixed:FP16", **reach_of(origin))
     assert one.put("page", piece(0)).result(300.0)
     origin.look(1)
-    play = one.client.play_asset
+    play = one.client.play_coded
 
     async def slowly(*args, **kwargs):
         played = await play(*args, **kwargs)
         one.generation.changed()
         return played
 
-    one.client.play_asset = slowly
+    one.client.play_coded = slowly
     assert loop.call(one.play("page")) is None
     loop.call(one.close())
 
@@ -278,7 +278,7 @@ def test_what_earlier_versions_published_is_played_where_its_name_told_all(origi
         return ChunkStore(spec, settings, "a test", max_tokens=256, former=former)
 
     now, never = loop.call(opened(("test/model", "test/model"))), loop.call(opened(None))
-    assert torch.equal(loop.call(now.play("@1@0@1@0@6f1d")), piece(0))
+    assert torch.equal(loop.call(now.play("@1@0@1@0@6f1d")).kv, piece(0))
     assert loop.call(never.play("@1@0@1@0@6f1d")) is None
     now.generation.changed()
     assert loop.call(now.play("@1@0@1@0@6f1d")) is None
@@ -293,7 +293,7 @@ def test_an_origin_that_does_not_answer_costs_one_lookup_its_time(origin, loop, 
     for key, first in (("a", 0), ("b", 256), ("c", 512)):
         assert one.put(key, piece(first)).result(300.0)
     origin.look(3)
-    assert torch.equal(loop.call(one.play("a")), piece(0))
+    assert torch.equal(loop.call(one.play("a")).kv, piece(0))
     find, asked = one.client.find_asset, []
 
     async def silent(*args, within_s, **kwargs):
@@ -314,7 +314,7 @@ def test_an_origin_that_does_not_answer_costs_one_lookup_its_time(origin, loop, 
                 assert loop.call(one.leading([f"new {number}", "b"])) == 0
         assert len(asked) == 2  # both keys of the first lookup
         assert "nothing is asked for until it answers" in caplog.text
-        assert torch.equal(loop.call(one.play("a")), piece(0))  # found before, and its groups are in memory
+        assert torch.equal(loop.call(one.play("a")).kv, piece(0))  # found before, and its groups are in memory
         one.client.find_asset = find
 
         async def back():
@@ -323,7 +323,7 @@ def test_an_origin_that_does_not_answer_costs_one_lookup_its_time(origin, loop, 
                 await asyncio.sleep(0.01)
 
         loop.call(asyncio.wait_for(back(), 60.0))
-        assert torch.equal(loop.call(one.play("b")), piece(256))
+        assert torch.equal(loop.call(one.play("b")).kv, piece(256))
     finally:
         origin_pause.answers = answers
         loop.call(one.close())

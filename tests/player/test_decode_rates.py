@@ -10,7 +10,7 @@ from kvabr.abr import Ladder
 from kvabr.abr.estimators import DualEwma
 from kvabr.player.builder import new_session
 from kvabr.player.decode_rates import DecodeRates, family
-from kvabr.player.session_types import Decode, FetchGroup
+from kvabr.player.session_types import Decode, FetchGroup, PlayerConfig
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
 from kvabr.types.errors import UsageError
@@ -127,3 +127,47 @@ def test_the_backlog_is_that_of_this_machine():
         play.decoded(decoding[0].request, 0.2, seconds=0.08)
     assert play.view.decode_s("Int4") == pytest.approx(0.08)
     assert play.view.decode_backlog_s == 0.0
+
+
+def test_a_batch_takes_a_latency_and_a_time_per_group():
+    rates = DecodeRates(catalog(layered=True), {"AC-5x": 0.001}, {"AC": 0.02})
+    assert rates.latency("AC-5x") == rates.latency("AC-L0") == 0.02
+    assert rates.latency("Int8") == 0.0
+    rates.observe("AC-5x", 1.0, 0.001)
+    assert rates.seconds("AC-5x") == pytest.approx(0.001)
+    view = new_session(Ladder(catalog()), 4.0, "fixed:Int8", DualEwma(), decode_rates=rates).view
+    assert view.last_decode_s("AC-5x") == pytest.approx(0.021)
+    assert view.decode_s("AC-5x") == pytest.approx(0.001)  # one more of a batch
+    with pytest.raises(UsageError, match="AC"):
+        DecodeRates(catalog(), {}, {"AC": -1.0})
+
+
+def test_what_waits_for_a_batch_takes_its_latency_once():
+    offer, rates = catalog(8), DecodeRates(catalog(8), {"Int8": 0.001}, {"Int8": 0.05})
+    play = new_session(
+        Ladder(offer), 4.0, "fixed:Int8", DualEwma(), decode_rates=rates, config=PlayerConfig(together=True)
+    )
+    play.start(0.0)
+    fetches = of(play.actions(), FetchGroup)
+    for fetch in fetches[:3]:
+        play.first_byte(fetch.request, 0.1)
+        play.done(fetch.request, 0.2)
+    decodes = of(play.actions(), Decode)
+    assert len(decodes) == 3  # whatever is handed over already
+    assert play.view.decode_backlog_s == pytest.approx(0.05 + 3 * 0.001)
+
+
+def test_what_is_decoded_last_counts_as_far_as_it_takes_longer_than_the_cheapest():
+    offer, rates = catalog(8), DecodeRates(catalog(8), {"Int8": 0.004, "AC-5x": 0.001, "Int4": 0.001})
+    config = PlayerConfig(together=True, decodes_last=True, decode_ahead_s=math.inf)
+    play = new_session(Ladder(offer), 4.0, "fixed:Int8", DualEwma(), decode_rates=rates, config=config)
+    play.start(0.0)
+    cheapest = play.view.decode_s(play.view.ladder.cheapest)
+    for fetch in of(play.actions(), FetchGroup)[:3]:
+        play.first_byte(fetch.request, 0.1)
+        play.done(fetch.request, 0.2)
+        for decode in of(play.actions(), Decode):
+            play.decoded(decode.request, 0.2)
+    assert play.view.decode_backlog_s == pytest.approx(3 * (0.004 - cheapest))
+    assert play.view.last_decode_s("Int8") == 0.0
+    assert play.view.decoded_by(0.5, 0.25) == 0.75

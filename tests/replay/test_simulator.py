@@ -8,7 +8,8 @@ from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
-from kvabr.player.session_types import PlayerConfig
+from kvabr.player.session_types import TIME_PRICE, PlayerConfig
+from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
 from kvabr.types.cost import PrefillCost
@@ -164,3 +165,29 @@ def test_bytes_never_exceed_what_the_link_carries():
         record, _, simulator = simulate(policy, groups=16, rate=5e5, deadline=1.5)
         end = record.delivered_s
         assert record.bytes_fetched + simulator.use.ghost_bytes <= (end - 0.05) * 5e5 + 32  # a byte per transfer
+
+
+def test_a_device_decodes_all_that_waits_in_one_batch():
+    offer = catalog(8, decode=10.0)
+    session = Session(Ladder(offer), 4.0, load_policy("fixed:Int4")(), DualEwma(), config=PlayerConfig(together=True))
+    link = Capacity(world("flat", [1e9]), 0.0, 0.05, slow_start=False)
+    record = Simulator(session, offer, link, rtt_s=0.05, decode_latency_s=0.1).run()
+    each = offer.track("Int4").decode_s
+    # The first groups' batch, and one for all that came meanwhile.
+    assert record.delivered_s == pytest.approx(0.05 + 2 * 0.1 + 8 * each, abs=0.01)
+    assert len({group.ready_s for group in record.groups}) == 2
+
+
+@pytest.mark.parametrize("policy", ["anytime", "fixed:AC-5x", "fixed:FP16"])
+@pytest.mark.parametrize("latency_s", [0.0, 0.02, 0.3])
+def test_no_play_beats_the_bound_with_a_latency(policy, latency_s):
+    runs = [
+        Experiment(catalog(8), ReplayOptions(2.0, 0.02, decode_latency_s=each)).play(link, 0.0, policy).run
+        for link in [world("flat", [4e5])]
+        for each in (0.0, latency_s)
+    ]
+    for run in runs:
+        assert not run["feasible"] or run["regret"] >= -1e-9
+    assert runs[1]["ttft_s"] >= 0.02 + latency_s
+    bounds = [run["clairvoyant_objective"] for run in runs]
+    assert bounds[1] - bounds[0] >= 0.99 * TIME_PRICE * latency_s  # what comes last waits for its batch

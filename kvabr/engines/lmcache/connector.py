@@ -23,8 +23,8 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.token_database import ChunkedTokenDatabase
 
-from kvabr.engines.chunk_store import ChunkStore, KeyedSettings
-from kvabr.engines.layouts import KVView
+from kvabr.client.expanding import expand_here
+from kvabr.engines.chunk_store import ChunkStore, KeyedSettings, places
 from kvabr.engines.lmcache import ADAPTER
 from kvabr.engines.lmcache.chunks import PLACES, as_kv, chunk_key, names_of, read_settings, spec_of
 from kvabr.types.errors import KvabrError
@@ -136,17 +136,27 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
 
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
         """Play one chunk; None if it is missing or does not come in time."""
-        kv = await self._store.play(chunk_key(key), PLACES.possible(key.chunk_hash))
-        if kv is None:
+        played = await self._store.play(chunk_key(key), PLACES.possible(key.chunk_hash))
+        if played is None:
             return None
         shape = list(self.meta_shapes[0])
-        shape[2] = kv.shape[3]
+        shape[2] = played.tokens
         chunk: MemoryObj | None = self._memory.allocate(torch.Size(shape), self.meta_dtypes[0], self.meta_fmt)
         if chunk is None or chunk.tensor is None:
             self._store.trouble.tell("LMCache has no memory for a chunk", "see max_local_cpu_size")
             return None
-        # A play does not decode into LMCache's memory itself: if it ends early, a thread may still write.
-        KVView(as_kv(chunk.tensor, self._store.spec)).write(kv)
+        there = places(played, as_kv(chunk.tensor, self._store.spec))
+        decoding = asyncio.get_running_loop().run_in_executor(None, expand_here, played.groups, there)
+        try:
+            errors = await asyncio.shield(decoding)
+        except BaseException:
+            # LMCache has cancelled the call: its memory is written to until the threads have ended.
+            decoding.add_done_callback(lambda _: chunk.ref_count_down())
+            raise
+        if (wrong := next(filter(None, errors), None)) is not None:
+            chunk.ref_count_down()
+            self._store.trouble.tell("a chunk cannot be decoded", wrong)
+            return None
         return chunk
 
     def support_batched_get(self) -> bool:

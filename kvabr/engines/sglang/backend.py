@@ -14,8 +14,9 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from kvabr.client.blocking import LoopThread
-from kvabr.engines.chunk_store import ChunkStore, spec_of
-from kvabr.engines.layouts import KVView
+from kvabr.client.expanding import expand_here
+from kvabr.client.result import PlayedPrefix
+from kvabr.engines.chunk_store import ChunkStore, places, spec_of
 from kvabr.engines.sglang import ADAPTER
 from kvabr.engines.sglang.names import names_of, page_key, weight_version
 from kvabr.engines.sglang.pages import page_view, read_settings
@@ -160,19 +161,24 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         return [range((before + page) * size, _MAX_POSITION, size) for page in range(len(keys))]
 
     def _play(
-        self, keys: Sequence[str], places: Sequence[torch.Tensor], positions: Sequence[range | None]
+        self, keys: Sequence[str], pages: Sequence[torch.Tensor], positions: Sequence[range | None]
     ) -> list[bool]:
-        """Play pages into their places; return for each whether it came."""
+        """Play pages, and decode all of them together into their places; return for each whether it came."""
         store, loop = self._ready()
 
-        async def play() -> list[torch.Tensor | None]:
+        async def play() -> list[PlayedPrefix | None]:
             return await asyncio.gather(*map(store.play, map(self._name, keys), positions))
 
         got = loop.call(play())
-        for kv, place in zip(got, places, strict=True):
-            if kv is not None:
-                KVView(place).write(kv)
-        return [kv is not None for kv in got]
+        came = [(page, played, where) for page, (played, where) in enumerate(zip(got, pages, strict=True)) if played]
+        groups = [(page, group) for page, played, _ in came for group in played.groups]
+        into = [place for _, played, where in came for place in places(played, where)]
+        lost = set()
+        for (page, _), wrong in zip(groups, expand_here([group for _, group in groups], into), strict=True):
+            if wrong is not None:
+                lost.add(page)
+                store.trouble.tell("a page cannot be decoded", wrong)
+        return [played is not None and page not in lost for page, played in enumerate(got)]
 
     def _publish(
         self, keys: Sequence[str], pages: Sequence[torch.Tensor], extra_info: HiCacheStorageExtraInfo | None = None

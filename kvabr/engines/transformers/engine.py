@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvabr.client.warming import warm_in_background
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers.cache import (
     cache_argument,
@@ -51,6 +52,7 @@ class TransformersEngine:
         self.cache_argument = cache_argument(model)
         """What the model calls its cache."""
         self._takes_positions = "position_ids" in signature(model.base_model.forward).parameters
+        warm_in_background(spec, self.device, self.dtype)
 
     @property
     def vocabulary(self) -> int:

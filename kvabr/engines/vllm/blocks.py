@@ -143,6 +143,11 @@ class EngineBlocks:
         return self._all[0].layers[0].device
 
     @property
+    def layers(self) -> tuple[BlockLayers, ...]:
+        """The layers of each table, as groups are decoded to them."""
+        return tuple(shelf.blocks for shelf in self._shelves)
+
+    @property
     def tokens(self) -> int:
         """Tokens that all blocks hold, at most."""
         return max(shelf.layers[0].shape[0] * shelf.pages.block for shelf in self._all)

@@ -36,6 +36,7 @@ from kvabr.engines.vllm.requests import PassageRequests, blended, params, salt_o
 from kvabr.engines.vllm.snapshots import Boundaries
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.windows import Completed, Tables
+from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, TransportError
 from kvabr.types.naming import chain
 from kvabr.types.passage import Passage
@@ -307,7 +308,7 @@ class SchedulerHalf:
         def room(first: int) -> int:
             skip = found.catalog.group_at(first)
             if skip not in lookup.bytes:
-                lookup.bytes[skip] = found.catalog.suffix(skip).fp16_bytes // 2 * self._model.dtype.itemsize
+                lookup.bytes[skip] = _most_bytes(found.catalog.suffix(skip))
             return lookup.bytes[skip]
 
         return promises.ask(request, computed, lookup.last, room=room, due_s=lookup.due_s, now=time.monotonic())
@@ -470,3 +471,14 @@ class SchedulerHalf:
             self._trouble.tell(f"kv_transfer_params: deadline_s is not a number up to {most_s:g}", f"{WHERE} applies")
             return self._settings.deadline_s
         return float(given)
+
+
+def _most_bytes(catalog: Catalog) -> int:
+    """Return the bytes of a cache on the dearest of its tracks, with all below it, as a play keeps it."""
+    most, every = 0, catalog.by_name
+    for track in catalog.tracks:
+        nbytes, lower = track.total_bytes, track.refines
+        while lower is not None:
+            nbytes, lower = nbytes + every[lower].total_bytes, every[lower].refines
+        most = max(most, nbytes)
+    return most

@@ -24,6 +24,7 @@ from kvabr.client.blocking import Client, Handle
 from kvabr.client.expanding import expand_here
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix
+from kvabr.client.warming import warm_in_background
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
@@ -101,6 +102,8 @@ class WorkerHalf:
         self.lossy.most = max(_MOST_LOSSY, 4 * self._blocks.tokens // self._model.spec.group_tokens)
         self._copier.use(self._blocks.device)
         self._loader.use(self._blocks.device)
+        if self._client is not None:
+            warm_in_background(self._model.shard, self._blocks.device, self._model.dtype, self._blocks.layers)
         if self._publications is not None:
             self._publications.registered()
 
@@ -239,6 +242,7 @@ class WorkerHalf:
                     salt=load.salt,
                     dtype=None if self._model.quantised or self._model.caches.states else self._model.dtype,
                     patience=1.0,
+                    device=self.blocks.device,
                 ),
             )
 

@@ -84,6 +84,7 @@ def test_host_memory_is_free_at_once_when_it_is_not_wanted(served, ends):
         (playing,) = bench.worker._plays.values()
         kv = weakref.ref(playing.prefix)
         assert "parts" not in vars(playing.prefix)  # nothing was expanded
+        assert playing.prefix.nbytes == 64 * SPEC.elements_per_token * 2
         del playing
         if ends == "used":
             bench.scheduler.allocated(asked, [list(range(20))], count)
@@ -102,8 +103,8 @@ def test_host_memory_is_free_at_once_when_it_is_not_wanted(served, ends):
 def test_requests_without_room_in_host_memory_wait_or_are_computed(served):
     bench = Bench(served)
     try:
-        one = 64 * SPEC.elements_per_token * 4
-        bench.scheduler._promises._max_bytes = one + 1
+        one = 64 * SPEC.elements_per_token * 2  # as it came, in FP16
+        bench.scheduler._promises._max_bytes = one * 3 // 2
         assert bench.matched(request("a")) == (64, True)
         b, c = request("b"), request("c")
         for asked in (b, c):

@@ -1,0 +1,129 @@
+"""Kernels are compiled, and compared with the processor, before a play needs them: that takes seconds.
+
+`kvabr doctor` does it for the profiles that ship, and an engine for its own model when it starts, in the background.
+What Triton has compiled it keeps on the disk, so that the next process of this machine is quicker.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvabr.client.profiles import keep
+from kvabr.codec import gpu
+from kvabr.codec.base import GroupContext
+from kvabr.codec.block_slots import BlockLayers, BlockSlots, Place, TensorPlace
+from kvabr.codec.builtin import BUILTIN
+from kvabr.codec.gpu.together import CROWDED
+from kvabr.codec.group import payload_of
+from kvabr.codec.paged import CodedGroup, expand
+from kvabr.codec.profile import Profile
+from kvabr.codec.quantiser import below as track_below
+from kvabr.codec.sample_frames import SampleFrames
+from kvabr.data.profiles import shipped_profile
+from kvabr.types.kv import KVSpec
+
+_log = logging.getLogger("kvabr.client")
+_ROWS_OF_A_STREAM = 2048
+
+
+def warm(
+    profile: Profile, device: torch.device, dtype: torch.dtype | None = None, like: Sequence[BlockLayers] = ()
+) -> int:
+    """Decode made-up groups of a model's AC tracks on a GPU, few and many at once; return how many.
+
+    Args:
+        profile: the model's.
+        device: the GPU.
+        dtype: element type of the cache; None: the model's own.
+        like: layers of paged caches that groups will be decoded to; nothing is written there. Without: to a tensor.
+
+    Raises:
+        Exception: what is wrong with a group. Kernels that cannot be used are no error, but a warning.
+    """
+    if not gpu.runs_on(device):
+        return 0
+    count = 0
+    for part in profile.spec.parts:
+        if part.only.kind == "state":
+            continue
+        groups = list(_groups(profile, part))
+        fitting = [layers for layers in like if _fits(layers, part)]
+        makers: list[Callable[[], Place]] = [partial(_blocks_like, layers, part.rows) for layers in fitting]
+        makers = makers or [partial(_tensor, part, dtype or part.torch_dtype, device)]
+        many = -(-CROWDED * _ROWS_OF_A_STREAM // profile.of(part).transform.structure.rows)
+        for room in makers:
+            places = [room() for _ in groups]
+            # Copies of a group may share room: they write the same.
+            for batch, into in ((groups, places), (groups[:1] * many, places[:1] * many)):
+                for wrong in expand(batch, into):
+                    if wrong is not None:
+                        raise wrong
+                count += len(batch)
+    return count
+
+
+def warm_in_background(
+    spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
+) -> threading.Thread | None:
+    """Do as `warm` in a thread, with the profile that kvabr ships for a model; None if there is none, or no kernels."""
+    shipped = shipped_profile(spec)
+    if shipped is None or not gpu.runs_on(device):
+        return None
+
+    def work() -> None:
+        try:
+            keep(profile := Profile.from_bytes(shipped.bound(spec)))  # what was compared stays with it
+            beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(beside):
+                warm(profile, device, dtype, like)
+        except Exception as error:  # noqa: BLE001  # plays will find out
+            _log.warning("kvabr: the GPU's kernels were not tried before they are needed (%s)", error)
+
+    thread = threading.Thread(target=work, name="kvabr-warm", daemon=True)
+    thread.start()
+    return thread
+
+
+def _groups(profile: Profile, part: KVSpec) -> Iterator[CodedGroup]:
+    """Yield a group of each of a class's tracks, with all below it."""
+    own = profile.of(part)
+    behind_sinks = part.group_tokens * (1 + own.sinks // part.group_tokens)
+    sample = SampleFrames(GroupContext(part, behind_sinks, part.rows, profile))
+    for track in (track for track in own.depths if track in BUILTIN):
+        below: list[memoryview] = []
+        lower = track_below(track)
+        while lower is not None:
+            below.insert(0, payload_of(sample.frame(lower)))
+            lower = track_below(lower)
+        yield CodedGroup(payload_of(sample.frame(track)), track, sample.context, below)
+
+
+def _tensor(part: KVSpec, dtype: torch.dtype, device: torch.device) -> Place:
+    """Make room for a group."""
+    return TensorPlace(torch.empty(part.shape(part.rows), dtype=dtype, device=device))
+
+
+def _fits(layers: BlockLayers, part: KVSpec) -> bool:
+    _, heads, _, dim = layers[0][0].shape
+    return part.shape(1) == (len(layers), len(layers[0]), heads, 1, dim)
+
+
+def _blocks_like(layers: BlockLayers, tokens: int) -> Place:
+    """Make room for a group in blocks of the same layout."""
+    first = layers[0][0]
+    _, heads, size, dim = first.shape
+    count = -(-tokens // size)
+    shape = (count, heads, size, dim)
+    made = BlockLayers(
+        [
+            [torch.empty_strided(shape, view.stride(), dtype=view.dtype, device=view.device) for view in layer]
+            for layer in layers
+        ]
+    )
+    return BlockSlots(made, np.arange(tokens))
