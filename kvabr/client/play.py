@@ -38,6 +38,7 @@ from kvabr.client.shared_bandwidth import estimating, link_of
 from kvabr.client.shortening import known_link, shortened
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.client.upgrades import Upgrades
+from kvabr.client.warming import receive_pinned
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantised import all_finite, as_type, check_wanted, convert
 from kvabr.codec.threads import decoder_threads
@@ -326,6 +327,7 @@ class Play:
     ) -> Driver:
         """Drive a session to its end; the engine needs ``rest_s`` for what no cache covers."""
         options, ladder, connection = self.options, prepared.ladder, self.connection
+        receive_pinned(self._device)
         catalog = ladder.catalog
         try:
             room = None if coded else self._room(catalog)

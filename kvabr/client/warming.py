@@ -19,6 +19,7 @@ from kvabr.codec import gpu
 from kvabr.codec.base import GroupContext
 from kvabr.codec.block_slots import BlockLayers, BlockSlots, Place, TensorPlace
 from kvabr.codec.builtin import BUILTIN
+from kvabr.codec.gpu.level_job import LEVELS
 from kvabr.codec.gpu.together import CROWDED
 from kvabr.codec.group import payload_of
 from kvabr.codec.paged import CodedGroup, expand
@@ -26,10 +27,13 @@ from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below as track_below
 from kvabr.codec.sample_frames import SampleFrames
 from kvabr.data.profiles import shipped_profile
+from kvabr.store.memory import GROUPS
 from kvabr.types.kv import KVSpec
 
 _log = logging.getLogger("kvabr.client")
 _ROWS_OF_A_STREAM = 2048
+_PINNED_BYTES = 1 << 30
+"""Of pinned memory that is kept for the next groups; pinning a gigabyte takes some tenths of a second."""
 
 
 def warm(
@@ -68,6 +72,12 @@ def warm(
     return count
 
 
+def receive_pinned(device: torch.device | None) -> None:
+    """Have groups received, from now on, in memory from which a GPU copies by itself."""
+    if device is not None and device.type == "cuda" and gpu.runs_on(device):
+        GROUPS.pin_with(gpu.pin, _PINNED_BYTES)
+
+
 def warm_in_background(
     spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
 ) -> threading.Thread | None:
@@ -75,6 +85,7 @@ def warm_in_background(
     shipped = shipped_profile(spec)
     if shipped is None or not gpu.runs_on(device):
         return None
+    receive_pinned(device)
 
     def work() -> None:
         try:
@@ -91,11 +102,11 @@ def warm_in_background(
 
 
 def _groups(profile: Profile, part: KVSpec) -> Iterator[CodedGroup]:
-    """Yield a group of each of a class's tracks, with all below it."""
+    """Yield a group of each of a class's tracks that kernels decode, with all below it."""
     own = profile.of(part)
     behind_sinks = part.group_tokens * (1 + own.sinks // part.group_tokens)
     sample = SampleFrames(GroupContext(part, behind_sinks, part.rows, profile))
-    for track in (track for track in own.depths if track in BUILTIN):
+    for track in (*(track for track in own.depths if track in BUILTIN), *LEVELS):
         below: list[memoryview] = []
         lower = track_below(track)
         while lower is not None:

@@ -62,6 +62,8 @@ class Codec(ABC):
     rotates: ClassVar[bool] = False
     """Whether `decode` rotates the keys of position-free groups itself; those of all others are rotated afterwards
     (`kvabr.codec.group.decode_payload`)."""
+    has_kernel: ClassVar[bool] = False
+    """Whether `kvabr.codec.gpu` expands its payloads. Each class says it for itself: derived ones may decode others."""
     takes_codes: ClassVar[bool] = False
     """Whether `encode` and `decode` take tensors in float8, an engine's own codes; all others are given the numbers
     that these stand for (`kvabr.codec.quantised`)."""

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from kvabr.codec import gpu
 from kvabr.codec.base import Codec, GroupContext, codec
 from kvabr.codec.container import FrameHeader, HasDigest, pack, unpack
+from kvabr.codec.gpu.level_job import LevelJob
 from kvabr.codec.payload import place
 from kvabr.codec.quantised import check_type, clean_codes, codes_of, is_quantised, numbers_of
 from kvabr.codec.rope import rotate
@@ -124,7 +126,10 @@ def decode_by(
     _check_shape(out, context, f"group {group}: cannot decode into")
     rotated = context.free and context.at is not None and not made.rotates
     if not rotated and (made.takes_codes or not is_quantised(out.dtype)):
-        made.decode(payload, context, out, below)
+        if has_kernel(made, out.device):
+            gpu.expand(LevelJob(made.name, payload, context.spec, out))
+        else:
+            made.decode(payload, context, out, below)
         return
     numbers = torch.empty(out.shape, dtype=torch.float32, device=out.device)
     made.decode(payload, context, numbers, below)
@@ -134,6 +139,11 @@ def decode_by(
         out.copy_(codes_of(numbers, context.spec))
     else:
         place(out, numbers)
+
+
+def has_kernel(made: Codec, device: torch.device) -> bool:
+    """Return whether `gpu.expand` decodes what a codec encoded, on this device."""
+    return bool(vars(type(made)).get("has_kernel")) and gpu.runs_on(device)
 
 
 def _check_shape(kv: torch.Tensor, context: GroupContext, what: str) -> None:

@@ -17,7 +17,7 @@ from kvabr.codec.ac import Ac, Parts
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.block_slots import BlockSlots, Place, TensorPlace
 from kvabr.codec.gpu.level_job import LevelJob
-from kvabr.codec.group import decode_payload
+from kvabr.codec.group import decode_payload, has_kernel
 from kvabr.codec.native.coder_model import DTYPES, DecodeJob
 from kvabr.types.errors import FormatError
 
@@ -116,7 +116,7 @@ def _job(group: CodedGroup, place: Place) -> tuple[DecodeJob | LevelJob, list[Pa
     out = torch.empty(shape, dtype=place.dtype, device="meta")
     if isinstance(made, Ac):
         return made.job(group.payload, context, out, group.below)
-    if vars(type(made)).get("has_kernel") and not (context.free and context.at is not None):
+    if has_kernel(made, place.device) and not (context.free and context.at is not None):
         return LevelJob(group.track, group.payload, context.spec, out), []
     return None
 

@@ -6,16 +6,13 @@ import ctypes
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from kvabr.codec import gpu
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.builtin import PayloadLayout
-from kvabr.codec.gpu.level_job import LevelJob
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 
@@ -176,9 +173,6 @@ class Separable(Codec):
     processor's cache however large the group is.
     """
 
-    has_kernel: ClassVar[bool] = False
-    """Whether `kvabr.codec.gpu` expands its payloads. Each class says it for itself: derived ones may decode others."""
-
     def head(self, group: torch.Tensor, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
         """Return what all tokens of a group [layer, K/V, head, token, dim] share: float16, any shape."""
         return group.new_empty(0, dtype=torch.float16)
@@ -223,13 +217,6 @@ class Separable(Codec):
         below: Sequence[memoryview] = (),  # noqa: ARG002
     ) -> None:
         """Read the head, then the units run by run."""
-        if vars(type(self)).get("has_kernel") and gpu.runs_on(out.device):
-            gpu.expand(LevelJob(self.name, payload, context.spec, out))
-        else:
-            self.decode_by_torch(payload, context, out)
-
-    def decode_by_torch(self, payload: memoryview, context: GroupContext, out: torch.Tensor) -> None:
-        """Do what `decode` does without kernels of ours, on any device."""
         layout = self._layout(context)
         reader = PayloadReader(payload, self.name)
         reader.expect(layout.payload_bytes)

@@ -10,7 +10,7 @@ interpreter, and ``tools/bench-gpu`` on a GPU, which it times as well.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -57,6 +57,13 @@ def decode_to_blocks(jobs: Sequence[DecodeJob | LevelJob], blocks: Sequence[Bloc
     Of the jobs' ``out`` only the shape counts. Blocks are written completely, or partly on error; see `runs_on`.
     """
     return together.decode([together.PlacedJob(job, there) for job, there in zip(jobs, blocks, strict=True)])
+
+
+def pin(address: int, size: int) -> Callable[[], object] | None:
+    """Pin memory for all devices; see `kvabr.store.memory.Pin`."""
+    from kvabr.codec.gpu import staging  # noqa: PLC0415  # which knows codecs, which know this package
+
+    return staging.pin(address, size)
 
 
 def analyse(

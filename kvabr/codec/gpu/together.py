@@ -121,11 +121,7 @@ def _own(task: PlacedJob) -> torch.Tensor:
     if isinstance(job, DecodeJob):
         coder.decode_many([replace(job, out=out)])
     else:
-        from kvabr.codec.payload import Separable  # noqa: PLC0415  # which knows this package
-
-        made = codec(job.level)
-        assert isinstance(made, Separable)  # noqa: S101  # see `LEVELS`
-        made.decode_by_torch(job.payload, GroupContext(job.spec, 0, job.out.shape[3]), out)
+        codec(job.level).decode(job.payload, GroupContext(job.spec, 0, job.out.shape[3]), out)
     return out
 
 

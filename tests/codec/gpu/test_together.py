@@ -13,6 +13,7 @@ from kvabr.codec.block_slots import BlockSlots
 from kvabr.codec.gpu import together
 from kvabr.codec.gpu.batches import Batches
 from kvabr.codec.gpu.level_job import LevelJob
+from kvabr.codec.group import decode_by
 from kvabr.codec.payload import raw
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
@@ -241,10 +242,10 @@ def test_levels_are_expanded_together_and_compared_too(monkeypatch, recwarn, fau
     monkeypatch.setattr(gpu, "runs_on", lambda device: device == DEVICE)
     jobs = [LevelJob(level, *each) for level, *each in zip(("Int8", "FP8"), coded, [spec] * 2, room, strict=False)]
     assert together.decode([together.PlacedJob(job, None) for job in jobs]) == [None, None]
-    codec("Int8").decode(coded[2], context, room[2])
+    decode_by(codec("Int8"), coded[2], context, 0, room[2])
     assert same(room, wanted)
     assert calls[0] == 2
     assert bool([each for each in recwarn if "on the processor" in str(each.message)]) == bool(fault)
     recwarn.clear()
     with pytest.raises(FormatError, match="Int8: 3 bytes of payload"):
-        codec("Int8").decode(coded[2][:3], context, room[2])
+        decode_by(codec("Int8"), coded[2][:3], context, 0, room[2])
