@@ -31,9 +31,7 @@ from kvabr.player.session_types import (
     Cancel,
     ChooseTokens,
     Decode,
-    Deliver,
     FetchGroup,
-    GiveUp,
     PlayerConfig,
     PlayRecord,
     Recompute,
@@ -51,7 +49,7 @@ _FEW = 64
 """Groups of a prompt up to which threads decode them, however small: it takes them no time to speak of."""
 _MOMENT_S = 0.01
 """Seconds for which small groups are decoded before the event loop has its turn."""
-_READS = 256
+_READS = 128
 """Groups that are read at once; the others wait here. A connection sends fewer requests at a time anyway."""
 
 LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25, decode_ahead_s=0.005)
@@ -163,7 +161,11 @@ class Driver:
             return
         try:
             event(*arguments, now=self.now())
-            for action in self.session.actions():
+            actions = self.session.actions()
+            if self.session.over:  # `run` ends everything at once
+                self._over.set_result(None)
+                return
+            for action in actions:
                 self._obey(action)
         except Exception as error:  # noqa: BLE001  # a policy's, or our own: the play is to end with it, not to hang
             if not self._over.done():
@@ -189,8 +191,6 @@ class Driver:
                 self._begin(self._choose())
             case RecomputeTokens():
                 self._begin(self._compute_again(action))
-            case Deliver() | GiveUp():
-                self._over.set_result(None)
 
     def _schedule(self) -> None:
         when = self.session.next_timer()
