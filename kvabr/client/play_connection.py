@@ -236,9 +236,9 @@ class PlayConnection(Connection):
 
     def cached_groups(self, namespace: TrackNamespace, track: str) -> Collection[int]:
         """See `Connection.cached_groups`."""
-        store = self._shared.store
         digests = self._digests.get((namespace, track), ())
-        return [group for group, digest in enumerate(digests) if digest and digest in store]
+        here = self._shared.store.present(digests)
+        return [group for group, digest in enumerate(digests) if digest in here] if here else ()
 
     @property
     def waits_its_turn(self) -> bool:  # type: ignore[override]

@@ -6,7 +6,7 @@ for it, so that all is decoded together, unless time is short, or an engine need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 
 from kvabr.abr.view import Transfer, View
@@ -34,7 +34,7 @@ Kind = tuple[bool, bool]
 class DecodeQueue:
     """The groups of one play of which something can be decoded."""
 
-    def __init__(self, view: View, progress: Sequence[GroupProgress], ahead_s: float = 0.0) -> None:
+    def __init__(self, view: View, progress: Mapping[int, GroupProgress], ahead_s: float = 0.0) -> None:
         """Begin empty; ``progress`` is that of each group, ``ahead_s``: `PlayerConfig.decode_ahead_s`."""
         self._view, self._progress, self._ahead_s = view, progress, ahead_s
         self._waiting: dict[int, int] = {}

@@ -18,7 +18,7 @@ from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.decode_queue import DecodeQueue
 from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.event_log import EventLog
-from kvabr.player.group_progress import GroupProgress
+from kvabr.player.group_progress import ProgressByGroup
 from kvabr.player.live_edge import LiveEdge
 from kvabr.player.policy_guard import CallLimit, PolicyGuard, at_once
 from kvabr.player.priorities import RequestPriorities
@@ -133,7 +133,7 @@ class PlayState:
         self._absent = GroupSet(groups)
         """Groups that have not arrived and are not being computed; includes those in flight."""
         self._in_place = 0
-        self._groups = [GroupProgress(ladder.stacks) for _ in range(groups)]
+        self._groups = ProgressByGroup(ladder.stacks)
         self._undecoded = DecodeQueue(self.view, self._groups, config.decode_ahead_s)
         """Groups of which something has arrived and is not being decoded."""
         self._decoding: dict[int, Transfer] = {}
@@ -447,7 +447,7 @@ class PlayState:
                     self._drop(other)
         self.view.in_flight.clear()
         self.view.outstanding_bytes = 0
-        left = (progress.arrived for progress in self._groups)
+        left = (progress.arrived for progress in self._groups.values())
         undecoded = sum(one.bytes for one in (*self._decoding.values(), *chain.from_iterable(left)))
         self.record.bytes_undecoded += undecoded
         self.record.bytes_wasted += undecoded

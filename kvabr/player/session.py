@@ -203,6 +203,7 @@ class Session(PlayState):
             for useless in progress.superseded(batch[-1]):
                 self._drop(useless)
             self._count_decoding(batch[-1].group)
+            self._groups.rest(batch[-1].group)
             self._advance(now)
 
     def refused(self, request: int, reason: str, now: float) -> None:

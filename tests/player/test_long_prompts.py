@@ -58,6 +58,25 @@ def per_group(groups, policy, **link):
     return lines(lambda: play(groups, policy, **link)) / groups
 
 
+def beginning(groups):
+    """Return the lines that run before a play makes its first requests, nothing being stored."""
+    config = PlayerConfig(decoders=2, time_price=1e-3)
+
+    def begin():
+        how = {"config": config, "cached_groups": lambda *_: ()}
+        new_session(ladder(groups), DEADLINE_S, "anytime", new_estimator("anytime"), **how).start()
+
+    begin()
+    return lines(begin)
+
+
+def test_of_the_beginning():
+    """Nothing is worked out group by group but records and sums: what a play may need, it makes when it needs it."""
+    few, some, many = map(beginning, (64, 1024, 8192))
+    assert (some - few) / (1024 - 64) < 20
+    assert (many - few) / (8192 - 64) < 20
+
+
 @pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
 def test_of_the_default_policy(link):
     few, many = (per_group(groups, "anytime", **link) for groups in (64, 1024))
