@@ -37,7 +37,7 @@ def test_the_price_of_a_byte_is_that_of_the_step_that_would_be_next(seed):
     ladder = Ladder(drawn(seed, layered=bool(seed % 2)))
     steps = ladder.layered_steps
     spent = list(accumulate(step.bytes for step in steps))
-    for spare in range(0, spent[-1] + 2):
+    for spare in range(spent[-1] + 2):
         index = bisect_left(spent, spare)
         assert ladder.price(spare) == pytest.approx(steps[index].worth if index < len(steps) else 0.0)
     assert ladder.price(-1) == float("inf")
