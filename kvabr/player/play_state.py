@@ -33,7 +33,7 @@ from kvabr.player.session_types import (
     Deliver,
     GiveUp,
     Goal,
-    GroupRecord,
+    GroupRecords,
     LiveRecord,
     PlayerConfig,
     PlayRecord,
@@ -126,7 +126,7 @@ class PlayState:
         """Seconds that the engine would take for everything; None if there is none."""
         self._stalls = None if config.stalled_after is None else StallDetector(config.stalled_after * deadline_s)
         groups = self._catalog.groups
-        self.record = PlayRecord([GroupRecord(group) for group in range(groups)])
+        self.record = PlayRecord(GroupRecords(groups))
         if self._live is not None:
             self.record.live = LiveRecord()
             self.view.edge, self.view.missing_groups = 0, GroupSet(groups, ())
@@ -253,6 +253,8 @@ class PlayState:
 
     def _has_room(self) -> bool:
         view, config = self.view, self._config
+        if len(view.in_flight) >= config.most_requests:
+            return False
         if self._guard.policy.paces:
             most = config.ahead * view.rate * (view.ttfb_s + self._tick_s)
             return view.outstanding_bytes < max(config.least_ahead_bytes, most)
