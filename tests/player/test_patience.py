@@ -208,6 +208,11 @@ def test_a_base_of_many_small_groups_leaves_at_once():
     assert requested(sized(504, 8_000), 1e6)[0] == 504
 
 
+def test_a_play_asks_for_no_more_groups_than_a_connection_can_use_however_small_they_are():
+    """Else what it asks for as it begins, and cancels as it ends, grows with the prompt."""
+    assert requested(sized(4096, 100), 1e6)[0] == PlayerConfig().most_requests
+
+
 def test_large_groups_are_requested_as_the_link_carries_them():
     offer = sized(200, 1_000_000)
     at_first, on_a_slow_link = requested(offer, 1e6)
