@@ -240,9 +240,9 @@ class Clairvoyant:
         for count in range(1, groups):
             # With the last group of all, or without it.
             earliest_s = (link.when(float(sums[groups - 1 - count])) + last_s, 0.0)
-            begins_s = np.maximum(front_s[:count], come_s[:count])
+            front_done_s = np.maximum(front_s[:count], come_s[:count])
             for behind_s, from_s in zip(_behind(catalog, cost, count), earliest_s, strict=True):
-                takes_s, ends_s = float((front_s[:count] + behind_s).min()), float((begins_s + behind_s).min())
+                takes_s, ends_s = float((front_s[:count] + behind_s).min()), float((front_done_s + behind_s).min())
                 if takes_s < math.inf:
                     ways.append(_Way(GroupSubset(free=count), takes_s, max(from_s, ends_s)))
         return ways

@@ -393,14 +393,14 @@ class Anytime(Policy):
         """Return the groups in the order in which their best upgrade of the base saves per byte, see `_best`."""
         import numpy as np  # noqa: PLC0415  # slow to load
 
-        lost, none = np.array(self._base.loss), np.zeros(view.groups)
+        lost, none = np.array(self._base.loss, float), np.zeros(view.groups)
 
-        def worth(track: Track, nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-            found = (lost - np.array(track.loss)) / nbytes
+        def worth(track: Track, nbytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+            found: npt.NDArray[np.float64] = (lost - np.array(track.loss)) / nbytes
             found[[group for group, name in view.unavailable if name == track.name]] = 0.0
             return found
 
-        layered, reachable = none, [(layer, 0) for layer in self._above.get(self._base.name, ())]
+        layered, reachable = none, [(layer, none) for layer in self._above.get(self._base.name, ())]
         for layer, below in reachable:  # grows during the loop
             nbytes = below + np.array(layer.bytes)
             layered = np.maximum(layered, worth(layer, nbytes))
@@ -411,7 +411,7 @@ class Anytime(Policy):
         self._gain = sum(self._gains)
         # Of equal gains the later group goes first: the engine computes from the front.
         ranks = -np.where(layered > 0, layered, replacing)
-        return np.lexsort((-np.arange(view.groups), ranks)).tolist()
+        return list(map(int, np.lexsort((-np.arange(view.groups), ranks))))
 
     def _best(self, view: View, group: int, current: str) -> _Offer | None:
         """Return a group's best upgrade per byte: the next layer (judged with those above it), else another track."""
