@@ -19,16 +19,25 @@ def cache_first(policy: Policy, catalog: Catalog, stored: CachedGroups) -> Polic
     """Wrap the policy in a `CacheFirst` if there are stored groups that it can build on, or return it unchanged."""
     if not policy.takes_cached:
         return policy
-    kept: dict[str, frozenset[int]] = {}
-    for track in catalog.tracks:
-        places: dict[tuple[TrackNamespace, str], dict[int, list[int]]] = {}
-        for group in range(catalog.groups):
-            name, number = catalog.address(group, track.name)
-            places.setdefault((catalog.namespace_of(group), name), {}).setdefault(number, []).append(group)
-        kept[track.name] = frozenset(
-            group for name, numbers in places.items() for number in stored(*name) for group in numbers.get(number, ())
-        )
+    kept = {track.name: _stored(catalog, track.name, stored) for track in catalog.tracks}
     return CacheFirst(policy, kept) if any(kept.values()) else policy
+
+
+def _stored(catalog: Catalog, track: str, stored: CachedGroups) -> frozenset[int]:
+    """Return the groups of a track that are stored."""
+    if catalog.even:
+        first, end = catalog.offset, catalog.offset + catalog.groups
+        return frozenset(number - first for number in stored(catalog.namespace, track) if first <= number < end)
+    here: dict[tuple[TrackNamespace, str], Collection[int]] = {}
+    found = set()
+    for group in range(catalog.groups):
+        name, number = catalog.address(group, track)
+        where = catalog.namespace_of(group), name
+        if where not in here:
+            here[where] = frozenset(stored(*where))
+        if number in here[where]:
+            found.add(group)
+    return frozenset(found)
 
 
 class CacheFirst(Policy):

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from kvabr.types.catalog import Catalog, Track
 
@@ -92,14 +92,25 @@ class Ladder:
     @cached_property
     def _prices(self) -> tuple[list[float], list[int]]:
         """What the bytes of each of these steps save, and the bytes of all up to it; without an object for each."""
-        stacks = [(track, stack(self.catalog, track)) for track in self.catalog.tracks]
-        steps = [
-            ((low.loss - high.loss) / (high.bytes - low.bytes), high.bytes - low.bytes)
-            for group in range(self.catalog.groups)
-            for low, high in pairwise(_options(group, stacks))
-        ]
-        steps.sort(key=lambda step: -step[0])
-        return [worth for worth, _ in steps], list(accumulate(nbytes for _, nbytes in steps))
+        import numpy as np  # noqa: PLC0415  # slow to load
+
+        tracks, groups = self.catalog.tracks, np.arange(self.catalog.groups)
+        layers = {track.name: np.array(track.bytes) for track in tracks}
+        sizes = np.array([sum(layers[layer] for layer in self.stacks[track.name]) for track in tracks])
+        losses = np.array([track.loss for track in tracks], dtype=float)
+        at = np.lexsort((losses, sizes), axis=0)[0]
+        worths, steps = [], []
+        for _ in tracks:  # each hull has a corner less than there are tracks, at most
+            size, loss = sizes[at, groups], losses[at, groups]
+            more, saved = sizes - size, loss - losses
+            worth = np.divide(saved, more, out=np.zeros_like(losses), where=(more > 0) & (saved > 0))
+            best = worth.max(axis=0)
+            at = np.where(best > 0, np.where(worth == best, sizes, -1).argmax(axis=0), at)
+            worths.append(best)
+            steps.append(sizes[at, groups] - size)
+        worth, step = np.array(worths).T.ravel(), np.array(steps).T.ravel()
+        order = np.argsort(-worth, kind="stable")[: np.count_nonzero(worth)]
+        return worth[order].tolist(), np.cumsum(step[order]).tolist()
 
     def price(self, spare: float) -> float:
         """Return the nats per token that one more byte saves if all are spent as well as possible, layers included.

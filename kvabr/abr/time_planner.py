@@ -58,7 +58,7 @@ class TimePlanner:
         self._number = {name: number for number, name in enumerate(self.names)}
         self.losses: Array = np.array([track.loss for track in tracks], dtype=float)
         """Loss by track and group."""
-        self._share: Array = np.array([catalog.share(group) for group in range(groups)])
+        self._share: Array = np.array(catalog.shares)
         shape = (len(tracks), groups)
         states: list[str | None] = [*self.names, None]
         self._steps: Array = np.zeros((len(states), *shape))
@@ -69,18 +69,17 @@ class TimePlanner:
         """Each track with the layers below it."""
         self._offers: Array = np.full((len(states), *shape), _NEVER)
         """Loss of what can be had from a state, alike."""
+        sizes = {track.name: np.array(track.bytes) for track in tracks}
         for state, current in enumerate(states):
             for number, track in enumerate(tracks):
-                layers = view.layers(track.name, current)
-                self._steps[state, number] = np.sum([catalog.by_name[layer].bytes for layer in layers], axis=0)
+                self._steps[state, number] = sum(sizes[layer] for layer in view.layers(track.name, current))
                 better = np.ones(groups, bool) if current is None else self.losses[number] < self.losses[state]
                 self._offers[state, number] = np.where(better, self.losses[number], _NEVER)
             if current is not None:
                 self._steps[state, state] = 0.0
                 for number, track in enumerate(tracks):
                     if current not in view.ladder.stacks[track.name]:
-                        replaced = [catalog.by_name[layer].bytes for layer in view.ladder.stacks[current]]
-                        self._discards[state, number] = np.sum(replaced, axis=0)
+                        self._discards[state, number] = sum(sizes[layer] for layer in view.ladder.stacks[current])
                 self._offers[state, state] = self.losses[state]
         self._bytes: Array = self._steps[-1].copy()
         self._loss: Array = self._offers[-1].copy()

@@ -87,8 +87,10 @@ class InFlight(dict[int, Transfer]):
 
     def clear(self) -> None:
         """Remove all."""
-        for request in tuple(self):
-            self.pop(request)
+        super().clear()
+        for counts in (self.required, self.upgrades, self._groups, self._tracks):
+            counts.clear()
+        self.receiving = self.required_bytes = self.required_floor = 0
 
     def require(self, transfer: Transfer) -> None:
         """Make a request in flight one that is no upgrade: what it was to replace is lost."""

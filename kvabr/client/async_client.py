@@ -318,7 +318,7 @@ class AsyncClient:
             if computing is not None:
                 check_engine(computing, found.catalog.spec)
             if len(tokens):
-                check_tokens(found.catalog, tokens, options.salt)
+                await check_tokens(found.catalog, tokens, options.salt)
             return await play.whole(await play.prepare(found))
 
         return await self._run(work, deadline, options, peer, computing, cost, tokens)

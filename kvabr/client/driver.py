@@ -31,9 +31,7 @@ from kvabr.player.session_types import (
     Cancel,
     ChooseTokens,
     Decode,
-    Deliver,
     FetchGroup,
-    GiveUp,
     PlayerConfig,
     PlayRecord,
     Recompute,
@@ -51,7 +49,7 @@ _FEW = 64
 """Groups of a prompt up to which threads decode them, however small: it takes them no time to speak of."""
 _MOMENT_S = 0.01
 """Seconds for which small groups are decoded before the event loop has its turn."""
-_READS = 256
+_READS = 96
 """Groups that are read at once; the others wait here. A connection sends fewer requests at a time anyway."""
 
 LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25, decode_ahead_s=0.005)
@@ -119,6 +117,7 @@ class Driver:
         """What is to be decoded on this thread, or in the next batch."""
         self._batching = False
         self._tasks: set[asyncio.Task[None]] = set()
+        """All others; and of reads that were cancelled."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s: float | None = None
         self.engine_error: BaseException | None = None
@@ -142,8 +141,9 @@ class Driver:
             # Leave nothing behind: no timer, no download, no task.
             if self._timer is not None:
                 self._timer.cancel()
-            for _, download in self._reads.values():
+            for task, download in self._reads.values():
                 download.cancel()
+                self._tasks.add(task)
             await cancel_all(self._tasks)
         self._show()
         return self.session.record
@@ -152,11 +152,12 @@ class Driver:
         """Seconds since the play began."""
         return self._loop.time() - self._start_s
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._track(self._loop.create_task(work))
+
+    def _track(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
     # ---------------------------------------------------- events and actions
 
@@ -166,7 +167,11 @@ class Driver:
             return
         try:
             event(*arguments, now=self.now())
-            for action in self.session.actions():
+            actions = self.session.actions()
+            if self.session.over:  # `run` ends everything at once
+                self._over.set_result(None)
+                return
+            for action in actions:
                 self._obey(action)
         except Exception as error:  # noqa: BLE001  # a policy's, or our own: the play is to end with it, not to hang
             if not self._over.done():
@@ -188,8 +193,6 @@ class Driver:
                 self._begin(self._choose())
             case RecomputeTokens():
                 self._begin(self._compute_again(action))
-            case Deliver() | GiveUp():
-                self._over.set_result(None)
 
     def _schedule(self) -> None:
         when = self.session.next_timer()
@@ -257,7 +260,7 @@ class Driver:
                 limit=action.bytes,
                 exact=True,
             )
-        self._reads[action.request] = (self._begin(self._read(action, download, before)), download)
+        self._reads[action.request] = self._loop.create_task(self._read(action, download, before)), download
 
     def _cancel(self, request: int) -> None:
         self._frames.pop(request, None)
@@ -267,6 +270,7 @@ class Driver:
                 self._unwanted.add(request)
             return
         task, download = found
+        self._track(task)
         task.cancel()
         download.cancel()
         self._ended(request)

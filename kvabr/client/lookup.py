@@ -42,6 +42,7 @@ from kvabr.types.naming import (
     PREFIX_TRACK,
     TrackNamespace,
     chain,
+    next_digest,
     prefix_gap,
     prefix_track,
 )
@@ -58,6 +59,8 @@ _ENTRY_BYTES = 128
 _LEAST_GROUPS = 1024
 """Groups for which a catalog always has room, as the longest cached prefix of a short prompt may be that of a long
 asset."""
+_LONG = 1 << 16
+"""Tokens from which on their digests are computed in a thread: a million of them take 20 ms."""
 _URGENT = 0
 """Priority of what a play waits for."""
 
@@ -173,7 +176,7 @@ async def find_prefix(
         ForeignError: it answers with a cache of another model, or shape.
         FormatError: it answers with what is no catalog, or promises what cannot be.
     """
-    digests = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
+    digests = await _digests(tokens, spec, salt)
     lookup = _Lookup(origin, tokens, digests, spec, salt, any_dtype=any_dtype)
     best = await (lookup.any() if live else lookup.complete())
     if best is None:
@@ -279,6 +282,17 @@ class _Lookup:
         return _Answer(found, shared, *found.catalog.playable(shared))
 
 
+def _chain(tokens: Sequence[int], spec: KVSpec, salt: bytes) -> list[str]:
+    return chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
+
+
+async def _digests(tokens: Sequence[int], spec: KVSpec, salt: bytes) -> list[str]:
+    """Return the chained digests of a prompt; those of a long one are computed in a thread."""
+    if len(tokens) <= _LONG:
+        return _chain(tokens, spec, salt)
+    return await asyncio.get_running_loop().run_in_executor(decoders(), _chain, tokens, spec, salt)
+
+
 def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str], salt: bytes = b"") -> int:
     """Return how many leading groups of an asset are those of a prompt, whose digests are given; of a passage, none."""
     if catalog.passage is not None:
@@ -288,18 +302,18 @@ def shared_groups(catalog: Catalog, tokens: Sequence[int], digests: Sequence[str
     spec = catalog.spec
     if shared == len(catalog.chunks) - 1 and catalog.tokens < len(tokens):
         # The asset's last group is short, and the prompt goes on: its digest is none of the prompt's own.
-        begin = tokens[: catalog.tokens]
-        whole = chain(begin, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
-        shared += whole[-1] == catalog.chunks[-1]
+        last = tokens[shared * spec.group_tokens : catalog.tokens]
+        digest = next_digest(digests[shared - 1], last) if shared else _chain(last, spec, salt)[0]
+        shared += digest == catalog.chunks[-1]
     return shared
 
 
-def check_tokens(catalog: Catalog, tokens: Sequence[int], salt: bytes) -> None:
+async def check_tokens(catalog: Catalog, tokens: Sequence[int], salt: bytes) -> None:
     """Raise `UsageError` unless the tokens are those of an asset, and it is no passage."""
     spec, name = catalog.spec, catalog.namespace
     if catalog.passage is not None:
         raise UsageError(f"{name.prompt[:12]}... is a passage, which is played as a part of a prompt")
-    ours = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
+    ours = await _digests(tokens, spec, salt)
     if len(tokens) != catalog.tokens or shared_groups(catalog, tokens, ours) < len(catalog.chunks):
         raise UsageError(f"the tokens given are not those of {name.model}/{name.prompt}")
 

@@ -32,9 +32,9 @@ class PlayDownload(Download):
         self._before = 0
         """Bytes of the shared download that had come before this joined: they say nothing about the link."""
         self._read = 0
-        self._held: set[Limit] = set()
+        self._held: tuple[Limit, ...] = ()  # like all of this, as few objects as can be: there are many downloads
         self._counted = False
-        self._woken = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._cancelled, self._over = owner.left, False
         if self._cancelled:
             return
@@ -78,7 +78,7 @@ class PlayDownload(Download):
             if self._cancelled:
                 raise RequestError("cancelled by this side")
             if self._kept is not None:
-                self._held.add("kept")
+                self._held += ("kept",)
                 part = self._take(self._kept)
                 self._end()
                 return part
@@ -87,15 +87,18 @@ class PlayDownload(Download):
                 await self._look()
             elif len(download.data) > self._read:
                 if self._read < self._before:
-                    self._held.add("kept")
+                    self._held += ("kept",)
                 return self._take(download.data)
             elif download.error is not None:
                 raise download.error
             elif download.complete:
                 break
             else:
-                self._woken.clear()
-                await self._woken.wait()
+                self._waiter = asyncio.get_running_loop().create_future()
+                try:
+                    await self._waiter
+                finally:
+                    self._waiter = None
         self._end()
         return memoryview(b"")
 
@@ -129,13 +132,14 @@ class PlayDownload(Download):
         """See `DownloadReader`."""
         if self._download is not None:
             self.stats.received = len(self._download.data)
-            if self._download.limit != "network":
-                self._held.add(self._download.limit)
+            if (limit := self._download.limit) != "network" and limit not in self._held:
+                self._held += (limit,)
             if self.stats.received:
                 if self.stats.first_byte_s is None:
                     self.stats.first_byte_s = asyncio.get_running_loop().time()
                 self._count("host" if self._download.from_host else "network")
-        self._woken.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     # -------------------------------------------------------------- internals
 
@@ -180,7 +184,7 @@ class PlayDownload(Download):
         part = data[self._read :]
         self._read += len(part)
         self.stats.limit = next((by for by in _BY_WEIGHT if by in self._held), "network")
-        self._held.clear()
+        self._held = ()
         return part
 
     def _end(self) -> None:
@@ -236,9 +240,9 @@ class PlayConnection(Connection):
 
     def cached_groups(self, namespace: TrackNamespace, track: str) -> Collection[int]:
         """See `Connection.cached_groups`."""
-        store = self._shared.store
         digests = self._digests.get((namespace, track), ())
-        return [group for group, digest in enumerate(digests) if digest and digest in store]
+        here = self._shared.store.present(digests)
+        return [group for group, digest in enumerate(digests) if digest in here] if here else ()
 
     @property
     def waits_its_turn(self) -> bool:  # type: ignore[override]

@@ -27,6 +27,8 @@ from kvabr.types.events import Limit
 _LEAST_URGENT = 255
 TURN_S = 0.25
 """Seconds without a byte of anything more urgent after which a download that stands still no longer waits for it."""
+_HASHING = tuple(threading.Lock() for _ in range(64))
+"""Locks for computing digests. A download has one of them, as one of its own for each would cost more than waiting."""
 _VOUCH_S = 0.05
 """Seconds after which other processes are told again that a download waits for its turn."""
 
@@ -61,7 +63,7 @@ class SharedDownload:
         self.task: asyncio.Task[None] | None = None
         self.checked: asyncio.Future[bool] | None = None
         """Set once a group whose digest is known is complete; done, with whether it has the digest, once checked."""
-        self._hashing = threading.Lock()
+        self._hashing = _HASHING[hash(request) % len(_HASHING)]
         self._hashed: dict[str, bool] = {}
 
     def wake(self) -> None:
@@ -100,6 +102,7 @@ class SharedDownloads:
         """When bytes of each priority came last."""
         self._vouched_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
+        """Tasks besides those of these downloads that are not over: of downloads that were ended, or to store some."""
         self._closed = False
 
     def find(self, request: GroupRequest) -> SharedDownload | None:
@@ -115,9 +118,7 @@ class SharedDownloads:
             readers: list[DownloadReader] = [reader]
             inner = self._request(request, priority, readers)
             download = self._downloads[request] = SharedDownload(request, inner, priority, readers)
-            task = download.task = asyncio.get_running_loop().create_task(self._receive(download))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            download.task = asyncio.get_running_loop().create_task(self._receive(download))
         if joined:
             download.readers.append(reader)
             self.reprioritise(download)
@@ -231,9 +232,7 @@ class SharedDownloads:
 
     def _put(self, download: SharedDownload, digest: str) -> None:
         if not self._closed and digest not in self.store:
-            task = asyncio.get_running_loop().create_task(_stored(self.store, digest, download.data))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._track(asyncio.get_running_loop().create_task(_stored(self.store, digest, download.data)))
 
     def _vouch(self, heard: SharedDownload) -> None:
         """Tell other processes of downloads that nothing comes of because something as urgent does."""
@@ -256,7 +255,12 @@ class SharedDownloads:
         self._forget(download)
         download.inner.cancel()
         if download.task is not None:
+            self._track(download.task)
             download.task.cancel()
+
+    def _track(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 async def _stored(store: TieredGroupStore, digest: str, data: memoryview) -> None:

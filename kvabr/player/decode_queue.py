@@ -6,7 +6,7 @@ for it, so that all is decoded together, unless time is short, or an engine need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 
 from kvabr.abr.view import Transfer, View
@@ -35,7 +35,7 @@ class DecodeQueue:
     """The groups of one play of which something can be decoded."""
 
     def __init__(
-        self, view: View, progress: Sequence[GroupProgress], ahead_s: float = 0.0, *, together: bool = False
+        self, view: View, progress: Mapping[int, GroupProgress], ahead_s: float = 0.0, *, together: bool = False
     ) -> None:
         """Begin empty.
 

@@ -25,6 +25,11 @@ class GroupProgress:
         self.decoding: tuple[Transfer, ...] = ()
         """What is being decoded in one go, from the lowest layer to the highest."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of the group is under way."""
+        return not (self.flying or self.arrived or self.decoding)
+
     def top(self) -> str | None:
         """Return the track that was requested last of those under way, or None."""
         for transfers in (self.flying, self.arrived, self.decoding):
@@ -84,3 +89,21 @@ class GroupProgress:
         others = (*self.arrived, *self.flying)
         found = [one for one in others if one.track != track and track in self._stacks[one.track]]
         return sorted(found, key=lambda one: -len(self._stacks[one.track]))
+
+
+class ProgressByGroup(dict[int, GroupProgress]):
+    """The progress of the groups of which something is under way; of any other, one with nothing."""
+
+    def __init__(self, stacks: Mapping[str, Sequence[str]]) -> None:
+        """Begin without any; ``stacks`` as for `GroupProgress`."""
+        super().__init__()
+        self._stacks = stacks
+
+    def __missing__(self, group: int) -> GroupProgress:
+        made = self[group] = GroupProgress(self._stacks)
+        return made
+
+    def rest(self, group: int) -> None:
+        """Forget a group if nothing of it is under way."""
+        if group in self and self[group].idle:
+            del self[group]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import ParamSpec
 
@@ -18,7 +18,7 @@ from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.decode_queue import DecodeQueue
 from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.event_log import EventLog
-from kvabr.player.group_progress import GroupProgress
+from kvabr.player.group_progress import ProgressByGroup
 from kvabr.player.live_edge import LiveEdge
 from kvabr.player.policy_guard import CallLimit, PolicyGuard, at_once
 from kvabr.player.priorities import RequestPriorities
@@ -33,7 +33,7 @@ from kvabr.player.session_types import (
     Deliver,
     GiveUp,
     Goal,
-    GroupRecord,
+    GroupRecords,
     LiveRecord,
     PlayerConfig,
     PlayRecord,
@@ -71,6 +71,10 @@ class PlayState:
     """When the engine last finished something."""
     _look_s = math.inf
     """When to consider again whether layers that are to follow are worth the wait."""
+    _looked_for = 0
+    """For how many more events what was found then holds, see `View.keeps`."""
+    _looked_at: Mapping[int, object] | None = None
+    """The groups of which it was found."""
     _more_s = math.inf
     """When the policy was not asked for all that it wants; infinite if it was."""
 
@@ -128,14 +132,14 @@ class PlayState:
         """Seconds that the engine would take for everything; None if there is none."""
         self._stalls = None if config.stalled_after is None else StallDetector(config.stalled_after * deadline_s)
         groups = self._catalog.groups
-        self.record = PlayRecord([GroupRecord(group) for group in range(groups)])
+        self.record = PlayRecord(GroupRecords(groups))
         if self._live is not None:
             self.record.live = LiveRecord()
             self.view.edge, self.view.missing_groups = 0, GroupSet(groups, ())
         self._absent = GroupSet(groups)
         """Groups that have not arrived and are not being computed; includes those in flight."""
         self._in_place = 0
-        self._groups = [GroupProgress(ladder.stacks) for _ in range(groups)]
+        self._groups = ProgressByGroup(ladder.stacks)
         self._undecoded = DecodeQueue(self.view, self._groups, config.decode_ahead_s, together=config.together)
         """Groups of which something has arrived and is not being decoded."""
         self._decoding: dict[int, Transfer] = {}
@@ -200,9 +204,13 @@ class PlayState:
     def _layers_pay(self, now: float) -> bool:
         """Return whether the layers that a producer is still encoding save more than waiting for them costs."""
         live, view, saved, soonest_s = self._live, self.view, 0.0, math.inf
-        self._look_s = math.inf
-        if live is None:
+        if live is None or not live.coming:
+            self._look_s = math.inf
             return False
+        if self._looked_for > 0 and self._looked_at is live.coming and now < self._look_s:
+            self._looked_for -= 1
+            return self._look_s < math.inf
+        self._looked_for, self._looked_at, self._look_s = view.keeps, live.coming, math.inf
         for group in live.coming:
             current, rest_s = view.track_of[group], live.rest_s(group, now)
             if rest_s is None or current is None or current == RECOMPUTED:
@@ -255,6 +263,8 @@ class PlayState:
 
     def _has_room(self) -> bool:
         view, config = self.view, self._config
+        if len(view.in_flight) >= config.most_requests:
+            return False
         if self._guard.policy.paces:
             most = config.ahead * view.rate * (view.ttfb_s + self._tick_s)
             return view.outstanding_bytes < max(config.least_ahead_bytes, most)
@@ -449,7 +459,7 @@ class PlayState:
                     self._drop(other)
         self.view.in_flight.clear()
         self.view.outstanding_bytes = 0
-        left = (progress.arrived for progress in self._groups)
+        left = (progress.arrived for progress in self._groups.values())
         undecoded = sum(one.bytes for one in (*self._decoding.values(), *chain.from_iterable(left)))
         self.record.bytes_undecoded += undecoded
         self.record.bytes_wasted += undecoded

@@ -35,7 +35,7 @@ from kvabr.abr.view import Transfer
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.live_edge import NO_CHANGES, EdgeChanges
 from kvabr.player.play_state import PlayState
-from kvabr.player.session_types import FetchGroup, GroupRecord, Recompute
+from kvabr.player.session_types import FetchGroup, Recompute
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.events import (
     FirstByteReceived,
@@ -50,7 +50,7 @@ from kvabr.types.events import (
     RequestSent,
 )
 
-_ASKED = 256
+_ASKED = 64
 """Decisions at one event; the policy is asked again at once, but what has happened meanwhile comes first."""
 
 
@@ -203,6 +203,7 @@ class Session(PlayState):
             for useless in progress.superseded(batch[-1]):
                 self._drop(useless)
             self._count_decoding(batch[-1].group)
+            self._groups.rest(batch[-1].group)
             self._advance(now)
 
     def refused(self, request: int, reason: str, now: float) -> None:
@@ -230,9 +231,8 @@ class Session(PlayState):
             if record.ready_s is None:
                 self._in_place += 1
             self.record.bytes_wasted += record.bytes
-            self.record.groups[group] = GroupRecord(
-                group, RECOMPUTED, requested_s=lane.started_s, ready_s=now, source="recomputed"
-            )
+            record.track, record.bytes, record.source = RECOMPUTED, 0, "recomputed"
+            record.requested_s, record.first_byte_s, record.done_s, record.ready_s = lane.started_s, None, None, now
             for transfer in self._groups[group].arrived:
                 self._drop(transfer)
             self._count_decoding(group)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from kvabr.types.errors import UsageError
 
@@ -92,9 +94,12 @@ class PlayerConfig:
     """Least number of requests in flight; hides the round trip."""
     first_requests: int = 4
     """Least number of requests in flight while no rate is known."""
+    most_requests: int = 512
+    """Most requests in flight. A connection sends fewer at a time; what waits there was decided too soon, and has to
+    be cancelled if the play ends."""
     ahead: float = 8.0
     """No more is requested while more bytes are in flight than the link carries in this many times a round trip and a
-    tick. The policies that pace themselves request a whole base at once, however many groups it has."""
+    tick. The policies that pace themselves request a whole base at once, as far as `most_requests` allows."""
     least_ahead_bytes: int = 4 << 20
     """Bytes in flight up to which that does not apply: in slow start the rate says little."""
     ticks: int = 50
@@ -134,6 +139,8 @@ class PlayerConfig:
             raise UsageError(f"patience is {self.give_up_after} deadlines; it must be at least 1, finite")
         if not self.gpu_price >= 0:
             raise UsageError(f"the price of engine time is {self.gpu_price}; it must be zero or more nats per second")
+        if self.most_requests < 1:
+            raise UsageError(f"at most {self.most_requests} requests; it must be one at least")
         check_decoders(self.decoders)
         if not 0 <= self.time_price < math.inf:
             raise UsageError(f"the price of time is {self.time_price}; it must be zero or more nats per second, finite")
@@ -256,6 +263,45 @@ class GroupRecord:
     """``fetched``, ``upgraded`` or ``recomputed``."""
 
 
+class GroupRecords(Sequence[GroupRecord]):
+    """The records of all groups of a play, each made when it is asked for: most of a long prompt may never come."""
+
+    __slots__ = ("_groups", "_made")
+
+    def __init__(self, groups: int) -> None:
+        self._groups = range(groups)
+        self._made: dict[int, GroupRecord] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @overload
+    def __getitem__(self, group: int) -> GroupRecord: ...
+    @overload
+    def __getitem__(self, group: slice) -> list[GroupRecord]: ...
+    def __getitem__(self, group: int | slice) -> GroupRecord | list[GroupRecord]:
+        if isinstance(group, slice):
+            return [self[each] for each in self._groups[group]]
+        if (made := self._made.get(group)) is None:
+            number = self._groups[group]
+            made = self._made.setdefault(number, GroupRecord(number))
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Groups that are not in place, ascending."""
+        ready = {group for group, record in self._made.items() if record.ready_s is not None}
+        return tuple(group for group in self._groups if group not in ready)
+
+
 @dataclass(slots=True)
 class LiveRecord:
     """What a play learned of the producer of an asset that was still being prefilled; times as in `GroupRecord`."""
@@ -293,7 +339,7 @@ class BlendRecord:
 class PlayRecord:
     """Record of a whole play."""
 
-    groups: list[GroupRecord]
+    groups: Sequence[GroupRecord]
     delivered_s: float | None = None
     """When the cache was handed over; None if the play was given up."""
     met: bool = False
@@ -327,4 +373,6 @@ class PlayRecord:
     @property
     def missing(self) -> tuple[int, ...]:
         """Groups that are not in place, ascending."""
+        if isinstance(self.groups, GroupRecords):
+            return self.groups.missing
         return tuple(group.group for group in self.groups if group.ready_s is None)

@@ -49,14 +49,14 @@ class _RedialledDownload(Download):
 
     def __init__(self, owner: RedialledConnection, request: GroupRequest, priority: int) -> None:
         self.request, self.priority, self._owner = request, priority, owner
-        self._stats = DownloadStats(requested_s=asyncio.get_running_loop().time())
+        self._asked_s = asyncio.get_running_loop().time()
         self.inner: Download | None = None
         self.forgotten = False
         """Whether the peer answers a new connection, but no longer this download's."""
         self.moved = False
         """Whether it was ended so that it can be made again on the connection that replaced its own."""
         self.cancelled = False
-        self.begun_s = self._stats.requested_s
+        self.begun_s = self._asked_s
         """When it was requested on the connection that it is on."""
         self._answered = False
 
@@ -64,9 +64,9 @@ class _RedialledDownload(Download):
     def stats(self) -> DownloadStats:  # type: ignore[override]
         """Statistics of the download itself once it is in flight; the request time is that of the first request."""
         if self.inner is None:
-            return self._stats
+            return DownloadStats(self._asked_s)
         stats = self.inner.stats
-        stats.requested_s = self._stats.requested_s
+        stats.requested_s = self._asked_s
         return stats
 
     @property

@@ -121,7 +121,6 @@ class Clairvoyant:
         self._catalog, self._cost = catalog, cost
         self._mode: EngineMode = mode if catalog.every_token else "suffix"
         self.decoders = decoders
-        self._compute_s = None if cost is None or self._mode == "suffix" else _compute_times(catalog, cost)
         self.frontier = frontier = Frontier(catalog, decode_scale)
         tails_s = frontier.decodes.min(axis=0) + decode_latency_s
         self.tail_s = float(tails_s.min())
@@ -233,8 +232,7 @@ class Clairvoyant:
                 # While the engine computes, the groups before the cut may still be upgraded.
                 ways.append(_Way(GroupSubset(first=cut), takes_s, base_s + takes_s))
             return ways
-        assert self._compute_s is not None  # noqa: S101  # there is an engine
-        front_s, *behind = self._compute_s
+        front_s: Array = np.array([cost.seconds(0, min(count * size, tokens)) for count in range(groups + 1)])
         for count in range(1, groups + 1):
             takes_s = float(front_s[count])
             ways.append(_Way(GroupSubset(skip=count) if count < groups else None, takes_s, takes_s))
@@ -244,36 +242,33 @@ class Clairvoyant:
         for count in range(1, groups):
             # With the last group of all, or without it.
             earliest_s = (link.when(float(sums[groups - 1 - count])) + last_s, 0.0)
-            for behind_s, from_s in zip(behind, earliest_s, strict=True):
-                takes = front_s[:count] + behind_s[count, :count]
-                ends = np.maximum(front_s[:count], come_s[:count]) + behind_s[count, :count]
-                if takes.min() < math.inf:
-                    ways.append(_Way(GroupSubset(free=count), float(takes.min()), max(from_s, float(ends.min()))))
+            front_done_s = np.maximum(front_s[:count], come_s[:count])
+            for behind_s, from_s in zip(_behind(catalog, cost, count), earliest_s, strict=True):
+                takes_s, ends_s = float((front_s[:count] + behind_s).min()), float((front_done_s + behind_s).min())
+                if takes_s < math.inf:
+                    ways.append(_Way(GroupSubset(free=count), takes_s, max(from_s, ends_s)))
         return ways
 
 
-def _compute_times(catalog: Catalog, cost: PrefillCost) -> tuple[Array, Array, Array]:
-    """Return lower bounds of the seconds to compute some groups.
+def _behind(catalog: Catalog, cost: PrefillCost, count: int) -> tuple[Array, Array]:
+    """Return lower bounds of the seconds to compute, of ``count`` groups, those that are not in front.
 
     Returns:
-        Of the first n groups, by n. And of n groups of which the first p are in front and the others behind group p,
-        the latter's part, by [n, p]: if the last group of all is among them, and if not; infinite where none are.
+        Where the first p of them are in front and the others behind group p, the latter's part, by p: if the last group
+        of all is among them, and if not; infinite where that cannot be.
     """
-    groups, size, tokens = catalog.groups, catalog.spec.group_tokens, catalog.tokens
-    last = catalog.group_tokens(groups - 1)
-    last_s = cost.seconds(tokens - last, last)
-    front: Array = np.array([cost.seconds(0, min(count * size, tokens)) for count in range(groups + 1)])
-    with_last: Array = np.full((groups, groups), np.inf)
-    without: Array = with_last.copy()
-    for count in range(1, groups):
-        for begin in range(count):
-            # Right behind it a group is cheapest to compute.
-            first, more = (begin + 1) * size, count - begin
-            others_s = cost.seconds(first, (more - 1) * size)
-            with_last[count, begin] = others_s + last_s - (cost.constant_s if more > 1 else 0.0)
-            if count < groups - 1:
-                without[count, begin] = cost.seconds(first, more * size)
-    return front, with_last, without
+    size, last = catalog.spec.group_tokens, catalog.group_tokens(catalog.groups - 1)
+    last_s = cost.seconds(catalog.tokens - last, last)
+    before: Array = np.arange(1, count + 1, dtype=float) * size  # right behind it a group is cheapest to compute
+    tokens: Array = np.arange(count, 0, -1, dtype=float) * size
+
+    def seconds(tokens: Array) -> Array:
+        pairs = 2.0 * before * tokens + tokens * tokens
+        return cost.constant_s + cost.per_token_s * tokens + cost.attention_s * pairs
+
+    with_last = seconds(tokens - size) - cost.constant_s + last_s  # all in one call
+    without = seconds(tokens) if count < catalog.groups - 1 else np.full(count, np.inf)
+    return with_last, without
 
 
 class _Link:

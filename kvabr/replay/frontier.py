@@ -76,7 +76,7 @@ class Frontier:
             decode_scale: factor for its decode times.
         """
         stacks = [stack(catalog, track) for track in catalog.tracks]
-        share = np.array([catalog.share(group) for group in range(catalog.groups)])
+        share = np.array(catalog.shares)
         self.groups = catalog.groups
         self.losses: Array = np.array([track.loss for track in catalog.tracks], float).T
         """Loss by group and option, as the other two tables."""

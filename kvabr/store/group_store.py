@@ -16,7 +16,7 @@ import fcntl
 import os
 import re
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +84,10 @@ class LocalGroupStore(GroupStore, Generic[V]):
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._kept
+
+    def present(self, digests: Sequence[str]) -> set[str]:
+        """Return those of many digests whose groups are here."""
+        return {digest for digest in digests if digest in self._kept}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -171,6 +175,10 @@ class TieredGroupStore(GroupStore):
 
     def __contains__(self, digest: str) -> bool:
         return any(digest in tier for tier in self._tiers)
+
+    def present(self, digests: Sequence[str]) -> set[str]:
+        """Return those of many digests whose groups are here."""
+        return set[str]().union(*(tier.present(digests) for tier in self._tiers if len(tier)))
 
     def __len__(self) -> int:
         """Return the number of groups; one in both tiers counts twice, here and in all counters."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -48,6 +48,12 @@ class SharedGroupStore(LocalGroupStore[int]):
 
     def __contains__(self, digest: str) -> bool:
         return self.folder.has(digest)
+
+    def present(self, digests: Sequence[str]) -> set[str]:
+        """See `LocalGroupStore.present`. A folder of few groups is listed, not asked for each digest."""
+        if len(self) < len(digests):
+            return {digest for _, digest, _ in self.folder.groups()}.intersection(digests)
+        return {digest for digest in digests if digest in self}
 
     def __len__(self) -> int:
         return len(self.folder)

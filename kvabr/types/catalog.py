@@ -253,6 +253,13 @@ class Catalog:
         elements = unit.tokens * self.spec.parts[unit.part].elements_per_token
         return elements / (largest.rows * largest.elements_per_token)
 
+    @property
+    def shares(self) -> list[float]:
+        """The `share` of every group."""
+        if self.even:
+            return [1.0] * (self.groups - 1) + [self.share(self.groups - 1)]
+        return list(map(self.share, range(self.groups)))
+
     def tokens_before(self, group: int) -> int:
         """Return the tokens of this catalog before those of a group; of the group behind the last, all of them.
 

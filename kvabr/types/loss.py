@@ -10,10 +10,14 @@ measured 0.00042; a plain mean predicts 0.0031, this model 0.0005.)
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import FormatError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 INHERITED = 0.2
 """Share of the loss on the tracks before it that a recomputed group inherits."""
@@ -67,68 +71,54 @@ def _total(catalog: Catalog, tracks: Sequence[str], inherited: Mapping[int, floa
 
 
 class _LossyGroups:
-    """Which groups of a cache are on which track, while it is assembled.
-
-    Groups on one track mostly lie side by side, so sums over runs of them take no longer for a longer prompt.
-    """
+    """Which groups of a cache are on which track, while it is assembled."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._on: dict[str, bytearray] = {}
-        """Per track, whether each group is on it."""
+        self._on: dict[str, npt.NDArray[np.float64]] = {}
+        """Per track, 1.0 for each group that is on it."""
         self._name: list[str] = [""] * catalog.groups
-        self._sums: dict[str, list[float]] = {}
-        """Per track, the losses of all groups before each, summed."""
+        self._losses: dict[str, npt.NDArray[np.float64]] = {}
+        """Per track, the loss of each group, and nothing behind the last one."""
 
     def set(self, group: int, name: str) -> None:
         """Put a group on a track."""
         before, self._name[group] = self._name[group], name
         if before in self._on:
-            self._on[before][group] = 0
+            self._on[before][group] = 0.0
         if name != RECOMPUTED:
-            self._on.setdefault(name, bytearray(self._catalog.groups))[group] = 1
+            if name not in self._on:
+                import numpy as np  # noqa: PLC0415  # slow to load
+
+                self._on[name] = np.zeros(self._catalog.groups)
+                self._losses[name] = np.array([*self._catalog.track(name).loss, 0.0])
+            self._on[name][group] = 1.0
 
     def inherited(self, group: int) -> float:
         """Return the loss that a recomputed group has of the groups before it, as they are now."""
         total = 0.0
         for name in sorted(self._on):
-            if self._on[name].find(1, 0, group) >= 0:
-                total += self._handed_on(name, group)
+            total += self._handed_on(name, group)
         return INHERITED * total
 
     def _handed_on(self, name: str, group: int) -> float:
         """Return the loss that a recomputed group would inherit in full from the groups before it on one track."""
-        catalog, on = self._catalog, self._on[name]
-        losses = catalog.track(name).loss
-        if not catalog.every_token:
-            as_far = _as_far(catalog, group)
-            nearness = [0.0 if far is None else losses[far] for far in as_far]
-            everything, share = sum(nearness), sum(near for near, here in zip(nearness, on, strict=False) if here)
-        else:
-            # The last groups of the prompt are as far from its end as those before this one are from it.
-            sums = self._sums.get(name) or self._add_up(name, losses)
-            shift = catalog.groups - group
-            everything, share, begin = sums[-1] - sums[shift], 0.0, on.find(1, 0, group)
-            while begin >= 0:
-                end = on.find(0, begin, group)
-                end = group if end < 0 else end
-                share += sums[shift + end] - sums[shift + begin]
-                begin = on.find(1, end, group)
-        return losses[group] * share / everything if everything else 0.0
-
-    def _add_up(self, name: str, losses: Sequence[float]) -> list[float]:
-        self._sums[name] = list(accumulate(losses, initial=0.0))
-        return self._sums[name]
+        losses, on = self._losses[name], self._on[name][:group]
+        if not on.any():
+            return 0.0
+        # The last groups of the prompt are as far from its end as those before this one are from it.
+        catalog = self._catalog
+        nearness = losses[-1 - group : -1] if catalog.every_token else losses[_as_far(catalog, group)]
+        everything = float(nearness.sum())
+        return float(losses[group]) * float(nearness @ on) / everything if everything else 0.0
 
 
-def _as_far(catalog: Catalog, group: int) -> Sequence[int | None]:
+def _as_far(catalog: Catalog, group: int) -> list[int]:
     """Return, for each group before ``group``, the one that is as far from the end of the prompt as it is from that.
 
-    None: there is none, as the group is of a window and too far away to be seen.
+    -1, which is behind the last: there is none, as the group is of a window and too far away to be seen.
     """
-    if catalog.every_token:
-        return range(catalog.groups - group, catalog.groups)
     units = catalog.units
     places = {(unit.part, unit.chunk): index for index, unit in enumerate(units)}
     shift = len(catalog.chunks) - units[group].chunk
-    return [places.get((unit.part, unit.chunk + shift)) for unit in units[:group]]
+    return [places.get((unit.part, unit.chunk + shift), -1) for unit in units[:group]]

@@ -150,14 +150,22 @@ def chained(
     state = hashlib.sha256(domain + b"\0" + b"".join(struct.pack("<Q", len(part)) + part for part in head)).digest()
     digests = []
     for first in range(0, len(tokens), group_tokens):
-        chunk = tokens[first : first + group_tokens]
-        try:
-            packed = struct.pack(f"<I{len(chunk)}I", len(chunk), *chunk)
-        except struct.error as error:
-            raise UsageError(f"token ids are whole numbers from 0 to 2**32 - 1 ({error})") from error
-        state = hashlib.sha256(state + packed).digest()
+        state = _link(state, tokens[first : first + group_tokens])
         digests.append(state.hex())
     return digests
+
+
+def next_digest(digest: str, tokens: Sequence[int]) -> str:
+    """Return the chained digest of the group with these tokens behind the one with this digest."""
+    return _link(bytes.fromhex(digest), tokens).hex()
+
+
+def _link(state: bytes, tokens: Sequence[int]) -> bytes:
+    try:
+        packed = struct.pack(f"<I{len(tokens)}I", len(tokens), *tokens)
+    except struct.error as error:
+        raise UsageError(f"token ids are whole numbers from 0 to 2**32 - 1 ({error})") from error
+    return hashlib.sha256(state + packed).digest()
 
 
 def prefix_key(digest: str) -> bytes:

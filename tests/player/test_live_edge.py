@@ -25,6 +25,7 @@ from kvabr.player.session_types import (
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from tests.catalogs import catalog
+from tests.counting import lines
 from tests.player.sessions import bring, decode_all, of
 
 EXPECTED = (1.0, 2.0, 3.0, 4.0)
@@ -305,3 +306,18 @@ def test_upgrades_are_for_what_is_complete():
         new_session(ladder, 1.0, "anytime", DualEwma(), goal=UpgradeGoal(("Int4",) * 4), expected_s=EXPECTED)
     with pytest.raises(UsageError, match="2 times for 4 groups"):
         new_session(ladder, 1.0, "anytime", DualEwma(), expected_s=(1.0, 2.0))
+
+
+def test_the_work_per_event_does_not_grow_with_the_groups_whose_layers_are_to_follow():
+    def looking(groups):
+        ladder = Ladder(catalog(groups, layered=True))
+        times = [group / groups for group in range(groups)]
+        play = Session(ladder, 60.0, load_policy("anytime")(), DualEwma(), expected_s=times)
+        play.start()
+        layers = [(group, name) for group in range(groups) for _, name in LAYERS]
+        play.published(groups, 1.0, EdgeChanges(layers, coming=dict.fromkeys(range(groups), 5.0)))
+        play.view.rate = 1e9
+        assert play._layers_pay(1.1)
+        return lines(lambda: [play._layers_pay(1.1) for _ in range(64)])
+
+    assert looking(1024) <= 1.6 * looking(64)

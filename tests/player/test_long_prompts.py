@@ -11,7 +11,7 @@ from kvabr.abr import Ladder
 from kvabr.abr.plugins import policies
 from kvabr.player.builder import new_estimator, new_session
 from kvabr.player.decode_rates import DecodeRates
-from kvabr.player.session_types import PlayerConfig
+from kvabr.player.session_types import GroupRecord, GroupRecords, PlayerConfig
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
 from kvabr.replay.trace import Trace
@@ -58,6 +58,25 @@ def per_group(groups, policy, **link):
     return lines(lambda: play(groups, policy, **link)) / groups
 
 
+def beginning(groups):
+    """Return the lines that run before a play makes its first requests, nothing being stored."""
+    config = PlayerConfig(decoders=2, time_price=1e-3)
+
+    def begin():
+        how = {"config": config, "cached_groups": lambda *_: ()}
+        new_session(ladder(groups), DEADLINE_S, "anytime", new_estimator("anytime"), **how).start()
+
+    begin()
+    return lines(begin)
+
+
+def test_of_the_beginning():
+    """Nothing is worked out group by group but records and sums: what a play may need, it makes when it needs it."""
+    few, some, many = map(beginning, (64, 1024, 8192))
+    assert (some - few) / (1024 - 64) < 20
+    assert (many - few) / (8192 - 64) < 20
+
+
 @pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
 def test_of_the_default_policy(link):
     few, many = (per_group(groups, "anytime", **link) for groups in (64, 1024))
@@ -76,3 +95,13 @@ def test_of_a_million_tokens(link):
 def test_of_every_policy(policy, link):
     few, many = (per_group(groups, policy, **LINKS[link]) for groups in (64, 512))
     assert many <= _MORE * few
+
+
+def test_records_are_made_for_groups_that_come_into_place():
+    records = GroupRecords(5)
+    records[3].ready_s = 1.0
+    assert (len(records), records.missing, records[-1].group) == (5, (0, 1, 2, 4), 4)
+    assert [record.group for record in records[1:3]] == [1, 2]
+    assert list(records) == records == [GroupRecord(0), GroupRecord(1), GroupRecord(2), records[3], GroupRecord(4)]
+    with pytest.raises(IndexError):
+        records[5]

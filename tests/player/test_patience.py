@@ -183,16 +183,22 @@ def sized(groups, nbytes):
     return replace(offer, tracks=tuple(tracks), mixes=())
 
 
+def ask_all(play):
+    """Let a play ask for the rest: not all is asked for in one step."""
+    while play.next_timer() == play.view.now:
+        play.timer(play.view.now)
+
+
 def requested(offer, rate):
     """Return how many groups `anytime` has requested when the first one is there, if the link has this rate."""
     play = Session(Ladder(offer), 4.0, load_policy("anytime")(), DualEwma(), config=PlayerConfig(time_price=0.0))
     play.start(0.0)
-    while play.next_timer() == 0.0:  # not all is asked for in one step
-        play.timer(0.0)
+    ask_all(play)
     fetches = of(play.actions(), FetchGroup)
     first = fetches[0]
     play.first_byte(first.request, 0.2)
     play.done(first.request, 0.2 + first.bytes / rate)
+    ask_all(play)
     actions = decode_all(play, play.actions(), 0.2 + first.bytes / rate)
     return len(fetches), len(fetches) + len(of(actions, FetchGroup))
 
@@ -200,6 +206,11 @@ def requested(offer, rate):
 def test_a_base_of_many_small_groups_leaves_at_once():
     """The link would stand still for round trips if no more than some number were in flight."""
     assert requested(sized(504, 8_000), 1e6)[0] == 504
+
+
+def test_a_play_asks_for_no_more_groups_than_a_connection_can_use_however_small_they_are():
+    """Else what it asks for as it begins, and cancels as it ends, grows with the prompt."""
+    assert requested(sized(1200, 100), 1e6)[0] == PlayerConfig().most_requests
 
 
 def test_large_groups_are_requested_as_the_link_carries_them():

@@ -12,6 +12,7 @@ from kvabr.replay.link import Capacity
 from kvabr.replay.trace import Trace
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from tests.catalogs import catalog
+from tests.counting import lines
 from tests.examples import examples
 
 CATALOG = catalog(3, decode=0.0)
@@ -147,3 +148,14 @@ def test_where_the_cheapest_cache_is_as_bad_as_a_miss_a_late_end_counts():
     assert MISS_PENALTY < bound.objective <= MISS_PENALTY + 0.1 + 0.01 * late_s + 1e-6
     assert bound.objective < bound.least_loss
     assert bound.end_s == pytest.approx(late_s, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", ["hole", "suffix"])
+def test_the_work_per_group_does_not_grow_with_the_prompt(mode):
+    def work(groups):
+        offer = catalog(groups, layered=True)
+        link, cost = flat(0.3 * offer.fp16_bytes / 2.0), PrefillCost.from_rate(offer.tokens / 1.5)
+        return lines(lambda: Clairvoyant(offer, cost, mode).best(link, 2.0, time_price=1e-3, gpu_price=1e-3)) / groups
+
+    work(8)  # whatever is loaded once is now
+    assert work(1024) <= 1.6 * work(64)

@@ -8,6 +8,7 @@ from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import FormatError
 from kvabr.types.loss import INHERITED, played_loss, predicted_loss
 from tests.catalogs import catalog
+from tests.counting import lines
 
 
 def test_one_track_is_its_own_loss():
@@ -98,3 +99,14 @@ def test_a_group_computed_first_and_fetched_then_counts_as_fetched():
 def test_steps_that_leave_a_hole_or_the_asset_are_refused(steps):
     with pytest.raises(FormatError):
         played_loss(catalog(2), steps)
+
+
+def test_the_work_per_group_does_not_grow_where_fetched_and_computed_groups_alternate():
+    def work(groups):
+        made = catalog(groups)
+        fetched = [("fetch", group, "Int4") for group in range(0, groups, 2)]
+        computed = [("compute", group, group + 1) for group in range(1, groups, 2)]
+        return lines(lambda: played_loss(made, fetched + computed)) / groups
+
+    work(64)
+    assert work(8192) <= 1.1 * work(64)

@@ -14,6 +14,7 @@ from kvabr.types.naming import (
     TrackNamespace,
     chain,
     check_track_name,
+    next_digest,
     parse_prefix_track,
     prefix_gap,
     prefix_key,
@@ -41,6 +42,12 @@ def test_chain_of_a_prefix_is_a_prefix_of_the_chain(prefix, rest):
     prefix = prefix[: len(prefix) // 8 * 8]
     whole = chain(prefix + rest, model="m", tokenizer="t", group_tokens=8)
     assert chain(prefix, model="m", tokenizer="t", group_tokens=8) == whole[: len(prefix) // 8]
+
+
+@given(st.lists(st.integers(0, 50000), min_size=9, max_size=64))
+def test_the_last_digest_follows_from_the_one_before(ids):
+    *_, before, last = chain(ids, model="m", tokenizer="t", group_tokens=8)
+    assert next_digest(before, ids[(len(ids) - 1) // 8 * 8 :]) == last
 
 
 @given(st.lists(st.integers(0, 50000), min_size=16, max_size=64), st.data())

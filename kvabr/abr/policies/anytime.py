@@ -23,13 +23,17 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from heapq import heappop, heappush
 from itertools import accumulate, islice
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from kvabr.abr.compute_planner import ComputePlanner
 from kvabr.abr.policies.time_saver import TimeSaver
 from kvabr.abr.policy import Decision, Parameter, Policy
 from kvabr.abr.view import View
 from kvabr.types.catalog import Track
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _LEAST_FLYING = 2
 """Minimum number of requests in flight while there is something to request."""
@@ -116,7 +120,8 @@ class Anytime(Policy):
         base = self._base = self._tracks[view.ladder.cheapest]
         self._above = view.ladder.above
         alone = self._alone = [track for track in view.ladder.tracks if track is not base]
-        self._least = [min((track.loss[group] for track in alone), default=0.0) for group in groups]
+        losses = [track.loss for track in alone] or [(0.0,) * view.groups]
+        self._least = list(map(min, zip(*losses, strict=True)))
         """Least loss of each group on any track that replaces another."""
         top = base
         while top.name in self._above:
@@ -128,11 +133,7 @@ class Anytime(Policy):
         self._heard = self._made = 0
         self._mean = self._until_s = 0.0
         self._slow = view.decode_s(base.name) * view.groups / view.decoders > _SLOW * view.deadline_s
-        self._order = list(groups)
-        if not view.front_first:
-            offers = [self._best(view, group, base.name) for group in groups]
-            # Of equal gains the later group goes first: the engine computes from the front.
-            self._order.sort(key=lambda group: (0.0 if (offer := offers[group]) is None else offer.rank, -group))
+        self._order = list(groups) if view.front_first else self._by_gain(view)
         self._asked = 0
         self._spared_for = self._priced_for = 0
         """For how many more decisions what follows holds, see `View.keeps`."""
@@ -387,6 +388,30 @@ class Anytime(Policy):
                 if (offer := self._best(view, group, current)) is not None:
                     heappush(self._offers, offer)
         self._heard = len(history)
+
+    def _by_gain(self, view: View) -> list[int]:
+        """Return the groups in the order in which their best upgrade of the base saves per byte, see `_best`."""
+        import numpy as np  # noqa: PLC0415  # slow to load
+
+        lost, none = np.array(self._base.loss, float), np.zeros(view.groups)
+
+        def worth(track: Track, nbytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+            found: npt.NDArray[np.float64] = (lost - np.array(track.loss)) / nbytes
+            found[[group for group, name in view.unavailable if name == track.name]] = 0.0
+            return found
+
+        layered, reachable = none, [(layer, none) for layer in self._above.get(self._base.name, ())]
+        for layer, below in reachable:  # grows during the loop
+            nbytes = below + np.array(layer.bytes)
+            layered = np.maximum(layered, worth(layer, nbytes))
+            reachable.extend((above, nbytes) for above in self._above.get(layer.name, ()))
+        replacing = np.max([none, *(worth(track, np.array(track.bytes)) for track in self._alone)], axis=0)
+        gains = np.where(replacing > 0, lost - np.array(self._least), 0.0)
+        self._gains = np.where(layered > 0, self._gains, gains).tolist()
+        self._gain = sum(self._gains)
+        # Of equal gains the later group goes first: the engine computes from the front.
+        ranks = -np.where(layered > 0, layered, replacing)
+        return list(map(int, np.lexsort((-np.arange(view.groups), ranks))))
 
     def _best(self, view: View, group: int, current: str) -> _Offer | None:
         """Return a group's best upgrade per byte: the next layer (judged with those above it), else another track."""

@@ -76,7 +76,7 @@ async def replay_live(
                 if on_progress is not None:
                     on_progress(1)
     catalog = experiment.catalog
-    compared = comparison(runs, simulated, [catalog.share(group) for group in range(catalog.groups)])
+    compared = comparison(runs, simulated, catalog.shares)
     if not matrix.detail:
         for run in runs:
             del run["groups"]
