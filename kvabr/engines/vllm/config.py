@@ -50,8 +50,8 @@ class VllmSettings(EngineSettings):
     """``play-first``: play, then promise vLLM the tokens that came, and decode them into its blocks. ``promise-first``:
     promise the tokens, play into the request's blocks, and report those that did not come as failed."""
     host_mib: Count = 4096
-    """Memory in each worker for the compressed groups of plays before their promise, MiB. Requests beyond it wait, until
-    their deadline. A cache larger than this is played when there is no other."""
+    """Memory in each worker for the compressed groups of plays before their promise, MiB. Requests beyond it wait,
+    until their deadline. A cache larger than this is played when there is no other."""
     estimator: EstimatorName | None = None
     """Bandwidth estimator. None: the policy's own."""
     tokenizer: Text | None = None
