@@ -166,22 +166,29 @@ def _gpu() -> Finding:
     name = torch.cuda.get_device_name(0)
     if importlib.util.find_spec("triton") is None:
         return Finding("GPU", "missing", f"{name}, but AC needs Triton to decode there", "pip install 'kvabr[gpu]'")
-    from kvabr.client.warming import warm
+    from kvabr.client.decode_speeds import BATCH, measure
+    from kvabr.client.warming import sample_catalog, warm
     from kvabr.codec.profile import Profile
     from kvabr.data import default_profile_bytes
 
+    profile, device = Profile.from_bytes(default_profile_bytes()), torch.device("cuda", 0)
     what, began_s = f"{name}, Triton {metadata.version('triton')}", time.monotonic()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            warm(Profile.from_bytes(default_profile_bytes()), torch.device("cuda", 0))
+            warm(profile, device)
         except Exception as error:  # noqa: BLE001  # whatever a driver raises
             return Finding(
                 "GPU", "failed", f"{what}: {error}", "caches are decoded on the processor; update the driver"
             )
     if why := next((str(each.message) for each in said if "on the processor" in str(each.message)), None):
         return Finding("GPU", "failed", f"{what}: {why}", "update Triton and the driver")
-    return Finding("GPU", "ok", f"{what}; AC's kernels agree with the processor, {time.monotonic() - began_s:.1f} s")
+    what += f"; AC's kernels agree with the processor, {time.monotonic() - began_s:.1f} s"
+    catalog = sample_catalog(profile)
+    found, rows = measure(catalog, profile, device=device), catalog.spec.largest.rows
+    batch_s = found.get(f"{BATCH}AC", 0.0)
+    times = [f"{name} {1e3 * (batch_s + 64 * rows * found[name]):.1f}" for name in catalog.by_name if name in found]
+    return Finding("GPU", "ok", what + (f"; ms for 64 groups: {', '.join(times)}" if times else ""))
 
 
 def _shared_memory() -> Finding:

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_catalog, fetch_models
 from kvabr.client.metrics import ClientMetrics
@@ -44,6 +46,8 @@ from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import decoders, in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner, R
+from kvabr.client.warming import warm_in_background
+from kvabr.codec.block_slots import BlockLayers
 from kvabr.quic.backend import Quic
 from kvabr.quic.interface import Connection
 from kvabr.store.files import sweep
@@ -322,6 +326,12 @@ class AsyncClient:
             return await play.whole(await play.prepare(found))
 
         return await self._run(work, deadline, options, peer, computing, cost, tokens)
+
+    async def warm(
+        self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
+    ) -> None:
+        """Have a GPU's kernels tried, and its speed measured, in the background, see `warm_in_background`."""
+        warm_in_background(spec, device, dtype, like, self._speeds)
 
     async def play_coded(
         self, found: Found, *, deadline: float, options: PlayOptions | None = None, peer: PeerLike = None

@@ -54,6 +54,8 @@ BUDGET_S, _GPU_BUDGET_S = 0.05, 0.5
 were measured so far."""
 BATCH = "batch "
 """Before a family's name: the seconds that a batch takes besides those of its groups. Files from before lack it."""
+_GPU_GUESS = 32.0
+"""How many times faster than a thread a GPU that was not measured should be, at least."""
 _BATCHED = 8
 """Groups of a batch that is timed."""
 _SMALL, _LARGE = 1 << 19, 3 << 19
@@ -104,10 +106,13 @@ def measure(
         budget_s: seconds to spend; None: `BUDGET_S`, or more on a GPU.
     """
     on_one_core()
-    if device is not None and device.type == "cuda":
-        return _measure_batches(catalog, profile, device, _GPU_BUDGET_S if budget_s is None else budget_s)
+    if device is not None and _is_gpu(device):
+        found = dict[str, float]()
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            found = _measure_batches(catalog, profile, device, _GPU_BUDGET_S if budget_s is None else budget_s)
+        return found  # nothing, if there is no memory for it
     budget_s = BUDGET_S if budget_s is None else budget_s
-    began, found = clock(), dict[str, float]()
+    began, found = clock(), {}
     samples: dict[int, SampleFrames] = {}
     for track, share in _by_family(catalog):
         if clock() - began >= share * budget_s:
@@ -214,7 +219,7 @@ def _timed_batch(group: CodedGroup, places: Sequence[TensorPlace]) -> tuple[floa
             if wrong is not None:
                 raise wrong
         if places[0].device.type == "cuda":
-            torch.cuda.synchronize(places[0].device)
+            torch.cuda.current_stream(places[0].device).synchronize()
         times.append(time.perf_counter() - start)
     return min(times[1:]), sum(times[1:])
 
@@ -256,8 +261,7 @@ class ModelKey:
         """Return the key of a catalog's model; ``device``: where its caches are, None: the processor."""
         path = "none"
         with contextlib.suppress(KvabrError):  # KVABR_CODER is wrong: decoding AC says so
-            gpu = device is not None and device.type == "cuda"
-            path = f"gpu {torch.cuda.get_device_name(device)}" if gpu else active_path()
+            path = f"gpu {torch.cuda.get_device_name(device)}" if _is_gpu(device) else active_path()
         return cls(catalog.spec.digest().hex(), catalog.profile or "", path)
 
     def __str__(self) -> str:
@@ -285,7 +289,10 @@ class DecodeSpeeds:
             found: DecodeRates | None = self._rates.get((key, times, known is None))
             if found is None:
                 latencies = {name.removeprefix(BATCH): s for name, s in (known or {}).items() if name.startswith(BATCH)}
-                found = DecodeRates(catalog, None if known is None else complete(catalog, known), latencies)
+                measured = complete(catalog, known) if known is not None else None
+                if measured is None and _is_gpu(device):
+                    measured = {one.name: one.decode_s / _GPU_GUESS for one in catalog.tracks if one.decode_s > 0}
+                found = DecodeRates(catalog, measured, latencies)
                 self._rates[key, times, known is None] = found
         return found
 
@@ -293,17 +300,22 @@ class DecodeSpeeds:
         """Return whether `measure` has something to do: there is a file, and it does not know the model yet."""
         key = ModelKey.of(catalog, device)
         with self._lock:
-            return self.path is not None and str(key) not in self._known and key not in self._tried
+            wanted = self.path is not None or _is_gpu(device)  # nobody else knows a GPU
+            return wanted and str(key) not in self._known and key not in self._tried
 
     def measure(self, catalog: Catalog, profile: Profile | None, device: torch.device | None = None) -> None:
-        """Measure a model's decode times and write the file; never raises. Takes `BUDGET_S` of processor time."""
+        """Measure a model's decode times, and write the file if there is one; never raises. Takes `BUDGET_S`, or so."""
         key = ModelKey.of(catalog, device)
         with self._lock:
             if key in self._tried:
                 return
             self._tried.add(key)
         per_token = measure(catalog, profile, device=device)
-        if not per_token or self.path is None:
+        if not per_token:
+            return
+        if self.path is None:
+            with self._lock:
+                self._known[str(key)] = per_token
             return
         with self._lock:
             # Other processes may have written meanwhile. If two write at once, the other measures again some day.
@@ -345,6 +357,10 @@ def this_machine() -> dict[str, str | int]:
         "torch": torch.__version__,
         "threads": decoder_threads(),
     }
+
+
+def _is_gpu(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cuda"
 
 
 def _sound(seconds: object) -> bool:

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from kvabr.client.decode_speeds import DecodeSpeeds
 from kvabr.client.profiles import keep
 from kvabr.codec import gpu
 from kvabr.codec.base import GroupContext
@@ -28,7 +29,9 @@ from kvabr.codec.quantiser import below as track_below
 from kvabr.codec.sample_frames import SampleFrames
 from kvabr.data.profiles import shipped_profile
 from kvabr.store.memory import GROUPS
+from kvabr.types.catalog import Catalog, Track
 from kvabr.types.kv import KVSpec
+from kvabr.types.naming import TrackNamespace
 
 _log = logging.getLogger("kvabr.client")
 _ROWS_OF_A_STREAM = 2048
@@ -79,9 +82,16 @@ def receive_pinned(device: torch.device | None) -> None:
 
 
 def warm_in_background(
-    spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
+    spec: KVSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    like: Sequence[BlockLayers] = (),
+    speeds: DecodeSpeeds | None = None,
 ) -> threading.Thread | None:
-    """Do as `warm` in a thread, with the profile that kvabr ships for a model; None if there is none, or no kernels."""
+    """Do as `warm` in a thread, with the profile that kvabr ships for a model; None if there is none, or no kernels.
+
+    Then measure how fast the device decodes, if ``speeds`` do not know it yet.
+    """
     shipped = shipped_profile(spec)
     if shipped is None or not gpu.runs_on(device):
         return None
@@ -93,12 +103,25 @@ def warm_in_background(
             beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
             with torch.cuda.stream(beside):
                 warm(profile, device, dtype, like)
+            if speeds is not None and speeds.lacks(catalog := sample_catalog(profile), device):
+                speeds.measure(catalog, profile, device)
         except Exception as error:  # noqa: BLE001  # plays will find out
             _log.warning("kvabr: the GPU's kernels were not tried before they are needed (%s)", error)
 
     thread = threading.Thread(target=work, name="kvabr-warm", daemon=True)
     thread.start()
     return thread
+
+
+def sample_catalog(profile: Profile) -> Catalog:
+    """Return the catalog of a made-up group on a model's AC tracks, by which decoding is measured."""
+    spec, part = profile.spec, profile.spec.largest
+    tracks = [
+        Track(group.track, (group.payload.nbytes,), (0.0,), ("0" * 64,), track_below(group.track))
+        for group in _groups(profile, part)
+    ]
+    namespace = TrackNamespace(spec.model, "0" * 64)
+    return Catalog(namespace, spec, part.rows, ("0" * 64,), tuple(tracks), profile=profile.digest)
 
 
 def _groups(profile: Profile, part: KVSpec) -> Iterator[CodedGroup]:

@@ -252,3 +252,18 @@ def test_a_file_without_latencies_is_read_as_before(tmp_path: Path) -> None:
     rates = DecodeSpeeds(written(tmp_path / "rates.json")).rates(catalog())
     assert rates.seconds("Int8") == pytest.approx(128 * 2e-4)
     assert rates.latency("Int8") == rates.latency("AC-5x") == 0.0
+
+
+def test_a_gpu_is_measured_without_a_file_and_until_then_taken_for_much_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, offer = torch.device("cuda", 0), catalog(2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+    speeds = DecodeSpeeds()
+    assert not speeds.lacks(offer)
+    assert speeds.lacks(offer, device)
+    assert speeds.rates(offer, device).seconds("Int8") == pytest.approx(0.002 / 32)
+    monkeypatch.setattr(decode_speeds, "measure", lambda *_, **__: {"Int8": 1e-6, "batch Int8": 0.003})
+    speeds.measure(offer, None, device)
+    assert not speeds.lacks(offer, device)
+    rates = speeds.rates(offer, device)
+    assert (rates.seconds("Int8"), rates.latency("Int8")) == (pytest.approx(128e-6), 0.003)
+    assert speeds.rates(offer).seconds("Int8") == 0.002  # the processor's are others

@@ -47,11 +47,11 @@ class VllmSettings(EngineSettings):
     other keys there are ``play`` (false: compute everything), ``publish`` (false: do not publish it), ``live``
     (false: publish it when it has ended), ``passages`` and ``publish_passage`` (`kvabr.engines.vllm.requests`)."""
     mode: Mode = "play-first"
-    """``play-first``: play into host memory, then promise vLLM the tokens that are in place. ``promise-first``: promise
-    the tokens, play into the request's blocks, and report those that did not come as failed."""
+    """``play-first``: play, then promise vLLM the tokens that came, and decode them into its blocks. ``promise-first``:
+    promise the tokens, play into the request's blocks, and report those that did not come as failed."""
     host_mib: Count = 4096
-    """Memory in each worker for caches that are played before they are promised, MiB. Requests beyond it wait, until
-    their deadline. A cache larger than this is played when there is no other."""
+    """Memory in each worker for the compressed groups of plays before their promise, MiB. Requests beyond it wait,
+    until their deadline. A cache larger than this is played when there is no other."""
     estimator: EstimatorName | None = None
     """Bandwidth estimator. None: the policy's own."""
     tokenizer: Text | None = None

@@ -103,6 +103,12 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 'kv_load_failure_policy to "recompute" '
                 f'(it is "{transfer.kv_load_failure_policy}", which fails such requests)'
             )
+        if consumes and role == KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
+            _log.warning(
+                'kvabr: kv_load_failure_policy is "%s": a request fails if a group that is what its publisher made '
+                'cannot be decoded; with "recompute" it is computed',
+                transfer.kv_load_failure_policy,
+            )
         self._client, self._settings = None, settings
         try:
             model = served_model(vllm_config, kv_cache_config, settings, blocks_may_fail=_BLOCKS_MAY_FAIL)

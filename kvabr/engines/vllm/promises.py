@@ -1,9 +1,8 @@
 """Plays that come before the promise: what each waiting request has in place, and what vLLM is promised of it.
 
 While a request waits, vLLM asks in every step how many tokens can be loaded. The answer is "ask again" until all
-workers have reported the end of the request's play, and then the number of tokens that every worker has in place. vLLM
-allocates blocks for exactly these, and they are copied before the same step computes. Nothing that was promised can
-fail.
+workers have reported the end of the request's play, and then the number of tokens that every worker has, verified and
+compressed. vLLM allocates blocks for exactly these, and waits until they are decoded there.
 
 Meanwhile what vLLM has in its own prefix cache changes. If it is more, less is promised. If it is less than the play
 left out, the request is played again.

@@ -46,7 +46,7 @@ HELP = {
     "publish_dropped_known": "Caches not published because they exist already",
     "publish_dropped_lossy": "Caches not published because they were computed behind a lossy cache",
     "publish_dropped_failed": "Caches not published because of an error",
-    "copy_seconds": "Seconds of copying between kvabr's caches and the engine's blocks",
+    "copy_seconds": "Seconds of decoding plays into the engine's blocks, and of copying publications out of them",
 }
 """Meaning of every other key."""
 

@@ -24,7 +24,6 @@ from kvabr.client.blocking import Client, Handle
 from kvabr.client.expanding import expand_here
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix
-from kvabr.client.warming import warm_in_background
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
@@ -103,7 +102,8 @@ class WorkerHalf:
         self._copier.use(self._blocks.device)
         self._loader.use(self._blocks.device)
         if self._client is not None:
-            warm_in_background(self._model.shard, self._blocks.device, self._model.dtype, self._blocks.layers)
+            spec, dtype, blocks = self._model.shard, self._model.dtype, self._blocks
+            self._client.begin(lambda client: client.warm(spec, blocks.device, dtype, blocks.layers))
         if self._publications is not None:
             self._publications.registered()
 

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from kvabr.client import warming
+from kvabr.client.decode_speeds import ModelKey
 from kvabr.client.profiles import _known
 from kvabr.codec import gpu
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.profile import Profile
-from kvabr.data import default_profile_bytes
+from kvabr.data import default_catalog, default_profile_bytes
 from tests.codec.gpu.conftest import DEVICE
 from tests.kvdata import related, spec
 
@@ -59,3 +60,11 @@ def test_an_engine_does_so_in_the_background(side, few, monkeypatch):
     monkeypatch.setattr(gpu, "runs_on", lambda _: False)
     assert warming.warm_in_background(spec, DEVICE, torch.float16) is None
     assert warming.warm(side, DEVICE) == 0
+
+
+def test_then_its_speed_is_measured_under_the_name_that_plays_look_for():
+    side = Profile.from_bytes(default_profile_bytes())
+    made, shipped = warming.sample_catalog(side), default_catalog()
+    assert set(made.by_name) >= {"AC-L0", "AC-L3"}
+    assert ModelKey.of(made).profile == side.digest == shipped.profile
+    assert ModelKey.of(made).model == ModelKey.of(shipped).model

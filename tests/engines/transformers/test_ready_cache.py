@@ -50,7 +50,11 @@ async def test_the_text_is_that_of_a_cold_run(origin, engine):
     assert (ready.tokens, ready.played.coverage, ready.problem) == (400, ("FP16",) * 4, None)
     assert ready.exact
     assert ready.cache.get_seq_length() == 400
+    memory, before = ready.played.kv.untyped_storage().data_ptr(), ready.played.kv.clone()
+    each = [half for layer in ready.cache.layers for half in (layer.keys, layer.values)]
+    assert {half.untyped_storage().data_ptr() for half in each} == {memory}  # decoded where the model reads it
     assert furthest(cold(engine.model, IDS, ready.cache), cold(engine.model, IDS)) < 2e-3
+    assert torch.equal(ready.played.kv, before)  # the model appends to copies
 
 
 @virtual

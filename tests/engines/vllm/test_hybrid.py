@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
 
@@ -18,7 +17,7 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.errors import PlayError
 from tests.engines.vllm.engine import NEEDS_FP8, TEXT, RealEngine
 from tests.engines.vllm.tinies import tiny_gemma
-from tests.engines.vllm.world import SMALL, VllmWorld, harmed
+from tests.engines.vllm.world import SMALL, VllmWorld, harmed, zeroed
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("engine_mode")]
 
@@ -101,14 +100,7 @@ def test_what_was_published_is_played(world):
 @pytest.mark.parametrize("part", [0, 1])
 def test_the_text_depends_on_every_class(world, part, monkeypatch):
     """What is checked here by texts would be noticed: without one class's cache the text is another."""
-    engine = world.engine.worker.blocks
-    write = type(engine).write
-
-    def zeroed(self, parts, *rest):
-        given = [torch.zeros_like(kv) if number == part else kv for number, kv in enumerate(parts)]
-        write(self, given, *rest)
-
-    monkeypatch.setattr(type(engine), "write", zeroed)
+    zeroed(monkeypatch, world.engine.worker.blocks, part)
     text, counted = world.played()
     assert counted["tokens_loaded"] == world.last
     assert text != world.cold
@@ -157,7 +149,7 @@ def test_a_copy_that_fails_is_computed(world, monkeypatch):
     def failing(*_):
         raise PlayError("a test")
 
-    monkeypatch.setattr(type(engine), "write", failing)
+    monkeypatch.setattr(type(engine), "places", failing)
     text, counted = world.played()
     assert text == world.cold
     assert counted["plays_failed"] == 1

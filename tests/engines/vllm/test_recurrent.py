@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm mak
 from kvabr.types.errors import PlayError, UsageError
 from tests.engines.vllm.test_hybrid import World
 from tests.engines.vllm.tinies import tiny_delta
-from tests.engines.vllm.world import harmed
+from tests.engines.vllm.world import harmed, zeroed
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("engine_mode")]
 
@@ -53,15 +53,9 @@ def test_the_text_depends_on_the_states(world, part, monkeypatch):
 
     That of a convolution, three tokens, changes too little of it, and further on so does a recurrent state.
     """
-    blocks = world.engine.worker.blocks
-    write = type(blocks).write
-
-    def zeroed(self, parts, *rest):
-        write(self, [torch.zeros_like(kv) if number == part else kv for number, kv in enumerate(parts)], *rest)
-
     prompt = world.prompt[: world.last + 1]
     cold = world.computed(prompt)
-    monkeypatch.setattr(type(blocks), "write", zeroed)
+    zeroed(monkeypatch, world.engine.worker.blocks, part)
     text, counted = world.played(prompt)
     assert counted["tokens_loaded"] == world.last
     assert text != cold
@@ -83,7 +77,7 @@ def test_a_copy_that_fails_is_computed(world, monkeypatch):
     def failing(*_):
         raise PlayError("a test")
 
-    monkeypatch.setattr(type(world.engine.worker.blocks), "write", failing)
+    monkeypatch.setattr(type(world.engine.worker.blocks), "places", failing)
     text, counted = world.played()
     assert text == world.cold
     assert counted["plays_failed"] == 1

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
 
 from tests.engines.vllm.origin import ServedFolder
 
@@ -21,6 +25,22 @@ def harmed(frame, harm="missing"):
         yield
     finally:
         frame.write_bytes(data)
+
+
+def zeroed(monkeypatch, blocks, part):
+    """From now on zeros are written where a layer class's cache belongs."""
+    place = type(blocks)._place
+
+    def nothing(write, kv):
+        write(torch.zeros_like(kv))
+
+    def other(self, group, unit, *rest):
+        found = place(self, group, unit, *rest)
+        if found is None or unit.part != part:
+            return found
+        return replace(found, direct=None, writes=tuple(partial(nothing, write) for write in found.writes))
+
+    monkeypatch.setattr(type(blocks), "_place", other)
 
 
 class VllmWorld:
