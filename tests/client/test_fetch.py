@@ -274,7 +274,7 @@ def test_a_policy_that_never_returns_ends_the_play_and_is_named_with_its_line(
 
 
 def test_a_text_and_a_model_find_a_cache_of_another_group_size(tmp_path, capsys):
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'kvabr[model]'")
+    pytest.importorskip("transformers", reason="transformers is not installed: tools/setup-venv")
     text, result = tmp_path / "text", tmp_path / "result.json"
     text.write_text("the quick brown fox jumps over the lazy dog " * 8)
     model = tinymodels.save(tmp_path / "tiny-llama")

@@ -194,7 +194,7 @@ def test_auto_takes_the_fastest_that_will_do(root, pem, tmp_path, monkeypatch):
     def chosen(library):
         return Server(library, "::1", 0, ServerTls(*pem), ServerLimits(), LOG, Metrics(), quic="auto").backend
 
-    pytest.importorskip("qh3")
+    pytest.importorskip("qh3", reason="qh3 is not installed: tools/setup-venv")
     assert chosen(PublishedAssets(root)) == "qh3"
     monkeypatch.setitem(sys.modules, "qh3", None)
     assert chosen(PublishedAssets(root)) == "aioquic"

@@ -13,7 +13,7 @@ from tests.codec.native.test_analysis import by, same, transform
 from tests.codec.test_ac import chain_of, encode
 from tests.kvdata import related
 
-pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
+pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
 HALF = KVSpec.uniform("half", "t", 2, 2, 7, "float32", RopeSpec(10000.0, 6))
 PARTIAL = KVSpec.uniform("partial", "t", 1, 2, 5, "float32", RopeSpec(10000.0, 4, "interleaved", factor=1.25))

@@ -12,7 +12,7 @@ from kvabr.types.errors import FormatError
 from tests.codec.gpu.cases import STEP, expected, long, payloads, same
 from tests.codec.gpu.conftest import DEVICE
 
-pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
+pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
 from kvabr.codec.gpu import decoder  # not without Triton
 
