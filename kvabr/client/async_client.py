@@ -49,6 +49,7 @@ from kvabr.quic.interface import Connection
 from kvabr.store.files import sweep
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.store.locations import open_groups
+from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
@@ -66,6 +67,7 @@ _WAIT_SHARE = 0.9
 class AsyncClient:
     """Plays caches; an async context manager for one event loop. `Client` is the same for code without asyncio."""
 
+    @checked
     def __init__(
         self,
         origin: str | Connection | None = None,
@@ -142,6 +144,7 @@ class AsyncClient:
 
     # ------------------------------------------------------------------ peers
 
+    @checked
     def peer(
         self,
         url: str,
@@ -170,6 +173,7 @@ class AsyncClient:
             self._peers[key] = ClientPeer(url, connecting, self.store, self.metrics)
         return self._peers[key]
 
+    @checked
     async def connect(self, peer: PeerLike = None) -> Connection:
         """Connect now, so that the first play need not, and return the connection that all plays to the peer share.
 
@@ -179,6 +183,7 @@ class AsyncClient:
         with told_if_exhausted((known := self._peer(peer)).relieve):
             return (await known.downloads()).connection
 
+    @checked
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
         """Return the cost of an engine's prefill; the first call for an engine runs and times a few prefills.
 
@@ -199,6 +204,7 @@ class AsyncClient:
 
     # ------------------------------------------------------------------ plays
 
+    @checked
     async def play(
         self,
         tokens: Sequence[int] = (),
@@ -272,6 +278,7 @@ class AsyncClient:
 
         return await self._run(work, deadline, options, peer, computing, cost, tokens)
 
+    @checked
     async def play_asset(
         self,
         asset: TrackNamespace | Found | str,
@@ -302,6 +309,8 @@ class AsyncClient:
         options = options or self.options
         if engine is not None and not len(tokens):
             raise UsageError("play_asset: to recompute, an engine needs the prompt: tokens=...")
+        if len(tokens):
+            check_prompt(tokens)
         computing, cost = engine_of(engine or self.engine, options) if len(tokens) else (None, None)
         name = parse_namespace(asset) if isinstance(asset, str) else asset
 
@@ -323,6 +332,7 @@ class AsyncClient:
 
         return await self._run(work, deadline, options, peer, computing, cost, tokens)
 
+    @checked
     async def play_prefix(
         self,
         found: Found,
@@ -362,6 +372,7 @@ class AsyncClient:
 
         return await self._run(work, deadline, replace(options or self.options, out=None), peer, cost=cost)
 
+    @checked
     async def find(
         self,
         tokens: Sequence[int],
@@ -398,6 +409,7 @@ class AsyncClient:
             found, _ = await ask(connection, tokens, wanted, live=self.options.live if live is None else live)
             return found if isinstance(found, Found) else None
 
+    @checked
     async def find_asset(
         self, asset: TrackNamespace | str, *, within_s: float = _FIND_S, peer: PeerLike = None, live: bool | None = None
     ) -> Found:
@@ -412,6 +424,7 @@ class AsyncClient:
         async with self._asked_within(within_s, peer) as connection:
             return await fetch_catalog(connection, name, live=self.options.live if live is None else live)
 
+    @checked
     async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeerLike = None) -> None:
         """Fetch the codec profile of an asset, unless it is here. A play does so only if that pays for this one play.
 
@@ -425,6 +438,7 @@ class AsyncClient:
                 async with PlayConnection(downloads, lambda _, priority: priority) as connection:
                     await self._profiles.fetch(connection, catalog)
 
+    @checked
     async def models(self, *, within_s: float = _FIND_S, peer: PeerLike = None) -> Sequence[KVSpec]:
         """Return the specs of the models of which we may read an asset.
 
