@@ -145,6 +145,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
+_UNKEPT = 3
+"""Exit status: played, but the disk did not take what came."""
+_METRIC = "kvabr_client_unkept_total"
+
+
 def _after(text: str) -> float:
     seconds = math.inf if text == "done" else float(text)
     if not seconds > 0:
@@ -194,7 +199,7 @@ def run(args: argparse.Namespace) -> int:
         raise PlayError(
             f"{_why_nothing(result['limited_by'], args.wait_for_producer)} ({result['lookup_s']:.2f} s){unwritten}"
         )
-    return 0
+    return _UNKEPT if result["unkept"] else 0
 
 
 def _check_wait(args: argparse.Namespace, *, named: bool) -> None:
@@ -335,6 +340,7 @@ async def _fetch(
         _say(args, played, len(tokens))
         if played.upgrades is not None:
             result["after"] = await _go_on(args, played, played.upgrades, console)
+    result["unkept"] = [what for what in ("groups", "profile") if client.metrics.value(_METRIC, what=what)]
     return result
 
 

@@ -122,13 +122,15 @@ class AsyncClient:
         memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
         disk = None
         if bounds.disk is not None:
-            disk = open_groups(os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=warn_unkept)
+            tell = partial(warn_unkept, self.metrics, "groups")
+            disk = open_groups(os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=tell)
         self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
         self.metrics.show_store(self.store)
         folder = None if cache is None else Path(cache)
         for place in () if folder is None else (folder, folder / PROFILES):
             sweep(place)
-        self._profiles = ProfileCache(None if folder is None else folder / PROFILES)
+        tell = partial(warn_unkept, self.metrics, "profile")
+        self._profiles = ProfileCache(None if folder is None else folder / PROFILES, tell)
         self._history = history_at(None if folder is None else folder / "peers.json")
         self._speeds = speeds_at(None if folder is None else folder / SPEEDS_FILE)
         self._runner = PlayRunner(bounds, self.metrics)

@@ -14,6 +14,7 @@ from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
 from kvabr.blend.selectors import DEFAULT as DEFAULT_SELECTOR
 from kvabr.blend.selectors import load_selector
+from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import known_cost
 from kvabr.client.snapshot import Watch
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, BlendGoal, PlayerConfig
@@ -145,9 +146,13 @@ def check_deadline(deadline_s: float) -> None:
         raise UsageError(f"the deadline is {deadline_s:g} s; it must be a positive number of seconds")
 
 
-def warn_unkept(why: str) -> None:
-    """Warn that groups that came are not kept on the disk."""
-    warnings.warn(f"groups are not kept: {why}", RuntimeWarning, stacklevel=2)
+_UNKEPT = {"groups": "groups are", "profile": "the codec profile is"}
+
+
+def warn_unkept(metrics: ClientMetrics, what: str, why: str) -> None:
+    """Warn, and count, that groups or a profile that came are not kept on the disk."""
+    metrics.unkept_total.labels(what).inc()
+    warnings.warn(f"{_UNKEPT[what]} not kept: {why}", RuntimeWarning, stacklevel=2)
 
 
 def check_prompt(tokens: Sequence[int]) -> None:
