@@ -32,7 +32,7 @@ from kvabr.types.units import cache_length, snapshot_ends
 Progress = Callable[[str, int, int], None]
 """Called with a stage, its steps done, and its steps in all."""
 
-STAGES = ("prefill", "encode", "time", "measure", "mix")
+STAGES = ("prefill", "encode", "time", "measure", "groups", "mix")
 """Stages of `publish`, in order; the steps of ``prefill`` are tokens."""
 
 ON_REQUEST = ("FP4",)
@@ -247,7 +247,7 @@ def publish(
         frames.decode,
         tokens=len(prompt.tokens),
         max_passes=max_passes,
-        progress=partial(progress, "measure"),
+        progress=progress,
     )
     del exact
     qualities = {track: _rounded(one) for track, one in measured.quality.items()}
