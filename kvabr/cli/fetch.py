@@ -246,9 +246,10 @@ def _prompt(args: argparse.Namespace, console: Console) -> tuple[Engine | None, 
         loaded = load(wanted, console)
         engine, name, tokenizer = loaded.engine, loaded.engine.spec.model, loaded.tokenizer
     else:
+        from kvabr.cli.display import waiting
         from kvabr.engines.transformers.model_loader import load_tokenizer
 
-        with console.status("loading the tokenizer"):
+        with waiting("loading the tokenizer", console):
             name, tokenizer = load_tokenizer(wanted)
     if text is not None:
         tokens = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -346,14 +347,14 @@ async def _fetch(
 
 async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, console: Console) -> dict[str, Any]:
     """Wait for the upgrades, and write the improved cache."""
-    from kvabr.cli.display import plain
+    from kvabr.cli.display import plain, waiting
     from kvabr.client.engine_hook import StepGate
     from kvabr.client.result import save
 
     start = time.monotonic()
     upgrades.into(StepGate())  # nothing reads the cache here while the upgrades last
     try:
-        with console.status("upgrades"):
+        with waiting("upgrades", console):
             record = await upgrades.wait()
     finally:
         upgrades.cancel()

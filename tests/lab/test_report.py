@@ -50,6 +50,7 @@ def test_the_page_holds_everything_and_loads_nothing(shown):
     assert totals["summary"]["mpc"]["hit_ratio_ci95"]
     data = embedded(text)
     assert {policy["name"] for policy in data["policies"]} == set(what.policies)
+    assert not re.search(r">1 [a-z]+s<", markup)
     assert data["facts"]["runs"] == what.plays
     # Every worst play is there, with its timeline, and is the very play that the table speaks of.
     links = [int(number) for number in re.findall(r'href="#play=(\d+)"', markup)]
