@@ -517,3 +517,9 @@ async def test_a_profile_that_cannot_be_kept_is_told_and_counted(origin, long, t
         with pytest.warns(RuntimeWarning, match="codec profile is not kept: "):
             await client.fetch_profile(long)
         assert client.metrics.value("kvabr_client_unkept_total", what="profile") == 1
+
+
+def test_the_url_of_a_web_server_that_is_none_says_how_those_of_origins_begin(short, capsys):
+    pytest.importorskip("obstore", reason="obstore is not installed: tools/setup-venv")
+    assert kvabr("fetch", "https://127.0.0.1:9/", "--name", name(short)) == 1
+    assert "the URL of an origin or relay begins with moqt://" in capsys.readouterr().err
