@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from concurrent.futures import Future
 from dataclasses import fields, is_dataclass
 from functools import partial
 
@@ -78,6 +79,8 @@ def calls(library, folder):
         "find_asset": (client.find_asset, {"asset": name, **_defaults(client.find_asset)}),
         "fetch_profile": (client.fetch_profile, {"catalog": catalog, **_defaults(client.fetch_profile)}),
         "models": (client.models, _defaults(client.models)),
+        "Handle.result": (kvabr.Handle(_over()).result, {"timeout_s": 1.0}),
+        "Handle.when_done": (kvabr.Handle(_over()).when_done, {"call": lambda _: None}),
         "PlayOptions": (kvabr.PlayOptions, _fields(kvabr.PlayOptions())),
         "Limits": (kvabr.Limits, _fields(kvabr.Limits())),
         "Exact": (kvabr.Exact, {"ids": (1, 2)}),
@@ -131,6 +134,12 @@ def _closed(kind, **arguments):
     made.close()
 
 
+def _over():
+    future = Future()
+    future.set_result(None)
+    return future
+
+
 def _client(**arguments):
     kvabr.Client(**arguments).close()
 
@@ -160,6 +169,7 @@ def _uniform():
 
 
 NAMES = (
+    "Handle.result", "Handle.when_done",
     "AsyncClient", "Client", "peer", "connect", "measure_prefill", "play", "play_asset", "play_prefix", "find",
     "find_asset", "fetch_profile", "models", "PlayOptions", "Limits", "Exact", "Passage", "PrefillCost",
     "PrefillCost.from_rate", "PrefillCost.fit", "TrackNamespace", "KVSpec.uniform", "save", "decide", "PrefillSite",
@@ -205,3 +215,5 @@ def test_what_is_wrong_is_named():
             kvabr.AsyncClient("moqt://127.0.0.1/", **wrong)
     with pytest.raises(kvabr.UsageError, match=r"Limits: plays is .all., of the type str; it must be a whole"):
         kvabr.Limits(plays="all")
+    with kvabr.Client("moqt://127.0.0.1:1/") as client, pytest.raises(kvabr.UsageError, match="work is 5, of"):
+        client.begin(5)
