@@ -58,6 +58,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.model)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List what was skipped by reason, with the command that runs it: what stands behind the reason's colon."""
+    files: dict[str, list[str]] = {}
+    for report in terminalreporter.stats.get("skipped", ()):
+        reason = str(report.longrepr[-1]).removeprefix("Skipped: ")
+        files.setdefault(reason, []).append(report.nodeid.partition("::")[0])
+    if files:
+        terminalreporter.section("skipped, and what runs it")
+    for reason, where in sorted(files.items()):
+        why, _, command = reason.partition(": ")
+        terminalreporter.line(f"{len(where)} of {' '.join(sorted(set(where)))}: {why}")
+        terminalreporter.line(f"    {command or 'needs another machine, or does not apply here'}")
+
+
 @pytest.fixture
 def shm() -> Iterator[Path]:
     """Path of a folder in shared memory that does not exist yet; it is removed at the end."""

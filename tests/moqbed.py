@@ -16,7 +16,7 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
 
-moq = pytest.importorskip("moq", reason="moq-rs is not installed")
+moq = pytest.importorskip("moq", reason="moq-rs is not installed: tools/setup-venv")
 
 LOG = structlog.get_logger()
 

@@ -129,7 +129,7 @@ def test_the_cache_may_read_the_bucket_and_nobody_else_without_a_key():
 
 
 @pytest.mark.process
-@pytest.mark.skipif(SYSTEMD is None, reason="needs systemd-analyze")
+@pytest.mark.skipif(SYSTEMD is None, reason="there is no systemd-analyze: apt-get install systemd")
 def test_systemd_accepts_the_units(tmp_path: Path):
     program = tmp_path / "kvabr"
     program.write_text("#!/bin/sh\n")
@@ -146,7 +146,7 @@ def test_systemd_accepts_the_units(tmp_path: Path):
 
 
 @pytest.mark.process
-@pytest.mark.skipif(NGINX is None, reason="needs nginx")
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx")
 def test_nginx_accepts_the_cache(tmp_path: Path):
     text = (DEPLOY / "nginx.conf").read_text().replace("/var/cache/nginx", str(tmp_path / "cache"))
     config = tmp_path / "nginx.conf"

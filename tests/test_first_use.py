@@ -217,3 +217,16 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatc
         "encoding groups: 12 of 30, about 18 s left",
         "encoding groups: 22 of 30, about 8 s left",
     ]
+
+
+def test_a_wait_is_told_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(display, "_FIRST_S", 0.0)
+    said = ""
+    with display.waiting("loading") as say:
+        while "loading ...\n" not in said:
+            said += capsys.readouterr().err
+        say("counting")
+    monkeypatch.setattr(display, "_FIRST_S", 300.0)
+    with display.waiting("quick"):
+        pass
+    assert "quick" not in capsys.readouterr().err

@@ -177,7 +177,7 @@ class Command:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'kvabr[model]'")
+    pytest.importorskip("transformers", reason="transformers is not installed: tools/setup-venv")
     return tinymodels.save(tmp_path_factory.mktemp("model") / "tiny-llama", max_position_embeddings=1 << 16)
 
 
@@ -245,7 +245,7 @@ sys.exit(main())
 
 def test_a_command_that_used_obstore_ends_before_its_threads_can_abort_the_process(tmp_path):
     """They abort it, with status 134, if they come back to Python while the interpreter is taken apart."""
-    pytest.importorskip("obstore")
+    pytest.importorskip("obstore", reason="obstore is not installed: tools/setup-venv")
     place = f"file://{tmp_path}?layout=objects"
     for words, status in ((("store", "ls", place), 0), (("store", "pin", place, "x", "--for", "1d"), 1)):
         done = subprocess.run([sys.executable, "-c", TAKEN_APART, *words], capture_output=True, text=True, check=False)  # noqa: S603

@@ -100,7 +100,7 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'kvabr[model]'")
+    pytest.importorskip("transformers", reason="transformers is not installed: tools/setup-venv")
     return tinymodels.save(tmp_path_factory.mktemp("model") / "tiny-llama", max_position_embeddings=2048)
 
 

@@ -96,8 +96,7 @@ def test_plays_that_cannot_be_told_apart(folder, capsys):
 def test_the_table_of_the_laboratory(folder, capsys):
     """The guide's ranking and its sentence; every play of it takes tens of seconds together."""
     text = (ROOT / "docs" / "guides" / "laboratory.md").read_text()
-    (words,) = re.findall(r"^    kvabr (lab traces .*)", text.replace("\\\n", " "), re.MULTILINE)
-    assert main(shlex.split(words)) == 0
+    assert main(guide_line(text, "lab traces")) == 0
     out = capsys.readouterr().out
     told, said = (dict(RANK.findall(shown)) for shown in (out, text))
     assert said == told
@@ -107,6 +106,41 @@ def test_the_table_of_the_laboratory(folder, capsys):
     assert plays[0] in text
     (sentence,) = re.findall(r"^anytime leads with mean regret .*$", out, re.MULTILINE)
     assert sentence in " ".join(text.split())
+
+
+def guide_line(text, start):
+    """Return the words of the guide's command that starts like this."""
+    (words,) = re.findall(rf"^    kvabr ({start} .*)", text.replace("\\\n", " "), re.MULTILINE)
+    return shlex.split(words)
+
+
+def test_what_tuning_won_in_the_guide(folder, capsys):
+    text = (ROOT / "docs" / "guides" / "laboratory.md").read_text()
+    assert main(guide_line(text, "tune")) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    said = " ".join(text.split())
+    assert out[out.index("mean regret over families") :] in said
+
+
+def test_the_crowd_of_the_guide(capsys):
+    text = (ROOT / "docs" / "guides" / "laboratory.md").read_text()
+    assert main(guide_line(text, "crowd")) == 0
+    out, said = capsys.readouterr().out, " ".join(text.split())
+    rows = re.findall(r"^ +(\d+) +(\d+) +([\d.]+)% +([\d.]+) ", out, re.MULTILINE)
+    (most, gbit, _, least), (_, _, _, middle) = rows[-1], rows[-3]
+    base = re.search(r"99\.9 % of the players have a complete cache in time with (\d+) edges", out)
+    gets = re.search(r"without caches: ([\d,]+) GETs per second at the store", out)
+    share = re.search(r"store: requests +(\d+)%", out)
+    assert base is not None
+    assert gets is not None
+    assert share is not None
+    for claim in (
+        f"{base[1]} machines of {gbit} Gbit/s that serve",
+        f"{2 * int(base[1])} a mean loss of {middle}, {most} of {least} nats",
+        f"{most} edges ask for {share[1]} % of that",
+        f"would make {gets[1]} GETs a second",
+    ):
+        assert claim in said, claim
 
 
 def _plain(value: float) -> str:

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from kvabr.types.arguments import check_type
 from kvabr.types.errors import PolicyError, UsageError
 
 Need = Literal["attention", "peaks", "values", "order", "deviation", "exact"]
@@ -74,6 +75,8 @@ def choose(prompt: Selection, scores: torch.Tensor, share: float) -> tuple[int, 
         PolicyError: the scores are not one number a token.
         UsageError: the share is not from 0 to 1.
     """
+    check_type("choose: prompt", prompt, Selection)
+    check_type("choose: share", share, float)
     if not 0 <= share <= 1:
         raise UsageError(f"a share of {share:g} of the tokens cannot be recomputed; give 0 to 1")
     if not isinstance(scores, torch.Tensor):

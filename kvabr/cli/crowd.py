@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.abr.policies import DEFAULT
-    from kvabr.cli.display import output, say, write_json
+    from kvabr.cli.display import output, say, waiting, write_json
     from kvabr.cli.display import table as as_table
     from kvabr.lab.crowd import Crowd, PlayTable, drawn, fewest, flow, loads, without_caches
 
@@ -105,16 +105,16 @@ def run(args: argparse.Namespace) -> int:
     catalog, scale = _asset(args)
     crowd = Crowd(args.players, args.within, args.access * 125_000, args.deadline, args.rtt / 1000)
     progress = Console(stderr=True)
-    with progress.status("playing the asset at constant rates"):
+    with waiting("playing the asset at constant rates", progress):
         table = PlayTable(catalog, crowd, scale=scale, policy=args.policy or DEFAULT, decoders=args.decoders)
     tree = _tree(args, table.group_bytes)
-    with progress.status("looking for the fewest edges"):
+    with waiting("looking for the fewest edges", progress):
         base = fewest(table, tree)
     numbers = args.edges or sorted({max(1, round((base or 16) * factor)) for factor in (0.5, 1, 2, 4, 8)})
     rows, cells = [], []
     for edges in numbers:
         one = replace(tree, edges=edges)
-        with progress.status(f"{edges} edges"):
+        with waiting(f"{edges} edges", progress):
             found = flow(table, one)
             plays = list(drawn(table, found, args.sample, args.seed))
         rows.append(_row(one, found, plays))

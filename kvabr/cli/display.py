@@ -6,9 +6,11 @@ import json
 import os
 import sys
 import textwrap
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
@@ -82,6 +84,34 @@ class _Bar:
             of = f" of {total:g}" if total else ""
             print(f"{what}: {done:g}{of}{left and ', ' + left}", file=sys.stderr, flush=True)
         return left
+
+
+@contextmanager
+def waiting(what: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
+    """Say on standard error what is being waited for; off a terminal by a line, if it takes long, now and then.
+
+    Yields a function that changes what is said.
+    """
+    console = console or Console(stderr=True)
+    if console.is_terminal:
+        with console.status(what) as status:
+            yield status.update
+        return
+    said, over = [what], threading.Event()
+
+    def tell() -> None:
+        pause_s = _FIRST_S
+        while not over.wait(pause_s):
+            print(f"{said[-1]} ...", file=sys.stderr, flush=True)
+            pause_s = _EVERY_S
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield said.append
+    finally:
+        over.set()
+        thread.join()
 
 
 class StageBar(_Bar):

@@ -47,7 +47,8 @@ STAGES = {
     "prefill": "prefill (tokens)",
     "encode": "encode (groups x tracks)",
     "time": "time decoding and prefill",
-    "measure": "measure loss (model passes)",
+    "measure": "measure loss (tracks)",
+    "groups": "measure loss (single groups)",
     "mix": "measure mixed caches",
 }
 

@@ -145,6 +145,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
+_UNKEPT = 3
+"""Exit status: played, but the disk did not take what came."""
+_METRIC = "kvabr_client_unkept_total"
+
+
 def _after(text: str) -> float:
     seconds = math.inf if text == "done" else float(text)
     if not seconds > 0:
@@ -194,7 +199,7 @@ def run(args: argparse.Namespace) -> int:
         raise PlayError(
             f"{_why_nothing(result['limited_by'], args.wait_for_producer)} ({result['lookup_s']:.2f} s){unwritten}"
         )
-    return 0
+    return _UNKEPT if result["unkept"] else 0
 
 
 def _check_wait(args: argparse.Namespace, *, named: bool) -> None:
@@ -241,9 +246,10 @@ def _prompt(args: argparse.Namespace, console: Console) -> tuple[Engine | None, 
         loaded = load(wanted, console)
         engine, name, tokenizer = loaded.engine, loaded.engine.spec.model, loaded.tokenizer
     else:
+        from kvabr.cli.display import waiting
         from kvabr.engines.transformers.model_loader import load_tokenizer
 
-        with console.status("loading the tokenizer"):
+        with waiting("loading the tokenizer", console):
             name, tokenizer = load_tokenizer(wanted)
     if text is not None:
         tokens = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -335,19 +341,20 @@ async def _fetch(
         _say(args, played, len(tokens))
         if played.upgrades is not None:
             result["after"] = await _go_on(args, played, played.upgrades, console)
+    result["unkept"] = [what for what in ("groups", "profile") if client.metrics.value(_METRIC, what=what)]
     return result
 
 
 async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, console: Console) -> dict[str, Any]:
     """Wait for the upgrades, and write the improved cache."""
-    from kvabr.cli.display import plain
+    from kvabr.cli.display import plain, waiting
     from kvabr.client.engine_hook import StepGate
     from kvabr.client.result import save
 
     start = time.monotonic()
     upgrades.into(StepGate())  # nothing reads the cache here while the upgrades last
     try:
-        with console.status("upgrades"):
+        with waiting("upgrades", console):
             record = await upgrades.wait()
     finally:
         upgrades.cancel()

@@ -211,10 +211,12 @@ def add_time_price_option(parser: argparse._ActionsContainer) -> None:
 
 def load(name: str, console: Console, **how: Any) -> LoadedModel:
     """Load a model as `kvabr.engines.transformers.model_loader.load_model` does, and say so meanwhile."""
-    with console.status("loading the model") as status:
+    from kvabr.cli.display import waiting
+
+    with waiting("loading the model", console) as say:
 
         def reading(done: int, total: int) -> None:
-            status.update(f"reading the weights, once, to name their caches: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+            say(f"reading the weights, once, to name their caches: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
         # Imports and a tokenizer make a million objects that stay: looking for garbage among them takes seconds.
         gc.disable()

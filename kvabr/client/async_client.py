@@ -53,6 +53,7 @@ from kvabr.quic.interface import Connection
 from kvabr.store.files import sweep
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.store.locations import open_groups
+from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
@@ -70,6 +71,7 @@ _WAIT_SHARE = 0.9
 class AsyncClient:
     """Plays caches; an async context manager for one event loop. `Client` is the same for code without asyncio."""
 
+    @checked
     def __init__(
         self,
         origin: str | Connection | None = None,
@@ -124,13 +126,15 @@ class AsyncClient:
         memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
         disk = None
         if bounds.disk is not None:
-            disk = open_groups(os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=warn_unkept)
+            tell = partial(warn_unkept, self.metrics, "groups")
+            disk = open_groups(os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=tell)
         self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
         self.metrics.show_store(self.store)
         folder = None if cache is None else Path(cache)
         for place in () if folder is None else (folder, folder / PROFILES):
             sweep(place)
-        self._profiles = ProfileCache(None if folder is None else folder / PROFILES)
+        tell = partial(warn_unkept, self.metrics, "profile")
+        self._profiles = ProfileCache(None if folder is None else folder / PROFILES, tell)
         self._history = history_at(None if folder is None else folder / "peers.json")
         self._speeds = speeds_at(None if folder is None else folder / SPEEDS_FILE)
         self._runner = PlayRunner(bounds, self.metrics)
@@ -146,6 +150,7 @@ class AsyncClient:
 
     # ------------------------------------------------------------------ peers
 
+    @checked
     def peer(
         self,
         url: str,
@@ -174,6 +179,7 @@ class AsyncClient:
             self._peers[key] = ClientPeer(url, connecting, self.store, self.metrics)
         return self._peers[key]
 
+    @checked
     async def connect(self, peer: PeerLike = None) -> Connection:
         """Connect now, so that the first play need not, and return the connection that all plays to the peer share.
 
@@ -183,6 +189,7 @@ class AsyncClient:
         with told_if_exhausted((known := self._peer(peer)).relieve):
             return (await known.downloads()).connection
 
+    @checked
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
         """Return the cost of an engine's prefill; the first call for an engine runs and times a few prefills.
 
@@ -203,6 +210,7 @@ class AsyncClient:
 
     # ------------------------------------------------------------------ plays
 
+    @checked
     async def play(
         self,
         tokens: Sequence[int] = (),
@@ -276,6 +284,7 @@ class AsyncClient:
 
         return await self._run(work, deadline, options, peer, computing, cost, tokens)
 
+    @checked
     async def play_asset(
         self,
         asset: TrackNamespace | Found | str,
@@ -306,6 +315,8 @@ class AsyncClient:
         options = options or self.options
         if engine is not None and not len(tokens):
             raise UsageError("play_asset: to recompute, an engine needs the prompt: tokens=...")
+        if len(tokens):
+            check_prompt(tokens)
         computing, cost = engine_of(engine or self.engine, options) if len(tokens) else (None, None)
         name = parse_namespace(asset) if isinstance(asset, str) else asset
 
@@ -327,12 +338,14 @@ class AsyncClient:
 
         return await self._run(work, deadline, options, peer, computing, cost, tokens)
 
+    @checked
     async def warm(
         self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
     ) -> None:
         """Have a GPU's kernels tried, and its speed measured, in the background, see `warm_in_background`."""
         warm_in_background(spec, device, dtype, like, self._speeds)
 
+    @checked
     async def play_coded(
         self, found: Found, *, deadline: float, options: PlayOptions | None = None, peer: PeerLike = None
     ) -> PlayedPrefix:
@@ -354,6 +367,7 @@ class AsyncClient:
 
         return await self._run(work, deadline, replace(options or self.options, out=None, after=None), peer)
 
+    @checked
     async def play_prefix(
         self,
         found: Found,
@@ -393,6 +407,7 @@ class AsyncClient:
 
         return await self._run(work, deadline, replace(options or self.options, out=None), peer, cost=cost)
 
+    @checked
     async def find(
         self,
         tokens: Sequence[int],
@@ -429,6 +444,7 @@ class AsyncClient:
             found, _ = await ask(connection, tokens, wanted, live=self.options.live if live is None else live)
             return found if isinstance(found, Found) else None
 
+    @checked
     async def find_asset(
         self, asset: TrackNamespace | str, *, within_s: float = _FIND_S, peer: PeerLike = None, live: bool | None = None
     ) -> Found:
@@ -443,6 +459,7 @@ class AsyncClient:
         async with self._asked_within(within_s, peer) as connection:
             return await fetch_catalog(connection, name, live=self.options.live if live is None else live)
 
+    @checked
     async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeerLike = None) -> None:
         """Fetch the codec profile of an asset, unless it is here. A play does so only if that pays for this one play.
 
@@ -456,6 +473,7 @@ class AsyncClient:
                 async with PlayConnection(downloads, lambda _, priority: priority) as connection:
                     await self._profiles.fetch(connection, catalog)
 
+    @checked
     async def models(self, *, within_s: float = _FIND_S, peer: PeerLike = None) -> Sequence[KVSpec]:
         """Return the specs of the models of which we may read an asset.
 

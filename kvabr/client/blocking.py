@@ -24,6 +24,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.result import NothingCached, Played
 from kvabr.quic.interface import ConnectionStats
+from kvabr.types.arguments import checked
 from kvabr.types.errors import ConnectionLostError, PlayError, UsageError, told_if_exhausted
 
 P = ParamSpec("P")
@@ -125,6 +126,7 @@ class Handle(Generic[T]):
         """End it and its downloads, now. Does nothing if it is over."""
         self._future.cancel()
 
+    @checked
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the result, and return it.
 
@@ -137,6 +139,7 @@ class Handle(Generic[T]):
         except CancelledError:
             raise PlayError("the play was cancelled") from None
 
+    @checked
     def when_done(self, call: Callable[[Handle[T]], None]) -> None:
         """Call ``call`` once it is over, at once if it is, on any thread; it should return quickly."""
         # The future keeps the callback. Were this handle in it, the result would stay until garbage is collected.
@@ -210,6 +213,7 @@ class Client:
         """Begin a play, and return at once; see `AsyncClient.play`."""
         return self.begin(lambda client: client.play(*args, **kwargs))
 
+    @checked
     def begin(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> Handle[T]:
         """Begin anything that an `AsyncClient` does, on its event loop, and return at once.
 

@@ -54,6 +54,9 @@ class ClientMetrics(MetricSet):
         self.store_damaged_total = self.counter(
             "kvabr_client_store_damaged_total", "Groups kept that were no longer what they had been, by tier.", "tier"
         )
+        self.unkept_total = self.counter(
+            "kvabr_client_unkept_total", "Times that groups or a profile could not be written to the disk.", "what"
+        )
         self._seen: WeakKeyDictionary[LocalGroupStore[Any], tuple[int, int]] = WeakKeyDictionary()
         """Evicted and damaged groups of each tier that are counted already."""
         self.peers = self.gauge("kvabr_client_peers", "Peers that the client has a connection to.")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import SupportsFloat
 
 import torch
 
@@ -16,10 +14,12 @@ from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
 from kvabr.blend.selectors import DEFAULT as DEFAULT_SELECTOR
 from kvabr.blend.selectors import load_selector
+from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import known_cost
 from kvabr.client.snapshot import Watch
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, BlendGoal, PlayerConfig
 from kvabr.telemetry.hub import Telemetry
+from kvabr.types.arguments import check_fields
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.engine import Engine, EngineMode
 from kvabr.types.errors import UsageError
@@ -85,6 +85,7 @@ class PlayOptions:
     """Called with a `Snapshot` some fifty times per deadline and at least once a second, on the event loop's thread."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.after is not None and not self.after > 0:
             raise UsageError(f"upgrades for {self.after:g} s after the deadline; give a positive number of seconds")
         if not 1 <= self.patience < math.inf:
@@ -131,6 +132,7 @@ class Limits:
     """Serve the plays whose deadlines come first before the others. If False, plays share the link as it comes."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("memory_bytes", "disk_bytes", "waiting"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must not be negative")
@@ -142,34 +144,26 @@ class Limits:
 
 def check_deadline(deadline_s: float) -> None:
     """Raise `UsageError` unless a deadline is a positive, finite number of seconds."""
-    given: object = deadline_s
-    if isinstance(given, str) or not isinstance(given, SupportsFloat):
-        raise UsageError(f"the deadline is a number of seconds, not {_kind(given)}")
     if not 0 < deadline_s < math.inf:
         raise UsageError(f"the deadline is {deadline_s:g} s; it must be a positive number of seconds")
 
 
-def warn_unkept(why: str) -> None:
-    """Warn that groups that came are not kept on the disk."""
-    warnings.warn(f"groups are not kept: {why}", RuntimeWarning, stacklevel=2)
+_UNKEPT = {"groups": "groups are", "profile": "the codec profile is"}
+
+
+def warn_unkept(metrics: ClientMetrics, what: str, why: str) -> None:
+    """Warn, and count, that groups or a profile that came are not kept on the disk."""
+    metrics.unkept_total.labels(what).inc()
+    warnings.warn(f"{_UNKEPT[what]} not kept: {why}", RuntimeWarning, stacklevel=2)
 
 
 def check_prompt(tokens: Sequence[int]) -> None:
-    """Raise `UsageError` unless a prompt is a sequence, of one token at least; `chain` checks the ids."""
+    """Raise `UsageError` unless a prompt has one dimension, and one token at least; `chain` checks the ids."""
     shape = getattr(tokens, "shape", None)
-    if isinstance(tokens, str | bytes | Mapping | AbstractSet) or not (
-        hasattr(tokens, "__len__") and hasattr(tokens, "__getitem__")
-    ):
-        hint = "; a prompt.json has them as `tokens`" if isinstance(tokens, Mapping) else ""
-        raise UsageError(f"a prompt is a sequence of token ids, not {_kind(tokens)}{hint}")
     if shape is not None and len(shape) != 1:
         raise UsageError(f"a prompt has one dimension; this one has the shape {tuple(shape)}")
     if not len(tokens):
         raise UsageError("a prompt has at least one token; this one is empty")
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"of the type {type(value).__name__}"
 
 
 def guard_s(deadline_s: float) -> float:

@@ -21,7 +21,7 @@ from kvabr.quic.connect import asset_of, connect, parse_namespace, parse_url
 from kvabr.quic.interface import Connection
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.url import CLOUDS, WEB, split_asset
-from kvabr.types.errors import TransportError, UnauthorizedError, UsageError
+from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError, UsageError
 
 STORE_SCHEMES = (*CLOUDS, *WEB, "file", "memory")
 Dialling = AbstractAsyncContextManager[Connection]
@@ -96,6 +96,8 @@ class StoreDialling(AbstractAsyncContextManager[Connection]):
         except TransportError as error:
             if self._needed or isinstance(error, UnauthorizedError):
                 await connection.close()
+                if self._bucket.url.partition("://")[0] in WEB and type(error) is ConnectionLostError:
+                    raise ConnectionLostError(f"{error}; the URL of an origin or relay begins with moqt://") from error
                 raise
             connection.trouble = str(error)
         except BaseException:

@@ -39,9 +39,12 @@ Nothing of a network is waited for here: one peer must not hold up plays from ot
 class ProfileCache:
     """Profiles of one client. What is in memory is shared by the whole process."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """Use a folder, in which profiles outlive the process; None: memory only."""
-        self._folder = folder
+    def __init__(self, folder: Path | None = None, on_failure: Callable[[str], object] = lambda _why: None) -> None:
+        """Use a folder, in which profiles outlive the process; None: memory only.
+
+        ``on_failure`` hears why one cannot be written, in any thread.
+        """
+        self._folder, self._on_failure = folder, on_failure
 
     def has(self, catalog: Catalog) -> bool:
         """Return whether `fetch` needs no network."""
@@ -113,8 +116,8 @@ class ProfileCache:
         try:
             self._folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             write_file(_file(self._folder, sha256), bytes(data), mode=PRIVATE)
-        except (OSError, AssetError):
-            pass  # a cache that cannot be written must not fail the play
+        except (OSError, AssetError) as error:
+            self._on_failure(str(error))  # it must not fail the play
 
 
 def keep(profile: Profile) -> None:

@@ -18,6 +18,7 @@ from kvabr.publish.frames import FrameEncoder, needs_profile, six
 from kvabr.publish.model import ScoringEngine
 from kvabr.publish.quality import MAX_PASSES, Reference, measure_mixes, measure_quality, sample_mixes
 from kvabr.store.asset import FrameStore, Prompt
+from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog, Mix, Quality
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256
@@ -31,7 +32,7 @@ from kvabr.types.units import cache_length, snapshot_ends
 Progress = Callable[[str, int, int], None]
 """Called with a stage, its steps done, and its steps in all."""
 
-STAGES = ("prefill", "encode", "time", "measure", "mix")
+STAGES = ("prefill", "encode", "time", "measure", "groups", "mix")
 """Stages of `publish`, in order; the steps of ``prefill`` are tokens."""
 
 ON_REQUEST = ("FP4",)
@@ -71,6 +72,7 @@ class PassageBase:
         return placed.to(self.before.dtype)
 
 
+@checked
 def ordered_tracks(wanted: Sequence[str] | None, spec: KVSpec | None = None) -> tuple[str, ...]:
     """Return the tracks to make, each after the one that it refines; for None all that exist but `ON_REQUEST`.
 
@@ -97,6 +99,7 @@ def ordered_tracks(wanted: Sequence[str] | None, spec: KVSpec | None = None) -> 
     return tuple(out)
 
 
+@checked
 def compute_cache(
     engine: Engine,
     tokens: Sequence[int],
@@ -142,6 +145,7 @@ def own_profile(spec: KVSpec, exact: Sequence[torch.Tensor]) -> Profile:
     return joined(spec, [fit(part, partial(list, (cache,)), plain) for part, cache in pairs])
 
 
+@checked
 def publish(
     engine: ScoringEngine,
     prompt: Prompt,
@@ -243,7 +247,7 @@ def publish(
         frames.decode,
         tokens=len(prompt.tokens),
         max_passes=max_passes,
-        progress=partial(progress, "measure"),
+        progress=progress,
     )
     del exact
     qualities = {track: _rounded(one) for track, one in measured.quality.items()}

@@ -32,6 +32,7 @@ from kvabr.store.asset import CATALOG, AssetWriter
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.store.files import NameClaim
 from kvabr.store.live_folder import LiveFolderWriter, new_key
+from kvabr.types.arguments import checked
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
@@ -48,6 +49,7 @@ _MOST_HELD = 4
 class LivePublisher:
     """Publishes caches that can be played while they grow, in the queue and the thread of a `Publisher`."""
 
+    @checked
     def __init__(
         self,
         publisher: Publisher,
@@ -87,6 +89,7 @@ class LivePublisher:
         self._growing: set[LiveProduction] = set()
         publisher.prepare()
 
+    @checked
     def begin(
         self,
         tokens: Sequence[int],

@@ -23,9 +23,10 @@ from kvabr.publish.published_lookup import PublishedLookup
 from kvabr.publish.sound_assets import SoundAssets
 from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.store.locations import Location, open_store
+from kvabr.types.arguments import checked
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import SHA256
-from kvabr.types.errors import AssetError, FormatError, may_pass
+from kvabr.types.errors import AssetError, FormatError, UsageError, may_pass
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import chain
 from kvabr.types.passage import PassageNotes, passage_chain
@@ -38,6 +39,7 @@ __all__ = ["PublishOutcome", "PublishVerdict", "Publisher", "Slot", "read_profil
 class Publisher:
     """Encodes and publishes caches in threads of its own, group by group."""
 
+    @checked
     def __init__(
         self,
         location: Location,
@@ -68,6 +70,8 @@ class Publisher:
             source: what the caches are, in words, for the catalogs.
             digest: kind of the groups' digests, see `kvabr.types.digests`.
         """
+        if queue < 1:
+            raise UsageError(f"a queue for {queue} caches; it must have room for one")
         self.offer = TrackOffer(spec, prior=prior, tracks=tracks, profile=profile, source=source, digest=digest)
         """The tracks."""
         self.store = open_store(location)
@@ -88,6 +92,7 @@ class Publisher:
         self._thread, self._patient_thread = encoding_thread(), encoding_thread(patient=True)
         self._closed = False
 
+    @checked
     def reserve(self, tokens: Sequence[int], salt: bytes = b"") -> Slot | PublishVerdict:
         """Return a slot for a cache of these tokens, or why there is none; the cache need not exist yet.
 
@@ -99,6 +104,7 @@ class Publisher:
         chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
         return self.reserve_named(chunks, len(tokens))
 
+    @checked
     def reserve_passage(self, tokens: Sequence[int], notes: PassageNotes, salt: bytes = b"") -> Slot | PublishVerdict:
         """As `reserve`, for a passage; its cache has keys before rotation, float32 (`kvabr.publish.passages`).
 
@@ -118,6 +124,8 @@ class Publisher:
         ``position`` is that of the first token in the prompt. If it is None, it is not known, and the tracks are left
         out that need a profile: they undo the rotary embedding.
         """
+        if not chunks:
+            raise UsageError("a cache to publish has at least one token; this one has none")
         name = chunks[-1]
         with self._lock:
             if name in self._known:
@@ -237,6 +245,7 @@ class Slot:
     replaces: bool = False
     """Whether it takes the place of a damaged asset."""
 
+    @checked
     def fill(self, kv: torch.Tensor | tuple[torch.Tensor, ...], done: Callable[[PublishOutcome], object]) -> None:
         """Publish a cache, [layer, K/V, head, token, dim] of any float dtype, which must not change any more.
 

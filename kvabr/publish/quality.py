@@ -142,7 +142,7 @@ def measure_quality(
     *,
     tokens: int | None = None,
     max_passes: int = MAX_PASSES,
-    progress: Callable[[int, int], None] = lambda _done, _all: None,
+    progress: Callable[[str, int, int], None] = lambda _stage, _done, _all: None,
 ) -> Measured:
     """Measure whole tracks and single groups, and attribute the loss.
 
@@ -155,7 +155,8 @@ def measure_quality(
         decode: decodes one group of one track.
         tokens: tokens of the prompt; None: as many as the first tensor has, which is then not a state's.
         max_passes: forward passes beyond one per track, see `MAX_PASSES`.
-        progress: called after every forward pass.
+        progress: called after every forward pass, with its stage (``measure``: whole tracks, ``groups``), and how many
+            of the stage's passes are done.
 
     Groups that the continuation cannot see lose nothing (`kvabr.types.units.needed`).
     """
@@ -165,19 +166,17 @@ def measure_quality(
     seen = needed(spec, every, tokens)
     places = [cut(work, every[group], spec) for group in seen]
     sizes = [every[group].tokens * spec.parts[every[group].part].elements_per_token for group in seen]
-    total = len(tracks) + (max_passes if len(seen) > 1 else 0)
-    done = count(1)
     quality = {}
-    for track in tracks:
+    for number, track in enumerate(tracks, 1):
         for group, place in zip(seen, places, strict=True):
             decode(group, track, place)
         quality[track] = reference.measure(work)
-        progress(next(done), total)
+        progress("measure", number, len(tracks))
     for part, whole in zip(work, exact, strict=True):
         part.copy_(whole)
 
     units, shaped = _plan({track: quality[track].kl for track in tracks}, len(seen), max_passes)
-    total = len(tracks) + len(shaped) * len(units)
+    total, done = len(shaped) * len(units), count(1)
     shares: dict[str, list[float]] = {}
     for track in shaped:
         singles = []
@@ -187,9 +186,8 @@ def measure_quality(
             singles.append(reference.measure(work).kl)
             for index in unit:
                 places[index].copy_(cut(exact, every[seen[index]], spec))
-            progress(next(done), total)
+            progress("groups", next(done), total)
         shares[track] = _shares(singles, units, sizes)
-    progress(total, total)
 
     even = [size / sum(sizes) for size in sizes]
     loss = {}

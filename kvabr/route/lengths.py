@@ -10,11 +10,13 @@ import math
 from collections.abc import Iterable, Sequence
 
 from kvabr.route.forecast import CacheSize, PrefillSite, RouteLink
+from kvabr.types.arguments import checked
 
 Interval = tuple[float, float]
 """Open interval of prompt lengths."""
 
 
+@checked
 def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize) -> tuple[Interval, ...]:
     """Return the lengths for which remote prefill is sooner than local prefill, in tokens beyond what is cached.
 
@@ -55,6 +57,7 @@ def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cac
     return found
 
 
+@checked
 def break_even_tokens(local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize) -> float:
     """Return n*(C): the least length from which on remote prefill is sooner; infinity if there is none.
 

@@ -29,6 +29,7 @@ from kvabr.route.forecast import (
     RouteLink,
     forecasts,
 )
+from kvabr.types.arguments import checked
 from kvabr.types.errors import UsageError
 
 _WORDS = {
@@ -84,6 +85,7 @@ class Route:
         }
 
 
+@checked
 def decide(
     tokens: int,
     local: PrefillSite,

@@ -42,7 +42,7 @@ class Metrics(MetricSet):
         self.group_bytes = self.histogram("kvabr_group_bytes", "Sizes of the groups sent.", GROUP_BYTES_BUCKETS)
         self.assets = self.gauge("kvabr_assets", "Assets that are served.")
         self.assets_growing = self.gauge("kvabr_assets_growing", "Assets that are being prefilled.")
-        self.assets_damaged = self.gauge("kvabr_assets_damaged", "Assets that were left out.")
+        self.assets_damaged = self.gauge("kvabr_assets_damaged", "Assets left out, or with a damaged group.")
         self.draining = self.gauge("kvabr_draining", "1 from the GOAWAY on.")
 
     def group_sent(self, track: str) -> None:

@@ -192,11 +192,19 @@ class CatalogLevel(Publication):
 class LevelPublication(CatalogLevel):
     """One compression level of one version of an asset in a store."""
 
-    def __init__(self, asset: Asset, track: str) -> None:
-        """Serve ``track`` of ``asset``; `FormatError` if the asset has no such track."""
+    def __init__(
+        self, asset: Asset, track: str, again: Callable[[Asset, int, str], object] = lambda *_: None
+    ) -> None:
+        """Serve ``track`` of ``asset``; `FormatError` if the asset has no such track.
+
+        ``again`` is called once for each group that is asked for a second time and is not far to fetch.
+        """
         self.asset, self._track = asset, asset.catalog.published_track(track)
         self.dear = not asset.local
         super().__init__(asset.catalog.spec, asset.catalog.tokens, track, self._track.bytes)
+        self._again = again
+        self._asked = bytearray(self.groups)
+        """How often each group was asked for, up to two times."""
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
         """See `Publication.open`; only stores that are not local need threads."""
@@ -204,6 +212,10 @@ class LevelPublication(CatalogLevel):
         objects = self.objects(group)
         if self.dear:
             return LoadingGroup(self, group, on_more)
+        if self._asked[group] < 2:
+            self._asked[group] += 1
+            if self._asked[group] == 2:
+                self._again(self.asset, group, self.name)
         return OpenedGroup(self.frame(group), objects, self.digest(group))
 
     def frame(self, group: int) -> FrameReader:

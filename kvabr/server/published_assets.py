@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
@@ -35,6 +37,10 @@ from kvabr.types.naming import (
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
+_MOST_LOOKS = 4096
+"""Most groups that wait to be looked at."""
+_LOOK_S = 0.2
+"""Processor time of one look at groups that were asked for twice; it ends with the group in hand."""
 MAX_CACHED_BYTES = 256 << 20
 """Bytes of catalogs and profiles that are kept in memory; others are read when they are asked for."""
 
@@ -67,6 +73,10 @@ class PublishedAssets:
         """What was taken back, by the digest of a grant's token."""
         self._listeners: list[Callable[[], None]] = []
         self._levels: dict[Asset, dict[str, LevelPublication]] = {}
+        self._asked_again: deque[tuple[Asset, int, str]] = deque(maxlen=_MOST_LOOKS)
+        """Groups that `look_at_bytes` has not looked at yet: players ask again for what came damaged."""
+        self._flipped: set[Asset] = set()
+        """Assets of which a group has other bytes than its catalog says."""
         self._cached: ByteLru[str, BytesPublication] = ByteLru(MAX_CACHED_BYTES, lambda kept: kept.open(0).size)
         """Catalogs and profiles that were read lately, by their SHA-256."""
         self._cache_lock = threading.Lock()
@@ -93,8 +103,8 @@ class PublishedAssets:
 
     @property
     def damaged(self) -> int:
-        """Number of assets that are left out."""
-        return self._index.damaged
+        """Number of assets that are left out, or of which a group that was asked for is damaged."""
+        return self._index.damaged + len(self._flipped.intersection(self._index.assets))
 
     def admit(self, token: bytes | None) -> Grant | None:
         """Return the grant of a token; None: refuse the connection. Takes the same time for all tokens."""
@@ -129,6 +139,19 @@ class PublishedAssets:
         """Look for assets that are new, were replaced, or are gone; return whether anything changed."""
         with self._lock:
             return self._index.refresh()
+
+    def look_at_bytes(self) -> None:
+        """Read some of the groups that were asked for twice, and name those that are damaged; each is read once."""
+        until_s = time.thread_time() + _LOOK_S
+        while self._asked_again and time.thread_time() < until_s:
+            asset, group, track = self._asked_again.popleft()
+            try:
+                asset.frame(group, track)
+            except (AssetError, FormatError) as error:
+                if asset.is_current():
+                    self._flipped.add(asset)
+                    where = {"asset": asset.name, "group": group, "track": track}
+                    self._index.log.warning("group damaged", **where, error=str(error))
 
     def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
         """See `Source.find`. What is forbidden is answered in the same steps as what is missing."""
@@ -247,9 +270,11 @@ class PublishedAssets:
         before = self._views
         known = self._levels
         self._levels = {
-            asset: known.get(asset) or {name: LevelPublication(asset, name) for name in asset.catalog.published}
+            asset: known.get(asset)
+            or {name: LevelPublication(asset, name, self._ask_again) for name in asset.catalog.published}
             for asset in assets
         }
+        self._flipped.intersection_update(assets)
         shared: dict[tuple[str, ...], AssetView] = {}
         views: dict[str, AssetView] = {}
         logs: dict[str, ChangeLog] = {}
@@ -285,6 +310,9 @@ class PublishedAssets:
         with self._cache_lock:
             for sha256 in [sha256 for sha256 in self._cached if sha256 not in named]:
                 del self._cached[sha256]
+
+    def _ask_again(self, asset: Asset, group: int, track: str) -> None:
+        self._asked_again.append((asset, group, track))
 
     def _look_at_grants(self) -> None:
         with self._lock:

@@ -278,6 +278,7 @@ class Relay:
         task.add_done_callback(self._tasks.discard)
 
     def _store_failed(self, why: str) -> None:
+        self._client_metrics.unkept_total.labels("groups").inc()
         self._log.warning("groups are kept in memory only for a while", error=why)
 
     def _show(self) -> None:

@@ -245,6 +245,7 @@ class Watcher:
             self._library.refresh()
         except (OSError, KvabrError) as error:
             self._log.warning("cannot look for assets", error=str(error))
+        self._library.look_at_bytes()
         self._count()
         return time.thread_time() - start_s
 

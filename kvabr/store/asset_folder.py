@@ -47,6 +47,7 @@ from kvabr.store.files import (
 )
 from kvabr.store.folder_notes import check_expiry, remove_folder_asset
 from kvabr.store.quota import FolderQuota
+from kvabr.types.arguments import checked
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.catalog_json import SCHEMAS
 from kvabr.types.digests import SHA256
@@ -75,6 +76,7 @@ class FolderAsset(Asset):
         self._follow_links = follow_links
 
     @classmethod
+    @checked
     def open(cls, path: Path, name: str = ".", *, follow_links: bool = True) -> FolderAsset:
         """Open the asset in the folder ``path``; see `AssetStore.open`."""
         if not path.is_dir():
@@ -126,6 +128,7 @@ class FolderAssetStore:
 
     look_every_s = 0.0
 
+    @checked
     def __init__(self, root: Path) -> None:
         """Take the folder, which need not exist yet."""
         self.root = root

@@ -12,6 +12,7 @@ from kvabr.store.asset import Asset, AssetStore
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.group_store import FolderGroupStore, LocalGroupStore
 from kvabr.store.shared_groups import SCHEME, SharedGroupStore, shared_path
+from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import MissingAssetError, UsageError
 
@@ -43,6 +44,7 @@ def is_store(location: Location) -> bool:
     return not separator or scheme in SCHEMES
 
 
+@checked
 def open_store(location: Location, *, must_exist: bool = False, create: bool = False) -> AssetStore:
     """Return the store at a path or URL; a folder that does not exist may be created, or be an `AssetError`.
 
@@ -62,6 +64,7 @@ def open_store(location: Location, *, must_exist: bool = False, create: bool = F
     return store
 
 
+@checked
 def open_groups(
     location: Location,
     max_bytes: int,
@@ -79,6 +82,8 @@ def open_groups(
 
     Raises as `FolderGroupStore` and `SharedFolder`, or `UsageError` for a URL of something else.
     """
+    if max_bytes < 0:
+        raise UsageError(f"a store of {max_bytes} bytes; it must not be negative")
     if "://" not in str(location):
         return FolderGroupStore(Path(location), max_bytes, executor=executor, on_failure=on_failure)
     if str(location).startswith(f"{SCHEME}://"):
@@ -88,6 +93,7 @@ def open_groups(
     return ObjectGroupStore(str(location), max_bytes, executor=executor, on_failure=on_failure)
 
 
+@checked
 def open_asset(location: Location) -> Asset:
     """Open the asset at a path or URL; see `AssetStore.open`."""
     if "://" not in str(location):
@@ -95,6 +101,7 @@ def open_asset(location: Location) -> Asset:
     return open_store(location).open()
 
 
+@checked
 def open_catalog(location: Location) -> tuple[Catalog, Asset | None]:
     """Read the catalog of an asset at a path or URL, or from a catalog's file, which has no asset.
 

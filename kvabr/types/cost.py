@@ -9,14 +9,17 @@ attends to the L + i tokens before it. The three constants are fitted to a few t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from kvabr.types.arguments import check_type, checked
 from kvabr.types.errors import FormatError, UsageError
 
 MISS_PENALTY = 0.5
 """Cost of a missed deadline in addition to its lateness, nats per generated token."""
+_MOST_S = 1e100
+"""Most that a constant of a prefill's cost may be."""
 
 
 def objective(
@@ -61,7 +64,7 @@ class PrefillCost:
 
     def __post_init__(self) -> None:
         values = (self.constant_s, self.per_token_s, self.attention_s)
-        if not all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in values) or sum(values) <= 0:
+        if not all(isinstance(v, int | float) and 0 <= v <= _MOST_S for v in values) or sum(values) <= 0:
             raise FormatError(f"prefill cost {values}: the three constants must be finite, not negative, not all zero")
 
     def seconds(self, before: int, tokens: int) -> float:
@@ -76,6 +79,7 @@ class PrefillCost:
         return replace(self, per_token_s=self.per_token_s + 2.0 * self.attention_s * tokens)
 
     @classmethod
+    @checked
     def from_rate(cls, tokens_per_second: float) -> PrefillCost:
         """Return a purely linear cost, for when only a prefill rate is known."""
         if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
@@ -91,7 +95,9 @@ class PrefillCost:
         import numpy as np  # noqa: PLC0415  # only fitting needs them, and they load slowly
         from scipy.optimize import nnls  # noqa: PLC0415
 
+        check_type("PrefillCost.fit: timings", timings, Iterable)
         rows = list(timings)
+        check_type("PrefillCost.fit: timings", rows, Sequence[tuple[int, int, float]])
         if len(rows) < 3 or any(x <= 0 or s <= 0 or before < 0 for before, x, s in rows):
             raise UsageError("fitting a prefill cost takes at least three timings of at least one token each")
         seconds = np.array([s for _, _, s in rows])

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from kvabr.types.arguments import checked
 from kvabr.types.errors import FormatError
 from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.layer_class import (
@@ -99,6 +100,7 @@ class KVSpec:
             raise FormatError(f"KV spec: layer {min(missing)} is in no class")
 
     @classmethod
+    @checked
     def uniform(
         cls,
         model: str,

@@ -71,14 +71,14 @@ class TrackNamespace:
     """The prompt's last chained digest, hex; see `chain`."""
 
     def __post_init__(self) -> None:
-        if not self.model or "\0" in self.model:
+        if not isinstance(self.model, str) or not self.model or "\0" in self.model:
             raise FormatError(f"track namespace: {self.model!r} cannot be a model's name")
         try:
             self.model.encode()
         except UnicodeEncodeError as error:
             raise FormatError(f"track namespace: {self.model!r} cannot be written as UTF-8") from error
-        if not _DIGEST.fullmatch(self.prompt):
-            raise FormatError(f"track namespace: the prompt field must be 64 hex digits, not {self.prompt[:80]!r}")
+        if not isinstance(self.prompt, str) or not _DIGEST.fullmatch(self.prompt):
+            raise FormatError(f"track namespace: the prompt field must be 64 hex digits, not {str(self.prompt)[:80]!r}")
 
     def fields(self) -> tuple[bytes, ...]:
         """Return the namespace tuple as in the draft: (root, model, prompt)."""
@@ -163,7 +163,7 @@ def next_digest(digest: str, tokens: Sequence[int]) -> str:
 def _link(state: bytes, tokens: Sequence[int]) -> bytes:
     try:
         packed = struct.pack(f"<I{len(tokens)}I", len(tokens), *tokens)
-    except struct.error as error:
+    except (struct.error, TypeError, ValueError) as error:
         raise UsageError(f"token ids are whole numbers from 0 to 2**32 - 1 ({error})") from error
     return hashlib.sha256(state + packed).digest()
 

@@ -97,7 +97,7 @@ async def test_without_a_store(origin, short, monkeypatch):
 @pytest.mark.parametrize("quic", ["aioquic", "qh3"])
 async def test_over_quic(root, short, tmp_path, monkeypatch, quic):
     if quic == "qh3":
-        pytest.importorskip("qh3")
+        pytest.importorskip("qh3", reason="qh3 is not installed: tools/setup-venv")
     served = Served(root / "short", tmp_path, quic=quic)
     counts = Counts(monkeypatch)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from safetensors import safe_open
 from kvabr.abr import Decision, Policy
 from kvabr.cli.main import main
 from kvabr.cli.overlay import Overlay
+from kvabr.client import profiles
+from kvabr.client.async_client import AsyncClient
 from kvabr.client.snapshot import Snapshot, TransferProgress
 from kvabr.quic.interface import ConnectionStats
 from kvabr.store.asset_folder import frame_path
@@ -274,7 +277,7 @@ def test_a_policy_that_never_returns_ends_the_play_and_is_named_with_its_line(
 
 
 def test_a_text_and_a_model_find_a_cache_of_another_group_size(tmp_path, capsys):
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'kvabr[model]'")
+    pytest.importorskip("transformers", reason="transformers is not installed: tools/setup-venv")
     text, result = tmp_path / "text", tmp_path / "result.json"
     text.write_text("the quick brown fox jumps over the lazy dog " * 8)
     model = tinymodels.save(tmp_path / "tiny-llama")
@@ -485,3 +488,38 @@ def test_damage_that_is_met_is_named(root, tmp_path, capsys, caplog):
     assert {(one["group"], one["track"]) for one in found} == {(1, "Int8")}
     assert all(one["what"] for one in found)
     assert "on Int8 is damaged (" in caplog.text
+
+
+def test_a_disk_that_takes_nothing_is_told_in_words_and_by_the_exit_status(served, tmp_path):
+    (tmp_path / "prompt.json").write_text(json.dumps(TOKENS))
+    words = ("fetch", served.url, *network(served), "--prompt", tmp_path / "prompt.json", "--deadline", 300)
+
+    def full():  # for files of more than 512 bytes; what is printed goes to pipes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
+
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-m", "kvabr", *map(str, words), "--disk", tmp_path / "full", "--json", "/dev/stdout"],
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+        preexec_fn=full,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    assert "groups are not kept: " in done.stderr
+    assert "File too large" in done.stderr
+
+
+async def test_a_profile_that_cannot_be_kept_is_told_and_counted(origin, long, tmp_path):
+    profiles._profiles.clear()
+    (tmp_path / profiles.PROFILES).write_text("no folder")
+    async with origin(folder="long", rate=1e9) as link, AsyncClient(link, cache=tmp_path) as client:
+        with pytest.warns(RuntimeWarning, match="codec profile is not kept: "):
+            await client.fetch_profile(long)
+        assert client.metrics.value("kvabr_client_unkept_total", what="profile") == 1
+
+
+def test_the_url_of_a_web_server_that_is_none_says_how_those_of_origins_begin(short, capsys):
+    pytest.importorskip("obstore", reason="obstore is not installed: tools/setup-venv")
+    assert kvabr("fetch", "https://127.0.0.1:9/", "--name", name(short)) == 1
+    assert "the URL of an origin or relay begins with moqt://" in capsys.readouterr().err

@@ -308,7 +308,7 @@ async def test_a_wait_beyond_the_deadline_ends_before_it(producer):
 
 @pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
 def test_a_wait_that_makes_no_sense(seconds):
-    with pytest.raises(UsageError, match="for a producer"):
+    with pytest.raises(UsageError, match="producer"):
         PlayOptions(wait_for_producer_s=seconds)
 
 

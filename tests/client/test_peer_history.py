@@ -130,7 +130,7 @@ def test_a_name_that_no_file_can_have_fails_no_play(tmp_path):
 
 
 def test_a_process_that_was_stopped_as_it_wrote_holds_up_no_other_for_ever(tmp_path, monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
+    fcntl = pytest.importorskip("fcntl", reason="there is no fcntl: on Linux, tools/test")
     monkeypatch.setattr("kvabr.client.peer_history._LONGEST_WAIT_S", 0.05)
     path = tmp_path / "p.json"
     priors = PeerHistory(path)

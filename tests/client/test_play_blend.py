@@ -251,11 +251,11 @@ async def test_what_cannot_be_computed_again_is_said_at_once(library_origin):
             ("give a question", ToyBlendModel(), {"share": 0.1}, bare),
             ("give share or after", ToyBlendModel(), {"share": 0.1, "after": 1.0}, PARTS),
             ("give 0 to 1", ToyBlendModel(), {"share": 1.5}, PARTS),
-            ("give 0 to 1", ToyBlendModel(), {"share": "x"}, PARTS),
+            ("share is .x.", ToyBlendModel(), {"share": "x"}, PARTS),
             ("a sequence of token ids", ToyBlendModel(), {"question": 5}, PARTS),
             ("needs the exact cache", ToyBlendModel(), {"selector": "oracle"}, PARTS),
             ("max_loss", ToyBlendModel(), {"max_loss": -1.0}, PARTS),
-            ("token ids are", ToyBlendModel(), {"question": "what?"}, PARTS),
+            ("token ids", ToyBlendModel(), {"question": "what?"}, PARTS),
             ("from 0 to", ToyBlendModel(), {"question": (3, -1)}, PARTS),
             ("103 tokens in all", small, {}, PARTS),
         ):

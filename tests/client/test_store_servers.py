@@ -88,7 +88,7 @@ async def test_no_descriptor_is_left_open(store):
 async def cached(asset, folder, *faults, slice_size="1m"):
     """URL of nginx, as documented, before a store with an asset, that store, and the keys of the asset's spans."""
     if NGINX is None:
-        pytest.skip("nginx is not installed")
+        pytest.skip("nginx is not installed: apt-get install nginx")
     source = memory_url()
     spans = put_asset(source, asset)
     async with WebServer(source, list(faults)) as store:

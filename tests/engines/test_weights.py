@@ -12,6 +12,7 @@ import pytest
 from kvabr.engines import weights
 from kvabr.engines.weights import DECLARED, RECORD, cached_folder, model_name, weights_digest
 from kvabr.types.errors import ModelError
+from tests.needs import ORDINARY_USER, may_read_everything
 
 PIECE = 1 << 16
 """Bytes of a piece in these tests."""
@@ -118,7 +119,7 @@ def test_what_has_just_been_written_is_not_kept(folder):
     assert not (folder / RECORD).exists()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.skipif(may_read_everything(), reason=ORDINARY_USER)
 def test_a_folder_that_cannot_be_written_has_its_record_elsewhere(folder, settled, reads):
     folder.chmod(0o500)
     first = weights_digest(folder)

@@ -34,7 +34,7 @@ def test_hostile_input(name):
     assert 0 < fed.accepted < rounds
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler: apt-get install gcc")
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_native_harness_fits_the_code(name):
     file = Path(__file__).parent / "native" / f"{name}.c"

@@ -1,6 +1,6 @@
 """kvabr against aiomoqt, an independent implementation in Python: it subscribes to a growing track, and fetches.
 
-It needs an environment of its own: `PYTHON=python3.12 tools/setup-peers .peers aiomoqt`; without one this is skipped.
+It needs an environment of its own: `tools/setup-peers .peers aiomoqt`; without one this is skipped.
 """
 
 from __future__ import annotations

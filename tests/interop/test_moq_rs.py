@@ -25,7 +25,7 @@ from kvabr.types.errors import NotFoundError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace
 from tests.client.playing import play_asset
 
-moq = pytest.importorskip("moq", reason="moq-rs is not installed")
+moq = pytest.importorskip("moq", reason="moq-rs is not installed: tools/setup-venv")
 pytestmark = pytest.mark.model  # the assets are of the real model
 
 LIBRARIES = ("aioquic", "qh3")

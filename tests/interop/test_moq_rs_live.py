@@ -20,7 +20,7 @@ from tests.faults.test_guests import until
 from tests.server.conftest import tls  # noqa: F401  # a fixture
 from tests.server.tracks import SPACE, Tracks, data
 
-moq = pytest.importorskip("moq", reason="moq-rs is not installed")
+moq = pytest.importorskip("moq", reason="moq-rs is not installed: tools/setup-venv")
 from tests.interop.test_moq_rs import accepting, path_of, routed  # noqa: E402  # it needs moq
 
 pytestmark = [pytest.mark.process, pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.alpn)]

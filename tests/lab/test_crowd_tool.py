@@ -29,7 +29,7 @@ def crowd(tmp_path, *words):
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.skipif(NGINX is None, reason="needs nginx")
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx")
 def test_a_crowd_behind_nginx_asks_the_store_once_for_each_slice(tmp_path):
     fetched = crowd(tmp_path, "--through", "nginx")
     assert fetched["spans asked for"] == fetched["slices of spans asked for"] == 8

@@ -50,6 +50,7 @@ def test_the_page_holds_everything_and_loads_nothing(shown):
     assert totals["summary"]["mpc"]["hit_ratio_ci95"]
     data = embedded(text)
     assert {policy["name"] for policy in data["policies"]} == set(what.policies)
+    assert not re.search(r">1 [a-z]+s<", markup)
     assert data["facts"]["runs"] == what.plays
     # Every worst play is there, with its timeline, and is the very play that the table speaks of.
     links = [int(number) for number in re.findall(r'href="#play=(\d+)"', markup)]
@@ -142,7 +143,7 @@ def test_who_is_told_the_future_does_not_lead(tmp_path):
     assert re.match(r"fixed:AC-5x leads.*\(cachegen-oracle, which knows the future, has [.\d]+\)", verdict(totals))
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
 @pytest.mark.parametrize("width", [1400, 390])
 def test_charts_use_the_full_width(shown, tmp_path, width):
     browser = Browser(tmp_path / "profile", width)
@@ -167,7 +168,7 @@ def test_charts_use_the_full_width(shown, tmp_path, width):
         browser.close()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
 def test_a_click_on_a_worst_play_shows_its_timeline(shown, tmp_path):
     browser = Browser(tmp_path / "profile")
     try:

@@ -76,7 +76,7 @@ def test_mixes_are_predicted_within_a_factor_two(made):
 
 def test_progress_reaches_the_end_of_every_stage(made):
     ends = {stage: (done, total) for stage, done, total in made[2]}
-    assert list(ends) == ["prefill", "encode", "time", "measure", "mix"]
+    assert list(ends) == ["prefill", "encode", "time", "measure", "groups", "mix"]
     assert all(done == total for done, total in ends.values())
     assert ends["prefill"][1] == 70
 

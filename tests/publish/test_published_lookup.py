@@ -62,7 +62,7 @@ def test_a_store_that_fails_is_left_alone_for_a_while():
 
 @pytest.mark.process
 def test_an_engine_starts_although_its_store_is_out_of_reach(monkeypatch, caplog):
-    pytest.importorskip("obstore")
+    pytest.importorskip("obstore", reason="obstore is not installed: tools/setup-venv")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     place = "s3://bucket/x?endpoint=http://127.0.0.1:9"

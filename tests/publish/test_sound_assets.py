@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
@@ -13,6 +12,7 @@ from kvabr.publish.publisher import Publisher, Slot
 from kvabr.publish.sound_assets import SoundAssets
 from kvabr.store.asset_folder import frame_path
 from kvabr.store.locations import open_store
+from tests.needs import ORDINARY_USER, may_read_everything
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = list(prompt(48).tokens)
@@ -64,7 +64,7 @@ def test_a_damaged_asset_of_a_folder_is_replaced(tmp_path, harm):
 
 
 def test_an_asset_of_a_bucket_that_has_lost_a_span_is_replaced(tmp_path):
-    pytest.importorskip("obstore")
+    pytest.importorskip("obstore", reason="obstore is not installed: tools/setup-venv")
     place = f"file://{tmp_path}/bucket?layout=objects"
     assert [publish(place), publish(place)] == ["published", "known"]
     spans = [path for path in (tmp_path / "bucket").rglob("s/*/*") if path.is_file()]
@@ -102,8 +102,8 @@ def test_what_cannot_be_judged_stays(tmp_path, harm):
     if harm == "newer":
         path = root / name / "catalog.json"
         path.write_text(path.read_text().replace("kvabr.catalog/", "kvabr.catalog/9"))
-    elif os.geteuid() == 0:
-        pytest.skip("root may read everything")
+    elif may_read_everything():
+        pytest.skip(ORDINARY_USER)
     else:
         (root / name / "groups").chmod(0)
     assert publish(root) == "known"

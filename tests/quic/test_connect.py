@@ -112,7 +112,7 @@ def test_the_environment_has_a_token(monkeypatch):
 @pytest.mark.parametrize("quic", ["aioquic", "qh3"])
 async def test_a_play_over_quic(served, quic):
     if importlib.util.find_spec(quic) is None:
-        pytest.skip(f"{quic} is an extra")
+        pytest.skip(f"{quic} is not installed: tools/setup-venv")
     before = asyncio.all_tasks()
     async with connect(served.url, fingerprint=served.fingerprint, quic=quic, timeout_s=LIMIT_S) as origin:
         assert origin.backend == quic

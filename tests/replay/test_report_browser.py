@@ -38,7 +38,7 @@ REQUIRED = os.environ.get("KVABR_REQUIRE_BROWSER") == "1"
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None and not REQUIRED, reason="there is no Chromium on this machine"),
+    pytest.mark.skipif(CHROMIUM is None and not REQUIRED, reason="there is no Chromium: apt-get install chromium"),
 ]
 
 
@@ -46,7 +46,7 @@ class Browser:
     """Chromium, spoken to over a pipe in the DevTools protocol: JSON messages that end in a zero byte."""
 
     def __init__(self, profile: Path, width: int = 1400, height: int = 1000) -> None:
-        assert CHROMIUM is not None, "KVABR_REQUIRE_BROWSER=1, and there is no Chromium on this machine"
+        assert CHROMIUM is not None, "KVABR_REQUIRE_BROWSER=1, and there is no Chromium: apt-get install chromium"
         to_browser, from_browser = os.pipe(), os.pipe()
         # The browser reads from descriptor 3 and writes to 4. A pipe end may already have such a number, so the ends
         # are moved out of the way here, and put in place by a process of their own.

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +21,12 @@ from kvabr.cli.main import main
 from kvabr.cli.options import is_loopback, moqt_url, parse_address
 from kvabr.cli.serving import captured, logger, parse_limits
 from kvabr.server.certificates import ServerTls, make
-from kvabr.server.grants import Grants
+from kvabr.server.grants import EVERYTHING, Grants
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import INTERRUPTED, PATIENCE_S, Server, Watcher, run_until_signal
+from kvabr.store.asset_folder import frame_path
 from kvabr.types.errors import TransportError, UsageError
 from tests.assets import make_asset
 
@@ -194,7 +196,7 @@ def test_auto_takes_the_fastest_that_will_do(root, pem, tmp_path, monkeypatch):
     def chosen(library):
         return Server(library, "::1", 0, ServerTls(*pem), ServerLimits(), LOG, Metrics(), quic="auto").backend
 
-    pytest.importorskip("qh3")
+    pytest.importorskip("qh3", reason="qh3 is not installed: tools/setup-venv")
     assert chosen(PublishedAssets(root)) == "qh3"
     monkeypatch.setitem(sys.modules, "qh3", None)
     assert chosen(PublishedAssets(root)) == "aioquic"
@@ -271,6 +273,26 @@ def test_the_watcher_takes_up_assets(root):
         watcher.look()
     assert (metrics.value("kvabr_assets"), metrics.value("kvabr_assets_damaged")) == (2, 1)
     assert [event["event"] for event in events if event["log_level"] != "info"] == ["asset left out"]
+
+
+async def test_a_group_that_is_asked_for_again_is_read_and_named_if_it_is_damaged(root):
+    library, metrics = PublishedAssets(root), Metrics()
+    watcher, asset = Watcher(library, structlog.get_logger(), metrics), library.assets[0]
+    track = asset.catalog.tracks[0].name
+    frame = frame_path(asset.path, 0, track)
+    frame.write_bytes(frame.read_bytes()[:-1] + bytes([frame.read_bytes()[-1] ^ 1]))
+    with structlog.testing.capture_logs() as events:
+        for times, damaged in enumerate((0, 1, 1), 1):
+            for group in (0, 1):
+                library.find(EVERYTHING, asset.catalog.namespace, track).open(group).close()
+            watcher.look()
+            assert metrics.value("kvabr_assets_damaged") == damaged, times
+    named = [event for event in events if event["event"] == "group damaged"]
+    assert [(event["asset"], event["group"], event["track"]) for event in named] == [(asset.name, 0, track)]
+    assert library.assets == [asset]  # other groups and tracks may serve
+    shutil.rmtree(asset.path)
+    watcher.look()
+    assert metrics.value("kvabr_assets_damaged") == 0
 
 
 async def test_the_watcher_looks_again_and_again(root):

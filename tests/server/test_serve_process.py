@@ -78,7 +78,7 @@ async def fetch(connection, namespace, track, group=0):
 
 @pytest.mark.parametrize("quic", ["aioquic", "qh3"])
 async def test_it_serves_what_is_there_and_what_comes_and_goes(root, quic):
-    pytest.importorskip(quic)
+    pytest.importorskip(quic, reason=f"{quic} is not installed: tools/setup-venv")
     first = Catalog.read(root / "team-a" / "one" / "catalog.json")
     async with serving(root, "--quic", quic, "--metrics", "127.0.0.1:0") as served:
         metrics_url = (await served.event("metrics"))["url"]

@@ -327,7 +327,7 @@ def small(tmp_path):
     try:
         subprocess.run([*shlex.split("mount -t tmpfs -o size=2m,mode=700 none"), path], check=True)  # noqa: S603
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("only root may mount a tmpfs")
+        pytest.skip("only root may mount a tmpfs: sudo tools/test")
     yield path
     subprocess.run(["umount", "-l", path], check=True)  # noqa: S603, S607
 
@@ -391,7 +391,7 @@ def test_other_folders_are_refused(shm, tmp_path):
         SharedFolder(loose, 1 << 20)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away: sudo tools/test")
 def test_the_folder_of_another_user_is_refused(shm):
     shm.mkdir(mode=0o700)
     os.chown(shm, 12345, 12345)

@@ -12,6 +12,7 @@ from kvabr.store.asset_folder import frame_path
 from kvabr.store.locations import open_store
 from kvabr.types.errors import AssetError
 from tests.client.served import LOG
+from tests.needs import ORDINARY_USER, may_read_everything
 from tests.store.managing.assets import publish
 
 ODD = os.fsdecode(b"caf\xe9")
@@ -63,7 +64,7 @@ def test_a_folder_that_cannot_be_looked_into_is_left_out_and_named(root, names, 
     assert "cannot be looked into" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(may_read_everything(), reason=ORDINARY_USER)
 def test_what_another_user_keeps_to_himself_is_named_with_what_to_do(root, names):
     (root / names[0]).chmod(0)
     try:
@@ -72,7 +73,7 @@ def test_what_another_user_keeps_to_himself_is_named_with_what_to_do(root, names
         (root / names[0]).chmod(0o700)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(may_read_everything(), reason=ORDINARY_USER)
 def test_groups_that_cannot_be_looked_into_are_no_damage(root, names, capsys):
     (root / names[0] / "groups").chmod(0)
     try:

@@ -7,7 +7,7 @@ from kvabr.types.errors import UsageError
 from kvabr.types.events import PlayGaveUp, RequestCancelled, RequestDone, RequestFailed, RequestSent
 from tests.telemetry.plays import GROUPS, OFFER, broken, simulated
 
-NEEDED = "opentelemetry-sdk is not installed (extra dev)"
+NEEDED = "opentelemetry-sdk is not installed: tools/setup-venv"
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason=NEEDED)
 export = pytest.importorskip("opentelemetry.sdk.trace.export", reason=NEEDED)
 memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter", reason=NEEDED)

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Time the codecs and print the tables."""
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar, output, say, write_json
+    from kvabr.cli.display import StageBar, output, say, waiting, write_json
     from kvabr.codec.base import codec, names
     from kvabr.codec.native.coder import available_paths
     from kvabr.lab.bench import codec_speed
@@ -80,13 +80,13 @@ def run(args: argparse.Namespace) -> int:
     result: dict[str, Any] = {"schema": codec_speed.SCHEMA, "machine": codec_speed.machine()}
     result |= {"coder": [], "tracks": [], "lmcache": [], "over_ideal": {}}
     out.print("{processor}, {cores} cores; coder: {0}".format(", ".join(available_paths()), **result["machine"]))
-    with console.status("timing the entropy coder"):
+    with waiting("timing the entropy coder", console):
         result["coder"] = codec_speed.coder_alone(args.paths, args.seconds)
     out.print(_coder_table(result["coder"]))
     peers, notes = find_peers(args.peers, ("lmcache",))
     rounds = sum(len(paths(args.paths)) if codec(track).needs_profile else 1 for track in tracks)
     for model in args.models:
-        with console.status(f"making a group of {model}"):
+        with waiting(f"making a group of {model}", console):
             subject = _subject(model, args)
         with StageBar({"time": f"{model} (tracks x paths)"}, console) as bar:
             done: list[dict[str, Any]] = []
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         result["over_ideal"][subject.name] = codec_speed.over_ideal(subject, tracks)
         theirs = None
         if "lmcache" in peers:
-            with console.status("timing LMCache"), peers["lmcache"] as peer:
+            with waiting("timing LMCache", console), peers["lmcache"] as peer:
                 theirs = codec_speed.against_lmcache(subject, peer)
             result["lmcache"].append(theirs)
         out.print(_stage_table(subject.name, done))

@@ -273,13 +273,13 @@ async def _play(client: AsyncClient, spec: KVSpec, job: PrefillJob) -> Decoded:
 
 _WIDTH, _LEFT, _LANE = 900, 110, 46
 _STYLE = (
-    "text{font:12px system-ui,sans-serif;fill:#333}.p{fill:#8a7bc8}.n{fill:#4c9be8}.d{fill:#3aa57a}.l{stroke:#999}"
-    ".e{stroke:#c0392b;stroke-dasharray:4 3}"
+    "text{font:12px system-ui,sans-serif;fill:#333}.s{font-size:11px}.p{fill:#8a7bc8}.n{fill:#4c9be8}.d{fill:#3aa57a}"
+    ".l{stroke:#999}.e{stroke:#c0392b;stroke-dasharray:4 3}"
 )
 
 
 def picture(prefill: Prefill, decoded: Decoded, title: str) -> str:
-    """Return an SVG of three lanes over time: tokens computed, groups published, groups in place."""
+    """Return an SVG of three lanes over time: tokens computed, groups published, groups in place; bars rise to all."""
     began_s, groups = prefill.began_s, len(decoded.groups_s)
     last_s = max(decoded.ready_s, prefill.ended_s) - began_s
     x: Callable[[float], float] = lambda at_s: _LEFT + (_WIDTH - _LEFT - 20) * (at_s - began_s) / last_s  # noqa: E731
@@ -290,10 +290,13 @@ def picture(prefill: Prefill, decoded: Decoded, title: str) -> str:
         f'<text x="{_LEFT}" y="22">{title}</text>',
     ]
     tops = [40 + lane * (_LANE + 16) for lane in range(3)]
-    for name, top in zip(("prefill", "live edge", "decoder"), tops, strict=True):
-        parts.append(f'<text x="8" y="{top + _LANE / 2 + 4}">{name}</text>')
-        parts.append(f'<line class="l" x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{top + _LANE}" y2="{top + _LANE}"/>')
     total = prefill.runs[-1][0]
+    lanes = (("prefill", "tokens", total), ("live edge", "groups", groups), ("decoder", "groups", groups))
+    for (name, what, most), top in zip(lanes, tops, strict=True):
+        parts.append(f'<text x="8" y="{top + _LANE / 2 - 4}">{name}</text>')
+        parts.append(f'<text class="s" x="8" y="{top + _LANE / 2 + 12}">height: {what}</text>')
+        parts.append(f'<text class="s" x="{_LEFT - 6}" y="{top + 9}" text-anchor="end">{most:,}</text>')
+        parts.append(f'<line class="l" x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{top + _LANE}" y2="{top + _LANE}"/>')
     for (before, first_s), (tokens, at_s) in pairwise(((0, began_s), *prefill.runs)):
         height = _LANE * tokens / total
         parts.append(

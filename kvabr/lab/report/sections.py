@@ -15,6 +15,7 @@ from kvabr.lab.run import PlayedMatrix
 from kvabr.lab.tables import cause_title, short
 from kvabr.lab.totals import Cut, Score
 from kvabr.replay.report.queries import DASH
+from kvabr.types.words import counted
 
 _CAUSE_WORDS = {
     "too_high": "asked for more than came in time",
@@ -109,7 +110,7 @@ def _axis(cut: Cut, policies: Sequence[str]) -> str:
     inside = _grid("mean regret", cut, policies, _regret_cell)
     if compute:
         inside += _grid("mean regret against the network alone", cut, policies, _network_cell)
-    inside += _grid("deadlines met (95 % interval below)", cut, policies, _hit_cell)
+    inside += _grid("deadlines met<small>95 % interval below</small>", cut, policies, _hit_cell)
     return _section(f"by-{cut.title.replace(' ', '-')}", f"By {cut.title}", f'<div class="side">{inside}</div>')
 
 
@@ -118,9 +119,9 @@ _Cell = Callable[[Score, Sequence[Score]], str]
 
 def _grid(title: str, cut: Cut, policies: Sequence[str], draw: _Cell) -> str:
     plays = {value: max((cut.scores[policy, value].plays for policy in policies), default=0) for value in cut.values}
+    titles = {value: counted(plays[value], "play") for value in cut.values}
     head = "".join(
-        f'<th scope="col" class="number">{escape(value)}<small>{plays[value]:,} plays</small></th>'
-        for value in cut.values
+        f'<th scope="col" class="number">{escape(value)}<small>{titles[value]}</small></th>' for value in cut.values
     )
     columns = {value: [cut.scores[policy, value] for policy in policies] for value in cut.values}
     body = "".join(
@@ -155,9 +156,9 @@ def _hit_cell(score: Score, column: Sequence[Score]) -> str:
     del column
     if score.hits is None:
         return f'<td class="number">{DASH}</td>'
-    ends = f"{100 * score.low:.1f}{DASH}{100 * score.high:.1f}"
+    ends = f"{100 * score.low:.0f}{DASH}{100 * score.high:.0f}"
     shade = 100 * min(1.0, 2 * (1 - score.hits))
-    inside = f'{100 * score.hits:.1f} %<small class="below">{ends}</small>'
+    inside = f'{100 * score.hits:.3g} %<small class="below">{ends}</small>'
     return f'<td class="number" style="--shade:{shade:.0f}%">{inside}</td>'
 
 

@@ -13,12 +13,14 @@ from multiprocessing.connection import Connection
 
 from kvabr.quic.backend import Quic
 from kvabr.replay.live.child import Child, Usage
+from kvabr.types.arguments import checked
 from kvabr.types.errors import KvabrError
 
 
 class LiveOrigin(Child):
     """Runs the origin's process. A context manager: leaving it ends the process."""
 
+    @checked
     def __init__(self, asset: str, backend: Quic, *, follow: bool = False) -> None:
         """Serve an asset on a free port of the loopback interface.
 

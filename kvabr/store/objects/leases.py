@@ -297,15 +297,22 @@ async def unpin(objects: Objects, catalog: str) -> bool:
     return bool(pins)
 
 
+_TICK_S = 0.001
+"""What times of a store that tells fractions are rounded to at worst."""
+
+
 async def expire(objects: Objects, model: str, before_s: float | None = None) -> float:
     """Write a model's tombstone and return its time: what is older is garbage, and is not published again.
 
-    ``before_s`` is a time of the store's clock; None: now, up to the next whole second, because some stores tell no
-    fractions. A tombstone is never replaced by one of an earlier time.
+    ``before_s`` is a time of the store's clock; None: now, up to the next millisecond, or the next whole second where
+    the store tells no fractions. A tombstone is never replaced by one of an earlier time.
     """
     if not model:
         raise UsageError("name the model whose caches expire")
-    at_s = math.floor(await store_time(objects)) + 1.0 if before_s is None else before_s
+    at_s = before_s
+    if at_s is None:
+        now_s = await store_time(objects)
+        at_s = now_s + (_TICK_S if now_s % 1.0 else 1.0)
     before = await read_note(objects, tombstone_key(model))
     at_s = at_s if before is None else max(at_s, before.until_s)
     await objects.put(tombstone_key(model), Note(model=model, until_s=at_s).dumps())

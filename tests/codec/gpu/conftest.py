@@ -43,7 +43,7 @@ def memory(tensor):
 def guarded(monkeypatch):
     """Check every address that a kernel uses against its buffers."""
     if DEVICE.type != "cpu":
-        pytest.skip("addresses can be watched in the interpreter only")
+        pytest.skip("addresses can be watched in Triton's interpreter only: CUDA_VISIBLE_DEVICES= tools/test")
     from triton.runtime.interpreter import InterpreterBuilder
 
     from kvabr.codec.gpu import analysis_kernels, kernels, writer_kernels

@@ -15,7 +15,7 @@ from tests.codec.gpu.cases import STEP, cut, expected, long, payloads, same
 from tests.codec.gpu.conftest import DEVICE
 from tests.codec.native import models
 
-pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
+pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
 from kvabr.codec.gpu import decode_many, decoder  # not without Triton
 
@@ -42,7 +42,7 @@ def test_every_shape_has_the_bits_of_the_reference(seed, dtype, order, first):
 
 def test_sums_of_products_cannot_overflow_where_they_would_saturate(monkeypatch):
     if DEVICE.type != "cpu":
-        pytest.skip("sums can be watched in the interpreter only")
+        pytest.skip("sums can be watched in Triton's interpreter only: CUDA_VISIBLE_DEVICES= tools/test")
     from triton.runtime.interpreter import InterpreterBuilder
 
     multiply, sums = InterpreterBuilder.create_dot, []

@@ -9,7 +9,7 @@ from kvabr.types.kv import KVSpec, RopeSpec
 from tests.codec.gpu.conftest import DEVICE
 from tests.codec.native.test_analysis import by, same, transform
 
-pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
+pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
 HALF = KVSpec.uniform("half", "t", 2, 2, 7, "float32", RopeSpec(10000.0, 6))
 PARTIAL = KVSpec.uniform("partial", "t", 1, 2, 5, "float32", RopeSpec(10000.0, 4, "interleaved", factor=1.25))

@@ -17,7 +17,7 @@ from tests.codec.native import models
 from tests.codec.test_ac import FIRST, encode
 from tests.kvdata import related
 
-pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
+pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
 from kvabr.codec.gpu import decoder, levels  # not without Triton
 

@@ -19,7 +19,7 @@ from tests.codec.native import models
 from tests.codec.test_ac import FIRST, TRACKS, decode, encode
 from tests.kvdata import related, spec
 
-pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
+pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
 from kvabr.codec.gpu import decoder  # not without Triton
 

@@ -20,7 +20,7 @@ from kvabr.types.kv import KVSpec
 from tests.codec.gpu.cases import STEP, expected, long, payloads, same
 from tests.codec.gpu.conftest import DEVICE
 
-pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
+pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
 from kvabr.codec.gpu import decoder, levels  # not without Triton
 

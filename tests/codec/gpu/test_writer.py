@@ -13,7 +13,7 @@ from tests.codec.gpu.cases import long
 from tests.codec.gpu.conftest import DEVICE
 from tests.codec.native import models
 
-pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
+pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
 from kvabr.codec.gpu import writer  # not without Triton
 

@@ -17,6 +17,7 @@ from kvabr.codec.rope import rotate
 from kvabr.codec.transform import NO_MATRIX, ONE, RUN, Stack, Structure, Transform, layered, plain, rounded
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec, RopeSpec
+from tests.needs import NO_CODER
 
 NATIVE = () if analysis._kvanalysis is None else tuple(analysis._kvanalysis.paths())
 
@@ -179,7 +180,7 @@ def test_a_group_of_another_shape_is_refused() -> None:
         it.analyse(torch.zeros(UNTURNED.shape(4)), 0)
 
 
-@pytest.mark.skipif(not NATIVE, reason="the module is not built")
+@pytest.mark.skipif(not NATIVE, reason=NO_CODER)
 def test_arrays_of_other_sizes_are_refused() -> None:
     matrix = np.zeros((2, 32, 31), np.int16), np.ones((2, 32), np.float32), np.ones((2, 32), np.float32)
     stack = np.eye(16, dtype=np.int16), np.ones(16, np.float32), np.ones(16, np.float32)
@@ -188,7 +189,7 @@ def test_arrays_of_other_sizes_are_refused() -> None:
         analysis._kvanalysis.analysis((0, 0, 2), (2, 16, 2, 0), 8, 16, 0, mean, np.ones(2, np.float32), matrix, stack)
 
 
-@pytest.mark.skipif(not NATIVE, reason="the module is not built")
+@pytest.mark.skipif(not NATIVE, reason=NO_CODER)
 def test_a_path_that_this_processor_lacks_is_refused() -> None:
     it = transform(STRUCTURES["grouped"], 4)
     with pytest.raises(ValueError, match="do not belong together"):

@@ -17,6 +17,7 @@ from kvabr.types.errors import FormatError
 from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import Case, case
 from tests.fuzz.mutation import mutate
+from tests.needs import NO_CODER
 
 WORDS = COUNTS.size + 4 * LANES
 
@@ -68,7 +69,7 @@ def test_an_escape_that_no_encoder_writes_is_refused(path: str) -> None:
     assert outcome(it, [payload[:-2] + b"\x00\x80"]) is None
 
 
-@pytest.mark.skipif(not NATIVE, reason="the extension is not built")
+@pytest.mark.skipif(not NATIVE, reason=NO_CODER)
 @pytest.mark.parametrize("seed", range(6))
 def test_mutations_come_out_the_same_by_every_path(seed: int, use) -> None:
     """Most are rejected; the others (a changed escape) decode equally on every path."""

@@ -17,17 +17,18 @@ from kvabr.types.errors import FormatError
 from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import base_indices, case, coder_model, some_references, spread_out
 from tests.examples import examples
+from tests.needs import NO_CODER
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STEP, FIRST = 0.37, 4093
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler: apt-get install gcc")
 def test_the_extension_is_built_where_it_can_be():
     assert NATIVE  # it is optional: an error of the compiler ends no installation
 
 
-@pytest.mark.skipif(not NATIVE, reason="the extension is not built")
+@pytest.mark.skipif(not NATIVE, reason=NO_CODER)
 @examples(25)
 @given(
     seed=st.integers(0, 1 << 32),

@@ -17,6 +17,7 @@ from tests.codec.native.models import spread_out
 from tests.codec.native.test_paths import DTYPES
 from tests.examples import examples
 from tests.kvdata import spec
+from tests.needs import NO_CODER
 
 TRACKS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4")
 EXTREMES = (
@@ -37,7 +38,7 @@ EXTREMES = (
 """Largest, subnormal, vanishing, and halfway between two numbers of 16 bits."""
 PATHS = ("avx2", "portable")
 
-pytestmark = pytest.mark.skipif(not placing.places(torch.zeros(1)), reason="the extension is not built")
+pytestmark = pytest.mark.skipif(not placing.places(torch.zeros(1)), reason=NO_CODER)
 
 
 def of_class(kind: str, heads: int, keys: int, values: int) -> KVSpec:

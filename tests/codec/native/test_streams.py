@@ -18,6 +18,7 @@ from kvabr.types.errors import FormatError
 from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import coder_model, some_references
 from tests.examples import examples
+from tests.needs import NO_CODER
 
 ROWS = 300
 STATES = 4 * LANES
@@ -120,7 +121,7 @@ def test_a_stream_that_is_damaged_is_noticed_wherever_it_is() -> None:
                 coder.decode_indices(model, bytes(changed), 70)
 
 
-@pytest.mark.skipif(not NATIVE, reason="the extension is not built")
+@pytest.mark.skipif(not NATIVE, reason=NO_CODER)
 def test_payloads_are_gathered_as_the_reference_does() -> None:
     payloads = [model_and_payload(streams)[1] for streams in (1, 3, 4)]
     room, tokens, groups = reference.gathered_places(payloads)[-1], [70] * 3, [5, 0, 9]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("sglang", reason="SGLang is not installed: tools/engine-sglang makes its environment")
+pytest.importorskip("sglang", reason="SGLang is not installed: tools/engine-sglang")
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
@@ -263,7 +263,7 @@ def test_after_clear_no_page_of_the_old_weights_is_played(origin, backend):
 
 
 def test_a_weight_version_that_sglang_tells_is_in_the_names(origin, backend, monkeypatch):
-    context = pytest.importorskip("sglang.srt.runtime_context")
+    context = pytest.importorskip("sglang.srt.runtime_context", reason="SGLang is not installed: tools/engine-sglang")
     version = "default"
     monkeypatch.setattr(context, "get_serving", lambda: SimpleNamespace(weight_version=version))
     before = len(origin.holdings.assets)

@@ -17,7 +17,7 @@ from tests.memory_transport import MemoryConnection, MemoryLink
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'kvabr[model]'")
+    pytest.importorskip("transformers", reason="transformers is not installed: tools/setup-venv")
     return tinymodels.save(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="transformers is not installed: tools/setup-venv")
 
 from kvabr.blend.looking import look
 from kvabr.blend.selection import Selection, Selector

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+pytest.importorskip("peft", reason="peft is not installed: tools/setup-venv")
 
 import peft
 import torch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
 
 from kvabr.engines.vllm import ADAPTER
 from kvabr.replay.live.lane import Conditions

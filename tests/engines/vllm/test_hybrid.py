@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
 
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import PlayError
 from tests.engines.vllm.engine import NEEDS_FP8, TEXT, RealEngine
 from tests.engines.vllm.tinies import tiny_gemma
 from tests.engines.vllm.world import SMALL, VllmWorld, harmed, zeroed
+from tests.needs import GEMMA as NEEDS_GEMMA
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("engine_mode")]
 
@@ -61,7 +62,7 @@ class World(VllmWorld):
     params=[
         "tiny",
         pytest.param("fp8", marks=NEEDS_FP8),
-        pytest.param("gemma", marks=pytest.mark.skipif(not GEMMA, reason="KVABR_GEMMA")),
+        pytest.param("gemma", marks=pytest.mark.skipif(not GEMMA, reason=NEEDS_GEMMA)),
     ],
 )
 def world(request, tmp_path_factory):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
 
 import kvabr
 from kvabr import Exact, Passage

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm makes an environment that has it")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
 
 from tests.engines.vllm.engine import TEXT, RealEngine
 from tests.engines.vllm.layered import LAYERS
@@ -21,6 +21,7 @@ from tests.engines.vllm.origin import ROOT
 from tests.engines.vllm.other import OtherEngine
 from tests.engines.vllm.tinies import tiny_gemma
 from tests.engines.vllm.world import SMALL, VllmWorld
+from tests.needs import GEMMA as NEEDS_GEMMA
 
 pytestmark = pytest.mark.model
 
@@ -70,7 +71,7 @@ def gemma_profile(folder):
 
 @pytest.fixture(
     scope="module",
-    params=["tiny", pytest.param("gemma", marks=pytest.mark.skipif(not GEMMA, reason="KVABR_GEMMA"))],
+    params=["tiny", pytest.param("gemma", marks=pytest.mark.skipif(not GEMMA, reason=NEEDS_GEMMA))],
 )
 def world(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)

@@ -52,5 +52,7 @@ def test_the_picture_has_a_mark_for_each_run_and_group():
     assert [marks.count(kind) for kind in "pnd"] == [2, 3, 3]
     said = [text for each in drawn.iter() if (text := each.text)]
     assert "300 tokens" in said
+    assert [text for text in said if text.startswith("height")] == ["height: tokens", *["height: groups"] * 2]
+    assert (said.count("300"), said.count("3")) == (1, 2)  # what a bar of full height stands for
     assert "1.80 s: in place 300 ms after the last token" in said
     assert "group 2 on AC-L0: 1.750 s" in said

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvabr.store.objects import leases
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.guard import BlockingObjects, PublishGuard, blocking_touch, finish
 from kvabr.store.objects.leases import (
@@ -95,12 +96,13 @@ def test_what_expired_is_not_published_again(store_url):
         finish(expire(objects, ""))
 
 
-def test_a_model_expires_up_to_the_next_whole_second(store_url):
+def test_what_is_computed_after_an_expiry_may_be_published_at_once(store_url):
+    """The tombstone's time is the store's own to a millisecond, where that tells fractions of seconds."""
     bucket = Bucket.open(store_url)
     before_s = finish(store_time(BlockingObjects(_with_folder(bucket))))
     at_s = finish(expire(BlockingObjects(bucket), MODEL))
-    assert at_s == int(at_s)
-    assert at_s > before_s
+    now_s = finish(store_time(BlockingObjects(bucket)))
+    assert before_s < at_s <= now_s + (0.001 if now_s % 1.0 else 1.0)
 
 
 def _with_folder(bucket):
@@ -157,3 +159,11 @@ def test_notes_survive(names, model, until_s, uses):
 def test_strange_notes_are_refused(data):
     with pytest.raises(FormatError):
         Note.loads(data)
+
+
+async def test_a_store_that_tells_no_fractions_of_seconds_expires_up_to_the_next_whole_one(monkeypatch):
+    async def whole(_objects):
+        return 1000.0
+
+    monkeypatch.setattr(leases, "store_time", whole)
+    assert await expire(Bucket.open("memory://whole"), "m") == 1001.0
