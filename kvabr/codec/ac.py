@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 
 from kvabr.codec import gpu
 from kvabr.codec.base import Codec, GroupContext, codec
-from kvabr.codec.bias import UNITS, biases, join_biases, shifted_mean, split_biases
+from kvabr.codec.bias import UNITS, biases, join_biases, shift_of, split_biases
 from kvabr.codec.centred import CENTRED
 from kvabr.codec.coefficients import Coefficients, encode_rows, indices
 from kvabr.codec.columns import check_class, coded_spec, turned, turned_back
@@ -377,7 +377,7 @@ def _decoding(
     position = context.at if context.free else context.first_token
     references, mean = parts[0].references, None
     if parts[-1].biases is not None:
-        mean = shifted_mean(profile.transform, parts[-1].biases, UNITS[chain.tracks[-1]], last.step)
+        mean = shift_of(profile.transform.structure, parts[-1].biases, UNITS[chain.tracks[-1]])
     return DecodeJob(models, coded, profile.transform, last.step, position, out, last.gains, references, mean), parts
 
 

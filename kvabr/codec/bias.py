@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 
 from kvabr.codec.coefficients import error_sums
 from kvabr.codec.native import coder
-from kvabr.codec.native.coder_model import derived
+from kvabr.codec.native.coder_model import Shift, derived
 from kvabr.codec.transform import FINE
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS
 
 if TYPE_CHECKING:
     from kvabr.codec.profile import Depth
-    from kvabr.codec.transform import Structure, Transform
+    from kvabr.codec.transform import Structure
 
 UNITS = {LAYERS[0]: 1, LAYERS[1]: 2}
 """Tracks that say it, and their units in sixteenths of the step. Of finer tracks it is next to nothing."""
@@ -130,19 +130,7 @@ def split_biases(data: memoryview, count: int, what: str) -> NDArray[np.int16]:
     return out
 
 
-def shifted_mean(transform: Transform, numbers: NDArray[np.int16], unit: int, step: float) -> NDArray[np.float32]:
-    """Return the channels' means plus the biases, [layer, K/V, head, dim] float32.
-
-    Args:
-        transform: of the profile.
-        numbers: the biases of the rows of values.
-        unit: theirs, in sixteenths of the step.
-        step: of the quantiser.
-    """
-    structure = transform.structure
-    z = np.zeros((structure.rows, 1), np.int16)
-    z[value_rows(structure), 0] = unit * numbers
-    out = torch.empty(structure.coded.shape(1))
-    coder.synthesise(transform, z, step, None, out)
-    mean: NDArray[np.float32] = out[:, :, :, 0].contiguous().numpy()
-    return mean
+def shift_of(structure: Structure, numbers: NDArray[np.int16], unit: int) -> Shift:
+    """Return what the biases of the rows of values, in ``unit`` sixteenths of a step, add to the channels' means."""
+    at = np.flatnonzero(numbers)
+    return Shift(value_rows(structure)[at], (unit * numbers[at]).astype(np.int16))

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 
 from kvabr.codec import bias
 from kvabr.codec.base import GroupContext
-from kvabr.codec.bias import UNITS, join_biases, shifted_mean, split_biases, value_rows
+from kvabr.codec.bias import UNITS, join_biases, shift_of, split_biases, value_rows
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.native import coder, reference
@@ -167,8 +167,11 @@ def test_only_rows_of_values_have_biases():
     assert len(rows) == structure.rows // 2
     z = np.zeros(len(rows), np.int16)
     z[3] = 5
-    mean = shifted_mean(fitted().of(SHAPE).transform, z, 1, 0.5)
-    changed = mean != fitted().of(SHAPE).transform.mean.astype(np.float32)
+    own = fitted().of(SHAPE)
+    transform, room = own.transform, torch.empty(SHAPE.shape(4))
+    shift = shift_of(structure, z, 1)
+    mean = coder.mean_of(DecodeJob([own.depth("AC-L0").coder], [b""], transform, 0.5, None, room, mean=shift))
+    changed = mean != transform.mean.astype(np.float32)
     assert changed[:, 1].any()
     assert not changed[:, 0].any()
 

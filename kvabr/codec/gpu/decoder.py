@@ -33,7 +33,7 @@ from kvabr.codec.gpu.tables import (
     transform_tables,
 )
 from kvabr.codec.native import coder
-from kvabr.codec.native.coder_model import DTYPES, PROBABILITY_BITS, CoderModel, DecodeJob
+from kvabr.codec.native.coder_model import DTYPES, PROBABILITY_BITS, CoderModel, DecodeJob, Shift
 from kvabr.codec.native.reference import gathered_places, rows_of_streams
 from kvabr.codec.native.references import TILE
 from kvabr.codec.rope import rope_first, rope_shape, rope_tables
@@ -186,7 +186,7 @@ def _decode(tasks: Sequence[_Task]) -> list[_Verdict]:
             for each in level.readings:
                 verdicts += [_Verdict(_read(order, each, index, live), each.groups)]
         assert order is not None  # noqa: S101  # there is a depth
-        _synthesise(_Batch.load(tasks), order, index, into)
+        _synthesise(_Batch.load(tasks), order.tokens, index, into)
     return verdicts
 
 
@@ -340,13 +340,11 @@ class _Batch:
         deltas = [coder_tables(job.models[-1], device).delta for job in tracks.values()]
         scale = [transform.scale(job.step, job.gains) for job in tracks.values()]
         outs = np.stack([task.into.address + task.into.addresses for task in tasks])
-        own = np.array([job.mean is not None for job in jobs])
-        means = [staging.add(job.mean) for job in jobs if job.mean is not None]
-        usual = transform_tables(transform, device).mean
+        means, mean_of = _means(jobs, device)
         pieces = {
             "track_of": staging.add(track_of),
             "scale": staging.add(np.stack(scale)),
-            "mean_of": staging.add((np.cumsum(own) * own).astype(np.int32)),
+            "mean_of": staging.add(mean_of),
             "outs": staging.add(outs),
             "offsets": staging.add(offsets),
             "positions": staging.add(positions),
@@ -356,11 +354,68 @@ class _Batch:
             transform=transform,
             stride=stride,
             delta=deltas[0][None] if len(deltas) == 1 else torch.stack(deltas),
-            mean=usual[None] if not means else torch.stack([usual, *map(staging.view, means)]),
+            mean=means,
             turns=turns,
             apart=common(divisible(outs // tasks[0].into.dtype.itemsize), divisible(offsets[offsets >= 0])),
             **{name: staging.view(piece) for name, piece in pieces.items()},
         )
+
+
+def _means(jobs: Sequence[DecodeJob], device: torch.device) -> tuple[torch.Tensor, NDArray[np.int32]]:
+    """Return `_Batch.mean` and `_Batch.mean_of`."""
+    transform, staging = jobs[0].transform, Staging(device)
+    mean_of, means = np.zeros(len(jobs), np.int32), [transform_tables(transform, device).mean[None]]
+    own = [number for number, job in enumerate(jobs) if isinstance(job.mean, np.ndarray)]
+    if own:
+        mean_of[own] = 1 + np.arange(len(own))
+        given = staging.add(np.stack([np.asarray(jobs[number].mean) for number in own]))
+        staging.send()
+        means.append(staging.view(given))
+    by_step: dict[float, list[int]] = {}
+    for number, job in enumerate(jobs):
+        if isinstance(job.mean, Shift):
+            by_step.setdefault(job.step, []).append(number)
+    for step, some in by_step.items():
+        mean_of[some] = sum(map(len, means)) + np.arange(len(some))
+        shifts = [jobs[number].mean for number in some]
+        means.append(_shifted(transform, step, [shift for shift in shifts if isinstance(shift, Shift)], device))
+    return means[0] if len(means) == 1 else torch.cat(means), mean_of
+
+
+def _shifted(transform: Transform, step: float, shifts: Sequence[Shift], device: torch.device) -> torch.Tensor:
+    """Return the means of groups, [group, layer, K/V, head, dim]: each group is a token of one that is synthesised."""
+    structure, count = transform.structure, len(shifts)
+    stride = -(-count // TILE) * TILE
+    layers, halves, heads, _, dim = structure.coded.shape(1)
+    out = torch.empty((count, layers, halves, heads, dim), device=device)
+    into = Destination.of_tensor(out.permute(1, 2, 3, 0, 4))
+    outs, offsets = (into.address + into.addresses)[None], np.full((1, stride), -1, np.int64)
+    offsets[0, :count] = into.offsets
+    staging = Staging(device)
+    tokens, nothing = staging.add(np.array([count], np.int32)), staging.add(np.zeros(1, np.int32))
+    scale, there = staging.add(transform.scale(step, ())[None]), staging.add(outs)
+    placed, turned = staging.add(offsets), staging.add(np.full((1, stride), -1, np.int32))
+    at = staging.add(np.concatenate([shift.rows * stride + group for group, shift in enumerate(shifts)]))
+    amounts = staging.add(np.concatenate([shift.amounts for shift in shifts]))
+    staging.send()
+    index = torch.zeros((1, structure.rows, stride), dtype=torch.int16, device=device)
+    index.view(-1)[staging.view(at)] = staging.view(amounts)
+    batch = _Batch(
+        transform=transform,
+        stride=stride,
+        track_of=staging.view(nothing),
+        delta=torch.empty((1, 1), dtype=torch.int8, device=device),
+        scale=staging.view(scale),
+        mean_of=staging.view(nothing),
+        mean=transform_tables(transform, device).mean[None],
+        outs=staging.view(there),
+        offsets=staging.view(placed),
+        apart=common(divisible(outs // out.element_size()), divisible(into.offsets)),
+        positions=staging.view(turned),
+        turns=_turns(structure.coded.rope, 0, device),
+    )
+    _synthesise(batch, staging.view(tokens), index, into, whole=False)
+    return out
 
 
 _Turns = tuple[torch.Tensor, torch.Tensor]
@@ -465,8 +520,10 @@ def _tokens(tile: _Tile, *, wraps: bool) -> int:
     return tile.tokens if wraps else tile.tokens // 2
 
 
-def _synthesise(batch: _Batch, order: _Order, index: torch.Tensor, into: Destination) -> None:
-    """Turn indices into elements."""
+def _synthesise(
+    batch: _Batch, tokens_of: torch.Tensor, index: torch.Tensor, into: Destination, *, whole: bool = True
+) -> None:
+    """Turn indices, or coefficients if they are not ``whole``, into elements, of so many tokens of each group."""
     device, structure = index.device, batch.transform.structure
     spec, rows, stride = structure.coded, structure.rows, batch.stride
     rotary, interleaved = rope_shape(spec.rope)
@@ -481,13 +538,14 @@ def _synthesise(batch: _Batch, order: _Order, index: torch.Tensor, into: Destina
         tables.row_place,
         planes,
         plane,
-        order.tokens,
+        tokens_of,
         rows,
         stride,
         tables.width,
         ROWS=_PREPARE.rows,
         TOKENS=_PREPARE.tokens,
         RUN=tables.run,
+        WHOLE=whole,
         num_warps=_PREPARE.warps,
         enable_fp_fusion=False,
     )
@@ -501,7 +559,7 @@ def _synthesise(batch: _Batch, order: _Order, index: torch.Tensor, into: Destina
             tables.stack_mantissa,
             tables.output_gain,
             tables.output_place,
-            order.tokens,
+            tokens_of,
             stride,
             tables.width,
             OUTPUTS=OUTPUTS,
@@ -531,7 +589,7 @@ def _synthesise(batch: _Batch, order: _Order, index: torch.Tensor, into: Destina
         batch.positions,
         batch.outs,
         batch.offsets,
-        order.tokens,
+        tokens_of,
         *into.strides,
         stride,
         tables.width,

@@ -291,6 +291,7 @@ def prepare(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     RUN: tl.constexpr,  # places are neighbours in runs of as many
+    WHOLE: tl.constexpr,  # indices; otherwise they are coefficients
 ):
     """Turn indices into coefficients, times their gains, in limbs; a program handles a tile of rows and tokens."""
     group = tl.program_id(2).to(tl.int64)
@@ -302,9 +303,10 @@ def prepare(
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     at = index + (group * rows + row.to(tl.int64))[:, None] * stride + token[None, :]
     value = tl.load(at, mask=there[:, None], other=0).to(tl.int32)
-    value = tl.minimum(tl.maximum(value, -2047), 2047)
-    nearer = tl.load(delta + tl.load(track_of + group) * rows + row, mask=there, other=0).to(tl.int32)
-    value = 16 * value - tl.where(value < 0, -1, tl.where(value > 0, 1, 0)) * nearer[:, None]
+    if WHOLE:
+        value = tl.minimum(tl.maximum(value, -2047), 2047)
+        nearer = tl.load(delta + tl.load(track_of + group) * rows + row, mask=there, other=0).to(tl.int32)
+        value = 16 * value - tl.where(value < 0, -1, tl.where(value > 0, 1, 0)) * nearer[:, None]
     value = value * tl.load(gain + row, mask=there, other=0).to(tl.int32)[:, None]
     place = tl.load(places + row, mask=there, other=0)
     place = tl.max_contiguous(tl.multiple_of(place, RUN), RUN)

@@ -20,6 +20,7 @@ from kvabr.codec.payload import uncopied
 _TYPES = {
     "int8": torch.int8,
     "uint8": torch.uint8,
+    "int16": torch.int16,
     "int32": torch.int32,
     "int64": torch.int64,
     "float32": torch.float32,

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvabr.codec.native.coder_model import (
     DecodeJob,
     Index,
     Quantiser,
+    Shift,
     check_below,
     check_cache,
     check_indices,
@@ -258,6 +260,18 @@ def synthesise(
         _kvcoder.synthesise(path, _transform(transform, path), np.ascontiguousarray(z), target)
 
 
+def mean_of(job: DecodeJob) -> NDArray[np.float32] | None:
+    """Return the means of a group's channels, [layer, K/V, head, dim]; None: the transform's."""
+    shift, structure = job.mean, job.transform.structure
+    if not isinstance(shift, Shift):
+        return shift
+    z, out = np.zeros((structure.rows, 1), np.int16), torch.empty(structure.coded.shape(1))
+    z[shift.rows, 0] = shift.amounts
+    synthesise(job.transform, z, job.step, None, out)
+    mean: NDArray[np.float32] = out[:, :, :, 0].contiguous().numpy()
+    return mean
+
+
 def decode(job: DecodeJob, threads: int | None = None) -> None:
     """Decode a base and the enhancements above it into a cache, in one call that releases the GIL.
 
@@ -268,11 +282,11 @@ def decode(job: DecodeJob, threads: int | None = None) -> None:
     """
     path = active_path()
     if path == "reference":
-        reference.decode(job)
+        reference.decode(replace(job, mean=mean_of(job)))
         return
     if len(job.models) > MOST_DEPTHS:
         raise FormatError(f"{len(job.models)} depths, at most {MOST_DEPTHS}")
-    depths, transform = tuple(map(_depth, job.models)), _transform(job.transform, path)
+    depths, transform, mean = tuple(map(_depth, job.models)), _transform(job.transform, path), mean_of(job)
     with (
         _target(job.transform, job.transform.scale(job.step, job.gains), job.first_token, job.out) as target,
         CORES.share() as share,
@@ -280,8 +294,8 @@ def decode(job: DecodeJob, threads: int | None = None) -> None:
     ):
         more: tuple[Any, ...] = (threads or share,) if _MOST_THREADS > 1 else ()
         more += _places(job.references)
-        if job.mean is not None:
-            more = (threads or share, *(_places(job.references) or (None, None)), job.mean)
+        if mean is not None:
+            more = (threads or share, *(_places(job.references) or (None, None)), mean)
         _kvcoder.decode(path, transform, depths, tuple(job.payloads), target, *more)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -261,6 +261,15 @@ def check_below(model: CoderModel, tokens: int, below: NDArray[Any] | None) -> I
     return None if below is None else _int16(below)
 
 
+class Shift(NamedTuple):
+    """By what the means of a group's channels differ from the transform's, as coefficients."""
+
+    rows: NDArray[np.intp]
+    """[number], ascending."""
+    amounts: NDArray[np.int16]
+    """[number]: coefficients of these rows, in steps over `FINE`."""
+
+
 @dataclass(frozen=True, eq=False)
 class DecodeJob:
     """A base and the enhancements above it, which must form a chain, to be decoded into a cache in one call."""
@@ -280,8 +289,8 @@ class DecodeJob:
     """See `Transform.scale`."""
     references: References | None = None
     """Of all depths; None: no token refers to another."""
-    mean: NDArray[np.float32] | None = None
-    """[layer, K/V, head, dim]: means of the channels of this group; None: the transform's."""
+    mean: NDArray[np.float32] | Shift | None = None
+    """[layer, K/V, head, dim]: means of the channels of this group, or what they are made of; None: the transform's."""
 
     def __post_init__(self) -> None:
         models, rows = self.models, self.transform.structure.rows
@@ -295,7 +304,7 @@ class DecodeJob:
             if model.rows != rows:
                 raise FormatError(f"tables for {model.rows} coefficients, but the transform takes {rows}")
         check_cache(self.transform, self.out)
-        if self.mean is not None:
+        if isinstance(self.mean, np.ndarray):
             keep(self, "mean", np.float32, *self.transform.mean.shape)
 
 

@@ -37,6 +37,7 @@ from kvabr.codec.native.coder_model import (
     DecodeJob,
     Index,
     Quantiser,
+    Shift,
     check_below,
     check_indices,
     check_rows,
@@ -338,6 +339,7 @@ def decode(job: DecodeJob) -> None:
         index = decode_indices(model, payload, job.out.shape[3], index, job.references)
     assert index is not None  # noqa: S101  # a job has at least one depth
     z = dequantise(job.models[-1], index)
+    assert not isinstance(job.mean, Shift)  # noqa: S101  # `coder.mean_of`
     synthesise(job.transform, z, job.step, job.first_token, job.out, job.gains, job.mean)
 
 

@@ -49,7 +49,7 @@ VARIANTS = (
     ("read_rows", {"REFINES": True, "NEAR": False, "VOTES": True, "COARSE": 0}, 1),
     ("read_rows", {"REFINES": False, "NEAR": False, "VOTES": True, "COARSE": 0}, 1),
     ("triple", {"ROWS": _TRIPLE.rows}, _TRIPLE.warps),
-    ("prepare", {"ROWS": _PREPARE.rows, "TOKENS": _PREPARE.tokens, "RUN": 4}, _PREPARE.warps),
+    ("prepare", {"ROWS": _PREPARE.rows, "TOKENS": _PREPARE.tokens, "RUN": 4, "WHOLE": True}, _PREPARE.warps),
     (
         "unstack",
         {**PRODUCT, **WRAP, "OUTPUTS": _UNSTACK.rows, "TOKENS": _tokens(_UNSTACK, wraps=WGMMA), "RUN": 4},

@@ -24,6 +24,11 @@ if find_spec("triton") is not None and DEVICE.type == "cpu":
         import kvabr.codec.gpu.writer_kernels  # noqa: F401
 
 
+def on_device(device: torch.device) -> bool:
+    """Stand in for `gpu.runs_on`: kernels run where these tests do."""
+    return device.type == DEVICE.type
+
+
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> Iterator[None]:
     """Interpret, if there is nothing to compile for; the processor must not step in for the kernels."""

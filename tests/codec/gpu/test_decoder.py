@@ -8,8 +8,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvabr.codec.native import reference
-from kvabr.codec.native.coder_model import DecodeJob
+from kvabr.codec.native import coder, reference
+from kvabr.codec.native.coder_model import DecodeJob, Shift
 from kvabr.types.errors import FormatError
 from tests.codec.gpu.cases import STEP, cut, expected, long, payloads, same
 from tests.codec.gpu.conftest import DEVICE
@@ -94,6 +94,9 @@ def test_groups_with_means_of_their_own_are_decoded_beside_others():
     case = long(5, 20)
     coded, dice = payloads(case), np.random.default_rng(5)
     means = [None, *(dice.normal(size=case.transform.mean.shape).astype(np.float32) for _ in range(2))]
+    for size in (3, 1):
+        rows = np.sort(dice.permutation(case.transform.structure.rows)[:size])
+        means.append(Shift(rows, dice.integers(-254, 255, size).astype(np.int16)))
     wanted = [torch.empty(case.shape()) for _ in means]
     outs = [torch.empty(case.shape(), device=DEVICE) for _ in means]
     jobs = [
@@ -104,9 +107,11 @@ def test_groups_with_means_of_their_own_are_decoded_beside_others():
         for room in (wanted, outs)
     ]
     for job in jobs[0]:
-        reference.decode(job)
+        with coder.taking("reference"):
+            coder.decode(job)
     decoder.decode_many(jobs[1])
     assert all(map(same, outs, wanted))
+    assert not torch.equal(wanted[3], wanted[0])
     assert not torch.equal(wanted[0], wanted[1])
 
 

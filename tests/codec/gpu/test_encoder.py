@@ -6,7 +6,7 @@ import torch
 from kvabr.codec import gpu
 from kvabr.codec.transform import Stack, Structure, layered, plain
 from kvabr.types.kv import KVSpec, RopeSpec
-from tests.codec.gpu.conftest import DEVICE
+from tests.codec.gpu.conftest import DEVICE, on_device
 from tests.codec.native.test_analysis import by, same, transform
 
 pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
@@ -22,7 +22,7 @@ STRUCTURES = {
 
 
 def there(it, group, first=1000):
-    return it.analyse(group.to(DEVICE), first)
+    return it.analyse(group.to(DEVICE), first).here()
 
 
 def some(it, tokens, seed=0):
@@ -36,7 +36,7 @@ def test_they_make_the_bits_of_the_reference(name, monkeypatch):
     it = transform(STRUCTURES[name], 9)
     group = some(it, 9)
     wanted = by("reference", it, group, 1000)
-    monkeypatch.setattr(gpu, "runs_on", lambda _: True)
+    monkeypatch.setattr(gpu, "runs_on", on_device)
     assert same(there(it, group), wanted)
 
 
@@ -45,7 +45,7 @@ def test_more_tokens_and_larger_vectors_than_a_tile_has(monkeypatch):
     it = transform(Structure(spec, 1, (Stack(0, 0, 1, 66), Stack(1, 0, 1, 0))), 1)
     group = some(it, 65)
     wanted = by("reference", it, group)
-    monkeypatch.setattr(gpu, "runs_on", lambda _: True)
+    monkeypatch.setattr(gpu, "runs_on", on_device)
     assert same(there(it, group, 0), wanted)
 
 
@@ -56,7 +56,7 @@ def test_any_floats_in_any_order_with_and_without_a_position(dtype, monkeypatch)
     spread = torch.zeros(10, 2, 1, 10, 2, dtype=dtype)[::2, :, :, ::2].permute(2, 4, 1, 0, 3)
     spread.copy_(group)
     wanted = by("reference", it, group, None)
-    monkeypatch.setattr(gpu, "runs_on", lambda _: True)
+    monkeypatch.setattr(gpu, "runs_on", on_device)
     assert same(there(it, spread, None), wanted)
 
 
@@ -68,7 +68,7 @@ def test_absurd_elements_are_limited_alike(monkeypatch):
         group[:, :, :, token] *= size
     group = group.clamp(-3e38, 3e38)
     wanted = by("reference", it, group, 3)
-    monkeypatch.setattr(gpu, "runs_on", lambda _: True)
+    monkeypatch.setattr(gpu, "runs_on", on_device)
     assert same(there(it, group, 3), wanted)
 
 
@@ -76,6 +76,6 @@ def test_nothing_is_touched_that_is_not_theirs(guarded, monkeypatch):
     it = transform(STRUCTURES["a block for each head"], 3)
     group = some(it, 20)
     wanted, found = by("reference", it, group, 0), []
-    monkeypatch.setattr(gpu, "runs_on", lambda _: True)
+    monkeypatch.setattr(gpu, "runs_on", on_device)
     guarded(group, lambda: found.append(there(it, group, 0)))
     assert same(found[0], wanted)

@@ -15,7 +15,7 @@ from kvabr.codec.native.coder_model import Quantiser
 from kvabr.publish import frames as publish_frames
 from kvabr.publish.frames import FrameEncoder, MemoryFrames
 from kvabr.types.errors import FormatError
-from tests.codec.gpu.conftest import DEVICE
+from tests.codec.gpu.conftest import DEVICE, on_device
 from tests.codec.gpu.test_references import SHAPE, fitted
 from tests.codec.test_ac import chain_of, encode
 from tests.kvdata import related
@@ -28,7 +28,7 @@ from kvabr.codec.gpu import encoding, writer  # not without Triton
 @pytest.fixture
 def there(monkeypatch):
     """Have kernels do it, also in the interpreter."""
-    return lambda: monkeypatch.setattr(gpu, "runs_on", lambda _: True)
+    return lambda: monkeypatch.setattr(gpu, "runs_on", on_device)
 
 
 def usual(tokens):

@@ -11,7 +11,7 @@ from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.profile import Profile
 from kvabr.data import default_catalog, default_profile_bytes
-from tests.codec.gpu.conftest import DEVICE
+from tests.codec.gpu.conftest import DEVICE, on_device
 from tests.kvdata import related, spec
 
 pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
@@ -29,7 +29,7 @@ def side():
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(gpu, "runs_on", lambda _: True)
+    monkeypatch.setattr(gpu, "runs_on", on_device)
     monkeypatch.setattr(warming, "CROWDED", 3)
     monkeypatch.setattr(warming, "_ROWS_OF_A_STREAM", SHAPE.elements_per_token)
     monkeypatch.setattr(together, "CROWDED", 3)
