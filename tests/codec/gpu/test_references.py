@@ -9,6 +9,7 @@ import torch
 
 from kvabr.codec import ac, gpu
 from kvabr.codec.fit import FitConfig, fit
+from kvabr.codec.gpu import together
 from kvabr.codec.native import reference
 from kvabr.codec.native.coder_model import DecodeJob
 from kvabr.codec.referring import MARK
@@ -107,7 +108,7 @@ def test_every_track_of_a_profile_has_the_bits_of_the_processor(track, monkeypat
 
 def test_the_entry_leaves_nothing_to_the_processor(monkeypatch):
     monkeypatch.setattr(gpu.coder, "decode_many", None)
-    monkeypatch.setattr(gpu, "_compare", lambda *_: None)
+    monkeypatch.setattr(together, "_compare", lambda *_: None)
     case = referring(15, 66, 1)
     coded = payloads(case)
     out = torch.empty(case.shape(), device=DEVICE)
