@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvabr.codec import gpu
 from kvabr.codec.ac import Ac, Parts
@@ -143,16 +145,42 @@ def _by_kernels(
     }
     slots = [kernel.slots or scratch[kernel.number].direct for kernel in kernels]
     errors = gpu.decode_to_blocks([kernel.job for kernel in kernels], slots) if kernels else []
+    stored = _Stored()
     for kernel, into, error in zip(kernels, slots, errors, strict=True):
-        if error is not None:
-            continue
-        for part in kernel.parts:
-            if len(part.tokens):
-                stored = part.stored(groups[kernel.number].context, into.dtype, into.device)
-                into.write(stored, part.tokens)
-        if kernel.slots is None:
+        made = scratch.get(kernel.number, places[kernel.number])
+        if error is None:
+            for part in kernel.parts:
+                stored.add(part, groups[kernel.number].context, made.whole, into)
+    stored.place()
+    for kernel, error in zip(kernels, errors, strict=True):
+        if error is None and kernel.slots is None:
             places[kernel.number].write(scratch[kernel.number].whole)
     return {kernel.number: error for kernel, error in zip(kernels, errors, strict=True)}
+
+
+class _Stored:
+    """Tokens that are stored beside the coded ones: those of all groups of a paged cache are written together."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[BlockSlots, list[NDArray[np.int64]], list[torch.Tensor]]] = {}
+
+    def add(self, part: Parts, context: GroupContext, whole: torch.Tensor | None, into: BlockSlots) -> None:
+        """Take the stored tokens of one payload of a group."""
+        if not len(part.tokens):
+            return
+        if whole is not None:
+            part.place(whole, context)
+            return
+        _, slots, values = self._found.setdefault(id(into.checked), (into, [], []))
+        slots.append(into.slots[part.tokens])
+        values.append(part.stored(context, into.dtype, torch.device("cpu")))
+
+    def place(self) -> None:
+        """Write all of them."""
+        for into, slots, values in self._found.values():
+            # Copies of a group may go to the same place.
+            every, first = np.unique(np.concatenate(slots), return_index=True)
+            BlockSlots(into.checked, every).write(torch.cat(values, dim=3)[:, :, :, torch.from_numpy(first)])
 
 
 def _decode(group: CodedGroup, place: Place, spare: list[torch.Tensor]) -> None:
