@@ -21,12 +21,12 @@ from kvabr.codec.gpu.destinations import Destination, check_blocks
 from kvabr.codec.gpu.level_job import LEVELS, LevelJob
 from kvabr.codec.gpu.staging import Staging, lie_apart, sent_apart, settled
 from kvabr.codec.gpu.tables import common, divisible
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES
 from kvabr.codec.native.reference import gathered_places
-from kvabr.codec.payload import uncopied
 from kvabr.types.errors import FormatError
 
-_FIRST_BYTES, _MOST_BYTES = 4 << 20, 128 << 20
+_FIRST_BYTES, _MOST_BYTES = 16 << 20, 128 << 20
 """Of payloads that are copied at once: few at first, so that the copy begins soon."""
 _TOKENS, _WARPS = 16, 4
 
@@ -66,14 +66,17 @@ def _run(tasks: Sequence[_Task]) -> None:
         task.job.check()
         batches.setdefault(_alike(task), []).append(task)
     with settled(task.into.device for task in tasks):
-        begun = [(_expand(some), some) for batch in batches.values() for some in _pieces(batch)]
-        for status, some in begun:
-            _judge(status, some)
+        by_device: dict[torch.device, list[tuple[torch.Tensor, list[_Task]]]] = {}
+        for batch in batches.values():
+            begun = by_device.setdefault(batch[0].into.device, [])
+            begun += [(_expand(some), some) for some in _pieces(batch)]
+        for begun in by_device.values():
+            _judge([status for status, _ in begun], [task for _, some in begun for task in some])
 
 
-def _judge(status: torch.Tensor, tasks: Sequence[_Task]) -> None:
+def _judge(found: Sequence[torch.Tensor], tasks: Sequence[_Task]) -> None:
     """Wait for groups that are expanded; raise a `FormatError` if a number in one is not finite."""
-    bad = np.flatnonzero(status.cpu().numpy())
+    bad = np.flatnonzero((torch.cat(list(found)) if len(found) > 1 else found[0]).cpu().numpy())
     if len(bad):
         level = tasks[bad[0]].job.level
         raise FormatError(f"{level}: contains a number that is not finite; the payload is corrupt")
@@ -119,9 +122,7 @@ def _expand(tasks: Sequence[_Task]) -> torch.Tensor:
             staging.send()
         else:
             room = staging.room(places[-1])
-            here = torch.from_numpy(staging.here(room))
-            for at, each in zip(places, payloads, strict=False):
-                here[at : at + len(each)].copy_(torch.frombuffer(uncopied(each), dtype=torch.uint8))
+            coder.copy(payloads, staging.here(room))
             staging.send()
             data = staging.view(room)
         status = torch.zeros(len(tasks), dtype=torch.int32, device=device)

@@ -441,11 +441,42 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Payloads that Python holds, and what is known of them. */
+typedef struct {
+    Gathered *from;
+    Py_buffer *held;
+    size_t count;
+} Payloads;
+
+static void let_go(Payloads *it) {
+    if (it->held)
+        release(it->held, (int)it->count);
+    free(it->held), free(it->from);
+}
+
+/* Hold a tuple of payloads; 0 with an exception set if that is not possible. Behind either, `let_go`. */
+static int hold(Payloads *it, PyObject *tuple) {
+    size_t n = (size_t)PyTuple_Size(tuple);
+    *it = (Payloads){calloc(n + 1, sizeof *it->from), calloc(n + 1, sizeof *it->held), 0};
+    if (!it->from || !it->held || n > UINT32_MAX) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    for (; it->count < n; it->count++) {
+        Py_buffer *own = it->held + it->count;
+        if (PyObject_GetBuffer(PyTuple_GetItem(tuple, (Py_ssize_t)it->count), own, PyBUF_SIMPLE))
+            return 0;
+        it->from[it->count].data = own->buf, it->from[it->count].size = (size_t)own->len;
+    }
+    return 1;
+}
+
 /* gather(payloads, tokens u32 [payload], groups i64 [payload], rows, to u8 or None, threads) -> parts i64 [stream][8];
    see `Gathered` */
 static PyObject *gather(PyObject *self, PyObject *args) {
     (void)self;
-    Py_buffer b[3] = {{0}}, *payload = NULL;
+    Py_buffer b[3] = {{0}};
+    Payloads it = {0};
     PyObject *tuple, *to, *result = NULL;
     unsigned rows, threads;
     if (!PyArg_ParseTuple(args, "O!y*y*IOI", &PyTuple_Type, &tuple, b, b + 1, &rows, &to, &threads) ||
@@ -453,42 +484,59 @@ static PyObject *gather(PyObject *self, PyObject *args) {
         release(b, 3);
         return NULL;
     }
-    size_t n = (size_t)PyTuple_Size(tuple), held = 0;
     uint64_t streams = 0, bytes = 0;
-    Gathered *from = calloc(n + 1, sizeof *from);
-    payload = calloc(n + 1, sizeof *payload);
-    int error = from && payload ? OK : NO_MEMORY, good = n <= UINT32_MAX && holds(b, n, 4) && holds(b + 1, n, 8);
-    if (!good)
+    int error = OK, good = hold(&it, tuple);
+    if (good && !(good = holds(b, it.count, 4) && holds(b + 1, it.count, 8)))
         size_error();
-    for (; good && !error && held < n; held++) {
-        if (PyObject_GetBuffer(PyTuple_GetItem(tuple, (Py_ssize_t)held), payload + held, PyBUF_SIMPLE)) {
-            good = 0;
-            break;
-        }
-        from[held].data = payload[held].buf, from[held].size = (size_t)payload[held].len;
-        from[held].tokens = ((const uint32_t *)b[0].buf)[held], from[held].group = ((const int64_t *)b[1].buf)[held];
-    }
-    if (good && !error && !(error = gather_check(from, (uint32_t)n, rows, &streams, &bytes))) {
+    for (size_t i = 0; good && i < it.count; i++)
+        it.from[i].tokens = ((const uint32_t *)b[0].buf)[i], it.from[i].group = ((const int64_t *)b[1].buf)[i];
+    if (good && !(error = gather_check(it.from, (uint32_t)it.count, rows, &streams, &bytes))) {
         if (b[2].buf && (uint64_t)b[2].len < bytes) {
             good = 0;
             size_error();
         } else if ((result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(streams * PART_NUMBERS * sizeof(int64_t))))) {
             int64_t *parts = (int64_t *)(void *)PyBytes_AsString(result);
             Py_BEGIN_ALLOW_THREADS
-            error = gather_parts(from, (uint32_t)n, rows, parts);
-            error = error || !b[2].buf ? error : gather_copy(from, (uint32_t)n, b[2].buf, threads);
+            error = gather_parts(it.from, (uint32_t)it.count, rows, parts);
+            error = error || !b[2].buf ? error : gather_copy(it.from, (uint32_t)it.count, b[2].buf, threads);
             Py_END_ALLOW_THREADS
         }
     }
-    if (payload)
-        release(payload, (int)held);
-    free(payload), free(from);
+    let_go(&it);
     release(b, 3);
     if (good && error) {
         Py_CLEAR(result);
         return raised(error);
     }
     return result;
+}
+
+/* copy(payloads, to u8, threads): one behind another, as `gather` does, whatever they are */
+static PyObject *copy(PyObject *self, PyObject *args) {
+    (void)self;
+    Py_buffer to = {0};
+    Payloads it = {0};
+    PyObject *tuple;
+    unsigned threads;
+    if (!PyArg_ParseTuple(args, "O!w*I", &PyTuple_Type, &tuple, &to, &threads))
+        return NULL;
+    int error = OK, good = hold(&it, tuple);
+    if (good && gather_places(it.from, (uint32_t)it.count) > (uint64_t)to.len) {
+        good = 0;
+        size_error();
+    }
+    if (good) {
+        Py_BEGIN_ALLOW_THREADS
+        error = gather_copy(it.from, (uint32_t)it.count, to.buf, threads);
+        Py_END_ALLOW_THREADS
+    }
+    let_go(&it);
+    PyBuffer_Release(&to);
+    if (!good)
+        return NULL;
+    if (error)
+        return raised(error);
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
@@ -504,6 +552,7 @@ static PyMethodDef methods[] = {
     {"decode_indices", decode_indices, METH_VARARGS, "A payload to indices."},
     {"synthesise", synthesise, METH_VARARGS, "Coefficients to a tensor."},
     {"decode", decode, METH_VARARGS, "A chain of payloads to a tensor."},
+    {"copy", copy, METH_VARARGS, "Payloads to one buffer."},
     {"gather", gather, METH_VARARGS, "Payloads to one buffer, and where their streams are in it."},
     {NULL, NULL, 0, NULL},
 };

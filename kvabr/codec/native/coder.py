@@ -35,7 +35,7 @@ from kvabr.codec.native.coder_model import (
 )
 from kvabr.codec.native.references import References
 from kvabr.codec.rope import rope_first, rope_shape, rope_tables
-from kvabr.codec.threads import CORES, encoder_threads
+from kvabr.codec.threads import CORES, decoder_threads, encoder_threads
 from kvabr.codec.transform import Transform
 from kvabr.types.errors import FormatError, UsageError
 
@@ -327,10 +327,23 @@ def gather(
     if path == "reference":
         return reference.gather(payloads, tokens, groups, rows, out)
     numbers = np.array(tokens, np.uint32), np.array(groups, np.int64)
-    threads = 1 if out is None else min(torch.get_num_threads(), 1 + len(out) // _BYTES_PER_THREAD)
+    threads = 1 if out is None else _copying_threads(out)
     with _errors("entropy coded part"):
         parts = _kvcoder.gather(tuple(payloads), *numbers, rows, out, threads)
     return np.frombuffer(parts, np.int64).reshape(-1, reference.PART_NUMBERS)
+
+
+def copy(payloads: Sequence[bytes | memoryview], out: NDArray[np.uint8]) -> None:
+    """Copy payloads of any kind to a buffer, to `reference.gathered_places`. Releases the GIL."""
+    if active_path() == "reference":
+        for at, each in zip(reference.gathered_places(payloads), payloads, strict=False):
+            out[at : at + len(each)] = np.frombuffer(each, np.uint8)
+    else:
+        _kvcoder.copy(tuple(payloads), out, _copying_threads(out))
+
+
+def _copying_threads(out: NDArray[np.uint8]) -> int:
+    return min(decoder_threads(), 1 + len(out) // _BYTES_PER_THREAD)
 
 
 @contextmanager

@@ -199,15 +199,23 @@ int encode_group(const Path *path, const Depth *d, const Indices *from, uint32_t
     return error;
 }
 
+uint64_t gather_places(Gathered *it, uint32_t payloads) {
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < payloads; i++) {
+        it[i].at = bytes;
+        bytes += (it[i].size + 15) / 16 * 16;
+    }
+    return bytes;
+}
+
 int gather_check(Gathered *it, uint32_t payloads, uint32_t rows, uint64_t *streams, uint64_t *bytes) {
-    *streams = *bytes = 0;
+    *streams = 0;
     for (uint32_t i = 0; i < payloads; i++) {
         if (!(it[i].streams = streams_of(it[i].data, it[i].size, rows, &it[i].directory)))
             return TOO_SHORT;
-        it[i].at = *bytes;
         *streams += it[i].streams;
-        *bytes += (it[i].size + 15) / 16 * 16;
     }
+    *bytes = gather_places(it, payloads);
     return OK;
 }
 

@@ -269,10 +269,11 @@ typedef struct {
     int64_t group;
     uint32_t streams; /* set by gather_check */
     size_t directory;
-    uint64_t at;
+    uint64_t at; /* set by gather_places, which returns how many bytes all take */
 } Gathered;
 
 enum { PART_NUMBERS = 8 };
+uint64_t gather_places(Gathered *, uint32_t payloads);
 int gather_check(Gathered *, uint32_t payloads, uint32_t rows, uint64_t *streams, uint64_t *bytes);
 int gather_parts(const Gathered *, uint32_t payloads, uint32_t rows, int64_t *parts);
 int gather_copy(const Gathered *, uint32_t payloads, uint8_t *to, uint32_t threads);

@@ -25,7 +25,7 @@ def test_the_kernels_compile_for_a_gpu_without_fusing_what_is_rounded_twice(tmp_
     lines = [(line.split()[0], *map(int, line.split()[1:])) for line in done.stdout.splitlines()]
     assert {name for name, *_ in lines} == {
         "read_rows", "triple", "prepare", "unstack", "finish", "finish-few", "centre", "powers", "to_words", "product",
-        "quantise", "write_rows", "collect",
+        "quantise", "write_rows", "collect", "expand",
     }  # fmt: skip
     for name, fused, size, registers, spilled, shared in lines:
         assert fused == 0, name

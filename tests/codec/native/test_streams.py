@@ -131,13 +131,17 @@ def test_payloads_are_gathered_as_the_reference_does() -> None:
         with coder.taking(path):
             found.append((coder.gather(payloads, tokens, groups, ROWS, out), out))
             assert np.array_equal(coder.gather(payloads, tokens, groups, ROWS, None), found[-1][0])
+            copied = np.zeros(room, np.uint8)
+            coder.copy(payloads, copied)
+            assert np.array_equal(copied, out)
             with pytest.raises(FormatError):
                 coder.gather([payloads[0], payloads[1][:-2]], tokens[:2], groups[:2], ROWS, out)
     for mine, other in zip(*found, strict=True):
         assert np.array_equal(mine, other)
     assert found[0][0][:, 0].tolist() == [5, 0, 0, 0, 9, 9, 9, 9]
-    with pytest.raises(TypeError):
-        coder.gather(payloads, tokens, groups, ROWS, np.zeros(room - 1, np.uint8))
+    for short in (lambda out: coder.gather(payloads, tokens, groups, ROWS, out), lambda out: coder.copy(payloads, out)):
+        with pytest.raises(TypeError):
+            short(np.zeros(room - 17, np.uint8))
 
 
 @pytest.mark.parametrize("shape", [coder_speed.SMOLLM2, coder_speed.LLAMA], ids=lambda shape: shape.name)
