@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -124,12 +123,16 @@ class FrameEncoder:
         if not gpu.runs_on(device):
             yield from made
             return
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         largest = max(tensor[:, :, :, : self.spec.group_tokens].numel() for tensor in cache)
         ahead = max(1, min(_AHEAD, _AHEAD_ELEMENTS // largest, len(self.units)))
 
-        def prepared(encoder: GroupEncoder) -> GroupEncoder:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
+        def prepared(encoder: GroupEncoder, ready: torch.cuda.Event | None) -> GroupEncoder:
+            if ready is None:
+                encoder.prepare(self.tracks)
+                return encoder
+            own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # or groups would wait for each other
+            own.wait_event(ready)
+            with torch.cuda.stream(own):
                 encoder.prepare(self.tracks)
             return encoder
 
@@ -137,7 +140,8 @@ class FrameEncoder:
             begun: deque[Future[GroupEncoder]] = deque()
             try:
                 for encoder in made:
-                    begun.append(pool.submit(prepared, encoder))
+                    ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+                    begun.append(pool.submit(prepared, encoder, ready))
                     if len(begun) >= ahead:
                         yield begun.popleft().result()
                 while begun:

@@ -144,7 +144,7 @@ def _kind(task: PlacedJob) -> Hashable:
         apart = math.gcd(16, strides[0], int(np.bitwise_or.reduce(blocks.checked.addresses)) // dtype.itemsize)
     along = tuple((math.gcd(16, stride), stride == 1) for stride in strides[-3:])
     if isinstance(job, DecodeJob):
-        own: tuple[Hashable, ...] = (*map(id, job.models), job.references is None)
+        own: tuple[Hashable, ...] = (*map(id, job.models), job.references is None, type(job.mean).__name__)
     else:
         own = (job.level, job.spec.only.halves, *job.spec.only.split)
     return own, dtype, along, apart, task.device, blocks is None
