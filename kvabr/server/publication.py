@@ -192,9 +192,7 @@ class CatalogLevel(Publication):
 class LevelPublication(CatalogLevel):
     """One compression level of one version of an asset in a store."""
 
-    def __init__(
-        self, asset: Asset, track: str, again: Callable[[Asset, int, str], object] = lambda *_: None
-    ) -> None:
+    def __init__(self, asset: Asset, track: str, again: Callable[[Asset, int, str], object] = lambda *_: None) -> None:
         """Serve ``track`` of ``asset``; `FormatError` if the asset has no such track.
 
         ``again`` is called once for each group that is asked for a second time and is not far to fetch.
