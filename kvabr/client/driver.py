@@ -39,7 +39,7 @@ from kvabr.player.session_types import (
 )
 from kvabr.quic.interface import Connection, Download
 from kvabr.types.engine import Engine, prefill_classes
-from kvabr.types.errors import ConnectionLostError, KvabrError, PolicyError, RequestError, TransportError
+from kvabr.types.errors import ConnectionLostError, FormatError, KvabrError, PolicyError, RequestError, TransportError
 
 _PAUSE_SHARE = 1 / 50
 """Share of the deadline that a refused request waits before it is asked for again, unless the peer names a time."""
@@ -395,7 +395,7 @@ class Driver:
         if not damaged:
             name = self._catalog.namespace.prompt
             _log.warning(
-                "kvabr: group %d of %s on %s is damaged (%s); see `kvabr store verify`", group, name, track, why
+                "kvabr: group %d of %s on %s is damaged (%s); see `kvabr store verify --deep`", group, name, track, why
             )
         damaged.append((group, track, why))
 
@@ -428,7 +428,8 @@ class Driver:
 
     def _refuse(self, action: Decode, error: _RefusedError) -> None:
         requests, names = self._names(action)
-        self._note_damage(action.group, names[requests.index(error.request)], said(error.cause))
+        if isinstance(error.cause, FormatError):  # anything else is the machine's
+            self._note_damage(action.group, names[requests.index(error.request)], said(error.cause))
         self._frames.pop(error.request, None)
         self._tell(self.session.refused, error.request, said(error.cause))
 

@@ -169,7 +169,9 @@ class Play:
             if driver.engine_error is not None:
                 raise ModelError(self.with_trouble(message)) from driver.engine_error
             raise self._incomplete(message, record.gave_up, driver, prepared, lookup_s)
-        parts = assembler.take_classes(upgrades=options.after is not None)
+        take = partial(assembler.take_classes, upgrades=options.after is not None)
+        # On a GPU it may wait for a batch, and for kernels that are being compiled.
+        parts = await asyncio.to_thread(take) if assembler.together else take()
         ttft_s = clock.now()
         record.met = ttft_s + rest_s <= clock.deadline_s
         coverage = tuple(track or "" for track in assembler.coverage)
@@ -327,6 +329,10 @@ class Play:
     ) -> Driver:
         """Drive a session to its end; the engine needs ``rest_s`` for what no cache covers."""
         options, ladder, connection = self.options, prepared.ladder, self.connection
+        if options.device is not None and options.out is None and not coded:
+            raise UsageError(
+                f"PlayOptions.device ({options.device}) is for what is expanded later; give `out` to play into a GPU"
+            )
         receive_pinned(self._device)
         catalog = ladder.catalog
         try:

@@ -31,6 +31,9 @@ from kvabr.types.errors import FormatError, HoleError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.units import computed_shape
 
+_MOST_SPARE = 4
+"""Scratch tensors that a batch leaves for the next, per class."""
+
 
 class Layer(NamedTuple):
     """One frame of a group as it came."""
@@ -105,10 +108,14 @@ class Assembler:
         """Whether groups stay compressed."""
         self._outs: tuple[torch.Tensor, ...] = ()
         shapes = [part.shape(span.tokens) for part, span in zip(catalog.spec.parts, spans, strict=True)]
+        types = [dtype or part.torch_dtype for part in catalog.spec.parts]
+        for kind, part in zip(types, catalog.spec.parts, strict=True):
+            if not kind.is_floating_point:
+                raise UsageError(f"a cache in {kind}: its numbers are floats")
+            check_wanted(kind, part)
         if coded:
             pass
         elif out is None:
-            types = [dtype or part.torch_dtype for part in catalog.spec.parts]
             self._outs = tuple(torch.zeros(shape, dtype=kind) for shape, kind in zip(shapes, types, strict=True))
         elif len(shapes) > 1:
             raise UsageError(f"a cache of several layer classes ({', '.join(catalog.spec.names)}) is not one tensor")
@@ -208,7 +215,8 @@ class Assembler:
         done |= {one.number: self._settle(one) for one in work if one.number not in done}
         for one in work:
             if one.out is not None and not one.claimed:
-                self._spare[self._catalog.unit(one.group).part].append(one.out)
+                spare = self._spare[self._catalog.unit(one.group).part]
+                spare[:] = [*spare, one.out][-_MOST_SPARE:]
         return [done[number] for number in range(len(asked))]
 
     def _begin(self, number: int, group: int, layers: Sequence[Layer]) -> _Decoding:

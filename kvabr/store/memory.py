@@ -11,10 +11,12 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from functools import cache
+from typing import TypeVar
 
 _HUGE_BYTES = 2 << 20
 """The size of a huge page on nearly every system."""
@@ -32,8 +34,16 @@ class PinnedMemory(mmap.mmap):
 
     pinned = True
     """How code that knows nothing of this module tells it, by the base of an array."""
+    undo: Callable[[], object] | None = None
+    """Unpins it."""
+
+    def __del__(self) -> None:
+        # Not by `weakref.finalize`: that is called when the memory is no longer mapped, and perhaps somebody else's.
+        if self.undo is not None and not sys.is_finalizing():
+            self.undo()
 
 
+_Map = TypeVar("_Map", bound=mmap.mmap)
 Pin = Callable[[int, int], Callable[[], object] | None]
 """Pins memory, given its address and bytes; returns how that is undone, or None if it could not be done."""
 
@@ -51,6 +61,7 @@ class BufferPool:
         self._spare: list[mmap.mmap] = []
         """Unused memory, the longest unused first."""
         self._pin: Pin | None = None
+        self._gave_up = False
         self._lock = threading.RLock()
         """Reentrant: collecting garbage within `take` may give memory back."""
 
@@ -74,7 +85,7 @@ class BufferPool:
     def pin_with(self, pin: Pin, most_spare_bytes: int) -> None:
         """Pin all memory that is allocated from now on, which takes long, and so keep more of it unused."""
         with self._lock:
-            if self._pin is None:
+            if self._pin is None and not self._gave_up:
                 self._pin, self._most_spare_bytes, self._spare = pin, most_spare_bytes, []
                 self.spare_bytes = 0
 
@@ -93,9 +104,9 @@ class BufferPool:
             memory = _fresh(length, PinnedMemory)
             undo = pin(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory))
             if undo is not None:
-                weakref.finalize(memory, undo).atexit = False
+                memory.undo = undo
                 return memory
-            self._pin = None  # the system allows no more
+            self._pin, self._gave_up = None, True  # the system allows no more
         return _fresh(length, mmap.mmap)
 
     def _give_back(self, memory: mmap.mmap) -> None:
@@ -112,7 +123,7 @@ class BufferPool:
                 self.spare_bytes -= len(self._spare.pop(0))
 
 
-def _fresh(size: int, kind: type[mmap.mmap]) -> mmap.mmap:
+def _fresh(size: int, kind: type[_Map]) -> _Map:
     """Return at least ``size`` bytes, in huge pages as far as these are full."""
     if size >= _MIN_HUGE_BYTES:
         # Systems align memory to huge pages only if its size is a multiple of theirs.

@@ -58,7 +58,11 @@ def checked(call: Callable[P, R]) -> Callable[P, R]:
 
     def check(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         hints = _hints(call)
-        for argument, value in signature.bind(*args, **kwargs).arguments.items():
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return  # the call itself says it best, with its name
+        for argument, value in bound.arguments.items():
             if argument in fixed and argument in hints:
                 check_type(f"{name}: {argument}", value, hints[argument])
 
@@ -91,12 +95,14 @@ def check_type(what: str, value: object, hint: Any) -> None:
     """Raise `UsageError` unless ``value`` is of the type that an annotation says; ``what`` names it."""
     if not _test(hint)(value):
         kind = "" if value is None else f", of the type {type(value).__name__}"
-        shown = " ".join(repr(value).split())
+        shown = "a secret" if what.endswith(_SECRETS) else " ".join(repr(value).split())
         shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]} ..."
         at = "; a prompt.json has them as `tokens`" if isinstance(value, Mapping) and "tokens" in value else ""
         raise UsageError(f"{what} is {shown}{kind}; it must be {_named(hint)}{at}")
 
 
+_SECRETS = (" token", " salt")
+"""Ends of the names of arguments that no message quotes."""
 _MOST_SHOWN = 60
 """Most characters of a wrong argument that a message quotes."""
 _Test = Callable[[Any], bool]

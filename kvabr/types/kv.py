@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvabr.types.arguments import checked
-from kvabr.types.errors import FormatError
+from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.layer_class import (
     DTYPES,
@@ -287,7 +287,7 @@ class KVSpec:
                 whole, name = map(str, part_of)
                 part_of = whole[:64], name[:64]
             return cls(**fields, classes=classes, part_of=part_of)
-        except (TypeError, KeyError, ValueError, OverflowError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError, UsageError) as error:
             raise FormatError(f"KV spec: not a spec that this version knows ({error})") from error
 
     def same_cache(self, other: KVSpec) -> bool:

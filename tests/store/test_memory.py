@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,3 +139,20 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is() -> None:
     assert not staging._is_pinned(bytes(10))
     del taken
     assert pool.spare_bytes == 1 << 20
+
+
+def test_memory_is_unpinned_while_it_is_still_mapped() -> None:
+    pool, mapped = BufferPool(1 << 20), list[bool]()
+
+    def pin(address: int, _size: int) -> Callable[[], object]:
+        return lambda: mapped.append(is_mapped(address))
+
+    def is_mapped(address: int) -> bool:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+        return any(first <= address < last for first, last in spans)
+
+    pool.pin_with(pin, 1 << 20)
+    taken = pool.take(5 << 20)  # more than is kept
+    del taken
+    assert mapped == [True]

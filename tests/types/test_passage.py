@@ -1,5 +1,6 @@
 """Passages: their names, what their catalogs say, and that none is ever taken for a prompt."""
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -178,9 +179,9 @@ def test_a_passage_shares_nothing_with_a_prompt_even_if_it_claims_its_digests():
     assert shared_groups(replace(liar, passage=None), range(600), digests) == 5
     assert shared_groups(liar, range(600), digests) == 0
     with pytest.raises(UsageError, match="is a passage"):
-        check_tokens(liar, range(600), b"")
+        asyncio.run(check_tokens(liar, range(600), b""))
     with pytest.raises(UsageError, match="is a passage"):
-        check_tokens(passage(), range(600), b"")
+        asyncio.run(check_tokens(passage(), range(600), b""))
     # A relay passes a passage on by its own name, but not as the answer to a lookup of a prompt.
     data = liar.dumps().encode()
     assert check_small(liar.namespace, CATALOG_TRACK, data) is not None

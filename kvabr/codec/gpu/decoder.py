@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvabr.codec.block_slots import BlockSlots
 from kvabr.codec.gpu import kernels
 from kvabr.codec.gpu.destinations import Destination, check_blocks
-from kvabr.codec.gpu.staging import Staged, Staging, lie_apart, scratch_room, sent_apart, settled
+from kvabr.codec.gpu.staging import Staged, Staging, await_streams, lie_apart, scratch_room, sent_apart, settled
 from kvabr.codec.gpu.tables import (
     COARSE,
     COMPONENTS,
@@ -84,6 +84,7 @@ def decode_many(jobs: Sequence[DecodeJob]) -> None:
     _decode_all(tasks)
     for whole, out in copies:
         whole.copy_(out)
+    await_streams(whole.device for whole, _ in copies)
 
 
 def decode_to_blocks(jobs: Sequence[DecodeJob], blocks: Sequence[BlockSlots]) -> None:
@@ -459,9 +460,9 @@ def _turns(rope: RopeSpec | None, positions: int, device: torch.device) -> _Turn
             more = rope_tables(rope, have, max(TILE, 1 << (positions - 1).bit_length()) - have)
             cos, sin = (on_device(table, device) for table in more)
             known = (cos, sin) if known is None else (torch.cat((known[0], cos)), torch.cat((known[1], sin)))
-            _turned[rope, device] = known
             if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # other streams use them, too
+                torch.cuda.current_stream(device).synchronize()  # other streams use them, too, and this the old ones
+            _turned[rope, device] = known
         return known
 
 

@@ -54,7 +54,7 @@ def _alone(job: EncodeJob) -> bytes | Exception:
         _warn(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
     try:
         return _by_processor(job)
-    except FormatError as error:
+    except Exception as error:  # noqa: BLE001  # raised here, it would end the other groups of the batch, too
         return error
 
 

@@ -19,7 +19,7 @@ from kvabr.codec.builtin import head_blocks
 from kvabr.codec.gpu import level_kernels as kernels
 from kvabr.codec.gpu.destinations import Destination, check_blocks
 from kvabr.codec.gpu.level_job import LEVELS, LevelJob
-from kvabr.codec.gpu.staging import Staging, lie_apart, sent_apart, settled
+from kvabr.codec.gpu.staging import Staging, await_streams, lie_apart, sent_apart, settled
 from kvabr.codec.gpu.tables import common, divisible
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES
@@ -48,6 +48,7 @@ def expand_many(jobs: Sequence[LevelJob]) -> None:
     _run([_Task(job, Destination.of_tensor(other.get(id(job), job.out.detach()))) for job in jobs])
     for job, out in copies:
         job.out.copy_(out)
+    await_streams(out.device for _, out in copies)
 
 
 def expand_to_blocks(jobs: Sequence[LevelJob], blocks: Sequence[BlockSlots]) -> None:

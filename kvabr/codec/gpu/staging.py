@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -143,8 +143,10 @@ def sent_apart(payloads: Sequence[bytes | memoryview], places: Sequence[int], de
 def pin(address: int, size: int) -> Callable[[], object] | None:
     """Pin memory for all devices; see `kvabr.store.memory.Pin`."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(address, size, 0)):
-        return None  # the system allows no more
+    if int(runtime.cudaHostRegister(address, size, 0)):  # the system allows no more
+        with suppress(RuntimeError):  # what comes next on this thread would be told the error
+            torch.zeros(1, device="cuda").add_(1)
+        return None
     return partial(runtime.cudaHostUnregister, address)
 
 
@@ -154,10 +156,19 @@ def settled(devices: Iterable[torch.device]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for device in set(devices):
+        used = set(devices)
+        for device in used:
             if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+                _beside(device).synchronize()  # which the current stream may not wait for yet
+        await_streams(used)
         raise
+
+
+def await_streams(devices: Iterable[torch.device]) -> None:
+    """Wait for what the current streams of devices are at."""
+    for device in set(devices):
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 @cache

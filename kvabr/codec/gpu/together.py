@@ -44,7 +44,7 @@ class PlacedJob(NamedTuple):
 def decode(tasks: Sequence[PlacedJob]) -> list[Exception | None]:
     """Decode groups on their devices, together with those that other threads ask for; return what is wrong with each.
 
-    Errors of a group are `FormatError`.
+    A `FormatError` is the group's fault; anything else the machine's.
     """
     errors: list[Exception | None] = [None] * len(tasks)
     by_device: dict[torch.device, list[int]] = {}
@@ -85,7 +85,7 @@ def _failed(tasks: Sequence[PlacedJob]) -> Exception | None:
         _warn(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
         try:
             _by_processor(tasks[0])
-        except FormatError as wrong:
+        except Exception as wrong:  # noqa: BLE001  # raised here, it would end the other groups of the batch, too
             return wrong
     return None
 
@@ -112,6 +112,8 @@ def _by_processor(task: PlacedJob) -> None:
         coder.decode_many([task.job])
     else:
         task.job.out.copy_(_own(task))
+    if task.device.type == "cuda":  # who asked for it may be another thread, on a stream of its own
+        torch.cuda.current_stream(task.device).synchronize()
 
 
 def _own(task: PlacedJob) -> torch.Tensor:

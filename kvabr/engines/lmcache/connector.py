@@ -145,7 +145,11 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         if chunk is None or chunk.tensor is None:
             self._store.trouble.tell("LMCache has no memory for a chunk", "see max_local_cpu_size")
             return None
-        there = places(played, as_kv(chunk.tensor, self._store.spec))
+        try:
+            there = places(played, as_kv(chunk.tensor, self._store.spec))
+        except BaseException:
+            chunk.ref_count_down()
+            raise
         decoding = asyncio.get_running_loop().run_in_executor(None, expand_here, played.groups, there)
         try:
             errors = await asyncio.shield(decoding)

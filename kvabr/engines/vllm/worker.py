@@ -368,6 +368,9 @@ class WorkerHalf:
             with self._loader.apart():
                 groups, places, begins = self.blocks.places(prefix, first, last, blocks)
                 errors = expand_here(groups, places)
+            # Nothing behind blocks that were joined from passages is ever published.
+            if self._publications is not None and not load.found.catalog.sources:
+                self._note_lossy(load, prefix)
         except Exception as error:  # noqa: BLE001  # the request must go on
             self._failure(error)
             return first
@@ -375,9 +378,6 @@ class WorkerHalf:
             if wrong is not None:
                 self._failure(wrong)
                 end = min(end, first if self._model.waits else first + whole_blocks(begin - first, self._model.block))
-        # Nothing behind blocks that were joined from passages is ever published.
-        if self._publications is not None and not load.found.catalog.sources:
-            self._note_lossy(load, prefix)
         self.counts.add("copy_seconds", time.monotonic() - began_s)
         return end
 
