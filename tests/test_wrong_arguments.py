@@ -209,7 +209,7 @@ async def test_every_argument_of_every_public_call(library, name, tmp_path, monk
 def test_what_is_wrong_is_named():
     for wrong, said in (
         ({"options": 5}, "AsyncClient: options is 5, of the type int; it must be a PlayOptions or None"),
-        ({"timeout_s": math.nan}, "AsyncClient: timeout_s is nan, of the type float; it must be a number"),
+        ({"timeout_s": math.nan}, "AsyncClient: timeout_s is nan; it must be a number"),
         ({"quic": "udp"}, "AsyncClient: quic is 'udp', of the type str; it must be 'auto' or 'aioquic' or 'qh3'"),
     ):
         with pytest.raises(kvabr.UsageError, match=re.escape(said)):

@@ -95,6 +95,8 @@ def check_type(what: str, value: object, hint: Any) -> None:
     """Raise `UsageError` unless ``value`` is of the type that an annotation says; ``what`` names it."""
     if not _test(hint)(value):
         kind = "" if value is None else f", of the type {type(value).__name__}"
+        if isinstance(value, float) and math.isnan(value):
+            raise UsageError(f"{what} is nan; it must be {_named(hint)}")
         shown = "a secret" if what.endswith(_SECRETS) else " ".join(repr(value).split())
         shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]} ..."
         at = "; a prompt.json has them as `tokens`" if isinstance(value, Mapping) and "tokens" in value else ""

@@ -10,6 +10,7 @@ import torch
 from kvabr.client.resources import measure_prefill
 from kvabr.engines.chunk_store import key_digests
 from kvabr.publish.encoder import publish
+from kvabr.publish.frames import MemoryFrames
 from kvabr.replay.verify import FetchStep, verify_play
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
@@ -48,7 +49,7 @@ async def test_an_asset_is_encoded_served_played_and_verified(tmp_path, group_to
 
 def test_a_group_has_at_least_one_token():
     with pytest.raises(FormatError, match="group_tokens is 0"):
-        publish(ToyModel(), prompt(), ("FP16",), None, None, group_tokens=0)
+        publish(ToyModel(), prompt(), ("FP16",), None, MemoryFrames(), group_tokens=0)
 
 
 def test_keyed_caches_have_a_digest_per_group():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 from multiprocessing.connection import Connection
 
@@ -21,7 +22,7 @@ class LiveOrigin(Child):
     """Runs the origin's process. A context manager: leaving it ends the process."""
 
     @checked
-    def __init__(self, asset: str, backend: Quic, *, follow: bool = False) -> None:
+    def __init__(self, asset: str | os.PathLike[str], backend: Quic, *, follow: bool = False) -> None:
         """Serve an asset on a free port of the loopback interface.
 
         Args:
@@ -32,7 +33,7 @@ class LiveOrigin(Child):
         Raises:
             TransportError: the server cannot start; the message says why.
         """
-        super().__init__("origin", _main, asset, backend, follow)
+        super().__init__("origin", _main, os.fspath(asset), backend, follow)
         self.address: tuple[str, int]
         self.fingerprint: str
         self.address, self.fingerprint = self.greeting

@@ -20,7 +20,7 @@ from tests.codec.gpu.test_references import SHAPE, fitted
 from tests.codec.test_ac import chain_of, encode
 from tests.kvdata import related
 
-pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
+pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
 from kvabr.codec.gpu import encoding, writer  # not without Triton
 

@@ -13,7 +13,7 @@ from tests.codec.gpu.conftest import DEVICE
 from tests.codec.gpu.test_paged import LAYOUTS, UNTOUCHED, slots_of
 from tests.codec.test_classes import ALONE
 
-pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
+pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
 from kvabr.codec.gpu import levels  # not without Triton
 

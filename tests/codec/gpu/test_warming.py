@@ -14,7 +14,7 @@ from kvabr.data import default_catalog, default_profile_bytes
 from tests.codec.gpu.conftest import DEVICE, on_device
 from tests.kvdata import related, spec
 
-pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
+pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
 from kvabr.codec.gpu import decoder, together  # not without Triton
 

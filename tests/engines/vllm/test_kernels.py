@@ -14,7 +14,7 @@ from tests.codec.gpu.conftest import DEVICE, interpreter  # noqa: F401  # a fixt
 from tests.engines.vllm.halves import BLOCK, TOKENS, Bench, request
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
-pytest.importorskip("triton", reason="Triton is not installed (kvabr[gpu])")
+pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
 from kvabr.codec.gpu import decoder  # not without Triton
 
