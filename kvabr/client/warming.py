@@ -65,10 +65,10 @@ def warm(
         makers = makers or [partial(_tensor, part, dtype or part.torch_dtype, device)]
         many = -(-CROWDED * _ROWS_OF_A_STREAM // profile.of(part).transform.structure.rows)
         for room in makers:
-            places = [room() for _ in groups]
-            # Copies of a group may share room: they write the same.
-            for batch, into in ((groups, places), (groups[:1] * many, places[:1] * many)):
-                for wrong in expand(batch, into):
+            # In room for one group, which an engine's layout may make large; copies of a group write the same there.
+            place = room()
+            for batch in (*([group] for group in groups), groups[:1] * many):
+                for wrong in expand(batch, [place] * len(batch)):
                     if wrong is not None:
                         raise wrong
                 count += len(batch)

@@ -42,7 +42,7 @@ def test_every_depth_is_compiled_and_compared_few_and_many_at_once(side, few, mo
     keys = torch.full((4, 1, 8, 16), -7.0, dtype=torch.bfloat16, device=DEVICE)
     like = BlockLayers([[keys[..., :8], keys[..., 8:]]])
     warming.warm(side, DEVICE, like=[like])
-    assert batches == [len(side.depths), 3]
+    assert batches == [*[1] * len(side.depths), 3]
     assert len(compared) >= len(side.depths)
     assert bool((keys == -7.0).all())  # an engine's own blocks are left alone
 
@@ -52,7 +52,7 @@ def test_an_engine_does_so_in_the_background(side, few, monkeypatch):
     monkeypatch.setattr(warming, "expand", lambda groups, _: done.append(len(groups)) or [None] * len(groups))
     spec = Profile.from_bytes(default_profile_bytes()).spec
     warming.warm_in_background(spec, DEVICE, torch.float16).join(60)
-    assert len(done) == 2
+    assert len(done) > 2
     assert _known(Profile.from_bytes(default_profile_bytes()).digest) is not None  # plays use the one that was compared
     assert warming.warm_in_background(side.spec, DEVICE, torch.float16) is None  # kvabr ships none
     monkeypatch.setattr(warming, "expand", lambda *_: 1 / 0)
