@@ -78,7 +78,10 @@ def expand(groups: Sequence[CodedGroup], places: Sequence[Place], each: _Each = 
                 kernels.append(_Kernel(number, *job, place.direct))
     direct = [kernel for kernel in kernels if kernel.slots is not None]
     for some in (direct, *_portions([kernel for kernel in kernels if kernel.slots is None])):
-        errors |= _by_kernels(groups, places, some)
+        try:
+            errors |= _by_kernels(groups, places, some)
+        except Exception as error:  # noqa: BLE001  # no memory for scratch, say: as of each group
+            errors |= dict.fromkeys((kernel.number for kernel in some), error)
 
     spare: list[torch.Tensor] = []
 
