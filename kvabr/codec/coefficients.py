@@ -47,7 +47,9 @@ def encode_rows(
 ) -> bytes:
     """Quantise and code; see `coder.encode_rows`."""
     if gpu.runs_on(rows.device):
-        return gpu.encode_rows(model, rows, own, lower, keep, references)
+        from kvabr.codec.gpu import encoding, writer  # noqa: PLC0415  # need Triton
+
+        return encoding.encode(writer.EncodeJob(model, rows, own, lower, keep, references))
     return coder.encode_rows(model, rows.numpy(), own, lower, keep, references)
 
 
@@ -76,5 +78,7 @@ def error_sums(
 ) -> NDArray[np.int64]:
     """Add up what decoding takes from some rows; see `coder.error_sums`."""
     if gpu.runs_on(rows.device):
-        return gpu.error_sums(rows, which, gains, quantiser, coded)
+        from kvabr.codec.gpu import encoding  # noqa: PLC0415  # needs Triton
+
+        return encoding.error_sums(rows, which, gains, quantiser, coded)
     return coder.error_sums(rows.numpy(), which, gains, quantiser, coded)

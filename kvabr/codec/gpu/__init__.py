@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from kvabr.codec.block_slots import BlockSlots
     from kvabr.codec.gpu import encoder
-    from kvabr.codec.native.coder_model import CoderModel, Quantiser
-    from kvabr.codec.native.references import References
     from kvabr.codec.transform import Transform
 
 
@@ -77,36 +75,6 @@ def analyse(
     from kvabr.codec.gpu import encoder  # noqa: PLC0415  # needs Triton
 
     return encoder.analyse(transform, inverses, scale, group, first_token)
-
-
-def encode_rows(
-    model: CoderModel,
-    rows: torch.Tensor,
-    own: Quantiser,
-    lower: Quantiser | None,
-    keep: NDArray[np.bool_],
-    references: References | None,
-) -> bytes:
-    """Quantise and code a group's coefficients on their device, with those of other threads; see `runs_on`.
-
-    Arguments and errors are those of `coder.encode_rows`.
-    """
-    from kvabr.codec.gpu import encoding, writer  # noqa: PLC0415  # need Triton
-
-    return encoding.encode(writer.EncodeJob(model, rows, own, lower, keep, references))
-
-
-def error_sums(
-    rows: torch.Tensor,
-    which: NDArray[np.intp],
-    gains: NDArray[np.float32],
-    quantiser: Quantiser,
-    coded: NDArray[np.bool_],
-) -> NDArray[np.int64]:
-    """Add up what decoding takes from some rows, on their device; see `kvabr.codec.native.reference.error_sums`."""
-    from kvabr.codec.gpu import encoding  # noqa: PLC0415  # needs Triton
-
-    return encoding.error_sums(rows, which, gains, quantiser, coded)
 
 
 def expand(job: LevelJob) -> None:
