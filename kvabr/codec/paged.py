@@ -114,7 +114,7 @@ def _job(group: CodedGroup, place: Place) -> tuple[DecodeJob | LevelJob, list[Pa
     """Return what kernels are to do; None if the place's device has none for this group."""
     shape = group.context.spec.shape(group.context.tokens)
     if not place.fits(shape):
-        raise FormatError(f"{shape} cannot be decoded to a place of another shape, or of so many tokens")
+        raise FormatError(f"{shape} cannot be decoded to a place of another shape or number of tokens")
     made, context = codec(group.track), group.context
     if place.dtype not in DTYPES or not gpu.runs_on(place.device):
         return None

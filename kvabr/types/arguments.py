@@ -134,7 +134,7 @@ def _test(hint: Any) -> _Test:
     if kind is tuple and parts:
         return partial(_is_tuple, tuple(_test(part) for part in parts if part is not ...), endless=parts[-1] is ...)
     if kind is Sequence:
-        # Whoever encodes token ids looks at each; it would take long here.
+        # Token ids are checked one by one where they are encoded; doing it here too would take long.
         return _is_sequence if parts in ((), (int,)) else partial(_is_sequence_of, _test(parts[0]))
     if getattr(kind, "_is_protocol", False):
         return partial(_has, _members(kind))

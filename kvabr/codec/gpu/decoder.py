@@ -512,7 +512,7 @@ def _channels_together(dim: int, rope: RopeSpec | None, pairs: int, into: Destin
 
 
 def _wraps(device: torch.device, outputs: int) -> bool:
-    """Return whether products of a tile of so many outputs are added by wgmma, whose sums wrap: mma's saturate."""
+    """Return whether products of a tile of ``outputs`` rows are added by wgmma, whose sums wrap: mma's saturate."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and outputs >= _WGMMA_ROWS
 
 
@@ -524,7 +524,7 @@ def _tokens(tile: _Tile, *, wraps: bool) -> int:
 def _synthesise(
     batch: _Batch, tokens_of: torch.Tensor, index: torch.Tensor, into: Destination, *, whole: bool = True
 ) -> None:
-    """Turn indices, or coefficients if they are not ``whole``, into elements, of so many tokens of each group."""
+    """Turn indices, or coefficients if they are not ``whole``, into elements; ``tokens_of``: of each group, int32."""
     device, structure = index.device, batch.transform.structure
     spec, rows, stride = structure.coded, structure.rows, batch.stride
     rotary, interleaved = rope_shape(spec.rope)

@@ -158,7 +158,7 @@ CROWDED = 512
 
 
 def _crowded(tasks: Sequence[PlacedJob]) -> bool:
-    """Return whether so many streams are decoded at once that kernels are used which few streams do not use."""
+    """Return whether there are enough streams for the kernels that are used for many of them."""
     streams: dict[int, int] = {}
     for job in (task.job for task in tasks if isinstance(task.job, DecodeJob)):
         for model, payload in zip(job.models, job.payloads, strict=False):
