@@ -6,6 +6,7 @@ exits with status 1, or 2 for wrong usage.
 
 from __future__ import annotations
 
+import codecs
 import errno
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -123,6 +124,7 @@ class ExhaustedError(PlayError, TransportError):
 _DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _CAUSES = 8
 """Errors that are looked at of those that caused each other."""
+codecs.lookup("idna")  # Python resolves names with it, and does without it for ever if it cannot open the module once.
 _NO_THREAD, _NO_MEMORY = "can't start new thread", ("can't allocate memory", "not enough memory")
 
 
