@@ -170,7 +170,7 @@ def found_prefix(offer: StoreOffer, heads: Sequence[SpanHead]) -> FoundPrefix:
         except KeyError as error:
             raise FormatError(f"spans: {level.name} lacks a group of {spec.names[0]} or another class") from error
         sizes, digests, losses = zip(*found, strict=True)
-        tracks.append(Track(level.name, sizes, losses, digests, level.refines, level.decode_s))
+        tracks.append(Track(level.name, sizes, losses, digests, level.refines, level.decode_s, tails=level.tails))
     catalog = Catalog(
         namespace=TrackNamespace(spec.model, chunks[-1]),
         spec=spec,

@@ -27,6 +27,7 @@ from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import PassageNotes
+from kvabr.types.tails import losses_behind, share_behind
 from kvabr.types.tracks import Mix, Quality, Track, check_track, groups_of, track_from_json, track_to_json
 from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_units, units_of
 
@@ -73,6 +74,9 @@ class Catalog:
     sources: tuple[Catalog, ...] = ()
     """The passages that it is joined from (`kvabr.types.joined`). Its groups are the units in `chosen`, of any length,
     with a chunk for each; what lies between passages is a unit, too. Not in the JSON."""
+    tail: int = 0
+    """Tokens that an engine computes behind its last one, as it reads the question: its losses are those behind these.
+    Not in the JSON."""
     whole: Catalog | None = field(default=None, compare=False, repr=False)
     """The catalog that its units were chosen from. Not in the JSON."""
 
@@ -331,7 +335,11 @@ class Catalog:
         if groups == len(self.chunks) and (self.every_token or (self.chosen is not None and end is None)):
             return self
         if self.every_token:
-            return self._slice(0, groups)
+            shorter = self._slice(0, groups)
+            if not (self.even and any(track.tails for track in self.tracks)):
+                return shorter
+            laid = (losses_behind(track.loss, track.tails, groups, 0, size) for track in self.tracks)
+            return replace(shorter, tracks=tuple(map(_with_losses, shorter.tracks, laid)))
         if self.whole is not None:
             skipped = self.first_token
             shorter = self.whole.prefix(self.offset + groups, None if end is None else skipped + end)
@@ -351,6 +359,25 @@ class Catalog:
         return replace(
             self, tokens=tokens, chunks=self.chunks[:groups], tracks=tracks, mixes=(), chosen=units, whole=self
         )
+
+    def behind(self, groups: int, tail: int) -> Catalog:
+        """Return what a play fetches whose engine computes ``tail`` tokens behind the first ``groups`` groups.
+
+        The tail is counted from the end of these groups to where the first token is generated. The losses are those
+        behind it, see `kvabr.types.tails`. Errors as `prefix`.
+        """
+        shorter = self.prefix(groups)
+        if not tail:
+            return shorter
+        tracks = []
+        for track, whole in zip(shorter.tracks, self.tracks, strict=True):
+            if self.even:
+                losses = losses_behind(whole.loss, whole.tails, groups, tail, self.spec.group_tokens)
+            else:
+                scale = share_behind(whole.tails, tail)
+                losses = tuple(scale * loss for loss in track.loss)
+            tracks.append(replace(track, loss=losses, measured=None, tails=()))
+        return replace(shorter, tracks=tuple(tracks), mixes=(), tail=tail)
 
     @cached_property
     def to_play(self) -> Catalog:
@@ -498,3 +525,7 @@ class Catalog:
             raise AssetError(f"{path}: cannot read the catalog ({error.strerror}); is this an asset?") from error
         except FormatError as error:
             raise type(error)(f"{path}: {error}") from error
+
+
+def _with_losses(track: Track, losses: tuple[float, ...]) -> Track:
+    return replace(track, loss=losses)

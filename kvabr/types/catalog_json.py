@@ -13,6 +13,7 @@ from kvabr.types.digests import BLAKE3, SHA256
 from kvabr.types.errors import FormatError, VersionError
 from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.passage import read_notes
+from kvabr.types.tails import tails_from_json
 
 SCHEMAS = {SHA256: "kvabr.catalog/1", BLAKE3: "kvabr.catalog/2"}
 """Schemas of catalogs by the kind of their groups' digests: older versions refuse a kind that they cannot check."""
@@ -87,6 +88,8 @@ def _read_track(pieces: JsonPieces, groups: int) -> dict[str, Any]:
             value[name] = tuple(pieces.scalars(_LISTS[name], groups))
         elif name in {"name", "refines", "decode_s", "measured"}:
             value[name] = pieces.value()
+        elif name == "tails":
+            value[name] = tails_from_json(pieces.value())
         else:
             pieces.skip()
     quality = value["measured"]

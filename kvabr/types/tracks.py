@@ -11,6 +11,7 @@ from typing import Any
 from kvabr.types.catalog_json import all_within
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import check_track_name
+from kvabr.types.tails import TailLoss, check_tails
 
 _MAX_LOSS = 1e6
 
@@ -56,6 +57,8 @@ class Track:
     decode_s: float = 0.0
     """Seconds that one worker of the publisher took to verify and decode a full group; 0.0 if it was not measured."""
     measured: Quality | None = None
+    tails: tuple[TailLoss, ...] = ()
+    """What is left of the loss where an engine computes tokens behind the cache, see `kvabr.types.tails`."""
 
     @cached_property  # policies ask at every decision
     def total_bytes(self) -> int:
@@ -102,6 +105,7 @@ def check_track(track: Track, groups: int, before: set[str]) -> None:
     quality = track.measured
     if quality is not None and not all(math.isfinite(value) for value in astuple(quality) if value is not None):
         raise FormatError(f"catalog: track {name} has a measured quality that is not a number")
+    check_tails(track.tails, f"catalog: track {name}")
 
 
 def track_to_json(track: Track) -> dict[str, Any]:
@@ -112,6 +116,7 @@ def track_to_json(track: Track) -> dict[str, Any]:
         "refines": track.refines,
         "decode_s": track.decode_s,
         "measured": None if quality is None else {k: v for k, v in asdict(quality).items() if v is not None},
+        **({"tails": [list(tail) for tail in track.tails]} if track.tails else {}),
         "bytes": list(track.bytes),
         "loss": list(track.loss),
         "digests": list(track.digests),

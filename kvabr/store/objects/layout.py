@@ -34,6 +34,7 @@ from kvabr.types.digests import KINDS, SHA256
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LOOKUP_RUN, check_track_name
+from kvabr.types.tails import TailLoss, check_tails, tails_from_json
 
 SPAN_GROUPS = LOOKUP_RUN
 """Groups of tokens in a span."""
@@ -123,6 +124,8 @@ class OfferedTrack(NamedTuple):
     name: str
     refines: str | None
     decode_s: float
+    tails: tuple[TailLoss, ...] = ()
+    """See `Track.tails`."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ class StoreOffer:
                 raise FormatError(f"offer: track {track.name} is there twice, or refines none that stands before it")
             if not 0 <= track.decode_s < 1e9:
                 raise FormatError(f"offer: track {track.name} has a decode time that is negative or not a number")
+            check_tails(track.tails, f"offer: track {track.name}")
             seen.add(track.name)
         if not 0 < self.span_groups <= MAX_SPAN_GROUPS:
             raise FormatError(f"offer: spans of {self.span_groups} groups; 1 to {MAX_SPAN_GROUPS} are allowed")
@@ -168,7 +172,9 @@ class StoreOffer:
         """Return the offer of an asset."""
         return cls(
             spec=catalog.spec,
-            tracks=tuple(OfferedTrack(track.name, track.refines, track.decode_s) for track in catalog.tracks),
+            tracks=tuple(
+                OfferedTrack(track.name, track.refines, track.decode_s, track.tails) for track in catalog.tracks
+            ),
             profile=catalog.profile,
             profile_bytes=catalog.profile_bytes,
             prefill=catalog.prefill,
@@ -224,6 +230,7 @@ class StoreOffer:
                         str(one["name"]),
                         None if one["refines"] is None else str(one["refines"]),
                         float(one["decode_s"]),
+                        tails_from_json(one.get("tails", ())),
                     )
                     for one in tracks
                 ),

@@ -1,0 +1,103 @@
+"""What a coded prefix loses behind a tail: the tokens that an engine computes on it, together with the question.
+
+Most of a coded prefix's loss sits in its last tokens, since what is read next attends to them most. An engine that
+computes some of them again, on the coded cache of those before, loses much less (SmolLM2-135M, six texts, AC-L0: a
+third with 16 tokens, a fifth with 128, a sixteenth with 512), and a question is such a tail, too.
+
+A track lists what remains of its loss behind a few lengths of tail. Between them, the logarithm of the share is linear
+in that of the length. Of an asset that lists nothing, the groups that are computed lose nothing, and the others what
+they lose without a tail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from kvabr.types.errors import FormatError
+
+TAILS = (16, 128, 512)
+"""Lengths of tails behind which losses are measured, tokens."""
+_MOST_TAILS, _MOST_TOKENS, _MOST_SPREAD = 16, 1 << 20, 20.0
+_LEAST_SHARE = 1e-6
+"""Least share of a loss that a tail leaves."""
+
+
+class TailLoss(NamedTuple):
+    """What is left of the loss of a whole cache on one track."""
+
+    tokens: int
+    """Length of the tail: tokens behind the cache that were computed on it."""
+    share: float
+    """Loss behind it, as a share of the loss right behind the prefix (`Track.total_loss`)."""
+    spread: float = 0.0
+    """Standard deviation of the logarithm of that loss, over what may follow; 0.0 if it was not measured."""
+
+
+def check_tails(tails: Sequence[TailLoss], what: str) -> None:
+    """Raise a `FormatError`, about ``what``, unless tails are few, ascending, and their losses are numbers.
+
+    A longer tail may lose more than a shorter one: measurements do. `share_behind` takes the least of the shorter ones.
+    """
+    if len(tails) > _MOST_TAILS:
+        raise FormatError(f"{what} has losses behind {len(tails)} tails; at most {_MOST_TAILS} are allowed")
+    before = 0
+    for tail in tails:
+        if not before < tail.tokens <= _MOST_TOKENS:
+            raise FormatError(f"{what} has losses behind tails that do not ascend, or are too long")
+        before = tail.tokens
+        if not (0 <= tail.share <= 1e6 and 0 <= tail.spread <= _MOST_SPREAD):
+            raise FormatError(f"{what} has a loss behind a tail of {tail.tokens} tokens that is negative or no number")
+
+
+def tails_from_json(value: Any) -> tuple[TailLoss, ...]:
+    """Return what `Track.tails` was written from; `TypeError` or `ValueError` if it is no list of such."""
+    return tuple(TailLoss(int(tokens), float(share), float(spread)) for tokens, share, spread in value)
+
+
+def share_behind(tails: Sequence[TailLoss], tokens: int) -> float:
+    """Return the share of a track's loss that is left behind a tail of so many tokens; 1.0 if nothing is known."""
+    if not tails or tokens <= 0:
+        return 1.0
+    places = [0.0, *(math.log1p(tail.tokens) for tail in tails)]
+    shares = [0.0, *(math.log(max(_LEAST_SHARE, tail.share)) for tail in tails)]
+    shares = list(accumulate(shares, min))
+    place = math.log1p(tokens)
+    for (left, low), (right, high) in pairwise(zip(places, shares, strict=True)):
+        if place <= right:
+            return math.exp(low + (high - low) * (place - left) / (right - left))
+    return math.exp(shares[-1])
+
+
+def losses_behind(
+    losses: Sequence[float], tails: Sequence[TailLoss], groups: int, tail: int, group_tokens: int
+) -> tuple[float, ...]:
+    """Return what the first ``groups`` groups lose on a track behind a tail.
+
+    A group counts by its distance from the end of the tail, where it is read; the first, by which the model steadies
+    itself, by itself. All are scaled to what the tail leaves of the whole loss. Without `TailLoss` they are as given.
+
+    Args:
+        losses: of all groups of the cache, right behind it.
+        tails: what is known of tails.
+        groups: how many of them are fetched.
+        tail: tokens that are computed behind them.
+        group_tokens: tokens of a group.
+    """
+    if not tails or not (tail or groups < len(losses)):
+        return tuple(losses[:groups])
+    away, rest = divmod(tail, group_tokens)
+    part = math.log1p(rest) / math.log1p(group_tokens)
+    last = len(losses) - groups - away
+
+    def near(group: int) -> float:
+        return losses[max(1, group)] if len(losses) > 1 else losses[0]
+
+    moved = [
+        losses[0] if group == 0 and groups > 1 else (1 - part) * near(group + last) + part * near(group + last - 1)
+        for group in range(groups)
+    ]
+    whole, wanted = sum(moved), sum(losses) * share_behind(tails, tail)
+    return tuple(loss * wanted / whole for loss in moved) if whole > 0 else (wanted / groups,) * groups

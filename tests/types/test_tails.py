@@ -1,0 +1,106 @@
+"""Losses behind tails: shares between those listed, and where a group counts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from kvabr.data import default_catalog
+from kvabr.store.objects.layout import StoreOffer
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import FormatError
+from kvabr.types.tails import TailLoss, losses_behind, share_behind
+
+TAILS = (TailLoss(16, 0.5), TailLoss(128, 0.2, 0.7), TailLoss(512, 0.06))
+
+
+def test_shares_are_those_listed_and_fall_between_them():
+    assert share_behind(TAILS, 0) == 1.0
+    assert share_behind((), 128) == 1.0
+    for tail in TAILS:
+        assert share_behind(TAILS, tail.tokens) == pytest.approx(tail.share)
+    between = [share_behind(TAILS, tokens) for tokens in (0, 1, 8, 16, 20, 128, 300, 512)]
+    assert between == sorted(between, reverse=True)
+    assert share_behind(TAILS, 5000) == pytest.approx(0.06)
+
+
+def test_a_longer_tail_never_loses_more_than_a_shorter_one():
+    contradictory = (TailLoss(16, 0.5), TailLoss(128, 0.9), TailLoss(512, 0.0))
+    assert share_behind(contradictory, 128) == pytest.approx(0.5)
+    assert share_behind(contradictory, 512) > 0
+
+
+def test_groups_lose_by_their_distance_from_the_reader():
+    losses = (0.02, 0.005, 0.005, 0.01, 0.02, 0.14)
+    whole = sum(losses)
+    assert losses_behind(losses, TAILS, 6, 0, 128) == losses
+    behind = losses_behind(losses, TAILS, 5, 128, 128)
+    assert sum(behind) == pytest.approx(0.2 * whole)
+    assert [loss / behind[0] for loss in behind] == pytest.approx([loss / 0.02 for loss in losses[:5]])
+    # A shorter prefix of the same cache ends as the whole does.
+    shorter = losses_behind(losses, TAILS, 3, 0, 128)
+    assert sum(shorter) == pytest.approx(whole)
+    assert shorter[-1] / shorter[0] == pytest.approx(7)
+    # A question is a tail, too, which the last group feels most.
+    asked = losses_behind(losses, TAILS, 6, 16, 128)
+    assert sum(asked) == pytest.approx(0.5 * whole)
+    assert asked[-1] / sum(asked) < losses[-1] / whole
+    # Of older assets nothing is known but the groups' own losses.
+    assert losses_behind(losses, (), 5, 128, 128) == losses[:5]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("losses", [(0.0,), (0.0, 0.0), (0.1, 0.0), (0.3,)])
+def test_few_groups_and_no_losses(groups, losses):
+    groups = min(groups, len(losses))
+    behind = losses_behind(losses, TAILS, groups, 700, 128)
+    assert len(behind) == groups
+    assert sum(behind) == pytest.approx(0.06 * sum(losses))
+
+
+def _tailed() -> Catalog:
+    catalog = default_catalog()
+    return replace(catalog, tracks=tuple(replace(track, tails=TAILS) for track in catalog.tracks))
+
+
+def test_a_catalog_and_an_offer_keep_them():
+    catalog = _tailed()
+    assert Catalog.loads(catalog.dumps()) == catalog
+    offer = StoreOffer.of(catalog)
+    assert StoreOffer.loads(offer.dumps()) == offer
+    assert [track.tails for track in offer.tracks] == [TAILS] * len(catalog.tracks)
+
+
+def test_what_a_play_fetches_before_a_tail():
+    catalog = _tailed()
+    fetched = catalog.behind(catalog.groups - 1, 148)
+    assert (fetched.groups, fetched.tail) == (catalog.groups - 1, 148)
+    for track, whole in zip(fetched.tracks, catalog.tracks, strict=True):
+        assert track.total_loss == pytest.approx(whole.total_loss * share_behind(TAILS, 148))
+        assert track.bytes == whole.bytes[:-1]
+    assert catalog.behind(catalog.groups, 0) is catalog
+
+
+@pytest.mark.parametrize(
+    "tails",
+    [
+        [[16, -0.1, 0]],
+        [[16, float("nan"), 0]],
+        [[16, 0.5, float("inf")]],
+        [[0, 0.5, 0]],
+        [[128, 0.5, 0], [16, 0.2, 0]],
+        [[tokens, 0.5, 0] for tokens in range(1, 40)],
+        [[16]],
+        ["long"],
+        7,
+        None,
+        {"16": 0.5},
+    ],
+)
+def test_what_a_peer_makes_up_is_refused(tails):
+    value = json.loads(_tailed().dumps())
+    value["tracks"][0]["tails"] = tails
+    with pytest.raises(FormatError):
+        Catalog.loads(json.dumps(value))
