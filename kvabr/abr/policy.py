@@ -26,10 +26,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import View
 from kvabr.types.errors import PolicyError
 
@@ -112,6 +113,15 @@ class Policy(ABC):
         Called whenever the player could send another request: at the start, and after every change. It must return
         immediately and have no side effects outside itself.
         """
+
+    def choose_tail(self, offers: Sequence[TailOffer], costs: Sequence[float]) -> int:  # noqa: ARG002
+        """Return the index of how much of the prefix the engine computes with the question; asked before the start.
+
+        Args:
+            offers: from no tail to the longest.
+            costs: what a play with each should cost at the prices of time and engine, nats per token.
+        """
+        return costs.index(min(costs))
 
     def will_replace(self, view: View, group: int) -> bool:  # noqa: ARG002  # a hook that few need
         """Return whether another track will be requested for a group that has arrived and is not decoded yet.

@@ -284,6 +284,11 @@ class View:
         """Whether every group has arrived on some track, or is left to the engine."""
         return not self.missing_groups and not self.coming and not self.in_flight.required
 
+    @property
+    def tail(self) -> int:
+        """Tokens that the engine computes behind the cache with the question: the losses are those behind as many."""
+        return self.catalog.tail
+
     def first_missing(self) -> int | None:
         """Return the earliest missing group, or None if there is none."""
         return self.missing_groups.first()

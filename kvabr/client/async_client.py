@@ -268,8 +268,7 @@ class AsyncClient:
                 if isinstance(found, Unplayable):
                     limit = found.limited_by
                 elif found is not None:
-                    behind = None if computing is None else len(tokens) - found.catalog.tokens
-                    prepared = await play.prepare(found, behind=behind)
+                    prepared = await play.prepare(found, behind=len(tokens) - found.catalog.tokens)
             except (TransportError, FormatError, TimeoutError) as error:
                 reason = str(error) or play.with_trouble(f"no answer within {clock.now():.2g} s")
                 play.options.note(LookupFailed(0.0, reason))

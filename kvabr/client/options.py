@@ -12,6 +12,7 @@ import torch
 
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
+from kvabr.abr.tail import MAX_TAIL
 from kvabr.blend.selectors import DEFAULT as DEFAULT_SELECTOR
 from kvabr.blend.selectors import load_selector
 from kvabr.client.metrics import ClientMetrics
@@ -62,6 +63,13 @@ class PlayOptions:
     selector: str = DEFAULT_SELECTOR
     """Chooses the tokens of passages that are computed again: a name that `kvabr selectors` lists, or
     ``FILE.py:CLASS``."""
+    question_tokens: int = 0
+    """Tokens that the engine will compute behind the prompt, such as a question's. The losses are those behind them and
+    behind the tokens of the prompt that are not cached."""
+    tail: int | None = None
+    """Tokens at the end of what is cached that the engine may compute with these, on the coded cache, instead of having
+    them fetched: most of a coded cache's loss sits there. The play takes what it is worth. 0: none. None: up to
+    `MOST_TAIL` if the cost of the engine's prefill is known, else none."""
     salt: bytes = b""
     """Secret of the tenant, see `kvabr.types.naming.chain`."""
     out: torch.Tensor | None = None
@@ -94,6 +102,9 @@ class PlayOptions:
             raise UsageError(
                 f"waiting {self.wait_for_producer_s:g} s for a producer: must be 0 or more seconds, and finite"
             )
+        for name in ("question_tokens", "tail"):
+            if (count := getattr(self, name)) is not None and not 0 <= count <= MAX_TAIL:
+                raise UsageError(f"{name} is {count:,}; give 0 to {MAX_TAIL:,} tokens")
         # Raise for unknown names and prices here, before anything is asked of the network.
         PlayerConfig(gpu_price=self.gpu_price, time_price=self.time_price)
         BlendGoal(max_loss=self.max_loss)

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from kvabr.abr.estimator import Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_policy
+from kvabr.abr.tail import MOST_TAIL, TailOffer, tail_offers
 from kvabr.client.decode_speeds import DecodeSpeeds
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.engine_hook import EngineHook
@@ -44,7 +46,7 @@ from kvabr.codec.quantised import all_finite, as_type, check_wanted, convert
 from kvabr.codec.threads import decoder_threads
 from kvabr.player.assembler import Assembler
 from kvabr.player.blend_plan import delivered_loss
-from kvabr.player.builder import new_estimator, new_session, opening
+from kvabr.player.builder import choose_tail, new_estimator, new_session, opening
 from kvabr.player.prefixes import PlacedPrefix, prefix_loss
 from kvabr.player.session_types import (
     ENGINE_PATIENCE,
@@ -73,6 +75,9 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.live import GrowingCatalog
 from kvabr.types.loss import played_loss, predicted_loss
 from kvabr.types.units import computed_shape
+from kvabr.types.words import counted
+
+T = TypeVar("T")
 
 _PROFILE_SHARE = 0.3
 """Share of the time left that fetching a codec profile may take; then the play goes on without the tracks it serves."""
@@ -105,8 +110,8 @@ class Play:
     async def prepare(self, found: Found, skip: int = 0, *, behind: int | None = None, block: int = 1) -> Prepared:
         """Fetch the codec profile if that pays and time allows, and leave out what cannot be decoded without it.
 
-        The engine has the first ``skip`` groups already. If it can compute the rest of a prefix, and ``behind`` tokens
-        behind what was found, less may be played than was found (`kvabr.client.shortening`).
+        The engine has the first ``skip`` groups already. If it computes the ``behind`` tokens of the prompt behind what
+        was found, less may be played than was found (`kvabr.client.shortening`, `kvabr.abr.tail`).
 
         Raises:
             FormatError: none of the asset's tracks can be decoded here.
@@ -116,27 +121,61 @@ class Play:
         catalog = found.catalog.to_play
         profile, why = await self._profile_of(catalog)
         catalog = playable(catalog, profile=profile is not None or catalog.profile is None, why=why)
-        whole = catalog.tokens
-        if behind is not None and self.cost is not None:
-            left_s = self.clock.left() - guard_s(self.clock.deadline_s)
-            link = known_link(self.connection.shared.peer, self.history)
+        end, tail_s, cut = catalog.first_token + catalog.tokens, 0.0, None
+        left_s = self.clock.left() - guard_s(self.clock.deadline_s)
+        link = known_link(self.connection.shared.peer, self.history)
+        if self.cost is not None and behind is not None:
             catalog = shortened(catalog, self.cost, link, left_s, skip=skip, behind=behind, block=block)
+            if catalog.first_token + catalog.tokens < end:
+                cut = "the rest is sooner computed than fetched"
         growing: GrowingCatalog | None = None
-        wanted = catalog.suffix(skip)
         if found.live is not None:
+            wanted = catalog.suffix(skip)
             growing = GrowingCatalog(found.live, wanted, most_frame_bytes(wanted.spec))
             wanted = growing.catalog
+        else:
+            behind = end - catalog.first_token - catalog.tokens + (behind or 0) + self.options.question_tokens
+            tail = await self._tail(catalog, link.rate, left_s, skip, behind, block)
+            wanted, tail_s = tail.catalog, tail.engine_s
+            if tail.tokens and cut is None:
+                cut = f"the last {counted(tail.tokens, 'token')} are computed with the question"
         for asset in catalog.sources or (catalog,):
             for name, digests in asset.known_digests() if growing is None else growing.known.items():
                 self.connection.identify(asset.namespace, name, digests)
+        ladder = await self._in_time(partial(_ladder, wanted))
+        left_out = end - wanted.first_token - wanted.tokens
+        return Prepared(ladder, profile, found.sha256, found.limited_by, left_out, cut, tail_s, growing)
+
+    async def _in_time(self, read: Callable[[], T]) -> T:
+        """Return what comes of reading a catalog, which may take a while; a `PlayError` says that it took too long."""
         end_s = None if self.engine is not None else max(0.0, self._patience_s() - self.clock.now())
         try:
             async with asyncio.timeout(end_s):
-                ladder = await asyncio.get_running_loop().run_in_executor(decoders(), _ladder, wanted)
+                return await asyncio.get_running_loop().run_in_executor(decoders(), read)
         except TimeoutError as error:
             late = f"the deadline of {self.clock.deadline_s:g} s came before its catalog was read; allow more"
             raise PlayError(f"no cache after {self.clock.now():.2g} s: {late}") from error
-        return Prepared(ladder, profile, found.sha256, found.limited_by, whole - catalog.tokens, growing)
+
+    async def _tail(
+        self, catalog: Catalog, rate: float, left_s: float, skip: int, behind: int, block: int
+    ) -> TailOffer:
+        """Return how much of what was found is fetched, and how much the engine computes with what is ``behind`` it."""
+        options, most = self.options, self.options.tail
+        if most is None:
+            most = 0 if self.cost is None else MOST_TAIL
+        offers = await self._in_time(
+            partial(tail_offers, catalog, self.cost, following=behind, most=most, skip=skip, block=block)
+        )
+        return choose_tail(
+            options.policy,
+            offers,
+            left_s - self._engine_s(catalog.first_token + catalog.tokens, behind),
+            rate=rate,
+            time_price=options.time_price,
+            gpu_price=options.gpu_price,
+            decoders=self._decoders,
+            limited=PluginLimit(self._left_s),
+        )
 
     async def _profile_of(self, catalog: Catalog) -> tuple[Profile | None, str]:
         """Return the codec profile of an asset if it needs one, fetching it pays, and time allows; else why not."""
@@ -155,7 +194,8 @@ class Play:
     async def whole(self, prepared: Prepared, prompt: PassagePrompt | None = None) -> Played:
         """Play the whole cache, of a prompt in parts if one is given; errors as `AsyncClient.play`."""
         catalog, options, clock = prepared.catalog, self.options, self.clock
-        lookup_s, rest_s = clock.now(), self._engine_s(catalog.tokens, len(self.tokens) - catalog.tokens)
+        behind = max(prepared.left_out, len(self.tokens) - catalog.tokens) + options.question_tokens
+        lookup_s, rest_s = clock.now(), self._engine_s(catalog.tokens, behind)
         again = None if prompt is None else prompt.recompute(catalog, self.engine)
         driver = await self._run(WholeGoal() if prompt is None else prompt.goal, prepared, rest_s, again)
         record, assembler = driver.session.record, driver.assembler
@@ -234,7 +274,8 @@ class Play:
 
         Computing the ``behind`` tokens of the prompt that no cache covers comes out of the deadline.
         """
-        rest_s = self._engine_s(prepared.catalog.first_token + prepared.catalog.tokens, prepared.left_out + behind)
+        behind += prepared.left_out + self.options.question_tokens
+        rest_s = self._engine_s(prepared.catalog.first_token + prepared.catalog.tokens, behind)
         return self._coded(await self._run(PrefixGoal(), prepared, rest_s, coded=True), prepared, block)
 
     async def coded(self, prepared: Prepared) -> PlayedPrefix:
@@ -252,7 +293,7 @@ class Play:
         catalog = prepared.catalog
         groups, found = driver.assembler.take_coded(block)
         record, coverage = driver.session.record, _tracks(driver, found)
-        cut = "the rest is sooner computed than fetched" if prepared.left_out else None
+        cut = prepared.cut
         if record.missing:
             cut = record.cut or record.gave_up or "the play ended"
             if not catalog.every_token:
@@ -364,6 +405,7 @@ class Play:
                     mode=mode,
                     rtt_s=connection.stats().rtt_s,
                     lookup_s=self.clock.now(),
+                    tail_s=prepared.tail_s,
                 )
             )
         limit = PluginLimit(self._left_s)

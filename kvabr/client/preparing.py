@@ -47,7 +47,11 @@ class Prepared:
     limited_by: str | None
     """See `Found.limited_by`."""
     left_out: int = 0
-    """Tokens at the end of what was found that the engine computes sooner than they come."""
+    """Tokens at the end of what was found that the engine computes: with the question, or sooner than they come."""
+    cut: str | None = None
+    """Why they are left out; None if there are none."""
+    tail_s: float = 0.0
+    """Seconds by which those of them that it computes with the question make its call longer."""
     growing: GrowingCatalog | None = None
     """The catalog of an asset that is still being prefilled; None if it is complete."""
 

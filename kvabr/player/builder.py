@@ -9,10 +9,11 @@ from kvabr.abr.cache_first import CachedGroups, cache_first
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy, shipped
+from kvabr.abr.tail import TailOffer, tail_costs
 from kvabr.abr.view import Future
 from kvabr.player.blending import BlendSession
 from kvabr.player.decode_rates import DecodeRates
-from kvabr.player.policy_guard import CallLimit, at_once
+from kvabr.player.policy_guard import CallLimit, PolicyCalls, at_once
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, BlendGoal, Goal, PlayerConfig, PrefixGoal, UpgradeGoal
 from kvabr.player.upgrades import UpgradeSession
@@ -38,6 +39,7 @@ def opening(
     rtt_s: float | None,
     start_s: float = 0.0,
     lookup_s: float | None = None,
+    tail_s: float = 0.0,
 ) -> PlayStarted:
     """Return the first event of a play's log; see `PlayStarted` for the fields."""
     catalog = ladder.catalog
@@ -58,7 +60,32 @@ def opening(
         fp16_bytes=catalog.fp16_bytes,
         rtt_s=rtt_s,
         lookup_s=lookup_s,
+        tail=catalog.tail,
+        tail_s=tail_s,
     )
+
+
+def choose_tail(
+    policy: str,
+    offers: Sequence[TailOffer],
+    left_s: float,
+    *,
+    rate: float = 0.0,
+    time_price: float,
+    gpu_price: float,
+    decoders: int = 1,
+    limited: CallLimit = at_once,
+) -> TailOffer:
+    """Return the offer that a policy takes, as a rule the one with the least `tail_costs`; arguments as there.
+
+    Raises:
+        PolicyError: there is no such policy, or it raises, or takes none of them.
+    """
+    if len(offers) == 1:
+        return offers[0]
+    costs = tail_costs(offers, left_s, rate=rate, time_price=time_price, gpu_price=gpu_price, decoders=decoders)
+    player = load_policy(policy)()
+    return PolicyCalls(player, at_once if shipped(player) else limited).choose_tail(offers, costs)
 
 
 def new_session(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from kvabr.abr.plugins import where
 from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import View
 from kvabr.types.errors import EndlessError, PolicyError
 
@@ -28,20 +30,53 @@ def at_once(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     return call(*args, **kwargs)
 
 
-class PolicyGuard:
+class PolicyCalls:
+    """Calls a policy, and says what it did wrong."""
+
+    def __init__(self, policy: Policy, limited: CallLimit = at_once) -> None:
+        """``limited`` makes every call of the policy."""
+        self.policy, self._limited = policy, limited
+
+    def choose_tail(self, offers: Sequence[TailOffer], costs: Sequence[float]) -> TailOffer:
+        """Return the offer that the policy takes; raise `PolicyError` if it raises, or takes none of them."""
+        index = self._call(partial(self.policy.choose_tail, offers, costs))
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(offers):
+            raise self.invalid(f"chose tail {index!r}; there are 0 to {len(offers) - 1}")
+        return offers[index]
+
+    def invalid(self, what: str, error: BaseException | None = None) -> PolicyError:
+        """Return the error that says what the policy did wrong, and in which file."""
+        title = self.policy.name or type(self.policy).__name__
+        return PolicyError(f"policy {title} {what} ({where(type(self.policy), error)})")
+
+    def _call(self, ask: Callable[[], T]) -> T:
+        return self._limited(self._asked, ask)
+
+    def _asked(self, ask: Callable[[], T]) -> T:
+        try:
+            return ask()
+        except (PolicyError, KeyboardInterrupt):
+            raise
+        except EndlessError as error:
+            raise self.invalid("does not return", error) from error
+        except BaseException as error:  # a policy that calls sys.exit() must not end the replay in silence
+            raise self.invalid(f"raised {error!r}", error) from error
+
+
+class PolicyGuard(PolicyCalls):
     """Asks a policy on behalf of a session."""
 
     def __init__(self, policy: Policy, view: View, limited: CallLimit = at_once) -> None:
-        """``limited`` makes every call of the policy."""
-        self.policy, self._view, self._limited = policy, view, limited
+        super().__init__(policy, limited)
+        self._view = view
 
     def start(self) -> None:
         """Start the policy; raise `PolicyError` if it refuses the play, or raises."""
-        self._call(self.policy.start)
+        self._call(partial(self.policy.start, self._view))
 
     def ask(self) -> Decision:
         """Return the policy's next decision, checked; raise `PolicyError` if it raises, or decides nonsense."""
-        decision = self._call(self.policy.decide)
+        decision = self._call(partial(self.policy.decide, self._view))
         if (fault := self._fault(decision)) is not None:
             raise self.invalid(fault)
         return decision
@@ -50,25 +85,7 @@ class PolicyGuard:
         """Return whether the policy will request another track for a group; raise `PolicyError` if it raises."""
         if type(self.policy).will_replace is Policy.will_replace:
             return False
-        return bool(self._call(lambda view: self.policy.will_replace(view, group)))
-
-    def invalid(self, what: str, error: BaseException | None = None) -> PolicyError:
-        """Return the error that says what the policy did wrong, and in which file."""
-        title = self.policy.name or type(self.policy).__name__
-        return PolicyError(f"policy {title} {what} ({where(type(self.policy), error)})")
-
-    def _call(self, ask: Callable[[View], T]) -> T:
-        return self._limited(self._asked, ask)
-
-    def _asked(self, ask: Callable[[View], T]) -> T:
-        try:
-            return ask(self._view)
-        except (PolicyError, KeyboardInterrupt):
-            raise
-        except EndlessError as error:
-            raise self.invalid("does not return", error) from error
-        except BaseException as error:  # a policy that calls sys.exit() must not end the replay in silence
-            raise self.invalid(f"raised {error!r}", error) from error
+        return bool(self._call(partial(self.policy.will_replace, self._view, group)))
 
     def _fault(self, decision: Any) -> str | None:
         view = self._view

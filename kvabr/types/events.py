@@ -77,6 +77,10 @@ class PlayStarted(PlayEvent):
     """Round trip, seconds; None if it is not known."""
     lookup_s: float | None = None
     """Seconds of the deadline that the lookup took; None in a replay."""
+    tail: int = 0
+    """Tokens that the engine computes behind the cache, with the question; the losses are those behind as many."""
+    tail_s: float = 0.0
+    """Seconds by which those of them that are cached make its call longer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,151 @@
+"""How many of a prompt's last tokens an engine computes with the question, instead of having them fetched.
+
+An engine computes what follows the cached prefix in any case. In the same call it can compute the prefix's last tokens
+on the coded cache, where most of the loss sits (`kvabr.types.tails`). That costs little, and nothing on a device whose
+calls have a floor; and what is computed need not be fetched. What each choice should cost is estimated before a play
+begins: the best single track at the rate that earlier plays told, or over a spread of rates while none is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvabr.types.catalog import Catalog
+from kvabr.types.cost import PrefillCost, objective
+from kvabr.types.errors import UsageError
+
+MOST_TAIL = 512
+"""Tokens of a tail at most, unless the engine says otherwise: behind more, a base loses hardly less."""
+MAX_TAIL = 1 << 20
+"""Tokens of a tail or a question that make any sense."""
+_LEAST_S, _SPARE = 1e-3, 1.25
+_LOADS = (0.03, 0.1, 0.3, 1.0, 3.0)
+"""Rates that are considered while none is known: shares of the exact cache that come by the deadline."""
+
+
+@dataclass(frozen=True)
+class TailOffer:
+    """One way to divide a prefix between the network and the call that computes the question."""
+
+    catalog: Catalog
+    """What is fetched, behind what is skipped, with the losses behind the tail."""
+    tokens: int
+    """Tokens of the prefix that are computed; 0: all of it is fetched."""
+    engine_s: float
+    """Seconds by which they make the engine's call longer."""
+
+    def objective(self, rate: float, left_s: float, *, time_price: float, gpu_price: float, decoders: int = 1) -> float:
+        """Return what a play should cost at a rate, bytes per second: loss, time and engine, nats per token.
+
+        Args:
+            rate: of the link.
+            left_s: seconds to the deadline.
+            time_price: price of a second before the first token.
+            gpu_price: price of a second of engine time.
+            decoders: groups that are decoded at once.
+        """
+        least = math.inf
+        for nbytes, decode_s, loss in self._ways:
+            seconds = self.engine_s + max(nbytes / rate, decode_s / decoders)
+            cost = objective(
+                loss, seconds, left_s, met=seconds <= left_s, engine_s=self.engine_s,
+                time_price=time_price, gpu_price=gpu_price,
+            )  # fmt: skip
+            least = min(least, cost)
+        return least
+
+    @cached_property
+    def _ways(self) -> list[tuple[int, float, float]]:
+        """Bytes, seconds of decoding, and loss of the whole prefix on each track, with the layers below it."""
+        ways, groups, below = [], sum(self.catalog.shares), dict[str, tuple[int, float]]()
+        for track in self.catalog.tracks:
+            nbytes, decode_s = below.get(track.refines or "", (0, 0.0))
+            below[track.name] = nbytes + track.total_bytes, decode_s + track.decode_s * groups
+            ways.append((*below[track.name], track.total_loss))
+        return ways
+
+
+def tail_offers(
+    catalog: Catalog,
+    cost: PrefillCost | None,
+    *,
+    following: int,
+    most: int = MOST_TAIL,
+    skip: int = 0,
+    block: int = 1,
+) -> list[TailOffer]:
+    """Return the ways to divide a prefix, from no tail to the longest; of joined passages the first alone.
+
+    A tail is whole groups, as the rest of a group would have to be fetched, and leaves one group at least.
+
+    Args:
+        catalog: the cached prefix, as a play needs it (`Catalog.to_play`).
+        cost: of the engine's prefill, counted from the first token of the prompt; None: its time is not known, or free.
+        following: tokens that the engine computes behind the prefix in any case, such as a question's.
+        most: tokens of a tail at most, as far as the engine's step allows.
+        skip: leading groups of tokens that need not be fetched.
+        block: the engine takes whole blocks of this many tokens.
+
+    Raises:
+        UsageError: a number of tokens is negative or absurd, or everything is skipped.
+    """
+    for what, tokens in (("the question", following), ("the tail", most)):
+        if not 0 <= tokens <= MAX_TAIL:
+            raise UsageError(f"{what} has {tokens:,} tokens; give 0 to {MAX_TAIL:,}")
+    groups = len(catalog.chunks)
+    if catalog.sources or skip >= groups:
+        return [TailOffer(catalog.suffix(skip), 0, 0.0)]
+    offers = []
+    for kept in range(groups, skip, -1):
+        end = min(kept * catalog.spec.group_tokens, catalog.tokens)
+        tokens = catalog.tokens - end
+        if tokens > most or (tokens and (not following or end % block)):
+            break
+        try:
+            fetched = catalog.behind(kept, following + tokens).suffix(skip)
+        except UsageError:  # there is no snapshot of a state
+            continue
+        first = catalog.first_token
+        engine_s = 0.0
+        if cost is not None and tokens:
+            alone_s = cost.seconds(first + catalog.tokens, following)
+            engine_s = max(0.0, cost.seconds(first + end, tokens + following) - alone_s)
+        offers.append(TailOffer(fetched, tokens, engine_s))
+    return offers
+
+
+def tail_costs(
+    offers: Sequence[TailOffer],
+    left_s: float,
+    *,
+    rate: float = 0.0,
+    time_price: float,
+    gpu_price: float,
+    decoders: int = 1,
+) -> list[float]:
+    """Return what a play with each of the offers should cost, nats per token.
+
+    Args:
+        offers: from `tail_offers`.
+        left_s: seconds to the deadline.
+        rate: of the link, bytes per second; 0.0: it is not known.
+        time_price: price of a second before the first token, nats per token.
+        gpu_price: price of a second of engine time; with an infinite one a tail is never computed.
+        decoders: groups that are decoded at once.
+    """
+    left_s = max(_LEAST_S, left_s)
+    whole = offers[0].catalog
+    rates = [rate]
+    if rate <= 0:  # as long as nothing is known, the link is trusted to carry the base in time
+        base = min(track.total_bytes for track in whole.tracks if track.refines is None)
+        rates = [max(load * whole.fp16_bytes, _SPARE * base) / left_s for load in _LOADS]
+    costs = []
+    for offer in offers:
+        ways = (
+            offer.objective(one, left_s, time_price=time_price, gpu_price=gpu_price, decoders=decoders) for one in rates
+        )
+        costs.append(sum(ways) / len(rates) if math.isfinite(gpu_price) or not offer.tokens else math.inf)
+    return costs
