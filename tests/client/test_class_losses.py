@@ -120,7 +120,7 @@ def test_whatever_is_lost_what_is_handed_over_is_exact_and_complete(spec, tokens
     @virtual
     async def plays(folder):
         library = publish(folder, spec, tokens)
-        options = PlayOptions(policy="fixed:FP16", prefill_cost=SLOW)
+        options = PlayOptions(policy="fixed:FP16", prefill_cost=SLOW, tail=0)
         async with link(library, faults=faults) as peer, AsyncClient(peer, model=spec, options=options) as client:
             try:
                 played = await client.play(prompt, deadline=2.0)
@@ -143,7 +143,7 @@ def test_whatever_is_lost_what_is_handed_over_is_exact_and_complete(spec, tokens
                     check(spec, prefix.parts, prefix.spans, prefix.tokens)
                 elif not lost:
                     assert block > 1
-        engine, quick = Computer(spec), PlayOptions(policy="fixed:FP16", prefill_cost=QUICK)
+        engine, quick = Computer(spec), PlayOptions(policy="fixed:FP16", prefill_cost=QUICK, tail=0)
         async with link(library, faults=faults) as peer, AsyncClient(peer, engine=engine, options=quick) as client:
             # The engine of these tests knows no tokens but those that count up.
             played = await client.play(prompt[:ends], deadline=2.0)
