@@ -82,6 +82,10 @@ class Decision:
         return Decision("deliver", reason)
 
 
+_ALIKE = 1e-4
+"""Nats per token by which a longer tail must be better than a shorter one: the estimates are rough."""
+
+
 class Policy(ABC):
     """Decides what a play requests. One object serves one play."""
 
@@ -114,14 +118,15 @@ class Policy(ABC):
         immediately and have no side effects outside itself.
         """
 
-    def choose_tail(self, offers: Sequence[TailOffer], costs: Sequence[float]) -> int:  # noqa: ARG002
+    def choose_tail(self, offers: Sequence[TailOffer], costs: Sequence[float]) -> int:  # noqa: ARG002  # a hook
         """Return the index of how much of the prefix the engine computes with the question; asked before the start.
 
         Args:
             offers: from no tail to the longest.
             costs: what a play with each should cost at the prices of time and engine, nats per token.
         """
-        return costs.index(min(costs))
+        good = min(costs) + _ALIKE
+        return next(index for index, cost in enumerate(costs) if cost <= good)
 
     def will_replace(self, view: View, group: int) -> bool:  # noqa: ARG002  # a hook that few need
         """Return whether another track will be requested for a group that has arrived and is not decoded yet.

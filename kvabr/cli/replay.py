@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
+from kvabr.abr.tail import MOST_TAIL
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import (
     add_deadline_option,
@@ -32,6 +33,15 @@ if TYPE_CHECKING:
     from kvabr.replay.sharing import Sharing
     from kvabr.store.asset import Asset
 
+_ALONE = "has the link to itself"
+_SIMULATED = {
+    "rivals": _ALONE,
+    "one_connection": _ALONE,
+    "codel": _ALONE,
+    "question": "has no engine that would compute it",
+    "producer": "is of what is published",
+}
+"""Options for simulations alone, and why."""
 _EPILOG = """\
 examples:
   kvabr replay traces                                   the default policy over every trace of a folder
@@ -39,6 +49,7 @@ examples:
   kvabr replay lte.csv --policy anytime fixed:Int4 ./mine.py:MyPolicy --deadline 2
   kvabr replay lte.csv --asset my.asset --verify        decode, recompute and score with the real model
   kvabr replay lte.csv --asset my.asset --live          real bytes over QUIC, compared with the simulation
+  kvabr replay lte.csv --prefill-rate 8000 --question 20  the engine computes the end of the cache with a question
   kvabr replay lte.csv --passages manual report         a prompt joined from two passages
 
 Traces may be in the formats of mahimahi, sabre (JSON), Pensieve, iperf3 (JSON) or CSV; `kvabr traces info` shows one.
@@ -117,6 +128,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_gpu_price_option(engine)
     engine.add_argument(
+        "--question",
+        type=int,
+        metavar="N",
+        help="tokens that follow the cache, which the engine computes in any case (default: none; of passages 24)",
+    )
+    engine.add_argument(
+        "--tail",
+        type=int,
+        metavar="N",
+        help="most tokens at the end of the cache that it computes in the same call, instead of having them fetched "
+        "(default: 512; 0: none)",
+    )
+    engine.add_argument(
         "--decode-scale",
         type=float,
         default=1.0,
@@ -153,7 +177,6 @@ def _add_passage_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--passages", nargs="+", metavar="A", help="passages, in the order of the prompt")
     group.add_argument("--exact", type=int, metavar="N", help="tokens of the text before them (default: 32)")
-    group.add_argument("--question", type=int, metavar="N", help="tokens of the question behind them (default: 24)")
     group.add_argument(
         "--share", type=float, metavar="X", help="share of their tokens to compute again (default: what it is worth)"
     )
@@ -257,7 +280,7 @@ def _joined(args: argparse.Namespace, console: Console) -> Catalog:
 
 
 def _blend(args: argparse.Namespace) -> BlendGoal | None:
-    given = [name for name in ("exact", "question", "share", "max_loss") if getattr(args, name) is not None]
+    given = [name for name in ("exact", "share", "max_loss") if getattr(args, name) is not None]
     if args.passages is None:
         if given:
             raise UsageError(f"--{given[0].replace('_', '-')} is about a prompt of passages: it needs --passages")
@@ -282,6 +305,9 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         cost = None
     elif args.prefill_rate is not None:
         cost = PrefillCost.from_rate(args.prefill_rate)
+    question = 0 if args.question is None or args.passages is not None else args.question
+    if args.tail is not None and (not question or cost is None):
+        raise UsageError("--tail is about an engine that computes a --question: give that, and a --prefill-rate")
     options = ReplayOptions(
         deadline_s=args.deadline,
         rtt_s=None if args.rtt is None else args.rtt / 1000.0,
@@ -297,6 +323,8 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         sharing=_sharing(args),
         blend=_blend(args),
         producer=_producer(args),
+        question=question,
+        tail=MOST_TAIL if args.tail is None else args.tail,
     )
     traces = tuple(trace for path in find(args.traces or [traces_folder()]) for trace in read(path))
     wants_timelines = any((args.html, args.svg, args.log, args.perfetto))
@@ -367,11 +395,9 @@ def _check_live(args: argparse.Namespace) -> None:
         raise UsageError("--passages is for simulations: a real play has an asset's groups")
     if args.live and (args.asset is None or Path(args.asset).is_file()):
         raise UsageError("--live plays real bytes: `kvabr encode` makes an asset, --asset names its folder")
-    for name in ("rivals", "one_connection", "codel"):
+    for name, why in _SIMULATED.items():
         if args.live and getattr(args, name):
-            raise UsageError(f"--{name.replace('_', '-')} is for simulations: a real play has the link to itself")
-    if args.live and args.producer is not None:
-        raise UsageError("--producer is for simulations: a live replay plays what is published")
+            raise UsageError(f"--{name.replace('_', '-')} is for simulations: a real play {why}")
     if args.live and args.decode_scale != 1.0:
         raise UsageError("--decode-scale is for simulations: with --live the groups are really decoded")
     if args.live and args.decoders != 1:

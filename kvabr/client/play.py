@@ -121,7 +121,7 @@ class Play:
         catalog = found.catalog.to_play
         profile, why = await self._profile_of(catalog)
         catalog = playable(catalog, profile=profile is not None or catalog.profile is None, why=why)
-        end, tail_s, cut = catalog.first_token + catalog.tokens, 0.0, None
+        end, cut = catalog.first_token + catalog.tokens, None
         left_s = self.clock.left() - guard_s(self.clock.deadline_s)
         link = known_link(self.connection.shared.peer, self.history)
         if self.cost is not None and behind is not None:
@@ -129,22 +129,23 @@ class Play:
             if catalog.first_token + catalog.tokens < end:
                 cut = "the rest is sooner computed than fetched"
         growing: GrowingCatalog | None = None
+        tail, tail_s = 0, 0.0
         if found.live is not None:
             wanted = catalog.suffix(skip)
             growing = GrowingCatalog(found.live, wanted, most_frame_bytes(wanted.spec))
             wanted = growing.catalog
         else:
             behind = end - catalog.first_token - catalog.tokens + (behind or 0) + self.options.question_tokens
-            tail = await self._tail(catalog, link.rate, left_s, skip, behind, block)
-            wanted, tail_s = tail.catalog, tail.engine_s
-            if tail.tokens and cut is None:
-                cut = f"the last {counted(tail.tokens, 'token')} are computed with the question"
+            offer = await self._tail(catalog, link.rate, left_s, skip, behind, block)
+            wanted, tail, tail_s = offer.catalog, offer.tokens, offer.engine_s
+            if tail and cut is None:
+                cut = f"the last {counted(tail, 'token')} are computed with the question"
         for asset in catalog.sources or (catalog,):
             for name, digests in asset.known_digests() if growing is None else growing.known.items():
                 self.connection.identify(asset.namespace, name, digests)
         ladder = await self._in_time(partial(_ladder, wanted))
         left_out = end - wanted.first_token - wanted.tokens
-        return Prepared(ladder, profile, found.sha256, found.limited_by, left_out, cut, tail_s, growing)
+        return Prepared(ladder, profile, found.sha256, found.limited_by, left_out, cut, tail, tail_s, growing)
 
     async def _in_time(self, read: Callable[[], T]) -> T:
         """Return what comes of reading a catalog, which may take a while; a `PlayError` says that it took too long."""
@@ -214,6 +215,7 @@ class Play:
         parts = await asyncio.to_thread(take) if assembler.together else take()
         ttft_s = clock.now()
         record.met = ttft_s + rest_s <= clock.deadline_s
+        record.tail, record.tail_s = prepared.tail, prepared.tail_s
         coverage = tuple(track or "" for track in assembler.coverage)
         loss, blend = delivered_loss(catalog, record), record.blend
         options.note(CacheDelivered(ttft_s - lookup_s, record.met, loss))
@@ -232,6 +234,7 @@ class Play:
             catalog=catalog,
             catalog_sha256=prepared.sha256,
             limited_by=prepared.limited_by,
+            tail=prepared.tail,
             upgrades=None if options.after is None else self._upgrade(prepared.ladder, driver, options.after),
         )
 
@@ -313,6 +316,7 @@ class Play:
             bytes_wasted=record.bytes_wasted,
             seconds=self.clock.now(),
             cut=cut,
+            tail=prepared.tail,
             live=record.live,
         )
 

@@ -50,8 +50,10 @@ class Prepared:
     """Tokens at the end of what was found that the engine computes: with the question, or sooner than they come."""
     cut: str | None = None
     """Why they are left out; None if there are none."""
+    tail: int = 0
+    """Tokens of these that it computes with the question, on what was fetched."""
     tail_s: float = 0.0
-    """Seconds by which those of them that it computes with the question make its call longer."""
+    """Seconds by which they make its call longer."""
     growing: GrowingCatalog | None = None
     """The catalog of an asset that is still being prefilled; None if it is complete."""
 

@@ -62,6 +62,9 @@ class Played:
     wholly in it, since that of one was not measured."""
     computed_again: tuple[int, ...] = ()
     """Tokens of passages that the engine computed again, over the cache as it was joined; increasing."""
+    tail: int = 0
+    """Tokens behind these that are cached, and left to the engine, which computes them on this cache together with what
+    follows: `loss` is that behind them. What it computes so is not exact, unless the cache is."""
     upgrades: Upgrades | None = None
     """Upgrades that continue now that the cache is in use; None if `PlayOptions.after` did not ask for any."""
 
@@ -160,6 +163,8 @@ class PlayedPrefix:
     """Seconds from the call to the end of the play."""
     cut: str | None
     """Why it is not all that was asked for; None if it is."""
+    tail: int = 0
+    """Tokens behind these that are cached, and left to the engine's call for the question; `loss` is that behind it."""
     live: LiveRecord | None = None
     """What the play learned of the producer of an asset that was still being prefilled; None if it was complete."""
 

@@ -357,6 +357,9 @@ class PlayRecord:
     tokens_recomputed: int = 0
     recompute_s: float = 0.0
     """Seconds of engine time."""
+    tail: int = 0
+    """Tokens of the cache that the engine computed with the question, in `tail_s` seconds more."""
+    tail_s: float = 0.0
     abandoned: int = 0
     """Transfers cancelled because they would have been late."""
     cut: str | None = None

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_policy, shipped
+from kvabr.abr.tail import MAX_TAIL, MOST_TAIL, TailOffer, tail_offers
 from kvabr.abr.view import Future, PlannedPlay, View
-from kvabr.player.builder import new_estimator, new_session, opening
+from kvabr.player.builder import choose_tail, new_estimator, new_session, opening
 from kvabr.player.decode_rates import DecodeRates, family
 from kvabr.player.policy_guard import CallLimit, at_once
 from kvabr.player.session import Session
@@ -85,6 +86,10 @@ class ReplayOptions:
     """What is computed again of a prompt joined from passages; None: the catalog is no such prompt's."""
     producer: Producer | None = None
     """Who prefills the cache while it is played; None: all of it is published."""
+    question: int = 0
+    """Tokens that the engine computes behind the cache in any case, such as a question's."""
+    tail: int = MOST_TAIL
+    """Tokens of the cache at its end that it may compute with them, if there are any; see `kvabr.abr.tail`."""
 
     def __post_init__(self) -> None:
         if not 0 < self.deadline_s < math.inf:
@@ -100,6 +105,7 @@ class ReplayOptions:
         check_decoders(self.decoders)
         if self.producer is not None and (self.cost is not None or self.sharing is not None or self.cold):
             raise UsageError("a cache that is still being prefilled is replayed warm, alone, and without an engine")
+        self._check_question()
         if self.blend is not None and (self.producer is not None or self.mode != "hole"):
             raise UsageError("a prompt joined from passages takes an engine of mode 'hole', and published passages")
         if self.blend is not None and self.cost is None:
@@ -108,12 +114,27 @@ class ReplayOptions:
                 "laboratory --engine asset"
             )
 
+    def _check_question(self) -> None:
+        for what in ("question", "tail"):
+            if not 0 <= getattr(self, what) <= MAX_TAIL:
+                raise UsageError(f"a {what} of {getattr(self, what):,} tokens; give 0 to {MAX_TAIL:,}")
+        if self.question and not (self.producer is None and self.blend is None and self.sharing is None):
+            raise UsageError("a question behind the cache is replayed alone, without a producer or passages")
+
 
 class Experiment:
     """Plays policies over traces with one catalog and one set of options."""
 
-    def __init__(self, catalog: Catalog, options: ReplayOptions) -> None:
-        self.catalog, self.options = catalog.to_play, options
+    def __init__(self, catalog: Catalog, options: ReplayOptions, tail: TailOffer | None = None) -> None:
+        """Prepare to play a catalog; or, of one with a question, what is fetched before one tail."""
+        self.options, self.tail = options, tail
+        self.catalog = catalog.to_play if tail is None else tail.catalog
+        self._offers: dict[int, Experiment] = {}
+        """Experiments with each tail, by its tokens."""
+        if options.question and tail is None:
+            most = 0 if options.cost is None else options.tail
+            offers = tail_offers(self.catalog, options.cost, following=options.question, most=most)
+            self._offers = {offer.tokens: Experiment(catalog, options, offer) for offer in offers}
         self.ladder = Ladder(self.catalog)
         self.clairvoyant = self.new_clairvoyant(options.cost)
         self._blend = (
@@ -140,6 +161,13 @@ class Experiment:
             bound = self._live.best(capacity, published_s, deadline_s, time_price=price, delay_s=rtt_s / 2)
             return capacity, rtt_s, bound
         lookup_s = self.lookup_s(trace, start_s, rtt_s)
+        if self._offers:
+            bounds = [
+                each.bound(each.clairvoyant, capacity, rtt_s, lookup_s=lookup_s) for each in self._offers.values()
+            ]
+            best = min(bounds, key=lambda bound: bound.objective)
+            least_loss = min(bound.least_loss for bound in bounds)
+            return capacity, rtt_s, replace(best, least_loss=least_loss, feasible=any(each.feasible for each in bounds))
         if self._blend is not None:
 
             def shorter(clairvoyant: Clairvoyant, tokens_s: float) -> Bound:
@@ -180,15 +208,17 @@ class Experiment:
 
     def bound(self, clairvoyant: Clairvoyant, capacity: Capacity, rtt_s: float, *, lookup_s: float = 0.0) -> Bound:
         """Return the bound of one play at the prices of the options; see `lookup_s`."""
-        config = self.options.config
+        config, tail_s = self.options.config, self._tail_s
         bound = clairvoyant.best(
             capacity,
             self.options.deadline_s,
             time_price=config.time_price,
             gpu_price=config.gpu_price,
-            begun_s=lookup_s,
+            begun_s=lookup_s + tail_s,
             first_byte_s=rtt_s,
         )
+        if tail_s and math.isfinite(config.gpu_price):
+            bound = replace(bound, objective=bound.objective + config.gpu_price * tail_s)
         # A play may also end without a cache.
         return replace(bound, objective=min(bound.objective, self._no_cache())) if bound.feasible else bound
 
@@ -213,7 +243,8 @@ class Experiment:
     def _time_for(self, lookup_s: float) -> float:
         """Return the player's deadline, seconds from the end of the lookup."""
         options = self.options
-        wanted_s = max(_LEAST_SHARE * options.deadline_s, options.deadline_s - lookup_s - options.guard_s)
+        left_s = options.deadline_s - lookup_s - options.guard_s - self._tail_s
+        wanted_s = max(_LEAST_SHARE * options.deadline_s, left_s)
         return max(_LEAST_S, min(wanted_s, options.config.give_up_after * options.deadline_s - lookup_s))
 
     def played(self, trace: Trace) -> Trace:
@@ -243,6 +274,9 @@ class Experiment:
         self, trace: Trace, start_s: float, policy: str, capacity: Capacity, rtt_s: float, bound: Bound, *, log: bool
     ) -> PlayOutcome:
         """Play once over a link from `prepare`, which the policies compared at one start share."""
+        if self._offers:
+            chosen = self.with_tail(policy, self.lookup_s(trace, start_s, rtt_s))
+            return chosen.play_on(trace, start_s, policy, capacity, rtt_s, bound, log=log)
         if self.options.sharing is not None:
             return self._play_shared(self.options.sharing, trace, start_s, policy, capacity, rtt_s, bound, log=log)
         lines: list[PlayEvent] | None = [] if log else None
@@ -254,6 +288,30 @@ class Experiment:
         )
         outcome.use = use
         return outcome
+
+    def with_tail(self, policy: str, lookup_s: float = 0.0) -> Experiment:
+        """Return the experiment with the tail that a policy chooses for itself; this one if nothing follows."""
+        if not self._offers:
+            return self
+        options, config = self.options, self.options.config
+        left_s = options.deadline_s - lookup_s
+        if options.cost is not None:
+            left_s -= options.cost.seconds(self.catalog.tokens, options.question)
+        offers = [each.tail for each in self._offers.values() if each.tail is not None]
+        offer = choose_tail(
+            policy,
+            offers,
+            left_s,
+            rate=0.0 if options.prior is None else options.prior.rate,
+            time_price=config.time_price,
+            gpu_price=config.gpu_price,
+            decoders=options.decoders,
+        )
+        return self._offers[offer.tokens]
+
+    @property
+    def _tail_s(self) -> float:
+        return 0.0 if self.tail is None else self.tail.engine_s
 
     @property
     def _latencies(self) -> dict[str, float]:
@@ -384,6 +442,7 @@ class Experiment:
                     mode=options.mode,
                     rtt_s=rtt_s,
                     start_s=start_s,
+                    tail_s=self._tail_s,
                 )
             )
 
@@ -462,11 +521,11 @@ class Experiment:
         catalog, config, deadline_s = self.catalog, options.config, options.deadline_s
         run = run_line(catalog, config, deadline_s, trace, start_s, policy, record, bound, capacity, ghost_bytes)
         if lines is None:
-            return PlayOutcome(run, record, None, None)
+            return PlayOutcome(run, record, None, None, catalog)
         end = record.delivered_s if record.delivered_s is not None else session.view.now + lookup_s
         lines.append(CacheDelivered(end, record.met, run["loss"]))
         series = capacity.series(max(end, options.deadline_s) * 1.05 - lookup_s)
-        return PlayOutcome(run, record, lines, [(t + lookup_s, rate) for t, rate in series])
+        return PlayOutcome(run, record, lines, [(t + lookup_s, rate) for t, rate in series], catalog)
 
     def _finished(self, session: Session, lines: list[PlayEvent] | None, lookup_s: float) -> PlayRecord:
         """Return the record of a play that is over, counted from before its lookup.
@@ -476,7 +535,13 @@ class Experiment:
         record, cost = session.record, self.options.cost
         if record.gave_up is not None and self.catalog.sources and cost is not None:
             computed_whole(record, self.catalog, cost, session.view.now, self._time_for(lookup_s))
-        if lookup_s or self.options.guard_s:
+        if self.tail is not None:
+            record.tail, record.tail_s = self.tail.tokens, self.tail.engine_s
+            record.recompute_s += self.tail.engine_s
+            record.tokens_recomputed += self.tail.tokens
+            if record.delivered_s is not None:
+                record.delivered_s += self.tail.engine_s
+        if lookup_s or self.options.guard_s or self._tail_s:
             shift(record, lines, lookup_s)
             record.met = record.delivered_s is not None and record.delivered_s <= self.options.deadline_s
         return record

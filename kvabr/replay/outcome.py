@@ -27,6 +27,8 @@ class PlayOutcome:
     record: PlayRecord
     log: list[PlayEvent] | None
     link: list[tuple[float, float]] | None
+    catalog: Catalog
+    """What was played, with the losses behind what follows it."""
     use: LinkUse | None = None
     """Accounts for the link's bytes; None for a real play, and on a shared link."""
 
@@ -107,6 +109,7 @@ def run_line(
         "bytes_wasted": record.bytes_wasted + int(ghost_bytes),
         "tokens_recomputed": record.tokens_recomputed,
         "recompute_s": rounded(record.recompute_s),
+        **({"tail_tokens": record.tail, "tail_s": rounded(record.tail_s)} if catalog.tail else {}),
         "abandoned": record.abandoned,
         **({} if record.blend is None else {"share": record.blend.share, "fusion_loss": record.blend.fusion_loss}),
         "clairvoyant_loss": rounded(bound.least_loss) if bound.feasible else None,

@@ -102,9 +102,8 @@ def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[in
     runs: list[dict[str, Any]] = []
     report = Report({})
     for index in range(len(todo)):
-        for run, steps, log, link in played[index]:
+        for run, steps, log, link, lost in played[index]:
             if log is not None:
-                lost = losses(log, matrix.catalog)
                 report.timelines.append({"run": len(runs), "log": log, "link": link, "losses": lost})
             runs.append(run)
             report.steps.append(steps)
@@ -144,6 +143,8 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
             "sharing": None if options.sharing is None else asdict(options.sharing),
             "producer": None if options.producer is None else asdict(options.producer),
             "estimator": options.estimator,
+            "question": options.question,
+            "tail": options.tail if options.question and options.cost is not None else 0,
             "starts": matrix.starts,
             "seed": matrix.seed,
         },
@@ -168,7 +169,7 @@ def tasks(matrix: Matrix) -> Iterator[Task]:
             yield Task(index, start_s, logged)
 
 
-_Outcomes = list[tuple[dict[str, Any], list[Any], list[Any] | None, list[Any] | None]]
+_Outcomes = list[tuple[dict[str, Any], list[Any], list[Any] | None, list[Any] | None, list[Any] | None]]
 
 
 def _play(matrix: Matrix, experiment: Experiment, task: Task) -> _Outcomes:
@@ -179,8 +180,11 @@ def _play(matrix: Matrix, experiment: Experiment, task: Task) -> _Outcomes:
         log = index < task.logged
         play = f"{trace.name} from {task.start_s:.2f} s"
         played = named_play(play, experiment.play_on, trace, task.start_s, policy, capacity, rtt_s, bound, log=log)
-        steps = played.record.steps if matrix.detail else []
+        steps = list(played.record.steps) if matrix.detail else []
+        if steps and played.record.tail:  # the engine computes these on what was fetched
+            steps.append(("compute", played.catalog.groups, experiment.catalog.groups))
         if not matrix.detail:
             del played.run["groups"]
-        out.append((played.run, steps, played.log, played.link))
+        lost = None if played.log is None else losses(played.log, played.catalog)
+        out.append((played.run, steps, played.log, played.link, lost))
     return out

@@ -88,7 +88,8 @@ def play_cache(
             shortened, and ``generate()`` needs a token to begin with.
         tokens: the prompt: ids, or ``input_ids`` of a batch of one.
         deadline: seconds from this call in which the first token is wanted, including the model's time for what no
-            cache covers.
+            cache covers. ``generate()`` also computes the last tokens of what is cached, on the coded cache, where that
+            loses less for its time (`PlayOptions.tail`).
         options: how to play; None: the client's. Without ``recompute``, what cannot be played is an error.
 
     Raises:
@@ -148,7 +149,8 @@ def _prepare(
     if out is None and is_plain(engine.spec) and len(engine.spec.parts) == 1 and gpu.runs_on(engine.device):
         # Where the model reads it: groups are decoded there, and what the model computes stays there.
         out = torch.empty(engine.spec.shape(len(ids)), dtype=dtype, device=engine.device)
-    return ids, replace(options, dtype=dtype, out=out, log=log), problems
+    question = max(1, options.question_tokens)  # ``generate()`` computes the last token in any case
+    return ids, replace(options, dtype=dtype, out=out, log=log, question_tokens=question), problems
 
 
 def _wanted(engine: TransformersEngine, ids: list[int]) -> list[int]:

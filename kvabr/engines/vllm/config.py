@@ -13,6 +13,7 @@ import torch
 from pydantic import Field, field_validator
 
 from kvabr.abr.plugins import load_policy
+from kvabr.abr.tail import MOST_TAIL
 from kvabr.engines.adapters import require
 from kvabr.engines.layouts import check_block_size, head_shard
 from kvabr.engines.settings import Count, EngineSettings, EstimatorName, FilePath, Seconds, Text
@@ -75,6 +76,10 @@ class VllmSettings(EngineSettings):
     max_loss: Annotated[float, Field(ge=0)] = MISS_PENALTY
     """Most that a prompt joined from passages may be expected to lose, nats per generated token; the passages behind
     are computed. Those of which nobody measured what joining them costs are computed, too, unless it is infinite."""
+    tail: Annotated[int, Field(ge=0)] = MOST_TAIL
+    """Most tokens at the end of what is cached that vLLM computes with the question, on the coded cache, where that is
+    worth its time: most of the loss sits there. At most what a step has room for (``--max-num-batched-tokens``), shared
+    by the requests that wait. Not in the mode "promise-first". 0: none."""
     fusion: FilePath | None = None
     """What joining passages costs the model, for those that requests publish: a file that `kvabr calibrate --blend
     --base alone` or ``behind`` writes. None: it is not known."""
@@ -126,6 +131,8 @@ class ServedModel:
     """The layers of this rank's stage of the pipeline; None: all of `spec`."""
     prefix_caching: bool = True
     """Whether the engine gives blocks of one request to others that begin with the same tokens."""
+    step_tokens: int = 1 << 20
+    """Tokens that the engine computes in a step at most."""
     former: str | None = None
     """Name under which earlier versions of kvabr published the same caches; None: that of `spec`, or there is none."""
 
@@ -248,6 +255,7 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
         waits,
         layers if staged else None,
         prefix_caching=bool(getattr(cache, "enable_prefix_caching", True)),
+        step_tokens=int(config.scheduler_config.max_num_batched_tokens),
         former=_former(settings, facts) if whole is not None else None,
     )
 

@@ -40,6 +40,8 @@ class LoadRequest:
     `CopyRequest`."""
     behind: int
     """Tokens of the prompt from ``last`` on, which the engine computes."""
+    tail: int
+    """Most tokens before ``last`` that it may compute with them, instead of having them played."""
     deadline_s: float
     """Seconds left of the request's deadline when the scheduler wrote this."""
     tokens: tuple[int, ...] = ()

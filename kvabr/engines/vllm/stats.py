@@ -30,6 +30,7 @@ HELP = {
     "plays_unused": "Plays whose cache was in place and not used",
     "tokens_loaded": "Tokens whose cache was played",
     "tokens_missed": "Wanted tokens that the engine computes instead",
+    "tokens_tail": "Wanted tokens that it computes with the question because that loses less",
     "bytes_fetched": "Bytes received by plays",
     "bytes_wasted": "Received bytes that were of no use",
     "loss": "Expected loss of what was played, nats per generated token, summed over plays",

@@ -242,6 +242,7 @@ class WorkerHalf:
                     salt=load.salt,
                     dtype=None if self._model.quantised or self._model.caches.states else self._model.dtype,
                     patience=1.0,
+                    tail=load.tail,
                     device=self.blocks.device,
                 ),
             )
@@ -288,10 +289,13 @@ class WorkerHalf:
         unexpected = not isinstance(error, KvabrError)
         _log.warning("kvabr: a play failed (%s); the request is computed", error, exc_info=unexpected)
 
-    def _missed(self, load: LoadRequest, end: int) -> None:
-        if end < load.last:
+    def _missed(self, load: LoadRequest, end: int, tail: int) -> None:
+        """Note that a play has brought what lies before token ``end``; ``tail`` tokens were not wanted of it."""
+        if tail:
+            self.counts.add("tokens_tail", tail)
+        if end < load.last - tail:
             self.counts.add("plays_cut")
-            self.counts.add("tokens_missed", load.last - end)
+            self.counts.add("tokens_missed", load.last - tail - end)
 
     # ------------------------------------------------------ before the promise
 
@@ -305,7 +309,7 @@ class WorkerHalf:
                 self._placed.append((load.play, end))
                 self._news.notify_all()
         if playing is not None:
-            self._missed(load, end)
+            self._missed(load, end, 0 if prefix is None else prefix.tail)
 
     def _drop(self, number: int) -> None:
         """Cancel a play before the promise, or forget what it brought."""
@@ -339,7 +343,7 @@ class WorkerHalf:
             runs = self._model.caches.blocks
             parts = tuple(run[: (end - load.first) // size] for run, size in zip(blocks, runs, strict=True))
             end = self._expand(load, prefix, load.first, end, parts)
-        self._missed(load, end)
+        self._missed(load, end, 0 if prefix is None else prefix.tail)
         with self._news:
             self._plays.pop(load.play, None)
         self._loaded(load.request, load.first, load.last, end, blocks)

@@ -31,7 +31,7 @@ SLOW = PrefillCost.from_rate(100.0)
 
 
 async def ready_from(link, engine, ids=IDS, *, deadline=2.0, **how):
-    options = PlayOptions(**({"policy": "fixed:FP16", "prefill_cost": SLOW} | how))
+    options = PlayOptions(**({"policy": "fixed:FP16", "prefill_cost": SLOW, "tail": 0} | how))
     async with AsyncClient(link, options=options) as client:
         return await play_cache_async(client, engine, ids, deadline=deadline)
 
@@ -55,6 +55,21 @@ async def test_the_text_is_that_of_a_cold_run(origin, engine):
     assert {half.untyped_storage().data_ptr() for half in each} == {memory}  # decoded where the model reads it
     assert furthest(cold(engine.model, IDS, ready.cache), cold(engine.model, IDS)) < 2e-3
     assert torch.equal(ready.played.kv, before)  # the model appends to copies
+
+
+@virtual
+async def test_the_model_computes_the_end_of_a_coded_cache(origin, engine):
+    """The cache is shorter, and generate() computes the rest on it."""
+    async with origin() as link:
+        ready = await ready_from(
+            link, engine, policy="fixed:Int4", prefill_cost=PrefillCost(0.01, 1e-6), tail=150, time_price=0.0
+        )
+    assert (ready.tokens, ready.played.tail) == (256, 400 - 256)
+    assert ready.played.coverage == ("Int4",) * 2
+    assert ready.cache.get_seq_length() == 256
+    assert not ready.exact
+    assert ready.cache.kvabr_loss > 0
+    assert len(cold(engine.model, IDS, ready.cache)) == len(cold(engine.model, IDS))
 
 
 @virtual
@@ -114,7 +129,11 @@ def test_blocking_over_quic(root, engine, folder, tmp_path):
         assert model.spec == engine.spec
         with Client(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S) as client:
             ready = play_cache(
-                client, model, IDS, deadline=LIMIT_S, options=PlayOptions(policy="fixed:FP16", prefill_cost=SLOW)
+                client,
+                model,
+                IDS,
+                deadline=LIMIT_S,
+                options=PlayOptions(policy="fixed:FP16", prefill_cost=SLOW, tail=0),
             )
     finally:
         served.close()

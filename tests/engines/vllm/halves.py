@@ -58,7 +58,7 @@ class Bench:
             url=served.url,
             fingerprint=served.fingerprint,
             quic="aioquic",
-            **({"policy": "fixed:FP16", "deadline_s": LIMIT_S} | options),
+            **({"policy": "fixed:FP16", "deadline_s": LIMIT_S, "tail": 0} | options),
         )
         caches = caches or plain(spec)
         held = spec if layers is None else with_layers(spec, layers)

@@ -1,0 +1,114 @@
+"""How much of a prefix is left to the call that computes the question."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from kvabr.abr.policies.anytime import Anytime
+from kvabr.abr.tail import TailOffer, tail_costs, tail_offers
+from kvabr.data import default_catalog
+from kvabr.player.builder import choose_tail
+from kvabr.types.catalog import Catalog
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import PolicyError, UsageError
+from kvabr.types.tails import TailLoss
+
+TAILS = (TailLoss(16, 0.5), TailLoss(128, 0.2), TailLoss(512, 0.06))
+GPU = PrefillCost(0.018, 2e-5)
+SLOW = PrefillCost(0.0, 1.0)
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    catalog = default_catalog()
+    return replace(catalog, tracks=tuple(replace(track, tails=TAILS) for track in catalog.tracks))
+
+
+def prices(**more: float) -> dict[str, float]:
+    return {"time_price": 1e-3, "gpu_price": 1e-3} | more
+
+
+def test_offers_are_whole_groups_up_to_the_limit(catalog):
+    offers = tail_offers(catalog, GPU, following=20)
+    last = catalog.group_tokens(catalog.groups - 1)
+    assert [offer.tokens for offer in offers] == [0, last, last + 128, last + 256, last + 384][: len(offers)]
+    assert offers[-1].tokens <= 512
+    for left_out, offer in enumerate(offers):
+        assert offer.catalog.groups == catalog.groups - left_out
+        assert offer.catalog.tail == 20 + offer.tokens
+        assert offer.engine_s == pytest.approx(2e-5 * offer.tokens)
+        assert offer.catalog.tokens + offer.tokens == catalog.tokens
+    assert [offer.tokens for offer in tail_offers(catalog, GPU, following=20, most=last)] == [0, last]
+
+
+def test_where_nothing_follows_there_is_no_tail(catalog):
+    (offer,) = tail_offers(catalog, GPU, following=0)
+    assert (offer.tokens, offer.catalog) == (0, catalog)
+
+
+def test_one_group_is_fetched_at_least_and_what_is_skipped_is_not(catalog):
+    few = catalog.prefix(3)
+    assert [offer.catalog.groups for offer in tail_offers(few, GPU, following=1)] == [3, 2, 1]
+    assert [offer.catalog.groups for offer in tail_offers(few, GPU, following=1, skip=1)] == [2, 1]
+    assert all(offer.catalog.offset == 1 for offer in tail_offers(few, GPU, following=1, skip=1))
+    with pytest.raises(UsageError, match="leaves nothing"):
+        tail_offers(few, GPU, following=1, skip=3)
+
+
+@pytest.mark.parametrize("arguments", [{"following": -1}, {"following": 1, "most": -1}, {"following": 1 << 40}])
+def test_absurd_tails_are_refused(catalog, arguments):
+    with pytest.raises(UsageError, match="tokens; give 0 to"):
+        tail_offers(catalog, GPU, **arguments)
+
+
+def test_a_fast_engine_computes_much_and_a_slow_one_nothing(catalog):
+    for cost, wanted in ((GPU, 5), (SLOW, 1)):
+        offers = tail_offers(catalog, cost, following=20)
+        chosen = choose_tail("anytime", offers, 2.0, rate=1e6, **prices())
+        assert offers.index(chosen) + 1 == (len(offers) if wanted == 5 else 1)
+
+
+def test_on_a_fast_link_bytes_are_sooner_than_a_slow_engine(catalog):
+    offers = tail_offers(catalog, PrefillCost(0.0, 2e-3), following=20)
+    slow, fast = (choose_tail("anytime", offers, 2.0, rate=rate, **prices()) for rate in (1e7, 1e11))
+    assert fast.tokens == 0
+    assert slow.tokens > 0
+
+
+def test_what_an_engine_may_never_do(catalog):
+    offers = tail_offers(catalog, GPU, following=20)
+    assert choose_tail("anytime", offers, 2.0, **prices(gpu_price=math.inf)).tokens == 0
+    late = [replace(offer, engine_s=10.0 * index) for index, offer in enumerate(offers)]
+    assert choose_tail("anytime", late, 2.0, **prices()).tokens == 0
+
+
+def test_costs_are_finite_whatever_the_time(catalog):
+    offers = tail_offers(catalog, GPU, following=20)
+    for left_s in (-5.0, 0.0, 1e-9, 1e6):
+        assert all(math.isfinite(cost) for cost in tail_costs(offers, left_s, **prices()))
+
+
+class Longest(Anytime):
+    """Takes the longest tail, or nonsense."""
+
+    answer: object = None
+
+    def choose_tail(self, offers: list[TailOffer], costs: list[float]) -> object:
+        assert len(offers) == len(costs)
+        return len(offers) - 1 if self.answer is None else self.answer
+
+
+@pytest.mark.parametrize("answer", [None, -1, 99, "all", 1.0, True])
+def test_a_policy_chooses_for_itself(catalog, answer, monkeypatch):
+    monkeypatch.setattr(Longest, "answer", answer)
+    offers = tail_offers(catalog, SLOW, following=20)
+    name = f"{__file__}:Longest"
+    monkeypatch.setattr("kvabr.player.builder.load_policy", lambda _name: Longest)
+    if answer is None:
+        assert choose_tail(name, offers, 2.0, **prices()) is offers[-1]
+        return
+    with pytest.raises(PolicyError, match="chose tail"):
+        choose_tail(name, offers, 2.0, **prices())
