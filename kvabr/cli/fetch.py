@@ -67,6 +67,8 @@ _HOW = (
     "parts), or the prompt itself: --text FILE --model smollm2"
 )
 _MAX_TOKENS_BYTES = 64 << 20
+_QUESTION = 20
+"""Tokens of a question, for what a cache would lose behind one."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +109,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--estimator", metavar="NAME", help="bandwidth estimator (default: the policy's own)")
     how.add_argument(
         "--recompute", metavar="smollm2|DIR", help="engine that computes what would be late, and what pays"
+    )
+    how.add_argument(
+        "--question",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens that an engine will compute behind the cache: losses are those behind them, and the last tokens "
+        "of the cache may be left to the same call (default: 0, and all of it is fetched)",
+    )
+    how.add_argument(
+        "--tail",
+        type=int,
+        metavar="N",
+        help="most tokens that are left to it (default: with --recompute 512, else none)",
     )
     add_gpu_price_option(how)
     add_time_price_option(how)
@@ -292,9 +308,13 @@ async def _fetch(
     from kvabr.client.result import IncompleteError, NothingCached, save
     from kvabr.store.files import read_salt
 
+    if args.tail and not args.question:
+        raise UsageError("--tail is about tokens that are computed with a --question: give its tokens")
     options = PlayOptions(
         policy=args.policy,
         estimator=args.estimator,
+        question_tokens=args.question,
+        tail=args.tail if args.question else 0,
         recompute=args.recompute is not None,
         gpu_price=args.gpu_price,
         time_price=args.time_price,
@@ -387,9 +407,11 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
         f"{played.tokens}{of} tokens in place after {played.ttft_s:.2f} s: {verdict}",
         f"{counted(groups, 'group')}: "
         + ", ".join(f"{count} {'' if track == RECOMPUTED else 'on '}{track}" for track, count in shares.items()),
-        f"expected loss {played.loss:.2g} nats per token",
+        f"expected loss {played.loss:.2g} nats per token" + _behind(played, args.question),
         f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",
     ]
+    if played.tail:
+        lines.append(f"the last {counted(played.tail, 'token')} of what is cached are left to the question's call")
     if record.damaged:
         lines.append(_damage(record.damaged))
     if played.limited_by is not None:
@@ -409,6 +431,24 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
     if args.out is not None:
         lines.append(f"written: {args.out}")
     plain(*lines)
+
+
+def _behind(played: Played, question: int) -> str:
+    """Return behind what a cache loses so much; or, if nothing was said to follow, what would be lost less."""
+    catalog = played.catalog
+    if question:
+        return f" behind {counted(question + played.tail, 'token')} that an engine computes"
+    if catalog is None or not catalog.even or catalog.groups == 1 or not any(track.tails for track in catalog.tracks):
+        return ""
+    left, last = catalog.groups - 1, catalog.group_tokens(catalog.groups - 1)
+    behind = catalog.behind(left, last + _QUESTION).by_name
+    loss = sum(
+        behind[track].loss[group] if track in behind else 0.0 for group, track in enumerate(played.coverage[:left])
+    )
+    return (
+        f" right behind it; {loss:.2g} if the engine computes the last {counted(last, 'token')} with a question of "
+        f"{_QUESTION} (--question)"
+    )
 
 
 def _damage(damaged: Sequence[tuple[int, str, str]]) -> str:
@@ -452,6 +492,7 @@ def _result(
         "met": played.met,
         "loss": played.loss,
         "tokens": played.tokens,
+        "tail": played.tail,
         "limited_by": played.limited_by,
         "live": None if played.live is None else asdict(played.live),
         "tokens_recomputed": record.tokens_recomputed,

@@ -523,3 +523,15 @@ def test_the_url_of_a_web_server_that_is_none_says_how_those_of_origins_begin(sh
     pytest.importorskip("obstore", reason="obstore is not installed: tools/setup-venv")
     assert kvabr("fetch", "https://127.0.0.1:9/", "--name", name(short)) == 1
     assert "the URL of an origin or relay begins with moqt://" in capsys.readouterr().err
+
+
+def test_the_end_may_be_left_to_the_call_that_computes_a_question(served, short, tmp_path, capsys):
+    out, told = tmp_path / "cache.safetensors", tmp_path / "told.json"
+    command = ["fetch", f"{served.url}#kvcache:{name(short)}", *map(str, network(served)), "--json", str(told)]
+    assert main([*command, "--question", "20", "--tail", "40", "-o", str(out)]) == 0
+    said, result = capsys.readouterr().out, json.loads(told.read_text())
+    assert result["tail"] > 0
+    assert f"the last {result['tail']} tokens of what is cached are left to the question's call" in said
+    assert f"behind {20 + result['tail']} tokens that an engine computes" in said
+    assert main([*command, "--tail", "40"]) == 2
+    assert "give its tokens" in capsys.readouterr().err

@@ -14,9 +14,11 @@ from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import FIRST_BYTE_S, LOOKUP_ROUND_TRIPS, PAYLOAD_SHARE
 from kvabr.replay.outcome import NO_CACHE_LOSS
+from kvabr.replay.producer import Producer
 from kvabr.replay.readers import find, read
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError, UsageError
+from kvabr.types.tails import TailLoss
 from tests.catalogs import catalog
 from tests.examples import examples
 from tests.replay.worlds import world, worlds
@@ -298,3 +300,45 @@ def test_a_play_may_know_the_link_from_earlier_plays():
     first_rate(Prior(5e6, 0.05, 1.0))
     assert rates[0] == 0.0
     assert rates[1] == pytest.approx(5e6)
+
+
+def _tailed(groups: int = 12):
+    offer = catalog(groups, short=40, layered=True)
+    tails = (TailLoss(16, 0.5), TailLoss(128, 0.2), TailLoss(512, 0.06))
+    return replace(offer, tracks=tuple(replace(track, tails=tails) for track in offer.tracks))
+
+
+@pytest.mark.parametrize("load", [0.05, 0.3, 3.0])
+@pytest.mark.parametrize("policy", ["anytime", "fixed:Int4", "oracle"])
+def test_the_end_of_a_cache_is_computed_with_the_question(policy, load):
+    options = ReplayOptions(2.0, 0.05, load, PrefillCost(0.02, 1e-5), question=20)
+    link = world("steady", [1e6])
+    with_tail, without = (
+        Experiment(_tailed(), each).play(link, 0.0, policy).run for each in (options, replace(options, tail=0))
+    )
+    assert without["tail_tokens"] == 0
+    assert 0 < with_tail["tail_tokens"] <= 512
+    assert with_tail["tail_s"] == pytest.approx(1e-5 * with_tail["tail_tokens"])
+    assert with_tail["recompute_s"] >= with_tail["tail_s"]
+    assert with_tail["ttft_s"] > with_tail["tail_s"] - 1e-6 + max(group["ready_s"] for group in with_tail["groups"])
+    assert with_tail["objective"] <= without["objective"] + 1e-3
+    for run in (with_tail, without):
+        assert run["met"]
+        assert run["regret"] >= -1e-9
+    # The clairvoyant chooses its own tail.
+    assert with_tail["clairvoyant_objective"] <= without["clairvoyant_objective"] + 1e-9
+
+
+def test_a_tail_takes_time_of_the_deadline():
+    options = ReplayOptions(2.0, 0.05, 0.4, PrefillCost(0.0, 1e-3), question=20, tail=88)
+    experiment = Experiment(_tailed(), options)
+    chosen = experiment.with_tail("fixed:Int4")
+    assert chosen.tail is not None
+    assert chosen._time_for(0.0) == pytest.approx(2.0 - chosen.tail.engine_s)
+    assert experiment.with_tail("fixed:FP16", lookup_s=1.97).tail.tokens == 0  # there is no time for one
+
+
+@pytest.mark.parametrize("bad", [{"question": -1}, {"question": 1 << 30}, {"tail": -1}, {"producer": Producer(1.0)}])
+def test_questions_that_make_no_sense_are_refused(bad):
+    with pytest.raises(UsageError):
+        ReplayOptions(2.0, **({"question": 20} | bad))
