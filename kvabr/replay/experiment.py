@@ -35,11 +35,11 @@ from kvabr.replay.outcome import NO_CACHE_LOSS, PlayOutcome, computed_whole, rou
 from kvabr.replay.producer import Producer
 from kvabr.replay.simulator import LinkUse, Machine, Simulator
 from kvabr.replay.trace import Trace
-from kvabr.types.catalog import Catalog
+from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
-from kvabr.types.events import CacheDelivered, PlayEvent
+from kvabr.types.events import CacheDelivered, PlayEvent, PlayStarted, RecomputeDone, RecomputeStarted
 
 if TYPE_CHECKING:
     from kvabr.replay.sharing import Sharing
@@ -520,12 +520,31 @@ class Experiment:
         options, record = self.options, self._finished(session, lines, lookup_s)
         catalog, config, deadline_s = self.catalog, options.config, options.deadline_s
         run = run_line(catalog, config, deadline_s, trace, start_s, policy, record, bound, capacity, ghost_bytes)
+        if self.tail is not None and self.tail.tokens and catalog.even and record.delivered_s is not None:
+            self._show_tail(self.tail, record.delivered_s, record, run, lines)
         if lines is None:
             return PlayOutcome(run, record, None, None, catalog)
         end = record.delivered_s if record.delivered_s is not None else session.view.now + lookup_s
         lines.append(CacheDelivered(end, record.met, run["loss"]))
         series = capacity.series(max(end, options.deadline_s) * 1.05 - lookup_s)
         return PlayOutcome(run, record, lines, [(t + lookup_s, rate) for t, rate in series], catalog)
+
+    def _show_tail(
+        self, tail: TailOffer, end_s: float, record: PlayRecord, run: dict[str, Any], lines: list[PlayEvent] | None
+    ) -> None:
+        """Add what was computed with the question to what is told of a play, as groups behind those that it fetched."""
+        first, size, begin_s = self.catalog.groups, self.catalog.spec.group_tokens, end_s - tail.engine_s
+        last = first - (-tail.tokens // size)
+        record.steps.append(("compute", first, last))
+        run["track_tokens"][RECOMPUTED] = run["track_tokens"].get(RECOMPUTED, 0) + tail.tokens
+        times = {"requested_s": rounded(begin_s), "first_byte_s": None, "done_s": None, "ready_s": rounded(end_s)}
+        run["groups"] += [
+            {"group": group, "track": RECOMPUTED, "bytes": 0, **times, "source": RECOMPUTED}
+            for group in range(first, last)
+        ]
+        if lines is not None:
+            lines[:1] = [replace(line, groups=last) for line in lines[:1] if isinstance(line, PlayStarted)]
+            lines += [RecomputeStarted(begin_s, first, last), RecomputeDone(end_s, first, last)]
 
     def _finished(self, session: Session, lines: list[PlayEvent] | None, lookup_s: float) -> PlayRecord:
         """Return the record of a play that is over, counted from before its lookup.

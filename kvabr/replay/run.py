@@ -180,9 +180,7 @@ def _play(matrix: Matrix, experiment: Experiment, task: Task) -> _Outcomes:
         log = index < task.logged
         play = f"{trace.name} from {task.start_s:.2f} s"
         played = named_play(play, experiment.play_on, trace, task.start_s, policy, capacity, rtt_s, bound, log=log)
-        steps = list(played.record.steps) if matrix.detail else []
-        if steps and played.record.tail:  # the engine computes these on what was fetched
-            steps.append(("compute", played.catalog.groups, experiment.catalog.groups))
+        steps = played.record.steps if matrix.detail else []
         if not matrix.detail:
             del played.run["groups"]
         lost = None if played.log is None else losses(played.log, played.catalog)

@@ -186,6 +186,7 @@ def _play(run: Run, timeline: Timeline, places: dict[str, int], losses: Mapping[
         "wrapped": bool(run.get("wrapped")),
         "estimator": None if start is None else start.estimator,
         "rtt_s": None if start is None else significant(start.rtt_s),
+        "tail": 0 if start is None else start.tail,
         "groups_total": len(run.get("groups") or ()) if start is None else start.groups,
         "until": _time(until),
         "groups": _groups(run, places),
