@@ -7,8 +7,10 @@ import gc
 import json
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
+import torch
 
 from kvabr.codec.container import pack, unpack
 from kvabr.types.digests import SHA256, digest_of
@@ -51,6 +53,41 @@ def test_a_cache_in_place_whose_request_is_aborted_is_dropped(served):
         bench.step()
         assert bench.worker._plays == {}
         assert bench.worker.counts.take()["plays_unused"] == 1
+    finally:
+        bench.close()
+
+
+def test_the_end_of_a_lossy_cache_is_promised_to_nobody_and_computed_with_the_question(served):
+    bench = Bench(served, policy="fixed:Int4", tail=40, prefill_rate=1e6)
+    try:
+        asked = request()
+        count, unfilled = bench.load(asked)
+        assert (count, unfilled) == (32, set())
+        counted = bench.worker.counts.take()
+        assert counted["tokens_tail"] == 32
+        assert "plays_cut" not in counted
+        assert "tokens_missed" not in counted
+        assert counted["tokens_loaded"] == 32
+        assert torch.allclose(bench.blocks(range(4)), exact(0, 32), atol=0.6)
+        assert bench.blocks(range(4, 8)).isnan().all()
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize(("step_tokens", "others", "wanted"), [(1 << 20, 0, 40), (6, 0, 0), (46, 0, 40), (46, 3, 10)])
+def test_a_tail_fits_into_a_step_beside_those_of_other_requests(served, step_tokens, others, wanted):
+    bench = Bench(served, policy="fixed:Int4", tail=40)
+    try:
+        bench.scheduler._model = replace(bench.model, step_tokens=step_tokens)
+        for asked in (request(), *(request(f"other {number}") for number in range(others))):
+            bench.scheduler.arrived(asked)
+            lookup = bench.scheduler._lookups[asked.request_id]
+            lookup.handle.result(LIMIT_S)
+            assert bench.scheduler._settle(lookup, lookup.handle)
+        assert lookup.found is not None
+        assert bench.scheduler._tail(lookup.found, 6) == wanted
+        bench.scheduler._model = replace(bench.model, ranks=2)
+        assert bench.scheduler._tail(lookup.found, 6) == 0
     finally:
         bench.close()
 

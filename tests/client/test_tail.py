@@ -1,0 +1,81 @@
+"""The end of what is cached is left to the engine's call for what follows, if that is worth it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvabr import AsyncClient, PlayOptions
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from kvabr.types.events import PlayStarted
+from tests.client.test_play import TOKENS, play
+from tests.client.virtual import virtual
+from tests.toymodel import ToyModel
+
+PROMPT = (*TOKENS, 5, 6, 7)
+FAST, SLOW = PrefillCost(0.02, 1e-6), PrefillCost(0.0, 0.3)
+
+
+async def played(link, tokens=PROMPT, **how):
+    options = {"policy": "fixed:Int4", "prefill_cost": FAST, "engine": ToyModel()} | how
+    return await play(link, tokens, deadline=2.0, **options)
+
+
+@virtual
+async def test_the_tail_is_neither_fetched_nor_waited_for(origin):
+    lines = []
+    async with origin() as link:
+        whole = await played(link, tail=0)
+        found = await played(link, tail=40, log=lines.append)
+    assert (whole.tokens, whole.tail) == (70, 0)
+    assert (found.tokens, found.tail) == (32, 38)
+    assert found.kv.shape[3] == 32
+    assert found.coverage == ("Int4",) * 2
+    assert found.record.bytes_fetched < whole.record.bytes_fetched
+    assert found.loss < whole.loss
+    assert found.met
+    (start,) = [line for line in lines if isinstance(line, PlayStarted)]
+    assert (start.groups, start.tail) == (2, 38 + 3)
+    assert start.tail_s == pytest.approx(38e-6)
+
+
+@virtual
+async def test_a_tail_longer_than_the_prompt_leaves_a_group(origin):
+    async with origin() as link:
+        assert (await played(link, tail=10_000)).tokens == 16
+
+
+@virtual
+async def test_a_slow_engine_computes_no_more_than_it_must(origin):
+    async with origin() as link:
+        assert (await played(link, prefill_cost=SLOW)).tail == 0
+
+
+@virtual
+async def test_where_nothing_follows_all_of_it_is_played(origin):
+    async with origin() as link:
+        assert (await played(link, TOKENS)).tokens == 70
+        assert (await played(link, TOKENS, question_tokens=8)).tail > 0
+
+
+@virtual
+async def test_without_an_engine_only_a_tail_that_is_asked_for(origin):
+    async with origin() as link, AsyncClient(link, model=ToyModel().spec) as client:
+        for tail, wanted in ((None, 70), (30, 48)):
+            options = PlayOptions(policy="fixed:Int4", question_tokens=8, tail=tail)
+            assert (await client.play(TOKENS, deadline=2.0, options=options)).tokens == wanted
+
+
+@virtual
+async def test_the_engines_time_for_the_tail_is_set_aside(origin):
+    async with origin(rate=2e5) as link:
+        found = await played(link, prefill_cost=PrefillCost(0.0, 0.04), time_price=0.0, gpu_price=0.0)
+    assert 0 < found.tail <= 38  # more would take more than the deadline
+    assert found.met
+    assert found.ttft_s <= 2.0 - 0.04 * (found.tail + 3)
+
+
+@pytest.mark.parametrize("bad", [{"tail": -1}, {"question_tokens": -1}, {"tail": 1 << 40}, {"tail": 1.5}])
+def test_lengths_that_make_no_sense_are_refused(bad):
+    with pytest.raises(UsageError):
+        PlayOptions(**bad)
