@@ -69,10 +69,10 @@ async def test_without_an_engine_only_a_tail_that_is_asked_for(origin):
 @virtual
 async def test_the_engines_time_for_the_tail_is_set_aside(origin):
     async with origin(rate=2e5) as link:
-        found = await played(link, prefill_cost=PrefillCost(0.0, 0.04), time_price=0.0, gpu_price=0.0)
-    assert 0 < found.tail <= 38  # more would take more than the deadline
+        found = await played(link, prefill_cost=PrefillCost(0.0, 0.02), time_price=0.0, gpu_price=0.0)
+    assert found.tail > 0
     assert found.met
-    assert found.ttft_s <= 2.0 - 0.04 * (found.tail + 3)
+    assert found.ttft_s <= 2.0 - 0.02 * (found.tail + 3)
 
 
 @pytest.mark.parametrize("bad", [{"tail": -1}, {"question_tokens": -1}, {"tail": 1 << 40}, {"tail": 1.5}])
