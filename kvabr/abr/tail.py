@@ -36,6 +36,8 @@ class TailOffer:
     """Tokens of the prefix that are computed; 0: all of it is fetched."""
     engine_s: float
     """Seconds by which they make the engine's call longer."""
+    published_s: float = 0.0
+    """When the last group that is fetched should be published, seconds from now; 0.0 if all of them are."""
 
     def objective(self, rate: float, left_s: float, *, time_price: float, gpu_price: float, decoders: int = 1) -> float:
         """Return what a play should cost at a rate, bytes per second: loss, time and engine, nats per token.
@@ -49,7 +51,7 @@ class TailOffer:
         """
         least = math.inf
         for nbytes, decode_s, loss in self._ways:
-            seconds = self.engine_s + max(nbytes / rate, decode_s / decoders)
+            seconds = self.engine_s + max(nbytes / rate, decode_s / decoders, self.published_s)
             cost = objective(
                 loss, seconds, left_s, met=seconds <= left_s, engine_s=self.engine_s,
                 time_price=time_price, gpu_price=gpu_price,
@@ -76,6 +78,7 @@ def tail_offers(
     most: int = MOST_TAIL,
     skip: int = 0,
     block: int = 1,
+    published_s: Sequence[float] = (),
 ) -> list[TailOffer]:
     """Return the ways to divide a prefix, from no tail to the longest; of joined passages the first alone.
 
@@ -88,6 +91,7 @@ def tail_offers(
         most: tokens of a tail at most, as far as the engine's step allows.
         skip: leading groups of tokens that need not be fetched.
         block: the engine takes whole blocks of this many tokens.
+        published_s: when each group of tokens should be published; empty: all are.
 
     Raises:
         UsageError: a number of tokens is negative or absurd, or everything is skipped.
@@ -113,7 +117,7 @@ def tail_offers(
         if cost is not None and tokens:
             alone_s = cost.seconds(first + catalog.tokens, following)
             engine_s = max(0.0, cost.seconds(first + end, tokens + following) - alone_s)
-        offers.append(TailOffer(fetched, tokens, engine_s))
+        offers.append(TailOffer(fetched, tokens, engine_s, published_s[kept - 1] if published_s else 0.0))
     return offers
 
 

@@ -128,24 +128,23 @@ class Play:
             catalog = shortened(catalog, self.cost, link, left_s, skip=skip, behind=behind, block=block)
             if catalog.first_token + catalog.tokens < end:
                 cut = "the rest is sooner computed than fetched"
-        growing: GrowingCatalog | None = None
-        tail, tail_s = 0, 0.0
+        behind = end - catalog.first_token - catalog.tokens + (behind or 0) + self.options.question_tokens
+        published_s = () if found.live is None else found.live.seconds
+        offer = await self._tail(catalog, published_s, link.rate, left_s, skip=skip, behind=behind, block=block)
+        wanted, growing = offer.catalog, None
+        if offer.tokens and cut is None:
+            cut = f"the last {counted(offer.tokens, 'token')} are computed with the question"
         if found.live is not None:
-            wanted = catalog.suffix(skip)
             growing = GrowingCatalog(found.live, wanted, most_frame_bytes(wanted.spec))
             wanted = growing.catalog
-        else:
-            behind = end - catalog.first_token - catalog.tokens + (behind or 0) + self.options.question_tokens
-            offer = await self._tail(catalog, link.rate, left_s, skip, behind, block)
-            wanted, tail, tail_s = offer.catalog, offer.tokens, offer.engine_s
-            if tail and cut is None:
-                cut = f"the last {counted(tail, 'token')} are computed with the question"
         for asset in catalog.sources or (catalog,):
             for name, digests in asset.known_digests() if growing is None else growing.known.items():
                 self.connection.identify(asset.namespace, name, digests)
         ladder = await self._in_time(partial(_ladder, wanted))
         left_out = end - wanted.first_token - wanted.tokens
-        return Prepared(ladder, profile, found.sha256, found.limited_by, left_out, cut, tail, tail_s, growing)
+        return Prepared(
+            ladder, profile, found.sha256, found.limited_by, left_out, cut, offer.tokens, offer.engine_s, growing
+        )
 
     async def _in_time(self, read: Callable[[], T]) -> T:
         """Return what comes of reading a catalog, which may take a while; a `PlayError` says that it took too long."""
@@ -158,14 +157,31 @@ class Play:
             raise PlayError(f"no cache after {self.clock.now():.2g} s: {late}") from error
 
     async def _tail(
-        self, catalog: Catalog, rate: float, left_s: float, skip: int, behind: int, block: int
+        self,
+        catalog: Catalog,
+        published_s: Sequence[float],
+        rate: float,
+        left_s: float,
+        *,
+        skip: int,
+        behind: int,
+        block: int,
     ) -> TailOffer:
         """Return how much of what was found is fetched, and how much the engine computes with what is ``behind`` it."""
         options, most = self.options, self.options.tail
         if most is None:
             most = 0 if self.cost is None else MOST_TAIL
         offers = await self._in_time(
-            partial(tail_offers, catalog, self.cost, following=behind, most=most, skip=skip, block=block)
+            partial(
+                tail_offers,
+                catalog,
+                self.cost,
+                following=behind,
+                most=most,
+                skip=skip,
+                block=block,
+                published_s=published_s,
+            )
         )
         return choose_tail(
             options.policy,

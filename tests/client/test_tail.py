@@ -8,6 +8,7 @@ from kvabr import AsyncClient, PlayOptions
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.events import PlayStarted
+from tests.client import live
 from tests.client.test_play import TOKENS, play
 from tests.client.virtual import virtual
 from tests.toymodel import ToyModel
@@ -73,6 +74,17 @@ async def test_the_engines_time_for_the_tail_is_set_aside(origin):
     assert found.tail > 0
     assert found.met
     assert found.ttft_s <= 2.0 - 0.02 * (found.tail + 3)
+
+
+@virtual
+async def test_of_a_cache_that_is_being_prefilled_the_last_groups_are_not_waited_for(producer, asset):
+    how = {"policy": "anytime", "prefill_cost": FAST, "engine": ToyModel(), "question_tokens": 4, "time_price": 0.1}
+    async with live.origin(producer) as link, live.working(producer, 1.0):
+        found = await live.play(link, tail=40, **how)
+    assert found.tail == 32
+    assert found.tokens == 160 - 32
+    assert 8.0 <= found.ttft_s < 8.5  # the eighth of ten groups, one a second
+    assert live.right(found, asset)
 
 
 @pytest.mark.parametrize("bad", [{"tail": -1}, {"question_tokens": -1}, {"tail": 1 << 40}, {"tail": 1.5}])
