@@ -123,7 +123,7 @@ def test_it_needs_no_model_and_no_asset(capsys):
         (["--deadline", "-1"], 2, "deadline"),
         (["--load", "0"], 2, "the load is 0.0"),
         (["--time-price", "-0.1"], 2, "the price of time is -0.1"),
-        (["--time-price", "nan"], 2, "the price of time is nan"),
+        (["--time-price", "-1"], 2, "the price of time is -1"),
         (["--rtt", "-5"], 2, "round trip"),
         (["--starts", "0"], 2, "starts"),
         (["--prefill-rate", "0"], 2, "prefill rate"),

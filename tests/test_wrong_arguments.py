@@ -39,7 +39,7 @@ from tests.client.playing import connection
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 WRONG = (
-    None, 5, -1, 1 << 2000, math.nan, math.inf, True, 1j, "x", "", b"x", [], ["x"], [None], [-1], (), {},
+    None, 5, -1, 1 << 2000, math.nan, math.inf, True, 1j, "x", "", "\0", b"x", [], ["x"], [None], [-1], (), {},
     {"tokens": [1]}, object(), int, lambda: None, torch.zeros(2, 2), torch.zeros(3), range(0),
 )  # fmt: skip
 COST = kvabr.PrefillCost(0.001, 0.001)

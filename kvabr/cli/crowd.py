@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from kvabr.abr.policies import DEFAULT
 from kvabr.cli.options import check_writable, seconds
 from kvabr.types.errors import UsageError
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kvabr.types.catalog import Catalog
 
 SCHEMA = "kvabr.crowd/1"
+_MOST_SAMPLE = 100_000
 _EPILOG = """\
 examples:
   kvabr crowd                                             a million players of an 8B model's 8,064 tokens in a minute
@@ -55,7 +57,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--access", type=float, default=1000.0, metavar="MBPS", help="each player's own link, Mbit/s (default: 1000)"
     )
     crowd.add_argument("--rtt", type=float, default=20.0, metavar="MS", help="round trip to the edge (default: 20)")
-    crowd.add_argument("-p", "--policy", metavar="NAME", help="the players' policy (default: the default policy)")
+    crowd.add_argument(
+        "-p", "--policy", default=DEFAULT, metavar="NAME", help=f"the players' policy (default: {DEFAULT})"
+    )
     crowd.add_argument(
         "--decoders", type=int, default=8, metavar="N", help="threads of a player that decode (default: 8)"
     )
@@ -92,21 +96,21 @@ def run(args: argparse.Namespace) -> int:
     """Simulate, and print the tables."""
     from rich.console import Console
 
-    from kvabr.abr.policies import DEFAULT
     from kvabr.cli.display import output, say, waiting, write_json
     from kvabr.cli.display import table as as_table
     from kvabr.lab.crowd import Crowd, PlayTable, drawn, fewest, flow, loads, without_caches
 
     check_writable(args.json)
-    if args.sample < 0:
-        raise UsageError(f"--sample {args.sample}: give 0 or more players")
+    if not 0 <= args.sample <= _MOST_SAMPLE:
+        raise UsageError(f"--sample {args.sample}: give 0 to {_MOST_SAMPLE:,} players")
     if not 1 <= args.decoders <= 4096:
         raise UsageError(f"--decoders {args.decoders}: give 1 to 4096")
+    _check_tree(args)
     catalog, scale = _asset(args)
     crowd = Crowd(args.players, args.within, args.access * 125_000, args.deadline, args.rtt / 1000)
     progress = Console(stderr=True)
     with waiting("playing the asset at constant rates", progress):
-        table = PlayTable(catalog, crowd, scale=scale, policy=args.policy or DEFAULT, decoders=args.decoders)
+        table = PlayTable(catalog, crowd, scale=scale, policy=args.policy, decoders=args.decoders)
     tree = _tree(args, table.group_bytes)
     with waiting("looking for the fewest edges", progress):
         base = fewest(table, tree)
@@ -162,14 +166,15 @@ def _asset(args: argparse.Namespace) -> tuple[Catalog, float]:
 
     catalog = default_catalog() if args.asset is None else open_catalog(args.asset)[0]
     own = catalog.fp16_bytes / catalog.tokens
-    wanted = args.kv_bytes or (131_072.0 if args.asset is None else own)
+    usual = 131_072.0 if args.asset is None else own
+    wanted = usual if args.kv_bytes is None else args.kv_bytes
     if not 1 <= wanted <= 1e9:
         raise UsageError(f"--kv-bytes {wanted:g}: give 1 to 1e9 bytes")
     return catalog, wanted / own
 
 
-def _tree(args: argparse.Namespace, group_bytes: float) -> Tree:
-    from kvabr.lab.crowd import MACHINES, Store, Tree
+def _check_tree(args: argparse.Namespace) -> None:
+    from kvabr.lab.crowd import MACHINES
     from kvabr.types.errors import did_you_mean
 
     for kind in (args.edge, args.middle):
@@ -181,9 +186,14 @@ def _tree(args: argparse.Namespace, group_bytes: float) -> Tree:
         raise UsageError("--edges: give 1 or more")
     if args.store_gbit <= 0 or args.store_gets <= 0:
         raise UsageError("--store-gbit and --store-gets: give more than 0")
-    middle = None if args.middle is None else MACHINES[args.middle].serving(group_bytes)
-    if middle is not None and args.middles < 1:
+    if args.middle is not None and args.middles < 1:
         raise UsageError("--middles N says how many caches of --middle there are")
+
+
+def _tree(args: argparse.Namespace, group_bytes: float) -> Tree:
+    from kvabr.lab.crowd import MACHINES, Store, Tree
+
+    middle = None if args.middle is None else MACHINES[args.middle].serving(group_bytes)
     return Tree(
         edge=MACHINES[args.edge].serving(group_bytes),
         edges=1,

@@ -121,7 +121,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         raise SystemExit(2)
     name, *rest = words
     if name in COMMANDS:
-        return _over_config(name, rest)
+        args = _over_config(name, rest)
+        for option, value in vars(args).items():
+            if any("\0" in str(one) for one in (value if isinstance(value, list) else [value])):
+                raise UsageError(f"{option.replace('_', '-')}: has a NUL character, which no name or path may have")
+        return args
     top = _top_parser()
     if not name.startswith("-"):
         top.error(f"no command {name!r}{did_you_mean(name, COMMANDS)}; `kvabr --help` lists the commands")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import ipaddress
+import math
 import os
 import re
 import socket
@@ -41,6 +42,13 @@ class CommandParser(argparse.ArgumentParser):
             message = f"no option {option}{did_you_mean(option, shown)}"
         message = _NOT_A_NUMBER.sub(lambda found: f"{found[1]} {found[3]}: must be a {_NUMBERS[found[2]]}", message)
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; `{self.prog} --help` lists the options\n")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Convert a word as its option says; no option takes a number that is none (NaN)."""
+        value: object = super()._get_value(action, arg_string)
+        if isinstance(value, float) and math.isnan(value):
+            raise argparse.ArgumentError(action, f"{arg_string}: must be a number")
+        return value
 
 
 class _OldName(argparse.Action):

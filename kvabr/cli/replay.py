@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -348,12 +349,18 @@ def _producer(args: argparse.Namespace) -> Producer | None:
     return Producer(args.producer)
 
 
+def _queue_bytes(args: argparse.Namespace) -> int | None:
+    if args.queue is not None and not math.isfinite(args.queue):
+        raise UsageError(f"--queue {args.queue:g}: must be a number of kB")
+    return None if args.queue is None else int(1000 * args.queue)
+
+
 def _sharing(args: argparse.Namespace) -> Sharing | None:
     if args.live or not (args.rivals or args.one_connection or args.codel or args.queue is not None):
         return None
     from kvabr.replay.sharing import Sharing
 
-    queue_bytes = None if args.queue is None else int(1000 * args.queue)
+    queue_bytes = _queue_bytes(args)
     return Sharing(args.rivals, queue_bytes, args.codel, args.one_connection)
 
 
@@ -411,7 +418,7 @@ def _replay_live(args: argparse.Namespace, matrix: Matrix, asset: Asset, on_prog
     options = LiveOptions(
         quic=args.quic or "aioquic",
         loss=(args.loss or 0.0) / 100.0,
-        queue_bytes=None if args.queue is None else int(1000 * args.queue),
+        queue_bytes=_queue_bytes(args),
         cold=args.cold,
         warm=args.no_slow_start,
         seed=args.seed,

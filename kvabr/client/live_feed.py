@@ -217,7 +217,7 @@ class LiveFeed:
         left_out = [
             key for group in new for track in self._catalog.by_name if (key := (group, track)) in growing.left_out
         ]
-        listener.published(growing.edge, EdgeChanges(left_out, added, dict(growing.coming), pushed))
+        listener.published(growing.edge, EdgeChanges(left_out, added, growing.coming_changed(), pushed))
         for group in [group for group in self._ahead if group < growing.edge]:
             self._ahead.pop(group).cancel()  # the play does not want it
         if growing.settled or (growing.complete and end is not None):

@@ -256,7 +256,7 @@ def save(played: Played, path: str | os.PathLike[str]) -> None:
         tensors = {f"kv.{name}": kv.contiguous() for name, kv in zip(played.spec.names, played.parts, strict=True)}
     if len(played.parts) > 1 or played.spec.only.kind not in ("full", "latent"):
         facts["first"] = [span.first for span in played.spans]
-    path = Path(path).resolve()
+    path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise AssetError(f"{path}: is not an ordinary file; name another")
     try:

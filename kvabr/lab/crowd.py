@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvabr.abr.policies import DEFAULT
-from kvabr.replay.experiment import Experiment, ReplayOptions
+from kvabr.replay.experiment import MOST_DEADLINE_S, Experiment, ReplayOptions, check_rtt
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import UsageError
@@ -36,6 +36,10 @@ _SLICE_BYTES = 1 << 20
 """Bytes that a cache fetches and keeps in one piece."""
 _STEPS = 50
 """Steps of the flow in one deadline."""
+_MOST_DEADLINES = 100_000
+"""Longest time in which players come, in deadlines."""
+_MOST_ACCESS = 1.25e12
+"""Fastest link of a player, bytes per second."""
 _RATES = 20
 """Constant rates in the table of plays."""
 
@@ -121,9 +125,12 @@ class Crowd:
     def __post_init__(self) -> None:
         if not 1 <= self.players <= 10**9:
             raise UsageError(f"{self.players} players: give 1 to a thousand million")
-        for name, value in (("within", self.within_s), ("access", self.access), ("deadline", self.deadline_s)):
-            if not 0 < value < math.inf:
-                raise UsageError(f"{name} of {value:g}: must be a positive number")
+        check_rtt(self.rtt_s)
+        most = {"deadline": MOST_DEADLINE_S, "within": _MOST_DEADLINES * self.deadline_s, "access": _MOST_ACCESS}
+        for name, limit in most.items():
+            value = getattr(self, name if name == "access" else f"{name}_s")
+            if not 0 < value <= limit:
+                raise UsageError(f"{name} of {value:g}: must be a positive number, at most {limit:g}")
 
     @property
     def rate(self) -> float:

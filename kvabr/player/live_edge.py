@@ -23,9 +23,8 @@ class EdgeChanges:
     """Of the new groups, those and their tracks that do not exist, or not yet."""
     added: Collection[tuple[int, str]] = ()
     """Groups and tracks that exist now and did not before, although the group did."""
-    coming: Mapping[int, float] = field(default_factory=dict)
-    """All groups of which further tracks are still to follow, and the seconds after their last news at which they
-    should."""
+    coming: Mapping[int, float | None] = field(default_factory=dict)
+    """Groups with news of further tracks: in how many seconds these should follow; None: none follow any more."""
     pushed: Container[int] | None = None
     """The groups whose base was asked for before they were published; None: all."""
 
@@ -61,13 +60,13 @@ class LiveEdge:
             self._first_s, self._firsts = now, edge
         self.edge, self._last_s = edge, now
 
-    def expect(self, coming: Mapping[int, float], now: float) -> None:
-        """Note of which groups further tracks are to follow, and in how many seconds from their news."""
-        before = self.coming
-        self.coming = {
-            group: before[group] if group in before and before[group][1] == rest_s else (now + rest_s, rest_s)
-            for group, rest_s in coming.items()
-        }
+    def expect(self, coming: Mapping[int, float | None], now: float) -> None:
+        """Note news of which groups further tracks are to follow, and in how many seconds; see `EdgeChanges.coming`."""
+        for group, rest_s in coming.items():
+            if rest_s is None:
+                self.coming.pop(group, None)
+            elif group not in self.coming or self.coming[group][1] != rest_s:
+                self.coming[group] = now + rest_s, rest_s
 
     def rest_s(self, group: int, now: float) -> float | None:
         """Return the seconds until further tracks of a group should follow; None if they are not to be waited for.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import ParamSpec
 
@@ -73,8 +73,6 @@ class PlayState:
     """When to consider again whether layers that are to follow are worth the wait."""
     _looked_for = 0
     """For how many more events what was found then holds, see `View.keeps`."""
-    _looked_at: Mapping[int, object] | None = None
-    """The groups of which it was found."""
     _more_s = math.inf
     """When the policy was not asked for all that it wants; infinite if it was."""
 
@@ -207,10 +205,10 @@ class PlayState:
         if live is None or not live.coming:
             self._look_s = math.inf
             return False
-        if self._looked_for > 0 and self._looked_at is live.coming and now < self._look_s:
+        if self._looked_for > 0 and now < self._look_s:
             self._looked_for -= 1
             return self._look_s < math.inf
-        self._looked_for, self._looked_at, self._look_s = view.keeps, live.coming, math.inf
+        self._looked_for, self._look_s = view.keeps, math.inf
         for group in live.coming:
             current, rest_s = view.track_of[group], live.rest_s(group, now)
             if rest_s is None or current is None or current == RECOMPUTED:

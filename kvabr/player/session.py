@@ -83,7 +83,7 @@ class Session(PlayState):
         if self.over or live is None:
             return
         new = range(live.edge, max(live.edge, min(edge, view.groups)))
-        if not new and not changes.added and changes.coming.keys() == live.coming.keys():
+        if not new and not changes.added and not changes.coming:
             return
         live.expect(changes.coming, now)
         self._retries.unavailable.update(changes.left_out)

@@ -42,7 +42,8 @@ class UpgradeSession(Session):
         self._horizon_s, self._until_s, self._rate = view.deadline_s, goal.until_s, goal.rate
         self._wanted_s = self._moved_s = 0.0
         """When the policy last wanted something, and when nothing but decoded groups was last waited for."""
-        self._least = [min(track.loss[group] for track in view.catalog.tracks) for group in range(view.groups)]
+        self._best = 0
+        """The groups before this one cannot be improved."""
         view.time_price = 0.0  # the first token is out
         self._absent, view.missing_groups = GroupSet(view.groups, ()), GroupSet(view.groups, ())
         self._in_place = view.groups
@@ -97,9 +98,15 @@ class UpgradeSession(Session):
         return len(self._decoding) + len(self._undecoded) < _MOST_WAITING and super()._has_room()
 
     def _done(self) -> bool:
-        """Return whether no group can be improved."""
-        losses = (
-            0.0 if record.track in (None, RECOMPUTED) else self._catalog.by_name[record.track].loss[record.group]
-            for record in self.record.groups
-        )
-        return all(loss <= least or math.isclose(loss, least) for loss, least in zip(losses, self._least, strict=True))
+        """Return whether no group can be improved; what was found of the first ones stays so."""
+        while self._best < self.view.groups and self._is_best(self._best):
+            self._best += 1
+        return self._best == self.view.groups
+
+    def _is_best(self, group: int) -> bool:
+        held = self.record.groups[group].track
+        if held in (None, RECOMPUTED):
+            return True
+        loss = self._catalog.by_name[held].loss[group]
+        least = min(track.loss[group] for track in self._catalog.tracks)
+        return loss <= least or math.isclose(loss, least)

@@ -56,7 +56,7 @@ def parse_url(url: str) -> tuple[str, int, str]:
 
 def asset_of(url: str) -> TrackNamespace | None:
     """Return the asset that a URL's fragment names, ``#kvcache:<model>/<prompt digest>``; None without a fragment."""
-    fragment = urlsplit(url).fragment
+    _, _, fragment = url.partition("#")
     if not fragment:
         return None
     kind, colon, name = fragment.partition(":")

@@ -46,9 +46,17 @@ if TYPE_CHECKING:
 
 DEFAULT_RTT_S = 0.04
 """Round trip, seconds, if neither the user nor the trace gives one."""
+MOST_DEADLINE_S, MOST_RTT_S = 86_400.0, 3600.0
+"""Longest deadline and round trip, seconds: a simulation looks at every part of a play."""
 _LEAST_SHARE, _LEAST_S = 0.1, 1e-3
 """Least share of the deadline that a play gets, however long the lookup took, as far as its patience allows; and the
 least seconds."""
+
+
+def check_rtt(rtt_s: float) -> None:
+    """Raise `UsageError` unless a round trip, in seconds, can be simulated."""
+    if not 0 <= rtt_s <= MOST_RTT_S:
+        raise UsageError(f"the round trip is {rtt_s:g} s; it must be zero or more seconds, an hour at most")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +100,12 @@ class ReplayOptions:
     """Tokens of the cache at its end that it may compute with them, if there are any; see `kvabr.abr.tail`."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.deadline_s < math.inf:
-            raise UsageError(f"the deadline is {self.deadline_s} s; it must be a positive number of seconds")
+        if not 0 < self.deadline_s <= MOST_DEADLINE_S:
+            raise UsageError(f"the deadline is {self.deadline_s:g} s; it must be positive, and a day at most")
         if self.scale_to_mean is not None and not 0 < self.scale_to_mean < math.inf:
             raise UsageError(f"the load is {self.scale_to_mean}; it must be a positive fraction of the FP16 cache")
-        if self.rtt_s is not None and not 0 <= self.rtt_s < math.inf:
-            raise UsageError(f"the round trip is {self.rtt_s} s; it must be zero or more seconds")
+        if self.rtt_s is not None:
+            check_rtt(self.rtt_s)
         if not 0 <= self.decode_scale < math.inf:
             raise UsageError(f"decode-scale is {self.decode_scale}; it must be a finite number, zero or more")
         if not 0 <= self.decode_latency_s < math.inf or (self.decode_latency_s and self.decoders > 1):

@@ -25,6 +25,8 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.errors import UsageError
 
 SCHEMA = "kvabr.replay/1"
+MOST_STARTS = 100_000
+"""Most start points per trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,8 @@ class Matrix:
             raise UsageError("no traces to play over")
         if self.timelines < -1:
             raise UsageError(f"{self.timelines} timelines; give a number from 0, or -1 for all")
-        if self.starts < 1:
-            raise UsageError(f"{self.starts} starts; at least one is needed")
+        if not 1 <= self.starts <= MOST_STARTS:
+            raise UsageError(f"{self.starts:,} starts of each trace; give 1 to {MOST_STARTS:,}")
         for policy in self.policies:
             load_policy(policy)()  # find a bad name or file now, not after hours of work
         if self.options.estimator is not None:

@@ -14,7 +14,7 @@ from typing import Protocol
 from kvabr.codec.container import ObjectSpan, object_spans, slices
 from kvabr.server.grants import Grant
 from kvabr.store.asset import Asset, FrameReader
-from kvabr.types.digests import digest_of
+from kvabr.types.digests import digest_of, has_digest
 from kvabr.types.errors import AssetError, TransportError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
@@ -100,11 +100,12 @@ class LoadingGroup(ArrivingGroup):
 
     def __init__(self, level: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
         """Start to read; see `Publication.open`."""
+        again = level.asked(group)
         self.objects, self.size, self.digest = level.objects(group), level.size(group), level.digest(group)
         self.memory = self.size
         self._frame: FrameReader | None = None
         self._error: AssetError | None = None
-        self._task = asyncio.get_running_loop().create_task(self._load(level, group, on_more))
+        self._task = asyncio.get_running_loop().create_task(self._load(level, group, on_more, again=again))
 
     @property
     def available(self) -> int:
@@ -122,9 +123,9 @@ class LoadingGroup(ArrivingGroup):
         """See `ArrivingGroup.close`; a thread that reads already finishes."""
         self._task.cancel()
 
-    async def _load(self, level: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
+    async def _load(self, level: LevelPublication, group: int, on_more: Callable[[], None], *, again: bool) -> None:
         try:
-            self._frame = await asyncio.to_thread(level.frame, group)
+            self._frame = await asyncio.to_thread(level.load, group, again=again)
         except AssetError as error:
             self._error = error
         on_more()
@@ -192,17 +193,18 @@ class CatalogLevel(Publication):
 class LevelPublication(CatalogLevel):
     """One compression level of one version of an asset in a store."""
 
-    def __init__(self, asset: Asset, track: str, again: Callable[[Asset, int, str], object] = lambda *_: None) -> None:
+    def __init__(self, asset: Asset, track: str, doubt: Callable[[Asset, int, str], object] = lambda *_: None) -> None:
         """Serve ``track`` of ``asset``; `FormatError` if the asset has no such track.
 
-        ``again`` is called once for each group that is asked for a second time and is not far to fetch.
+        ``doubt`` is called, in any thread, once for each group that is asked for a second time; of one that is far to
+        fetch only if what came is not what the catalog says.
         """
         self.asset, self._track = asset, asset.catalog.published_track(track)
         self.dear = not asset.local
         super().__init__(asset.catalog.spec, asset.catalog.tokens, track, self._track.bytes)
-        self._again = again
+        self._doubt = doubt
         self._asked = bytearray(self.groups)
-        """How often each group was asked for, up to two times."""
+        """How often each group was asked for, up to three times."""
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
         """See `Publication.open`; only stores that are not local need threads."""
@@ -210,11 +212,26 @@ class LevelPublication(CatalogLevel):
         objects = self.objects(group)
         if self.dear:
             return LoadingGroup(self, group, on_more)
-        if self._asked[group] < 2:
-            self._asked[group] += 1
-            if self._asked[group] == 2:
-                self._again(self.asset, group, self.name)
+        if self.asked(group):
+            self._doubt(self.asset, group, self.name)
         return OpenedGroup(self.frame(group), objects, self.digest(group))
+
+    def asked(self, group: int) -> bool:
+        """Note that a group is asked for; return whether it is the second time."""
+        self._asked[group] = min(3, self._asked[group] + 1)
+        return self._asked[group] == 2
+
+    def load(self, group: int, *, again: bool) -> FrameReader:
+        """Fetch the frame of a group, and look at its bytes if it is asked for ``again``; raises as `open`."""
+        try:
+            frame = self.frame(group)
+        except AssetError:
+            if again:
+                self._doubt(self.asset, group, self.name)
+            raise
+        if again and not has_digest(self.digest(group), frame.read(0, frame.size)):
+            self._doubt(self.asset, group, self.name)
+        return frame
 
     def frame(self, group: int) -> FrameReader:
         """Open the frame of a group that exists; raises as `open`."""

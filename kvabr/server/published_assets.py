@@ -22,7 +22,7 @@ from kvabr.store.asset_index import AssetIndex, AssetView
 from kvabr.store.locations import Location, open_store
 from kvabr.store.lru import ByteLru
 from kvabr.store.tiers import TieredAsset, TieredAssetStore
-from kvabr.types.errors import AssetError, FormatError, RequestError
+from kvabr.types.errors import AssetError, FormatError, NotFoundError, RequestError, TransportError
 from kvabr.types.naming import (
     CATALOG_TRACK,
     CHANGES_TRACK,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _MOST_LOOKS = 4096
 """Most groups that wait to be looked at."""
 _LOOK_S = 0.2
-"""Processor time of one look at groups that were asked for twice; it ends with the group in hand."""
+"""Processor time of one look at groups that are doubted; it ends with the group in hand."""
 MAX_CACHED_BYTES = 256 << 20
 """Bytes of catalogs and profiles that are kept in memory; others are read when they are asked for."""
 
@@ -73,7 +73,7 @@ class PublishedAssets:
         """What was taken back, by the digest of a grant's token."""
         self._listeners: list[Callable[[], None]] = []
         self._levels: dict[Asset, dict[str, LevelPublication]] = {}
-        self._asked_again: deque[tuple[Asset, int, str]] = deque(maxlen=_MOST_LOOKS)
+        self._doubted: deque[tuple[Asset, int, str]] = deque(maxlen=_MOST_LOOKS)
         """Groups that `look_at_bytes` has not looked at yet: players ask again for what came damaged."""
         self._flipped: set[Asset] = set()
         """Assets of which a group has other bytes than its catalog says."""
@@ -141,13 +141,15 @@ class PublishedAssets:
             return self._index.refresh()
 
     def look_at_bytes(self) -> None:
-        """Read some of the groups that were asked for twice, and name those that are damaged; each is read once."""
+        """Read some of the groups that are doubted, and name those that are damaged; each is read once."""
         until_s = time.thread_time() + _LOOK_S
-        while self._asked_again and time.thread_time() < until_s:
-            asset, group, track = self._asked_again.popleft()
+        while self._doubted and time.thread_time() < until_s:
+            asset, group, track = self._doubted.popleft()
             try:
                 asset.frame(group, track)
             except (AssetError, FormatError) as error:
+                if isinstance(error.__cause__, TransportError) and not isinstance(error.__cause__, NotFoundError):
+                    break  # the store does not answer: that says nothing of the group
                 if asset.is_current():
                     self._flipped.add(asset)
                     where = {"asset": asset.name, "group": group, "track": track}
@@ -271,7 +273,7 @@ class PublishedAssets:
         known = self._levels
         self._levels = {
             asset: known.get(asset)
-            or {name: LevelPublication(asset, name, self._ask_again) for name in asset.catalog.published}
+            or {name: LevelPublication(asset, name, self._doubt) for name in asset.catalog.published}
             for asset in assets
         }
         self._flipped.intersection_update(assets)
@@ -311,8 +313,8 @@ class PublishedAssets:
             for sha256 in [sha256 for sha256 in self._cached if sha256 not in named]:
                 del self._cached[sha256]
 
-    def _ask_again(self, asset: Asset, group: int, track: str) -> None:
-        self._asked_again.append((asset, group, track))
+    def _doubt(self, asset: Asset, group: int, track: str) -> None:
+        self._doubted.append((asset, group, track))
 
     def _look_at_grants(self) -> None:
         with self._lock:

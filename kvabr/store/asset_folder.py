@@ -354,6 +354,8 @@ class FolderAssetWriter:
         self._begun_s = computed_s
         """When the cache was computed: at the latest when writing began, by the file system's clock."""
         self._mode, self._folder_mode = PRIVATE, PRIVATE_FOLDER
+        if not path.name:
+            raise UsageError(f"{path}: an asset takes the place of its folder; name one in it, such as {path / 'NAME'}")
         if path.is_symlink() or (path.exists() and not _is_asset(path) and not _is_empty(path)):
             raise AssetError(f"{path}: exists and is not an asset of kvabr; it is left alone, choose another path")
         if _is_asset(path) and not force:

@@ -156,7 +156,7 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
     """
     partial: Path | None = None
     try:
-        path = path.resolve()
+        path = Path(os.path.realpath(path))  # not `resolve`, which raises for a link to itself
         # Opened with its final mode: the kernel applies the umask, which no thread can read without changing it.
         partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -6,6 +6,7 @@ serves. The application chooses the exporter; kvabr needs only the package ``ope
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -15,6 +16,9 @@ from kvabr.types.errors import UsageError
 
 _MOST_SPANS = 2000
 """Child spans of one play; more are counted in ``kvabr.spans_left_out``."""
+_MOST_EVENTS = 100
+"""Events of a kind on the span of a play: of a live cache each group has one. More are counted in
+``kvabr.events_left_out``."""
 _STARTED = ("policy", "estimator", "deadline_s", "engine_mode", "groups", "fp16_bytes", "asset", "rtt_s")
 _REQUESTED = ("group", "track", "bytes")
 _DECIDED = ("kind", "reason", "rate", "lower", "slack_s")
@@ -55,7 +59,8 @@ class _Spans:
         self._below: Any = None
         self._open: dict[Key, Any] = {}
         self._made = 0
-        self._left_out = 0
+        self._left_out = self._unsaid = 0
+        self._said: Counter[str] = Counter()
         self._decision: events.DecisionMade | None = None
 
     def hear(self, now: int, event: events.PlayEvent) -> None:
@@ -95,10 +100,18 @@ class _Spans:
             case events.PlayEnded():
                 self._over(now, event)
             case _:
-                fields = tuple(key for key in event.to_json() if key not in {"t", "event"})
-                self._root.add_event(f"kvabr.{event.name}", _named(event, fields), timestamp=now)
+                self._say(now, event)
                 if isinstance(event, events.LookupFailed):
                     self._end(_LOOKUP, now, error=event.reason)
+
+    def _say(self, now: int, event: events.PlayEvent) -> None:
+        """Note an event on the span of the play."""
+        self._said[event.name] += 1
+        if self._said[event.name] > _MOST_EVENTS:
+            self._unsaid += 1
+            return
+        fields = tuple(key for key in event.to_json() if key not in {"t", "event"})
+        self._root.add_event(f"kvabr.{event.name}", _named(event, fields), timestamp=now)
 
     def _engine(self, now: int, event: events.RecomputeEvent) -> None:
         if isinstance(event, events.RecomputeStarted):
@@ -152,6 +165,8 @@ class _Spans:
             self._end(key, now, {"kvabr.outcome": "unfinished"})
         if self._left_out:
             self._root.set_attribute("kvabr.spans_left_out", self._left_out)
+        if self._unsaid:
+            self._root.set_attribute("kvabr.events_left_out", self._unsaid)
         if event.error is not None:
             self._root.set_status(self._trace.StatusCode.ERROR, f"{event.error}: {event.reason}")
         self._root.end(end_time=now)

@@ -48,8 +48,8 @@ _WORDS: dict[object, str] = {
 def checked(call: Callable[P, R]) -> Callable[P, R]:
     """Return a function, coroutine function or method that checks the types of its arguments before anything else.
 
-    Numbers that are none (NaN) are refused as well, and True is no number. Of a sequence of whole numbers the elements
-    are not looked at.
+    Numbers that are none (NaN) and texts with a NUL character are refused as well, and True is no number. Of a sequence
+    of whole numbers the elements are not looked at.
     """
     name = call.__qualname__.removesuffix(".__init__")
     signature = inspect.signature(call)
@@ -97,6 +97,8 @@ def check_type(what: str, value: object, hint: Any) -> None:
         kind = "" if value is None else f", of the type {type(value).__name__}"
         if isinstance(value, float) and math.isnan(value):
             raise UsageError(f"{what} is nan; it must be {_named(hint)}")
+        if isinstance(value, str | os.PathLike) and "\0" in str(value):
+            raise UsageError(f"{what} has a NUL character, which no name or path may have")
         shown = "a secret" if what.endswith(_SECRETS) else " ".join(repr(value).split())
         shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]} ..."
         at = "; a prompt.json has them as `tokens`" if isinstance(value, Mapping) and "tokens" in value else ""
@@ -138,7 +140,8 @@ def _test(hint: Any) -> _Test:
         return _is_sequence if parts in ((), (int,)) else partial(_is_sequence_of, _test(parts[0]))
     if getattr(kind, "_is_protocol", False):
         return partial(_has, _members(kind))
-    own: dict[object, _Test] = {float: _is_number, int: _is_whole, Callable: callable}
+    own: dict[object, _Test] = {float: _is_number, int: _is_whole, str: _is_text, os.PathLike: _is_path}
+    own[Callable] = callable
     return own.get(kind) or ((lambda value: isinstance(value, kind)) if isinstance(kind, type) else lambda _: True)
 
 
@@ -146,6 +149,14 @@ def _is_number(value: Any) -> bool:
     if type(value) is float:
         return value == value  # noqa: PLR0124  # NaN is not
     return isinstance(value, SupportsFloat) and not isinstance(value, bool) and _is_read_by(float, value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and "\0" not in value
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, os.PathLike) and "\0" not in str(value)
 
 
 def _is_whole(value: Any) -> bool:

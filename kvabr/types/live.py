@@ -346,6 +346,8 @@ class GrowingCatalog:
         """Groups (units) and tracks that are published, but not on that track, or not yet."""
         self.coming: dict[int, float] = {}
         """Groups (units) of which further tracks are to follow, and after how many seconds."""
+        self._changed: set[int] = set()
+        """Groups (units) of which that has changed."""
         self._begun: dict[int, range] = {}
         """By group of tokens, its units, as long as more of them is to follow."""
         self.known: dict[str, list[str]] = {}
@@ -400,15 +402,23 @@ class GrowingCatalog:
         if new:
             self.edge, self.chunks = units.stop, max(0, min(order.groups - catalog.offset, len(catalog.chunks)))
         self._begun.pop(news.group, None)
+        follow = news.group in order.coming
+        self._changed.update(units if follow else self.coming.keys() & units)
         for group in units:
             self.coming.pop(group, None)
-        if units and news.group in order.coming:
+        if units and follow:
             self._begun[news.group] = units
             self.coming.update(dict.fromkeys(units, news.rest_s or 0.0))
         return [] if new else taken
 
+    def coming_changed(self) -> dict[int, float | None]:
+        """Return what has changed of `coming` since this was last asked; None: nothing follows any more."""
+        changed, self._changed = self._changed, set()
+        return {group: self.coming.get(group) for group in changed}
+
     def end(self) -> None:
         """Take that nothing follows."""
+        self._changed.update(self.coming)
         self.coming.clear()
 
     def _publish(self, group: int, track: str, news: PublishedFrames) -> bool:

@@ -160,7 +160,7 @@ def test_layers_that_are_about_to_exist_are_waited_for_and_requested():
     play, now = at_the_last_base()
     assert not play.over
     assert play.view.arrived
-    play.published(4, now + 0.1, EdgeChanges(added=LAYERS))
+    play.published(4, now + 0.1, EdgeChanges(added=LAYERS, coming={3: None}))
     asked = of(play.actions(), FetchGroup)
     assert {one.group for one in asked} == {3}
     assert asked[0].track == "layer-1"
@@ -191,7 +191,7 @@ def test_what_failed_too_often_is_not_there_again_because_it_was_added():
     play, now = at_the_last_base()
     for _ in range(10):
         play._retries.failed(3, "layer-1", "reset", upgrade=True)
-    play.published(4, now + 0.1, EdgeChanges(added=LAYERS))
+    play.published(4, now + 0.1, EdgeChanges(added=LAYERS, coming={3: None}))
     assert (3, "layer-1") in play.view.unavailable
     assert "layer-1" not in [one.track for one in of(play.actions(), FetchGroup)]
 

@@ -3,21 +3,28 @@
 Work is counted in lines of Python, so what runs in C is not in it: finding the next byte of a set, or a sum of numbers.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from kvabr.abr import Ladder
+from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.plugins import policies
+from kvabr.client.live_feed import LiveFeed
 from kvabr.player.builder import new_estimator, new_session
 from kvabr.player.decode_rates import DecodeRates
-from kvabr.player.session_types import GroupRecord, GroupRecords, PlayerConfig
+from kvabr.player.live_edge import LiveEdge
+from kvabr.player.session_types import FetchGroup, GroupRecord, GroupRecords, PlayerConfig, UpgradeGoal
+from kvabr.player.upgrades import UpgradeSession
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
 from kvabr.replay.trace import Trace
 from kvabr.types.cost import PrefillCost
+from kvabr.types.live import UNKNOWN, GrowingCatalog, LiveCatalog, PublishedFrames
 from tests.catalogs import catalog
 from tests.counting import lines
+from tests.memory_transport import MemoryConnection
+from tests.player.sessions import bring, of
 
 DEADLINE_S = 4.0
 LINKS = {
@@ -94,6 +101,113 @@ def test_of_a_million_tokens(link):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_of_every_policy(policy, link):
     few, many = (per_group(groups, policy, **LINKS[link]) for groups in (64, 512))
+    assert many <= _MORE * few
+
+
+KEY = "0123456789abcdef"
+
+
+def live_catalog(groups):
+    offer = ladder(groups).catalog
+    tracks = tuple(replace(track, digests=(UNKNOWN,) * groups) for track in offer.tracks)
+    return LiveCatalog(replace(offer, tracks=tracks), tuple(group / groups for group in range(groups)), KEY)
+
+
+def tell(feed, listener, groups, names):
+    """Tell of tracks of groups, of which more are to follow."""
+    sizes = {name: ladder(feed.growing.catalog.groups).catalog.by_name[name].bytes for name in names}
+    for group in groups:
+        frames = {name: (sizes[name][group], "0" * 64) for name in names}
+        feed._take([PublishedFrames(KEY, group, 0.0, frames, 5.0)], listener)
+
+
+class LivePlay:
+    """A play of a cache whose layers are all published after the base of its last group; what it asks for comes."""
+
+    def __init__(self, groups):
+        live = live_catalog(groups)
+        self.groups, self.now = groups, 0.0
+        growing = GrowingCatalog(live, live.catalog)
+        self._feed = LiveFeed(MemoryConnection(None), growing, "base")
+        self._feed.holds = False
+        self.session = new_session(
+            Ladder(growing.catalog), 60.0, "anytime", new_estimator("anytime"), expected_s=growing.expected_s,
+            config=PlayerConfig(time_price=1e-9),
+        )  # fmt: skip
+        self.session.start()
+        for group in range(groups):
+            tell(self._feed, self, [group], ["base"])
+            for fetch in of(self.session.actions(), FetchGroup):
+                bring(self.session, fetch, self.now)
+
+    def published(self, edge, changes):
+        self.now += 1e-6
+        self.session.published(edge, self.now, changes)
+
+    def add_layers(self):
+        """Tell of the layers of all groups but the last, whose layers the play waits for; nothing of them comes."""
+        tell(self._feed, self, range(self.groups - 1), ["layer-1", "layer-2"])
+        assert not self.session.over
+
+
+def of_news(groups):
+    play = LivePlay(groups)
+    return lines(play.add_layers) / groups
+
+
+async def test_of_news_while_many_groups_wait_for_layers():
+    few, many = map(of_news, (64, 256))
+    assert many <= 2.0 * few  # a policy keeps what it has worked out only from 64 groups on
+
+
+class Heard:
+    """Notes what a live edge would be told."""
+
+    def __init__(self, groups):
+        self.edge = LiveEdge([group / groups for group in range(groups)])
+
+    def published(self, edge, changes):
+        self.edge.reach(edge, 1.0)
+        self.edge.expect(changes.coming, 1.0)
+
+
+def of_news_alone(groups):
+    live = live_catalog(groups)
+    feed, heard = LiveFeed(MemoryConnection(None), GrowingCatalog(live, live.catalog), "base"), Heard(groups)
+    feed.holds = False
+    tell(feed, heard, range(groups), ["base"])
+    counted = lines(lambda: tell(feed, heard, range(groups), ["layer-1", "layer-2"]))
+    assert len(heard.edge.coming) == groups
+    return counted / groups
+
+
+async def test_of_news_of_a_million_tokens():
+    few, some, many = map(of_news_alone, (64, 1024, 8192))
+    assert some <= _MORE * few
+    assert many <= _MORE * few
+
+
+class Waits(Policy):
+    """Wants nothing."""
+
+    def decide(self, view):
+        return Decision.wait("for better days")
+
+
+def idling(groups):
+    """Return the lines of each event of upgrades after which nothing can be improved but the last group."""
+    best = ladder(groups).catalog.tracks[0].name
+    goal = UpgradeGoal((*(best,) * (groups - 1), "base"), 60.0, 1e9)
+    session = UpgradeSession(ladder(groups), DEADLINE_S, Waits(), new_estimator("anytime"), goal=goal)
+    session.start()
+    counted = lines(lambda: [session.timer(1e-4 * number) for number in range(groups)]) / groups
+    assert not session.over
+    return counted
+
+
+def test_of_idle_upgrades():
+    few, some, many = map(idling, (64, 1024, 8192))
+    assert some <= _MORE * few
     assert many <= _MORE * few
 
 

@@ -118,7 +118,7 @@ def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
     assert own.profile_bytes < 100_000  # estimated from the asset, and part of it
     calibrate = ("calibrate", "--model", model, "--text", text, "--context-tokens", 200, "--stack-layers", 2)
     assert kvabr(*calibrate, "--kept", 8, 8, "--step-scale", 0.5, "--out", profile) == 0
-    for wrong in (("--step-scale", 0), ("--step-scale", "nan"), ("--sinks", 65), ("--kept", -8, 8)):
+    for wrong in (("--step-scale", 0), ("--step-scale", "inf"), ("--sinks", 65), ("--kept", -8, 8)):
         assert kvabr(*calibrate, *wrong, "--out", profile) == 2
     assert kvabr(*calibrate, "--out", tmp_path / "nowhere" / "profile") == 2  # not after minutes of work
     assert kvabr(*encode, "--profile", profile, "--force") == 0

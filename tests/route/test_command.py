@@ -95,7 +95,6 @@ def test_a_day_is_compared_and_drawn(capsys, tmp_path):
         (("--link", 10), 2, "give the length of the prompt with --tokens, or --day"),
         (("-n", 0, "--link", 10), 2, "a prompt of 0 tokens"),
         (("-n", 5, "--link", -1), 2, "--link: give rates"),
-        (("-n", 5, "--link", "nan"), 2, "--link: give rates"),
         (("-n", 5, "--link", 1, 2), 2, "for --day"),
         (("-n", 5, "--link", 1, "--link-bound", 2), 2, "above the expected"),
         (("-n", 5, "--link", 1, "--rtt", -1), 2, "--rtt -1"),

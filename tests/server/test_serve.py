@@ -27,8 +27,10 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import INTERRUPTED, PATIENCE_S, Server, Watcher, run_until_signal
 from kvabr.store.asset_folder import frame_path
-from kvabr.types.errors import TransportError, UsageError
+from kvabr.store.objects.bucket import Bucket
+from kvabr.types.errors import ConnectionLostError, TransportError, UsageError
 from tests.assets import make_asset
+from tests.client.stored import memory_url, put_asset
 
 pytestmark = pytest.mark.process
 
@@ -69,7 +71,6 @@ def pem(tmp_path):
         (("--dev", "--bind", "moqt://localhost:1/"), 2, "HOST:PORT"),
         (("--dev", "--metrics", "9100"), 2, "--metrics 9100: must be HOST:PORT"),
         (("--dev", "--drain", "-1"), 2, "--drain"),
-        (("--dev", "--drain", "nan"), 2, "--drain"),
         (
             ("--dev", "--limit", "cheese=1"),
             2,
@@ -87,7 +88,7 @@ def pem(tmp_path):
         (("--dev", "--grants", "nowhere.json"), 2, "--grants nowhere.json: cannot be read"),
         (("--dev", "--expires", "3"), 2, "--expires is for --new-token"),
         (("--new-token", "--expires", "0"), 2, "--expires 0: must be more than 0"),
-        (("--new-token", "--expires", "nan"), 2, "--expires nan: must be more than 0"),
+        (("--new-token", "--expires", "inf"), 2, "--expires inf: must be more than 0"),
     ],
 )
 def test_what_makes_no_sense_is_said_before_anything_is_bound(root, capsys, words, status, said):
@@ -293,6 +294,44 @@ async def test_a_group_that_is_asked_for_again_is_read_and_named_if_it_is_damage
     shutil.rmtree(asset.path)
     watcher.look()
     assert metrics.value("kvabr_assets_damaged") == 0
+
+
+@pytest.mark.parametrize("fault", ["flipped", "gone"])
+async def test_and_so_it_is_in_a_bucket(root, fault):
+    url, folder = memory_url(), PublishedAssets(root).assets[0]
+    key, bucket = put_asset(url, folder)[0], Bucket.open(url)
+    library, metrics = PublishedAssets(url), Metrics()
+    watcher, asset = Watcher(library, structlog.get_logger(), metrics), library.assets[0]
+    track = asset.catalog.tracks[0].name
+    key, _, end = asset._place(0, track)
+    whole = bytes(bucket.get_sync(key, 0, limit=1 << 30))
+    bucket.delete_sync([key])
+    if fault == "flipped":
+        bucket.put_sync(key, whole[: end - 1] + bytes([whole[end - 1] ^ 1]) + whole[end:])
+    with structlog.testing.capture_logs() as events:
+        for times, damaged in enumerate((0, 1, 1), 1):
+            loaded = asyncio.Event()
+            library.find(EVERYTHING, asset.catalog.namespace, track).open(0, on_more=loaded.set)
+            await loaded.wait()
+            watcher.look()
+            assert metrics.value("kvabr_assets_damaged") == damaged, times
+    named = [event for event in events if event["event"] == "group damaged"]
+    assert [(event["asset"], event["group"], event["track"]) for event in named] == [(asset.name, 0, track)]
+
+
+async def test_a_bucket_that_does_not_answer_is_not_damaged(root, monkeypatch):
+    url = memory_url()
+    put_asset(url, PublishedAssets(root).assets[0])
+    library = PublishedAssets(url)
+    asset = library.assets[0]
+
+    def away(*_, **__):
+        raise ConnectionLostError("the store does not answer")
+
+    library._doubt(asset, 0, asset.catalog.tracks[0].name)
+    monkeypatch.setattr(asset._bucket, "get_sync", away)
+    library.look_at_bytes()
+    assert library.damaged == 0
 
 
 async def test_the_watcher_looks_again_and_again(root):

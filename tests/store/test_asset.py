@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from kvabr.codec.fit import fit
 from kvabr.replay.verify import load_profile
 from kvabr.store.asset import Prompt
-from kvabr.store.asset_folder import FolderAsset, frame_path
-from kvabr.types.errors import AssetError, ForeignError, FormatError
+from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter, frame_path
+from kvabr.types.errors import AssetError, ForeignError, FormatError, UsageError
 from tests import kvdata
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
@@ -197,3 +198,10 @@ def test_a_fetched_asset_has_no_prompt(asset):
     (asset.path / "prompt.json").unlink()
     with pytest.raises(AssetError, match="only a publisher's asset"):
         asset.prompt()
+
+
+@pytest.mark.parametrize("path", ["", ".", "/"])
+def test_an_asset_needs_a_name(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="name one in it"):
+        FolderAssetWriter(Path(path))

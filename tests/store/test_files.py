@@ -38,6 +38,12 @@ def test_a_link_stays_a_link(tmp_path):
     assert target.read_text() == "new"
 
 
+def test_a_link_to_itself_is_replaced(tmp_path):
+    (link := tmp_path / "link").symlink_to(link)
+    write_text(link, "new")
+    assert link.read_text() == "new"
+
+
 def test_a_pipe_is_written_into_not_replaced(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -4,7 +4,7 @@ import pytest
 
 from kvabr.telemetry import OpenTelemetry, Telemetry, otel
 from kvabr.types.errors import UsageError
-from kvabr.types.events import PlayGaveUp, RequestCancelled, RequestDone, RequestFailed, RequestSent
+from kvabr.types.events import GroupsPublished, PlayGaveUp, RequestCancelled, RequestDone, RequestFailed, RequestSent
 from tests.telemetry.plays import GROUPS, OFFER, broken, simulated
 
 NEEDED = "opentelemetry-sdk is not installed: tools/setup-venv"
@@ -131,6 +131,18 @@ def test_a_play_of_very_many_groups_has_spans_up_to_a_bound(tracing, monkeypatch
     made = sum(line.name in {"request", "done"} for line in lines) + 1
     assert play.attributes["kvabr.spans_left_out"] == made - 5
     assert len(exporter.get_finished_spans()) == 6
+
+
+def test_a_live_play_of_a_million_tokens_has_events_up_to_a_bound(tracing):
+    provider, exporter = tracing
+    events = [GroupsPublished(0.001 * group, group, 8.192) for group in range(1, 8193)]
+    sent = [RequestSent(9.0, group, group, "Int4", 100) for group in range(8192)]
+    with Telemetry(OpenTelemetry(provider)) as telemetry:
+        telemetry.feed([*events, *sent, PlayGaveUp(9.0, "too late")])
+    (play,) = spans(exporter)["kvabr.play"]
+    assert play.attributes["kvabr.events_left_out"] == 8192 - 100
+    assert play.events[-1].name == "kvabr.gave_up"
+    assert sum(len(span.to_json(indent=None)) for span in exporter.get_finished_spans()) < 2_500_000
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):

@@ -66,12 +66,16 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.cli.display import StageBar, output, say, waiting, write_json
     from kvabr.codec.base import codec, names
     from kvabr.codec.native.coder import available_paths
+    from kvabr.engines.transformers.model_loader import load_tokenizer
     from kvabr.lab.bench import codec_speed
     from kvabr.lab.bench.codec_speed import paths
     from kvabr.lab.bench.other_codecs import find_peers
     from kvabr.lab.bench.schemes import tracks_to_measure
 
     tracks = tracks_to_measure(args.tracks, names())
+    for model in args.models:
+        if model != "llama-8b":
+            load_tokenizer(model)  # raises before anything is timed
     missing = set(args.paths or ()) - set(available_paths())
     if missing or not args.seconds > 0:
         there = ", ".join(available_paths())

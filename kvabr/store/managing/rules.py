@@ -192,9 +192,10 @@ def duration(text: str) -> float:
 def size(text: str) -> int:
     """Parse a number of bytes such as ``500M`` or ``2TB`` (powers of ten); `UsageError` if it is none."""
     found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    number = math.inf if found is None else float(found[1]) * _SIZES[found[2]]
+    if not math.isfinite(number):
         raise UsageError(f"{text!r} is not a number of bytes; write 500M, 20G or 2T")
-    return int(float(found[1]) * _SIZES[found[2]])
+    return int(number)
 
 
 def date(text: str) -> float:
