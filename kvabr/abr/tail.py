@@ -100,7 +100,7 @@ def tail_offers(
         if not 0 <= tokens <= MAX_TAIL:
             raise UsageError(f"{what} has {tokens:,} tokens; give 0 to {MAX_TAIL:,}")
     groups = len(catalog.chunks)
-    if catalog.sources or skip >= groups:
+    if catalog.sources or not 0 <= skip < groups:
         return [TailOffer(catalog.suffix(skip), 0, 0.0)]
     offers = []
     for kept in range(groups, skip, -1):
