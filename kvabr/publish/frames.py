@@ -28,6 +28,8 @@ from kvabr.types.units import cache_length, units_of
 
 _TIMED_GROUPS = 5
 """Groups whose decoding is timed; the median counts."""
+_TOKENS_PER_FINER, _MOST_FINER = 256, 32
+"""Tokens of a prompt for each of its last ones that is stored finer, and the most of these."""
 _AHEAD, _AHEAD_ELEMENTS = 32, 1 << 28
 """Groups that are encoded at once on a GPU, and their elements: each takes some 16 bytes of its memory meanwhile."""
 
@@ -50,6 +52,11 @@ class MemoryFrames:
     def profile(self, data: bytes) -> None:
         """See `FrameStore.profile`."""
         self.profile_data = data
+
+
+def finer_tokens(tokens: int) -> int:
+    """Return how many of a prompt's last tokens AC's tracks store finer, see `GroupContext.finer`."""
+    return max(1, min(tokens // _TOKENS_PER_FINER, _MOST_FINER))
 
 
 class FrameEncoder:
@@ -257,7 +264,8 @@ class FrameEncoder:
         part, place = self.spec.parts[unit.part], self._position + unit.first
         if self._passage is not None:
             return GroupContext(part, unit.first, unit.tokens, self._profile, free=True, at=place)
-        return GroupContext(part, place, unit.tokens, self._profile)
+        finer = unit.first + unit.tokens - self.tokens + finer_tokens(self.tokens)
+        return GroupContext(part, place, unit.tokens, self._profile, finer=max(0, min(finer, unit.tokens)))
 
 
 class GroupEncoder:
