@@ -28,8 +28,9 @@ from kvabr.types.units import cache_length, units_of
 
 _TIMED_GROUPS = 5
 """Groups whose decoding is timed; the median counts."""
-_TOKENS_PER_FINER, _MOST_FINER = 256, 32
-"""Tokens of a prompt for each of its last ones that is stored finer, and the most of these."""
+_TOKENS_PER_FINER, _MOST_FINER = 128, 4
+"""Tokens of a prompt for each of its last ones that is stored finer, and the most of these: beyond them the next layer
+of the last group saves more for its bytes."""
 _AHEAD, _AHEAD_ELEMENTS = 32, 1 << 28
 """Groups that are encoded at once on a GPU, and their elements: each takes some 16 bytes of its memory meanwhile."""
 
