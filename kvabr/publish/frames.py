@@ -60,6 +60,15 @@ def finer_tokens(tokens: int) -> int:
     return max(1, min(tokens // _TOKENS_PER_FINER, _MOST_FINER))
 
 
+def finer_in(first: int, end: int, tokens: int, most: int | None = None) -> int:
+    """Return how many of these are in a group, from its first token to its end, of a prompt of ``tokens`` tokens.
+
+    ``most`` stands for `finer_tokens`.
+    """
+    most = finer_tokens(tokens) if most is None else most
+    return max(0, min(end - tokens + most, end - first))
+
+
 class FrameEncoder:
     """Encodes one cache into frames, reads them back, and times their decoding."""
 
@@ -265,8 +274,8 @@ class FrameEncoder:
         part, place = self.spec.parts[unit.part], self._position + unit.first
         if self._passage is not None:
             return GroupContext(part, unit.first, unit.tokens, self._profile, free=True, at=place)
-        finer = unit.first + unit.tokens - self.tokens + finer_tokens(self.tokens)
-        return GroupContext(part, place, unit.tokens, self._profile, finer=max(0, min(finer, unit.tokens)))
+        finer = finer_in(unit.first, unit.first + unit.tokens, self.tokens)
+        return GroupContext(part, place, unit.tokens, self._profile, finer=finer)
 
 
 class GroupEncoder:

@@ -19,7 +19,7 @@ from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.publish.encoder import own_profile
-from kvabr.publish.frames import finer_tokens
+from kvabr.publish.frames import finer_in
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
 
@@ -134,9 +134,9 @@ class TrackScheme(Scheme):
     def _code(self, kv: torch.Tensor, part: KVSpec, out: torch.Tensor | None) -> int:
         """Encode the cache of one layer class, and decode it if asked to; return its bytes."""
         nbytes, tokens = 0, kv.shape[3]
-        most = 0 if self._free else finer_tokens(tokens) if self._finer is None else self._finer
+        most = 0 if self._free else self._finer
         for index, (first, end) in enumerate(groups(tokens, self.group_tokens)):
-            finer = max(0, min(most - (tokens - end), end - first))
+            finer = finer_in(first, end, tokens, most)
             context = GroupContext(part, first, end - first, self._profile, self._free, finer=finer, memo={})
             group = kv[:, :, :, first:end]
             frames: list[bytes] = []
