@@ -7,9 +7,10 @@ the draft's level, is a single self-contained layer. A payload is:
     listed 4 | offsets 4 ... | scales | codes | far tokens | biases | coded
 
 Some tokens are stored separately from the coded ones. The first tokens of a prompt, attention sinks, are stored in
-every self-contained payload, and are not listed. Listed are further tokens that the model uses as sinks, and, with the
-highest bit of their offset set, far tokens whose coefficients exceed a decoder's integers: nothing is ever coded to
-noise. An enhancement lists the far tokens that its finer step adds.
+every self-contained payload, and are not listed. Listed are further tokens that the model uses as sinks, the last ones
+of a prompt (`kvabr.codec.base.GroupContext.finer`), and, with the highest bit of their offset set, far tokens whose
+coefficients exceed a decoder's integers: nothing is ever coded to noise. An enhancement lists the far tokens that its
+finer step adds.
 
 A payload with references begins with them (`kvabr.codec.referring`). Where the coded part is cut into streams
 (`kvabr.codec.native.reference`), the number 0xFFFFFFFB precedes all else, and frames have version 7.
@@ -159,7 +160,7 @@ class Ac(Codec):
         return None if unlike else _decoding(profile, context, chain, out)
 
     def aside(self, payload: memoryview, context: GroupContext) -> int:
-        """Return the number of listed tokens: outliers and far tokens, without sinks; all if another codec did it."""
+        """Return the number of listed outliers and far tokens, without sinks; all tokens if another codec did it."""
         profile, context = _profile(context, self.name), _coded(context)
         if payload == NOTHING:
             return 0
@@ -169,7 +170,8 @@ class Ac(Codec):
         sinks = _sinks(profile, context) if self.refines is None else 0
         counts = [sinks, *[0] * (len(chain.tracks) - 1)]
         split = zip(chain.payloads, repeat(context), counts, chain.tracks, strict=False)
-        return sum(split_payload(*each).listed for each in split)
+        parts, end = [split_payload(*each) for each in split], context.tokens - context.finer
+        return sum(int((part.tokens[len(part.tokens) - part.listed :] < end).sum()) for part in parts)
 
 
 AcL0, AcL1, AcL2, AcL3, Ac5x = (partial(Ac, track) for track in (*LAYERS, SINGLE))
@@ -279,6 +281,7 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
         sinks = _sinks(profile, context)
         far[:sinks] = False
         new |= work.coefficients.outlying.numpy()
+        new[context.tokens - context.finer :] = True
         new[:sinks] = True
     aside = below_aside | new
     chosen = None
@@ -340,7 +343,7 @@ def _coded(context: GroupContext) -> GroupContext:
     if context.spec.only.kind != "state":
         return context
     tokens = context.tokens // context.spec.rows * context.spec.only.v_dim
-    return replace(context, spec=coded_spec(context.spec), first_token=0, tokens=tokens)
+    return replace(context, spec=coded_spec(context.spec), first_token=0, tokens=tokens, finer=0)
 
 
 def _chain(track: str) -> list[str]:

@@ -46,6 +46,9 @@ class GroupContext:
     at: int | None = None
     """Of a position-free group that is decoded, the position in the prompt of its first token, by which its keys are
     rotated; None leaves them as they were encoded."""
+    finer: int = 0
+    """Of a group that is encoded, how many of its last tokens are stored finer because the prompt ends there: what
+    follows looks at them most. No reader needs to know."""
     memo: dict[str, object] | None = field(default=None, compare=False, repr=False)
     """Intermediate results that the tracks of one group share while they are encoded. Pass each group that is encoded
     on several tracks a dict of its own, and do not change the group in between."""

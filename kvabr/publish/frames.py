@@ -28,6 +28,9 @@ from kvabr.types.units import cache_length, units_of
 
 _TIMED_GROUPS = 5
 """Groups whose decoding is timed; the median counts."""
+_TOKENS_PER_FINER, _MOST_FINER = 128, 4
+"""Tokens of a prompt for each of its last ones that is stored finer, and the most of these: beyond them the next layer
+of the last group saves more for its bytes."""
 _AHEAD, _AHEAD_ELEMENTS = 32, 1 << 28
 """Groups that are encoded at once on a GPU, and their elements: each takes some 16 bytes of its memory meanwhile."""
 
@@ -50,6 +53,20 @@ class MemoryFrames:
     def profile(self, data: bytes) -> None:
         """See `FrameStore.profile`."""
         self.profile_data = data
+
+
+def finer_tokens(tokens: int) -> int:
+    """Return how many of a prompt's last tokens AC's tracks store finer, see `GroupContext.finer`."""
+    return max(1, min(tokens // _TOKENS_PER_FINER, _MOST_FINER))
+
+
+def finer_in(first: int, end: int, tokens: int, most: int | None = None) -> int:
+    """Return how many of these are in a group, from its first token to its end, of a prompt of ``tokens`` tokens.
+
+    ``most`` stands for `finer_tokens`.
+    """
+    most = finer_tokens(tokens) if most is None else most
+    return max(0, min(end - tokens + most, end - first))
 
 
 class FrameEncoder:
@@ -257,7 +274,8 @@ class FrameEncoder:
         part, place = self.spec.parts[unit.part], self._position + unit.first
         if self._passage is not None:
             return GroupContext(part, unit.first, unit.tokens, self._profile, free=True, at=place)
-        return GroupContext(part, place, unit.tokens, self._profile)
+        finer = finer_in(unit.first, unit.first + unit.tokens, self.tokens)
+        return GroupContext(part, place, unit.tokens, self._profile, finer=finer)
 
 
 class GroupEncoder:

@@ -154,6 +154,26 @@ def test_only_the_first_tokens_of_a_prompt_are_sinks():
         assert tokens_aside(encode(kv, side, "AC-L0", first)[0], context, "AC-L0") == 0
 
 
+@pytest.mark.parametrize("track", TRACKS)
+@pytest.mark.parametrize("finer", [1, 8, 70])
+def test_the_last_tokens_of_a_prompt_are_stored_finer_and_no_reader_needs_to_know(track, finer):
+    kv = related(SHAPE, 70, 71, FIRST)
+    context = GroupContext(SHAPE, FIRST, 70, fitted(), finer=finer)
+    payloads: list[bytes] = []
+    for name in chain_of(track):
+        payloads.append(codec(name).encode(kv, context, payloads))
+        assert codec(name).frame_version(payloads[-1]) in {3, 5}
+        assert tokens_aside(payloads[-1], context, name) == 0  # they do not stand out
+    plain = decode(encode(kv, fitted(), track), fitted(), 70, track)
+    out = decode(payloads, fitted(), 70, track)
+    last, rest = slice(70 - finer, 70), slice(0, 70 - finer)
+    assert near(out[:, :, :, last], kv[:, :, :, last])
+    assert not near(plain[:, :, :, last], kv[:, :, :, last])
+    assert float(off_by(kv, out, fitted())[:, rest].sum()) <= 1.05 * float(off_by(kv, plain, fitted())[:, rest].sum())
+    each = SHAPE.elements_per_token + 2 * SHAPE.layers * 2 + 4  # codes, scales, and an offset
+    assert sum(map(len, payloads)) <= sum(map(len, encode(kv, fitted(), track))) + finer * each
+
+
 def test_tokens_that_stand_out_are_kept_aside_and_if_they_are_many_another_codec_takes_the_group():
     wary = dataclasses.replace(SMALL, outliers=0.002)
     side = fit(SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], wary)

@@ -19,6 +19,7 @@ from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.publish.encoder import own_profile
+from kvabr.publish.frames import finer_in
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
 
@@ -81,6 +82,7 @@ class TrackScheme(Scheme):
         family: str = "",
         free: bool = False,
         end: str = "",
+        finer: int | None = None,
     ) -> None:
         """Set the scheme up.
 
@@ -93,6 +95,7 @@ class TrackScheme(Scheme):
             family: Name of the curve; the track's name if empty.
             free: Whether caches are position-free (`kvabr.codec.base.GroupContext.free`), before and after.
             end: Name of the last group's codec, if that is another one.
+            finer: Last tokens that AC's tracks store finer; None: as published.
         """
         self._tracks, self._end = track_chain(track), track_chain(end or track)
         self._needs = any(codec(name).needs_profile for name in (*self._tracks, *self._end))
@@ -100,13 +103,13 @@ class TrackScheme(Scheme):
             raise UsageError(f"{track} needs a profile: make one with `kvabr calibrate`, and give it with --profile F")
         self.group_tokens = group_tokens or spec.group_tokens
         self._spec = replace(spec, group_tokens=self.group_tokens)
-        self._free = free
+        self._free, self._finer = free, finer
         self._profile = None
         if self._needs and profile is not None:
             profile.check(spec)
             self._profile = profile
         self._origin = "" if profile is None or not self._needs else profile.digest
-        self.name = f"{track}{', end ' if end else ''}{end}{label}"
+        self.name = f"{track}{'' if finer is None else f'={finer}'}{', end ' if end else ''}{end}{label}"
         self.family = family or track
 
     @property
@@ -114,7 +117,8 @@ class TrackScheme(Scheme):
         """Return codecs, profile, group size, and the digest of the codecs' sources."""
         free = "|free" if self._free else ""
         end = "" if self._end == self._tracks else f"|{self._end[-1]}"
-        return f"{self._tracks[-1]}|{self._origin}|{self.group_tokens}|{sources('codec')}{free}{end}"
+        finer = "" if self._finer is None else f"|={self._finer}"
+        return f"{self._tracks[-1]}|{self._origin}|{self.group_tokens}|{sources('codec')}{free}{end}{finer}"
 
     def code(self, cache: torch.Tensor, *, decode: bool = True) -> Coded:
         """Encode like an origin and decode like a player, group by group."""
@@ -129,12 +133,14 @@ class TrackScheme(Scheme):
 
     def _code(self, kv: torch.Tensor, part: KVSpec, out: torch.Tensor | None) -> int:
         """Encode the cache of one layer class, and decode it if asked to; return its bytes."""
-        nbytes = 0
-        for index, (first, end) in enumerate(groups(kv.shape[3], self.group_tokens)):
-            context = GroupContext(part, first, end - first, self._profile, self._free, memo={})
+        nbytes, tokens = 0, kv.shape[3]
+        most = 0 if self._free else self._finer
+        for index, (first, end) in enumerate(groups(tokens, self.group_tokens)):
+            finer = finer_in(first, end, tokens, most)
+            context = GroupContext(part, first, end - first, self._profile, self._free, finer=finer, memo={})
             group = kv[:, :, :, first:end]
             frames: list[bytes] = []
-            tracks = self._end if end == kv.shape[3] else self._tracks
+            tracks = self._end if end == tokens else self._tracks
             for track in tracks:
                 below = [bytes(payload_of(frame)) for frame in frames]
                 frames.append(encode_group(group, track, context, _CHUNK, index, below))
