@@ -220,6 +220,7 @@ def publish(
         position=0 if passage is None else passage.before.shape[3],
         passage=None if passage is None else passage.notes,
         digest=digest,
+        finer_end=passage is None,
     )
     frames.encode(exact if passage is None else (passage.kv,), partial(progress, "encode"))
     if frames.replaced:

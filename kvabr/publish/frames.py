@@ -84,6 +84,7 @@ class FrameEncoder:
         position: int = 0,
         passage: PassageNotes | None = None,
         digest: str = SHA256,
+        finer_end: bool = False,
     ) -> None:
         """Prepare to encode.
 
@@ -97,12 +98,15 @@ class FrameEncoder:
             position: tokens of the prompt that come before the cache; of a passage, where `decode` places it.
             passage: what the catalog says of a passage, whose cache has keys before rotation; None: it is none.
             digest: kind of the frames' digests, see `kvabr.types.digests`.
+            finer_end: whether the last tokens are stored finer, for players whose engine computes nothing behind them.
+                Its last group then differs from that of a longer prompt that begins alike.
         """
         self.digest = digest
         self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
         self.units = units_of(spec, tokens)
         self._profile = profile if needs_profile(tracks) else None
         self._store, self._position, self._passage = store, position, passage
+        self._finer_end = finer_end
         self.bytes: dict[str, list[int]] = {track: [0] * len(self.units) for track in tracks}
         """Size of every frame, by track and group; 0: it is not made yet."""
         self.digests: dict[str, list[str]] = {track: [unknown(digest)] * len(self.units) for track in tracks}
@@ -274,7 +278,7 @@ class FrameEncoder:
         part, place = self.spec.parts[unit.part], self._position + unit.first
         if self._passage is not None:
             return GroupContext(part, unit.first, unit.tokens, self._profile, free=True, at=place)
-        finer = finer_in(unit.first, unit.first + unit.tokens, self.tokens)
+        finer = finer_in(unit.first, unit.first + unit.tokens, self.tokens) if self._finer_end else 0
         return GroupContext(part, place, unit.tokens, self._profile, finer=finer)
 
 

@@ -25,6 +25,7 @@ def test_the_last_tokens_of_a_prompt_are_stored_finer_wherever_its_groups_end(to
         ["AC-L0"],
         own_profile(SHAPE, (kv,)),
         MemoryFrames(),
+        finer_end=True,
     )
     frames.encode((kv,))
     out = torch.empty_like(kv)

@@ -18,7 +18,6 @@ from kvabr.engines.transformers.cache import cache_kv
 from kvabr.publish.calibrate import SEARCH, calibrate, calibrate_scaled, stages
 from kvabr.publish.collect import caches_of
 from kvabr.publish.encoder import own_profile
-from kvabr.publish.frames import finer_in
 from kvabr.publish.target import Target
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
@@ -52,8 +51,7 @@ async def test_what_is_played_is_what_the_codec_made(name, tmp_path):
     played = ready.played
     assert (ready.tokens, ready.problem, set(played.coverage)) == (400, None, {"AC-L0"})
     for unit in played.catalog.units:
-        finer = finer_in(unit.first, unit.first + unit.tokens, len(PREFIX))
-        context = GroupContext(spec.parts[unit.part], unit.first, unit.tokens, profile, finer=finer)
+        context = GroupContext(spec.parts[unit.part], unit.first, unit.tokens, profile)
         kv = cut(exact, unit, spec)
         wanted = torch.empty(kv.shape, dtype=played.parts[unit.part].dtype)
         decode_group(encode_group(kv, "AC-L0", context, CHUNK, 0), "AC-L0", context, CHUNK, 0, wanted)

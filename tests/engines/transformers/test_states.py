@@ -15,7 +15,7 @@ from kvabr.codec.profile import Profile
 from kvabr.engines.transformers import cache_publisher, play_cache_async, prefill_prompt, publish_cache
 from kvabr.engines.transformers.cache import new_cache, read_cache, states_of
 from kvabr.publish.encoder import compute_cache, ordered_tracks, own_profile, publish
-from kvabr.publish.frames import MemoryFrames, finer_in
+from kvabr.publish.frames import MemoryFrames
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset import Prompt
@@ -146,8 +146,7 @@ async def test_states_play_on_ac_tracks(engine, tmp_path):
     played = ready.played
     assert (ready.tokens, ready.problem, set(played.coverage)) == (COVERED, None, {"AC-L0"})
     for unit in played.catalog.units:
-        finer = finer_in(unit.first, unit.first + unit.tokens, COVERED)
-        context = GroupContext(spec.parts[unit.part], unit.first, unit.tokens, profile, finer=finer)
+        context = GroupContext(spec.parts[unit.part], unit.first, unit.tokens, profile)
         kv, there = cut(exact, unit, spec), played.parts[unit.part]
         wanted = torch.empty(kv.shape, dtype=there.dtype)
         decode_group(encode_group(kv, "AC-L0", context, "ab" * 32, 0), "AC-L0", context, "ab" * 32, 0, wanted)

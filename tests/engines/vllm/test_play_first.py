@@ -57,8 +57,18 @@ def test_a_cache_in_place_whose_request_is_aborted_is_dropped(served):
         bench.close()
 
 
-def test_the_end_of_a_lossy_cache_is_promised_to_nobody_and_computed_with_the_question(served):
-    bench = Bench(served, policy="fixed:Int4", tail=40, prefill_rate=1e6)
+LONGEST = """
+from kvabr.abr.policies.cheapfirst import CheapFirst
+
+class Longest(CheapFirst):
+    def choose_tail(self, offers, costs):
+        return len(offers) - 1
+"""
+
+
+def test_the_end_of_a_lossy_cache_is_promised_to_nobody_and_computed_with_the_question(served, tmp_path):
+    (tmp_path / "longest.py").write_text(LONGEST)
+    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40)
     try:
         asked = request()
         count, unfilled = bench.load(asked)
