@@ -48,6 +48,7 @@ STAGES = {
     "encode": "encode (groups x tracks)",
     "time": "time decoding and prefill",
     "measure": "measure loss (tracks)",
+    "tails": "measure loss (behind tails)",
     "groups": "measure loss (single groups)",
     "mix": "measure mixed caches",
 }
@@ -100,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.cli.display import StageBar, mix_rows, mix_table, output, plain, track_rows, track_table, write_json
     from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import ordered_tracks, publish
+    from kvabr.publish.tails import questions
     from kvabr.publish.texts import cut_prompt
     from kvabr.store.files import read_salt
     from kvabr.store.locations import open_store
@@ -143,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
             source=f"{args.text.name}, its first {args.tokens} tokens",
             salt=salt,
             digest=args.digest,
+            questions=questions(loaded),
             named=check_new,
             progress=bar,
             tell=unusual.append,

@@ -5,6 +5,9 @@ to 30 % of what it would cost on the tracks before it, whatever the track (SmolL
 and 2 bits, and the draft's seven levels). The model here is `INHERITED` times their weighted mean, in which near groups
 weigh more, as the shape of a track's own losses tells. (21 recomputed groups behind 42 lossy ones of 8,064 tokens:
 measured 0.00042; a plain mean predicts 0.0031, this model 0.0005.)
+
+Groups that are recomputed at the end are a tail. Where the catalog knows what is left behind tails, those before them
+lose that (`kvabr.types.tails`), and what the tail inherits is part of it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import FormatError
+from kvabr.types.tails import losses_behind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +40,7 @@ def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
         lossy.set(group, name)
         if name == RECOMPUTED:
             inherited[group] = lossy.inherited(group)
-    return _total(catalog, tracks, inherited)
+    return _total(catalog, tracks, inherited, inherited)
 
 
 def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -> float:
@@ -60,14 +64,44 @@ def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -
                 inherited[group] = lossy.inherited(group)
     if "" in tracks:
         raise FormatError(f"group {tracks.index('')} is neither fetched nor computed")
-    return _total(catalog, tracks, inherited)
+    tail = _tail(catalog, tracks)
+    now = {group: lossy.inherited(group) for group in inherited if group >= tail}
+    return _total(catalog, tracks, inherited, now)
 
 
-def _total(catalog: Catalog, tracks: Sequence[str], inherited: Mapping[int, float]) -> float:
-    """Sum the losses; ``inherited`` maps computed groups to what they have of the groups before them."""
-    return sum(
-        inherited[group] if name == RECOMPUTED else catalog.track(name).loss[group] for group, name in enumerate(tracks)
+def _tail(catalog: Catalog, tracks: Sequence[str]) -> int:
+    """Return the first of the groups at the end that were computed, if it is known what is left behind such a tail."""
+    end = len(tracks)
+    while end and tracks[end - 1] == RECOMPUTED:
+        end -= 1
+    known = catalog.even and all(catalog.track(name).tails for name in set(tracks[:end]) - {RECOMPUTED})
+    return end if end and known else len(tracks)
+
+
+def _total(
+    catalog: Catalog, tracks: Sequence[str], inherited: Mapping[int, float], now: Mapping[int, float]
+) -> float:
+    """Sum the losses.
+
+    Args:
+        catalog: of the cache.
+        tracks: of each group, or `RECOMPUTED`.
+        inherited: by computed group, what it had of the groups before it when it was computed.
+        now: the same, had it been computed on the groups as they are. What a tail is measured to leave is for those.
+    """
+    tail = _tail(catalog, tracks)
+    losses: dict[str, Sequence[float]] = {RECOMPUTED: ()}
+    if tail < len(tracks):
+        behind, size = catalog.tokens - catalog.tokens_before(tail), catalog.spec.group_tokens
+        for name in set(tracks[:tail]) - {RECOMPUTED}:
+            track = catalog.track(name)
+            losses[name] = losses_behind(track.loss, track.tails, tail, behind, size)
+    else:
+        losses |= {name: catalog.track(name).loss for name in set(tracks) - {RECOMPUTED}}
+    total = sum(
+        inherited[group] if name == RECOMPUTED else losses[name][group] for group, name in enumerate(tracks[:tail])
     )
+    return total + sum(max(0.0, inherited[group] - now[group]) for group in range(tail, len(tracks)))
 
 
 class _LossyGroups:
