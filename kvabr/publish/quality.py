@@ -216,6 +216,9 @@ def measure_quality(
         return work
 
     if meter is not None:
+        if max(one.kl for one in quality.values()) <= NOISE_FLOOR:
+            worst = max(quality, key=lambda track: quality[track].kl)
+            meter.near(worst, decoded(worst), reference.score(work))
         tailed, measured_tails = meter.caches, count(1)
         meter.far(decoded, lambda: progress("tails", next(measured_tails), tailed))
     for part, whole in zip(work, exact, strict=True):
