@@ -197,7 +197,9 @@ def _how_sure_losses_are(catalog: Catalog) -> list[str]:
     """Return what else may follow than what the losses were measured with."""
     known = [tail for track in catalog.tracks for tail in track.tails]
     if any(tail.spread for tail in known):
-        return ["behind a question or other tokens that an engine computes; what follows varies the loss by that factor"]
+        return [
+            "behind a question or other tokens that an engine computes; what follows varies the loss by that factor"
+        ]
     if known:
         return ["losses behind tails were measured with one continuation: others lose up to five times more or less"]
     return [

@@ -238,7 +238,9 @@ class FrameEncoder:
                     refines=codec(track).refines,
                     decode_s=six(decode_s[track]),
                     measured=None if measured is None else measured[track],
-                    tails=tuple(TailLoss(n, six(share), six(spread)) for n, share, spread in (tails or {}).get(track, ())),
+                    tails=tuple(
+                        TailLoss(n, six(share), six(spread)) for n, share, spread in (tails or {}).get(track, ())
+                    ),
                 )
                 for track in listed
             ),

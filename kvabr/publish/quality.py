@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby, pairwise
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
 from kvabr.types.loss import predicted_loss
 from kvabr.types.tails import TailLoss
-from kvabr.types.units import needed, units_of
+from kvabr.types.units import Unit, needed, units_of
 
 if TYPE_CHECKING:
     from kvabr.publish.tails import TailMeter
@@ -194,35 +194,21 @@ def measure_quality(
 
     Groups that the continuation cannot see lose nothing (`kvabr.types.units.needed`).
     """
-    work = tuple(part.clone() for part in exact)
     tokens = int(exact[0].shape[-2]) if tokens is None else tokens
-    every = units_of(spec, tokens)
-    seen = needed(spec, every, tokens)
-    places = [cut(work, every[group], spec) for group in seen]
-    sizes = [every[group].tokens * spec.parts[every[group].part].elements_per_token for group in seen]
+    work = _Work(exact, spec, units_of(spec, tokens), decode)
+    seen = needed(spec, work.units, tokens)
+    sizes = [work.units[group].tokens * spec.parts[work.units[group].part].elements_per_token for group in seen]
     quality = {}
     for number, track in enumerate(tracks, 1):
-        for group, place in zip(seen, places, strict=True):
-            decode(group, track, place)
-        scored = reference.score(work)
+        work.put(track, seen)
+        scored = reference.score(work.cache)
         quality[track] = reference.compared(scored)
         if meter is not None and quality[track].kl > NOISE_FLOOR:
-            meter.near(track, work, scored)
+            meter.near(track, work.cache, scored)
         progress("measure", number, len(tracks))
-
-    def decoded(track: str) -> tuple[torch.Tensor, ...]:
-        for group, unit in enumerate(every):
-            decode(group, track, cut(work, unit, spec))
-        return work
-
-    if meter is not None:
-        if max(one.kl for one in quality.values()) <= NOISE_FLOOR:
-            worst = max(quality, key=lambda track: quality[track].kl)
-            meter.near(worst, decoded(worst), reference.score(work))
-        tailed, measured_tails = meter.caches, count(1)
-        meter.far(decoded, lambda: progress("tails", next(measured_tails), tailed))
-    for part, whole in zip(work, exact, strict=True):
-        part.copy_(whole)
+    whole = {track: one.loss for track, one in quality.items()}
+    tails = {} if meter is None else _measured_tails(meter, reference, work, whole, progress)
+    work.restore(range(len(work.units)))
 
     units, shaped = _plan({track: quality[track].kl for track in tracks}, len(seen), max_passes)
     total, done = len(shaped) * len(units), count(1)
@@ -230,11 +216,10 @@ def measure_quality(
     for track in shaped:
         singles = []
         for unit in units:
-            for index in unit:
-                decode(seen[index], track, places[index])
-            singles.append(reference.measure(work, _ATTRIBUTED).loss)
-            for index in unit:
-                places[index].copy_(cut(exact, every[seen[index]], spec))
+            groups = [seen[index] for index in unit]
+            work.put(track, groups)
+            singles.append(reference.measure(work.cache, _ATTRIBUTED).loss)
+            work.restore(groups)
             progress("groups", next(done), total)
         shares[track] = _shares(singles, units, sizes)
 
@@ -242,17 +227,48 @@ def measure_quality(
     loss = {}
     for track in tracks:
         near = _nearest(quality, track, shaped)
-        losses = dict(
-            zip(seen, (quality[track].loss * share for share in (shares[near] if near else even)), strict=True)
-        )
-        loss[track] = tuple(losses.get(group, 0.0) for group in range(len(every)))
-    whole_losses = {track: quality[track].loss for track in tracks}
-    return Measured(
-        quality,
-        loss,
-        _in_words(len(reference.continuation), shaped, units),
-        {} if meter is None else meter.tails(whole_losses),
-    )
+        losses = dict(zip(seen, (whole[track] * share for share in (shares[near] if near else even)), strict=True))
+        loss[track] = tuple(losses.get(group, 0.0) for group in range(len(work.units)))
+    return Measured(quality, loss, _in_words(len(reference.continuation), shaped, units), tails)
+
+
+class _Work:
+    """A cache whose groups (units) are put on tracks, and made exact again."""
+
+    def __init__(self, exact: tuple[torch.Tensor, ...], spec: KVSpec, units: Sequence[Unit], decode: Decoder) -> None:
+        self._exact, self._spec, self._decode, self.units = exact, spec, decode, units
+        self.cache = tuple(part.clone() for part in exact)
+
+    def put(self, track: str, groups: Iterable[int]) -> None:
+        for group in groups:
+            self._decode(group, track, cut(self.cache, self.units[group], self._spec))
+
+    def restore(self, groups: Iterable[int]) -> None:
+        for group in groups:
+            unit = self.units[group]
+            cut(self.cache, unit, self._spec).copy_(cut(self._exact, unit, self._spec))
+
+
+def _measured_tails(
+    meter: TailMeter,
+    reference: Reference,
+    work: _Work,
+    losses: Mapping[str, float],
+    progress: Callable[[str, int, int], None],
+) -> dict[str, tuple[TailLoss, ...]]:
+    """Compute tails on whole tracks, of which the meter has seen those that lose most, if any loses much."""
+
+    def decoded(track: str) -> tuple[torch.Tensor, ...]:
+        # A shorter prompt sees groups of a window that the whole one does not.
+        work.put(track, range(len(work.units)))
+        return work.cache
+
+    if not meter.tracks:
+        worst = max(losses, key=losses.__getitem__)
+        meter.near(worst, decoded(worst), reference.score(work.cache))
+    total, done = meter.caches, count(1)
+    meter.far(decoded, lambda: progress("tails", next(done), total))
+    return meter.tails(losses)
 
 
 def sample_mixes(catalog: Catalog, seed: int = 0) -> list[list[str]]:

@@ -25,11 +25,15 @@ from kvabr.types.tails import TAILS, TailLoss
 QUESTIONS = (
     "\n\nQuestion: What is the text above about?\nAnswer:",
     "\n\nSummarize the text above in a few sentences. Name what matters in it, and say why it does.\n\nSummary:",
-    "\n<|im_end|>\n<|im_start|>user\nWhat is the last thing that it says, and what does that refer to?<|im_end|>\n"
-    "<|im_start|>assistant\n",
-    "\n\nThe text above ends here. Read it again from its beginning, and answer a question about it as briefly and "
-    "exactly as you can, in words that it uses itself wherever possible.\n\nQuestion: Which details does it repeat?\n\n"
-    "Answer: The",
+    (
+        "\n<|im_end|>\n<|im_start|>user\nWhat is the last thing that it says, and what does that refer to?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    ),
+    (
+        "\n\nThe text above ends here. Read it again from its beginning, and answer a question about it as briefly and "
+        "exactly as you can, in words that it uses itself wherever possible.\n\nQuestion: Which details does it repeat?"
+        "\n\nAnswer: The"
+    ),
 )
 """What readers ask about a text, in 10 to 60 tokens."""
 
@@ -43,9 +47,10 @@ _LEAST = 1e-12
 """Losses below it are rounding."""
 
 
-def questions(model: TextModel) -> list[tuple[int, ...]]:
-    """Return the token ids of `QUESTIONS`."""
-    return [tuple(model.encode(question)) for question in QUESTIONS]
+def questions(model: TextModel, prompt: int = 0) -> list[tuple[int, ...]]:
+    """Return the token ids of those of `QUESTIONS` that the model sees, with an answer, behind so many tokens."""
+    room = model.engine.context - prompt - ANSWER_TOKENS
+    return [ids for ids in (tuple(model.encode(question)) for question in QUESTIONS) if len(ids) <= room]
 
 
 def answered(
@@ -80,9 +85,14 @@ class TailMeter:
         """Tails of the prompt's own tokens. A state has no snapshot where they would begin."""
 
     @property
+    def tracks(self) -> int:
+        """How many tracks `near` has measured."""
+        return len(self._near)
+
+    @property
     def caches(self) -> int:
         """How many caches `far` measures."""
-        return min(_TRACKS, len(self._near)) * len(self.lengths)
+        return min(_TRACKS, self.tracks) * len(self.lengths)
 
     def near(self, track: str, kv: Cache, scored: torch.Tensor) -> None:
         """Score the answers behind a track's whole cache; of the text's continuation, ``scored``, take the rest."""

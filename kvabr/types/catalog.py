@@ -377,7 +377,7 @@ class Catalog:
                 scale = share_behind(whole.tails, tail)
                 losses = tuple(scale * loss for loss in track.loss)
             tracks.append(replace(track, loss=losses, measured=None, tails=tails_behind(whole.tails, tail)))
-        return replace(shorter, tracks=tuple(tracks), mixes=(), tail=tail)
+        return replace(shorter, tracks=tuple(tracks), mixes=(), tail=self.tail + tail)
 
     @cached_property
     def to_play(self) -> Catalog:

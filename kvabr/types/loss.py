@@ -36,11 +36,11 @@ def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
         raise FormatError(f"{len(tracks)} tracks for an asset of {catalog.groups} groups")
     inherited: dict[int, float] = {}
     lossy = _LossyGroups(catalog)
-    for group, name in enumerate(tracks):
+    for group, name in enumerate(tracks[: _tail(catalog, tracks)]):
         lossy.set(group, name)
         if name == RECOMPUTED:
             inherited[group] = lossy.inherited(group)
-    return _total(catalog, tracks, inherited, inherited)
+    return _total(catalog, tracks, inherited)
 
 
 def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -> float:
@@ -52,21 +52,30 @@ def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -
     """
     tracks = [""] * catalog.groups
     inherited: dict[int, float] = {}
+    fresh: list[int] = []
+    """Computed groups since which nothing was fetched."""
+    outdated: set[int] = set()
+    """The other computed groups: what they were computed on may have become better since."""
     lossy = _LossyGroups(catalog)
     for kind, where, what in steps:
         last = what if isinstance(what, int) else where + 1
         if kind not in {"fetch", "compute"} or not 0 <= where < last <= len(tracks):
             raise FormatError(f"invalid step {(kind, where, what)!r} in a play of {catalog.groups} groups")
+        if kind == "fetch":
+            outdated.update(fresh)
+            fresh.clear()
         for group in range(where, last):
             tracks[group] = what if isinstance(what, str) else RECOMPUTED
             lossy.set(group, tracks[group])
             if tracks[group] == RECOMPUTED:
                 inherited[group] = lossy.inherited(group)
+                fresh.append(group)
     if "" in tracks:
         raise FormatError(f"group {tracks.index('')} is neither fetched nor computed")
-    tail = _tail(catalog, tracks)
-    now = {group: lossy.inherited(group) for group in inherited if group >= tail}
-    return _total(catalog, tracks, inherited, now)
+    total, tail = _total(catalog, tracks, inherited), _tail(catalog, tracks)
+    # What a tail is measured to leave is for one that was computed on the groups as they are now.
+    late = sorted(group for group in outdated if group >= tail and tracks[group] == RECOMPUTED)
+    return total + sum(max(0.0, inherited[group] - lossy.inherited(group)) for group in late)
 
 
 def _tail(catalog: Catalog, tracks: Sequence[str]) -> int:
@@ -78,30 +87,17 @@ def _tail(catalog: Catalog, tracks: Sequence[str]) -> int:
     return end if end and known else len(tracks)
 
 
-def _total(
-    catalog: Catalog, tracks: Sequence[str], inherited: Mapping[int, float], now: Mapping[int, float]
-) -> float:
-    """Sum the losses.
-
-    Args:
-        catalog: of the cache.
-        tracks: of each group, or `RECOMPUTED`.
-        inherited: by computed group, what it had of the groups before it when it was computed.
-        now: the same, had it been computed on the groups as they are. What a tail is measured to leave is for those.
-    """
-    tail = _tail(catalog, tracks)
-    losses: dict[str, Sequence[float]] = {RECOMPUTED: ()}
+def _total(catalog: Catalog, tracks: Sequence[str], inherited: Mapping[int, float]) -> float:
+    """Sum the losses; ``inherited`` maps computed groups, of no tail, to what they have of the groups before them."""
+    tail, names = _tail(catalog, tracks), set(tracks) - {RECOMPUTED}
+    losses: dict[str, Sequence[float]] = {name: catalog.track(name).loss for name in names}
     if tail < len(tracks):
         behind, size = catalog.tokens - catalog.tokens_before(tail), catalog.spec.group_tokens
-        for name in set(tracks[:tail]) - {RECOMPUTED}:
-            track = catalog.track(name)
-            losses[name] = losses_behind(track.loss, track.tails, tail, behind, size)
-    else:
-        losses |= {name: catalog.track(name).loss for name in set(tracks) - {RECOMPUTED}}
-    total = sum(
+        for name in names:
+            losses[name] = losses_behind(losses[name], catalog.track(name).tails, tail, behind, size)
+    return sum(
         inherited[group] if name == RECOMPUTED else losses[name][group] for group, name in enumerate(tracks[:tail])
     )
-    return total + sum(max(0.0, inherited[group] - now[group]) for group in range(tail, len(tracks)))
 
 
 class _LossyGroups:

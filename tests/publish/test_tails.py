@@ -113,3 +113,17 @@ def test_a_passage_is_measured_behind_its_neutral_text():
 def test_a_short_prompt_has_no_long_tails():
     catalog = publish(ToyModel(), prompt(10), TRACKS, None, MemoryFrames(), questions=QUESTIONS)
     assert {len(track.tails) for track in catalog.tracks} == {1}
+
+
+def test_questions_that_do_not_fit_the_model_are_left_out():
+    class Words:
+        engine = ToyModel()
+
+        def encode(self, text):
+            return list(range(len(text.split())))
+
+    every = [len(each.split()) for each in tails.QUESTIONS]
+    Words.engine.context = 100
+    assert [len(ids) for ids in tails.questions(Words())] == every
+    assert [len(ids) for ids in tails.questions(Words(), 100 - 5 - min(every))] == [min(every)]
+    assert tails.questions(Words(), 99) == []
