@@ -105,8 +105,7 @@ class TailMeter:
 
     def far(self, decoded: Callable[[str], tuple[torch.Tensor, ...]], progress: Callable[[], None]) -> None:
         """Compute longer tails on a few tracks' caches, which ``decoded`` returns, and score all continuations."""
-        ordered = sorted(self._lessened, key=self._lessened.__getitem__)
-        for track in evenly(ordered, _TRACKS):
+        for track in self._picked():
             kv = decoded(track)
             for tail in self.lengths:
                 begin = len(self._prompt) - tail
@@ -117,6 +116,12 @@ class TailMeter:
                 losses.append(self._text.measure(whole, _SCORED).loss)
                 self._far.setdefault(track, {})[tail] = losses
                 progress()
+
+    def _picked(self) -> list[str]:
+        """Return the track that loses most behind questions, and of the others some that these lessen unlike."""
+        worst = max(self._near, key=lambda track: _middle(self._near[track]), default=None)
+        others = sorted(self._lessened.keys() - {worst}, key=self._lessened.__getitem__)
+        return [] if worst is None else [worst, *evenly(others, _TRACKS - 1)]
 
     def tails(self, losses: Mapping[str, float]) -> dict[str, tuple[TailLoss, ...]]:
         """Return what every track has left behind tails, given its loss right behind the prompt."""
