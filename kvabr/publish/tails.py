@@ -1,12 +1,12 @@
 """Measures what is left of a track's loss behind a tail: see `kvabr.types.tails`.
 
-What follows is the text's continuation, and answers to questions about it, as the exact cache gives them: one alone
-misleads, by up to 13 times. A question is a tail by itself, and so is the beginning of the continuation. Longer tails
-are the prompt's own last tokens, computed on the coded cache of those before. They are measured on a few tracks, and
-other tracks lose as the one of these whose loss a question lessens as much.
+Several continuations are scored, since a single one misleads by up to 13 times: what follows in the text, and answers
+to questions about it, as the exact cache gives them. A question is a tail by itself, and so is the beginning of the text's
+continuation. Longer tails are the prompt's own last tokens, computed on the coded cache of those before. They are
+measured on a few tracks. Every other track is taken to fall as the one of these whose loss questions lessen most alike.
 
-The losses behind tails of about one length are those of different kinds of continuations, so the catalog keeps their
-geometric mean, of which one of them is as often the double as the half, and the spread of their logarithms.
+The catalog keeps the geometric mean over the continuations, which the loss behind one of them exceeds about as often as
+not, and the standard deviation of their logarithms.
 """
 
 from __future__ import annotations
