@@ -2,7 +2,7 @@
 
 Several continuations are scored, since a single one misleads by up to 13 times: what follows in the text, and answers
 to questions about it, as the exact cache gives them. A question is a tail by itself, and so is the beginning of the
-text's continuation. Longer tails are the prompt's own last tokens, computed on the coded cache of those before. They are
+text's continuation. Longer tails are the last tokens of the prompt, computed on the coded cache of those before, and
 measured on a few tracks. Every other track is taken to fall as the one of these whose loss questions lessen most alike.
 
 The catalog keeps the geometric mean over the continuations, which the loss behind one of them exceeds about as often as
