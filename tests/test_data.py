@@ -86,3 +86,14 @@ def test_predicting_a_loss_takes_fewer_calls_than_there_are_pairs_of_groups():
     finally:
         sys.setprofile(None)
     assert 63 < calls < 63 * 63
+
+
+def test_it_says_what_is_left_behind_tails():
+    catalog = default_catalog()
+    for track in catalog.tracks:
+        assert [tail.tokens for tail in track.tails] == [25, 152, 537]
+        assert all(0.1 < tail.spread < 1.5 for tail in track.tails)
+        left = [tail.share for tail in track.tails]
+        assert left == sorted(left, reverse=True)
+    base = catalog.track("AC-L0")
+    assert catalog.behind(catalog.groups - 1, 152).track("AC-L0").total_loss < 0.3 * base.total_loss

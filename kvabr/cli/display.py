@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import textwrap
@@ -33,6 +34,7 @@ from rich.table import Table
 from kvabr.replay.fitting_table import FittingTable
 from kvabr.store.files import write_text
 from kvabr.types.catalog import Catalog, Track
+from kvabr.types.tails import share_behind
 from kvabr.types.words import counted
 
 _FIRST_S, _EVERY_S = 2.0, 10.0
@@ -258,7 +260,11 @@ def track_rows(catalog: Catalog) -> list[dict[str, Any]]:
                 "bytes": track.total_bytes,
                 "bits_per_element": 8 * size / elements,
                 "ratio": catalog.fp16_bytes / size,
-                "loss": sum(track.loss),
+                "loss": track.total_loss,
+                "behind": [
+                    {"tokens": tail.tokens, "loss": tail.share * track.total_loss, "spread": tail.spread}
+                    for tail in track.tails
+                ],
                 "kl": None if quality is None else quality.kl,
                 "kl8": None if quality is None else quality.kl8,
                 "kl32": None if quality is None else quality.kl32,
@@ -289,6 +295,20 @@ def track_table(catalog: Catalog, title: str | None = None) -> Table:
     names = ("track", *layered, "bytes", "bits/el", "ratio", "loss", "KL", "ΔNLL", "top-1", "ms/group")
     spare = ("ms/group", "ΔNLL", "top-1", "bytes", "refines", "KL")
     return table(title, names, rows, left=("track", "refines"), spare=spare)
+
+
+def tail_table(catalog: Catalog) -> Table | None:
+    """Return what each track loses behind tails, and by which factor it varies; None if nothing was measured."""
+    lengths = max((tuple(tail.tokens for tail in track.tails) for track in catalog.tracks), key=len)
+    rows = []
+    for track in catalog.tracks:
+        cells = [
+            f"{share_behind(track.tails, length) * track.total_loss:.5f}" if track.tails else "-" for length in lengths
+        ]
+        factors = [math.exp(tail.spread) for tail in track.tails if tail.spread]
+        rows.append((track.name, f"{track.total_loss:.5f}", *cells, f"{max(factors):.1f}x" if factors else "-"))
+    names = ("track", "none", *(f"{length} tokens" for length in lengths), "varies by")
+    return table("loss behind tokens that an engine computes", names, rows, left=("track",)) if lengths else None
 
 
 def quality_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -37,7 +37,8 @@ The AC tracks need a profile of the model (`kvabr calibrate`). Without one, thei
 itself and published with it: that works for any model, but takes two to three times the bytes.
 
 The first --tokens tokens of the text are the prompt, whose cache is published. The --continuation tokens after it are
-the real continuation, on which the model measures the loss of every track. That takes most of the time.
+the real continuation, on which the model measures the loss of every track; what is left of it behind a question, or
+other tokens that an engine computes, is also measured on answers of the model. That takes most of the time.
 
 Anyone who can guess a prompt can compute its name and ask an origin whether it is cached. With --salt-file this takes
 the salt, too; give the same file to `kvabr fetch`. The salt is not stored in the asset: keep it.
@@ -48,6 +49,7 @@ STAGES = {
     "encode": "encode (groups x tracks)",
     "time": "time decoding and prefill",
     "measure": "measure loss (tracks)",
+    "tails": "measure loss (behind tails)",
     "groups": "measure loss (single groups)",
     "mix": "measure mixed caches",
 }
@@ -100,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.cli.display import StageBar, mix_rows, mix_table, output, plain, track_rows, track_table, write_json
     from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import ordered_tracks, publish
+    from kvabr.publish.tails import questions
     from kvabr.publish.texts import cut_prompt
     from kvabr.store.files import read_salt
     from kvabr.store.locations import open_store
@@ -143,6 +146,7 @@ def run(args: argparse.Namespace) -> int:
             source=f"{args.text.name}, its first {args.tokens} tokens",
             salt=salt,
             digest=args.digest,
+            questions=questions(loaded, args.tokens),
             named=check_new,
             progress=bar,
             tell=unusual.append,

@@ -54,13 +54,26 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables, and check the groups if asked to."""
-    from kvabr.cli.display import group_tables, mix_rows, mix_table, output, plain, track_rows, track_table, write_json
+    from kvabr.cli.display import (
+        group_tables,
+        mix_rows,
+        mix_table,
+        output,
+        plain,
+        tail_table,
+        track_rows,
+        track_table,
+        write_json,
+    )
 
     catalog, asset = _open(args)
     out = output()
     _head(catalog)
     out.print(track_table(catalog))
     plain(*_what_losses_are(catalog))
+    if (tails := tail_table(catalog)) is not None:
+        out.print(tails)
+    plain(*_how_sure_losses_are(catalog))
     if args.groups:
         out.print(*group_tables(catalog))
     if catalog.mixes:
@@ -177,6 +190,20 @@ def _what_losses_are(catalog: Catalog) -> list[str]:
     return [
         f"loss: the mean of the KL over the first {', '.join(early)} and all measured tokens; players weigh it",
         "KL: of the exact cache and this one, over all those tokens; both are nats per token",
+    ]
+
+
+def _how_sure_losses_are(catalog: Catalog) -> list[str]:
+    """Return what else may follow than what the losses were measured with."""
+    known = [tail for track in catalog.tracks for tail in track.tails]
+    if any(tail.spread for tail in known):
+        return [
+            "behind a question or other tokens that an engine computes; what follows varies the loss by that factor"
+        ]
+    if known:
+        return ["losses behind tails were measured with one continuation: others lose up to five times more or less"]
+    return [
+        "what is left behind a question or other computed tokens was not measured: as a rule a tenth to all of the loss"
     ]
 
 

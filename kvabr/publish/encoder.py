@@ -17,6 +17,7 @@ from kvabr.codec.rope import rotate
 from kvabr.publish.frames import FrameEncoder, needs_profile, six
 from kvabr.publish.model import ScoringEngine
 from kvabr.publish.quality import MAX_PASSES, Reference, measure_mixes, measure_quality, sample_mixes
+from kvabr.publish.tails import TailMeter, answered
 from kvabr.store.asset import FrameStore, Prompt
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog, Mix, Quality
@@ -32,7 +33,7 @@ from kvabr.types.units import cache_length, snapshot_ends
 Progress = Callable[[str, int, int], None]
 """Called with a stage, its steps done, and its steps in all."""
 
-STAGES = ("prefill", "encode", "time", "measure", "groups", "mix")
+STAGES = ("prefill", "encode", "time", "measure", "tails", "groups", "mix")
 """Stages of `publish`, in order; the steps of ``prefill`` are tokens."""
 
 ON_REQUEST = ("FP4",)
@@ -159,6 +160,7 @@ def publish(
     source: str = "",
     salt: bytes = b"",
     digest: str = SHA256,
+    questions: Sequence[Sequence[int]] = (),
     max_passes: int = MAX_PASSES,
     time_engine: bool = True,
     named: Callable[[str], None] = lambda _digest: None,
@@ -182,6 +184,8 @@ def publish(
         salt: a tenant's secret, see `kvabr.types.naming.chain`. It is not kept, so `Prompt.sealed` must tie the token
             ids to the catalog.
         digest: kind of the frames' digests, see `kvabr.types.digests`.
+        questions: token ids of questions about the text, see `kvabr.publish.tails.questions`: losses behind tails are
+            those of its continuation and of answers to them.
         max_passes: forward passes for attributing losses to groups, see `kvabr.publish.quality`.
         time_engine: whether to time a few prefills for the catalog's cost model.
         named: called with the prompt's digest before anything is computed; it may raise to stop.
@@ -239,7 +243,9 @@ def publish(
         prefill = time_prefills(engine, prompt.tokens)
         prefill = PrefillCost(*(six(value) for value in prefill.to_json().values()))
     progress("time", len(tracks) + 1, len(tracks) + 1)
-    reference = Reference(engine, exact, prompt.continuation, before=None if passage is None else passage.before)
+    before = None if passage is None else passage.before
+    reference = Reference(engine, exact, prompt.continuation, before=before)
+    meter = TailMeter(reference, answered(engine, exact, questions, before), prompt.tokens)
     measured = measure_quality(
         reference,
         exact,
@@ -248,12 +254,19 @@ def publish(
         frames.decode,
         tokens=len(prompt.tokens),
         max_passes=max_passes,
+        meter=meter,
         progress=progress,
     )
     del exact
     qualities = {track: _rounded(one) for track, one in measured.quality.items()}
     catalog = frames.catalog(
-        measured.loss, decode_s, loss_method=measured.method, source=source, measured=qualities, prefill=prefill
+        measured.loss,
+        decode_s,
+        loss_method=measured.method,
+        source=source,
+        measured=qualities,
+        tails=measured.tails,
+        prefill=prefill,
     )
     if not catalog.every_token or passage is not None:
         return catalog  # its groups cannot be recomputed one by one, which is what mixes are about

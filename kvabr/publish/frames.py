@@ -24,6 +24,7 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import PassageNotes
+from kvabr.types.tails import TailLoss
 from kvabr.types.units import cache_length, units_of
 
 _TIMED_GROUPS = 5
@@ -229,6 +230,7 @@ class FrameEncoder:
         loss_method: str,
         source: str,
         measured: Mapping[str, Quality] | None = None,
+        tails: Mapping[str, Sequence[TailLoss]] | None = None,
         prefill: PrefillCost | None = None,
         expected: Mapping[str, Sequence[int]] | None = None,
     ) -> Catalog:
@@ -257,6 +259,9 @@ class FrameEncoder:
                     refines=codec(track).refines,
                     decode_s=six(decode_s[track]),
                     measured=None if measured is None else measured[track],
+                    tails=tuple(
+                        TailLoss(n, six(share), six(spread)) for n, share, spread in (tails or {}).get(track, ())
+                    ),
                 )
                 for track in listed
             ),

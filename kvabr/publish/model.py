@@ -41,6 +41,26 @@ def score_classes(engine: ScoringEngine, kv: tuple[torch.Tensor, ...] | None, to
     return engine.score(None if kv is None else kv[0], tokens)
 
 
+@runtime_checkable
+class AnsweringEngine(ScoringEngine, Protocol):
+    """A scoring engine that generates faster than `answer_of` would with its scores."""
+
+    def answer(self, kv: tuple[torch.Tensor, ...] | None, question: Sequence[int], tokens: int) -> list[int]:
+        """Return the most likely ``tokens`` ids behind a cache, a tensor per layer class, and a question."""
+
+
+def answer_of(
+    engine: ScoringEngine, kv: tuple[torch.Tensor, ...] | None, question: Sequence[int], tokens: int
+) -> list[int]:
+    """Return what any engine answers to a question, see `AnsweringEngine.answer`."""
+    if isinstance(engine, AnsweringEngine):
+        return engine.answer(kv, question, tokens)
+    said: list[int] = []
+    while len(said) < tokens:
+        said.append(int(score_classes(engine, kv, [*question, *said])[-1].argmax()))
+    return said
+
+
 class CalibrationEngine(ScoringEngine, Protocol):
     """An engine that can also say how sensitive a continuation is to each number of a cache."""
 

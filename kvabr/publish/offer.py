@@ -1,7 +1,8 @@
 """What an engine's publisher offers of its caches: the tracks, and catalogs whose losses are not measured.
 
-An engine has no time for the forward passes of `kvabr encode`. Losses, decode times and, of a cache that is still being
-computed, sizes are those of another catalog, the *prior*, best of the same model, laid out over the groups.
+An engine has no time for the forward passes of `kvabr encode`. Losses, also those behind tails, decode times and, of a
+cache that is still being computed, sizes are those of another catalog, the *prior*, best of the same model, laid out
+over the groups.
 """
 
 from __future__ import annotations
@@ -115,6 +116,7 @@ class TrackOffer:
             {track: self._of_prior(track).decode_s * larger for track in losses},
             loss_method=f"{NOT_MEASURED}: those of {prior.tokens} tokens under {prior.spec.model}, from the end",
             source=self._source,
+            tails={track: self._of_prior(track).tails for track in losses},
             prefill=prior.prefill if prior.spec.model == spec.model else None,
             expected=None if expected is None else {track: self._sizes(frames, track) for track in expected},
         )

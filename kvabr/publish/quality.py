@@ -2,11 +2,13 @@
 
 For every track the whole cache is decoded and the continuation scored once: that gives KL, also of the first tokens,
 change of NLL and top-1. The loss is `kvabr.types.tracks.Quality.loss`, which counts the first tokens more. Then, for a
-few tracks, one group at a time is replaced in an otherwise exact cache: the KL of that run is the group's own. Coding
-noise of groups is nearly independent, and KL is quadratic in small noise, so these nearly add up (measured on SmolLM2
-with 3- and 4-bit caches: to 0.86 to 1.3 of the KL of the whole cache), and are scaled to the track's loss. Lossy tracks
-get shares of their own, because codecs differ in where they hurt (one that keeps the attention sinks exact spares the
-first group); a nearly lossless one takes those of the track with the nearest KL.
+few tracks, one group at a time is replaced in an otherwise exact cache: the loss of that run is the group's own, with
+the same weights (by the KL over all tokens alone, the last groups would have too small a share, and caches whose end is
+better twice the loss that they have). Coding noise of groups is nearly independent, and KL is quadratic in small noise,
+so these nearly add up (SmolLM2: 3- and 4-bit caches to 0.75 to 1.3 of the loss of the whole cache, AC-L0 to half), and
+are scaled to the track's loss. Lossy tracks get shares of their own, because codecs differ in where they hurt (one that
+keeps the attention sinks exact spares the first group); a nearly lossless one takes those of the track with the nearest
+KL. `kvabr.publish.tails` measures what is left behind a tail.
 
 One forward pass is one measurement, bounded by `MAX_PASSES`. Finally a few mixed caches, as players end with, are
 scored: the catalog lists how well their losses are predicted.
@@ -16,9 +18,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby, pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,7 +31,11 @@ from kvabr.types.catalog import RECOMPUTED, Catalog, Mix, Quality
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec
 from kvabr.types.loss import predicted_loss
-from kvabr.types.units import needed, units_of
+from kvabr.types.tails import TailLoss
+from kvabr.types.units import Unit, needed, units_of
+
+if TYPE_CHECKING:
+    from kvabr.publish.tails import TailMeter
 
 Decoder = Callable[[int, str, torch.Tensor], None]
 """Decodes ``(group, track, out)`` into a tensor [layer, K/V, head, token, dim] of the group's tokens."""
@@ -44,6 +51,8 @@ LEAST_UNITS = 16
 NOISE_FLOOR = 1e-4
 """KL below which a track's groups are not measured one by one: no player could tell them apart."""
 
+_ATTRIBUTED = 64
+"""Tokens of the continuation that single groups are measured on: the first ones bear most of the loss."""
 _LEAST_SHARE = 0.01
 """Share of a track's loss that is spread evenly: a group is not free because one continuation ignored it."""
 
@@ -85,18 +94,22 @@ class Reference:
         continuation: Sequence[int],
         *,
         before: torch.Tensor | None = None,
+        asked: int = 0,
     ) -> None:
         """Score the ids of a continuation, at least two, behind the exact cache.
 
-        With ``before``, [layer, K/V, head, token, dim], that comes before every cache.
+        With ``before``, [layer, K/V, head, token, dim], that comes before every cache. The first ``asked`` ids are a
+        question: only what is said behind them is compared.
 
         Raises `ModelError` if the continuation is too short, or does not fit the model.
         """
-        if len(continuation) < 2:
+        if len(continuation) < 2 + max(0, asked - 1):
             raise ModelError(f"measuring a loss takes a continuation of at least 2 tokens, not {len(continuation)}")
-        self.engine, self._before = engine, before
+        self.engine, self.before, self.asked = engine, before, asked
         self.continuation = tuple(continuation)
-        self._exact = self._score(exact)
+        self._exact = self.score(exact)
+        if asked > 1:
+            self._exact = self._exact.clone()  # or the rows of the question would stay in memory
 
     def calibration(self) -> tuple[float, float]:
         """Return the NLL of the continuation behind the exact cache, and what the model expects it to be, its entropy.
@@ -106,19 +119,36 @@ class Reference:
         times as much, in both directions.
         """
         rows = self._exact[:-1]
-        said = rows.gather(1, torch.tensor(self.continuation[1:], dtype=torch.long)[:, None])
+        following = self.continuation[max(1, self.asked) :]
+        said = rows.gather(1, torch.tensor(following, dtype=torch.long)[:, None])
         expected = sum(float(torch.dot(row.exp(), row)) for row in rows) / len(rows)
         return -float(said.mean()), -expected
 
-    def measure(self, kv: Cache | None) -> Quality:
-        """Return what the continuation loses when ``kv`` replaces the exact cache."""
-        return compare(self._exact, self._score(kv), self.continuation)
+    def measure(self, kv: Cache | None, most: int | None = None) -> Quality:
+        """Return what the continuation loses when ``kv`` replaces the exact cache; its first ``most`` tokens alone."""
+        return self.compared(self.score(kv, most))
 
-    def _score(self, kv: Cache | None) -> torch.Tensor:
-        parts = (kv,) if isinstance(kv, torch.Tensor) else kv
-        if self._before is not None and parts is not None:
-            parts = (torch.cat((self._before, parts[0]), dim=3),)
-        return score_classes(self.engine, parts, self.continuation)
+    def compared(self, scored: torch.Tensor, first: int = 0) -> Quality:
+        """Return the loss from what `score` returned, over the tokens from number ``first`` on."""
+        rows = slice(first, len(scored))
+        return compare(self._exact[rows], scored[rows], self.continuation[max(0, self.asked - 1) :][rows])
+
+    def score(self, kv: Cache | None, most: int | None = None) -> torch.Tensor:
+        """Return log-probabilities behind a cache: of what follows the question, or the first id of the continuation.
+
+        They are float64, [token, vocabulary], for the first ``most`` ids or all.
+        """
+        skipped = max(0, self.asked - 1)
+        ids = self.continuation[: None if most is None else skipped + most]
+        return score_classes(self.engine, placed(kv, self.before), ids)[skipped:]
+
+
+def placed(kv: Cache | None, before: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
+    """Return a cache as an engine takes it: a tensor per layer class, with what comes ``before`` it."""
+    parts = (kv,) if isinstance(kv, torch.Tensor) else kv
+    if before is not None and parts is not None:
+        parts = (torch.cat((before, parts[0]), dim=3),)
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +161,8 @@ class Measured:
     """By track and group: expected loss, nats per token. A track's losses add up to its `Quality.loss`."""
     method: str
     """How they were attributed, in words."""
+    tails: Mapping[str, tuple[TailLoss, ...]]
+    """By track, see `kvabr.types.tracks.Track.tails`; empty if they were not measured."""
 
 
 def measure_quality(
@@ -142,6 +174,7 @@ def measure_quality(
     *,
     tokens: int | None = None,
     max_passes: int = MAX_PASSES,
+    meter: TailMeter | None = None,
     progress: Callable[[str, int, int], None] = lambda _stage, _done, _all: None,
 ) -> Measured:
     """Measure whole tracks and single groups, and attribute the loss.
@@ -155,25 +188,27 @@ def measure_quality(
         decode: decodes one group of one track.
         tokens: tokens of the prompt; None: as many as the first tensor has, which is then not a state's.
         max_passes: forward passes beyond one per track, see `MAX_PASSES`.
-        progress: called after every forward pass, with its stage (``measure``: whole tracks, ``groups``), and how many
-            of the stage's passes are done.
+        meter: measures what is left behind tails; None: nothing does.
+        progress: called after every measurement, with its stage (``measure``: whole tracks, ``tails``, ``groups``), and
+            how many of the stage's measurements are done.
 
     Groups that the continuation cannot see lose nothing (`kvabr.types.units.needed`).
     """
-    work = tuple(part.clone() for part in exact)
     tokens = int(exact[0].shape[-2]) if tokens is None else tokens
-    every = units_of(spec, tokens)
-    seen = needed(spec, every, tokens)
-    places = [cut(work, every[group], spec) for group in seen]
-    sizes = [every[group].tokens * spec.parts[every[group].part].elements_per_token for group in seen]
+    work = _Work(exact, spec, units_of(spec, tokens), decode)
+    seen = needed(spec, work.units, tokens)
+    sizes = [work.units[group].tokens * spec.parts[work.units[group].part].elements_per_token for group in seen]
     quality = {}
     for number, track in enumerate(tracks, 1):
-        for group, place in zip(seen, places, strict=True):
-            decode(group, track, place)
-        quality[track] = reference.measure(work)
+        work.put(track, seen)
+        scored = reference.score(work.cache)
+        quality[track] = reference.compared(scored)
+        if meter is not None and quality[track].kl > NOISE_FLOOR:
+            meter.near(track, work.cache, scored)
         progress("measure", number, len(tracks))
-    for part, whole in zip(work, exact, strict=True):
-        part.copy_(whole)
+    whole = {track: one.loss for track, one in quality.items()}
+    tails = {} if meter is None else _measured_tails(meter, reference, work, whole, progress)
+    work.restore(range(len(work.units)))
 
     units, shaped = _plan({track: quality[track].kl for track in tracks}, len(seen), max_passes)
     total, done = len(shaped) * len(units), count(1)
@@ -181,11 +216,10 @@ def measure_quality(
     for track in shaped:
         singles = []
         for unit in units:
-            for index in unit:
-                decode(seen[index], track, places[index])
-            singles.append(reference.measure(work).kl)
-            for index in unit:
-                places[index].copy_(cut(exact, every[seen[index]], spec))
+            groups = [seen[index] for index in unit]
+            work.put(track, groups)
+            singles.append(reference.measure(work.cache, _ATTRIBUTED).loss)
+            work.restore(groups)
             progress("groups", next(done), total)
         shares[track] = _shares(singles, units, sizes)
 
@@ -193,11 +227,48 @@ def measure_quality(
     loss = {}
     for track in tracks:
         near = _nearest(quality, track, shaped)
-        losses = dict(
-            zip(seen, (quality[track].loss * share for share in (shares[near] if near else even)), strict=True)
-        )
-        loss[track] = tuple(losses.get(group, 0.0) for group in range(len(every)))
-    return Measured(quality, loss, _in_words(len(reference.continuation), shaped, units))
+        losses = dict(zip(seen, (whole[track] * share for share in (shares[near] if near else even)), strict=True))
+        loss[track] = tuple(losses.get(group, 0.0) for group in range(len(work.units)))
+    return Measured(quality, loss, _in_words(len(reference.continuation), shaped, units), tails)
+
+
+class _Work:
+    """A cache whose groups (units) are put on tracks, and made exact again."""
+
+    def __init__(self, exact: tuple[torch.Tensor, ...], spec: KVSpec, units: Sequence[Unit], decode: Decoder) -> None:
+        self._exact, self._spec, self._decode, self.units = exact, spec, decode, units
+        self.cache = tuple(part.clone() for part in exact)
+
+    def put(self, track: str, groups: Iterable[int]) -> None:
+        for group in groups:
+            self._decode(group, track, cut(self.cache, self.units[group], self._spec))
+
+    def restore(self, groups: Iterable[int]) -> None:
+        for group in groups:
+            unit = self.units[group]
+            cut(self.cache, unit, self._spec).copy_(cut(self._exact, unit, self._spec))
+
+
+def _measured_tails(
+    meter: TailMeter,
+    reference: Reference,
+    work: _Work,
+    losses: Mapping[str, float],
+    progress: Callable[[str, int, int], None],
+) -> dict[str, tuple[TailLoss, ...]]:
+    """Compute tails on whole tracks, of which the meter has seen those that lose most, if any loses much."""
+
+    def decoded(track: str) -> tuple[torch.Tensor, ...]:
+        # A shorter prompt sees groups of a window that the whole one does not.
+        work.put(track, range(len(work.units)))
+        return work.cache
+
+    if not meter.tracks:
+        worst = max(losses, key=losses.__getitem__)
+        meter.near(worst, decoded(worst), reference.score(work.cache))
+    total, done = meter.caches, count(1)
+    meter.far(decoded, lambda: progress("tails", next(done), total))
+    return meter.tails(losses)
 
 
 def sample_mixes(catalog: Catalog, seed: int = 0) -> list[list[str]]:
@@ -296,12 +367,14 @@ def _units(groups: int, limit: int) -> list[range]:
 def _pick(kl: Mapping[str, float], most: int) -> list[str]:
     """Return the tracks whose groups are measured one by one: evenly spread from the most to the least lossy."""
     lossy = sorted((track for track in kl if kl[track] > NOISE_FLOOR), key=lambda track: -kl[track])
-    lossy = lossy or [max(kl, key=lambda track: kl[track])]
-    if most >= len(lossy):
-        return lossy
-    if most == 1:
-        return lossy[:1]
-    return [lossy[round(index * (len(lossy) - 1) / (most - 1))] for index in range(most)]
+    return evenly(lossy or [max(kl, key=lambda track: kl[track])], most)
+
+
+def evenly(ordered: Sequence[str], most: int) -> list[str]:
+    """Return at most so many of some names in order, with the first and the last, evenly spaced."""
+    if most >= len(ordered) or most == 1:
+        return list(ordered[:most])
+    return [ordered[round(index * (len(ordered) - 1) / (most - 1))] for index in range(most)]
 
 
 def _shares(singles: Sequence[float], units: Sequence[range], sizes: Sequence[int]) -> list[float]:
@@ -333,7 +406,7 @@ def _in_words(continuation: int, shaped: Sequence[str], units: Sequence[range]) 
     width = max(map(len, units))
     unit = "one group" if width == 1 else f"one group (in the middle of the prompt, up to {width} neighbours)"
     return (
-        f"{whole}; split over groups in proportion to the KL measured with {unit} at a time on the track and all "
-        f"others exact, run for {', '.join(shaped)} and taken for every other track from the one of these with the "
-        f"nearest KL; {_LEAST_SHARE:.0%} of it spread evenly."
+        f"{whole}; split over groups in proportion to the same mean over up to {_ATTRIBUTED} tokens, measured with "
+        f"{unit} at a time on the track and all others exact, run for {', '.join(shaped)} and taken for every other "
+        f"track from the one of these with the nearest KL; {_LEAST_SHARE:.0%} of it spread evenly."
     )

@@ -27,7 +27,7 @@ from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import PassageNotes
-from kvabr.types.tails import losses_behind, share_behind
+from kvabr.types.tails import losses_behind, share_behind, tails_behind
 from kvabr.types.tracks import Mix, Quality, Track, check_track, groups_of, track_from_json, track_to_json
 from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_units, units_of
 
@@ -376,8 +376,8 @@ class Catalog:
             else:
                 scale = share_behind(whole.tails, tail)
                 losses = tuple(scale * loss for loss in track.loss)
-            tracks.append(replace(track, loss=losses, measured=None, tails=()))
-        return replace(shorter, tracks=tuple(tracks), mixes=(), tail=tail)
+            tracks.append(replace(track, loss=losses, measured=None, tails=tails_behind(whole.tails, tail)))
+        return replace(shorter, tracks=tuple(tracks), mixes=(), tail=self.tail + tail)
 
     @cached_property
     def to_play(self) -> Catalog:

@@ -229,7 +229,10 @@ def _common(units: Sequence[Unit], sources: Sequence[Catalog], share: float) -> 
         ]
         sizes, losses, digests = zip(*listed, strict=True)
         slowest = max(track.decode_s for track in every)
-        tracks[first.name] = replace(first, bytes=sizes, loss=losses, digests=digests, decode_s=slowest, measured=None)
+        # What is left behind a tail was measured without other passages before it.
+        tracks[first.name] = replace(
+            first, bytes=sizes, loss=losses, digests=digests, decode_s=slowest, measured=None, tails=()
+        )
     if all(track.refines is not None for track in tracks.values()):
         raise FormatError("the passages of this prompt have no track in common")
     return tuple(tracks.values())

@@ -22,6 +22,7 @@ from kvabr.types.digests import is_digest, kind_of, unknown
 from kvabr.types.errors import FormatError
 from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.naming import TrackNamespace
+from kvabr.types.tails import losses_behind
 from kvabr.types.units import Unit, prefix_units, units_by_chunk, units_of
 
 LIVE_SCHEMA = "kvabr.live/1"
@@ -241,7 +242,10 @@ def _shorter(catalog: Catalog, news: Sequence[PublishedFrames]) -> Catalog | Non
         frames = [frame for unit in units if (frame := news[unit.chunk].frames.get(name[unit.part])) is not None]
         if len(frames) == len(units) and (track.refines is None or track.refines in tracks):
             sizes, digests = zip(*frames, strict=True)
-            loss = tuple(track.loss[alike.get(index, index)] for index in own)
+            if catalog.even:  # what a group loses depends on its distance from the end
+                loss = losses_behind(track.loss, track.tails, groups, 0, spec.group_tokens)
+            else:
+                loss = tuple(track.loss[alike.get(index, index)] for index in own)
             tracks[track.name] = replace(track, bytes=sizes, digests=digests, loss=loss, measured=None)
     if not tracks:
         return None

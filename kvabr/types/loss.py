@@ -5,6 +5,9 @@ to 30 % of what it would cost on the tracks before it, whatever the track (SmolL
 and 2 bits, and the draft's seven levels). The model here is `INHERITED` times their weighted mean, in which near groups
 weigh more, as the shape of a track's own losses tells. (21 recomputed groups behind 42 lossy ones of 8,064 tokens:
 measured 0.00042; a plain mean predicts 0.0031, this model 0.0005.)
+
+Groups that are recomputed at the end are a tail. Where the catalog knows what is left behind tails, those before them
+lose that (`kvabr.types.tails`), and what the tail inherits is part of it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import FormatError
+from kvabr.types.tails import losses_behind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +36,7 @@ def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
         raise FormatError(f"{len(tracks)} tracks for an asset of {catalog.groups} groups")
     inherited: dict[int, float] = {}
     lossy = _LossyGroups(catalog)
-    for group, name in enumerate(tracks):
+    for group, name in enumerate(tracks[: _tail(catalog, tracks)]):
         lossy.set(group, name)
         if name == RECOMPUTED:
             inherited[group] = lossy.inherited(group)
@@ -48,25 +52,51 @@ def played_loss(catalog: Catalog, steps: Iterable[tuple[str, int, int | str]]) -
     """
     tracks = [""] * catalog.groups
     inherited: dict[int, float] = {}
+    fresh: list[int] = []
+    """Computed groups since which nothing was fetched."""
+    outdated: set[int] = set()
+    """The other computed groups: what they were computed on may have become better since."""
     lossy = _LossyGroups(catalog)
     for kind, where, what in steps:
         last = what if isinstance(what, int) else where + 1
         if kind not in {"fetch", "compute"} or not 0 <= where < last <= len(tracks):
             raise FormatError(f"invalid step {(kind, where, what)!r} in a play of {catalog.groups} groups")
+        if kind == "fetch":
+            outdated.update(fresh)
+            fresh.clear()
         for group in range(where, last):
             tracks[group] = what if isinstance(what, str) else RECOMPUTED
             lossy.set(group, tracks[group])
             if tracks[group] == RECOMPUTED:
                 inherited[group] = lossy.inherited(group)
+                fresh.append(group)
     if "" in tracks:
         raise FormatError(f"group {tracks.index('')} is neither fetched nor computed")
-    return _total(catalog, tracks, inherited)
+    total, tail = _total(catalog, tracks, inherited), _tail(catalog, tracks)
+    # What a tail is measured to leave is for one that was computed on the groups as they are now.
+    late = sorted(group for group in outdated if group >= tail and tracks[group] == RECOMPUTED)
+    return total + sum(max(0.0, inherited[group] - lossy.inherited(group)) for group in late)
+
+
+def _tail(catalog: Catalog, tracks: Sequence[str]) -> int:
+    """Return the first of the groups at the end that were computed, if it is known what is left behind such a tail."""
+    end = len(tracks)
+    while end and tracks[end - 1] == RECOMPUTED:
+        end -= 1
+    known = catalog.even and all(catalog.track(name).tails for name in set(tracks[:end]) - {RECOMPUTED})
+    return end if end and known else len(tracks)
 
 
 def _total(catalog: Catalog, tracks: Sequence[str], inherited: Mapping[int, float]) -> float:
-    """Sum the losses; ``inherited`` maps computed groups to what they have of the groups before them."""
+    """Sum the losses; ``inherited`` maps computed groups, of no tail, to what they have of the groups before them."""
+    tail, names = _tail(catalog, tracks), set(tracks) - {RECOMPUTED}
+    losses: dict[str, Sequence[float]] = {name: catalog.track(name).loss for name in names}
+    if tail < len(tracks):
+        behind, size = catalog.tokens - catalog.tokens_before(tail), catalog.spec.group_tokens
+        for name in names:
+            losses[name] = losses_behind(losses[name], catalog.track(name).tails, tail, behind, size)
     return sum(
-        inherited[group] if name == RECOMPUTED else catalog.track(name).loss[group] for group, name in enumerate(tracks)
+        inherited[group] if name == RECOMPUTED else losses[name][group] for group, name in enumerate(tracks[:tail])
     )
 
 

@@ -71,6 +71,14 @@ def share_behind(tails: Sequence[TailLoss], tokens: int) -> float:
     return math.exp(shares[-1])
 
 
+def tails_behind(tails: Sequence[TailLoss], tokens: int) -> tuple[TailLoss, ...]:
+    """Return what further tokens leave of the loss that is left behind a tail of so many."""
+    if tokens <= 0:
+        return tuple(tails)
+    left = share_behind(tails, tokens)
+    return tuple(tail._replace(share=share_behind(tails, tokens + tail.tokens) / left) for tail in tails)
+
+
 def losses_behind(
     losses: Sequence[float], tails: Sequence[TailLoss], groups: int, tail: int, group_tokens: int
 ) -> tuple[float, ...]:

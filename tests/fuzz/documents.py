@@ -14,7 +14,7 @@ from kvabr.server.changes import Changes, changes_track, position_in
 from kvabr.server.grants import token_in_path
 from kvabr.server.relay_catalogs import check_small
 from kvabr.store.asset_index import check_names
-from kvabr.types.catalog import Catalog, Mix, Quality
+from kvabr.types.catalog import RECOMPUTED, Catalog, Mix, Quality
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, TransportError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec, specs_from_json
@@ -29,6 +29,7 @@ from kvabr.types.naming import (
     prefix_track,
 )
 from kvabr.types.passage import PassageNotes
+from kvabr.types.tails import TailLoss
 from tests.catalogs import SPEC, catalog
 from tests.fuzz.target import Target, family, refused
 
@@ -47,6 +48,9 @@ def _catalog(data: bytes) -> bool:
         assert found.suffix(groups - 1).groups == found.groups - groups + 1
     for track in found.tracks:
         assert predicted_loss(found, [track.name] * found.groups) >= 0
+        assert predicted_loss(found, [*[track.name] * (found.groups - 1), RECOMPUTED]) >= 0
+        if found.passage is None:
+            assert found.behind(len(found.chunks), 20).track(track.name).total_loss >= 0
     # What a client, an origin and a relay do next.
     refused(lambda: lookup.playable(lookup._parse(data).catalog, profile=True), FormatError)
     refused(lambda: check_names(found), FormatError)
@@ -61,7 +65,8 @@ def _valid_catalogs() -> tuple[bytes, ...]:
     small = catalog(2)
     few = replace(small, tracks=small.tracks[3:5], prefill=PrefillCost(0.1, 0.001, 1e-7), profile="1" * 64)
     few = replace(few, profile_bytes=1000, loss_method="measured", source="a text")
-    measured = replace(few.tracks[0], measured=Quality(0.1, 0.2, 0.9))
+    tails = (TailLoss(25, 0.4, 0.5), TailLoss(152, 0.2))
+    measured = replace(few.tracks[0], measured=Quality(0.1, 0.2, 0.9), tails=tails)
     most = replace(few, tracks=(measured,), mixes=(Mix((measured.name,) * 2, 0.1, 0.2),))
     layered = catalog(2, layered=True)
     base = replace(layered, tracks=layered.tracks[-3:-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from kvabr.store.asset_folder import FolderAsset, frame_path
 from kvabr.types.catalog import Catalog
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LAYERS, chain
+from kvabr.types.tails import TailLoss
 from tests import tinymodels
 from tests.toymodel import toy_asset
 
@@ -52,6 +54,24 @@ def test_inspect_reads_a_catalog_alone(toy, capsys):
     assert "Int4" in capsys.readouterr().out
     assert kvabr("inspect", toy / "catalog.json", "--check") == 2
     assert "a catalog alone has no groups" in capsys.readouterr().err
+
+
+def test_inspect_shows_what_is_left_behind_tails_and_how_sure_that_is(toy, tmp_path, capsys):
+    assert kvabr("inspect", toy / "catalog.json") == 0
+    assert "was not measured: as a rule a tenth to all of the loss" in capsys.readouterr().out
+    catalog, path, report = Catalog.read(toy / "catalog.json"), tmp_path / "catalog.json", tmp_path / "report.json"
+    whole = catalog.track("Int4").total_loss
+    for spread, words in ((0.7, "varies the loss by that factor"), (0.0, "measured with one continuation")):
+        tails = (TailLoss(25, 0.4, spread), TailLoss(152, 0.2))
+        path.write_text(replace(catalog, tracks=tuple(replace(each, tails=tails) for each in catalog.tracks)).dumps())
+        assert kvabr("inspect", path, "--json", report) == 0
+        out = capsys.readouterr().out
+        for shown in (words, "25 tokens", "152 tokens", f"{0.2 * whole:.5f}", *(["2.0x"] if spread else [])):
+            assert shown in out
+        assert json.loads(report.read_text())["tracks"][2]["behind"] == [
+            {"tokens": 25, "loss": pytest.approx(0.4 * whole), "spread": spread},
+            {"tokens": 152, "loss": pytest.approx(0.2 * whole), "spread": 0.0},
+        ]
 
 
 def test_a_narrow_terminal_shows_every_number(toy, capsys, monkeypatch):

@@ -18,6 +18,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.naming import LAYERS, chain
+from kvabr.types.tails import TailLoss
 from tests import kvdata
 from tests.toymodel import SPEC
 
@@ -62,6 +63,17 @@ def test_what_it_loses_is_that_of_the_prior_and_says_so(tmp_path):
     assert catalog.track("Int4").decode_s < prior.track("Int4").decode_s  # this cache is much smaller
     assert catalog.loss_method.startswith("not measured")
     assert catalog.prefill is None  # of another model
+
+
+def test_what_is_left_behind_tails_is_that_of_the_prior(tmp_path):
+    prior = default_catalog()
+    tails = {track.name: (TailLoss(25, 0.1 * (number + 1), 0.5),) for number, track in enumerate(prior.tracks)}
+    prior = replace(prior, tracks=tuple(replace(track, tails=tails[track.name]) for track in prior.tracks))
+    publish(Publisher(tmp_path, SPEC, prior=prior))
+    (asset,) = PublishedAssets(tmp_path).assets
+    assert {track.name: track.tails for track in asset.catalog.tracks} == {
+        name: tails[name] for name in ("FP16", "Int8", "Int4")
+    }
 
 
 def test_with_a_profile_the_layers_come_along(tmp_path):

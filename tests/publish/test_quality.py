@@ -66,6 +66,23 @@ def test_losses_add_up_and_go_where_the_damage_is(setting):
     assert min(measured.loss["first"]) > 0
 
 
+def test_groups_are_weighed_like_whole_tracks_by_the_first_tokens_most(setting):
+    reference, exact = setting
+    measured = measure(setting, {"all": [0.2] * 5})
+    singles = []
+    for group in range(5):
+        work = exact.clone()
+        first, last = SPEC.group_range(group, exact.shape[3])
+        work[:, :, :, first:last] *= 1.2
+        singles.append(reference.measure(work))
+    weighed = [one.loss / sum(each.loss for each in singles) for one in singles]
+    over_all = [one.kl / sum(each.kl for each in singles) for one in singles]
+    assert weighed != pytest.approx(over_all, rel=0.01)
+    shares = [loss / measured.quality["all"].loss for loss in measured.loss["all"]]
+    sizes = [0.01 * tokens / 70 for tokens in (16, 16, 16, 16, 6)]  # a hundredth is spread evenly
+    assert shares == pytest.approx([0.99 * one + size for one, size in zip(weighed, sizes, strict=True)])
+
+
 def test_the_exact_cache_is_not_touched(setting):
     before = setting[1].clone()
     measure(setting, {"a": [0.3] * 5})

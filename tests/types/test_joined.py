@@ -11,6 +11,7 @@ from kvabr.types.joined import fusion_loss, is_joined, join, joined_passages
 from kvabr.types.loss import played_loss, predicted_loss
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Exact, Passage, PassageNotes, passage_chain
+from kvabr.types.tails import TailLoss
 from tests.catalogs import SPEC, catalog
 
 NOTES = PassageNotes("mean", 4, b"", ((0.0, 0.1), (0.15, 0.02)))
@@ -192,3 +193,12 @@ def test_what_is_computed_over_a_passage_is_no_more_the_prompts_own_than_that():
     assert is_joined(joined, [*every, ("fetch", 8, "FP16")])
     assert is_joined(joined, [*every[:1], *fetched[:1], *every[2:], *every[1:2]])
     assert not is_joined(joined, [*every[:1], *fetched[:1], *every[2:], *every[1:]])
+
+
+def test_what_is_left_behind_a_tail_is_not_known_of_a_joined_prompt():
+    tails = (TailLoss(20, 0.3),)
+    found = {
+        passage: replace(one, tracks=tuple(replace(track, tails=tails) for track in one.tracks))
+        for passage, one in FOUND.items()
+    }
+    assert all(track.tails == () for track in join(PARTS, found, SPEC).tracks)

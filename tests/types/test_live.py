@@ -20,6 +20,7 @@ from kvabr.types.live import (
     parse_edges,
     published_catalog,
 )
+from kvabr.types.tails import TailLoss
 from tests.catalogs import catalog
 from tests.types.test_layer_classes import catalog as hybrid
 
@@ -294,6 +295,16 @@ def test_what_is_published_is_a_shorter_asset():
         assert type(found).loads(found.dumps()) == found
     assert published_catalog(made, []) is None
     assert published_catalog(made, [*told, news(4, NAMES)]) == published_catalog(made, told)
+
+
+def test_a_shorter_asset_loses_at_its_end_what_the_whole_would_have_lost():
+    made, told = live(), [news(group, NAMES) for group in range(3)]
+    tracks = tuple(replace(track, tails=(TailLoss(20, 0.3, 0.5),)) for track in made.catalog.tracks)
+    made = replace(made, catalog=replace(made.catalog, tracks=tracks))
+    found = published_catalog(made, told)
+    for track, offered in zip(found.tracks, made.catalog.tracks, strict=True):
+        assert track.tails == offered.tails
+        assert track.total_loss == pytest.approx(offered.total_loss)
 
 
 def test_a_track_that_was_left_out_once_is_none_of_the_shorter_asset_nor_is_what_refines_it():

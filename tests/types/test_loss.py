@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import FormatError
 from kvabr.types.loss import INHERITED, played_loss, predicted_loss
+from kvabr.types.tails import TailLoss, share_behind
 from tests.catalogs import catalog
 from tests.counting import lines
 
@@ -107,6 +110,71 @@ def test_the_work_per_group_does_not_grow_where_fetched_and_computed_groups_alte
         fetched = [("fetch", group, "Int4") for group in range(0, groups, 2)]
         computed = [("compute", group, group + 1) for group in range(1, groups, 2)]
         return lines(lambda: played_loss(made, fetched + computed)) / groups
+
+    work(64)
+    assert work(8192) <= 1.1 * work(64)
+
+
+TAILS = (TailLoss(20, 0.4, 0.5), TailLoss(150, 0.2, 0.4), TailLoss(540, 0.1, 0.4))
+
+
+def tailed(groups, **options):
+    made = catalog(groups, **options)
+    return replace(made, tracks=tuple(replace(track, tails=TAILS) for track in made.tracks))
+
+
+def test_groups_computed_at_the_end_are_a_tail():
+    made = tailed(8)
+    for name in ("Int4", "AC-5x"):
+        whole = made.track(name).total_loss
+        mix = [name] * 6 + [RECOMPUTED] * 2
+        assert predicted_loss(made, mix) == pytest.approx(share_behind(TAILS, 256) * whole)
+        assert predicted_loss(made, mix) == pytest.approx(made.behind(6, 256).track(name).total_loss)
+        steps = [("fetch", group, name) for group in range(6)]
+        assert played_loss(made, [*steps, ("compute", 6, 7), ("compute", 7, 8)]) == pytest.approx(
+            predicted_loss(made, mix)
+        )
+    assert predicted_loss(made, [RECOMPUTED] * 8) == 0.0
+    both = predicted_loss(made, ["AC-5x"] * 3 + ["Int4"] * 3 + [RECOMPUTED] * 2)
+    each = [predicted_loss(made, [name] * 6 + [RECOMPUTED] * 2) for name in ("AC-5x", "Int4")]
+    assert min(each) < both < max(each)
+
+
+def test_a_last_group_that_is_short_is_a_short_tail():
+    made = tailed(4, short=100)
+    mix = ["Int4"] * 3 + [RECOMPUTED]
+    assert predicted_loss(made, mix) == pytest.approx(share_behind(TAILS, 28) * made.track("Int4").total_loss)
+
+
+def test_groups_computed_elsewhere_inherit_where_tails_are_known_too():
+    made, plain = tailed(6), catalog(6)
+    mix = ["Int4", RECOMPUTED, "Int4", RECOMPUTED, "Int4", "AC-5x"]
+    assert predicted_loss(made, mix) == pytest.approx(predicted_loss(plain, mix))
+
+
+def test_a_tail_behind_a_question_is_a_longer_tail():
+    made = tailed(8)
+    asked = made.behind(8, 20)
+    loss = predicted_loss(asked, ["Int4"] * 7 + [RECOMPUTED])
+    assert loss == pytest.approx(share_behind(TAILS, 148) * made.track("Int4").total_loss, rel=0.1)
+    assert loss < predicted_loss(made, ["Int4"] * 7 + [RECOMPUTED])
+
+
+def test_a_tail_keeps_the_errors_that_it_was_computed_on():
+    made = tailed(4)
+    first = [("fetch", group, "FP4") for group in range(3)]
+    better = [("fetch", group, "FP16") for group in range(3)]
+    late = played_loss(made, [*first, *better, ("compute", 3, 4)])
+    early = played_loss(made, [*first, ("compute", 3, 4), *better])
+    assert late == pytest.approx(predicted_loss(made, ["FP16"] * 3 + [RECOMPUTED]))
+    assert late < early < predicted_loss(made, ["FP4"] * 3 + [RECOMPUTED])
+
+
+def test_a_long_tail_takes_as_much_work_per_group():
+    def work(groups):
+        made = tailed(groups)
+        mix = ["Int4"] * (groups // 2) + [RECOMPUTED] * (groups // 2)
+        return lines(lambda: predicted_loss(made, mix)) / groups
 
     work(64)
     assert work(8192) <= 1.1 * work(64)

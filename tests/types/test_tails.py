@@ -11,7 +11,7 @@ from kvabr.data import default_catalog
 from kvabr.store.objects.layout import StoreOffer
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError
-from kvabr.types.tails import TailLoss, losses_behind, share_behind
+from kvabr.types.tails import TailLoss, losses_behind, share_behind, tails_behind
 
 TAILS = (TailLoss(16, 0.5), TailLoss(128, 0.2, 0.7), TailLoss(512, 0.06))
 
@@ -81,6 +81,18 @@ def test_what_a_play_fetches_before_a_tail():
         assert track.total_loss == pytest.approx(whole.total_loss * share_behind(TAILS, 148))
         assert track.bytes == whole.bytes[:-1]
     assert catalog.behind(catalog.groups, 0) is catalog
+
+
+def test_what_further_tokens_leave_behind_a_tail():
+    catalog = _tailed()
+    asked = catalog.behind(catalog.groups, 16)
+    further = asked.behind(asked.groups, 128)
+    assert further.tail == 144
+    for track, whole in zip(further.tracks, catalog.tracks, strict=True):
+        assert track.total_loss == pytest.approx(whole.total_loss * share_behind(TAILS, 144))
+    assert Catalog.loads(asked.dumps()).track("Int4").tails == asked.track("Int4").tails
+    assert tails_behind(TAILS, 0) == TAILS
+    assert tails_behind((), 16) == ()
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,20 @@ class TransformersEngine:
                 torch.log_softmax(logits.double(), dim=-1, out=out[row])
         return out
 
+    @torch.inference_mode()
+    def answer(self, kv: tuple[torch.Tensor, ...] | None, question: Sequence[int], tokens: int) -> list[int]:
+        """Return the most likely ``tokens`` ids behind ``kv`` and a question, one after the other; errors as `score`.
+
+        It does not stop at an end of a text.
+        """
+        ids, cache, start = self._begin(question, kv)
+        said: list[int] = []
+        for _ in range(tokens):
+            said.append(int(self.model(**self._given(cache, ids, start)).logits[0, -1].argmax()))
+            start, ids = start + ids.shape[1], ids.new_tensor([said[-1:]])
+            self.check(said[-1:], start)
+        return said
+
     def gradient_classes(
         self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
     ) -> tuple[torch.Tensor, ...]:

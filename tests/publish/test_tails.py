@@ -1,0 +1,129 @@
+"""Losses behind tails: what is measured, of which tracks, and what the catalog keeps of it."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean, stdev
+
+import pytest
+import torch
+
+from kvabr.publish import tails
+from kvabr.publish.encoder import publish
+from kvabr.publish.frames import MemoryFrames
+from kvabr.publish.model import answer_of
+from kvabr.publish.quality import Reference
+from kvabr.publish.tails import TailMeter, answered
+from kvabr.types.catalog import Catalog
+from tests.toymodel import ToyModel, prompt, toy_base
+
+QUESTIONS = ([5, 17, 60], [9, 3, 88, 21, 40, 2])
+TRACKS = ("FP16", "Int8", "Int4", "FP4")
+
+
+@pytest.fixture(autouse=True)
+def _few_tokens(monkeypatch):
+    monkeypatch.setattr(tails, "TAILS", (4, 20, 40, 500))
+    monkeypatch.setattr(tails, "ANSWER_TOKENS", 5)
+
+
+def made(questions=QUESTIONS, **options) -> Catalog:
+    return publish(ToyModel(), prompt(), TRACKS, None, MemoryFrames(), questions=questions, **options)
+
+
+def test_an_answer_is_what_the_exact_cache_would_say():
+    model, text = ToyModel(), prompt()
+    exact, question = model.prefill(text.tokens), QUESTIONS[0]
+    said = answer_of(model, (exact,), question, 5)
+    every = model.score(exact, [*question, *said])
+    assert said == every[len(question) - 1 : -1].argmax(dim=1).tolist()
+
+
+def test_only_what_is_said_behind_a_question_is_compared():
+    model, text = ToyModel(), prompt()
+    exact = model.prefill(text.tokens)
+    [one, _] = answered(model, (exact,), QUESTIONS)
+    assert (one.asked, len(one.continuation)) == (3, 8)
+    scored = one.score((exact,))
+    assert len(scored) == 6  # behind the question, and behind each token of the answer
+    assert torch.equal(scored, model.score(exact, one.continuation)[2:])
+    assert one.compared(scored).kl == 0
+
+
+def test_each_kind_of_continuation_counts_and_their_spread_is_kept():
+    model, text = ToyModel(), prompt()
+    exact = model.prefill(text.tokens)
+    reference, asked = Reference(model, exact, text.continuation), answered(model, (exact,), QUESTIONS)
+    meter = TailMeter(reference, asked, text.tokens)
+    assert meter.lengths == (20, 40)  # the prompt has 70 tokens
+    worse = {"little": exact * 1.05, "much": exact * 1.2}
+    losses = {track: reference.measure(kv).loss for track, kv in worse.items()}
+    for track, kv in worse.items():
+        meter.near(track, kv, reference.score(kv))
+    steps = []
+    meter.far(lambda track: (worse[track],), lambda: steps.append(1))
+    assert len(steps) == meter.caches == 4
+    found = meter.tails(losses | {"nearly exact": 1e-9})
+    assert found["nearly exact"] == found["little"]
+    for track, kv in worse.items():
+        first, second, third = found[track]
+        assert (first.tokens, second.tokens, third.tokens) == (4, 23, 43)  # of 3, 6 and 4; of 23, 26 and 20; ...
+        by_hand = [one.measure(kv).loss for one in asked] + [reference.compared(reference.score(kv), 4).loss]
+        assert first.share * losses[track] == pytest.approx(math.exp(fmean(map(math.log, by_hand))))
+        assert first.spread == pytest.approx(stdev(map(math.log, by_hand)))
+        computed = model.prefill(text.tokens[-20:], kv[:, :, :, :-20])
+        whole = torch.cat((kv[:, :, :, :-20], computed), dim=3)
+        by_hand = [one.measure(whole).loss for one in (*asked, reference)]
+        assert second.share * losses[track] == pytest.approx(math.exp(fmean(map(math.log, by_hand))))
+
+
+def test_the_catalog_says_what_is_left_on_every_track():
+    catalog = made()
+    assert Catalog.loads(catalog.dumps()) == catalog
+    for track in catalog.tracks:
+        assert [tail.tokens for tail in track.tails] == [4, 23, 43]
+        assert all(tail.spread > 0 for tail in track.tails)
+    int4 = catalog.track("Int4")
+    assert catalog.behind(5, 4).track("Int4").total_loss == pytest.approx(int4.tails[0].share * int4.total_loss)
+
+
+def test_without_questions_the_text_alone_is_measured():
+    catalog = made(())
+    assert [[tail.tokens for tail in track.tails] for track in catalog.tracks] == [[4, 20, 40]] * len(TRACKS)
+    assert all(tail.spread == 0 for track in catalog.tracks for tail in track.tails)
+
+
+def test_few_tracks_are_measured_and_the_others_lose_like_one_of_them(monkeypatch):
+    monkeypatch.setattr(tails, "_TRACKS", 1)
+    seen = []
+    catalog = made(progress=lambda *told: seen.append(told))
+    assert [told for told in seen if told[0] == "tails"] == [("tails", 1, 2), ("tails", 2, 2)]
+    lossy = [track for track in catalog.tracks if track.measured.kl > 1e-4]
+    falls = [[tail.share / track.tails[0].share for tail in track.tails] for track in lossy]
+    assert len(lossy) > 1
+    assert all(fall == pytest.approx(falls[0], rel=1e-4) for fall in falls)
+
+
+def test_a_passage_is_measured_behind_its_neutral_text():
+    base = toy_base(prompt().tokens)
+    catalog = publish(ToyModel(), prompt(), TRACKS, None, MemoryFrames(), passage=base, questions=QUESTIONS)
+    assert all(len(track.tails) == 3 for track in catalog.tracks)
+
+
+def test_a_short_prompt_has_no_long_tails():
+    catalog = publish(ToyModel(), prompt(10), TRACKS, None, MemoryFrames(), questions=QUESTIONS)
+    assert {len(track.tails) for track in catalog.tracks} == {1}
+
+
+def test_questions_that_do_not_fit_the_model_are_left_out():
+    class Words:
+        engine = ToyModel()
+
+        def encode(self, text):
+            return list(range(len(text.split())))
+
+    every = [len(each.split()) for each in tails.QUESTIONS]
+    Words.engine.context = 100
+    assert [len(ids) for ids in tails.questions(Words())] == every
+    assert [len(ids) for ids in tails.questions(Words(), 100 - 5 - min(every))] == [min(every)]
+    assert tails.questions(Words(), 99) == []
