@@ -21,8 +21,11 @@ MOST_TAIL = 512
 """Tokens of a tail at most, unless the engine says otherwise: behind more, a base loses hardly less."""
 MAX_TAIL = 1 << 20
 """Tokens of a tail or a question that make any sense."""
+_MOST_OFFERS = 8
 _LEAST_S, _SPARE = 1e-3, 1.25
-_LOADS = (0.03, 0.1, 0.3, 1.0, 3.0)
+_BLIND_SHARE = 0.05
+"""Share of the time left that a tail may take while no rate is known: all of it may come in a moment."""
+_LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Rates that are considered while none is known: shares of the exact cache that come by the deadline."""
 
 
@@ -36,8 +39,6 @@ class TailOffer:
     """Tokens of the prefix that are computed; 0: all of it is fetched."""
     engine_s: float
     """Seconds by which they make the engine's call longer."""
-    published_s: float = 0.0
-    """When the last group that is fetched should be published, seconds from now; 0.0 if all of them are."""
 
     def objective(self, rate: float, left_s: float, *, time_price: float, gpu_price: float, decoders: int = 1) -> float:
         """Return what a play should cost at a rate, bytes per second: loss, time and engine, nats per token.
@@ -51,7 +52,7 @@ class TailOffer:
         """
         least = math.inf
         for nbytes, decode_s, loss in self._ways:
-            seconds = self.engine_s + max(nbytes / rate, decode_s / decoders, self.published_s)
+            seconds = self.engine_s + max(nbytes / rate, decode_s / decoders)
             cost = objective(
                 loss, seconds, left_s, met=seconds <= left_s, engine_s=self.engine_s,
                 time_price=time_price, gpu_price=gpu_price,
@@ -78,11 +79,11 @@ def tail_offers(
     most: int = MOST_TAIL,
     skip: int = 0,
     block: int = 1,
-    published_s: Sequence[float] = (),
 ) -> list[TailOffer]:
     """Return the ways to divide a prefix, from no tail to the longest; of joined passages the first alone.
 
-    A tail is whole groups, as the rest of a group would have to be fetched, and leaves one group at least.
+    A tail is whole groups, as the rest of a group would have to be fetched, and leaves one group at least. Of many, a
+    few are offered, the longest among them.
 
     Args:
         catalog: the cached prefix, as a play needs it (`Catalog.to_play`).
@@ -91,7 +92,6 @@ def tail_offers(
         most: tokens of a tail at most, as far as the engine's step allows.
         skip: leading groups of tokens that need not be fetched.
         block: the engine takes whole blocks of this many tokens.
-        published_s: when each group of tokens should be published; empty: all are.
 
     Raises:
         UsageError: a number of tokens is negative or absurd, or everything is skipped.
@@ -102,22 +102,22 @@ def tail_offers(
     groups = len(catalog.chunks)
     if catalog.sources or not 0 <= skip < groups:
         return [TailOffer(catalog.suffix(skip), 0, 0.0)]
-    offers = []
-    for kept in range(groups, skip, -1):
-        end = min(kept * catalog.spec.group_tokens, catalog.tokens)
-        tokens = catalog.tokens - end
-        if tokens > most or (tokens and (not following or end % block)):
-            break
+    size, shortest = catalog.spec.group_tokens, max(0, math.ceil((catalog.tokens - most) / catalog.spec.group_tokens))
+    ends = {kept: kept * size for kept in range(groups - 1, max(skip, shortest - 1), -1) if not kept * size % block}
+    possible = list(ends) if following else []
+    step = max(1, math.ceil(len(possible) / _MOST_OFFERS))
+    alone_s = 0.0 if cost is None else cost.seconds(catalog.first_token + catalog.tokens, following)
+    offers = [TailOffer(catalog.behind(groups, following).suffix(skip), 0, 0.0)]
+    for kept in reversed(possible[::-1][::step]):
+        tokens = catalog.tokens - ends[kept]
         try:
             fetched = catalog.behind(kept, following + tokens).suffix(skip)
         except UsageError:  # there is no snapshot of a state
             continue
-        first = catalog.first_token
         engine_s = 0.0
-        if cost is not None and tokens:
-            alone_s = cost.seconds(first + catalog.tokens, following)
-            engine_s = max(0.0, cost.seconds(first + end, tokens + following) - alone_s)
-        offers.append(TailOffer(fetched, tokens, engine_s, published_s[kept - 1] if published_s else 0.0))
+        if cost is not None:
+            engine_s = max(0.0, cost.seconds(catalog.first_token + ends[kept], tokens + following) - alone_s)
+        offers.append(TailOffer(fetched, tokens, engine_s))
     return offers
 
 
@@ -135,7 +135,7 @@ def tail_costs(
     Args:
         offers: from `tail_offers`.
         left_s: seconds to the deadline.
-        rate: of the link, bytes per second; 0.0: it is not known.
+        rate: of the link, bytes per second; 0.0: it is not known, and a tail may take a little of the time left only.
         time_price: price of a second before the first token, nats per token.
         gpu_price: price of a second of engine time; with an infinite one a tail is never computed.
         decoders: groups that are decoded at once.
@@ -151,5 +151,7 @@ def tail_costs(
         ways = (
             offer.objective(one, left_s, time_price=time_price, gpu_price=gpu_price, decoders=decoders) for one in rates
         )
-        costs.append(sum(ways) / len(rates) if math.isfinite(gpu_price) or not offer.tokens else math.inf)
+        cost = sum(ways) / len(rates)
+        refused = not math.isfinite(gpu_price) or (rate <= 0 and offer.engine_s > _BLIND_SHARE * left_s)
+        costs.append(math.inf if offer.tokens and refused else cost)
     return costs

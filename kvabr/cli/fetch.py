@@ -407,7 +407,7 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
         f"{played.tokens}{of} tokens in place after {played.ttft_s:.2f} s: {verdict}",
         f"{counted(groups, 'group')}: "
         + ", ".join(f"{count} {'' if track == RECOMPUTED else 'on '}{track}" for track, count in shares.items()),
-        f"expected loss {played.loss:.2g} nats per token" + _behind(played, args.question),
+        f"expected loss {played.loss:.2g} nats per token" + _behind(played),
         f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",
     ]
     if played.tail:
@@ -433,11 +433,11 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
     plain(*lines)
 
 
-def _behind(played: Played, question: int) -> str:
+def _behind(played: Played) -> str:
     """Return behind what a cache loses so much; or, if nothing was said to follow, what would be lost less."""
     catalog = played.catalog
-    if question:
-        return f" behind {counted(question + played.tail, 'token')} that an engine computes"
+    if catalog is not None and catalog.tail:
+        return f" behind {counted(catalog.tail, 'token')} that an engine computes"
     if catalog is None or not catalog.even or catalog.groups == 1 or not any(track.tails for track in catalog.tracks):
         return ""
     left, last = catalog.groups - 1, catalog.group_tokens(catalog.groups - 1)

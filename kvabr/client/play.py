@@ -21,7 +21,7 @@ import torch
 from kvabr.abr.estimator import Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_policy
-from kvabr.abr.tail import MOST_TAIL, TailOffer, tail_offers
+from kvabr.abr.tail import MOST_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.client.decode_speeds import DecodeSpeeds
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.engine_hook import EngineHook
@@ -129,8 +129,7 @@ class Play:
             if catalog.first_token + catalog.tokens < end:
                 cut = "the rest is sooner computed than fetched"
         behind = end - catalog.first_token - catalog.tokens + (behind or 0) + self.options.question_tokens
-        published_s = () if found.live is None else found.live.seconds
-        offer = await self._tail(catalog, published_s, link.rate, left_s, skip=skip, behind=behind, block=block)
+        offer = await self._tail(catalog, link.rate, skip=skip, behind=behind, block=block)
         wanted, growing = offer.catalog, None
         if offer.tokens and cut is None:
             cut = f"the last {counted(offer.tokens, 'token')} are computed with the question"
@@ -156,43 +155,26 @@ class Play:
             late = f"the deadline of {self.clock.deadline_s:g} s came before its catalog was read; allow more"
             raise PlayError(f"no cache after {self.clock.now():.2g} s: {late}") from error
 
-    async def _tail(
-        self,
-        catalog: Catalog,
-        published_s: Sequence[float],
-        rate: float,
-        left_s: float,
-        *,
-        skip: int,
-        behind: int,
-        block: int,
-    ) -> TailOffer:
+    async def _tail(self, catalog: Catalog, rate: float, *, skip: int, behind: int, block: int) -> TailOffer:
         """Return how much of what was found is fetched, and how much the engine computes with what is ``behind`` it."""
         options, most = self.options, self.options.tail
         if most is None:
             most = 0 if self.cost is None else MOST_TAIL
-        offers = await self._in_time(
-            partial(
-                tail_offers,
-                catalog,
-                self.cost,
-                following=behind,
-                most=most,
-                skip=skip,
-                block=block,
-                published_s=published_s,
+
+        def look() -> tuple[list[TailOffer], list[float]]:
+            offers = tail_offers(catalog, self.cost, following=behind, most=most, skip=skip, block=block)
+            left_s = self.clock.left() - guard_s(self.clock.deadline_s)
+            costs = tail_costs(
+                offers,
+                left_s - self._engine_s(catalog.first_token + catalog.tokens, behind),
+                rate=rate,
+                time_price=options.time_price,
+                gpu_price=options.gpu_price,
+                decoders=self._decoders,
             )
-        )
-        return choose_tail(
-            options.policy,
-            offers,
-            left_s - self._engine_s(catalog.first_token + catalog.tokens, behind),
-            rate=rate,
-            time_price=options.time_price,
-            gpu_price=options.gpu_price,
-            decoders=self._decoders,
-            limited=PluginLimit(self._left_s),
-        )
+            return offers, costs
+
+        return choose_tail(options.policy, *await self._in_time(look), PluginLimit(self._left_s))
 
     async def _profile_of(self, catalog: Catalog) -> tuple[Profile | None, str]:
         """Return the codec profile of an asset if it needs one, fetching it pays, and time allows; else why not."""

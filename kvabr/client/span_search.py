@@ -162,6 +162,8 @@ def found_prefix(offer: StoreOffer, heads: Sequence[SpanHead]) -> FoundPrefix:
             return FoundPrefix(None, limited_by)
         chunks, tokens = chunks[:groups], groups * size
         units = units_of(spec, tokens)
+    # What is left behind tails is a share of what a whole asset loses, and the last span of one is as a rule not full.
+    whole = heads[-1].tokens < offer.span_groups * size
     tracks = []
     for level in offer.tracks:
         entries = _entries(heads, [part.track_name(level.name) for part in spec.parts])
@@ -170,7 +172,9 @@ def found_prefix(offer: StoreOffer, heads: Sequence[SpanHead]) -> FoundPrefix:
         except KeyError as error:
             raise FormatError(f"spans: {level.name} lacks a group of {spec.names[0]} or another class") from error
         sizes, digests, losses = zip(*found, strict=True)
-        tracks.append(Track(level.name, sizes, losses, digests, level.refines, level.decode_s, tails=level.tails))
+        tracks.append(
+            Track(level.name, sizes, losses, digests, level.refines, level.decode_s, tails=level.tails if whole else ())
+        )
     catalog = Catalog(
         namespace=TrackNamespace(spec.model, chunks[-1]),
         spec=spec,

@@ -9,7 +9,7 @@ from kvabr.abr.cache_first import CachedGroups, cache_first
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy, shipped
-from kvabr.abr.tail import TailOffer, tail_costs
+from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import Future
 from kvabr.player.blending import BlendSession
 from kvabr.player.decode_rates import DecodeRates
@@ -66,24 +66,17 @@ def opening(
 
 
 def choose_tail(
-    policy: str,
-    offers: Sequence[TailOffer],
-    left_s: float,
-    *,
-    rate: float = 0.0,
-    time_price: float,
-    gpu_price: float,
-    decoders: int = 1,
-    limited: CallLimit = at_once,
+    policy: str, offers: Sequence[TailOffer], costs: Sequence[float], limited: CallLimit = at_once
 ) -> TailOffer:
-    """Return the offer that a policy takes, as a rule the one with the least `tail_costs`; arguments as there.
+    """Return the offer that a policy takes, as a rule the one with the least of the `tail_costs`.
+
+    The policy is asked before the play, and the play gets another object of it.
 
     Raises:
         PolicyError: there is no such policy, or it raises, or takes none of them.
     """
     if len(offers) == 1:
         return offers[0]
-    costs = tail_costs(offers, left_s, rate=rate, time_price=time_price, gpu_price=gpu_price, decoders=decoders)
     player = load_policy(policy)()
     return PolicyCalls(player, at_once if shipped(player) else limited).choose_tail(offers, costs)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_policy, shipped
-from kvabr.abr.tail import MAX_TAIL, MOST_TAIL, TailOffer, tail_offers
+from kvabr.abr.tail import MAX_TAIL, MOST_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.abr.view import Future, PlannedPlay, View
 from kvabr.player.builder import choose_tail, new_estimator, new_session, opening
 from kvabr.player.decode_rates import DecodeRates, family
@@ -302,19 +302,16 @@ class Experiment:
         if not self._offers:
             return self
         options, config = self.options, self.options.config
-        left_s = options.deadline_s - lookup_s
-        if options.cost is not None:
-            left_s -= options.cost.seconds(self.catalog.tokens, options.question)
         offers = [each.tail for each in self._offers.values() if each.tail is not None]
-        offer = choose_tail(
-            policy,
+        costs = tail_costs(
             offers,
-            left_s,
+            options.deadline_s - lookup_s,
             rate=0.0 if options.prior is None else options.prior.rate,
             time_price=config.time_price,
             gpu_price=config.gpu_price,
             decoders=options.decoders,
         )
+        offer = choose_tail(policy, offers, costs)
         return self._offers[offer.tokens]
 
     @property
@@ -562,12 +559,11 @@ class Experiment:
         record, cost = session.record, self.options.cost
         if record.gave_up is not None and self.catalog.sources and cost is not None:
             computed_whole(record, self.catalog, cost, session.view.now, self._time_for(lookup_s))
-        if self.tail is not None:
+        if self.tail is not None and record.delivered_s is not None:
             record.tail, record.tail_s = self.tail.tokens, self.tail.engine_s
             record.recompute_s += self.tail.engine_s
             record.tokens_recomputed += self.tail.tokens
-            if record.delivered_s is not None:
-                record.delivered_s += self.tail.engine_s
+            record.delivered_s += self.tail.engine_s
         if lookup_s or self.options.guard_s or self._tail_s:
             shift(record, lines, lookup_s)
             record.met = record.delivered_s is not None and record.delivered_s <= self.options.deadline_s

@@ -149,6 +149,7 @@ class PublishedAssets:
                 asset.frame(group, track)
             except (AssetError, FormatError) as error:
                 if isinstance(error.__cause__, TransportError) and not isinstance(error.__cause__, NotFoundError):
+                    self._doubted.appendleft((asset, group, track))
                     break  # the store does not answer: that says nothing of the group
                 if asset.is_current():
                     self._flipped.add(asset)

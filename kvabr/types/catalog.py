@@ -366,9 +366,10 @@ class Catalog:
         The tail is counted from the end of these groups to where the first token is generated. The losses are those
         behind it, see `kvabr.types.tails`. Errors as `prefix`.
         """
-        shorter = self.prefix(groups)
         if not tail:
-            return shorter
+            return self.prefix(groups)
+        # Of these, the losses are laid out below.
+        shorter = self._slice(0, groups) if self.even and groups < len(self.chunks) else self.prefix(groups)
         tracks = []
         for track, whole in zip(shorter.tracks, self.tracks, strict=True):
             if self.even:

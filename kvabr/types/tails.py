@@ -21,8 +21,8 @@ from kvabr.types.errors import FormatError
 TAILS = (16, 128, 512)
 """Lengths of tails behind which losses are measured, tokens."""
 _MOST_TAILS, _MOST_TOKENS, _MOST_SPREAD = 16, 1 << 20, 20.0
-_LEAST_SHARE = 1e-6
-"""Least share of a loss that a tail leaves."""
+_LEAST_SHARE, _MOST_LOSS = 1e-6, 1e6
+"""Least share of a loss that a tail leaves, and the most that a group may lose."""
 
 
 class TailLoss(NamedTuple):
@@ -54,7 +54,10 @@ def check_tails(tails: Sequence[TailLoss], what: str) -> None:
 
 def tails_from_json(value: Any) -> tuple[TailLoss, ...]:
     """Return what `Track.tails` was written from; `TypeError` or `ValueError` if it is no list of such."""
-    return tuple(TailLoss(int(tokens), float(share), float(spread)) for tokens, share, spread in value)
+    found = [TailLoss(tokens, float(share), float(spread)) for tokens, share, spread in value]
+    if any(type(tail.tokens) is not int for tail in found):
+        raise TypeError("a tail's tokens are a whole number")
+    return tuple(found)
 
 
 def share_behind(tails: Sequence[TailLoss], tokens: int) -> float:
@@ -62,8 +65,7 @@ def share_behind(tails: Sequence[TailLoss], tokens: int) -> float:
     if not tails or tokens <= 0:
         return 1.0
     places = [0.0, *(math.log1p(tail.tokens) for tail in tails)]
-    shares = [0.0, *(math.log(max(_LEAST_SHARE, tail.share)) for tail in tails)]
-    shares = list(accumulate(shares, min))
+    shares = [0.0, *accumulate((math.log(max(_LEAST_SHARE, tail.share)) for tail in tails), min)]
     place = math.log1p(tokens)
     for (left, low), (right, high) in pairwise(zip(places, shares, strict=True)):
         if place <= right:
@@ -85,7 +87,9 @@ def losses_behind(
     """Return what the first ``groups`` groups lose on a track behind a tail.
 
     A group counts by its distance from the end of the tail, where it is read; the first, by which the model steadies
-    itself, by itself. All are scaled to what the tail leaves of the whole loss. Without `TailLoss` they are as given.
+    itself, by itself. If together they lose more than the tail leaves of the whole loss, each is scaled down; what they
+    lose less has come through the tail from what is nearest to it, the last group. Where no tails are known, they lose
+    what they are said to.
 
     Args:
         losses: of all groups of the cache, right behind it.
@@ -108,4 +112,10 @@ def losses_behind(
         for group in range(groups)
     ]
     whole, wanted = sum(moved), sum(losses) * share_behind(tails, tail)
-    return tuple(loss * wanted / whole for loss in moved) if whole > 0 else (wanted / groups,) * groups
+    if tail > (known := tails[-1].tokens):  # then only as far groups lose anything as are behind a longer one
+        far, farther = (sum(losses[: max(1, len(losses) - each // group_tokens)]) for each in (known, tail))
+        wanted *= farther / far if far > 0 else 1.0
+    if whole > wanted:
+        return tuple(loss * wanted / whole for loss in moved)
+    moved[-1] = min(_MOST_LOSS, moved[-1] + wanted - whole)
+    return tuple(moved)

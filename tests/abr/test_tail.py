@@ -67,28 +67,32 @@ def test_absurd_tails_are_refused(catalog, arguments):
 def test_a_fast_engine_computes_much_and_a_slow_one_nothing(catalog):
     for cost, wanted in ((GPU, 5), (SLOW, 1)):
         offers = tail_offers(catalog, cost, following=20)
-        chosen = choose_tail("anytime", offers, 2.0, rate=1e6, **prices())
+        chosen = choose_tail("anytime", offers, tail_costs(offers, 2.0, rate=1e6, **prices()))
         assert offers.index(chosen) + 1 == (len(offers) if wanted == 5 else 1)
 
 
 def test_on_a_fast_link_bytes_are_sooner_than_a_slow_engine(catalog):
     offers = tail_offers(catalog, PrefillCost(0.0, 2e-3), following=20)
-    slow, fast = (choose_tail("anytime", offers, 2.0, rate=rate, **prices()) for rate in (1e7, 1e11))
+    slow, fast = (
+        choose_tail("anytime", offers, tail_costs(offers, 2.0, rate=rate, **prices())) for rate in (1e7, 1e11)
+    )
     assert fast.tokens == 0
     assert slow.tokens > 0
 
 
 def test_what_an_engine_may_never_do(catalog):
     offers = tail_offers(catalog, GPU, following=20)
-    assert choose_tail("anytime", offers, 2.0, **prices(gpu_price=math.inf)).tokens == 0
+    assert choose_tail("anytime", offers, tail_costs(offers, 2.0, **prices(gpu_price=math.inf))).tokens == 0
     late = [replace(offer, engine_s=10.0 * index) for index, offer in enumerate(offers)]
-    assert choose_tail("anytime", late, 2.0, **prices()).tokens == 0
+    assert choose_tail("anytime", late, tail_costs(late, 2.0, **prices())).tokens == 0
 
 
 def test_costs_are_finite_whatever_the_time(catalog):
     offers = tail_offers(catalog, GPU, following=20)
     for left_s in (-5.0, 0.0, 1e-9, 1e6):
-        assert all(math.isfinite(cost) for cost in tail_costs(offers, left_s, **prices()))
+        costs = tail_costs(offers, left_s, **prices())
+        assert math.isfinite(costs[0])
+        assert not any(math.isnan(cost) for cost in costs)
 
 
 class Longest(Anytime):
@@ -108,7 +112,27 @@ def test_a_policy_chooses_for_itself(catalog, answer, monkeypatch):
     name = f"{__file__}:Longest"
     monkeypatch.setattr("kvabr.player.builder.load_policy", lambda _name: Longest)
     if answer is None:
-        assert choose_tail(name, offers, 2.0, **prices()) is offers[-1]
+        assert choose_tail(name, offers, tail_costs(offers, 2.0, **prices())) is offers[-1]
         return
     with pytest.raises(PolicyError, match="chose tail"):
-        choose_tail(name, offers, 2.0, **prices())
+        choose_tail(name, offers, tail_costs(offers, 2.0, **prices()))
+
+
+def test_an_unknown_link_may_be_fast_so_a_tail_takes_little_of_the_time(catalog):
+    offers = tail_offers(catalog, PrefillCost(0.0, 5e-4), following=20)
+    blind = choose_tail("anytime", offers, tail_costs(offers, 2.0, **prices()))
+    known = choose_tail("anytime", offers, tail_costs(offers, 2.0, rate=5e6, **prices()))
+    assert blind.engine_s <= 0.05 * 2.0
+    assert known.tokens > blind.tokens
+
+
+def test_few_of_many_tails_are_offered_with_the_longest(catalog):
+    offers = tail_offers(catalog, GPU, following=20, most=1 << 20)
+    assert len(offers) <= 9
+    assert offers[-1].catalog.groups <= 2
+
+
+@pytest.mark.parametrize(("block", "tails"), [(16, [128, 256, 384, 512]), (256, [256, 512]), (384, [384])])
+def test_a_tail_begins_where_a_block_of_the_engine_does(catalog, block, tails):
+    offers = tail_offers(catalog.prefix(60), GPU, following=20, block=block)
+    assert [offer.tokens for offer in offers[1:]] == [tail for tail in tails if not (60 * 128 - tail) % block]

@@ -67,13 +67,24 @@ async def test_without_an_engine_only_a_tail_that_is_asked_for(origin):
             assert (await client.play(TOKENS, deadline=2.0, options=options)).tokens == wanted
 
 
+LONGEST = """
+from kvabr.abr.policies.cheapfirst import CheapFirst
+
+class Longest(CheapFirst):
+    def choose_tail(self, offers, costs):
+        return len(offers) - 1
+"""
+
+
 @virtual
-async def test_the_engines_time_for_the_tail_is_set_aside(origin):
+async def test_the_engines_time_for_the_tail_is_set_aside(origin, tmp_path):
+    (tmp_path / "longest.py").write_text(LONGEST)
     async with origin(rate=2e5) as link:
-        found = await played(link, prefill_cost=PrefillCost(0.0, 0.02), time_price=0.0, gpu_price=0.0)
-    assert found.tail > 0
+        policy = f"{tmp_path / 'longest.py'}:Longest"
+        found = await played(link, policy=policy, tail=40, prefill_cost=PrefillCost(0.0, 0.02))
+    assert found.tail == 38
     assert found.met
-    assert found.ttft_s <= 2.0 - 0.02 * (found.tail + 3)
+    assert found.ttft_s <= 2.0 - 0.02 * (38 + 3)
 
 
 @virtual

@@ -42,7 +42,7 @@ def test_groups_lose_by_their_distance_from_the_reader():
     # A shorter prefix of the same cache ends as the whole does.
     shorter = losses_behind(losses, TAILS, 3, 0, 128)
     assert sum(shorter) == pytest.approx(whole)
-    assert shorter[-1] / shorter[0] == pytest.approx(7)
+    assert shorter == pytest.approx((0.02, 0.02, 0.16))
     # A question is a tail, too, which the last group feels most.
     asked = losses_behind(losses, TAILS, 6, 16, 128)
     assert sum(asked) == pytest.approx(0.5 * whole)
@@ -116,3 +116,32 @@ def test_what_a_peer_makes_up_is_refused(tails):
     value["tracks"][0]["tails"] = tails
     with pytest.raises(FormatError):
         Catalog.loads(json.dumps(value))
+
+
+def test_far_groups_never_lose_more_behind_a_tail_and_long_tails_leave_less():
+    losses = (0.002, *[0.0001] * 50, 0.001, 0.002, 0.004, 0.02, 0.1)
+    whole = []
+    for computed in range(1, 50):
+        behind = losses_behind(losses, TAILS, len(losses) - computed, 128 * computed, 128)
+        assert all(now <= before * (1 + 1e-9) for now, before in zip(behind[:-1], losses, strict=False))
+        whole.append(sum(behind))
+    assert whole == sorted(whole, reverse=True)
+    assert whole[-1] < 0.5 * whole[10]
+
+
+def test_a_loss_may_be_larger_behind_a_question():
+    assert share_behind((TailLoss(25, 1.35), TailLoss(152, 1.2)), 25) == pytest.approx(1.35)
+
+
+@pytest.mark.parametrize("tokens", [1.5, True, "16"])
+def test_tokens_of_a_tail_are_whole_numbers(tokens):
+    value = json.loads(_tailed().dumps())
+    value["tracks"][0]["tails"] = [[tokens, 0.5, 0.0]]
+    with pytest.raises(FormatError):
+        Catalog.loads(json.dumps(value))
+
+
+def test_losses_at_the_limit_make_no_catalog_that_is_refused():
+    catalog = _tailed()
+    most = replace(catalog, tracks=tuple(replace(track, loss=(1e6,) * catalog.groups) for track in catalog.tracks))
+    assert most.prefix(3).groups == most.behind(3, 700).groups == 3
