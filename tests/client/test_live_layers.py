@@ -40,7 +40,7 @@ async def begun(link, producer, sent=None, *, pace_s=0.2, **options):
 async def test_what_follows_a_base_is_waited_for_and_used(producer, asset):
     sent = []
     async with origin(producer, faults=lambda ask: sent.append((ask.track, ask.group))) as link:
-        task = await begun(link, producer)
+        task = await begun(link, producer, time_price=1e-7)
         producer.publish(left_out=LAYERS, rest_s=0.1)
         await asyncio.sleep(0.09)
         assert not task.done()
@@ -122,7 +122,7 @@ async def test_news_that_came_before_the_play_are_caught_up(producer, skip, asse
 @virtual
 async def test_what_has_become_complete_meanwhile_has_what_was_to_follow(producer, asset):
     async with origin(producer) as link:
-        task = await begun(link, producer)
+        task = await begun(link, producer, time_price=1e-7)
         producer.publish(left_out=LAYERS, rest_s=0.2)
         await asyncio.sleep(0.05)
         producer.forgotten = True
