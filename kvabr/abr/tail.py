@@ -23,7 +23,7 @@ MAX_TAIL = 1 << 20
 """Tokens of a tail or a question that make any sense."""
 _MOST_OFFERS = 8
 _LEAST_S, _SPARE = 1e-3, 1.25
-_BLIND_SHARE = 0.05
+_BLIND_SHARE = 0.02
 """Share of the time left that a tail may take while no rate is known: all of it may come in a moment."""
 _LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Rates that are considered while none is known: shares of the exact cache that come by the deadline."""
