@@ -3,7 +3,8 @@
 An engine computes what follows the cached prefix in any case. In the same call it can compute the prefix's last tokens
 on the coded cache, where most of the loss sits (`kvabr.types.tails`). That costs little, and nothing on a device whose
 calls have a floor; and what is computed need not be fetched. What each choice should cost is estimated before a play
-begins: the best single track at the rate that earlier plays told, or over a spread of rates while none is known.
+begins, at the rate that earlier plays told, or over a spread of rates while none is known: of the best single track, or
+of a mixture of two that takes all the time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import permutations
 
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost, objective
@@ -50,14 +52,20 @@ class TailOffer:
             gpu_price: price of a second of engine time.
             decoders: groups that are decoded at once.
         """
-        least = math.inf
-        for nbytes, decode_s, loss in self._ways:
-            seconds = self.engine_s + max(nbytes / rate, decode_s / decoders)
-            cost = objective(
+
+        def cost(loss: float, seconds: float) -> float:
+            return objective(
                 loss, seconds, left_s, met=seconds <= left_s, engine_s=self.engine_s,
                 time_price=time_price, gpu_price=gpu_price,
             )  # fmt: skip
-            least = min(least, cost)
+
+        least = min(cost(loss, self.engine_s + max(size / rate, s / decoders)) for size, s, loss in self._ways)
+        # With all the time there is, a play mixes the tracks on either side of what the link carries.
+        carried = rate * (left_s - self.engine_s)
+        for (fewer, _, worse), (more, _, better) in permutations(self._ways, 2):
+            if fewer <= carried <= more and fewer < more:
+                loss = worse + (better - worse) * (carried - fewer) / (more - fewer)
+                least = min(least, cost(loss, left_s))
         return least
 
     @cached_property
