@@ -62,11 +62,12 @@ class TailOffer:
         least = min(cost(loss, self.engine_s + max(size / rate, s / decoders)) for size, s, loss in self._ways)
         # With all the time there is, a play mixes the tracks on either side of what the link carries.
         carried = rate * (left_s - self.engine_s)
-        for (fewer, _, worse), (more, _, better) in permutations(self._ways, 2):
-            if fewer <= carried <= more and fewer < more:
-                loss = worse + (better - worse) * (carried - fewer) / (more - fewer)
-                least = min(least, cost(loss, left_s))
-        return least
+        mixtures = (
+            worse + (better - worse) * (carried - fewer) / (more - fewer)
+            for (fewer, _, worse), (more, _, better) in permutations(self._ways, 2)
+            if fewer <= carried <= more and fewer < more
+        )
+        return min(least, cost(min(mixtures, default=math.inf), left_s))
 
     @cached_property
     def _ways(self) -> list[tuple[int, float, float]]:

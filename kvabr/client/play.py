@@ -122,9 +122,9 @@ class Play:
         profile, why = await self._profile_of(catalog)
         catalog = playable(catalog, profile=profile is not None or catalog.profile is None, why=why)
         end, cut = catalog.first_token + catalog.tokens, None
-        left_s = self.clock.left() - guard_s(self.clock.deadline_s)
         link = known_link(self.connection.shared.peer, self.history)
         if self.cost is not None and behind is not None:
+            left_s = self.clock.left() - guard_s(self.clock.deadline_s)
             catalog = shortened(catalog, self.cost, link, left_s, skip=skip, behind=behind, block=block)
             if catalog.first_token + catalog.tokens < end:
                 cut = "the rest is sooner computed than fetched"

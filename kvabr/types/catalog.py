@@ -369,7 +369,7 @@ class Catalog:
         if not tail:
             return self.prefix(groups)
         # Of these, the losses are laid out below.
-        shorter = self._slice(0, groups) if self.even and groups < len(self.chunks) else self.prefix(groups)
+        shorter = self._slice(0, groups) if self.even and 0 < groups < len(self.chunks) else self.prefix(groups)
         tracks = []
         for track, whole in zip(shorter.tracks, self.tracks, strict=True):
             if self.even:

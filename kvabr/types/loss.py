@@ -4,7 +4,7 @@ A recomputed group is exact if everything before it is exact. Behind lossy group
 to 30 % of what it would cost on the tracks before it, whatever the track (SmolLM2-135M, 8 groups of three texts; 4, 3
 and 2 bits, and the draft's seven levels). The model here is `INHERITED` times their weighted mean, in which near groups
 weigh more, as the shape of a track's own losses tells. (21 recomputed groups behind 42 lossy ones of 8,064 tokens:
-measured 0.00042; a plain mean predicts 0.0031, this model 0.0005.)
+measured 0.00042; a plain mean predicts 0.0031, this model, which knows nothing of tails, 0.0005.)
 
 Groups that are recomputed at the end are a tail. Where the catalog knows what is left behind tails, those before them
 lose that (`kvabr.types.tails`), and what the tail inherits is part of it.

@@ -21,8 +21,10 @@ from kvabr.types.errors import FormatError
 TAILS = (16, 128, 512)
 """Lengths of tails behind which losses are measured, tokens."""
 _MOST_TAILS, _MOST_TOKENS, _MOST_SPREAD = 16, 1 << 20, 20.0
-_LEAST_SHARE, _MOST_LOSS = 1e-6, 1e6
-"""Least share of a loss that a tail leaves, and the most that a group may lose."""
+_LEAST_SHARE = 1e-6
+"""Least share of a loss that a tail leaves."""
+MOST_LOSS = 1e6
+"""The most that a group may lose, nats per generated token."""
 
 
 class TailLoss(NamedTuple):
@@ -48,7 +50,7 @@ def check_tails(tails: Sequence[TailLoss], what: str) -> None:
         if not before < tail.tokens <= _MOST_TOKENS:
             raise FormatError(f"{what} has losses behind tails that do not ascend, or are too long")
         before = tail.tokens
-        if not (0 <= tail.share <= 1e6 and 0 <= tail.spread <= _MOST_SPREAD):
+        if not (0 <= tail.share <= MOST_LOSS and 0 <= tail.spread <= _MOST_SPREAD):
             raise FormatError(f"{what} has a loss behind a tail of {tail.tokens} tokens that is negative or no number")
 
 
@@ -61,7 +63,7 @@ def tails_from_json(value: Any) -> tuple[TailLoss, ...]:
 
 
 def share_behind(tails: Sequence[TailLoss], tokens: int) -> float:
-    """Return the share of a track's loss that is left behind a tail of so many tokens; 1.0 if nothing is known."""
+    """Return the share of a track's loss that is left behind a tail of ``tokens`` tokens; 1.0 if none is known."""
     if not tails or tokens <= 0:
         return 1.0
     places = [0.0, *(math.log1p(tail.tokens) for tail in tails)]
@@ -74,7 +76,7 @@ def share_behind(tails: Sequence[TailLoss], tokens: int) -> float:
 
 
 def tails_behind(tails: Sequence[TailLoss], tokens: int) -> tuple[TailLoss, ...]:
-    """Return what further tokens leave of the loss that is left behind a tail of so many."""
+    """Return what further tokens leave of the loss behind a tail of ``tokens`` tokens."""
     if tokens <= 0:
         return tuple(tails)
     left = share_behind(tails, tokens)
@@ -117,5 +119,5 @@ def losses_behind(
         wanted *= farther / far if far > 0 else 1.0
     if whole > wanted:
         return tuple(loss * wanted / whole for loss in moved)
-    moved[-1] = min(_MOST_LOSS, moved[-1] + wanted - whole)
+    moved[-1] = min(MOST_LOSS, moved[-1] + wanted - whole)
     return tuple(moved)

@@ -11,9 +11,7 @@ from typing import Any
 from kvabr.types.catalog_json import all_within
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import check_track_name
-from kvabr.types.tails import TailLoss, check_tails
-
-_MAX_LOSS = 1e6
+from kvabr.types.tails import MOST_LOSS, TailLoss, check_tails
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ def check_track(track: Track, groups: int, before: set[str]) -> None:
         raise FormatError(f"catalog: track {name} must list bytes, loss and digest of each of {groups} groups")
     if not all_within(track.bytes, 1, 1 << 40):
         raise FormatError(f"catalog: track {name} has a group whose size is not positive")
-    if not all_within(track.loss, 0, _MAX_LOSS):
+    if not all_within(track.loss, 0, MOST_LOSS):
         raise FormatError(f"catalog: track {name} has a group whose loss is negative or not a number")
     if not (math.isfinite(track.decode_s) and track.decode_s >= 0):
         raise FormatError(f"catalog: track {name} has a decode time that is negative or not a number")
