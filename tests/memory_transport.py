@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic.download import ReceiveBuffer
-from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats, GroupRequest
 from kvabr.server.growing import GrowingPublication
 from kvabr.server.publication import LevelPublication, Publication
+from kvabr.transfer.interface import ConnectionStats, Link
+from kvabr.transfer.transfer import Transfer
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
@@ -28,8 +28,6 @@ _PACKET = 1200
 """Bytes that the link carries at once; more if that takes less than a millisecond."""
 _LONG_CHUNK = 64 << 10
 """Bytes that an unlimited link carries at once."""
-_WINDOW = 1 << 20
-"""Unread bytes of a download before its sender must wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +91,13 @@ class MemoryLink:
     rtt_s: float = 0.0
 
 
-class _MemoryDownload(Download):
-    """A download, and the publisher's side of it."""
+class _Sending:
+    """The publisher's side of a transfer."""
 
-    def __init__(self, link: MemoryConnection, ask: Ask, priority: int, request: GroupRequest) -> None:
-        self.stats = DownloadStats(requested_s=link.loop.time())
-        self.priority = priority
-        self._link, self._ask, self._limit = link, ask, request.limit
-        self._groups, self._held_until_s = request.groups, link.loop.time() + request.wait_s
+    def __init__(self, link: MemoryConnection, ask: Ask, transfer: Transfer) -> None:
+        self.transfer = transfer
+        self._link, self._ask, self._limit = link, ask, transfer.request.limit
+        self._groups, self._held_until_s = transfer.request.groups, link.loop.time() + transfer.request.wait_s
         self._unwatch: Callable[[], object] = lambda: None
         self._fault = Fault()
         self._data = memoryview(b"")
@@ -111,52 +108,17 @@ class _MemoryDownload(Download):
         """Time at which a slow publisher has more to send."""
         self._pace: asyncio.TimerHandle | None = None
         self._opening: asyncio.TimerHandle | None = None
-        self._buffer = ReceiveBuffer(request.limit, exact=request.exact)
-        self._unread = 0
-        self._held: set[Limit] = set()
-        self._complete = False
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    # ------------------------------------------------------------- the reader
+        self._limited: Limit = "network"
+        """What limits what comes next."""
 
     @property
-    def data(self) -> memoryview:
-        return self._buffer.view()
-
-    async def read(self) -> memoryview:
-        while not self._unread:
-            if self._error is not None:
-                raise self._error
-            if self._complete:
-                return memoryview(b"")
-            self._waiter = self._link.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        data = self._buffer.view(len(self._buffer) - self._unread)
-        self._unread = 0
-        self.stats.limit = "cpu" if "cpu" in self._held else "publisher" if "publisher" in self._held else "network"
-        self._held.clear()
-        self._link.serve()
-        return data
-
-    def prioritise(self, priority: int) -> None:
-        self.priority = priority
-
-    def cancel(self) -> None:
-        self._unread = 0
-        if not self.over:
-            self.fail(RequestError("cancelled by this side"))
-            self._link.forget(self)
-
-    # ---------------------------------------------------------- the publisher
+    def priority(self) -> int:
+        return self.transfer.priority
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come."""
-        return self._complete or self._error is not None
+        """Whether nothing more will be sent."""
+        return self.transfer.over
 
     def begin(self, fault: Fault) -> None:
         """Send the request."""
@@ -228,18 +190,15 @@ class _MemoryDownload(Download):
         """Return how many bytes could go on the link now."""
         if self.over or self._opening is not None:
             return 0
-        fault, room = self._fault, _WINDOW - self._unread
-        if room <= 0:
-            self._held.add("cpu")
-            return 0
+        fault = self._fault
         if fault.rate is not None and now < self._next_s:
-            self._held.add("publisher")
+            self._limited = "publisher"
             if self._pace is None:
                 self._pace = self._link.loop.call_at(self._next_s, self._paced)
             return 0
         stops = [stop for stop in (self._end, fault.stall_after, fault.reset_after) if stop is not None]
         left = min(stops) - self._sent if stops else self._link.chunk
-        return max(0, min(left, room, self._limit + 1 - self._sent, self._link.chunk))
+        return max(0, min(left, self._limit + 1 - self._sent, self._link.chunk))
 
     def ends_now(self) -> bool:
         """End the download if everything has been sent, or where its fault breaks it off; return whether it is over."""
@@ -248,9 +207,7 @@ class _MemoryDownload(Download):
         if self._fault.reset_after is not None and self._sent >= self._fault.reset_after:
             self.fail(RequestError(f"reset by the publisher after {self._sent} bytes", code=0x0))
         elif self._end is not None and self._sent >= self._end:
-            self._complete = True
-            self.stats.done_s = self._link.loop.time()
-            self._wake()
+            self.transfer.finish()
         return self.over
 
     def arrived(self, count: int) -> None:
@@ -258,55 +215,45 @@ class _MemoryDownload(Download):
         if self.over:
             return
         now = self._link.loop.time()
-        if self.stats.first_byte_s is None:
-            self.stats.first_byte_s = now
         begin, self._sent = self._sent, self._sent + count
         if self._fault.rate is not None:
             self._next_s = max(now - 0.01, self._next_s) + count / self._fault.rate
-        if self._sent > self._limit:
-            why = f"longer than the {self._limit} bytes that were asked for"
-            self.fail(RequestError(why, code=RequestCode.MALFORMED_TRACK))
-            return
-        self.stats.received = self._sent
         part: bytes | memoryview = self._data[begin : self._sent]
         if len(part) < count:
             part = bytes(part) + bytes(count - len(part))
-        self._buffer.append(part)
-        self._unread += count
-        self._link.bytes_received += count
-        self._wake()
+        limit, self._limited = self._limited, "network"
+        self.transfer.push(part, limit)
+        if self.transfer.error is None:
+            self._link.bytes_received += count
 
     def fail(self, error: Exception) -> None:
-        """End the download with an error."""
-        if self.over:
-            return
-        self._error = error
+        """End the transfer with an error."""
+        self.stop()
+        self.transfer.fail(error)
+
+    def stop(self) -> None:
+        """Send no more."""
         self._forget()
         for timer in (self._opening, self._pace):
             if timer is not None:
                 timer.cancel()
         self._opening = self._pace = None
-        self._wake()
 
     def _paced(self) -> None:
         self._pace = None
         self._link.serve()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 @dataclass(slots=True)
 class _Carried:
     """The chunk that is on the link."""
 
-    download: _MemoryDownload
+    sending: _Sending
     count: int
     timer: asyncio.Handle = field(repr=False)
 
 
-class MemoryConnection(Connection):
+class MemoryConnection(Link):
     """Fetches from publications in this process."""
 
     backend = "memory"
@@ -332,8 +279,8 @@ class MemoryConnection(Connection):
         self.find, self.path = find, path or MemoryLink()
         self.bytes_received = 0
         self._faults = faults
-        self._downloads: list[_MemoryDownload] = []
-        self._standing: list[_MemoryDownload] = []
+        self._sending: list[_Sending] = []
+        self._standing: list[_Sending] = []
         self._asked: dict[tuple[TrackNamespace, str, int], int] = {}
         self._requests = 0
         self._carried: _Carried | None = None
@@ -341,27 +288,38 @@ class MemoryConnection(Connection):
         self._going_away = False
         self._lasts = None if lasts_s is None else self.loop.call_later(lasts_s, self.lose, "the connection timed out")
 
-    def request(self, request: GroupRequest, priority: int) -> Download:
-        """See `Connection.request`. Requests that stand open are not counted, and never answered."""
+    def carry(self, transfer: Transfer) -> None:
+        """See `Carrier.carry`. Requests that stand open are not counted, and never answered."""
+        request = transfer.request
+        key = (request.namespace, request.track, request.group)
         if request.standing:
-            ask = Ask(self._requests, request.namespace, request.track, request.group, 0)
-            standing = _MemoryDownload(self, ask, priority, request)
+            standing = _Sending(self, Ask(self._requests, *key, 0), transfer)
             if self._lost is not None:
                 standing.fail(self._lost)
             else:
                 self._standing.append(standing)
-            return standing
-        key = (request.namespace, request.track, request.group)
+            return
         ask = Ask(self._requests, *key, self._asked.get(key, 0))
         self._requests += 1
         self._asked[key] = ask.attempt + 1
-        download = _MemoryDownload(self, ask, priority, request)
+        sending = _Sending(self, ask, transfer)
         if self._lost is not None:
-            download.fail(self._lost)
+            sending.fail(self._lost)
         else:
-            self._downloads.append(download)
-            download.begin((self._faults(ask) if self._faults is not None else None) or Fault())
-        return download
+            self._sending.append(sending)
+            sending.begin((self._faults(ask) if self._faults is not None else None) or Fault())
+
+    def reprioritise(self, transfer: Transfer) -> None:
+        """See `Carrier.reprioritise`: the link looks whenever it is free."""
+
+    def drop(self, transfer: Transfer) -> None:
+        """See `Carrier.drop`."""
+        for sending in [one for one in self._sending if one.transfer is transfer]:
+            sending.stop()
+            if self._carried is not None and self._carried.sending is sending:
+                self._carried.timer.cancel()
+                self._carried = None
+            self.serve()
 
     def stats(self) -> ConnectionStats:
         """See `Connection.stats`; rate and round trip are those of the link now."""
@@ -379,8 +337,8 @@ class MemoryConnection(Connection):
 
     @property
     def downloads(self) -> int:
-        """Number of downloads that have not ended."""
-        return sum(not download.over for download in self._downloads)
+        """Number of transfers that have not ended."""
+        return sum(not sending.over for sending in self._sending)
 
     @property
     def requests(self) -> int:
@@ -401,10 +359,11 @@ class MemoryConnection(Connection):
         if self._carried is not None:
             self._carried.timer.cancel()
             self._carried = None
-        for download in (*self._downloads, *self._standing):
-            download.fail(self._lost)
-        self._downloads.clear()
+        sending = [*self._sending, *self._standing]
+        self._sending.clear()
         self._standing.clear()
+        for one in sending:
+            one.fail(self._lost)
 
     async def close(self) -> None:
         """End everything."""
@@ -417,37 +376,30 @@ class MemoryConnection(Connection):
         """Bytes that the link carries at once."""
         return _LONG_CHUNK if self.path.rate is None else max(_PACKET, int(self.path.rate / 1000))
 
-    def forget(self, download: _MemoryDownload) -> None:
-        """Take a cancelled download off the link."""
-        if self._carried is not None and self._carried.download is download:
-            self._carried.timer.cancel()
-            self._carried = None
-        self.serve()
-
     def serve(self, since: float | None = None) -> None:
         """Put the next chunk on the link if it is free and there is one; ``since``: time at which it became free."""
         if self._carried is not None or self._lost is not None:
             return
         now = self.loop.time()
-        self._downloads = [download for download in self._downloads if not download.ends_now()]
+        self._sending = [sending for sending in self._sending if not sending.ends_now()]
         best: tuple[int, int] | None = None
-        for place, download in enumerate(self._downloads):
-            urgent = best is None or download.priority < self._downloads[best[0]].priority
-            if urgent and (count := download.next_chunk(now)):
+        for place, sending in enumerate(self._sending):
+            urgent = best is None or sending.priority < self._sending[best[0]].priority
+            if urgent and (count := sending.next_chunk(now)):
                 best = (place, count)
         if best is None:
             return
         place, count = best
-        download = self._downloads.pop(place)
-        self._downloads.append(download)  # equals take turns
+        sending = self._sending.pop(place)
+        self._sending.append(sending)  # equals take turns
         if self.path.rate is None:
-            self._carried = _Carried(download, count, self.loop.call_soon(self._arrive, now))
+            self._carried = _Carried(sending, count, self.loop.call_soon(self._arrive, now))
         else:
             then = (now if since is None else since) + count / self.path.rate
-            self._carried = _Carried(download, count, self.loop.call_at(then, self._arrive, then))
+            self._carried = _Carried(sending, count, self.loop.call_at(then, self._arrive, then))
 
     def _arrive(self, then: float) -> None:
         carried, self._carried = self._carried, None
         if carried is not None:
-            carried.download.arrived(carried.count)
+            carried.sending.arrived(carried.count)
         self.serve(then)

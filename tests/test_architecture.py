@@ -18,7 +18,7 @@ import kvabr
 
 ROOT = Path(kvabr.__file__).parent
 FLOORS = (
-    *("types", "codec", "abr", "blend", "route", "player", "moqt", "store", "quic", "telemetry"),
+    *("types", "codec", "abr", "blend", "route", "player", "moqt", "store", "transfer", "quic", "telemetry"),
     *("client", "publish", "server", "engines", "replay", "lab", "cli"),
 )
 """From the ground up."""

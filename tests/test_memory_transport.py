@@ -8,8 +8,8 @@ import pytest
 
 from kvabr.codec.container import slices
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic.interface import read_all
 from kvabr.server.publication import BytesPublication, Publication
+from kvabr.transfer.interface import read_all
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
 from kvabr.types.naming import TrackNamespace
 from tests.client.virtual import virtual
@@ -97,18 +97,6 @@ async def test_priority_can_be_changed():
         second.prioritise(0)
         await asyncio.gather(read_all(first), read_all(second))
         assert second.stats.done_s < first.stats.done_s
-
-
-@virtual
-async def test_a_download_that_is_not_read_holds_back_its_sender_only():
-    large = BytesPublication(bytes(3 << 20))
-    async with MemoryConnection(lambda space, track: large if track == "large" else find(space, track)) as link:
-        idle = ask(link, "large", limit=3 << 20, priority=0)
-        assert await read_all(ask(link)) == DATA
-        assert idle.stats.received == 1 << 20
-        assert len(await idle.read()) == 1 << 20
-        assert idle.stats.limit == "cpu"
-        idle.cancel()
 
 
 @virtual

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from kvabr.client.options import Limits
     from kvabr.client.result import NothingCached, Played
     from kvabr.client.upgrades import Upgrades
-    from kvabr.quic.interface import Connection
     from kvabr.telemetry import Telemetry
+    from kvabr.transfer.interface import Connection
     from kvabr.types.engine import Engine
     from kvabr.types.naming import TrackNamespace
 

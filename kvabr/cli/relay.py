@@ -16,7 +16,7 @@ from kvabr.types.errors import TransportError, UsageError
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-    from kvabr.quic.interface import Connection
+    from kvabr.transfer.interface import Connection
 
 _EPILOG = """\
 a first try, next to `kvabr serve assets --dev` on the same machine:

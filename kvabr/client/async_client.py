@@ -49,10 +49,10 @@ from kvabr.client.runner import PlayRunner, R
 from kvabr.client.warming import warm_in_background
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.quic.backend import Quic
-from kvabr.quic.interface import Connection
 from kvabr.store.files import sweep
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.store.locations import open_groups
+from kvabr.transfer.interface import Connection, Link
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
@@ -74,7 +74,7 @@ class AsyncClient:
     @checked
     def __init__(
         self,
-        origin: str | Connection | None = None,
+        origin: str | Link | None = None,
         *,
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
@@ -187,7 +187,7 @@ class AsyncClient:
             TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
         """
         with told_if_exhausted((known := self._peer(peer)).relieve):
-            return (await known.downloads()).connection
+            return (await known.transfers()).connection
 
     @checked
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
@@ -468,8 +468,8 @@ class AsyncClient:
         """
         if not self._profiles.has(catalog):
             async with self._asked_within(within_s, peer):
-                downloads = await self._peer(peer).downloads()
-                async with PlayConnection(downloads, lambda _, priority: priority) as connection:
+                transfers = await self._peer(peer).transfers()
+                async with PlayConnection(transfers, lambda _, priority: priority) as connection:
                     await self._profiles.fetch(connection, catalog)
 
     @checked
@@ -514,7 +514,7 @@ class AsyncClient:
             return self._origin
         if peer not in self._peers:
             for key, each in list(self._peers.items()):
-                if isinstance(key, Connection) and key.closed and each is not self._origin:
+                if isinstance(key, Link) and key.closed and each is not self._origin:
                     del self._peers[key]
             self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics)
         return self._peers[peer]

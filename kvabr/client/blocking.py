@@ -23,7 +23,7 @@ from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import PlayOptions
 from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.result import NothingCached, Played
-from kvabr.quic.interface import ConnectionStats
+from kvabr.transfer.interface import ConnectionStats
 from kvabr.types.arguments import checked
 from kvabr.types.errors import ConnectionLostError, PlayError, UsageError, told_if_exhausted
 

@@ -37,7 +37,8 @@ from kvabr.player.session_types import (
     Recompute,
     RecomputeTokens,
 )
-from kvabr.quic.interface import Connection, Download
+from kvabr.transfer.interface import Connection
+from kvabr.transfer.transfer import Reader
 from kvabr.types.engine import Engine, prefill_classes
 from kvabr.types.errors import ConnectionLostError, FormatError, KvabrError, PolicyError, RequestError, TransportError
 
@@ -100,12 +101,12 @@ class Driver:
         self._connection, self._catalog = connection, session.view.catalog
         self._engine, self._tokens = engine, tokens
         self._hook, self._watch, self._feed, self._again = hook, watch, feed, again
-        self._reads: dict[int, tuple[asyncio.Task[None], Download]] = {}
+        self._reads: dict[int, tuple[asyncio.Task[None], Reader]] = {}
         self._later: list[tuple[int, int, FetchGroup]] = []
         """Heap of what is to be fetched later: priority, request and action."""
         self._unwanted: set[int] = set()
         """Requests among these that were cancelled."""
-        self._frames: dict[int, Download] = {}
+        self._frames: dict[int, Reader] = {}
         """Downloads that are complete and not decoded yet, by request."""
         # An engine's hook decides when a group is written.
         largest, many = self._catalog.spec.largest, self._catalog.groups > _FEW
@@ -275,7 +276,7 @@ class Driver:
         download.cancel()
         self._ended(request)
 
-    async def _read(self, action: FetchGroup, download: Download, before: int) -> None:
+    async def _read(self, action: FetchGroup, download: Reader, before: int) -> None:
         try:
             await self._receive(action, download, before)
         except PolicyError as error:
@@ -294,7 +295,7 @@ class Driver:
         finally:
             download.cancel()
 
-    async def _receive(self, action: FetchGroup, download: Download, before: int) -> None:
+    async def _receive(self, action: FetchGroup, download: Reader, before: int) -> None:
         """Read a group, and return as soon as its last byte is here; ``before``: bytes that were read already."""
         size, received = action.bytes, before
         if 0 < received <= size:

@@ -14,7 +14,7 @@ from itertools import takewhile
 
 from kvabr.client.lookup import Found, Unplayable, find_prefix
 from kvabr.client.passages import find_passages
-from kvabr.quic.interface import Connection
+from kvabr.transfer.interface import Connection
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, TransportError
 from kvabr.types.joined import join, joinable

@@ -21,7 +21,8 @@ from kvabr.client.resources import cancel_all, decoders
 from kvabr.moqt.codes import RequestCode
 from kvabr.player.live_edge import EdgeChanges
 from kvabr.player.priorities import DEARER
-from kvabr.quic.interface import Connection, Download, GroupRequest, read_all
+from kvabr.transfer.interface import Connection, read_all
+from kvabr.transfer.transfer import GroupRequest, Reader
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import ConnectionLostError, FormatError, NotFoundError, RequestError, TransportError
 from kvabr.types.live import (
@@ -67,7 +68,7 @@ class _Ahead:
 
     def __init__(self, feed: LiveFeed, request: GroupRequest, priority: int) -> None:
         self._feed, self._request, self._priority = feed, request, priority
-        self.download: Download | None = None
+        self.download: Reader | None = None
         self.received = 0
         self.task = asyncio.get_running_loop().create_task(self._keep())
         """Reads; cancel it to read on from the download."""
@@ -152,7 +153,7 @@ class LiveFeed:
             await cancel_all({*self._news.values(), *(ahead.task for ahead in self._ahead.values())})
             self._ahead.clear()
 
-    def take(self, group: int) -> tuple[Download, int] | None:
+    def take(self, group: int) -> tuple[Reader, int] | None:
         """Hand over the download of a group's base that was asked for ahead, and the bytes read; None if it failed."""
         if (ahead := self._ahead.pop(group, None)) is None:
             return None

@@ -18,13 +18,13 @@ from types import TracebackType
 from kvabr.client.store_connection import StoreConnection
 from kvabr.quic.backend import Quic
 from kvabr.quic.connect import asset_of, connect, parse_namespace, parse_url
-from kvabr.quic.interface import Connection
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.url import CLOUDS, WEB, split_asset
+from kvabr.transfer.interface import Link
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError, UsageError
 
 STORE_SCHEMES = (*CLOUDS, *WEB, "file", "memory")
-Dialling = AbstractAsyncContextManager[Connection]
+Dialling = AbstractAsyncContextManager[Link]
 
 __all__ = ["STORE_SCHEMES", "Dialling", "asset_of", "check_url", "dialling", "is_object_store", "parse_namespace"]
 
@@ -77,7 +77,7 @@ def dialling(
     return StoreDialling(_bucket_url(url), timeout_s, needed=needed)
 
 
-class StoreDialling(AbstractAsyncContextManager[Connection]):
+class StoreDialling(AbstractAsyncContextManager[Link]):
     """Opens a store; entering it gives a `Connection`."""
 
     def __init__(self, url: str, timeout_s: float, *, needed: bool = True) -> None:
@@ -85,7 +85,7 @@ class StoreDialling(AbstractAsyncContextManager[Connection]):
         self._bucket, self._timeout_s, self._needed = Bucket.open(url), timeout_s, needed
         self._connection: StoreConnection | None = None
 
-    async def __aenter__(self) -> Connection:
+    async def __aenter__(self) -> Link:
         connection = StoreConnection(self._bucket)
         try:
             try:

@@ -15,7 +15,7 @@ from kvabr.client.lookup import Found, catalog_limit, fetch_catalog
 from kvabr.client.options import PlayOptions
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.player.session_types import BlendGoal
-from kvabr.quic.interface import Connection
+from kvabr.transfer.interface import Connection
 from kvabr.types.catalog import Catalog
 from kvabr.types.engine import BlendEngine, Engine
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError

@@ -12,10 +12,10 @@ from functools import partial
 from kvabr.client.lookup import Found, Unplayable, fetch_models, find_prefix
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.origins import Dialling
-from kvabr.client.shared_downloads import SharedDownloads
-from kvabr.quic.interface import Connection
-from kvabr.quic.reconnect import UnreachedConnection
+from kvabr.client.shared_transfers import SharedTransfers
 from kvabr.store.group_store import TieredGroupStore
+from kvabr.transfer.interface import Connection, Link
+from kvabr.transfer.redial import UnreachedConnection
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
 
@@ -34,9 +34,7 @@ _Lookup = Callable[[Sequence[KVSpec]], Awaitable[_Answer]]
 class ClientPeer:
     """An origin or a relay; `AsyncClient.peer` makes it."""
 
-    def __init__(
-        self, name: str, source: Dialling | Connection, store: TieredGroupStore, metrics: ClientMetrics
-    ) -> None:
+    def __init__(self, name: str, source: Dialling | Link, store: TieredGroupStore, metrics: ClientMetrics) -> None:
         """Dial nothing yet. ``source`` dials, or is an open connection, which stays open when this is closed."""
         self.name = name
         self._models: Sequence[KVSpec] = ()
@@ -44,35 +42,35 @@ class ClientPeer:
         self._asked_s = -math.inf
         """When the peer was asked for its models, on the event loop's clock."""
         self._store, self._metrics = store, metrics
-        self._connecting = None if isinstance(source, Connection) else source
-        self._downloads = SharedDownloads(source, store, metrics) if isinstance(source, Connection) else None
+        self._connecting = None if isinstance(source, Link) else source
+        self._transfers = SharedTransfers(source, store, metrics) if isinstance(source, Link) else None
         self._stack = AsyncExitStack()
-        self._dialling: asyncio.Task[SharedDownloads] | None = None
+        self._dialling: asyncio.Task[SharedTransfers] | None = None
 
-    async def downloads(self) -> SharedDownloads:
+    async def transfers(self) -> SharedTransfers:
         """Return the downloads of the connection, which is dialled if there is none; callers share one dial.
 
         Raises:
             TransportError: the peer cannot be reached, or does not let us in. The next call dials again.
         """
-        if self._downloads is None:
+        if self._transfers is None:
             if self._dialling is None:
                 self._dialling = asyncio.get_running_loop().create_task(self._dial())
                 self._dialling.add_done_callback(self._dialled)
             # A play that is cancelled must not end the dial of the others.
             return await asyncio.shield(self._dialling)
-        return self._downloads
+        return self._transfers
 
-    async def downloads_within(self, seconds: float) -> SharedDownloads:
-        """Return `downloads`; if the peer cannot be reached in time, a stub whose downloads all fail."""
+    async def transfers_within(self, seconds: float) -> SharedTransfers:
+        """Return `transfers`; if the peer cannot be reached in time, a stub whose downloads all fail."""
         try:
             async with asyncio.timeout(seconds):
-                return await self.downloads()
+                return await self.transfers()
         except TimeoutError:
             why = f"{self.name}: no connection within {seconds:.3g} s"
         except TransportError as error:
             why = str(error)
-        return SharedDownloads(UnreachedConnection(why), self._store, self._metrics)
+        return SharedTransfers(UnreachedConnection(why), self._store, self._metrics)
 
     async def find(
         self,
@@ -133,19 +131,19 @@ class ClientPeer:
 
     def relieve(self) -> None:
         """See `Connection.relieve`."""
-        if self._downloads is not None:
-            self._downloads.connection.relieve()
+        if self._transfers is not None:
+            self._transfers.connection.relieve()
 
     async def close(self) -> None:
         """End all downloads, and the connection if this dialled it."""
         if self._dialling is not None:
             self._dialling.cancel()
             await asyncio.wait({self._dialling})
-        if self._downloads is not None:
-            await self._downloads.close()
+        if self._transfers is not None:
+            await self._transfers.close()
             if self._connecting is not None:
                 self._metrics.peers.dec()
-                self._downloads = None
+                self._transfers = None
         await self._stack.aclose()
 
     async def _in_any_size(
@@ -190,20 +188,20 @@ class ClientPeer:
             self._asked_s = asyncio.get_running_loop().time()
         return self._models
 
-    async def _dial(self) -> SharedDownloads:
+    async def _dial(self) -> SharedTransfers:
         assert self._connecting is not None  # noqa: S101  # or there were downloads from the start
         connection = await self._stack.enter_async_context(self._connecting)
-        self._downloads = SharedDownloads(connection, self._store, self._metrics)
+        self._transfers = SharedTransfers(connection, self._store, self._metrics)
         self._metrics.peers.inc()
-        return self._downloads
+        return self._transfers
 
-    def _dialled(self, task: asyncio.Task[SharedDownloads]) -> None:
+    def _dialled(self, task: asyncio.Task[SharedTransfers]) -> None:
         self._dialling = None
         if not task.cancelled() and task.exception() is not None:
             self._metrics.dials_failed_total.inc()
 
 
-PeerLike = ClientPeer | Connection | str | None
+PeerLike = ClientPeer | Link | str | None
 """What a play may name its peer by: from `AsyncClient.peer`, an open connection, a URL; None: the client's origin."""
 
 

@@ -17,8 +17,8 @@ from kvabr.client.lookup import fetch_view
 from kvabr.client.resources import decoders
 from kvabr.codec.profile import Profile
 from kvabr.data.profiles import shipped_bytes
-from kvabr.quic.interface import Connection
 from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, write_file
+from kvabr.transfer.interface import Connection
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.kv import KVSpec

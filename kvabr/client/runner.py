@@ -100,8 +100,8 @@ class PlayRunner:
         """Wait for a turn, and yield a connection for one play; leaving cancels whatever it still fetches."""
         loop = asyncio.get_running_loop()
         async with self._admission.enter(clock.deadline_s):
-            downloads = await peer.downloads_within(max(0.0, _DIAL_SHARE * clock.left()))
-            connection = PlayConnection(downloads, self._place)
+            transfers = await peer.transfers_within(max(0.0, _DIAL_SHARE * clock.left()))
+            connection = PlayConnection(transfers, self._place)
             # A loop that stood still may have used up the deadline: the play then gets what comes at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
             connection.due_s = due_s

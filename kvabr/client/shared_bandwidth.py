@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.client.peer_history import PeerHistory
-from kvabr.quic.interface import Connection
+from kvabr.transfer.interface import Connection
 from kvabr.types.errors import PolicyError
 
 V = TypeVar("V")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
-from kvabr.quic.interface import ConnectionStats
+from kvabr.transfer.interface import ConnectionStats
 from kvabr.types.catalog import RECOMPUTED
 
 

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
-from kvabr.quic.interface import FoundPrefix
 from kvabr.store.objects import spans
 from kvabr.store.objects.layout import StoreOffer
 from kvabr.store.objects.spans import SpanHead
+from kvabr.transfer.interface import FoundPrefix
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import TrackNamespace

@@ -17,14 +17,15 @@ from collections.abc import Callable, Coroutine
 
 from kvabr.client.lanes import LANES, SPARE_LANES, Lanes, Piece, RangeTransfer
 from kvabr.client.resources import cancel_all
-from kvabr.client.store_download import Arriving, Silence, StoreDownload
+from kvabr.client.store_download import Arriving, Silence
 from kvabr.client.store_index import StoreIndex
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.bottleneck import LimitWatch
-from kvabr.quic.interface import Connection, ConnectionStats, Download, GroupRequest
 from kvabr.store.objects.bucket import PART_BYTES, Bucket
 from kvabr.store.objects.direct import DirectReader
 from kvabr.store.objects.layout import profile_key
+from kvabr.transfer.interface import ConnectionStats, Link
+from kvabr.transfer.transfer import Transfer
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.events import Limit
 from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, is_live, is_lookup
@@ -45,7 +46,7 @@ _FORGET_S = 30.0
 """Seconds after which the soonest first byte is no longer known: the path may have changed."""
 
 
-class StoreConnection(Connection):
+class StoreConnection(Link):
     """Plays out of one bucket; for one event loop."""
 
     protocol = PROTOCOL
@@ -59,9 +60,13 @@ class StoreConnection(Connection):
         self._bucket, self._direct = bucket, DirectReader.of(bucket)
         self._warming: asyncio.Task[None] | None = None
         self._lanes = Lanes()
-        self._finding: dict[asyncio.Task[None], StoreDownload] = {}
-        """Downloads of which is not known yet where they are, or that come as a whole."""
-        self._downloads: dict[Piece, StoreDownload] = {}
+        self._finding: dict[Transfer, asyncio.Task[None]] = {}
+        """What finds out where a group is, or gets it as a whole."""
+        self._pieces: dict[Transfer, Piece] = {}
+        """What of an object is wanted."""
+        self._wanted: dict[Piece, Transfer] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        """Those that were cancelled."""
         self._transfers: dict[RangeTransfer, asyncio.Task[None]] = {}
         self._tries: dict[Piece, int] = {}
         """How often a GET with a piece has failed."""
@@ -81,26 +86,42 @@ class StoreConnection(Connection):
         self._warm()  # the ranges that come first need not wait for their connections
         await self.index.open()
 
-    def request(self, request: GroupRequest, priority: int) -> Download:
-        """See `Connection.request`."""
-        download = StoreDownload(self, request, priority)
-        track, namespace = request.track, request.namespace
+    def carry(self, transfer: Transfer) -> None:
+        """See `Carrier.carry`."""
+        request, track, namespace = transfer.request, transfer.request.track, transfer.request.namespace
         if self.closed:
-            download.fail(ConnectionLostError("this side closed the connection"))
+            transfer.fail(ConnectionLostError("this side closed the connection"))
         elif track == CATALOG_TRACK:
-            self._find(download, lambda: self._whole(download, self.index.catalog(namespace)))
+            self._find(transfer, lambda: self._whole(transfer, self.index.catalog(namespace)))
         elif track == MODELS_TRACK:
-            self._find(download, lambda: self._whole(download, self.index.models()))
+            self._find(transfer, lambda: self._whole(transfer, self.index.models()))
         elif is_lookup(track) and not is_live(track):
-            self._find(download, lambda: self._whole(download, self.index.lookup(namespace, track)))
+            self._find(transfer, lambda: self._whole(transfer, self.index.lookup(namespace, track)))
         elif is_live(track) or request.standing:
             code = RequestCode.INVALID_RANGE if request.wait_s else RequestCode.DOES_NOT_EXIST
-            download.fail(NotFoundError(f"{request}: a store only has what is complete", code=code))
+            transfer.fail(NotFoundError(f"{request}: a store only has what is complete", code=code))
         elif (place := self.index.place(namespace, track, request.group, request.digest)) is not None:
-            self._want(download, place)
+            self._want(transfer, place)
         else:
-            self._find(download, lambda: self._locate(download))
-        return download
+            self._find(transfer, lambda: self._locate(transfer))
+
+    def reprioritise(self, transfer: Transfer) -> None:
+        """See `Carrier.reprioritise`; it changes when the request goes, not what is under way."""
+        if (piece := self._pieces.get(transfer)) is not None:
+            self._lanes.prioritise(piece, transfer.priority)
+
+    def drop(self, transfer: Transfer) -> None:
+        """See `Carrier.drop`."""
+        task = self._finding.pop(transfer, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+        piece = self._pieces.get(transfer)
+        if piece is not None:
+            self._forget(piece)
+            if (carrying := self._lanes.cancel(piece)) is not None:
+                self._end(carrying)
 
     def stats(self) -> ConnectionStats:
         """See `Connection.stats`; the round trip is the time to the soonest first byte of late."""
@@ -127,11 +148,11 @@ class StoreConnection(Connection):
         if self.closed:
             return
         self.closed = True
-        tasks = {*self._finding, *self._transfers.values()}
+        tasks = {*self._finding.values(), *self._ending, *self._transfers.values()}
         if self._warming is not None:
             tasks.add(self._warming)
-        for download in [*self._downloads.values(), *self._finding.values()]:
-            download.fail(ConnectionLostError("this side closed the connection"))
+        for transfer in [*self._pieces, *self._finding]:
+            transfer.reject(ConnectionLostError("this side closed the connection"))
         if self._starting is not None:
             self._starting.cancel()
         await cancel_all(tasks)
@@ -140,48 +161,30 @@ class StoreConnection(Connection):
             await self._direct.close()
         self._bucket.close()
 
-    # ---------------------------------------------------------- from downloads
-
-    def prioritise(self, piece: Piece, priority: int) -> None:
-        """Change the priority of what waits."""
-        self._lanes.prioritise(piece, priority)
-
-    def drop(self, download: StoreDownload) -> None:
-        """End what is under way for a download that is over."""
-        task, download.task = download.task, None
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
-        piece, download.piece = download.piece, None
-        if piece is not None:
-            self._forget(piece)
-            transfer = self._lanes.cancel(piece)
-            if transfer is not None:
-                self._end(transfer)
-
     # ---------------------------------------------------------- where things are
 
-    def _find(self, download: StoreDownload, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Do what a download needs before its range can be asked for, or all that it needs."""
+    def _find(self, transfer: Transfer, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Do what a transfer needs before its range can be asked for, or all that it needs."""
 
         async def run() -> None:
             try:
                 await work()
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is for the reader
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is for the readers
                 self._note(error)
-                download.fail(error)
+                transfer.fail(error)
+            finally:
+                self._finding.pop(transfer, None)
 
-        task = download.task = asyncio.get_running_loop().create_task(run())
-        self._finding[task] = download
-        task.add_done_callback(self._finding.pop)
+        self._finding[transfer] = asyncio.get_running_loop().create_task(run())
 
-    async def _whole(self, download: StoreDownload, coming: Coroutine[None, None, bytes]) -> None:
+    async def _whole(self, transfer: Transfer, coming: Coroutine[None, None, bytes]) -> None:
         data = await coming
-        download.push(memoryview(data), self.received(len(data)))
-        download.finish()
+        transfer.push(memoryview(data), self.received(len(data)))
+        transfer.finish()
 
-    async def _locate(self, download: StoreDownload) -> None:
+    async def _locate(self, transfer: Transfer) -> None:
         """Find out where a group is that no lookup told of, or a codec profile, and ask for it."""
-        request, namespace = download.request, download.request.namespace
+        request, namespace = transfer.request, transfer.request.namespace
         place: tuple[str, int, int] | None
         if request.track == PROFILE_TRACK:
             place = profile_key(namespace.prompt), 0, await self.index.profile_bytes(namespace.prompt)
@@ -192,16 +195,15 @@ class StoreConnection(Connection):
         if place is None:
             code = RequestCode.INVALID_RANGE if request.wait_s else RequestCode.DOES_NOT_EXIST
             raise NotFoundError(f"{request}: not found in {self.peer}", code=code)
-        download.task = None
-        self._want(download, place)
+        self._want(transfer, place)
 
-    def _want(self, download: StoreDownload, place: tuple[str, int, int]) -> None:
+    def _want(self, transfer: Transfer, place: tuple[str, int, int]) -> None:
         key, begin, end = place
-        if end - begin > download.request.limit:
-            download.fail(download.too_long())
+        if end - begin > transfer.request.limit:
+            transfer.too_long()
             return
-        piece = download.piece = self._lanes.want(key, begin, end, download.priority)
-        self._downloads[piece] = download
+        piece = self._pieces[transfer] = self._lanes.want(key, begin, end, transfer.priority)
+        self._wanted[piece] = transfer
         self._start_soon()
 
     # ---------------------------------------------------------- transfers
@@ -249,15 +251,15 @@ class StoreConnection(Connection):
         if (seconds := time.monotonic() - begun_s) > 0:
             self._rate = (transfer.end - transfer.begin) / seconds
 
-    def wanting(self, piece: Piece) -> StoreDownload | None:
-        """Return the download that a piece is for; None if nobody wants it any more."""
-        return self._downloads.get(piece)
+    def wanting(self, piece: Piece) -> Transfer | None:
+        """Return the transfer that a piece is for; None if nobody wants it any more."""
+        return self._wanted.get(piece)
 
-    def advanced(self, piece: Piece, download: StoreDownload) -> None:
-        """End a download if all of its piece has come."""
+    def advanced(self, piece: Piece, transfer: Transfer) -> None:
+        """End a transfer if all of its piece has come."""
         if piece.begin == piece.end:
             self._forget(piece)
-            download.finish()
+            transfer.finish()
 
     def _settle(self, transfer: RangeTransfer, error: Exception | None) -> None:
         """Free the lane of a transfer that has ended; what is missing is asked for again, or has failed."""
@@ -280,10 +282,9 @@ class StoreConnection(Connection):
         if (busy or lost) and tries < _TRIES and not self.closed:
             pause_s = _PAUSE_S * 2.0**tries * random.uniform(0.5, 1.5) if busy else 0.0  # noqa: S311  # no secret
             asyncio.get_running_loop().call_later(pause_s, self._again, piece)
-        elif (download := self._downloads.get(piece)) is not None:
+        elif (wanted := self._wanted.get(piece)) is not None:
             self._forget(piece)
-            download.piece = None
-            download.fail(error)
+            wanted.fail(error)
 
     def _again(self, piece: Piece) -> None:
         if piece.wanted and not self.closed:
@@ -309,7 +310,8 @@ class StoreConnection(Connection):
         await direct.warm(LANES + SPARE_LANES - len(self._transfers))
 
     def _forget(self, piece: Piece) -> None:
-        self._downloads.pop(piece, None)
+        if (transfer := self._wanted.pop(piece, None)) is not None:
+            self._pieces.pop(transfer, None)
         self._tries.pop(piece, None)
 
     # ---------------------------------------------------------- what is seen of the path

@@ -1,4 +1,4 @@
-"""One group on its way out of an object store: its buffer, what fills it, and the end of patience."""
+"""What comes out of an object store: the end of patience, and where the bytes go."""
 
 from __future__ import annotations
 
@@ -7,98 +7,13 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from kvabr.client.lanes import Piece, RangeTransfer
-from kvabr.moqt.codes import RequestCode
-from kvabr.quic.download import BufferedDownload
-from kvabr.quic.interface import GroupRequest
-from kvabr.types.errors import RequestError
-from kvabr.types.events import Limit
+from kvabr.client.lanes import RangeTransfer
 
 if TYPE_CHECKING:
     from kvabr.client.store_connection import StoreConnection
 
-_BY_WEIGHT: tuple[Limit, ...] = ("cpu", "publisher")
-"""If several of these held up one read, the first is reported."""
 _DROPPED_BYTES = 64 << 10
 """Bytes that nobody wants and that are received at a time."""
-
-
-class StoreDownload(BufferedDownload):
-    """One group of one track, or another small thing, from a store."""
-
-    def __init__(self, owner: StoreConnection, request: GroupRequest, priority: int) -> None:
-        super().__init__(request, priority)
-        self.piece: Piece | None = None
-        """What of an object it waits for; None before that is known, and once it is over."""
-        self.task: asyncio.Task[None] | None = None
-        """Finds out where it is, or gets it as a whole."""
-        self._owner = owner
-        self._limits: set[Limit] = set()
-
-    def _limited_by(self) -> Limit:
-        limit: Limit = next((by for by in _BY_WEIGHT if by in self._limits), "network")
-        self._limits.clear()
-        return limit
-
-    def prioritise(self, priority: int) -> None:
-        """See `Download.prioritise`; it changes when the request goes, not what is under way."""
-        self.priority = priority
-        if self.piece is not None:
-            self._owner.prioritise(self.piece, priority)
-
-    def cancel(self) -> None:
-        """See `Download.cancel`."""
-        self.fail(RequestError(f"{self.request}: cancelled", code=RequestCode.INTERNAL_ERROR))
-
-    # ---------------------------------------------------------- from the connection
-
-    def push(self, part: memoryview, limit: Limit) -> None:
-        """Take bytes that have come, and what limited them."""
-        if self.over:
-            return
-        if len(self._buffer) + len(part) > self.request.limit:
-            self._buffer.clear()
-            self._read = 0
-            self.fail(self.too_long())
-            return
-        self._buffer.append(part)
-        self._came(len(part), limit)
-
-    def room(self, most: int) -> memoryview:
-        """Return memory for at most ``most`` bytes that come next; they must not exceed the limit."""
-        return self._buffer.room(most)
-
-    def took(self, count: int, limit: Limit) -> None:
-        """Note that ``count`` bytes came into what `room` returned, and what limited them."""
-        if not self.over:
-            self._buffer.took(count)
-            self._came(count, limit)
-
-    def _came(self, count: int, limit: Limit) -> None:
-        if self.stats.first_byte_s is None:
-            self.stats.first_byte_s = time.monotonic()
-        self.stats.received += count
-        self._limits.add(limit)
-        self._wake()
-
-    def too_long(self) -> RequestError:
-        """Return the error that it is longer than its limit."""
-        longer = f"{self.request}: longer than the {self.request.limit} bytes expected"
-        return RequestError(longer, code=RequestCode.MALFORMED_TRACK)
-
-    def finish(self) -> None:
-        """End: all of it has come."""
-        if not self.over:
-            self.over, self.piece = True, None
-            self.stats.done_s = time.monotonic()
-            self._wake()
-
-    def fail(self, error: Exception) -> None:
-        """End with an error; what has come can still be read."""
-        if not self.over:
-            self.over, self._error = True, error
-            self._owner.drop(self)
-            self._wake()
 
 
 class Silence:
@@ -142,9 +57,9 @@ class Arriving:
     def room(self) -> memoryview:
         """See `Sink.room`; what nobody wants any more is received as well, and dropped."""
         piece, at = self._transfer.pieces[0], self._transfer.at
-        download = self._owner.wanting(piece)
-        if download is not None:
-            self._room = download.room(piece.end - at)
+        wanted = self._owner.wanting(piece)
+        if wanted is not None:
+            self._room = wanted.room(piece.end - at)
         else:
             self._room = memoryview(bytearray(min(piece.end - at, _DROPPED_BYTES)))
         return self._room
@@ -156,10 +71,10 @@ class Arriving:
             self._late_until_s = owner.first_byte(self._begun_s, now)
         limit = owner.received(count, late=now < self._late_until_s)
         for piece, own in self._transfer.take(self._room[:count]):
-            download = owner.wanting(piece)
-            if download is not None:
-                download.took(len(own), limit)
-                owner.advanced(piece, download)
+            wanted = owner.wanting(piece)
+            if wanted is not None:
+                wanted.took(len(own), limit)
+                owner.advanced(piece, wanted)
 
     def push(self, part: memoryview) -> None:
         """Take what lies elsewhere."""

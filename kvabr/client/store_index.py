@@ -22,11 +22,11 @@ from kvabr.client.hedging import first_answer
 from kvabr.client.lanes import LANES, SPARE_LANES
 from kvabr.client.resources import cancel_all, decoders
 from kvabr.client.span_search import Ask, SpanSearch, found_prefix, parsed_heads
-from kvabr.quic.interface import FoundPrefix
 from kvabr.store.objects import layout, spans
 from kvabr.store.objects.bucket import Bucket, ObjectInfo
 from kvabr.store.objects.layout import StoredCatalog, StoreOffer
 from kvabr.store.objects.spans import SpanHead
+from kvabr.transfer.interface import FoundPrefix
 from kvabr.types.errors import ForbiddenError, FormatError, NotFoundError, RequestError, UnauthorizedError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LOOKUP_RUN, MAX_PREFIX_DIGESTS, TrackNamespace, parse_prefix_track

@@ -14,11 +14,12 @@ from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
 from kvabr.quic.backend import QuicLibrary
 from kvabr.quic.bottleneck import LimitWatch
-from kvabr.quic.download import QuicDownload
 from kvabr.quic.endpoint import Endpoint
-from kvabr.quic.interface import Connection, ConnectionStats, Download, GroupRequest
+from kvabr.quic.fetch import Fetch
 from kvabr.quic.options import DialOptions, check_pinned, why_refused
 from kvabr.quic.request_queue import RequestQueue
+from kvabr.transfer.interface import ConnectionStats, Link
+from kvabr.transfer.transfer import Transfer
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import MAX_FULL_TRACK_NAME
 
@@ -31,7 +32,7 @@ _BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
 """QUIC error codes of the TLS alerts about certificates (RFC 8446, section 6.2)."""
 
 
-class QuicConnection(Endpoint, Connection):
+class QuicConnection(Endpoint, Link):
     """A connection to one publisher or relay."""
 
     def __init__(self, library: QuicLibrary, options: DialOptions) -> None:
@@ -42,6 +43,7 @@ class QuicConnection(Endpoint, Connection):
         self.transport: asyncio.DatagramTransport | None = None
         """Closed with the connection."""
         self._requests = RequestQueue()
+        self._fetches: dict[Transfer, Fetch] = {}
         self._asking = False
         """Whether the requests that wait are to be looked at once this turn of the event loop is over."""
         self._received = 0
@@ -58,25 +60,6 @@ class QuicConnection(Endpoint, Connection):
         """Finds what limits the downloads."""
 
     # ------------------------------------------------------------------ Connection
-
-    def request(self, request: GroupRequest, priority: int) -> Download:
-        """See `Connection.request`."""
-        namespace = request.namespace
-        fields = namespace.split_fields() if self._options.names == "split" else namespace.fields()
-        download = QuicDownload(self, request, fields, priority)
-        if (size := namespace.full_name_bytes(request.track)) > MAX_FULL_TRACK_NAME:
-            why = f"the full track name has {size} bytes, {MAX_FULL_TRACK_NAME} are allowed"
-            download.fail(RequestError(why))
-        elif self._lost is not None:
-            self._lose(download, self._lost)
-        elif self.going_away:
-            self._lose(download, "the peer is going away; connect anew")
-        elif self._requests.has_room(held=download.held):
-            self._ask(download)
-            self.settle_and_send()
-        else:
-            self._requests.wait(download)
-        return download
 
     def stats(self) -> ConnectionStats:
         """See `Connection.stats`."""
@@ -104,23 +87,46 @@ class QuicConnection(Endpoint, Connection):
                     await asyncio.wait_for(self.driver.wait_closed(), _CLOSING_S)
         transport.close()
 
-    # ------------------------------------------------------------------ for downloads
+    # ------------------------------------------------------------------ Carrier
 
-    def prioritise(self, download: QuicDownload, priority: int) -> None:
-        """Change the priority of a download."""
-        download.priority = priority
-        number, session = download.request_id, self.session
-        if number is None:
-            self._requests.wait(download)
-        elif session is not None and session.requester.update(number, Parameters(priority=priority)):
+    def carry(self, transfer: Transfer) -> None:
+        """See `Carrier.carry`."""
+        namespace = transfer.request.namespace
+        if (size := namespace.full_name_bytes(transfer.request.track)) > MAX_FULL_TRACK_NAME:
+            why = f"the full track name has {size} bytes, {MAX_FULL_TRACK_NAME} are allowed"
+            transfer.fail(RequestError(why))
+        elif self._lost is not None:
+            self._lose(transfer, self._lost)
+        elif self.going_away:
+            self._lose(transfer, "the peer is going away; connect anew")
+        else:
+            fields = namespace.split_fields() if self._options.names == "split" else namespace.fields()
+            fetch = self._fetches[transfer] = Fetch(transfer, fields)
+            if self._requests.has_room(held=fetch.held):
+                self._ask(fetch)
+                self.settle_and_send()
+            else:
+                self._requests.wait(fetch)
+
+    def reprioritise(self, transfer: Transfer) -> None:
+        """See `Carrier.reprioritise`. Draft 16 cannot do it safely, so there it only counts before the request goes."""
+        fetch, session = self._fetches.get(transfer), self.session
+        if fetch is None:
+            return
+        if fetch.number is None:
+            self._requests.wait(fetch)
+        elif session is not None and session.requester.update(fetch.number, Parameters(priority=fetch.priority)):
             self.settle_and_send()
 
-    def drop(self, download: QuicDownload) -> None:
-        """A download is wanted no more."""
-        if download.request_id is None:
-            self._requests.leave(download)
-        elif self._requests.end(download.request_id) is not None and self.session is not None:
-            self.session.requester.cancel(download.request_id)
+    def drop(self, transfer: Transfer) -> None:
+        """See `Carrier.drop`."""
+        fetch = self._fetches.pop(transfer, None)
+        if fetch is None:
+            return
+        if fetch.number is None:
+            self._requests.leave(fetch)
+        elif self._requests.end(fetch.number) is not None and self.session is not None:
+            self.session.requester.cancel(fetch.number)
             self._next_soon()
 
     def round_trip(self) -> float | None:
@@ -156,9 +162,9 @@ class QuicConnection(Endpoint, Connection):
             case Received():
                 self._take(event)
             case Ended():
-                self._finished(event.request_id, lambda download: download.finish(event.reset))
+                self._finished(event.request_id, lambda fetch: fetch.finish(event.reset))
             case Refused():
-                self._finished(event.request_id, lambda download: download.refuse(event.message))
+                self._finished(event.request_id, lambda fetch: fetch.refuse(event.message))
             case Ready():
                 if not self.ready.done():
                     self.ready.set_result(None)
@@ -191,17 +197,17 @@ class QuicConnection(Endpoint, Connection):
 
     # ------------------------------------------------------------------ internals
 
-    def _ask(self, download: QuicDownload) -> None:
+    def _ask(self, fetch: Fetch) -> None:
         session = self.session
         assert session is not None  # noqa: S101  # connections are returned once SETUP has arrived
-        request, fill_ms = download.request, None
+        request, fill_ms = fetch.request, None
         if request.wait_s > 0 and session.draft.number >= _HOLDS:
             fill_ms = max(1, round(1000 * request.wait_s))
         first, last = Location(request.group, 0), Location(request.group + request.groups - 1, 0)
-        parameters = Parameters(priority=download.priority, fill_timeout=fill_ms)
-        number = session.fetch(download.fields, request.track.encode(), first, last, parameters)
-        download.request_id = number
-        self._requests.begin(number, download)
+        parameters = Parameters(priority=fetch.priority, fill_timeout=fill_ms)
+        number = session.fetch(fetch.fields, request.track.encode(), first, last, parameters)
+        fetch.number = number
+        self._requests.begin(number, fetch)
         self._tell_watch()
 
     def _next_soon(self) -> None:
@@ -212,36 +218,39 @@ class QuicConnection(Endpoint, Connection):
     def _next(self) -> None:
         """Send the requests that wait, and whatever else the session has to send."""
         self._asking = False
-        while self._lost is None and (download := self._requests.next()) is not None:
-            self._ask(download)
+        while self._lost is None and (fetch := self._requests.next()) is not None:
+            self._ask(fetch)
         self._tell_watch()
         if self._lost is None:
             self.settle_and_send()
 
     def _peer_goes_away(self) -> None:
         self.going_away = True
-        for download in self._requests.waiting:
-            self._lose(download, "the peer is going away; connect anew")
+        waiting = self._requests.waiting
         self._requests.clear_waiting()
+        for fetch in waiting:
+            self._lose(fetch.transfer, "the peer is going away; connect anew")
 
-    def _finished(self, number: int, tell: Callable[[QuicDownload], None]) -> None:
-        download = self._requests.end(number)
-        if download is not None:
-            tell(download)
+    def _finished(self, number: int, tell: Callable[[Fetch], None]) -> None:
+        fetch = self._requests.end(number)
+        if fetch is not None:
+            self._fetches.pop(fetch.transfer, None)
+            tell(fetch)
             if self._requests.waits:
                 self._next_soon()
             self._tell_watch()
 
     def _take(self, event: Received) -> None:
-        if (download := self._requests.under_way(event.request_id)) is None:
+        if (fetch := self._requests.under_way(event.request_id)) is None:
             return
-        count = download.take(event.items)
-        if self._requests.heard(event.request_id, download):  # what the peer held is published
+        count = sum(len(item) for item in event.items if isinstance(item, memoryview))
+        self._received += count
+        self.watch.received(count)
+        fetch.take(event.items, self.watch.limit)
+        if self._requests.heard(event.request_id, fetch):  # what the peer held is published
             self._tell_watch()
             if self._requests.waits:
                 self._next_soon()
-        self._received += count
-        self.watch.received(count)
         self._heard.set()
 
     def _tell_watch(self) -> None:
@@ -262,8 +271,9 @@ class QuicConnection(Endpoint, Connection):
                 self.quic.send_ping(id(self) & 0xFFFF)
                 self.driver.transmit()
 
-    def _lose(self, download: QuicDownload, reason: str) -> None:
-        download.fail(self._lost_kind(f"{download.request}: {reason}"))
+    def _lose(self, transfer: Transfer, reason: str) -> None:
+        self._fetches.pop(transfer, None)
+        transfer.fail(self._lost_kind(f"{transfer.request}: {reason}"))
 
     def _fail(self, reason: str) -> None:
         if self._lost is not None:
@@ -273,6 +283,7 @@ class QuicConnection(Endpoint, Connection):
         if not self.ready.done():
             self.ready.set_exception(self._lost_kind(reason))
             self.ready.exception()  # retrieved, also if nobody waits for it
-        for download in self._requests:
-            self._lose(download, reason)
+        fetches = list(self._requests)
         self._requests.clear()
+        for fetch in fetches:
+            self._lose(fetch.transfer, reason)

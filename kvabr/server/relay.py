@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Self
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import decoders
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic.interface import Connection, GroupRequest, read_all
 from kvabr.server.changes import MAX_CHANGES_BYTES, ChangeLog, Changes, changes_track, mark_of, position_in
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.metrics import Metrics
@@ -25,6 +24,8 @@ from kvabr.server.relay_groups import RelayGroups
 from kvabr.server.relay_live import LiveRelay, RelayedAsset, relayed_asset_of
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.store.locations import Location, open_groups
+from kvabr.transfer.interface import Connection, read_all
+from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.errors import (
     AssetError,
     FormatError,

@@ -17,11 +17,11 @@ from weakref import WeakSet
 
 from kvabr.client.resources import decoders
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic.interface import Connection
 from kvabr.server.changes import mark_of
 from kvabr.server.publication import BytesPublication
 from kvabr.store.asset_index import check_names
 from kvabr.store.lru import ByteLru
+from kvabr.transfer.interface import Connection
 from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import RAW_BYTES, from_raw, raw, require
 from kvabr.types.errors import (

@@ -19,9 +19,10 @@ from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import decoders
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic.interface import Connection, Download, GroupRequest
 from kvabr.server.publication import ArrivingGroup, PublishedGroup
 from kvabr.store.group_store import TieredGroupStore
+from kvabr.transfer.interface import Connection
+from kvabr.transfer.transfer import GroupRequest, Reader
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import TrackNamespace
 
@@ -59,7 +60,7 @@ class GroupTransfer:
     readers: list[TransferReader] = field(default_factory=list)
     priority: int = 255
     """That of the most urgent reader."""
-    download: Download | None = None
+    download: Reader | None = None
     task: asyncio.Task[None] | None = None
     read_s: float = 0.0
     """When somebody last read from it."""
@@ -149,7 +150,7 @@ class TransferReader(ArrivingGroup):
 class HeldGroup:
     """A request for a group that is not published yet, which the origin holds."""
 
-    def __init__(self, download: Download, limit: int) -> None:
+    def __init__(self, download: Reader, limit: int) -> None:
         """Wait for the first bytes."""
         self.download, self.limit = download, limit
         self.first = asyncio.ensure_future(download.read())
@@ -326,7 +327,7 @@ class RelayGroups:
                 self._release(transfer)
 
     async def _from_origin(self, transfer: GroupTransfer) -> memoryview:
-        """Download a group, again if the connection is lost: groups do not change."""
+        """Reader a group, again if the connection is lost: groups do not change."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + PATIENCE_S
         refused: set[TrackNamespace] = set()
@@ -352,7 +353,7 @@ class RelayGroups:
                 await asyncio.sleep(_PAUSE_S)
 
     async def _download(self, transfer: GroupTransfer) -> memoryview:
-        """Download a group once, check it, and keep it.
+        """Reader a group once, check it, and keep it.
 
         Raises:
             TransportError: it failed, or is a wrong one.
@@ -395,7 +396,7 @@ class RelayGroups:
         return data
 
     @staticmethod
-    async def _check(transfer: GroupTransfer, download: Download) -> None:
+    async def _check(transfer: GroupTransfer, download: Reader) -> None:
         """Raise a `RequestError` unless a group is the one that was expected."""
         loop = asyncio.get_running_loop()
         right = len(download.data) == transfer.size
@@ -403,7 +404,7 @@ class RelayGroups:
             why = "the origin sent a group whose digest is not the one in its catalog"
             raise RequestError(why, code=RequestCode.MALFORMED_TRACK)
 
-    async def _read(self, download: Download, reading: asyncio.Future[memoryview] | None = None) -> memoryview:
+    async def _read(self, download: Reader, reading: asyncio.Future[memoryview] | None = None) -> memoryview:
         """Read from a download; raise `TimeoutError` once nothing more comes on the whole connection."""
         reading = asyncio.ensure_future(download.read()) if reading is None else reading
         try:

@@ -28,7 +28,8 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, Played
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.connect import connect, dial
-from kvabr.quic.interface import Connection, GroupRequest, read_all
+from kvabr.transfer.interface import Connection, read_all
+from kvabr.transfer.transfer import GroupRequest
 from kvabr.quic.options import DialOptions
 from kvabr.server.certificates import check, development
 from kvabr.server.limits import ServerLimits

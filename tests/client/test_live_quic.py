@@ -19,7 +19,8 @@ from kvabr.client.result import IncompleteError
 from kvabr.moqt.codes import RequestCode
 from kvabr.moqt.wire import DRAFTS
 from kvabr.quic.connect import connect
-from kvabr.quic.interface import GroupRequest, read_all
+from kvabr.transfer.interface import read_all
+from kvabr.transfer.transfer import GroupRequest
 from kvabr.quic.request_queue import MAX_HELD, MAX_IN_FLIGHT
 from kvabr.server.certificates import check, development
 from kvabr.server.limits import ServerLimits

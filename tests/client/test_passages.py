@@ -13,7 +13,7 @@ from kvabr.client.lookup import fetch_catalog, fetch_small, find_prefix
 from kvabr.client.origins import dialling
 from kvabr.client.passages import find_passages
 from kvabr.client.result import NothingCached
-from kvabr.quic.interface import read_all
+from kvabr.transfer.interface import read_all
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.relay_catalogs import Catalogs

@@ -8,15 +8,15 @@ import pytest
 
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.play_connection import PlayConnection
-from kvabr.client.shared_downloads import SharedDownloads
-from kvabr.quic.interface import read_all
+from kvabr.client.shared_transfers import SharedTransfers
+from kvabr.transfer.interface import read_all
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.types.errors import ConnectionLostError, NotFoundError
 from tests.client.virtual import virtual
 
 
 def sharing(link):
-    return SharedDownloads(link, TieredGroupStore(MemoryGroupStore(1 << 30)), ClientMetrics())
+    return SharedTransfers(link, TieredGroupStore(MemoryGroupStore(1 << 30)), ClientMetrics())
 
 
 def joining(shared):

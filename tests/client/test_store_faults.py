@@ -14,7 +14,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.origins import dialling
 from kvabr.client.result import IncompleteError, NothingCached
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic.interface import read_all
+from kvabr.transfer.interface import read_all
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.objects.bucket import Bucket
 from kvabr.types.cost import PrefillCost
@@ -108,7 +108,7 @@ async def test_a_store_that_falls_silent_does_not_keep_a_play_beyond_its_deadlin
         with pytest.raises(IncompleteError, match="missing"):
             await client.play(TOKENS, deadline=1.0, model=SPEC, options=PlayOptions(log=lines.append))
         assert lines[-1].t <= 1.1  # on the clock of the play, which ends the moment its timer is due
-        assert not (await client.connect())._downloads
+        assert not (await client.connect())._wanted
 
 
 async def test_a_span_that_a_collector_took_is_computed_and_then_not_found(stored):

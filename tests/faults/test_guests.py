@@ -18,7 +18,7 @@ from kvabr.moqt.events import Ready, Refused
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import DRAFT_16, DRAFTS, Location
-from kvabr.quic.interface import read_all
+from kvabr.transfer.interface import read_all
 from kvabr.server import limits
 from kvabr.server import send_queue as sending
 from kvabr.server import server as quicserver

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvabr.quic.interface import read_all
+from kvabr.transfer.interface import read_all
 from kvabr.types.errors import ConnectionLostError, PlayError, TransportError
 from kvabr.types.naming import TrackNamespace
 from tests.client.playing import play

@@ -13,7 +13,7 @@ import torch
 from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.player.assembler import Assembler
 from kvabr.quic.connect import dial
-from kvabr.quic.interface import read_all
+from kvabr.transfer.interface import read_all
 from kvabr.quic.options import DialOptions
 from kvabr.replay.verify import load_profile
 from kvabr.server.certificates import development

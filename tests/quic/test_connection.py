@@ -16,8 +16,7 @@ from kvabr.moqt.codes import SessionCode
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.quic import connect as quic
-from kvabr.quic import download as quicdownload
-from kvabr.quic.interface import GroupRequest, read_all
+from kvabr.quic.fetch import Fetch
 from kvabr.quic.options import DialOptions
 from kvabr.quic.request_queue import MAX_IN_FLIGHT
 from kvabr.server import server as quicserver
@@ -25,6 +24,8 @@ from kvabr.server.certificates import check, development
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
+from kvabr.transfer.interface import read_all
+from kvabr.transfer.transfer import Carrier, GroupRequest, Transfer
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
 from tests.assets import make_asset
@@ -295,10 +296,16 @@ async def test_an_address_in_use(asset, tls):
 
 
 def test_a_gap_or_a_foreign_group_ends_a_download():
-    class Nowhere:
+    class Nowhere(Carrier):
         dropped = 0
 
-        def drop(self, download):
+        def carry(self, transfer):
+            self.fetch = Fetch(transfer, (b"a",))
+
+        def reprioritise(self, transfer):
+            pass
+
+        def drop(self, transfer):
             self.dropped += 1
 
     for item, words in (
@@ -308,11 +315,12 @@ def test_a_gap_or_a_foreign_group_ends_a_download():
     ):
         connection = Nowhere()
         request = GroupRequest(TrackNamespace("m", "0" * 64), "FP16", 3, 100)
-        download = quicdownload.QuicDownload(connection, request, (b"a",), 0)
-        download.take([item])
+        transfer = Transfer(request)
+        transfer.begin(connection)
+        connection.fetch.take([item], "network")
         assert connection.dropped == 1
         with pytest.raises(RequestError, match=words):
-            asyncio.run(download.read())
+            raise transfer.error
 
 
 # ---------------------------------------------------------------- several addresses

@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.quic.download import QuicDownload
-from kvabr.quic.interface import GroupRequest
+from kvabr.quic.fetch import Fetch
 from kvabr.quic.request_queue import MAX_HELD, MAX_IN_FLIGHT, RequestQueue
+from kvabr.transfer.transfer import GroupRequest, Transfer
 from kvabr.types.naming import TrackNamespace
 from tests.counting import lines
 
@@ -14,7 +14,9 @@ SPACE = TrackNamespace("a/model", "0" * 64)
 
 def download(group, priority=0, *, held=False):
     request = GroupRequest(SPACE, "AC-L0", group, 1000, wait_s=1.0 if held else 0.0)
-    return QuicDownload(None, request, (), priority)
+    transfer = Transfer(request)
+    transfer.priority = priority
+    return Fetch(transfer, ())
 
 
 class Plain:
@@ -55,7 +57,7 @@ def test_it_does_what_looking_at_every_request_would_do(steps):
             plain.waiting = [entry for entry in plain.waiting if entry[2] is not one]
         elif kind == 3 and waiting:
             one = waiting[which % len(waiting)]
-            one.priority = which
+            one.transfer.priority = which
             queue.wait(one)
             made.append(one)
             plain.waiting = [entry for entry in plain.waiting if entry[2] is not one]
@@ -66,7 +68,8 @@ def test_it_does_what_looking_at_every_request_would_do(steps):
         elif kind == 5 and plain.asked:
             number = list(plain.asked)[which % len(plain.asked)]
             one = plain.asked[number]
-            was, one.stats.received = one.held, 1
+            was = one.held
+            one.transfer.push(b"a")
             assert queue.heard(number, one) == was
         while (found := queue.next()) is not None:
             assert found is plain.next()
@@ -91,7 +94,7 @@ def all_of(count):
         queue.wait(one)
     for group in range(0, count, 8):
         queue.leave(made[group])
-        made[group + 1].priority = 0
+        made[group + 1].transfer.priority = 0
         queue.wait(made[group + 1])
     while True:
         while (found := queue.next()) is not None:
@@ -101,7 +104,7 @@ def all_of(count):
             return begun
         ended += 1
         found = queue.under_way(ended)
-        found.stats.received = 1
+        found.transfer.push(b"a")
         queue.heard(ended, found)
         assert queue.awaited >= 0
         queue.end(ended)

@@ -12,7 +12,7 @@ import structlog.testing
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.connect import connect, dial
-from kvabr.quic.interface import read_all
+from kvabr.transfer.interface import read_all
 from kvabr.quic.options import DialOptions
 from kvabr.server.certificates import check
 from kvabr.server.grants import EVERYTHING, Grant

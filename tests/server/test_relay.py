@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from kvabr.quic.interface import read_all
+from kvabr.transfer.interface import read_all
 from kvabr.server import relay_groups
 from kvabr.server.limits import ServerLimits
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError, UnauthorizedError
@@ -205,7 +205,7 @@ async def test_the_most_urgent_player_sets_the_priority_at_the_origin(asset, tls
         namespace = asset.catalog.namespace
         first = one.fetch(namespace, "FP16", 2, limit=BIG, priority=200)
         assert await first.read()
-        (flight,) = upstream._downloads
+        (flight,) = upstream._sending
         assert flight.priority == 200
         second = other.fetch(namespace, "FP16", 2, limit=BIG, priority=90)
         await until(lambda: flight.priority == 90)

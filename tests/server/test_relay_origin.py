@@ -11,8 +11,8 @@ import structlog.testing
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.connect import connect
-from kvabr.quic.interface import read_all
-from kvabr.quic.reconnect import RedialledConnection, UnreachedConnection
+from kvabr.transfer.interface import read_all
+from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
 from kvabr.server import relay_groups
 from kvabr.server.grants import EVERYTHING, Grants
 from kvabr.server.metrics import Metrics

@@ -45,7 +45,7 @@ class Held:
 
     @property
     def download(self):
-        (held,) = [one for one in self.upstream._downloads if one._fault.stall_after is not None]
+        (held,) = [one for one in self.upstream._sending if one._fault.stall_after is not None]
         return held
 
     def release(self):

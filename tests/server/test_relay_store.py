@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvabr.quic.interface import read_all
+from kvabr.transfer.interface import read_all
 from kvabr.server import relay_groups
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.metrics import Metrics

@@ -12,7 +12,7 @@ import pytest
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.connect import connect
-from kvabr.quic.interface import read_all
+from kvabr.transfer.interface import read_all
 from kvabr.server import send_queue
 from kvabr.server import server as server_module
 from kvabr.server.changes import Changes, changes_track

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvabr.quic.connect import asset_of, dial
-from kvabr.quic.interface import read_all
+from kvabr.transfer.interface import read_all
 from kvabr.quic.options import DialOptions
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.errors import NotFoundError, TransportError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvabr.client import host_download, live_feed, lookup
+from kvabr.client import host_carrier, live_feed, lookup
 from kvabr.client.options import Limits
 from kvabr.codec import profile
 from kvabr.moqt import encoding, requester, responder, session, wire
@@ -150,7 +150,7 @@ ROWS = {
         f"1/{shared_folder.RESERVE} of it; {shared_folder.TURNS}",
     ],
     "shared memory: the lock": [
-        f"{host_download.STILL_S} s, {host_download.STILL_RTTS:g} round trips, {share(host_download.STILL_SHARE)}",
+        f"{host_carrier.STILL_S} s, {host_carrier.STILL_RTTS:g} round trips, {share(host_carrier.STILL_SHARE)}",
         f"downloaded {shared_folder.LOCK_S} s",
     ],
     "metrics: names of tracks": [f"{prometheus.MAX_LABEL_VALUES}"],

@@ -20,7 +20,7 @@ from crowd.machine import raise_files
 
 from kvabr import AsyncClient, Played, PlayOptions
 from kvabr.client.store_connection import StoreConnection
-from kvabr.quic.reconnect import RedialledConnection
+from kvabr.transfer.redial import RedialledConnection
 from kvabr.types.events import PlayEvent, RequestDone, RequestFailed
 
 CONNECTING = 8

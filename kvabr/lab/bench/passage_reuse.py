@@ -25,7 +25,6 @@ import torch
 from kvabr.client.passages import find_passages
 from kvabr.publish.frames import FrameEncoder
 from kvabr.quic.connect import connect
-from kvabr.quic.interface import Connection
 from kvabr.server.certificates import ServerTls, check, make
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
@@ -33,6 +32,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
 from kvabr.store.asset_folder import FolderAssetWriter
 from kvabr.store.quota import NOT_MEASURED, FolderQuota
+from kvabr.transfer.interface import Connection
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.passage import Passage, PassageNotes, passage_chain
 

@@ -19,7 +19,6 @@ from kvabr.client.lookup import fetch_catalog
 from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
 from kvabr.quic.connect import Connecting, connect
-from kvabr.quic.interface import Connection, read_all
 from kvabr.replay.experiment import Experiment
 from kvabr.replay.live.child import Usage
 from kvabr.replay.live.lane import LEAST_QUEUE_BYTES, Conditions
@@ -29,6 +28,7 @@ from kvabr.replay.outcome import PlayOutcome
 from kvabr.replay.trace import Trace
 from kvabr.replay.verify import load_profile
 from kvabr.store.asset import Asset
+from kvabr.transfer.interface import Connection, read_all
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import TransportError

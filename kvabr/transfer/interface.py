@@ -1,13 +1,13 @@
-"""The interface of every transport: a `Connection` makes `Download`s, one for each group of a track that is requested.
+"""The interface of every transport: a `Link` carries `Transfer`s, one for each group of a track that is requested.
 
 Rules for every transport:
 
 - `Connection.fetch` returns at once and never raises for what the network or the peer does. Errors come out of
-  `Download.read`, and each says what happened.
-- A download never holds more than ``limit`` bytes: a peer that sends more ends it with `RequestError`.
-- After `Download.cancel`, or when its connection is closed, nothing is left of a download: no task, no stream.
+  `Reader.read`, and each says what happened.
+- A transfer never holds more than ``limit`` bytes: a peer that sends more ends it with `RequestError`.
+- After its last reader has left, or when its connection is closed, nothing is left of a transfer: no task, no stream.
 - `read` never waits beyond the life of the connection: when it is lost, every reader gets an error.
-- A group is copied once, from what the QUIC library delivers into the download's buffer.
+- A group is copied once, from what the QUIC library delivers into the transfer's buffer.
 """
 
 from __future__ import annotations
@@ -18,53 +18,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
+from kvabr.transfer.transfer import Carrier, GroupRequest, Reader, Transfer
 from kvabr.types.catalog import Catalog
-from kvabr.types.digests import has_digest
-from kvabr.types.events import Limit
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRequest:
-    """One group of one track. Plays whose requests are equal share a download."""
-
-    namespace: TrackNamespace
-    track: str
-    group: int
-    limit: int
-    """Maximum size, bytes."""
-    exact: bool = False
-    """Whether ``limit`` is the size, so that the buffer is allocated once."""
-    digest: str | None = None
-    """The group's digest (`kvabr.types.digests`), if a catalog told it."""
-    wait_s: float = 0.0
-    """Seconds for which the peer may hold the request until the group is published; 0: it answers at once. A group that
-    was not published in time, or a peer that holds no requests, ends the download with `NotFoundError`, whose code is
-    INVALID_RANGE."""
-    groups: int = 1
-    """Consecutive groups that are wanted, as far as they exist: their bytes come one behind the other."""
-
-    @property
-    def standing(self) -> bool:
-        """Whether it stays open until there is something to tell, so that its silence says nothing about the path."""
-        return self.track.startswith(CHANGES_TRACK)
-
-    def __str__(self) -> str:
-        return f"{self.track[:80]}, group {self.group}"
-
-
-@dataclass(slots=True)
-class DownloadStats:
-    """Progress of one download; times as of `time.monotonic`."""
-
-    requested_s: float
-    first_byte_s: float | None = None
-    done_s: float | None = None
-    received: int = 0
-    """Payload bytes that have arrived, read or not."""
-    limit: Limit = "network"
-    """What limited it since the last read."""
+from kvabr.types.naming import TrackNamespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,44 +68,6 @@ class PrefixFinder(Protocol):
         """
 
 
-class Download(ABC):
-    """One group of one track on its way."""
-
-    stats: DownloadStats
-
-    @property
-    @abstractmethod
-    def data(self) -> memoryview:
-        """Everything that has come so far: contiguous and read-only. The bytes of a view never change or move."""
-
-    @abstractmethod
-    async def read(self) -> memoryview:
-        """Return the bytes that have come since the last read, a part of `data`; wait for some if there are none.
-
-        An empty view means that all of the group has come.
-
-        Raises:
-            NotFoundError: no such track, or none that this connection may read.
-            RequestError: refused, reset by the peer, or longer than the limit.
-            ConnectionLostError: the connection ended.
-        """
-
-    def has_digest(self, digest: str) -> bool:
-        """Return whether `data`, which must be complete, has this digest. Takes time: call it in a thread.
-
-        A download that others share computes the digest once for all of them.
-        """
-        return has_digest(digest, self.data)
-
-    @abstractmethod
-    def prioritise(self, priority: int) -> None:
-        """Change the priority, 0 (most urgent) to 255, as a MoQT REQUEST_UPDATE does. Some peers ignore it."""
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """Stop it. May be called at any time, also after its end; `data` stays valid."""
-
-
 class Connection(ABC):
     """A connection to one origin or relay; an async context manager."""
 
@@ -178,7 +97,7 @@ class Connection(ABC):
         priority: int = 128,
         limit: int,
         exact: bool = False,
-    ) -> Download:
+    ) -> Reader:
         """Request one group of one track.
 
         Args:
@@ -192,7 +111,7 @@ class Connection(ABC):
         return self.request(GroupRequest(namespace, track, group, limit, exact), priority)
 
     @abstractmethod
-    def request(self, request: GroupRequest, priority: int) -> Download:
+    def request(self, request: GroupRequest, priority: int) -> Reader:
         """Request one group of one track, at a priority from 0 (most urgent) to 255."""
 
     def identify(  # noqa: B027  # most need not
@@ -242,16 +161,27 @@ class Connection(ABC):
         await self.close()
 
 
-async def read_all(download: Download) -> bytes:
-    """Read a download to its end, and return all of it; errors are those of `Download.read`."""
-    return bytes(await read_view(download))
+class Link(Connection, Carrier):
+    """A connection of this process itself: it carries the transfers of its requests."""
+
+    def request(self, request: GroupRequest, priority: int) -> Reader:
+        """See `Connection.request`."""
+        transfer = Transfer(request)
+        reader = Reader(transfer, priority)
+        transfer.begin(self)
+        return reader
 
 
-async def read_view(download: Download) -> memoryview:
+async def read_all(reader: Reader) -> bytes:
+    """Read to its end, and return all of it; errors are those of `Reader.read`."""
+    return bytes(await read_view(reader))
+
+
+async def read_view(reader: Reader) -> memoryview:
     """As `read_all`, without a copy."""
     try:
-        while await download.read():
+        while await reader.read():
             pass
-        return download.data
+        return reader.data
     finally:
-        download.cancel()
+        reader.cancel()

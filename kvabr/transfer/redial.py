@@ -1,7 +1,7 @@
 """A connection that redials when it is lost, and when its peer sends GOAWAY.
 
-Downloads on a lost connection fail. Requests made while there is no connection wait for the next one; without waiting
-requests nobody dials. After GOAWAY, new requests go to a new connection, and the old one is kept until its downloads
+Transfers on a lost connection fail. Requests made while there is no connection wait for the next one; without waiting
+requests nobody dials. After GOAWAY, new requests go to a new connection, and the old one is kept until its transfers
 have ended.
 
 A killed peer does not say so. When nothing arrives of what was requested, the peer is probed with a PING; if that is
@@ -19,10 +19,11 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable
 
-from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats, GroupRequest
+from kvabr.transfer.interface import ConnectionStats, Link
+from kvabr.transfer.transfer import Transfer
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError
 
-Dial = Callable[[], Awaitable[Connection]]
+Dial = Callable[[], Awaitable[Link]]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 """Pauses between dials: doubled each time, and randomised between half and one and a half times that."""
@@ -44,81 +45,11 @@ _ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
 retries, so a fresh dial reaches a peer that comes back sooner."""
 
 
-class _RedialledDownload(Download):
-    """A download on the current connection, or on the next one."""
-
-    def __init__(self, owner: RedialledConnection, request: GroupRequest, priority: int) -> None:
-        self.request, self.priority, self._owner = request, priority, owner
-        self._asked_s = asyncio.get_running_loop().time()
-        self.inner: Download | None = None
-        self.forgotten = False
-        """Whether the peer answers a new connection, but no longer this download's."""
-        self.moved = False
-        """Whether it was ended so that it can be made again on the connection that replaced its own."""
-        self.cancelled = False
-        self.begun_s = self._asked_s
-        """When it was requested on the connection that it is on."""
-        self._answered = False
-
-    @property
-    def stats(self) -> DownloadStats:  # type: ignore[override]
-        """Statistics of the download itself once it is in flight; the request time is that of the first request."""
-        if self.inner is None:
-            return DownloadStats(self._asked_s)
-        stats = self.inner.stats
-        stats.requested_s = self._asked_s
-        return stats
-
-    @property
-    def data(self) -> memoryview:
-        return memoryview(b"") if self.inner is None else self.inner.data
-
-    @property
-    def unanswered(self) -> bool:
-        """Whether nothing need have come yet: the peer tells or publishes something first."""
-        request = self.request
-        return request.standing or (request.wait_s > 0 and (self.inner is None or not self.inner.stats.received))
-
-    async def read(self) -> memoryview:
-        if self.cancelled:
-            raise ConnectionLostError("cancelled by this side")
-        if self.inner is None:
-            await self._owner.attach(self)
-        assert self.inner is not None  # noqa: S101  # attached, or an error was raised
-        try:
-            part = await self.inner.read()
-        except BaseException as error:
-            left = self._owner.has_left(self)
-            self._owner.release(self)
-            if self.moved or (left and isinstance(error, UnauthorizedError)):
-                raise ConnectionLostError(f"{self.request}: the connection was replaced by another") from error
-            if self.forgotten and isinstance(error, ConnectionLostError):
-                raise ConnectionLostError(
-                    f"{self.request}: the peer fell silent; it answers a new connection"
-                ) from error
-            raise
-        if not self._answered:
-            self._answered = True
-            self._owner.answered(self, self.inner)
-        if not part:
-            self._owner.release(self)
-        return part
-
-    def prioritise(self, priority: int) -> None:
-        self.priority = priority
-        if self.inner is not None:
-            self.inner.prioritise(priority)
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        self._owner.forget(self)
-        if self.inner is not None:
-            self.inner.cancel()
-        self._owner.release(self)
+_REPLACED = "the connection was replaced by another"
 
 
-class UnreachedConnection(Connection):
-    """Stands for the connection to a peer that has not been reached: every download on it fails."""
+class UnreachedConnection(Link):
+    """Stands for the connection to a peer that has not been reached: every transfer on it fails."""
 
     backend = protocol = "none"
     closed = True
@@ -126,10 +57,15 @@ class UnreachedConnection(Connection):
     def __init__(self, trouble: str) -> None:
         self.trouble = trouble
 
-    def request(self, request: GroupRequest, priority: int) -> Download:
-        """See `Connection.request`."""
-        del request, priority
-        return _FailedDownload(self.trouble or "")
+    def carry(self, transfer: Transfer) -> None:
+        """See `Carrier.carry`."""
+        transfer.fail(ConnectionLostError(self.trouble or ""))
+
+    def reprioritise(self, transfer: Transfer) -> None:
+        """See `Carrier.reprioritise`."""
+
+    def drop(self, transfer: Transfer) -> None:
+        """See `Carrier.drop`."""
 
     def stats(self) -> ConnectionStats:
         """See `Connection.stats`."""
@@ -139,38 +75,26 @@ class UnreachedConnection(Connection):
         """See `Connection.close`."""
 
 
-class _FailedDownload(Download):
-    data = memoryview(b"")
+class RedialledConnection(Link):
+    """Fetches on the latest of a series of connections to one peer."""
 
-    def __init__(self, why: str) -> None:
-        self.stats = DownloadStats(requested_s=asyncio.get_running_loop().time())
-        self._why = why
-
-    async def read(self) -> memoryview:
-        raise ConnectionLostError(self._why)
-
-    def prioritise(self, priority: int) -> None:
-        del priority
-
-    def cancel(self) -> None:
-        pass
-
-
-class RedialledConnection(Connection):
-    """Fetches on the latest of a series of connections to one peer; a `Connection`."""
-
-    def __init__(self, first: Connection, dial: Dial, *, patience_s: float = 30.0, peer: str | None = None) -> None:
+    def __init__(self, first: Link, dial: Dial, *, patience_s: float = 30.0, peer: str | None = None) -> None:
         """Take over a connection, or an `UnreachedConnection`, which the first request replaces.
 
         ``dial`` makes another to the same peer, never concurrently. When it has failed for ``patience_s`` seconds,
-        waiting downloads fail, and the next request starts again.
+        waiting transfers fail, and the next request starts again.
         """
         self.peer, self.backend, self.protocol = peer, first.backend, first.protocol
         self._current, self._dial, self._patience_s = first, dial, patience_s
-        self._leaving: list[Connection] = []
-        self._using: dict[_RedialledDownload, Connection] = {}
+        self._leaving: list[Link] = []
+        self._using: dict[Transfer, Link] = {}
+        self._begun_s: dict[Transfer, float] = {}
+        """When each of these was requested on the connection that it is on."""
+        self._forgotten: set[Transfer] = set()
+        """Those whose peer answers a new connection, but no longer theirs."""
         self._dialling: asyncio.Task[None] | None = None
-        self._waiting: dict[_RedialledDownload, asyncio.Future[None]] = {}
+        self._waiting: dict[Transfer, None] = {}
+        """Those that wait for a connection, the earliest first."""
         self._closing: set[asyncio.Task[None]] = set()
         self._earlier_bytes = 0
         self._pause_s = 0.0
@@ -179,7 +103,7 @@ class RedialledConnection(Connection):
         self._look_s = _LOOK_S
         self._asked = asyncio.Event()
         """Set when something is requested, which is reason to look sooner."""
-        self._doubted: Connection | None = None
+        self._doubted: Link | None = None
         """The connection whose peer did not answer the last probe, or that brings nothing."""
         self._quiet_s = 0.0
         """Seconds for which requests have waited since anything came, while the peer answered probes."""
@@ -194,14 +118,21 @@ class RedialledConnection(Connection):
         self.dials = 0
         """How often it has reconnected."""
 
-    def request(self, request: GroupRequest, priority: int) -> Download:
-        """Request a group on the current connection, or on the next one; see `Connection.request`."""
-        download = _RedialledDownload(self, request, priority)
-        if self._usable():
-            self._start(download)
-        elif not self.closed:
+    def carry(self, transfer: Transfer) -> None:
+        """Request a group on the current connection, or on the next one; see `Carrier.carry`."""
+        if self.closed:
+            transfer.fail(ConnectionLostError("this side closed the connection"))
+        elif self._usable():
+            self._start(transfer)
+        else:
+            self._waiting[transfer] = None
             self._redial()
-        return download
+
+    def reprioritise(self, transfer: Transfer) -> None:
+        """See `Carrier.reprioritise`; of what waits for a connection, which takes everything at once."""
+
+    def drop(self, transfer: Transfer) -> None:
+        """See `Carrier.drop`; of what waits for a connection: `released` has done it."""
 
     async def renew(self) -> None:
         """See `Connection.renew`."""
@@ -222,7 +153,7 @@ class RedialledConnection(Connection):
         return ConnectionStats(stats.rtt_s, total, stats.lost_packets, stats.rate)
 
     async def close(self) -> None:
-        """Close all connections; downloads that wait for one fail."""
+        """Close all connections; transfers that wait for one fail."""
         if self.closed:
             return
         self.closed = True
@@ -241,56 +172,43 @@ class RedialledConnection(Connection):
     def _usable(self) -> bool:
         return not (self.closed or self._current.closed or self._current.going_away)
 
-    def _start(self, download: _RedialledDownload) -> None:
-        download.begun_s = asyncio.get_running_loop().time()
-        download.inner = self._current.request(download.request, download.priority)
-        self._using[download] = self._current
-        if not download.request.standing:
+    def _start(self, transfer: Transfer) -> None:
+        self._begun_s[transfer] = asyncio.get_running_loop().time()
+        self._using[transfer] = transfer.source = self._current
+        self._current.carry(transfer)
+        if not transfer.request.standing:
             self._look_s = _LOOK_S
             self._asked.set()
         if self._watching is None:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 
-    async def attach(self, download: _RedialledDownload) -> None:
-        """Wait for a connection, and start a download on it, or raise ConnectionLostError."""
-        while not self._usable():
-            if self.closed:
-                raise ConnectionLostError("this side closed the connection")
-            waiter = self._waiting[download] = asyncio.get_running_loop().create_future()
-            self._redial()
-            try:
-                await waiter
-            finally:
-                self._waiting.pop(download, None)
-            if download.cancelled:
-                raise ConnectionLostError("cancelled by this side")
-        self._start(download)
+    def answered(self, transfer: Transfer) -> None:
+        """See `Carrier.answered`."""
+        if self._using.get(transfer) is self._current:
+            begun_s = self._begun_s[transfer]
+            self._answered_s = max(self._answered_s, begun_s)
+            took_s = asyncio.get_running_loop().time() - begun_s
+            self._answer_s = min(self._answer_s, max(took_s, self._answer_s / 2))
 
-    def answered(self, download: _RedialledDownload, inner: Download) -> None:
-        """Take that the first bytes of a download have come."""
-        first_s = inner.stats.first_byte_s
-        if first_s is not None and self._using.get(download) is self._current:
-            self._answered_s = max(self._answered_s, download.begun_s)
-            self._answer_s = min(self._answer_s, max(first_s - download.begun_s, self._answer_s / 2))
+    def explain(self, transfer: Transfer, error: Exception) -> Exception:
+        """See `Carrier.explain`."""
+        if isinstance(error, UnauthorizedError) and self._using.get(transfer) in self._leaving:
+            return ConnectionLostError(f"{transfer.request}: {_REPLACED}")
+        if transfer in self._forgotten and isinstance(error, ConnectionLostError):
+            return ConnectionLostError(f"{transfer.request}: the peer fell silent; it answers a new connection")
+        return error
 
-    def forget(self, download: _RedialledDownload) -> None:
-        """Stop a cancelled download from waiting for a connection."""
-        waiter = self._waiting.get(download)
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    def has_left(self, download: _RedialledDownload) -> bool:
-        """Return whether a download is on a connection that another has replaced."""
-        return self._using.get(download) in self._leaving
-
-    def release(self, download: _RedialledDownload) -> None:
-        """Note the end of a download; retire a replaced connection after its last one."""
-        used = self._using.pop(download, None)
+    def released(self, transfer: Transfer) -> None:
+        """See `Carrier.released`; retire a replaced connection after its last transfer."""
+        self._waiting.pop(transfer, None)
+        self._begun_s.pop(transfer, None)
+        self._forgotten.discard(transfer)
+        used = self._using.pop(transfer, None)
         if used is not None and used in self._leaving and used not in self._using.values():
             self._retire(used)
 
     async def _watch(self) -> None:
-        """While downloads are in flight and nothing arrives, probe the peer, and dial if it does not answer."""
+        """While transfers are in flight and nothing arrives, probe the peer, and dial if it does not answer."""
         try:
             while self._using:
                 connection, before = self._current, self._current.stats().bytes_received
@@ -328,15 +246,15 @@ class RedialledConnection(Connection):
         self._doubted = self.trouble = None
         self._quiet_s, self._forgotten_s, self._barren = 0.0, _FORGOTTEN_S, False
 
-    def _awaited(self, connection: Connection) -> bool:
+    def _awaited(self, connection: Link) -> bool:
         """Return whether something is in flight on a connection that should be answered soon."""
         return any(used is connection and not one.unanswered for one, used in self._using.items())
 
-    def _sign_s(self, connection: Connection) -> float:
+    def _sign_s(self, connection: Link) -> float:
         late_s = min(_LONGEST_SIGN_S, _SIGN_RTT * self._answer_s)
         return max(_SIGN_S, _SIGN_RTT * (connection.stats().rtt_s or 0.0), late_s)
 
-    async def _lives(self, connection: Connection, least_s: float = 0.0) -> bool:
+    async def _lives(self, connection: Link, least_s: float = 0.0) -> bool:
         """Probe a connection, and wait for as long as an answer may take, but ``least_s`` at least."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
@@ -386,14 +304,14 @@ class RedialledConnection(Connection):
                 await self._choose(made, begun_s)
                 return
 
-    async def _dial_within(self, seconds: float) -> Connection:
+    async def _dial_within(self, seconds: float) -> Link:
         try:
             async with asyncio.timeout(seconds):
                 return await self._dial()
         except TimeoutError as error:
             raise TransportError(f"no answer within {seconds:.3g} s") from error
 
-    async def _choose(self, made: Connection, begun_s: float) -> None:
+    async def _choose(self, made: Link, begun_s: float) -> None:
         """Switch to a new connection, dialled since ``begun_s``, unless the doubted one proves to be alive."""
         old, took_s = self._current, asyncio.get_running_loop().time() - begun_s
         if self._usable():
@@ -411,20 +329,17 @@ class RedialledConnection(Connection):
                 return
         self._adopt(made)
 
-    def _adopt(self, made: Connection) -> None:
+    def _adopt(self, made: Link) -> None:
         self.dials += 1
         self._adopted_s = asyncio.get_running_loop().time()
         old, self._current = self._current, made
         self.backend, self.protocol = made.backend, made.protocol
         self._leaving.append(old)
-        for download, used in list(self._using.items()):
-            if used is old and download.unanswered and download.inner is not None:
-                download.moved = True
-                download.inner.cancel()
+        for transfer in [one for one, used in self._using.items() if used is old and one.unanswered]:
+            transfer.reject(ConnectionLostError(f"{transfer.request}: {_REPLACED}"))
         if old is self._doubted:
-            for download, used in self._using.items():
-                download.forgotten |= used is old
-        if old.closed or old is self._doubted or old not in self._using.values():
+            self._forgotten.update(transfer for transfer, used in self._using.items() if used is old)
+        if old in self._leaving and (old.closed or old is self._doubted or old not in self._using.values()):
             self._retire(old)
         self._doubted = self.trouble = None
         if self._barren:
@@ -432,7 +347,7 @@ class RedialledConnection(Connection):
             self._forgotten_s *= 2
         self._tell(None)
 
-    def _retire(self, connection: Connection) -> None:
+    def _retire(self, connection: Link) -> None:
         self._leaving.remove(connection)
         self._earlier_bytes += connection.stats().bytes_received
         task = asyncio.get_running_loop().create_task(connection.close())
@@ -440,10 +355,12 @@ class RedialledConnection(Connection):
         task.add_done_callback(self._closing.discard)
 
     def _tell(self, error: Exception | None) -> None:
-        for waiter in self._waiting.values():
-            if waiter.done():
-                continue
-            if error is None:
-                waiter.set_result(None)
-            else:
-                waiter.set_exception(error)
+        """Begin with what waits, or let it fail."""
+        waiting = list(self._waiting)
+        if error is None and self._usable():
+            self._waiting.clear()
+            for transfer in waiting:
+                self._start(transfer)
+        elif error is not None:
+            for transfer in waiting:
+                transfer.fail(error)
