@@ -1,7 +1,7 @@
 """Transfers under way on one connection, each shared by all plays that want the same group.
 
-Once a group whose digest is known is complete, it is checked and put into the local store. What was asked for before its
-digest was known is put there once a reader has checked it. If the store is shared memory, all processes share the
+Once a group whose digest is known is complete, it is checked and put into the local store. What was asked for before
+its digest was known is put there once a reader has checked it. If the store is shared memory, all processes share the
 transfer (`HostCarrier`).
 """
 
@@ -17,7 +17,7 @@ from kvabr.client.shared_bandwidth import link_of
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.store.shared_groups import SharedGroupStore
 from kvabr.transfer.interface import Link
-from kvabr.transfer.transfer import GroupRequest, Reader, Transfer
+from kvabr.transfer.transfer import GroupRequest, Listener, Transfer
 from kvabr.types.errors import ConnectionLostError
 
 TURN_S = 0.25
@@ -106,7 +106,7 @@ class SharedTransfers:
         """Return the transfer of this request if it is under way."""
         return self._transfers.get(request)
 
-    def join(self, request: GroupRequest, reader: Reader) -> tuple[SharedTransfer, bool]:
+    def join(self, request: GroupRequest, reader: Listener) -> tuple[SharedTransfer, bool]:
         """Read a transfer from its beginning; return it, and whether it was under way already."""
         if (transfer := self._transfers.get(request)) is not None:
             transfer.join(reader)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 from kvabr.client.metrics import ClientMetrics
@@ -22,7 +22,7 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.server.publication import ArrivingGroup, PublishedGroup
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.transfer.interface import Connection
-from kvabr.transfer.transfer import GroupRequest, Reader
+from kvabr.transfer.transfer import GroupRequest, Listener, Reader, Transfer
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import TrackNamespace
 
@@ -46,34 +46,26 @@ _Place = tuple[TrackNamespace, str, int]
 """Where a group is published."""
 
 
-@dataclass(eq=False, slots=True)
-class GroupTransfer:
-    """One group on its way, and everyone who reads it."""
+class GroupTransfer(Transfer):
+    """One group on its way; it is complete once it was checked."""
 
-    request: GroupRequest
-    """Under whose name it is fetched."""
-    digest: str
-    number: int
-    data: memoryview = field(default_factory=lambda: memoryview(b""))
-    """What may be read, from the beginning."""
-    error: TransportError | None = None
-    readers: list[TransferReader] = field(default_factory=list)
-    priority: int = 255
-    """That of the most urgent reader."""
-    download: Reader | None = None
-    task: asyncio.Task[None] | None = None
-    read_s: float = 0.0
-    """When somebody last read from it."""
+    readers: list[TransferReader]  # type: ignore[assignment]
+
+    def __init__(self, groups: RelayGroups, request: GroupRequest, digest: str, number: int) -> None:
+        """Begin without readers; ``request`` says under whose name it is fetched."""
+        super().__init__(request)
+        self.digest, self.number = digest, number
+        self.upstream: Reader | None = None
+        """What comes from the origin."""
+        self.task: asyncio.Task[None] | None = None
+        self.read_s = 0.0
+        """When somebody last read from it."""
+        self._groups = groups
 
     @property
     def size(self) -> int:
         """Bytes of the whole group."""
         return self.request.limit
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of it may be read."""
-        return len(self.data) == self.size
 
     @property
     def key(self) -> _Key:
@@ -90,27 +82,36 @@ class GroupTransfer:
         for reader in [reader for reader in self.readers if reader.has_read]:
             reader.fail(error)
 
-    def tell(self, data: memoryview | None = None, error: TransportError | None = None) -> None:
-        """Let the readers have more data, or tell them that no more will come."""
-        if data is not None:
-            self.data = data
-        if error is not None:
-            self.error = error
-        for reader in list(self.readers):
-            reader.on_more()
+    def reprioritise(self) -> bool:
+        """See `Transfer.reprioritise`."""
+        changed = super().reprioritise()
+        if changed and self.upstream is not None:
+            self.upstream.prioritise(self.priority)
+            self._groups.metrics.priority_changes_total.inc()
+        return changed
+
+    def unread(self) -> None:
+        """See `Transfer.unread`."""
+        self._groups.forget(self)
+
+    def leave(self, reader: Listener) -> None:
+        """See `Transfer.leave`; what was over already gives room to others."""
+        if reader in self.readers:
+            super().leave(reader)
+            if not self.readers and self.over:
+                self._groups.forget(self)
 
 
 @dataclass(eq=False)
-class TransferReader(ArrivingGroup):
+class TransferReader(ArrivingGroup, Listener):
     """One player's view of a group on its way."""
 
-    groups: RelayGroups
     transfer: GroupTransfer
     request: GroupRequest
     """The reader's own; the transfer's may be that of another asset."""
     objects: tuple[ObjectSpan, ...]
     priority: int
-    on_more: Callable[[], None]
+    more: Callable[[], None]
 
     def __post_init__(self) -> None:
         self.digest, self.size = self.transfer.digest, self.transfer.size
@@ -119,12 +120,21 @@ class TransferReader(ArrivingGroup):
         self.memory = 0 if self.transfer.readers else self.size  # which counts for the player that came first
 
     @property
+    def wire_priority(self) -> int:
+        """See `Listener.wire_priority`."""
+        return self.priority
+
+    @property
     def available(self) -> int:
         """See `ArrivingGroup.available`."""
         error = self._error or self.transfer.error
         if error is not None:
             raise error
         return len(self.transfer.data)
+
+    def on_more(self) -> None:
+        """See `Listener.on_more`."""
+        self.more()
 
     def read(self, begin: int, end: int) -> memoryview:
         """See `ArrivingGroup.read`."""
@@ -135,16 +145,16 @@ class TransferReader(ArrivingGroup):
     def fail(self, error: TransportError) -> None:
         """Break off this reader alone."""
         self._error = error
-        self.on_more()
+        self.more()
 
     def prioritise(self, priority: int) -> None:
         """See `ArrivingGroup.prioritise`."""
         self.priority = priority
-        self.groups.reprioritise(self.transfer)
+        self.transfer.reprioritise()
 
     def close(self) -> None:
         """See `ArrivingGroup.close`; the last reader to leave ends the transfer."""
-        self.groups.leave(self.transfer, self)
+        self.transfer.leave(self)
 
 
 class HeldGroup:
@@ -187,7 +197,7 @@ class RelayGroups:
             limit: bound on groups that are on their way or being read, bytes; one larger group may be alone.
             on_failed: hears of groups that the origin refuses, or sends wrong.
         """
-        self._upstream, self._store, self._metrics, self._limit = upstream, store, metrics, limit
+        self._upstream, self._store, self.metrics, self._limit = upstream, store, metrics, limit
         self._on_failed = on_failed
         self._transfers: dict[_Key, GroupTransfer] = {}
         """Those that can be joined. Also by their size: a catalog may lie about it."""
@@ -225,12 +235,11 @@ class RelayGroups:
             return PublishedGroup(held, objects, digest)
         transfer = self._transfers.get((digest, request.limit))
         if transfer is None:
-            transfer = GroupTransfer(request, digest, next(self._numbers))
+            transfer = GroupTransfer(self, request, digest, next(self._numbers))
             self._transfers[transfer.key] = transfer
             transfer.task = asyncio.get_running_loop().create_task(self._bring(transfer))
-        reader = TransferReader(self, transfer, request, objects, priority, on_more)
-        transfer.readers.append(reader)
-        self.reprioritise(transfer)
+        reader = TransferReader(transfer, request, objects, priority, on_more)
+        transfer.join(reader)
         return reader
 
     def hold(self, request: GroupRequest) -> None:
@@ -244,7 +253,7 @@ class RelayGroups:
         if len(self._held) < MOST_HELD and sum(one.limit for one in self._held.values()) + request.limit <= most_bytes:
             self._held[place] = HeldGroup(self._upstream.request(request, _URGENT), request.limit)
 
-    def release(self, request: GroupRequest, digest: str, objects: tuple[ObjectSpan, ...]) -> None:
+    def take_over(self, request: GroupRequest, digest: str, objects: tuple[ObjectSpan, ...]) -> None:
         """Take over a group that was published by now, if a request for it is held; arguments as of `open`.
 
         It is brought and kept even if nobody reads it: it is on its way already.
@@ -263,27 +272,14 @@ class RelayGroups:
             if not any(_place(transfer.request) == place for transfer in self._transfers.values()):
                 self._unhold(place)
 
-    def leave(self, transfer: GroupTransfer, reader: TransferReader) -> None:
-        """Remove a reader; the last one to leave ends the transfer."""
-        if reader not in transfer.readers:
-            return
-        transfer.readers.remove(reader)
-        if transfer.readers:
-            self.reprioritise(transfer)
-            return
+    def forget(self, transfer: GroupTransfer) -> None:
+        """End a transfer that nobody reads any more."""
         self._forget(transfer)
         self._waiting.pop(transfer, None)  # at once: room that others give up in this very turn is not for it
         if transfer.task is not None and not transfer.task.done():
             transfer.task.cancel()
         else:
-            self._release(transfer)
-
-    def reprioritise(self, transfer: GroupTransfer) -> None:
-        """Let a transfer be as urgent as its most urgent reader."""
-        before, transfer.priority = transfer.priority, min(reader.priority for reader in transfer.readers)
-        if transfer.download is not None and transfer.priority != before:
-            transfer.download.prioritise(transfer.priority)
-            self._metrics.priority_changes_total.inc()
+            self.release(transfer)
 
     async def drop(self, digests: Iterable[str] | None, error: TransportError) -> None:
         """Break off transfers with an error, and delete kept groups: those of some digests, or all."""
@@ -291,7 +287,7 @@ class RelayGroups:
         for transfer in list(self._transfers.values()):
             if chosen is None or transfer.digest in chosen:
                 self._forget(transfer)
-                transfer.tell(error=error)
+                transfer.fail(error)
         kept = [group.digest async for group in self._store.list()] if chosen is None else list(chosen)
         for digest in kept:
             await self._store.delete(digest)
@@ -314,17 +310,19 @@ class RelayGroups:
             data = await self._store.get(transfer.digest)
             data = data or await self._from_origin(transfer)
             transfer.read_s = asyncio.get_running_loop().time()
-            transfer.tell(data)
+            if not transfer.over:
+                transfer.data = data
+                transfer.finish()
         except TransportError as error:
             if not isinstance(error, ConnectionLostError) or isinstance(error, UnauthorizedError):
                 self._on_failed(transfer.request, error)
-            transfer.tell(error=transfer.error or error)
+            transfer.fail(error)
         finally:
             # Later requests find it in the store, or start anew.
             self._forget(transfer)
             self._unhold(_place(transfer.request))
             if not transfer.complete or not transfer.readers:
-                self._release(transfer)
+                self.release(transfer)
 
     async def _from_origin(self, transfer: GroupTransfer) -> memoryview:
         """Reader a group, again if the connection is lost: groups do not change."""
@@ -369,15 +367,15 @@ class RelayGroups:
             download = self._upstream.fetch(
                 request.namespace, request.track, request.group, priority=transfer.priority, limit=size, exact=True
             )
-        transfer.download = download
+        transfer.upstream = download
         try:
             while received < size and (part := await self._read(download, first)):
                 first = None
                 received += len(part)
-                self._metrics.downloaded_bytes_total.inc(len(part))
+                self.metrics.downloaded_bytes_total.inc(len(part))
                 # A download that began again is behind what was available already, and must not take that back.
                 if len(transfer.data) < received < size:
-                    transfer.tell(download.data[:received])
+                    transfer.show(download.data[:received])
             result, data = "damaged", download.data
             await self._check(transfer, download)
             await self._store.put(transfer.digest, data)
@@ -390,9 +388,9 @@ class RelayGroups:
                 raise
             raise TimeoutError from error  # it was held for too long, and must be asked for again
         finally:
-            transfer.download = None
+            transfer.upstream = None
             download.cancel()
-            self._metrics.downloads_total.labels(result).inc()
+            self.metrics.downloads_total.labels(result).inc()
         return data
 
     @staticmethod
@@ -438,7 +436,8 @@ class RelayGroups:
             self.bytes += transfer.size
         return fits
 
-    def _release(self, transfer: GroupTransfer) -> None:
+    def release(self, transfer: GroupTransfer) -> None:
+        """Give the room of a transfer to others."""
         if transfer in self._admitted:
             self._admitted.remove(transfer)
             self.bytes -= transfer.size
@@ -454,8 +453,9 @@ class RelayGroups:
         idle_s = loop.time() - IDLE_READ_S
         slow = RequestError("read too slowly", code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
         for transfer in [one for one in self._admitted if one.complete and one.read_s < idle_s]:
-            self._release(transfer)
-            transfer.tell(error=slow)
+            self.release(transfer)
+            for reader in list(transfer.readers):
+                reader.fail(slow)
         self._looking = loop.call_later(1.0, self._look) if self._waiting else None
 
     def _brought(self, reader: ArrivingGroup) -> None:

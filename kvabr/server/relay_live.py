@@ -83,7 +83,7 @@ class RelayedAsset(GrowingAsset):
             for group in filter(level.has, range(groups, level.groups)):
                 frame = level.frame(group)
                 request = GroupRequest(self.namespace, level.name, group, frame.size)
-                self._groups.release(request, frame.digest, level.objects(group))
+                self._groups.take_over(request, frame.digest, level.objects(group))
         if self.over:
             self._groups.release_all(self.namespace)
 

@@ -77,7 +77,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def reprioritise(self, transfer: Transfer) -> None:
-        """Take in the new priority of a transfer that is not over, as a MoQT REQUEST_UPDATE does; some peers ignore it."""
+        """Apply the new priority of a transfer, as MoQT's REQUEST_UPDATE does; some peers ignore it."""
 
     @abstractmethod
     def drop(self, transfer: Transfer) -> None:
@@ -93,6 +93,24 @@ class Carrier(ABC):
 
     def released(self, transfer: Transfer) -> None:  # noqa: B027  # as above
         """Note that a transfer is over, for whatever reason."""
+
+
+class Listener(ABC):
+    """One who wants a transfer, and hears of it."""
+
+    @property
+    @abstractmethod
+    def wire_priority(self) -> int:
+        """Priority of the transfer as far as this one is concerned, 0 (most urgent) to 255."""
+
+    @property
+    def time_left_s(self) -> float:
+        """Seconds until it no longer needs the group; 0 if it is late."""
+        return math.inf
+
+    @abstractmethod
+    def on_more(self) -> None:
+        """Note that something has come, or that nothing more will."""
 
 
 class ReceiveBuffer:
@@ -157,7 +175,7 @@ class Transfer:
         """Why no more will come; what has come can still be read."""
         self.limit: Limit = "network"
         """What limited the bytes that came last."""
-        self.readers: list[Reader] = []
+        self.readers: list[Listener] = []
         self.carrier: Carrier | None = None
         """Who was asked to bring it."""
         self.source: Carrier | None = None
@@ -192,12 +210,12 @@ class Transfer:
         self.carrier = self.source = carrier
         carrier.carry(self)
 
-    def join(self, reader: Reader) -> None:
+    def join(self, reader: Listener) -> None:
         """Add a reader, who reads from the beginning."""
         self.readers.append(reader)
         self.reprioritise()
 
-    def leave(self, reader: Reader) -> None:
+    def leave(self, reader: Listener) -> None:
         """Remove a reader, once; the last one to leave ends the transfer."""
         if reader in self.readers:
             self.readers.remove(reader)
@@ -328,8 +346,8 @@ class Transfer:
             reader.on_more()
 
 
-class Reader:
-    """One who reads a transfer."""
+class Reader(Listener):
+    """Reads a transfer from its beginning."""
 
     def __init__(self, transfer: Transfer | None, priority: int) -> None:
         """Join a transfer; None: a subclass joins one later."""
@@ -346,13 +364,8 @@ class Reader:
 
     @property
     def wire_priority(self) -> int:
-        """Priority of the transfer as far as this reader is concerned."""
+        """See `Listener.wire_priority`."""
         return self.priority
-
-    @property
-    def time_left_s(self) -> float:
-        """Seconds until it no longer needs the group; 0 if it is late."""
-        return math.inf
 
     @property
     def data(self) -> memoryview:
@@ -402,7 +415,7 @@ class Reader:
         self._wake()
 
     def on_more(self) -> None:
-        """Note that something has come, or that nothing more will."""
+        """See `Listener.on_more`."""
         transfer, stats = self.transfer, self.stats
         if transfer is not None:
             if len(transfer.data) > stats.received:

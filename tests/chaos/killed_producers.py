@@ -28,8 +28,6 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, Played
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.connect import connect, dial
-from kvabr.transfer.interface import Connection, read_all
-from kvabr.transfer.transfer import GroupRequest
 from kvabr.quic.options import DialOptions
 from kvabr.server.certificates import check, development
 from kvabr.server.limits import ServerLimits
@@ -39,6 +37,8 @@ from kvabr.server.relay import Relay
 from kvabr.server.server import Server, Watcher
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.live_folder import LIVE, LiveFolderWriter
+from kvabr.transfer.interface import Connection, read_all
+from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import NotFoundError, TransportError
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames, parse_edge, published_catalog

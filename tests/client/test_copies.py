@@ -16,8 +16,8 @@ from kvabr.client import play
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.codec import paged
-from kvabr.transfer.transfer import ReceiveBuffer
 from kvabr.store import memory
+from kvabr.transfer.transfer import ReceiveBuffer
 from tests.client.served import Served
 from tests.client.test_play import close
 from tests.client.virtual import virtual

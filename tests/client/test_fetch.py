@@ -22,8 +22,8 @@ from kvabr.cli.overlay import Overlay
 from kvabr.client import profiles
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.snapshot import Snapshot, TransferProgress
-from kvabr.transfer.interface import ConnectionStats
 from kvabr.store.asset_folder import frame_path
+from kvabr.transfer.interface import ConnectionStats
 from kvabr.types.catalog import RECOMPUTED
 from tests import tinymodels
 from tests.client.served import Served

@@ -19,8 +19,6 @@ from kvabr.client.result import IncompleteError
 from kvabr.moqt.codes import RequestCode
 from kvabr.moqt.wire import DRAFTS
 from kvabr.quic.connect import connect
-from kvabr.transfer.interface import read_all
-from kvabr.transfer.transfer import GroupRequest
 from kvabr.quic.request_queue import MAX_HELD, MAX_IN_FLIGHT
 from kvabr.server.certificates import check, development
 from kvabr.server.limits import ServerLimits
@@ -28,6 +26,8 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server, Watcher
 from kvabr.store.live_folder import LiveFolderWriter, new_key
+from kvabr.transfer.interface import read_all
+from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.errors import NotFoundError
 from kvabr.types.events import GroupsPublished
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames, parse_edges

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from kvabr.transfer.interface import read_all
-from kvabr.transfer.transfer import GroupRequest
 from kvabr.transfer.redial import RedialledConnection
+from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ConnectionLostError, PlayError, TransportError
 from kvabr.types.naming import CHANGES_TRACK, MODELS_NAMESPACE, TrackNamespace

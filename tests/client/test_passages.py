@@ -13,11 +13,11 @@ from kvabr.client.lookup import fetch_catalog, fetch_small, find_prefix
 from kvabr.client.origins import dialling
 from kvabr.client.passages import find_passages
 from kvabr.client.result import NothingCached
-from kvabr.transfer.interface import read_all
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.relay_catalogs import Catalogs
 from kvabr.store.asset_folder import FolderAsset
+from kvabr.transfer.interface import read_all
 from kvabr.types.digests import has_digest
 from kvabr.types.errors import FormatError, NotFoundError, PlayError, UsageError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace, prefix_track

@@ -9,8 +9,8 @@ import pytest
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.shared_transfers import SharedTransfers
-from kvabr.transfer.interface import read_all
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
+from kvabr.transfer.interface import read_all
 from kvabr.types.errors import ConnectionLostError, NotFoundError
 from tests.client.virtual import virtual
 

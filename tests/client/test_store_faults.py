@@ -14,9 +14,9 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.origins import dialling
 from kvabr.client.result import IncompleteError, NothingCached
 from kvabr.moqt.codes import RequestCode
-from kvabr.transfer.interface import read_all
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.objects.bucket import Bucket
+from kvabr.transfer.interface import read_all
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ConnectionLostError, NotFoundError, PlayError, RequestError, TransportError
 from tests.client.served import LIMIT_S

@@ -11,9 +11,9 @@ from kvabr.client.lookup import fetch_catalog, find_prefix
 from kvabr.client.options import PlayOptions
 from kvabr.client.origins import dialling
 from kvabr.client.result import NothingCached, Played
-from kvabr.transfer.transfer import ReceiveBuffer
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.objects.bucket import Bucket
+from kvabr.transfer.transfer import ReceiveBuffer
 from kvabr.types.errors import NotFoundError, UsageError
 from kvabr.types.naming import TrackNamespace
 from tests.client.classes import HYBRID, INDEXED, SLIDING, WINDOWS, numbers, published

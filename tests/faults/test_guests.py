@@ -18,12 +18,12 @@ from kvabr.moqt.events import Ready, Refused
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import DRAFT_16, DRAFTS, Location
-from kvabr.transfer.interface import read_all
 from kvabr.server import limits
 from kvabr.server import send_queue as sending
 from kvabr.server import server as quicserver
 from kvabr.server.peer import Peer
 from kvabr.store.asset import Asset
+from kvabr.transfer.interface import read_all
 from kvabr.types.errors import ConnectionLostError, TransportError
 from kvabr.types.naming import CATALOG_TRACK
 from tests.client.playing import play

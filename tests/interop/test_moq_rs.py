@@ -13,7 +13,6 @@ import torch
 from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.player.assembler import Assembler
 from kvabr.quic.connect import dial
-from kvabr.transfer.interface import read_all
 from kvabr.quic.options import DialOptions
 from kvabr.replay.verify import load_profile
 from kvabr.server.certificates import development
@@ -21,6 +20,7 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
+from kvabr.transfer.interface import read_all
 from kvabr.types.errors import NotFoundError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace
 from tests.client.playing import play_asset

@@ -12,7 +12,6 @@ import structlog.testing
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.connect import connect, dial
-from kvabr.transfer.interface import read_all
 from kvabr.quic.options import DialOptions
 from kvabr.server.certificates import check
 from kvabr.server.grants import EVERYTHING, Grant
@@ -21,6 +20,7 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.relay import Relay
 from kvabr.server.server import Server
+from kvabr.transfer.interface import read_all
 from kvabr.types.errors import RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
 from tests.memory_transport import MemoryConnection

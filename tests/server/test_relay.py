@@ -9,9 +9,9 @@ import json
 
 import pytest
 
-from kvabr.transfer.interface import read_all
 from kvabr.server import relay_groups
 from kvabr.server.limits import ServerLimits
+from kvabr.transfer.interface import read_all
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import CATALOG_TRACK, MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace, chain, prefix_track
 from tests.memory_transport import Fault, MemoryLink

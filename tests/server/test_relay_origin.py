@@ -11,12 +11,12 @@ import structlog.testing
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.connect import connect
-from kvabr.transfer.interface import read_all
-from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
 from kvabr.server import relay_groups
 from kvabr.server.grants import EVERYTHING, Grants
 from kvabr.server.metrics import Metrics
 from kvabr.server.relay import Relay
+from kvabr.transfer.interface import read_all
+from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
 from kvabr.types.errors import NotFoundError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace, chain, prefix_track
 from tests.assets import make_asset

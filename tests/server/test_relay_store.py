@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from kvabr.transfer.interface import read_all
 from kvabr.server import relay_groups
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.metrics import Metrics
 from kvabr.server.relay import Relay
+from kvabr.transfer.interface import read_all
 from kvabr.types.errors import RequestError
 from tests.assets import make_asset
 from tests.memory_transport import Fault

@@ -12,12 +12,12 @@ import pytest
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.connect import connect
-from kvabr.transfer.interface import read_all
 from kvabr.server import send_queue
 from kvabr.server import server as server_module
 from kvabr.server.changes import Changes, changes_track
 from kvabr.server.grants import Grants
 from kvabr.server.relay_catalogs import Catalogs
+from kvabr.transfer.interface import read_all
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import CATALOG_TRACK, MODELS_NAMESPACE
 from tests.assets import make_asset

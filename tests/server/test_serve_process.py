@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvabr.quic.connect import asset_of, dial
-from kvabr.transfer.interface import read_all
 from kvabr.quic.options import DialOptions
+from kvabr.transfer.interface import read_all
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.errors import NotFoundError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_track
