@@ -124,39 +124,37 @@ class ReceiveBuffer:
         self.limit = limit
         self._exact = exact
         self._memory = memoryview(b"")
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
+        self.size = 0
+        """Bytes that have come."""
 
     def append(self, part: bytes | memoryview) -> None:
         """Copy a part behind those before it; the caller has checked the limit."""
-        end = self._size + len(part)
+        end = self.size + len(part)
         if end > len(self._memory):
             self._grow(end)
-        self._memory[self._size : end] = part
-        self._size = end
+        self._memory[self.size : end] = part
+        self.size = end
 
     def _grow(self, end: int) -> None:
         room = self.limit if self._exact else min(self.limit, max(end, 2 * len(self._memory), _MIN_ROOM))
         grown = GROUPS.take(room)
-        grown[: self._size] = self._memory[: self._size]
+        grown[: self.size] = self._memory[: self.size]
         self._memory = grown
 
     def room(self, most: int) -> memoryview:
         """Return memory behind what has come, for at most ``most`` further bytes; `took` says how many came."""
-        end = self._size + 1
+        end = self.size + 1
         if end > len(self._memory):
             self._grow(end)
-        return self._memory[self._size : self._size + most]
+        return self._memory[self.size : self.size + most]
 
     def took(self, count: int) -> None:
         """Note that ``count`` bytes were written to what `room` returned."""
-        self._size += count
+        self.size += count
 
     def view(self) -> memoryview:
         """Return all bytes that have come, read-only."""
-        return self._memory[: self._size].toreadonly()
+        return self._memory[: self.size].toreadonly()
 
 
 class Transfer:
@@ -173,6 +171,8 @@ class Transfer:
         """Whether that is all of it."""
         self.error: Exception | None = None
         """Why no more will come; what has come can still be read."""
+        self.over = False
+        """Whether nothing more will come: it is complete, or has failed."""
         self.limit: Limit = "network"
         """What limited the bytes that came last."""
         self.readers: list[Listener] = []
@@ -181,12 +181,9 @@ class Transfer:
         self.source: Carrier | None = None
         """Who does: the carrier itself, or one of those that it has in turn."""
         self._buffer = ReceiveBuffer(request.limit, exact=request.exact)
-        self._heard = False
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more will come."""
-        return self.complete or self.error is not None
+        self._heard = self._due = False
+        self._limit: Limit = "network"
+        """What limited the bytes of which the readers have not heard yet."""
 
     @property
     def unanswered(self) -> bool:
@@ -201,7 +198,7 @@ class Transfer:
     @property
     def received(self) -> int:
         """Bytes that have come from its present carrier."""
-        return len(self._buffer)
+        return self._buffer.size
 
     # ------------------------------------------------------------ for readers
 
@@ -253,20 +250,23 @@ class Transfer:
         """Take bytes of which readers hear with the next call of `came`."""
         if self.over:
             return
-        if self.received + len(part) > self.request.limit:
+        if self._buffer.size + len(part) > self._buffer.limit:
             self.too_long()
         else:
             self._buffer.append(part)
 
     def came(self, limit: Limit = "network") -> None:
-        """Let the readers have what was taken, and say what limited it."""
-        if self.over or not self.received:
+        """Let the readers have what was taken, once all of this turn of the event loop is; say what limited it."""
+        if self.over or not self._buffer.size:
             return
         if not self._heard and self.carrier is not None:
             self._heard = True
             self.carrier.answered(self)
-        if self.received > len(self.data):
-            self._more(self._buffer.view(), limit)
+        if limit != "network":
+            self._limit = limit
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._flush)
 
     def room(self, most: int) -> memoryview:
         """Return memory for at most ``most`` bytes that come next; they must not exceed the limit."""
@@ -285,13 +285,16 @@ class Transfer:
 
     def finish(self) -> None:
         """End: all of it has come."""
+        self._flush()
         if not self.over:
-            self.complete = True
+            self.over = self.complete = True
             self._end()
 
     def fail(self, error: Exception) -> None:
         """End with an error; what has come can still be read."""
+        self._flush()
         if not self.over:
+            self.over = True
             self.error = error if self.carrier is None else self.carrier.explain(self, error)
             self._end()
 
@@ -304,7 +307,7 @@ class Transfer:
 
     def too_long(self) -> None:
         """Fail; nothing of a group that is too long is of any use."""
-        self.data = memoryview(b"")
+        self.data, self._buffer = memoryview(b""), ReceiveBuffer(0)
         longer = f"{self.request}: longer than the {self.request.limit} bytes expected"
         self.reject(RequestError(longer, code=RequestCode.MALFORMED_TRACK))
 
@@ -316,12 +319,18 @@ class Transfer:
 
     # -------------------------------------------------------------- internals
 
+    def _flush(self) -> None:
+        self._due = False
+        if self.received > len(self.data) and not self.over:
+            limit, self._limit = self._limit, "network"
+            self._more(self._buffer.view(), limit)
+
     def _more(self, data: memoryview, limit: Limit) -> None:
         """Let the readers have more data; the end of a group of known size need not be waited for."""
         fresh, self.data, self.limit = data[len(self.data) :], data, limit
         self.arrived(fresh)
         if self.request.exact and len(data) == self.request.limit:
-            self.complete = True
+            self.over = self.complete = True
             self._end()
             if self.source is not None:  # most often the end comes with the last bytes
                 asyncio.get_running_loop().call_soon(self.source.drop, self)

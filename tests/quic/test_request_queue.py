@@ -69,7 +69,7 @@ def test_it_does_what_looking_at_every_request_would_do(steps):
             number = list(plain.asked)[which % len(plain.asked)]
             one = plain.asked[number]
             was = one.held
-            one.transfer.push(b"a")
+            one.transfer.append(b"a")
             assert queue.heard(number, one) == was
         while (found := queue.next()) is not None:
             assert found is plain.next()
@@ -104,7 +104,7 @@ def all_of(count):
             return begun
         ended += 1
         found = queue.under_way(ended)
-        found.transfer.push(b"a")
+        found.transfer.append(b"a")
         queue.heard(ended, found)
         assert queue.awaited >= 0
         queue.end(ended)
