@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from kvabr.moqt.codes import RequestCode
 from kvabr.server.growing import GrowingPublication
 from kvabr.server.publication import LevelPublication, Publication
-from kvabr.transfer.interface import ConnectionStats, Link
-from kvabr.transfer.transfer import Transfer
+from kvabr.transfer.interface import ConnectionStats, PeerConnection
+from kvabr.transfer.transfer import GroupTransfer
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
@@ -94,7 +94,7 @@ class MemoryLink:
 class _Sending:
     """The publisher's side of a transfer."""
 
-    def __init__(self, link: MemoryConnection, ask: Ask, transfer: Transfer) -> None:
+    def __init__(self, link: MemoryConnection, ask: Ask, transfer: GroupTransfer) -> None:
         self.transfer = transfer
         self._link, self._ask, self._limit = link, ask, transfer.request.limit
         self._groups, self._held_until_s = transfer.request.groups, link.loop.time() + transfer.request.wait_s
@@ -253,7 +253,7 @@ class _Carried:
     timer: asyncio.Handle = field(repr=False)
 
 
-class MemoryConnection(Link):
+class MemoryConnection(PeerConnection):
     """Fetches from publications in this process."""
 
     backend = "memory"
@@ -288,7 +288,7 @@ class MemoryConnection(Link):
         self._going_away = False
         self._lasts = None if lasts_s is None else self.loop.call_later(lasts_s, self.lose, "the connection timed out")
 
-    def carry(self, transfer: Transfer) -> None:
+    def carry(self, transfer: GroupTransfer) -> None:
         """See `Carrier.carry`. Requests that stand open are not counted, and never answered."""
         request = transfer.request
         key = (request.namespace, request.track, request.group)
@@ -309,10 +309,10 @@ class MemoryConnection(Link):
             self._sending.append(sending)
             sending.begin((self._faults(ask) if self._faults is not None else None) or Fault())
 
-    def reprioritise(self, transfer: Transfer) -> None:
+    def reprioritise(self, transfer: GroupTransfer) -> None:
         """See `Carrier.reprioritise`: the link looks whenever it is free."""
 
-    def drop(self, transfer: Transfer) -> None:
+    def drop(self, transfer: GroupTransfer) -> None:
         """See `Carrier.drop`."""
         for sending in [one for one in self._sending if one.transfer is transfer]:
             sending.stop()

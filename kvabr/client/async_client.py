@@ -52,7 +52,7 @@ from kvabr.quic.backend import Quic
 from kvabr.store.files import sweep
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.store.locations import open_groups
-from kvabr.transfer.interface import Connection, Link
+from kvabr.transfer.interface import Connection, PeerConnection
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
@@ -74,7 +74,7 @@ class AsyncClient:
     @checked
     def __init__(
         self,
-        origin: str | Link | None = None,
+        origin: str | PeerConnection | None = None,
         *,
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
@@ -514,7 +514,7 @@ class AsyncClient:
             return self._origin
         if peer not in self._peers:
             for key, each in list(self._peers.items()):
-                if isinstance(key, Link) and key.closed and each is not self._origin:
+                if isinstance(key, PeerConnection) and key.closed and each is not self._origin:
                     del self._peers[key]
             self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics)
         return self._peers[peer]

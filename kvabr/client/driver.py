@@ -23,8 +23,8 @@ from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.moqt.codes import RequestCode
 from kvabr.player.assembler import Assembler, Layer, Placement
-from kvabr.player.blending import BlendSession
-from kvabr.player.live_edge import EdgeChanges
+from kvabr.player.goals.blend import BlendAim
+from kvabr.player.goals.live import EdgeChanges
 from kvabr.player.session import Session
 from kvabr.player.session_types import (
     Action,
@@ -38,7 +38,7 @@ from kvabr.player.session_types import (
     RecomputeTokens,
 )
 from kvabr.transfer.interface import Connection
-from kvabr.transfer.transfer import Reader
+from kvabr.transfer.transfer import GroupReader
 from kvabr.types.engine import Engine, prefill_classes
 from kvabr.types.errors import ConnectionLostError, FormatError, KvabrError, PolicyError, RequestError, TransportError
 
@@ -101,12 +101,12 @@ class Driver:
         self._connection, self._catalog = connection, session.view.catalog
         self._engine, self._tokens = engine, tokens
         self._hook, self._watch, self._feed, self._again = hook, watch, feed, again
-        self._reads: dict[int, tuple[asyncio.Task[None], Reader]] = {}
+        self._reads: dict[int, tuple[asyncio.Task[None], GroupReader]] = {}
         self._later: list[tuple[int, int, FetchGroup]] = []
         """Heap of what is to be fetched later: priority, request and action."""
         self._unwanted: set[int] = set()
         """Requests among these that were cancelled."""
-        self._frames: dict[int, Reader] = {}
+        self._frames: dict[int, GroupReader] = {}
         """Downloads that are complete and not decoded yet, by request."""
         # An engine's hook decides when a group is written.
         largest, many = self._catalog.spec.largest, self._catalog.groups > _FEW
@@ -276,7 +276,7 @@ class Driver:
         download.cancel()
         self._ended(request)
 
-    async def _read(self, action: FetchGroup, download: Reader, before: int) -> None:
+    async def _read(self, action: FetchGroup, download: GroupReader, before: int) -> None:
         try:
             await self._receive(action, download, before)
         except PolicyError as error:
@@ -295,7 +295,7 @@ class Driver:
         finally:
             download.cancel()
 
-    async def _receive(self, action: FetchGroup, download: Reader, before: int) -> None:
+    async def _receive(self, action: FetchGroup, download: GroupReader, before: int) -> None:
         """Read a group, and return as soon as its last byte is here; ``before``: bytes that were read already."""
         size, received = action.bytes, before
         if 0 < received <= size:
@@ -491,19 +491,19 @@ class Driver:
         self._begin(compute())
 
     async def _choose(self) -> None:
-        session, again, assembler = self.session, self._again, self.assembler
-        if again is None or not isinstance(session, BlendSession):
+        aim, again, assembler = self.session.aim, self._again, self.assembler
+        if again is None or not isinstance(aim, BlendAim):
             raise KvabrError("this play is to choose tokens, and has nothing that does")
         try:
             await on_engine(again.engine, lambda: again.choose(assembler.before(self._catalog.groups)))
         except Exception as error:  # noqa: BLE001  # engines and selectors raise whatever they like
-            self._tell(session.tokens_failed, said(error))
+            self._tell(aim.tokens_failed, said(error))
         else:
-            self._tell(session.tokens_chosen)
+            self._tell(aim.tokens_chosen)
 
     async def _compute_again(self, action: RecomputeTokens) -> None:
-        session, again, assembler = self.session, self._again, self.assembler
-        if again is None or not isinstance(session, BlendSession):
+        aim, again, assembler = self.session.aim, self._again, self.assembler
+        if again is None or not isinstance(aim, BlendAim):
             raise KvabrError("this play is to compute tokens again, and has nothing that does")
         ahead = action.passage is not None
 
@@ -517,9 +517,9 @@ class Driver:
         try:
             await on_engine(again.engine, work)
         except Exception as error:  # noqa: BLE001  # as above
-            self._tell(partial(session.tokens_failed, ahead=ahead), said(error))
+            self._tell(partial(aim.tokens_failed, ahead=ahead), said(error))
         else:
-            self._tell(partial(session.tokens_recomputed, ahead=ahead))
+            self._tell(partial(aim.tokens_recomputed, ahead=ahead))
 
 
 def said(error: BaseException) -> str:

@@ -12,8 +12,8 @@ import asyncio
 
 from kvabr.store.shared_claims import GroupClaim, NeighbourGroup
 from kvabr.store.shared_groups import SharedGroupStore
-from kvabr.transfer.interface import Link
-from kvabr.transfer.transfer import Carrier, Transfer
+from kvabr.transfer.interface import PeerConnection
+from kvabr.transfer.transfer import Carrier, GroupTransfer
 
 STILL_S, STILL_RTTS, STILL_SHARE = 0.25, 4.0, 0.05
 """A transfer of another process stands still if nothing of it came for this many seconds and round trips, and for this
@@ -25,12 +25,12 @@ _PAUSE_S, _MOST_PAUSE_S = 0.002, 0.02
 class HostCarrier(Carrier):
     """Brings one group whose digest and size are known: from another process, or from the peer for all of them."""
 
-    def __init__(self, link: Link, store: SharedGroupStore) -> None:
+    def __init__(self, link: PeerConnection, store: SharedGroupStore) -> None:
         self._loop = asyncio.get_running_loop()
         self.from_host = False
         """Whether the last bytes came from another process."""
         self._link, self._store = link, store
-        self._transfer: Transfer | None = None
+        self._transfer: GroupTransfer | None = None
         self._task: asyncio.Task[None] | None = None
         """Waits for what another process does."""
         self._claim: GroupClaim | None = None
@@ -40,7 +40,7 @@ class HostCarrier(Carrier):
         self._sign_s = 0.0
         self._pause_s = _PAUSE_S
 
-    def carry(self, transfer: Transfer) -> None:
+    def carry(self, transfer: GroupTransfer) -> None:
         """See `Carrier.carry`: claim the group, or see who has."""
         self._transfer, request = transfer, transfer.request
         try:
@@ -52,10 +52,10 @@ class HostCarrier(Carrier):
             if self._arriving is not None and not transfer.over:
                 self._task = self._loop.create_task(self._follow(transfer))
 
-    def reprioritise(self, transfer: Transfer) -> None:
+    def reprioritise(self, transfer: GroupTransfer) -> None:
         """See `Carrier.reprioritise`; what another process brings has the priority that it has there."""
 
-    def drop(self, transfer: Transfer) -> None:
+    def drop(self, transfer: GroupTransfer) -> None:
         """See `Carrier.drop`."""
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
@@ -97,7 +97,7 @@ class HostCarrier(Carrier):
 
     # -------------------------------------------------------------- internals
 
-    async def _follow(self, transfer: Transfer) -> None:
+    async def _follow(self, transfer: GroupTransfer) -> None:
         """Take what another process brings, as long as one does."""
         try:
             while transfer.source is self and not transfer.over:
@@ -109,7 +109,7 @@ class HostCarrier(Carrier):
         except Exception as error:  # noqa: BLE001  # the store's, whatever it is: it is for the readers
             transfer.fail(error)
 
-    def _begin(self, transfer: Transfer, found: GroupClaim | NeighbourGroup | None) -> None:
+    def _begin(self, transfer: GroupTransfer, found: GroupClaim | NeighbourGroup | None) -> None:
         """Have the peer send it, or look at what another process does."""
         if transfer.over:
             if isinstance(found, GroupClaim):
@@ -125,7 +125,7 @@ class HostCarrier(Carrier):
             self._claim, self.from_host = found, False
             transfer.restart(self._link)
 
-    async def _look(self, transfer: Transfer, arriving: NeighbourGroup) -> None:
+    async def _look(self, transfer: GroupTransfer, arriving: NeighbourGroup) -> None:
         """Wait a moment for further bytes of another process, or for no more of them."""
         count = self._seen(arriving)
         if count > len(transfer.data):
@@ -142,7 +142,7 @@ class HostCarrier(Carrier):
         arriving.close()
         self._arriving = None
 
-    def _patience_s(self, transfer: Transfer) -> float:
+    def _patience_s(self, transfer: GroupTransfer) -> float:
         rtt_s = self._link.stats().rtt_s or 0.0
         left_s = min((reader.time_left_s for reader in transfer.readers), default=0.0)
         return max(STILL_S, STILL_RTTS * rtt_s, STILL_SHARE * left_s)
@@ -154,7 +154,7 @@ class HostCarrier(Carrier):
             self._sign, self._sign_s, self._pause_s = sign, self._loop.time(), _PAUSE_S
         return sign[0]
 
-    def _show(self, transfer: Transfer, arriving: NeighbourGroup, count: int, *, kept: bool = False) -> None:
+    def _show(self, transfer: GroupTransfer, arriving: NeighbourGroup, count: int, *, kept: bool = False) -> None:
         try:
             data = arriving.data(count)
         except OSError:  # no memory for the mapping, or it is damaged: as if it stood still

@@ -19,10 +19,10 @@ from typing import Protocol
 from kvabr.client.lookup import fetch_catalog
 from kvabr.client.resources import cancel_all, decoders
 from kvabr.moqt.codes import RequestCode
-from kvabr.player.live_edge import EdgeChanges
+from kvabr.player.goals.live import EdgeChanges
 from kvabr.player.priorities import DEARER
 from kvabr.transfer.interface import Connection, read_all
-from kvabr.transfer.transfer import GroupRequest, Reader
+from kvabr.transfer.transfer import GroupReader, GroupRequest
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import ConnectionLostError, FormatError, NotFoundError, RequestError, TransportError
 from kvabr.types.live import (
@@ -68,7 +68,7 @@ class _Ahead:
 
     def __init__(self, feed: LiveFeed, request: GroupRequest, priority: int) -> None:
         self._feed, self._request, self._priority = feed, request, priority
-        self.download: Reader | None = None
+        self.download: GroupReader | None = None
         self.received = 0
         self.task = asyncio.get_running_loop().create_task(self._keep())
         """Reads; cancel it to read on from the download."""
@@ -153,7 +153,7 @@ class LiveFeed:
             await cancel_all({*self._news.values(), *(ahead.task for ahead in self._ahead.values())})
             self._ahead.clear()
 
-    def take(self, group: int) -> tuple[Reader, int] | None:
+    def take(self, group: int) -> tuple[GroupReader, int] | None:
         """Hand over the download of a group's base that was asked for ahead, and the bytes read; None if it failed."""
         if (ahead := self._ahead.pop(group, None)) is None:
             return None

@@ -20,11 +20,11 @@ from kvabr.quic.backend import Quic
 from kvabr.quic.connect import asset_of, connect, parse_namespace, parse_url
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.url import CLOUDS, WEB, split_asset
-from kvabr.transfer.interface import Link
+from kvabr.transfer.interface import PeerConnection
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError, UsageError
 
 STORE_SCHEMES = (*CLOUDS, *WEB, "file", "memory")
-Dialling = AbstractAsyncContextManager[Link]
+Dialling = AbstractAsyncContextManager[PeerConnection]
 
 __all__ = ["STORE_SCHEMES", "Dialling", "asset_of", "check_url", "dialling", "is_object_store", "parse_namespace"]
 
@@ -77,7 +77,7 @@ def dialling(
     return StoreDialling(_bucket_url(url), timeout_s, needed=needed)
 
 
-class StoreDialling(AbstractAsyncContextManager[Link]):
+class StoreDialling(AbstractAsyncContextManager[PeerConnection]):
     """Opens a store; entering it gives a `Connection`."""
 
     def __init__(self, url: str, timeout_s: float, *, needed: bool = True) -> None:
@@ -85,7 +85,7 @@ class StoreDialling(AbstractAsyncContextManager[Link]):
         self._bucket, self._timeout_s, self._needed = Bucket.open(url), timeout_s, needed
         self._connection: StoreConnection | None = None
 
-    async def __aenter__(self) -> Link:
+    async def __aenter__(self) -> PeerConnection:
         connection = StoreConnection(self._bucket)
         try:
             try:

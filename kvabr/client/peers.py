@@ -14,7 +14,7 @@ from kvabr.client.metrics import ClientMetrics
 from kvabr.client.origins import Dialling
 from kvabr.client.shared_transfers import SharedTransfers
 from kvabr.store.group_store import TieredGroupStore
-from kvabr.transfer.interface import Connection, Link
+from kvabr.transfer.interface import Connection, PeerConnection
 from kvabr.transfer.redial import UnreachedConnection
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
@@ -34,7 +34,9 @@ _Lookup = Callable[[Sequence[KVSpec]], Awaitable[_Answer]]
 class ClientPeer:
     """An origin or a relay; `AsyncClient.peer` makes it."""
 
-    def __init__(self, name: str, source: Dialling | Link, store: TieredGroupStore, metrics: ClientMetrics) -> None:
+    def __init__(
+        self, name: str, source: Dialling | PeerConnection, store: TieredGroupStore, metrics: ClientMetrics
+    ) -> None:
         """Dial nothing yet. ``source`` dials, or is an open connection, which stays open when this is closed."""
         self.name = name
         self._models: Sequence[KVSpec] = ()
@@ -42,8 +44,8 @@ class ClientPeer:
         self._asked_s = -math.inf
         """When the peer was asked for its models, on the event loop's clock."""
         self._store, self._metrics = store, metrics
-        self._connecting = None if isinstance(source, Link) else source
-        self._transfers = SharedTransfers(source, store, metrics) if isinstance(source, Link) else None
+        self._connecting = None if isinstance(source, PeerConnection) else source
+        self._transfers = SharedTransfers(source, store, metrics) if isinstance(source, PeerConnection) else None
         self._stack = AsyncExitStack()
         self._dialling: asyncio.Task[SharedTransfers] | None = None
 
@@ -201,7 +203,7 @@ class ClientPeer:
             self._metrics.dials_failed_total.inc()
 
 
-PeerLike = ClientPeer | Link | str | None
+PeerLike = ClientPeer | PeerConnection | str | None
 """What a play may name its peer by: from `AsyncClient.peer`, an open connection, a URL; None: the client's origin."""
 
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from kvabr.client.shared_transfers import SharedTransfer, SharedTransfers
 from kvabr.transfer.interface import Connection, ConnectionStats
-from kvabr.transfer.transfer import GroupRequest, Reader
+from kvabr.transfer.transfer import GroupReader, GroupRequest
 from kvabr.types.naming import TrackNamespace
 
 
-class PlayReader(Reader):
+class PlayReader(GroupReader):
     """Reads one group for one play, wherever it comes from."""
 
     transfer: SharedTransfer | None
@@ -39,22 +39,22 @@ class PlayReader(Reader):
 
     @property
     def wire_priority(self) -> int:
-        """See `Reader.wire_priority`. A play waits for what has no digest, like a catalog: that goes first."""
+        """See `GroupReader.wire_priority`. A play waits for what has no digest, like a catalog: that goes first."""
         awaited = self._request.digest is None and not self._request.wait_s
         return self.priority if awaited else self._owner.place(self.priority)
 
     @property
     def time_left_s(self) -> float:
-        """See `Reader.time_left_s`."""
+        """See `GroupReader.time_left_s`."""
         return max(0.0, self._owner.due_s - asyncio.get_running_loop().time())
 
     @property
     def data(self) -> memoryview:
-        """See `Reader.data`."""
+        """See `GroupReader.data`."""
         return super().data if self._kept is None else self._kept
 
     def has_digest(self, digest: str) -> bool:
-        """See `Reader.has_digest`."""
+        """See `GroupReader.has_digest`."""
         if self._kept is not None:
             return True
         if self.transfer is None or not self.transfer.has_digest(digest):
@@ -64,7 +64,7 @@ class PlayReader(Reader):
         return True
 
     async def read(self) -> memoryview:
-        """See `Reader.read`."""
+        """See `GroupReader.read`."""
         while self.transfer is None and self._kept is None and not self._gone:
             await self._look()
         if self._kept is not None and not self._gone:
@@ -90,12 +90,12 @@ class PlayReader(Reader):
             self.transfer.reprioritise()
 
     def cancel(self) -> None:
-        """See `Reader.cancel`."""
+        """See `GroupReader.cancel`."""
         super().cancel()
         self._owner.forget(self)
 
     def on_more(self) -> None:
-        """See `Reader.on_more`."""
+        """See `GroupReader.on_more`."""
         super().on_more()
         if self.transfer is not None and self.transfer.data:
             self._count("host" if self.transfer.from_host else "network")
@@ -169,7 +169,7 @@ class PlayConnection(Connection):
         """The connection that all plays to this peer share."""
         return self._shared.connection
 
-    def request(self, request: GroupRequest, priority: int) -> Reader:
+    def request(self, request: GroupRequest, priority: int) -> GroupReader:
         """See `Connection.request`."""
         digests = self._digests.get((request.namespace, request.track), ())
         if 0 <= request.group < len(digests) and not request.wait_s:

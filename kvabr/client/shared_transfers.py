@@ -16,8 +16,8 @@ from kvabr.client.resources import SMALL_BYTES, cancel_all, decoders
 from kvabr.client.shared_bandwidth import link_of
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.store.shared_groups import SharedGroupStore
-from kvabr.transfer.interface import Link
-from kvabr.transfer.transfer import GroupRequest, Listener, Transfer
+from kvabr.transfer.interface import PeerConnection
+from kvabr.transfer.transfer import GroupRequest, GroupTransfer, TransferListener
 from kvabr.types.errors import ConnectionLostError
 
 TURN_S = 0.25
@@ -28,7 +28,7 @@ _VOUCH_S = 0.05
 """Seconds after which other processes are told again that a transfer waits for its turn."""
 
 
-class SharedTransfer(Transfer):
+class SharedTransfer(GroupTransfer):
     """A transfer for plays."""
 
     def __init__(self, request: GroupRequest, owner: SharedTransfers, host: HostCarrier | None) -> None:
@@ -50,7 +50,7 @@ class SharedTransfer(Transfer):
         return self.host is not None and self.host.from_host
 
     def has_digest(self, digest: str) -> bool:
-        """See `Transfer.has_digest`; it is computed once."""
+        """See `GroupTransfer.has_digest`; it is computed once."""
         with self._hashing:
             # Plays of what was not published when they asked for it may each have been told another one.
             if digest not in self._hashed:
@@ -58,22 +58,22 @@ class SharedTransfer(Transfer):
             return self._hashed[digest]
 
     def reprioritise(self) -> bool:
-        """See `Transfer.reprioritise`."""
+        """See `GroupTransfer.reprioritise`."""
         changed = super().reprioritise()
         if changed and self.carrier is not None:
             self._owner.metrics.priority_changes_total.inc()
         return changed
 
     def arrived(self, part: memoryview) -> None:
-        """See `Transfer.arrived`."""
+        """See `GroupTransfer.arrived`."""
         self._owner.heard(self, len(part))
 
     def settle(self) -> None:
-        """See `Transfer.settle`."""
+        """See `GroupTransfer.settle`."""
         self._owner.settled(self)
 
     def unread(self) -> None:
-        """See `Transfer.unread`."""
+        """See `GroupTransfer.unread`."""
         if self._owner.waits_its_turn(self):
             # A player asks again for what stands still. A transfer that only waits for its turn must not lose its place
             # by that, and the same reader may join it again at this very moment.
@@ -90,7 +90,7 @@ class SharedTransfer(Transfer):
 class SharedTransfers:
     """All transfers of one connection, for one event loop."""
 
-    def __init__(self, connection: Link, store: TieredGroupStore, metrics: ClientMetrics) -> None:
+    def __init__(self, connection: PeerConnection, store: TieredGroupStore, metrics: ClientMetrics) -> None:
         """Begin without any; ``store`` keeps what was checked."""
         self.connection, self.store, self.metrics = connection, store, metrics
         self._link = link_of(connection)
@@ -106,7 +106,7 @@ class SharedTransfers:
         """Return the transfer of this request if it is under way."""
         return self._transfers.get(request)
 
-    def join(self, request: GroupRequest, reader: Listener) -> tuple[SharedTransfer, bool]:
+    def join(self, request: GroupRequest, reader: TransferListener) -> tuple[SharedTransfer, bool]:
         """Read a transfer from its beginning; return it, and whether it was under way already."""
         if (transfer := self._transfers.get(request)) is not None:
             transfer.join(reader)

@@ -24,8 +24,8 @@ from kvabr.quic.bottleneck import LimitWatch
 from kvabr.store.objects.bucket import PART_BYTES, Bucket
 from kvabr.store.objects.direct import DirectReader
 from kvabr.store.objects.layout import profile_key
-from kvabr.transfer.interface import ConnectionStats, Link
-from kvabr.transfer.transfer import Transfer
+from kvabr.transfer.interface import ConnectionStats, PeerConnection
+from kvabr.transfer.transfer import GroupTransfer
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.events import Limit
 from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, is_live, is_lookup
@@ -46,7 +46,7 @@ _FORGET_S = 30.0
 """Seconds after which the soonest first byte is no longer known: the path may have changed."""
 
 
-class StoreConnection(Link):
+class StoreConnection(PeerConnection):
     """Plays out of one bucket; for one event loop."""
 
     protocol = PROTOCOL
@@ -60,11 +60,11 @@ class StoreConnection(Link):
         self._bucket, self._direct = bucket, DirectReader.of(bucket)
         self._warming: asyncio.Task[None] | None = None
         self._lanes = Lanes()
-        self._finding: dict[Transfer, asyncio.Task[None]] = {}
+        self._finding: dict[GroupTransfer, asyncio.Task[None]] = {}
         """What finds out where a group is, or gets it as a whole."""
-        self._pieces: dict[Transfer, Piece] = {}
+        self._pieces: dict[GroupTransfer, Piece] = {}
         """What of an object is wanted."""
-        self._wanted: dict[Piece, Transfer] = {}
+        self._wanted: dict[Piece, GroupTransfer] = {}
         self._ending: set[asyncio.Task[None]] = set()
         """Those that were cancelled."""
         self._transfers: dict[RangeTransfer, asyncio.Task[None]] = {}
@@ -86,7 +86,7 @@ class StoreConnection(Link):
         self._warm()  # the ranges that come first need not wait for their connections
         await self.index.open()
 
-    def carry(self, transfer: Transfer) -> None:
+    def carry(self, transfer: GroupTransfer) -> None:
         """See `Carrier.carry`."""
         request, track, namespace = transfer.request, transfer.request.track, transfer.request.namespace
         if self.closed:
@@ -105,12 +105,12 @@ class StoreConnection(Link):
         else:
             self._find(transfer, lambda: self._locate(transfer))
 
-    def reprioritise(self, transfer: Transfer) -> None:
+    def reprioritise(self, transfer: GroupTransfer) -> None:
         """See `Carrier.reprioritise`; it changes when the request goes, not what is under way."""
         if (piece := self._pieces.get(transfer)) is not None:
             self._lanes.prioritise(piece, transfer.priority)
 
-    def drop(self, transfer: Transfer) -> None:
+    def drop(self, transfer: GroupTransfer) -> None:
         """See `Carrier.drop`."""
         task = self._finding.pop(transfer, None)
         if task is not None and task is not asyncio.current_task():
@@ -163,7 +163,7 @@ class StoreConnection(Link):
 
     # ---------------------------------------------------------- where things are
 
-    def _find(self, transfer: Transfer, work: Callable[[], Coroutine[None, None, None]]) -> None:
+    def _find(self, transfer: GroupTransfer, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Do what a transfer needs before its range can be asked for, or all that it needs."""
 
         async def run() -> None:
@@ -177,12 +177,12 @@ class StoreConnection(Link):
 
         self._finding[transfer] = asyncio.get_running_loop().create_task(run())
 
-    async def _whole(self, transfer: Transfer, coming: Coroutine[None, None, bytes]) -> None:
+    async def _whole(self, transfer: GroupTransfer, coming: Coroutine[None, None, bytes]) -> None:
         data = await coming
         transfer.push(memoryview(data), self.received(len(data)))
         transfer.finish()
 
-    async def _locate(self, transfer: Transfer) -> None:
+    async def _locate(self, transfer: GroupTransfer) -> None:
         """Find out where a group is that no lookup told of, or a codec profile, and ask for it."""
         request, namespace = transfer.request, transfer.request.namespace
         place: tuple[str, int, int] | None
@@ -197,7 +197,7 @@ class StoreConnection(Link):
             raise NotFoundError(f"{request}: not found in {self.peer}", code=code)
         self._want(transfer, place)
 
-    def _want(self, transfer: Transfer, place: tuple[str, int, int]) -> None:
+    def _want(self, transfer: GroupTransfer, place: tuple[str, int, int]) -> None:
         key, begin, end = place
         if end - begin > transfer.request.limit:
             transfer.too_long()
@@ -251,11 +251,11 @@ class StoreConnection(Link):
         if (seconds := time.monotonic() - begun_s) > 0:
             self._rate = (transfer.end - transfer.begin) / seconds
 
-    def wanting(self, piece: Piece) -> Transfer | None:
+    def wanting(self, piece: Piece) -> GroupTransfer | None:
         """Return the transfer that a piece is for; None if nobody wants it any more."""
         return self._wanted.get(piece)
 
-    def advanced(self, piece: Piece, transfer: Transfer) -> None:
+    def advanced(self, piece: Piece, transfer: GroupTransfer) -> None:
         """End a transfer if all of its piece has come."""
         if piece.begin == piece.end:
             self._forget(piece)

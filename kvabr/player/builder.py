@@ -11,12 +11,10 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy, shipped
 from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import Future
-from kvabr.player.blending import BlendSession
 from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.policy_guard import CallLimit, PolicyCalls, at_once
 from kvabr.player.session import Session
-from kvabr.player.session_types import WHOLE, BlendGoal, Goal, PlayerConfig, PrefixGoal, UpgradeGoal
-from kvabr.player.upgrades import UpgradeSession
+from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, UpgradeGoal
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
@@ -143,8 +141,7 @@ def new_session(
         raise UsageError("upgrades are for a cache that is complete; this one is still being prefilled")
     if expected_s is not None and len(expected_s) != catalog.groups:
         raise UsageError(f"{len(expected_s)} times for {catalog.groups} groups")
-    kind = BlendSession if isinstance(goal, BlendGoal) else UpgradeSession if upgrades else Session
-    return kind(
+    return Session(
         ladder,
         deadline_s,
         player,

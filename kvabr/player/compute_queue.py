@@ -55,9 +55,18 @@ class ComputeQueue:
     def _here(self) -> range:
         return range(*(self.computing or (0, 0)))
 
+    @property
+    def busy(self) -> bool:
+        """Whether the engine computes something, or groups are left to it."""
+        return self.computing is not None or self.waiting()
+
     def waiting(self) -> bool:
         """Return whether groups are left to the engine that it has not started."""
         return bool(self.planned) or bool(self.chosen)
+
+    def computes(self, group: int) -> bool:
+        """Return whether the engine computes a group now."""
+        return self.computing is not None and self.computing[0] <= group < self.computing[1]
 
     def takes(self, group: int) -> bool:
         """Return whether an absent group is left to the engine and hidden from the policy."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 
 from kvabr.abr.view import Transfer, View
-from kvabr.player.group_progress import GroupProgress
+from kvabr.player.groups import GroupProgress
 from kvabr.types.catalog import RECOMPUTED
 
 _WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
@@ -62,6 +62,8 @@ class DecodeQueue:
         """Seconds that what is being decoded should take, by request."""
         self._handed_s = 0.0
         """All of these together."""
+        self.decoding: dict[int, Transfer] = {}
+        """What is being decoded, by request."""
         view.undecoded = self._waiting
 
     def __bool__(self) -> bool:
@@ -108,15 +110,25 @@ class DecodeQueue:
             and (jobs >= _MOST_HANDED * decoders or self._handed_s >= self._ahead_s * decoders)
         )
 
-    def begin(self, top: Transfer) -> None:
-        """Take a group that is about to be decoded, up to a layer."""
-        del self._waiting[top.group]
+    def begin(self, group: int, placed: str | None) -> tuple[Transfer, ...]:
+        """Begin to decode what can be of a group, and return it, lowest layer first; ``placed``: what is in place."""
+        batch = self._progress[group].begin_decoding(placed)
+        top = batch[-1]
+        del self._waiting[group]
         self._handed[top.request] = self._view.decode_s(top.track)
         self._handed_s += self._handed[top.request]
+        self.decoding.update((transfer.request, transfer) for transfer in batch)
+        return batch
 
-    def end(self, top: Transfer) -> None:
-        """Take in that it has been decoded, or could not be."""
-        self._handed_s = max(0.0, self._handed_s - self._handed.pop(top.request))
+    def end(self, request: int) -> tuple[Transfer, ...]:
+        """Return the batch with a request, which is decoded, or could not be; empty if there is none."""
+        if (transfer := self.decoding.get(request)) is None:
+            return ()
+        batch = self._progress[transfer.group].end_decoding()
+        for one in batch:
+            del self.decoding[one.request]
+        self._handed_s = max(0.0, self._handed_s - self._handed.pop(batch[-1].request))
+        return batch
 
     def reckon(self) -> None:
         """Tell the policy anew how long everything takes, after a change or once decoding turns out to be slower."""

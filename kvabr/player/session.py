@@ -1,50 +1,81 @@
 """The state machine of one play.
 
-Theory of operation. Every group is in one of these states::
-
-    absent -> in flight -> arrived -> decoding -> in place
-       |          |           |          |
-       |          +-----------+----------+--> (cancelled, failed, refused: back to absent)
-       +-> left to the engine -> computing -> in place
-
-and a group that has arrived or is in place may have an upgrade in flight. A request may be for several layers at once;
-layers that have arrived are decoded together (`PlayState._next_to_decode`). The rules:
+Theory of operation. A group goes from absent over in flight and arrived to in place, or is left to the engine and
+computed; what has failed falls back (`kvabr.player.groups.Stage`). A group that has arrived or is in place may have an
+upgrade in flight. A request may be for several layers at once; layers that have arrived are decoded together
+(`DecodeQueue`). The rules:
 
 1. After every event and at every tick, the session re-plans what the engine must compute, abandons what will be late,
-   asks the policy for requests until enough are in flight, and delivers when everything is in place.
+   asks the policy for requests until enough are in flight, and asks its goal whether the play is over.
 2. A policy sees a group as missing while it is absent and not left to the engine, and as settled while it has arrived
    or is in place, with nothing in flight.
-3. The cache is delivered when every group is in place and either the policy wants no more or the deadline has come.
-   A hole is never delivered: a play whose patience has ended with groups missing is given up, whatever is still being
-   decoded. An engine may complete it beyond that, for as long as `ENGINE_PATIENCE` says.
+3. What is over when, and what is delivered then, is up to the goal (`kvabr.player.goals`). A whole cache is delivered
+   when every group is in place and either the policy wants no more or the deadline has come. A hole is never delivered:
+   a play whose patience has ended with groups missing is given up, whatever is still being decoded. An engine may
+   complete it beyond that, for as long as `ENGINE_PATIENCE` says.
 4. The groups of a live asset are absent until they are published, and not missing; a play does not end while some may
    still come before the deadline, unless the engine has computed them. Nor does it while layers are about to be
    published that are worth the wait.
-5. A play for a prefix (`PrefixGoal`) never starts the engine. It is cut when the engine would start, when only the
-   engine could bring another group, and at the deadline; the record says why.
-6. The session reads no clock: every event carries ``now``, and the driver calls `timer` at the time of `next_timer`.
+5. The session reads no clock: every event carries ``now``, and the driver calls `timer` at the time of `next_timer`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain
 
-from kvabr.abr.policy import Decision
-from kvabr.abr.view import Transfer
+from kvabr.abr.estimator import Estimator
+from kvabr.abr.ladder import Ladder
+from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.view import Future, Transfer, View
+from kvabr.player import abandon
+from kvabr.player.abandon import LEAST_SILENCE_S, StallDetector
 from kvabr.player.compute_queue import ComputeQueue
-from kvabr.player.live_edge import NO_CHANGES, EdgeChanges
-from kvabr.player.play_state import PlayState
-from kvabr.player.session_types import FetchGroup, Recompute
+from kvabr.player.decode_queue import DecodeQueue
+from kvabr.player.decode_rates import DecodeRates
+from kvabr.player.event_log import EventLog
+from kvabr.player.goals.blend import BlendAim
+from kvabr.player.goals.live import NO_CHANGES, EdgeChanges, LivePlay
+from kvabr.player.goals.prefix import PrefixAim
+from kvabr.player.goals.upgrade import UpgradeAim
+from kvabr.player.goals.whole import WholeAim
+from kvabr.player.groups import Groups
+from kvabr.player.policy_guard import CallLimit, PolicyGuard, at_once
+from kvabr.player.priorities import RequestPriorities
+from kvabr.player.retry_tracker import RetryTracker
+from kvabr.player.session_types import (
+    MAX_TICK_S,
+    WHOLE,
+    Action,
+    BlendGoal,
+    Cancel,
+    Decode,
+    Deliver,
+    FetchGroup,
+    GiveUp,
+    Goal,
+    GroupRecords,
+    PlayerConfig,
+    PlayRecord,
+    PrefixGoal,
+    Recompute,
+    UpgradeGoal,
+)
+from kvabr.player.throughput_sampler import ChunkedThroughputSampler, ThroughputSampler
 from kvabr.types.catalog import RECOMPUTED
+from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import EngineMode
+from kvabr.types.errors import UsageError
 from kvabr.types.events import (
     FirstByteReceived,
     GroupDecoded,
     Limit,
-    ProducerStopped,
+    Log,
     RecomputeDone,
     RecomputeFailed,
     RecomputeStarted,
+    RequestCancelled,
     RequestDone,
     RequestFailed,
     RequestSent,
@@ -52,10 +83,94 @@ from kvabr.types.events import (
 
 _ASKED = 64
 """Decisions at one event; the policy is asked again at once, but what has happened meanwhile comes first."""
+_ABANDONED = 64
+"""Most transfers that are abandoned at one tick."""
+_HURRY_TICKS = 1.5
+"""Ticks before the last moment at which decoding must begin to be in time."""
 
 
-class Session(PlayState):
+class Session:
     """One play. Events go in through the methods below, actions come out of `actions`."""
+
+    def __init__(
+        self,
+        ladder: Ladder,
+        deadline_s: float,
+        policy: Policy,
+        estimator: Estimator,
+        *,
+        goal: Goal = WHOLE,
+        cost: PrefillCost | None = None,
+        mode: EngineMode = "hole",
+        config: PlayerConfig | None = None,
+        oracle: Future | None = None,
+        decode_rates: DecodeRates | None = None,
+        expected_s: Sequence[float] | None = None,
+        log: Log | None = None,
+        limited: CallLimit = at_once,
+    ) -> None:
+        """Begin with every group absent; arguments and errors are those of `kvabr.player.builder.new_session`."""
+        if not 0 < deadline_s < math.inf:
+            raise UsageError(f"the deadline is {deadline_s} s; it must be a positive number of seconds")
+        self.config = config = config or PlayerConfig()
+        self.retries = RetryTracker(ladder, config.attempts)
+        self.view = View(
+            ladder,
+            deadline_s,
+            cost=cost,
+            front_first=cost is not None and mode == "suffix",
+            gpu_price=config.gpu_price,
+            time_price=config.time_price,
+            decoders=config.decoders,
+            oracle=oracle,
+            decode_seconds=None if decode_rates is None else decode_rates.seconds,
+            decode_latency=None if decode_rates is None else decode_rates.latency,
+            decodes_last=config.decodes_last,
+            unavailable=self.retries.unavailable,
+        )
+        self.catalog = ladder.catalog
+        records = GroupRecords(self.catalog.groups)
+        self.record = PlayRecord(records)
+        self.groups = Groups(self.view, records)
+        self.events = EventLog(log, self.view)
+        self.guard = PolicyGuard(policy, self.view, limited)
+        self.tick_s = self.next_tick_s = min(deadline_s / config.ticks, MAX_TICK_S)
+        meter = ChunkedThroughputSampler if config.chunked else ThroughputSampler
+        self._sampler = meter(estimator, deadline_s, self.events.limited)
+        self._decode_rates = decode_rates
+        self.engine = None if cost is None else ComputeQueue(cost, mode, self.view, self.tick_s)
+        self.groups.engine = self.engine
+        self.alone_s = None if cost is None else cost.seconds(0, self.catalog.tokens)
+        """Seconds that the engine would take for everything; None if there never was one."""
+        self._engine_s = 0.0
+        """When the engine last finished something."""
+        self._stalls = None if config.stalled_after is None else StallDetector(config.stalled_after * deadline_s)
+        self._decoders = DecodeQueue(self.view, self.groups, config.decode_ahead_s, together=config.together)
+        self._actions: list[Action] = []
+        self.heard_s = 0.0
+        """When the last bytes came."""
+        self._requests = 0
+        self._pushed: set[int] = set()
+        """Requests for what the publisher sends unasked."""
+        self._priorities = RequestPriorities(self.catalog.groups)
+        self.content = False
+        """Whether the policy wanted nothing more when it was last asked."""
+        self._more_s = math.inf
+        """When the policy was not asked for all that it wants; infinite if it was."""
+        self.over = self.closed = False
+        """True once the play has been delivered or given up; and once groups come too late to get into the cache."""
+        self._live = None if expected_s is None else LivePlay(self, expected_s)
+        self.aim = self._aim(goal, mode)
+
+    def _aim(self, goal: Goal, mode: EngineMode) -> WholeAim:
+        match goal:
+            case PrefixGoal():
+                return PrefixAim(self, mode)
+            case UpgradeGoal():
+                return UpgradeAim(self, goal)
+            case BlendGoal():
+                return BlendAim(self, goal)
+        return WholeAim(self)
 
     # ------------------------------------------------------------------ events
 
@@ -65,13 +180,15 @@ class Session(PlayState):
         Raises:
             PolicyError: the policy refuses this play, raises, or makes an invalid decision. Every event may raise it.
         """
+        if not self.aim.start(now):
+            return
         self.view.now = now
-        self._leave_out(self._catalog.computed)
-        self._guard.start()
-        self._advance(now)
+        self._leave_out(self.catalog.computed)
+        self.guard.start()
+        self.advance(now)
 
     def published(self, edge: int, now: float, changes: EdgeChanges = NO_CHANGES) -> None:
-        """Take that the first ``edge`` groups of a live asset exist; their base, which is pushed, is on its way.
+        """Handle news of a live asset: the first ``edge`` groups exist; their base, which is pushed, is on its way.
 
         Args:
             edge: the number of groups.
@@ -79,64 +196,25 @@ class Session(PlayState):
             changes: tracks that are missing, and those that were and exist now. The base of groups that were not asked
                 for before is requested as any group is.
         """
-        live, view, lane = self._live, self.view, self._compute
-        if self.over or live is None:
-            return
-        new = range(live.edge, max(live.edge, min(edge, view.groups)))
-        if not new and not changes.added and not changes.coming:
-            return
-        live.expect(changes.coming, now)
-        self._retries.unavailable.update(changes.left_out)
-        for group, track in changes.added:
-            self._retries.added(group, track)
-            if group in view.settled:
-                view.settled.add(group)
-        view.added += bool(changes.added)
-        if new:
-            live.reach(new.stop, now)
-            view.edge = new.stop
-            self._note_published(live, now)
-        base = view.ladder.cheapest
-        for group in new:
-            engine = group not in self._absent or (lane is not None and group in lane.chosen)
-            if (group, base) in view.unavailable or engine:
-                continue
-            decision = Decision.fetch(group, base, "the publisher pushes the base of what it publishes")
-            if changes.pushed is None or group in changes.pushed:
-                self._pushed.add(self._requests)
-            self._request(group, (base,), decision, now, upgrade=False)
-        self._sync_missing(new)
-        self._advance(now)
+        if not self.over and self._live is not None:
+            self._live.published(edge, now, changes)
 
     def producer_stopped(self, reason: str, now: float) -> None:
-        """Take that nothing more of a live asset will be published, and why."""
-        live, lane = self._live, self._compute
-        if self.over or live is None or live.ended is not None:
-            return
-        live.coming.clear()
-        if live.edge == self.view.groups:
-            self._advance(now)
-            return
-        live.ended = reason
-        if self.record.live is not None:
-            self.record.live.stopped = reason
-        self._events.emit(ProducerStopped, now, live.edge, reason)
-        if lane is not None:
-            lane.choose([group for group in self._absent if group >= live.edge])
-            self._sync_missing(range(self.view.groups))
-        self._advance(now)
+        """Handle the end of a live asset's producer: nothing more will be published, and why."""
+        if not self.over and self._live is not None:
+            self._live.stopped(reason, now)
 
     def first_byte(self, request: int, now: float, limit: Limit = "network") -> None:
-        """Take the first byte of a request; ``limit`` says what limited it."""
+        """Handle the first byte of a request; ``limit`` says what limited it."""
         transfer = self.view.in_flight.get(request)
         if transfer is not None and transfer.first_byte_s is None:
             self.view.in_flight.begun(transfer, now)
             if limit != "kept":
                 self._sampler.first_byte(None if request in self._pushed else now - transfer.requested_s, now)
-            self._events.emit(FirstByteReceived, now, request)
+            self.events.emit(FirstByteReceived, now, request)
 
     def progress(self, request: int, received: int, now: float, limit: Limit = "network") -> None:
-        """Take progress: ``received`` bytes of a request in all; ``limit`` says what limited the new ones."""
+        """Handle progress: ``received`` bytes of a request in all; ``limit`` says what limited the new ones."""
         transfer = self.view.in_flight.get(request)
         if transfer is None:
             return
@@ -149,46 +227,44 @@ class Session(PlayState):
             self.record.bytes_fetched += more
             if limit != "network":
                 self.record.bytes_held_up[limit] = self.record.bytes_held_up.get(limit, 0) + more
-            self._heard_s = now
+            self.heard_s = now
             if self._stalls is not None:
                 self._stalls.heard(transfer, now)
             self._sampler.received(more, now, limit)
 
     def done(self, request: int, now: float, limit: Limit = "network") -> None:
-        """Take the end of a request: all its bytes are here; ``limit`` says what limited the new ones."""
+        """Handle the end of a request: all its bytes are here; ``limit`` says what limited the new ones."""
         transfer = self.view.in_flight.get(request)
         if transfer is None:
             return
         self.progress(request, transfer.bytes, now, limit)
         del self.view.in_flight[request]
-        group, progress = transfer.group, self._groups[transfer.group]
+        group, progress = transfer.group, self.groups[transfer.group]
         transfer.done_s = now
         progress.land(transfer)
         progress.arrived += (transfer,)
-        if self._catalog.by_name[transfer.track].refines is None:
-            self._set_absent(group, absent=False)
+        self.groups.restage((group,))
         self._sampler.settle(now, idle=self._idle())
-        self._events.emit(RequestDone, now, request, group, transfer.track, transfer.bytes)
+        self.events.emit(RequestDone, now, request, group, transfer.track, transfer.bytes)
         self._count_decoding(group)
-        if not progress.flying and self.view.track_of[group] != RECOMPUTED:
-            self.view.settled.add(group)
-        self._advance(now)
+        self.groups.settle(group)
+        self.advance(now)
 
     def failed(self, request: int, reason: str, now: float, *, busy: bool = False) -> None:
-        """Take the failure of a request: reset, refused, or the wrong length.
+        """Handle the failure of a request: reset, refused, or the wrong length.
 
         ``busy``: the publisher has too much to do. That says nothing against the group, which may be requested again.
         """
         transfer = self.view.in_flight.pop(request, None)
         if transfer is not None:
-            self._groups[transfer.group].land(transfer)
+            self.groups[transfer.group].land(transfer)
             self.view.outstanding_bytes -= transfer.remaining
             self._sampler.settle(now, idle=self._idle())
             self._lost(transfer, RequestFailed, reason, now, counts=not busy)
-            self._advance(now)
+            self.advance(now)
 
     def decoded(self, request: int, now: float, seconds: float | None = None) -> None:
-        """Take a group that is decoded and in place, with the layers that were decoded together with it.
+        """Handle a group that is decoded and in place, with the layers that were decoded together with it.
 
         ``seconds`` says how long a thread was at it.
         """
@@ -196,196 +272,220 @@ class Session(PlayState):
         better = bool(batch) and self.record.groups[batch[0].group].ready_s is not None
         for transfer in batch:
             self._place(transfer, now, better=better)
-            self._events.emit(GroupDecoded, now, transfer.request, transfer.group, transfer.track)
+            self.events.emit(GroupDecoded, now, transfer.request, transfer.group, transfer.track)
         if batch:
-            self._observe_decoding(batch[-1], seconds)
-            progress = self._groups[batch[-1].group]
+            self.groups.restage((batch[0].group,))
+            if self._decode_rates is not None and seconds is not None:
+                self._decode_rates.observe(batch[-1].track, self.catalog.share(batch[-1].group), seconds)
+                self._decoders.reckon()
+            progress = self.groups[batch[-1].group]
             for useless in progress.superseded(batch[-1]):
                 self._drop(useless)
             self._count_decoding(batch[-1].group)
-            self._groups.rest(batch[-1].group)
-            self._advance(now)
+            self.groups.rest(batch[-1].group)
+            self.advance(now)
 
     def refused(self, request: int, reason: str, now: float) -> None:
-        """Take a frame that could not be decoded: corrupt, truncated, or foreign. Nothing is in place of its batch."""
+        """Handle a frame that cannot be decoded: corrupt, truncated, or foreign. Nothing is in place of its batch."""
         if not (batch := self._end_decoding(request)):
             return
         number = next(number for number, transfer in enumerate(batch) if transfer.request == request)
-        self._groups[batch[0].group].arrived += (*batch[:number], *batch[number + 1 :])
+        self.groups[batch[0].group].arrived += (*batch[:number], *batch[number + 1 :])
         self._lost(batch[number], RequestFailed, reason, now)
-        self._advance(now)
+        self.advance(now)
 
     def computed(self, first: int, last: int, now: float) -> None:
-        """Take groups ``first`` to ``last`` - 1, which the engine has computed and which are in place."""
-        lane = self._compute
+        """Handle groups ``first`` to ``last`` - 1, which the engine has computed and which are in place."""
+        lane = self.engine
         if self.over or lane is None or lane.computing != (first, last):
             return
         tail = lane.tail
-        self._engine_done(lane.finish(), now)
-        self.record.tokens_recomputed += self._catalog.tokens_before(last) - self._catalog.tokens_before(first)
-        if self._closed:
+        self.engine_done(lane.finish(), now)
+        self.record.tokens_recomputed += self.catalog.tokens_before(last) - self.catalog.tokens_before(first)
+        if self.closed:
             return
         self.record.steps.append(("compute", first, last))
         for group in range(first, last):
             record = self.record.groups[group]
             if record.ready_s is None:
-                self._in_place += 1
+                self.groups.in_place += 1
             self.record.bytes_wasted += record.bytes
             record.track, record.bytes, record.source = RECOMPUTED, 0, "recomputed"
             record.requested_s, record.first_byte_s, record.done_s, record.ready_s = lane.started_s, None, None, now
-            for transfer in self._groups[group].arrived:
+            for transfer in self.groups[group].arrived:
                 self._drop(transfer)
             self._count_decoding(group)
             # A frame of this group may have been decoded meanwhile; the computed group replaces it.
             self.view.track_of[group] = RECOMPUTED
             self.view.settled.discard(group)
-            self._set_absent(group, absent=False)
-        self._sync_engine(lane, tail)
-        self._events.emit(RecomputeDone, now, first, last)
-        self._advance(now)
+        self.groups.restage((*range(first, last), *_between(tail, lane.tail)))
+        self.events.emit(RecomputeDone, now, first, last)
+        self.advance(now)
 
     def compute_failed(self, reason: str, now: float) -> None:
-        """Take a failure of the engine. The session does not use it again: the network must bring the rest."""
-        lane = self._compute
-        if self._closed or lane is None or lane.computing is None:
+        """Handle a failure of the engine. The session does not use it again: the network must bring the rest."""
+        lane = self.engine
+        if self.closed or lane is None or lane.computing is None:
             return
         first, last = lane.computing
         left = {*range(first, last), *lane.chosen}
-        self._engine_done(lane.finish(), now)
-        self._events.emit(RecomputeFailed, now, first, last, reason)
-        self._retries.engine_failed(reason)
-        self._compute = self.view.cost = None
+        self.engine_done(lane.finish(), now)
+        self.events.emit(RecomputeFailed, now, first, last, reason)
+        self.retries.engine_failed(reason)
+        self.engine = self.groups.engine = self.view.cost = None
         self.view.engine_backlog_s = 0.0
-        self._take_back(left)
-        self._advance(now)
+        for group in left:
+            self.groups.fall_back(group)
+            self._decoders.moved(group)
+        self.groups.restage(range(self.catalog.groups))
+        self.advance(now)
 
     def waited(self, now: float) -> None:
         """Note that nothing could come until now, because other plays used the shared link."""
-        self._heard_s = now
+        self.heard_s = now
         self._sampler.waited(now)
         if self._stalls is not None:
             self._stalls.waited(self.view.in_flight.values(), now)
 
     def timer(self, now: float) -> None:
-        """Take the tick that `next_timer` asked for."""
-        if self._closed or self._ended(now):
+        """Handle the tick that `next_timer` asked for."""
+        if self.over or self.aim.timer(now) or self.aim.ended(now):
             return
-        if self._more_s < math.inf and now < self._next_tick_s:
-            self._advance(now)
+        if self._more_s < math.inf and now < self.next_tick_s:
+            self.advance(now)
             return
-        self._next_tick_s = now + self._tick_s
+        self.next_tick_s = now + self.tick_s
         self._sampler.tick(now, waiting=bool(self.view.in_flight), idle=self._idle())
-        self._refresh(now)
-        if self._guard.policy.abandons:
+        self.look(now)
+        if self.guard.policy.abandons:
             self._abandon(now)
         if self._stalls is not None:
             view = self.view
             drain_s = view.outstanding_bytes / view.rate if view.rate > 0 else 0.0
             for transfer, proven in self._stalls.stalled(view.in_flight, view.ttfb_s, now, drain_s=drain_s):
-                self._cancel(transfer, "it has stalled", now, failed=proven)
-        self._events.progress(now, self.record.bytes_fetched)
-        self._advance(now)
+                self.cancel(transfer, "it has stalled", now, failed=proven)
+        self.events.progress(now, self.record.bytes_fetched)
+        self.advance(now)
 
     def stop(self, now: float, reason: str) -> None:
         """End the play: its owner wants nothing more. A prefix is cut, an incomplete cache is given up."""
-        if self.over:
-            return
-        if self._in_place == self._catalog.groups:
-            self._deliver(now)
-        elif self._prefix:
-            self._deliver(now, cut=reason)
-        else:
-            self._give_up(now, reason)
+        if not self.over:
+            self.aim.stop(now, reason)
 
     # ----------------------------------------------------------------- outputs
+
+    def actions(self) -> list[Action]:
+        """Return what the driver must do now, in order; each action is returned once."""
+        out, self._actions = self._actions, []
+        return out
 
     def next_timer(self) -> float | None:
         """Return when the driver must call `timer`, seconds since the play began; None once the play is over."""
         if self.over:
             return None
-        if self._more_s < math.inf:
-            return self._more_s
-        ends = (self.view.deadline_s, self._patience_s(), self._next_tick_s, self._look_s)
-        return min(end for end in ends if end > self.view.now or end == self._next_tick_s)
+        soonest_s = self._more_s
+        if soonest_s == math.inf:
+            look_s = math.inf if self._live is None else self._live.look_s
+            ends = (self.view.deadline_s, self.aim.patience_s(), self.next_tick_s, look_s)
+            soonest_s = min(end for end in ends if end > self.view.now or end == self.next_tick_s)
+        return self.aim.next_timer(soonest_s)
 
     def time_left(self, now: float) -> float:
         """Return the seconds until the deadline; once it has passed, until the play ends at the latest."""
         end_s = self.view.deadline_s
-        return (end_s if now < end_s else self._patience_s()) - now
+        return (end_s if now < end_s else self.aim.patience_s()) - now
 
-    # ---------------------------------------------------------------- internals
+    # ------------------------------------------------------------ for its goal
 
-    def _ended(self, now: float) -> bool:
-        """End the play if its time is up. That takes no decision, and waits for nothing that is being decoded."""
-        complete = self._in_place == self._catalog.groups
-        if now >= self.view.deadline_s and (complete or self._prefix):
-            self._refresh(now)
-            self._deliver(now, cut=None if complete else "the deadline has come")
-        elif not complete and now >= self._patience_s():
-            self._refresh(now)
-            self._give_up(now, self._lacking())
-        return self._closed
+    @property
+    def stopped(self) -> str | None:
+        """Why a producer has stopped before the last group; None if it has not."""
+        return None if self._live is None else self._live.edge.ended
 
-    def _advance(self, now: float) -> None:
-        if self._closed or self._ended(now):
+    def lacking(self) -> str:
+        """Return what is still missing, in words."""
+        left = self.catalog.groups - self.groups.in_place
+        lacking = f"{left} of {self.catalog.groups} groups are still not in place"
+        return lacking if self._live is None else lacking + self._live.lacking()
+
+    def layers_pay(self, now: float) -> bool:
+        """Return whether layers that a producer is still encoding are worth the wait."""
+        return self._live is not None and self._live.layers_pay(now)
+
+    def asked(self) -> int:
+        """Return how many requests there have been."""
+        return self._requests
+
+    def act(self, action: Action) -> None:
+        """Have the driver do something."""
+        self._actions.append(action)
+
+    def waiting(self) -> bool:
+        """Return whether a request is under way, or something is being decoded or waits for that."""
+        return bool(self.view.in_flight or self._decoders.decoding or self._decoders)
+
+    def decoding(self) -> bool:
+        """Return whether anything is being decoded."""
+        return bool(self._decoders.decoding)
+
+    def undecoded(self) -> int:
+        """Return how many layers are being decoded, and groups wait for that."""
+        return len(self._decoders.decoding) + len(self._decoders)
+
+    def silent(self, now: float) -> bool:
+        """Return whether nothing arrives and nothing is being decoded or computed, so that waiting is pointless."""
+        share = self.config.silent_after
+        if share is None or self.undecoded() or (self.engine is not None and self.engine.busy):
+            return False
+        return now - self.heard_s >= max(share * self.view.deadline_s, 3 * self.view.ttfb_s, LEAST_SILENCE_S)
+
+    def look(self, now: float) -> None:
+        """Take in what time it is: estimates, and what follows from them."""
+        view = self.view
+        view.now = now
+        view.rate, view.lower_bound, view.ttfb_s = self._sampler.estimates()
+        view.growing = self._sampler.growing
+        if self._live is not None:
+            self._live.look(now)
+        if self.engine is not None:
+            view.engine_backlog_s = self.engine.backlog_s(now)
+        self.aim.look(now)
+
+    def advance(self, now: float) -> None:
+        """Go on after an event."""
+        if self.closed or self.aim.ended(now):
             return
-        self._refresh(now)
-        complete = self._in_place == self._catalog.groups
-        if self._compute is not None:
-            self._use_engine(self._compute, now)
-        self._content, asked, self._more_s = False, 0, math.inf
-        while not self._content and self._has_room():
+        self.look(now)
+        complete = self.groups.complete
+        if not self.aim.go_on(now):
+            return
+        if self.engine is not None:
+            self._use_engine(self.engine, now)
+        if self.over:
+            return
+        self.content, asked, self._more_s = False, 0, math.inf
+        while not self.content and self.has_room():
             if asked == _ASKED:
                 self._more_s = now
                 break
             asked += 1
-            self._act(self._guard.ask(), now)
-        self._decode(now)
-        self._conclude(now, complete=complete)
+            self.obey(self.guard.ask(), now)
+        self.decode(now)
+        self.aim.conclude(now, complete=complete)
+        self.aim.advanced(now)
 
-    def _conclude(self, now: float, *, complete: bool) -> None:
-        """End the play if nothing is left to ask for, to wait for, or to hope for."""
-        if self.over or (complete and self._layers_pay(now)):
-            return
-        stopped = self._live is not None and self._live.ended is not None
-        if self._content and not self._anything_pending() and (complete or stopped or not self.view.coming):
-            if complete:
-                self._deliver(now)
-                return
-            if stopped and not self.view.missing:
-                self._end_short(now)
-                return
-            left = self._catalog.groups - self._in_place
-            raise self._guard.invalid(f"waits while {left} groups are missing and nothing is in flight")
-        waits = self.view.coming and not stopped
-        if self._prefix and not waits and not self.view.in_flight and not self._decoding and not self._undecoded:
-            if stopped:
-                self._end_short(now)
-                return
-            # All that is left is to wait for the moment at which the engine would start.
-            self._deliver(now, cut=None if complete else "the rest cannot be fetched, or is sooner computed")
-            return
-        if now >= self.view.deadline_s and not complete and self._silent(now):
-            self._give_up(now, f"{self._lacking()}, and nothing has come for {now - self._heard_s:.2f} s")
-
-    def _end_short(self, now: float) -> None:
-        """End the play of a live asset whose producer has stopped: all that it has published is in place."""
-        if self._prefix:
-            self._deliver(now, cut=self._lacking())
-        else:
-            self._give_up(now, self._lacking())
-
-    def _act(self, decision: Decision, now: float) -> None:
+    def obey(self, decision: Decision, now: float) -> None:
+        """Do what the policy has decided."""
         kind, group = decision.kind, decision.group
         if kind in {"wait", "finish", "deliver"}:
-            self._content = True
-            self._events.decision(decision, now)
+            self.content = True
+            self.events.decision(decision, now)
             if kind == "deliver":
                 for transfer in list(self.view.in_flight.values()):
-                    self._cancel(transfer, "it is not worth the wait", now)
-                self._content = not self.view.missing
+                    self.cancel(transfer, "it is not worth the wait", now)
+                self.content = not self.view.missing
         elif kind == "recompute" and group is not None:
-            self._events.decision(decision, now)
+            self.events.decision(decision, now)
             self._leave_to_engine(group, now)
         elif group is not None and decision.track is not None:
             self._fetch(group, decision.track, decision, now)
@@ -397,21 +497,23 @@ class Session(PlayState):
         unavailable = next((n for n, layer in enumerate(layers) if (group, layer) in view.unavailable), len(layers))
         if decision.kind == "upgrade":
             if unavailable:
-                self._request(group, layers[:unavailable], decision, now, upgrade=True)
+                self.request(group, layers[:unavailable], decision, now, upgrade=True)
             else:
                 view.settled.discard(group)  # the policy wants what cannot be had: the group keeps its track
-        elif usable := self._retries.usable(group, layers[0], engine=self._compute is not None):
+        elif usable := self.retries.usable(group, layers[0], engine=self.engine is not None):
             same = layers[:unavailable] if usable == layers[0] else (usable,)
-            self._request(group, same, decision, now, upgrade=False)
-        elif self._compute is None:
-            self._give_up(
-                now, f"{self._catalog.title(group)} failed on every track, and there is no engine to compute it"
+            self.request(group, same, decision, now, upgrade=False)
+        elif self.engine is None:
+            self.give_up(
+                now, f"{self.catalog.title(group)} failed on every track, and there is no engine to compute it"
             )
         else:
             self._leave_to_engine(group, now)
 
-    def _request(self, group: int, layers: Sequence[str], decision: Decision, now: float, *, upgrade: bool) -> None:
-        """Request one or more layers of a group, lowest first."""
+    def request(
+        self, group: int, layers: Sequence[str], decision: Decision, now: float, *, upgrade: bool, pushed: bool = False
+    ) -> None:
+        """Request one or more layers of a group, lowest first; ``pushed``: the publisher sends them unasked."""
         view = self.view
         if upgrade:
             saved = view.loss(group, view.track_of[group] or layers[0]) - view.loss(group, layers[-1])
@@ -421,65 +523,238 @@ class Session(PlayState):
         else:
             dearer = not view.front_first and layers[-1] != view.ladder.cheapest
             priority = self._priorities.required(group, dearer=dearer)
-            view.missing_groups.discard(group)
         for track in layers:
             request = self._requests
             self._requests += 1
-            size = self._catalog.by_name[track].bytes[group]
+            if pushed:
+                self._pushed.add(request)
+            size = self.catalog.by_name[track].bytes[group]
             # Only the base of a missing group is required.
             transfer = Transfer(request, group, track, size, upgrade or track != layers[0], now, priority=priority)
             view.in_flight[request] = transfer
-            self._groups[group].flying += (transfer,)
+            self.groups[group].flying += (transfer,)
             if self._stalls is not None:
                 self._stalls.asked(transfer)
             view.outstanding_bytes += size
             self._actions.append(FetchGroup(request, group, track, size, priority, request in self._pushed))
             kind = "upgrade" if transfer.upgrade else "fetch"
-            self._events.decision(decision, now, request=request, kind=kind, track=track)
-            self._events.emit(RequestSent, now, request, group, track, size)
+            self.events.decision(decision, now, request=request, kind=kind, track=track)
+            self.events.emit(RequestSent, now, request, group, track, size)
         view.track_of[group] = layers[-1]
-        self._undecoded.moved(group)
+        self.groups.restage((group,))
+        self._decoders.moved(group)
 
     def _leave_to_engine(self, group: int, now: float) -> None:
-        lane = self._compute
+        lane = self.engine
         if lane is not None:
             tail = lane.tail
             lane.choose((group,))
             self.view.settled.discard(group)
             self.view.engine_backlog_s = lane.backlog_s(now)
-            self._sync_missing((group,))
-            self._sync_engine(lane, tail)
+            self.groups.restage((group, *_between(tail, lane.tail)))
             self._use_engine(lane, now)
 
     def _use_engine(self, lane: ComputeQueue, now: float) -> None:
         """Re-plan what is left to the engine, and start what it can compute now."""
-        alone = self._guard.policy.computes
-        after = 1.0 if alone else self._config.plan_after
+        alone = self.guard.policy.computes
+        after = 1.0 if alone else self.config.plan_after
         if now >= after * self.view.deadline_s:
-            dead = self._dead(now) or lane.overdue(now, self._absent)
+            dead = self._dead(now) or lane.overdue(now, self.groups.absent)
             changed, found = lane.replan(now, dead=dead)
             if changed:
                 what = "nothing" if found is None else f"groups {found.first} to {found.last - 1}"
                 reason = "the network should bring the rest in time" if found is None else found.reason
-                self._events.decision(Decision.wait(f"recompute {what}: {reason}"), now, kind="plan")
-                self._sync_missing(changed)
+                self.events.decision(Decision.wait(f"recompute {what}: {reason}"), now, kind="plan")
+                self.groups.restage(changed)
         # What a producer that has stopped did not publish cannot come any more.
-        at_once = alone or (self._live is not None and self._live.ended is not None)
-        if (ready := lane.ready(now, self._absent, self.record.groups, at_once=at_once)) is None:
+        at_once = alone or self.stopped is not None
+        if (ready := lane.ready(now, self.groups.absent, self.record.groups, at_once=at_once)) is None:
             return
         first, last = ready
-        if self._prefix:
-            sooner = f"groups {first} to {last - 1} are sooner computed than fetched"
-            self._deliver(now, cut=self._lacking() if at_once and not alone else sooner)
+        if not self.aim.computes(now, first, last, self.lacking() if at_once and not alone else None):
             return
-        flying = [transfer for group in range(first, last) for transfer in self._groups[group].flying]
+        flying = [transfer for group in range(first, last) for transfer in self.groups[group].flying]
         for transfer in sorted(flying, key=lambda one: one.request):
-            self._cancel(transfer, "the engine computes this group", now)
+            self.cancel(transfer, "the engine computes this group", now)
+        lane.start(first, last, now)
+        self.groups.restage(range(first, last))
         for group in range(first, last):
-            self._set_absent(group, absent=False)
             self.view.track_of[group] = RECOMPUTED
             self.view.settled.discard(group)
-            self.view.missing_groups.discard(group)
-        lane.start(first, last, now)
         self._actions.append(Recompute(first, last))
-        self._events.emit(RecomputeStarted, now, first, last)
+        self.events.emit(RecomputeStarted, now, first, last)
+
+    def _leave_out(self, groups: Collection[int]) -> None:
+        """Leave groups that no asset has to the engine from the beginning."""
+        if groups:
+            every = self.catalog.by_name
+            self.retries.unavailable.update((group, track) for group in groups for track in every)
+            if self.engine is not None:
+                self.engine.choose(groups)
+            self.groups.restage(range(self.catalog.groups))
+
+    def _idle(self) -> bool:
+        """Return whether no request is receiving bytes."""
+        return not self.view.in_flight.receiving
+
+    def _dead(self, now: float) -> bool:
+        """Return whether requests have brought nothing for so long that the engine should start."""
+        share, view = self.config.stalled_after, self.view
+        if share is None or not view.in_flight or self.undecoded():
+            return False
+        return now - self.heard_s >= max(share * view.deadline_s, 4 * view.ttfb_s, LEAST_SILENCE_S)
+
+    def has_room(self) -> bool:
+        """Return whether there may be more requests now."""
+        view, config = self.view, self.config
+        if len(view.in_flight) >= config.most_requests or not self.aim.has_room():
+            return False
+        if self.guard.policy.paces:
+            most = config.ahead * view.rate * (view.ttfb_s + self.tick_s)
+            return view.outstanding_bytes < max(config.least_ahead_bytes, most)
+        if len(view.in_flight) < (config.min_requests if view.rate > 0 else config.first_requests):
+            return True
+        # What is in flight must last for a round trip and a tick, or the link runs dry.
+        return view.outstanding_bytes < view.rate * (1.5 * view.ttfb_s + self.tick_s)
+
+    def _count_decoding(self, group: int) -> None:
+        """Work out anew what is to be decoded of a group."""
+        self._decoders.update(group, self.record.groups[group].track)
+
+    def decode(self, now: float) -> None:
+        """Give the decoders as much as they can do at once."""
+        queue, view = self._decoders, self.view
+        while not queue.busy:
+            hurry = now + view.decode_backlog_s + _HURRY_TICKS * self.tick_s >= view.deadline_s
+            engine = self.engine is not None
+            group = queue.next(now, hurry=hurry, engine=engine, will_replace=self.guard.will_replace)
+            if group is None:
+                break
+            *below, top = queue.begin(group, self.record.groups[group].track)
+            self._actions.append(Decode(top.request, group, top.track, tuple(one.request for one in below)))
+
+    def engine_done(self, begun_s: float, now: float) -> None:
+        """Count what the engine has done since then. It does one thing after the other, whatever it was asked when."""
+        self.record.recompute_s += now - max(begun_s, self._engine_s)
+        self._engine_s = now
+
+    def _end_decoding(self, request: int) -> tuple[Transfer, ...]:
+        """Take the batch with this request from the decoders; empty if it is no longer wanted."""
+        if self.closed:
+            return ()  # too late: the cache is as it will be handed over, and so is the record
+        return self._decoders.end(request)
+
+    def _place(self, transfer: Transfer, now: float, *, better: bool) -> None:
+        """Record that a group is in place on the track of a transfer; ``better``: it was on another one before."""
+        record = self.record.groups[transfer.group]
+        if record.track == RECOMPUTED:
+            self.record.bytes_wasted += transfer.bytes
+            return
+        layered = self.catalog.by_name[transfer.track].refines is not None
+        if record.ready_s is None:
+            self.groups.in_place += 1
+        elif not layered:
+            self.record.bytes_wasted += record.bytes
+        record.bytes = transfer.bytes + (record.bytes if layered else 0)
+        record.requested_s, record.first_byte_s = transfer.requested_s, transfer.first_byte_s
+        record.done_s, record.ready_s = transfer.done_s, now
+        record.source = "upgraded" if better else "fetched"
+        record.track = transfer.track
+        self.record.steps.append(("fetch", transfer.group, transfer.track))
+
+    def _lost(
+        self,
+        transfer: Transfer,
+        event: type[RequestFailed | RequestCancelled],
+        reason: str,
+        now: float,
+        *,
+        counts: bool = True,
+    ) -> None:
+        """Return a group whose transfer failed or was cancelled to its previous state; see `RetryTracker.failed`."""
+        group = transfer.group
+        progress = self.groups[group]
+        self.record.bytes_wasted += transfer.received
+        self.events.emit(event, now, transfer.request, group, transfer.track, transfer.received, reason)
+        if event is RequestFailed:
+            self.retries.failed(group, transfer.track, reason, upgrade=transfer.upgrade, counts=counts)
+        for other in progress.above(transfer.track):
+            if other in progress.flying:
+                self.cancel(other, f"{transfer.track} below it is lost", now)
+            else:
+                self._drop(other)
+        self._count_decoding(group)
+        self.groups.fall_back(group)
+
+    def _drop(self, transfer: Transfer) -> None:
+        """Forget a transfer that has arrived and is of no use any more."""
+        self.groups[transfer.group].drop(transfer)
+        self.record.bytes_wasted += transfer.bytes
+        self._actions.append(Cancel(transfer.request))
+
+    def _abandon(self, now: float) -> None:
+        """Cancel what will be late while something cheaper is not."""
+        view, begun = self.view, 0
+        while begun < _ABANDONED:
+            found = abandon.choose(view, self.retries.cheapest_left, begun=begun > 0)
+            if found is None:
+                break
+            begun += 1
+            self.record.abandoned += 1
+            if not found[0].upgrade:
+                self.retries.abandoned(found[0].group)
+            self.cancel(*found, now)
+        if not begun and self.aim.drops_upgrades and (hopeless := abandon.hopeless(view, self.groups.here)) is not None:
+            self.record.abandoned += 1
+            self.retries.dropped(hopeless[0].group, hopeless[0].track)
+            self.cancel(*hopeless, now)
+
+    def cancel(self, transfer: Transfer, reason: str, now: float, *, failed: bool = False) -> None:
+        """Cancel a transfer, and those that need it, unless it is no longer in flight."""
+        if self.view.in_flight.pop(transfer.request, None) is None:
+            return
+        self.groups[transfer.group].land(transfer)
+        self._decoders.moved(transfer.group)
+        self.view.outstanding_bytes -= transfer.remaining
+        self._actions.append(Cancel(transfer.request))
+        self._sampler.settle(now, idle=self._idle())
+        self._lost(transfer, RequestFailed if failed else RequestCancelled, reason, now)
+
+    def _end(self, reason: str, now: float) -> None:
+        for transfer in self.view.in_flight.values():  # they leave no groups that anybody would ask for
+            self._actions.append(Cancel(transfer.request))
+            self.record.bytes_wasted += transfer.received
+            self.events.emit(
+                RequestCancelled, now, transfer.request, transfer.group, transfer.track, transfer.received, reason
+            )
+            progress = self.groups[transfer.group]
+            for other in progress.above(transfer.track) if progress.arrived else ():
+                if other in progress.arrived:
+                    self._drop(other)
+        self.view.in_flight.clear()
+        self.view.outstanding_bytes = 0
+        left = (progress.arrived for progress in self.groups.values())
+        undecoded = sum(one.bytes for one in (*self._decoders.decoding.values(), *chain.from_iterable(left)))
+        self.record.bytes_undecoded += undecoded
+        self.record.bytes_wasted += undecoded
+        self.over = self.closed = self.content = True
+
+    def hand_over(self, now: float, cut: str | None = None) -> None:
+        """End the play: the cache is delivered; ``cut``: why a part of it."""
+        self._end("the cache is delivered", now)
+        self.record.delivered_s = now
+        self.record.met = now <= self.view.deadline_s
+        self.record.cut = cut
+        self._actions.append(Deliver(now, self.record.met, cut))
+
+    def give_up(self, now: float, reason: str) -> None:
+        """End the play: groups are missing, and nothing will bring them in time."""
+        self._end("the play is given up", now)
+        reason = "; ".join((reason, *self.retries.last_words))
+        self.record.gave_up = reason
+        self._actions.append(GiveUp(now, reason))
+
+
+def _between(first: int, last: int) -> range:
+    """Return the groups from one to before the other, whichever comes first."""
+    return range(min(first, last), max(first, last))

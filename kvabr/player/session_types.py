@@ -195,7 +195,7 @@ class Recompute:
 
 @dataclass(slots=True)
 class ChooseTokens:
-    """Choose the tokens to compute again, while layers still come; answer with `BlendSession.tokens_chosen`."""
+    """Choose the tokens to compute again, while layers still come; answer with `BlendAim.tokens_chosen`."""
 
     question: int
     """Tokens of the question."""
@@ -205,7 +205,7 @@ class ChooseTokens:
 class RecomputeTokens:
     """Compute the passages' best tokens again, over the cache that is in place; nothing else changes it any more.
 
-    Answer with `BlendSession.tokens_recomputed` or `BlendSession.tokens_failed`. If they are not chosen yet, do that
+    Answer with `BlendAim.tokens_recomputed` or `BlendAim.tokens_failed`. If they are not chosen yet, do that
     first. Put those that were computed ahead into place, too.
     """
 
@@ -286,6 +286,11 @@ class GroupRecords(Sequence[GroupRecord]):
             number = self._groups[group]
             made = self._made.setdefault(number, GroupRecord(number))
         return made
+
+    def track(self, group: int) -> str | None:
+        """Return the track of a group, without making its record."""
+        made = self._made.get(group)
+        return None if made is None else made.track
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented

@@ -19,7 +19,7 @@ from kvabr.quic.backend import LibraryName, Quic, QuicLibrary, installed_librari
 from kvabr.quic.connection import QuicConnection
 from kvabr.quic.endpoint import protocol_class
 from kvabr.quic.options import DRAFTS, DialOptions, Names, fingerprint_of, read_token, trust, trusted_itself
-from kvabr.transfer.interface import Link
+from kvabr.transfer.interface import PeerConnection
 from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
 from kvabr.types.errors import FormatError, TransportError, UnauthorizedError, UsageError
 from kvabr.types.naming import TrackNamespace
@@ -136,8 +136,8 @@ class Connecting:
         self._works: LibraryName | None = None
         """The library that reached the peer."""
 
-    async def __aenter__(self) -> Link:
-        first: Link
+    async def __aenter__(self) -> PeerConnection:
+        first: PeerConnection
         try:
             first = await self._dial()
         except NoAnswerError as error:
@@ -153,7 +153,7 @@ class Connecting:
         if self._connection is not None:
             await self._connection.close()
 
-    async def _dial(self) -> Link:
+    async def _dial(self) -> PeerConnection:
         if (file := self._options.token_file) is not None:
             with contextlib.suppress(UsageError):  # the token that was read last may still be good
                 self._options = replace(self._options, token=read_token(file))

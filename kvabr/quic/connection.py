@@ -15,11 +15,11 @@ from kvabr.moqt.wire import Draft, Location
 from kvabr.quic.backend import QuicLibrary
 from kvabr.quic.bottleneck import LimitWatch
 from kvabr.quic.endpoint import Endpoint
-from kvabr.quic.fetch import Fetch
+from kvabr.quic.fetch import QuicFetch
 from kvabr.quic.options import DialOptions, check_pinned, why_refused
 from kvabr.quic.request_queue import RequestQueue
-from kvabr.transfer.interface import ConnectionStats, Link
-from kvabr.transfer.transfer import Transfer
+from kvabr.transfer.interface import ConnectionStats, PeerConnection
+from kvabr.transfer.transfer import GroupTransfer
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import MAX_FULL_TRACK_NAME
 
@@ -32,7 +32,7 @@ _BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
 """QUIC error codes of the TLS alerts about certificates (RFC 8446, section 6.2)."""
 
 
-class QuicConnection(Endpoint, Link):
+class QuicConnection(Endpoint, PeerConnection):
     """A connection to one publisher or relay."""
 
     def __init__(self, library: QuicLibrary, options: DialOptions) -> None:
@@ -43,7 +43,7 @@ class QuicConnection(Endpoint, Link):
         self.transport: asyncio.DatagramTransport | None = None
         """Closed with the connection."""
         self._requests = RequestQueue()
-        self._fetches: dict[Transfer, Fetch] = {}
+        self._fetches: dict[GroupTransfer, QuicFetch] = {}
         self._asking = False
         """Whether the requests that wait are to be looked at once this turn of the event loop is over."""
         self._received = 0
@@ -89,7 +89,7 @@ class QuicConnection(Endpoint, Link):
 
     # ------------------------------------------------------------------ Carrier
 
-    def carry(self, transfer: Transfer) -> None:
+    def carry(self, transfer: GroupTransfer) -> None:
         """See `Carrier.carry`."""
         namespace = transfer.request.namespace
         if (size := namespace.full_name_bytes(transfer.request.track)) > MAX_FULL_TRACK_NAME:
@@ -101,14 +101,14 @@ class QuicConnection(Endpoint, Link):
             self._lose(transfer, "the peer is going away; connect anew")
         else:
             fields = namespace.split_fields() if self._options.names == "split" else namespace.fields()
-            fetch = self._fetches[transfer] = Fetch(transfer, fields)
+            fetch = self._fetches[transfer] = QuicFetch(transfer, fields)
             if self._requests.has_room(held=fetch.held):
                 self._ask(fetch)
                 self.settle_and_send()
             else:
                 self._requests.wait(fetch)
 
-    def reprioritise(self, transfer: Transfer) -> None:
+    def reprioritise(self, transfer: GroupTransfer) -> None:
         """See `Carrier.reprioritise`. Draft 16 cannot do it safely, so there it only counts before the request goes."""
         fetch, session = self._fetches.get(transfer), self.session
         if fetch is None:
@@ -118,7 +118,7 @@ class QuicConnection(Endpoint, Link):
         elif session is not None and session.requester.update(fetch.number, Parameters(priority=fetch.priority)):
             self.settle_and_send()
 
-    def drop(self, transfer: Transfer) -> None:
+    def drop(self, transfer: GroupTransfer) -> None:
         """See `Carrier.drop`."""
         fetch = self._fetches.pop(transfer, None)
         if fetch is None:
@@ -197,7 +197,7 @@ class QuicConnection(Endpoint, Link):
 
     # ------------------------------------------------------------------ internals
 
-    def _ask(self, fetch: Fetch) -> None:
+    def _ask(self, fetch: QuicFetch) -> None:
         session = self.session
         assert session is not None  # noqa: S101  # connections are returned once SETUP has arrived
         request, fill_ms = fetch.request, None
@@ -231,7 +231,7 @@ class QuicConnection(Endpoint, Link):
         for fetch in waiting:
             self._lose(fetch.transfer, "the peer is going away; connect anew")
 
-    def _finished(self, number: int, tell: Callable[[Fetch], None]) -> None:
+    def _finished(self, number: int, tell: Callable[[QuicFetch], None]) -> None:
         fetch = self._requests.end(number)
         if fetch is not None:
             self._fetches.pop(fetch.transfer, None)
@@ -271,7 +271,7 @@ class QuicConnection(Endpoint, Link):
                 self.quic.send_ping(id(self) & 0xFFFF)
                 self.driver.transmit()
 
-    def _lose(self, transfer: Transfer, reason: str) -> None:
+    def _lose(self, transfer: GroupTransfer, reason: str) -> None:
         self._fetches.pop(transfer, None)
         transfer.fail(self._lost_kind(f"{transfer.request}: {reason}"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvabr.moqt.codes import RequestCode, ResetCode, name_of
 from kvabr.moqt.messages import RequestErrorMessage as Refusal
 from kvabr.moqt.objects import Item, ObjectHeader, RangeEnd
-from kvabr.transfer.transfer import GroupRequest, Transfer
+from kvabr.transfer.transfer import GroupRequest, GroupTransfer
 from kvabr.types.errors import NotFoundError, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import CATALOG_TRACK, PROPERTY_GROUP_BYTES
@@ -23,10 +23,10 @@ _SAME = {
 """What resets of streams mean in the codes of requests, where the same number means something else."""
 
 
-class Fetch:
+class QuicFetch:
     """A transfer that a connection has asked for, or will ask for."""
 
-    def __init__(self, transfer: Transfer, fields: tuple[bytes, ...]) -> None:
+    def __init__(self, transfer: GroupTransfer, fields: tuple[bytes, ...]) -> None:
         """Begin without bytes; ``fields`` are those of the namespace as the peer is asked for it."""
         self.transfer, self.fields = transfer, fields
         self.number: int | None = None
@@ -44,7 +44,7 @@ class Fetch:
 
     @property
     def held(self) -> bool:
-        """See `Transfer.held`."""
+        """See `GroupTransfer.held`."""
         return self.transfer.held
 
     def take(self, items: list[Item], limit: Limit) -> None:

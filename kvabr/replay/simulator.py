@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from kvabr.player.blending import BlendSession
+from kvabr.player.goals.blend import BlendAim
 from kvabr.player.session import Session
 from kvabr.player.session_types import (
     Action,
@@ -146,11 +146,11 @@ class Machine:
             _, action = self._engine.pop(0)
             if isinstance(action, Recompute):
                 self._session.computed(action.first, action.last, now)
-            elif isinstance(self._session, BlendSession):
+            elif isinstance(aim := self._session.aim, BlendAim):
                 if isinstance(action, ChooseTokens):
-                    self._session.tokens_chosen(now)
+                    aim.tokens_chosen(now)
                 else:
-                    self._session.tokens_recomputed(now, ahead=action.passage is not None)
+                    aim.tokens_recomputed(now, ahead=action.passage is not None)
 
 
 class Simulator:

@@ -22,7 +22,7 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.server.publication import ArrivingGroup, PublishedGroup
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.transfer.interface import Connection
-from kvabr.transfer.transfer import GroupRequest, Listener, Reader, Transfer
+from kvabr.transfer.transfer import GroupReader, GroupRequest, GroupTransfer, TransferListener
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import TrackNamespace
 
@@ -46,7 +46,7 @@ _Place = tuple[TrackNamespace, str, int]
 """Where a group is published."""
 
 
-class GroupTransfer(Transfer):
+class RelayTransfer(GroupTransfer):
     """One group on its way; it is complete once it was checked."""
 
     readers: list[TransferReader]  # type: ignore[assignment]
@@ -55,7 +55,7 @@ class GroupTransfer(Transfer):
         """Begin without readers; ``request`` says under whose name it is fetched."""
         super().__init__(request)
         self.digest, self.number = digest, number
-        self.upstream: Reader | None = None
+        self.upstream: GroupReader | None = None
         """What comes from the origin."""
         self.task: asyncio.Task[None] | None = None
         self.read_s = 0.0
@@ -83,7 +83,7 @@ class GroupTransfer(Transfer):
             reader.fail(error)
 
     def reprioritise(self) -> bool:
-        """See `Transfer.reprioritise`."""
+        """See `GroupTransfer.reprioritise`."""
         changed = super().reprioritise()
         if changed and self.upstream is not None:
             self.upstream.prioritise(self.priority)
@@ -91,11 +91,11 @@ class GroupTransfer(Transfer):
         return changed
 
     def unread(self) -> None:
-        """See `Transfer.unread`."""
+        """See `GroupTransfer.unread`."""
         self._groups.forget(self)
 
-    def leave(self, reader: Listener) -> None:
-        """See `Transfer.leave`; what was over already gives room to others."""
+    def leave(self, reader: TransferListener) -> None:
+        """See `GroupTransfer.leave`; what was over already gives room to others."""
         if reader in self.readers:
             super().leave(reader)
             if not self.readers and self.over:
@@ -103,10 +103,10 @@ class GroupTransfer(Transfer):
 
 
 @dataclass(eq=False)
-class TransferReader(ArrivingGroup, Listener):
+class TransferReader(ArrivingGroup, TransferListener):
     """One player's view of a group on its way."""
 
-    transfer: GroupTransfer
+    transfer: RelayTransfer
     request: GroupRequest
     """The reader's own; the transfer's may be that of another asset."""
     objects: tuple[ObjectSpan, ...]
@@ -121,7 +121,7 @@ class TransferReader(ArrivingGroup, Listener):
 
     @property
     def wire_priority(self) -> int:
-        """See `Listener.wire_priority`."""
+        """See `TransferListener.wire_priority`."""
         return self.priority
 
     @property
@@ -133,7 +133,7 @@ class TransferReader(ArrivingGroup, Listener):
         return len(self.transfer.data)
 
     def on_more(self) -> None:
-        """See `Listener.on_more`."""
+        """See `TransferListener.on_more`."""
         self.more()
 
     def read(self, begin: int, end: int) -> memoryview:
@@ -160,7 +160,7 @@ class TransferReader(ArrivingGroup, Listener):
 class HeldGroup:
     """A request for a group that is not published yet, which the origin holds."""
 
-    def __init__(self, download: Reader, limit: int) -> None:
+    def __init__(self, download: GroupReader, limit: int) -> None:
         """Wait for the first bytes."""
         self.download, self.limit = download, limit
         self.first = asyncio.ensure_future(download.read())
@@ -199,11 +199,11 @@ class RelayGroups:
         """
         self._upstream, self._store, self.metrics, self._limit = upstream, store, metrics, limit
         self._on_failed = on_failed
-        self._transfers: dict[_Key, GroupTransfer] = {}
+        self._transfers: dict[_Key, RelayTransfer] = {}
         """Those that can be joined. Also by their size: a catalog may lie about it."""
-        self._admitted: set[GroupTransfer] = set()
+        self._admitted: set[RelayTransfer] = set()
         """Those that count towards the bound: on their way, or complete and still read."""
-        self._waiting: dict[GroupTransfer, asyncio.Future[None]] = {}
+        self._waiting: dict[RelayTransfer, asyncio.Future[None]] = {}
         self._held: dict[_Place, HeldGroup] = {}
         self._looking: asyncio.TimerHandle | None = None
         self._numbers = count()
@@ -235,7 +235,7 @@ class RelayGroups:
             return PublishedGroup(held, objects, digest)
         transfer = self._transfers.get((digest, request.limit))
         if transfer is None:
-            transfer = GroupTransfer(self, request, digest, next(self._numbers))
+            transfer = RelayTransfer(self, request, digest, next(self._numbers))
             self._transfers[transfer.key] = transfer
             transfer.task = asyncio.get_running_loop().create_task(self._bring(transfer))
         reader = TransferReader(transfer, request, objects, priority, on_more)
@@ -272,7 +272,7 @@ class RelayGroups:
             if not any(_place(transfer.request) == place for transfer in self._transfers.values()):
                 self._unhold(place)
 
-    def forget(self, transfer: GroupTransfer) -> None:
+    def forget(self, transfer: RelayTransfer) -> None:
         """End a transfer that nobody reads any more."""
         self._forget(transfer)
         self._waiting.pop(transfer, None)  # at once: room that others give up in this very turn is not for it
@@ -304,7 +304,7 @@ class RelayGroups:
         if self._looking is not None:
             self._looking.cancel()
 
-    async def _bring(self, transfer: GroupTransfer) -> None:
+    async def _bring(self, transfer: RelayTransfer) -> None:
         try:
             await self._admit(transfer)
             data = await self._store.get(transfer.digest)
@@ -324,8 +324,8 @@ class RelayGroups:
             if not transfer.complete or not transfer.readers:
                 self.release(transfer)
 
-    async def _from_origin(self, transfer: GroupTransfer) -> memoryview:
-        """Reader a group, again if the connection is lost: groups do not change."""
+    async def _from_origin(self, transfer: RelayTransfer) -> memoryview:
+        """GroupReader a group, again if the connection is lost: groups do not change."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + PATIENCE_S
         refused: set[TrackNamespace] = set()
@@ -350,8 +350,8 @@ class RelayGroups:
                     raise RequestError(why, code=RequestCode.TIMEOUT, retry_after_s=_BUSY_S) from error
                 await asyncio.sleep(_PAUSE_S)
 
-    async def _download(self, transfer: GroupTransfer) -> memoryview:
-        """Reader a group once, check it, and keep it.
+    async def _download(self, transfer: RelayTransfer) -> memoryview:
+        """GroupReader a group once, check it, and keep it.
 
         Raises:
             TransportError: it failed, or is a wrong one.
@@ -394,7 +394,7 @@ class RelayGroups:
         return data
 
     @staticmethod
-    async def _check(transfer: GroupTransfer, download: Reader) -> None:
+    async def _check(transfer: RelayTransfer, download: GroupReader) -> None:
         """Raise a `RequestError` unless a group is the one that was expected."""
         loop = asyncio.get_running_loop()
         right = len(download.data) == transfer.size
@@ -402,7 +402,7 @@ class RelayGroups:
             why = "the origin sent a group whose digest is not the one in its catalog"
             raise RequestError(why, code=RequestCode.MALFORMED_TRACK)
 
-    async def _read(self, download: Reader, reading: asyncio.Future[memoryview] | None = None) -> memoryview:
+    async def _read(self, download: GroupReader, reading: asyncio.Future[memoryview] | None = None) -> memoryview:
         """Read from a download; raise `TimeoutError` once nothing more comes on the whole connection."""
         reading = asyncio.ensure_future(download.read()) if reading is None else reading
         try:
@@ -416,7 +416,7 @@ class RelayGroups:
         finally:
             reading.cancel()
 
-    async def _admit(self, transfer: GroupTransfer) -> None:
+    async def _admit(self, transfer: RelayTransfer) -> None:
         """Wait for room; the most urgent transfer that waits goes first."""
         if not self._waiting and self._take(transfer):
             return
@@ -428,7 +428,7 @@ class RelayGroups:
         finally:
             self._waiting.pop(transfer, None)
 
-    def _take(self, transfer: GroupTransfer) -> bool:
+    def _take(self, transfer: RelayTransfer) -> bool:
         """Give a transfer room if there is any; one that is larger than the bound may be alone."""
         fits = not self._admitted or self.bytes + transfer.size <= self._limit
         if fits:
@@ -436,7 +436,7 @@ class RelayGroups:
             self.bytes += transfer.size
         return fits
 
-    def release(self, transfer: GroupTransfer) -> None:
+    def release(self, transfer: RelayTransfer) -> None:
         """Give the room of a transfer to others."""
         if transfer in self._admitted:
             self._admitted.remove(transfer)
@@ -471,7 +471,7 @@ class RelayGroups:
         if (held := self._held.pop(place, None)) is not None:
             held.cancel()
 
-    def _forget(self, transfer: GroupTransfer) -> None:
+    def _forget(self, transfer: RelayTransfer) -> None:
         if self._transfers.get(transfer.key) is transfer:
             del self._transfers[transfer.key]
 

@@ -1,1 +1,1 @@
-"""Groups on their way: one `Transfer` for each, filled by one source at a time and read by everyone who wants it."""
+"""Groups on their way: one `GroupTransfer` each, filled by one source at a time and read by all who want the group."""

@@ -1,9 +1,9 @@
-"""The interface of every transport: a `Link` carries `Transfer`s, one for each group of a track that is requested.
+"""The interface of every transport: a `PeerConnection` carries `GroupTransfer`s, one for each group requested.
 
 Rules for every transport:
 
 - `Connection.fetch` returns at once and never raises for what the network or the peer does. Errors come out of
-  `Reader.read`, and each says what happened.
+  `GroupReader.read`, and each says what happened.
 - A transfer never holds more than ``limit`` bytes: a peer that sends more ends it with `RequestError`.
 - After its last reader has left, or when its connection is closed, nothing is left of a transfer: no task, no stream.
 - `read` never waits beyond the life of the connection: when it is lost, every reader gets an error.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from kvabr.transfer.transfer import Carrier, GroupRequest, Reader, Transfer
+from kvabr.transfer.transfer import Carrier, GroupReader, GroupRequest, GroupTransfer
 from kvabr.types.catalog import Catalog
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
@@ -97,7 +97,7 @@ class Connection(ABC):
         priority: int = 128,
         limit: int,
         exact: bool = False,
-    ) -> Reader:
+    ) -> GroupReader:
         """Request one group of one track.
 
         Args:
@@ -111,7 +111,7 @@ class Connection(ABC):
         return self.request(GroupRequest(namespace, track, group, limit, exact), priority)
 
     @abstractmethod
-    def request(self, request: GroupRequest, priority: int) -> Reader:
+    def request(self, request: GroupRequest, priority: int) -> GroupReader:
         """Request one group of one track, at a priority from 0 (most urgent) to 255."""
 
     def identify(  # noqa: B027  # most need not
@@ -161,23 +161,23 @@ class Connection(ABC):
         await self.close()
 
 
-class Link(Connection, Carrier):
+class PeerConnection(Connection, Carrier):
     """A connection of this process itself: it carries the transfers of its requests."""
 
-    def request(self, request: GroupRequest, priority: int) -> Reader:
+    def request(self, request: GroupRequest, priority: int) -> GroupReader:
         """See `Connection.request`."""
-        transfer = Transfer(request)
-        reader = Reader(transfer, priority)
+        transfer = GroupTransfer(request)
+        reader = GroupReader(transfer, priority)
         transfer.begin(self)
         return reader
 
 
-async def read_all(reader: Reader) -> bytes:
-    """Read to its end, and return all of it; errors are those of `Reader.read`."""
+async def read_all(reader: GroupReader) -> bytes:
+    """Read to its end, and return all of it; errors are those of `GroupReader.read`."""
     return bytes(await read_view(reader))
 
 
-async def read_view(reader: Reader) -> memoryview:
+async def read_view(reader: GroupReader) -> memoryview:
     """As `read_all`, without a copy."""
     try:
         while await reader.read():

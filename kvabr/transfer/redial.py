@@ -19,11 +19,11 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable
 
-from kvabr.transfer.interface import ConnectionStats, Link
-from kvabr.transfer.transfer import Transfer
+from kvabr.transfer.interface import ConnectionStats, PeerConnection
+from kvabr.transfer.transfer import GroupTransfer
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError
 
-Dial = Callable[[], Awaitable[Link]]
+Dial = Callable[[], Awaitable[PeerConnection]]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 """Pauses between dials: doubled each time, and randomised between half and one and a half times that."""
@@ -48,7 +48,7 @@ retries, so a fresh dial reaches a peer that comes back sooner."""
 _REPLACED = "the connection was replaced by another"
 
 
-class UnreachedConnection(Link):
+class UnreachedConnection(PeerConnection):
     """Stands for the connection to a peer that has not been reached: every transfer on it fails."""
 
     backend = protocol = "none"
@@ -57,14 +57,14 @@ class UnreachedConnection(Link):
     def __init__(self, trouble: str) -> None:
         self.trouble = trouble
 
-    def carry(self, transfer: Transfer) -> None:
+    def carry(self, transfer: GroupTransfer) -> None:
         """See `Carrier.carry`."""
         transfer.fail(ConnectionLostError(self.trouble or ""))
 
-    def reprioritise(self, transfer: Transfer) -> None:
+    def reprioritise(self, transfer: GroupTransfer) -> None:
         """See `Carrier.reprioritise`."""
 
-    def drop(self, transfer: Transfer) -> None:
+    def drop(self, transfer: GroupTransfer) -> None:
         """See `Carrier.drop`."""
 
     def stats(self) -> ConnectionStats:
@@ -75,10 +75,10 @@ class UnreachedConnection(Link):
         """See `Connection.close`."""
 
 
-class RedialledConnection(Link):
+class RedialledConnection(PeerConnection):
     """Fetches on the latest of a series of connections to one peer."""
 
-    def __init__(self, first: Link, dial: Dial, *, patience_s: float = 30.0, peer: str | None = None) -> None:
+    def __init__(self, first: PeerConnection, dial: Dial, *, patience_s: float = 30.0, peer: str | None = None) -> None:
         """Take over a connection, or an `UnreachedConnection`, which the first request replaces.
 
         ``dial`` makes another to the same peer, never concurrently. When it has failed for ``patience_s`` seconds,
@@ -86,14 +86,14 @@ class RedialledConnection(Link):
         """
         self.peer, self.backend, self.protocol = peer, first.backend, first.protocol
         self._current, self._dial, self._patience_s = first, dial, patience_s
-        self._leaving: list[Link] = []
-        self._using: dict[Transfer, Link] = {}
-        self._begun_s: dict[Transfer, float] = {}
+        self._leaving: list[PeerConnection] = []
+        self._using: dict[GroupTransfer, PeerConnection] = {}
+        self._begun_s: dict[GroupTransfer, float] = {}
         """When each of these was requested on the connection that it is on."""
-        self._forgotten: set[Transfer] = set()
+        self._forgotten: set[GroupTransfer] = set()
         """Those whose peer answers a new connection, but no longer theirs."""
         self._dialling: asyncio.Task[None] | None = None
-        self._waiting: dict[Transfer, None] = {}
+        self._waiting: dict[GroupTransfer, None] = {}
         """Those that wait for a connection, the earliest first."""
         self._closing: set[asyncio.Task[None]] = set()
         self._earlier_bytes = 0
@@ -103,7 +103,7 @@ class RedialledConnection(Link):
         self._look_s = _LOOK_S
         self._asked = asyncio.Event()
         """Set when something is requested, which is reason to look sooner."""
-        self._doubted: Link | None = None
+        self._doubted: PeerConnection | None = None
         """The connection whose peer did not answer the last probe, or that brings nothing."""
         self._quiet_s = 0.0
         """Seconds for which requests have waited since anything came, while the peer answered probes."""
@@ -118,7 +118,7 @@ class RedialledConnection(Link):
         self.dials = 0
         """How often it has reconnected."""
 
-    def carry(self, transfer: Transfer) -> None:
+    def carry(self, transfer: GroupTransfer) -> None:
         """Request a group on the current connection, or on the next one; see `Carrier.carry`."""
         if self.closed:
             transfer.fail(ConnectionLostError("this side closed the connection"))
@@ -128,10 +128,10 @@ class RedialledConnection(Link):
             self._waiting[transfer] = None
             self._redial()
 
-    def reprioritise(self, transfer: Transfer) -> None:
+    def reprioritise(self, transfer: GroupTransfer) -> None:
         """See `Carrier.reprioritise`; of what waits for a connection, which takes everything at once."""
 
-    def drop(self, transfer: Transfer) -> None:
+    def drop(self, transfer: GroupTransfer) -> None:
         """See `Carrier.drop`; of what waits for a connection: `released` has done it."""
 
     async def renew(self) -> None:
@@ -172,7 +172,7 @@ class RedialledConnection(Link):
     def _usable(self) -> bool:
         return not (self.closed or self._current.closed or self._current.going_away)
 
-    def _start(self, transfer: Transfer) -> None:
+    def _start(self, transfer: GroupTransfer) -> None:
         self._begun_s[transfer] = asyncio.get_running_loop().time()
         self._using[transfer] = transfer.source = self._current
         self._current.carry(transfer)
@@ -182,7 +182,7 @@ class RedialledConnection(Link):
         if self._watching is None:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 
-    def answered(self, transfer: Transfer) -> None:
+    def answered(self, transfer: GroupTransfer) -> None:
         """See `Carrier.answered`."""
         if self._using.get(transfer) is self._current:
             begun_s = self._begun_s[transfer]
@@ -190,7 +190,7 @@ class RedialledConnection(Link):
             took_s = asyncio.get_running_loop().time() - begun_s
             self._answer_s = min(self._answer_s, max(took_s, self._answer_s / 2))
 
-    def explain(self, transfer: Transfer, error: Exception) -> Exception:
+    def explain(self, transfer: GroupTransfer, error: Exception) -> Exception:
         """See `Carrier.explain`."""
         if isinstance(error, UnauthorizedError) and self._using.get(transfer) in self._leaving:
             return ConnectionLostError(f"{transfer.request}: {_REPLACED}")
@@ -198,7 +198,7 @@ class RedialledConnection(Link):
             return ConnectionLostError(f"{transfer.request}: the peer fell silent; it answers a new connection")
         return error
 
-    def released(self, transfer: Transfer) -> None:
+    def released(self, transfer: GroupTransfer) -> None:
         """See `Carrier.released`; retire a replaced connection after its last transfer."""
         self._waiting.pop(transfer, None)
         self._begun_s.pop(transfer, None)
@@ -246,15 +246,15 @@ class RedialledConnection(Link):
         self._doubted = self.trouble = None
         self._quiet_s, self._forgotten_s, self._barren = 0.0, _FORGOTTEN_S, False
 
-    def _awaited(self, connection: Link) -> bool:
+    def _awaited(self, connection: PeerConnection) -> bool:
         """Return whether something is in flight on a connection that should be answered soon."""
         return any(used is connection and not one.unanswered for one, used in self._using.items())
 
-    def _sign_s(self, connection: Link) -> float:
+    def _sign_s(self, connection: PeerConnection) -> float:
         late_s = min(_LONGEST_SIGN_S, _SIGN_RTT * self._answer_s)
         return max(_SIGN_S, _SIGN_RTT * (connection.stats().rtt_s or 0.0), late_s)
 
-    async def _lives(self, connection: Link, least_s: float = 0.0) -> bool:
+    async def _lives(self, connection: PeerConnection, least_s: float = 0.0) -> bool:
         """Probe a connection, and wait for as long as an answer may take, but ``least_s`` at least."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
@@ -304,14 +304,14 @@ class RedialledConnection(Link):
                 await self._choose(made, begun_s)
                 return
 
-    async def _dial_within(self, seconds: float) -> Link:
+    async def _dial_within(self, seconds: float) -> PeerConnection:
         try:
             async with asyncio.timeout(seconds):
                 return await self._dial()
         except TimeoutError as error:
             raise TransportError(f"no answer within {seconds:.3g} s") from error
 
-    async def _choose(self, made: Link, begun_s: float) -> None:
+    async def _choose(self, made: PeerConnection, begun_s: float) -> None:
         """Switch to a new connection, dialled since ``begun_s``, unless the doubted one proves to be alive."""
         old, took_s = self._current, asyncio.get_running_loop().time() - begun_s
         if self._usable():
@@ -329,7 +329,7 @@ class RedialledConnection(Link):
                 return
         self._adopt(made)
 
-    def _adopt(self, made: Link) -> None:
+    def _adopt(self, made: PeerConnection) -> None:
         self.dials += 1
         self._adopted_s = asyncio.get_running_loop().time()
         old, self._current = self._current, made
@@ -347,7 +347,7 @@ class RedialledConnection(Link):
             self._forgotten_s *= 2
         self._tell(None)
 
-    def _retire(self, connection: Link) -> None:
+    def _retire(self, connection: PeerConnection) -> None:
         self._leaving.remove(connection)
         self._earlier_bytes += connection.stats().bytes_received
         task = asyncio.get_running_loop().create_task(connection.close())

@@ -1,4 +1,4 @@
-"""A `Transfer` is one group on its way: a `Carrier` fills it, `Reader`s read it.
+"""A `GroupTransfer` is one group on its way: a `Carrier` fills it, `GroupReader`s read it.
 
 It is as urgent as its most urgent reader, and ends when the last one has left. Its bytes are copied once, from what the
 carrier receives into one buffer; readers get views of that, which never change or move. A carrier that fails may be
@@ -69,33 +69,33 @@ class TransferStats:
 
 
 class Carrier(ABC):
-    """Brings transfers: fills each by `Transfer.push`, and ends it by `Transfer.finish` or `Transfer.fail`."""
+    """Brings transfers: fills each by `GroupTransfer.push`, ends it by `GroupTransfer.finish` or `fail`."""
 
     @abstractmethod
-    def carry(self, transfer: Transfer) -> None:
+    def carry(self, transfer: GroupTransfer) -> None:
         """Begin to bring a transfer. Returns at once, and never raises for what the network or a peer does."""
 
     @abstractmethod
-    def reprioritise(self, transfer: Transfer) -> None:
+    def reprioritise(self, transfer: GroupTransfer) -> None:
         """Apply the new priority of a transfer, as MoQT's REQUEST_UPDATE does; some peers ignore it."""
 
     @abstractmethod
-    def drop(self, transfer: Transfer) -> None:
+    def drop(self, transfer: GroupTransfer) -> None:
         """Bring no more of a transfer, which is over; do nothing if it is not under way here."""
 
-    def answered(self, transfer: Transfer) -> None:  # noqa: B027  # most need not know
+    def answered(self, transfer: GroupTransfer) -> None:  # noqa: B027  # most need not know
         """Note that the first bytes of a transfer have come."""
 
-    def explain(self, transfer: Transfer, error: Exception) -> Exception:
+    def explain(self, transfer: GroupTransfer, error: Exception) -> Exception:
         """Return the error with which a transfer ends, given what it was reported to be."""
         del transfer
         return error
 
-    def released(self, transfer: Transfer) -> None:  # noqa: B027  # as above
+    def released(self, transfer: GroupTransfer) -> None:  # noqa: B027  # as above
         """Note that a transfer is over, for whatever reason."""
 
 
-class Listener(ABC):
+class TransferListener(ABC):
     """One who wants a transfer, and hears of it."""
 
     @property
@@ -157,7 +157,7 @@ class ReceiveBuffer:
         return self._memory[: self.size].toreadonly()
 
 
-class Transfer:
+class GroupTransfer:
     """One group on its way."""
 
     def __init__(self, request: GroupRequest) -> None:
@@ -175,7 +175,7 @@ class Transfer:
         """Whether nothing more will come: it is complete, or has failed."""
         self.limit: Limit = "network"
         """What limited the bytes that came last."""
-        self.readers: list[Listener] = []
+        self.readers: list[TransferListener] = []
         self.carrier: Carrier | None = None
         """Who was asked to bring it."""
         self.source: Carrier | None = None
@@ -207,12 +207,12 @@ class Transfer:
         self.carrier = self.source = carrier
         carrier.carry(self)
 
-    def join(self, reader: Listener) -> None:
+    def join(self, reader: TransferListener) -> None:
         """Add a reader, who reads from the beginning."""
         self.readers.append(reader)
         self.reprioritise()
 
-    def leave(self, reader: Listener) -> None:
+    def leave(self, reader: TransferListener) -> None:
         """Remove a reader, once; the last one to leave ends the transfer."""
         if reader in self.readers:
             self.readers.remove(reader)
@@ -355,10 +355,10 @@ class Transfer:
             reader.on_more()
 
 
-class Reader(Listener):
+class GroupReader(TransferListener):
     """Reads a transfer from its beginning."""
 
-    def __init__(self, transfer: Transfer | None, priority: int) -> None:
+    def __init__(self, transfer: GroupTransfer | None, priority: int) -> None:
         """Join a transfer; None: a subclass joins one later."""
         self.stats = TransferStats(asyncio.get_running_loop().time())
         self.priority = priority
@@ -373,7 +373,7 @@ class Reader(Listener):
 
     @property
     def wire_priority(self) -> int:
-        """See `Listener.wire_priority`."""
+        """See `TransferListener.wire_priority`."""
         return self.priority
 
     @property
@@ -424,7 +424,7 @@ class Reader(Listener):
         self._wake()
 
     def on_more(self) -> None:
-        """See `Listener.on_more`."""
+        """See `TransferListener.on_more`."""
         transfer, stats = self.transfer, self.stats
         if transfer is not None:
             if len(transfer.data) > stats.received:

@@ -295,7 +295,7 @@ def test_engine_and_network_meet_where_both_arrive_at_the_same_time():
     few = PlayerConfig(least_ahead_bytes=3 * offer.track("base").bytes[0] + 1, gpu_price=0.0)
     play = session(offer, 2.0, cost=PrefillCost(0.0, 0.02 / 128), config=few)
     play.start(0.0)
-    planner, view = play._guard.policy._planner, play.view
+    planner, view = play.guard.policy._planner, play.view
     assert planner.reserved.start == 1  # the first one it computes
     blind = planner.reserved.stop
     size = offer.track("base").bytes[0]

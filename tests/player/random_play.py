@@ -127,12 +127,14 @@ class World:
 
 def check(play: Session) -> None:
     """Compare what is added up and kept in order with what it is made of."""
-    view, lane = play.view, play._compute
+    view, lane = play.view, play.engine
     if play.over:
         return
     flying = {transfer.group for transfer in view.in_flight.values()}
     hidden = [group for group in range(view.groups) if lane is not None and lane.takes(group)]
-    missing = [group for group in play._absent if group not in flying and group < view.edge and group not in hidden]
+    missing = [
+        group for group in play.groups.absent if group not in flying and group < view.edge and group not in hidden
+    ]
     assert list(view.missing) == missing
     assert view.floor_bytes() == sum(view.ladder.tracks[0].bytes[group] for group in missing)
     assert view.outstanding_bytes == sum(transfer.remaining for transfer in view.in_flight.values())
@@ -141,20 +143,20 @@ def check(play: Session) -> None:
     assert view.in_flight.required_bytes == sum(transfer.remaining for transfer in required)
     assert set(view.in_flight.groups) == flying
     assert view.in_flight.receiving == sum(one.first_byte_s is not None for one in view.in_flight.values())
-    counted = [track for tops in play._undecoded._counted for track in tops]
+    counted = [track for tops in play._decoders._counted for track in tops]
     assert abs(view.decode_backlog_s * view.decoders - sum(map(view.decode_s, counted))) < 1e-9
     for group in range(view.groups):
-        progress = play._groups[group]
+        progress = play.groups[group]
         stacked = progress.decodable(play.record.groups[group].track)
         if progress.decoding:  # what it replaces is kept, and counted again only if it fails
-            assert progress.decoding[-1].track in play._undecoded._counted[group]
+            assert progress.decoding[-1].track in play._decoders._counted[group]
         else:
-            assert play._undecoded._counted[group] == ((stacked[-1].track,) if stacked else ())
+            assert play._decoders._counted[group] == ((stacked[-1].track,) if stacked else ())
             assert (group in view.undecoded) == bool(stacked)
         if view.track_of[group] is None:
-            assert group in play._absent or group in hidden
+            assert group in play.groups.absent or group in hidden
     if lane is not None:
-        assert list(lane.left) == [group for group in play._absent if group not in lane.chosen]
+        assert list(lane.left) == [group for group in play.groups.absent if group not in lane.chosen]
         here = range(*(lane.computing or (0, 0)))
         waiting = [group for group in lane.chosen if group not in here]
         assert abs(lane._waiting_s - sum(lane._seconds(group, group + 1) for group in waiting)) < 1e-9

@@ -6,6 +6,7 @@ from kvabr.abr import Ladder, Transfer
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.policy import Decision, Policy
 from kvabr.player.abandon import choose, hopeless
+from kvabr.player.goals.whole import WholeAim
 from kvabr.player.session import Session
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
@@ -95,7 +96,7 @@ class Greedy(Policy):
 
 @pytest.mark.parametrize("drops", [True, False])
 def test_a_play_does_not_end_on_the_base_for_the_sake_of_what_cannot_come(drops, monkeypatch):
-    monkeypatch.setattr(Session, "_drops_upgrades", drops)
+    monkeypatch.setattr(WholeAim, "drops_upgrades", drops)
     offer = catalog(1, layered=True)
     play = Session(Ladder(offer), 2.0, Greedy(), DualEwma())
     link = Capacity(world("slow", [offer.track("base").bytes[0] * 4.0]), 0.0, 0.02, slow_start=False)

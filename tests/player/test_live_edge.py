@@ -10,7 +10,7 @@ from kvabr.abr import Ladder
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.player.builder import new_session
-from kvabr.player.live_edge import EdgeChanges, LiveEdge
+from kvabr.player.goals.live import EdgeChanges, LiveEdge
 from kvabr.player.session import Session
 from kvabr.player.session_types import (
     Deliver,
@@ -190,7 +190,7 @@ def test_a_producer_that_stops_ends_the_wait_for_layers():
 def test_what_failed_too_often_is_not_there_again_because_it_was_added():
     play, now = at_the_last_base()
     for _ in range(10):
-        play._retries.failed(3, "layer-1", "reset", upgrade=True)
+        play.retries.failed(3, "layer-1", "reset", upgrade=True)
     play.published(4, now + 0.1, EdgeChanges(added=LAYERS, coming={3: None}))
     assert (3, "layer-1") in play.view.unavailable
     assert "layer-1" not in [one.track for one in of(play.actions(), FetchGroup)]
@@ -317,7 +317,7 @@ def test_the_work_per_event_does_not_grow_with_the_groups_whose_layers_are_to_fo
         layers = [(group, name) for group in range(groups) for _, name in LAYERS]
         play.published(groups, 1.0, EdgeChanges(layers, coming=dict.fromkeys(range(groups), 5.0)))
         play.view.rate = 1e9
-        assert play._layers_pay(1.1)
-        return lines(lambda: [play._layers_pay(1.1) for _ in range(64)])
+        assert play.layers_pay(1.1)
+        return lines(lambda: [play.layers_pay(1.1) for _ in range(64)])
 
     assert looking(1024) <= 1.6 * looking(64)

@@ -13,9 +13,9 @@ from kvabr.abr.plugins import policies
 from kvabr.client.live_feed import LiveFeed
 from kvabr.player.builder import new_estimator, new_session
 from kvabr.player.decode_rates import DecodeRates
-from kvabr.player.live_edge import LiveEdge
+from kvabr.player.goals.live import LiveEdge
+from kvabr.player.session import Session
 from kvabr.player.session_types import FetchGroup, GroupRecord, GroupRecords, PlayerConfig, UpgradeGoal
-from kvabr.player.upgrades import UpgradeSession
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
 from kvabr.replay.trace import Trace
@@ -198,7 +198,7 @@ def idling(groups):
     """Return the lines of each event of upgrades after which nothing can be improved but the last group."""
     best = ladder(groups).catalog.tracks[0].name
     goal = UpgradeGoal((*(best,) * (groups - 1), "base"), 60.0, 1e9)
-    session = UpgradeSession(ladder(groups), DEADLINE_S, Waits(), new_estimator("anytime"), goal=goal)
+    session = Session(ladder(groups), DEADLINE_S, Waits(), new_estimator("anytime"), goal=goal)
     session.start()
     counted = lines(lambda: [session.timer(1e-4 * number) for number in range(groups)]) / groups
     assert not session.over

@@ -156,7 +156,7 @@ def test_an_engine_that_fails_leaves_what_was_decoded_meanwhile_in_place():
     bring(play, first, 0.02)
     play.done(second.request, 0.03)
     now, started = 0.03, []
-    play._compute.chosen.add(1)
+    play.engine.chosen.add(1)
     while not started and now < 1:
         now = play.next_timer()
         play.timer(now)

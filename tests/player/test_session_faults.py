@@ -242,7 +242,7 @@ def test_a_transfer_that_is_overtaken_and_stands_still_has_failed():
     assert [fetch.group for fetch in of(actions, FetchGroup)] == [fetches[1].group]
     # Group 3 was silent as well, but nobody who came after it got anything.
     assert fetches[3].request in play.view.in_flight
-    assert play._retries._failures == {(1, "Int4"): 1}
+    assert play.retries._failures == {(1, "Int4"): 1}
 
 
 def test_on_a_slow_link_a_transfer_waits_for_its_turn():
@@ -275,7 +275,7 @@ def test_silence_of_all_proves_nothing_but_is_worth_asking_again():
         cancelled = of(play.actions(), Cancel)
     assert 0.45 <= now <= 0.5
     assert {cancel.request for cancel in cancelled} == {fetch.request for fetch in fetches}
-    assert not play._retries._failures
+    assert not play.retries._failures
 
 
 def test_before_the_first_byte_of_all_nothing_counts_as_stalled():
@@ -339,7 +339,7 @@ def test_a_transfer_is_not_abandoned_for_a_track_that_cannot_be_had():
     play.start(0.0)
     # Every cheaper track has failed once, and that is as often as one may.
     for name in play.view.ladder.names[:-1]:
-        play._retries.failed(0, name, "gone", upgrade=False)
+        play.retries.failed(0, name, "gone", upgrade=False)
     (fetch,) = of(play.actions(), FetchGroup)
     now = 0.0
     while now < 1.5:

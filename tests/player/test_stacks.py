@@ -114,7 +114,7 @@ def test_a_replacement_that_arrives_while_the_old_track_is_decoded_is_not_lost()
 def test_a_policy_may_not_deliver_what_has_not_arrived():
     play = Session(Ladder(OFFER), 10.0, Scripted(STACK), DualEwma())
     play.start(0.0)
-    play._guard.policy.decide = lambda _: Decision.deliver("now")
+    play.guard.policy.decide = lambda _: Decision.deliver("now")
     with pytest.raises(PolicyError, match="wants to deliver while groups are missing"):
         play.timer(0.2)
 

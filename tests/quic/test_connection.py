@@ -16,7 +16,7 @@ from kvabr.moqt.codes import SessionCode
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.quic import connect as quic
-from kvabr.quic.fetch import Fetch
+from kvabr.quic.fetch import QuicFetch
 from kvabr.quic.options import DialOptions
 from kvabr.quic.request_queue import MAX_IN_FLIGHT
 from kvabr.server import server as quicserver
@@ -25,7 +25,7 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.transfer.interface import read_all
-from kvabr.transfer.transfer import Carrier, GroupRequest, Transfer
+from kvabr.transfer.transfer import Carrier, GroupRequest, GroupTransfer
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
 from tests.assets import make_asset
@@ -300,7 +300,7 @@ def test_a_gap_or_a_foreign_group_ends_a_download():
         dropped = 0
 
         def carry(self, transfer):
-            self.fetch = Fetch(transfer, (b"a",))
+            self.fetch = QuicFetch(transfer, (b"a",))
 
         def reprioritise(self, transfer):
             pass
@@ -315,7 +315,7 @@ def test_a_gap_or_a_foreign_group_ends_a_download():
     ):
         connection = Nowhere()
         request = GroupRequest(TrackNamespace("m", "0" * 64), "FP16", 3, 100)
-        transfer = Transfer(request)
+        transfer = GroupTransfer(request)
         transfer.begin(connection)
         connection.fetch.take([item], "network")
         assert connection.dropped == 1

@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.quic.fetch import Fetch
+from kvabr.quic.fetch import QuicFetch
 from kvabr.quic.request_queue import MAX_HELD, MAX_IN_FLIGHT, RequestQueue
-from kvabr.transfer.transfer import GroupRequest, Transfer
+from kvabr.transfer.transfer import GroupRequest, GroupTransfer
 from kvabr.types.naming import TrackNamespace
 from tests.counting import lines
 
@@ -14,9 +14,9 @@ SPACE = TrackNamespace("a/model", "0" * 64)
 
 def download(group, priority=0, *, held=False):
     request = GroupRequest(SPACE, "AC-L0", group, 1000, wait_s=1.0 if held else 0.0)
-    transfer = Transfer(request)
+    transfer = GroupTransfer(request)
     transfer.priority = priority
-    return Fetch(transfer, ())
+    return QuicFetch(transfer, ())
 
 
 class Plain:

@@ -19,9 +19,8 @@ import math
 from dataclasses import replace
 
 from kvabr.player.blend_plan import BlendOption, BlendPlan
-from kvabr.player.session import Session
-from kvabr.player.session_types import ENGINE_PATIENCE, BlendGoal, BlendRecord, ChooseTokens, Goal, RecomputeTokens
-from kvabr.types.errors import UsageError
+from kvabr.player.goals.whole import Playing, WholeAim
+from kvabr.player.session_types import ENGINE_PATIENCE, BlendGoal, BlendRecord, ChooseTokens, RecomputeTokens
 from kvabr.types.events import TokensChosen, TokensDone, TokensFailed, TokensStarted
 from kvabr.types.loss import played_loss
 
@@ -29,13 +28,13 @@ _AHEAD_SHARE = 0.5
 """Share of the time that the rest of the base takes which tokens may take that are computed ahead."""
 
 
-class BlendSession(Session):
-    """One play of a joined prompt."""
+class BlendAim(WholeAim):
+    """The cache of a joined prompt."""
 
-    def _begin(self, goal: Goal) -> None:
-        if not isinstance(goal, BlendGoal):
-            raise UsageError("the goal of a prompt joined from passages is a BlendGoal")
-        view, config = self.view, self._config
+    def __init__(self, play: Playing, goal: BlendGoal) -> None:
+        """Begin."""
+        super().__init__(play)
+        view, config = play.view, play.config
         self._max_loss = goal.max_loss
         self._full_s = view.deadline_s
         """The deadline; that of the view leaves time for the tokens."""
@@ -55,164 +54,164 @@ class BlendSession(Session):
         """Whether the engine failed at the end, and is asked for nothing more."""
         self._wait_s = math.inf
         """When a cache that can be handed over without the tokens no longer waits for them."""
-        self.record.blend = self._blend = BlendRecord(fusion_loss=self._plan.fusion([""] * view.groups, 0.0))
+        play.record.blend = self._blend = BlendRecord(fusion_loss=self._plan.fusion([""] * view.groups, 0.0))
         self._reserve(0.0)
 
     # ------------------------------------------------------------------ events
 
-    def start(self, now: float = 0.0) -> None:
-        """Begin the play, unless its loss is bound to exceed the limit; otherwise as `Session.start`."""
+    def start(self, now: float) -> bool:
+        """See `WholeAim.start`: there is no play whose loss is bound to exceed the limit."""
         if (least := self._plan.least_loss) > self._max_loss:
-            self._give_up(now, self._too_lossy(least))
-        else:
-            super().start(now)
+            self.play.give_up(now, self._too_lossy(least))
+        return not self.play.over
 
     def tokens_chosen(self, now: float) -> None:
-        """Take that the tokens are chosen."""
-        if self.over or self._blend.chosen_s is not None:
+        """Handle the end of choosing the tokens."""
+        if self.play.over or self._blend.chosen_s is not None:
             return
         self._blend.chosen_s = now
-        self._engine_done(self._choosing_s, now)
-        self._events.emit(TokensChosen, now)
-        self._advance(now)
+        self.play.engine_done(self._choosing_s, now)
+        self.play.events.emit(TokensChosen, now)
+        self.play.advance(now)
 
     def tokens_recomputed(self, now: float, *, ahead: bool = False) -> None:
-        """Take that the tokens are computed, and in place; or kept apart, if it was done ahead of the others."""
+        """Handle tokens that are computed, and in place; or kept apart, if it was done ahead of the others."""
         option = self._ahead if ahead else self._computing
-        if self.over or option is None:
+        if self.play.over or option is None:
             return
         blend = self._blend
-        self.record.tokens_recomputed += option.tokens
-        self._events.emit(TokensDone, now, option.tokens)
+        self.play.record.tokens_recomputed += option.tokens
+        self.play.events.emit(TokensDone, now, option.tokens)
         if ahead:
-            self._engine_done(self._ahead_s, now)
+            self.play.engine_done(self._ahead_s, now)
             self._ahead = None
             blend.ahead += option.tokens
-            self._advance(now)
+            self.play.advance(now)
         else:
-            self._engine_done(blend.begun_s or 0.0, now)
+            self.play.engine_done(blend.begun_s or 0.0, now)
             blend.share, blend.tokens, blend.done_s = option.share, option.tokens, now
             self._finish(now)
 
     def tokens_failed(self, reason: str, now: float, *, ahead: bool = False) -> None:
-        """Take a failure of the engine: to choose tokens, or to compute them, ``ahead`` of the others or not."""
-        if self.over:
+        """Handle a failure of the engine: to choose tokens, or to compute them, ``ahead`` of the others or not."""
+        if self.play.over:
             return
-        self._events.emit(TokensFailed, now, reason)
+        self.play.events.emit(TokensFailed, now, reason)
         self._plan.options = self._plan.options[:1]
         if ahead:
-            self._engine_done(self._ahead_s, now)
+            self.play.engine_done(self._ahead_s, now)
             self._ahead = None
         if self._computing is None:
-            self._advance(now)
+            self.play.advance(now)
         elif not ahead:
-            self._engine_done(self._blend.begun_s or 0.0, now)
+            self.play.engine_done(self._blend.begun_s or 0.0, now)
             self._computing, self._settled, self._failed = None, False, True
-            self._deliver(now)
+            self.deliver(now)
 
-    def timer(self, now: float) -> None:
-        """Take the tick that `next_timer` asked for."""
+    def timer(self, now: float) -> bool:
+        """See `WholeAim.timer`."""
+        play = self.play
         if self._computing is None:
-            super().timer(now)
-        elif not self.over:
-            self._next_tick_s = now + self._tick_s
-            if now >= min(self._wait_s, self._patience_s()):
-                self.tokens_failed(f"they were not computed within {now - (self._blend.begun_s or 0.0):.1f} s", now)
+            return False
+        play.next_tick_s = now + play.tick_s
+        if now >= min(self._wait_s, self.patience_s()):
+            self.tokens_failed(f"they were not computed within {now - (self._blend.begun_s or 0.0):.1f} s", now)
+        return True
 
-    def next_timer(self) -> float | None:
-        """Return when the driver must call `timer`; see `Session.next_timer`."""
-        if self.over or self._computing is None:
-            return super().next_timer()
-        return min(self._next_tick_s, self._wait_s)
+    def next_timer(self, soonest_s: float) -> float:
+        """See `WholeAim.next_timer`."""
+        return soonest_s if self._computing is None else min(self.play.next_tick_s, self._wait_s)
 
     # --------------------------------------------------------------- internals
 
-    def _patience_s(self) -> float:
-        patience_s = super()._patience_s()
-        return patience_s + self._config.give_up_after * (self._full_s - self.view.deadline_s)
+    def patience_s(self) -> float:
+        """See `WholeAim.patience_s`."""
+        return super().patience_s() + self.play.config.give_up_after * (self._full_s - self.play.view.deadline_s)
 
-    def _refresh(self, now: float) -> None:
-        super()._refresh(now)
+    def look(self, now: float) -> None:
+        """See `WholeAim.look`."""
         if not self._settled:
             self._reserve(now)
 
     def _reserve(self, now: float) -> None:
         """Leave as much time for tokens as they are worth."""
-        view, left_s = self.view, self._full_s - now
-        tokens_s = self._plan.reserve_s(left_s, self.record.bytes_fetched, view.lower_bound)
+        view, left_s = self.play.view, self._full_s - now
+        tokens_s = self._plan.reserve_s(left_s, self.play.record.bytes_fetched, view.lower_bound)
         if self._blend.chosen_s is not None and tokens_s:
             tokens_s -= self._plan.look_s
         view.deadline_s = self._full_s - tokens_s
 
-    def _advance(self, now: float) -> None:
-        super()._advance(now)
-        if self._closed or self._choosing or len(self._plan.options) < 2:
+    def advanced(self, now: float) -> None:
+        """See `WholeAim.advanced`."""
+        play = self.play
+        if play.closed or self._choosing or len(self._plan.options) < 2:
             return
-        if self._in_place < self._catalog.groups:
+        if not play.groups.complete:
             self._compute_ahead(now)
-        elif self._compute is not None:
+        elif play.engine is not None:
             self._choosing, self._choosing_s = True, now
-            self._actions.append(ChooseTokens(self._question))
+            play.act(ChooseTokens(self._question))
 
     def _compute_ahead(self, now: float) -> None:
         """Have an idle engine compute a passage's tokens while the rest of the prompt is still to come."""
-        lane, view, passages = self._compute, self.view, self._plan.passages
+        lane, view, passages = self.play.engine, self.play.view, self._plan.passages
         if lane is None or lane.computing is not None or self._ahead is not None or view.rate <= 0:
             return
         while self._next < len(passages):
             passage, option = passages[self._next], self._plan.ahead(self._next)
-            if any(self.record.groups[group].ready_s is None for group in range(passage.groups.stop)):
+            if any(self.play.record.groups[group].ready_s is None for group in range(passage.groups.stop)):
                 return
             rest_s = (view.outstanding_bytes + view.floor_bytes()) / view.rate
             self._next += 1
             if option is None or option.seconds > _AHEAD_SHARE * rest_s:
                 continue
             self._ahead, self._ahead_s = option, now
-            self._actions.append(RecomputeTokens(option.share, option.tokens, passage=self._next - 1))
+            self.play.act(RecomputeTokens(option.share, option.tokens, passage=self._next - 1))
             reason = f"by their publisher's order, while {rest_s:.2f} s of the base are still to come"
-            self._events.emit(TokensStarted, now, option.tokens, option.share, reason)
+            self.play.events.emit(TokensStarted, now, option.tokens, option.share, reason)
             return
 
-    def _deliver(self, now: float, *, cut: str | None = None) -> None:
+    def deliver(self, now: float, *, cut: str | None = None) -> None:
+        """See `WholeAim.deliver`: the tokens come first."""
         if self._settled or cut is not None:
             self._finish(now, cut=cut)
             return
         self._settled = True
-        if self._compute is None:
+        if self.play.engine is None:
             self._plan.options = self._plan.options[:1]
-        coverage = [record.track or "" for record in self.record.groups]
+        coverage = [record.track or "" for record in self.play.record.groups]
         joined = self._plan.fusion(coverage, 0.0)
-        codec = played_loss(self._catalog, self.record.steps) - (joined or 0.0)
+        codec = played_loss(self.play.catalog, self.play.record.steps) - (joined or 0.0)
         left_s, chosen = self._full_s - now, self._blend.chosen_s is not None
         option = self._plan.best(left_s, coverage, codec, chosen=chosen)
         if option is None:
             least = min(self._plan.loss(coverage, codec, one.share) for one in self._plan.options)
-            self._give_up(now, self._too_lossy(least))
+            self.play.give_up(now, self._too_lossy(least))
             return
         if self._failed or (not option.tokens and not self._blend.ahead and self._ahead is None):
             self._finish(now)
             return
-        for transfer in list(self.view.in_flight.values()):
-            self._cancel(transfer, "tokens are computed again over what is in place", now)
+        for transfer in list(self.play.view.in_flight.values()):
+            self.play.cancel(transfer, "tokens are computed again over what is in place", now)
         # Of groups that were computed no token is left; as many others are computed instead.
         option = replace(option, tokens=min(option.tokens, self._plan.tokens_left(coverage)))
-        self._computing, self._blend.begun_s, self._closed = option, now, True
+        self._computing, self._blend.begun_s, self.play.closed = option, now, True
         if codec + (joined or 0.0) <= self._max_loss:
             needed_s = 0.0 if self._ahead is None else self._ahead.seconds
             if option.tokens:
                 needed_s += option.seconds + (0.0 if chosen else self._plan.look_s)
-            self._wait_s = max(self._full_s, now + max(self._tick_s, ENGINE_PATIENCE * needed_s))
-        self._next_tick_s = now + self._tick_s
-        self._actions.append(RecomputeTokens(option.share, option.tokens, 0 if self._choosing else self._question))
+            self._wait_s = max(self._full_s, now + max(self.play.tick_s, ENGINE_PATIENCE * needed_s))
+        self.play.next_tick_s = now + self.play.tick_s
+        self.play.act(RecomputeTokens(option.share, option.tokens, 0 if self._choosing else self._question))
         saved = (joined or 0.0) - (self._plan.fusion(coverage, option.share) or 0.0)
         reason = f"saves {saved:.4f} nats per token in {option.seconds:.2f} s, of {left_s:.2f} s left"
-        self._events.emit(TokensStarted, now, option.tokens, option.share, reason)
+        self.play.events.emit(TokensStarted, now, option.tokens, option.share, reason)
 
     def _finish(self, now: float, *, cut: str | None = None) -> None:
-        self._computing, self._settled, self.view.deadline_s = None, True, self._full_s
-        coverage = [record.track or "" for record in self.record.groups]
+        self._computing, self._settled, self.play.view.deadline_s = None, True, self._full_s
+        coverage = [record.track or "" for record in self.play.record.groups]
         self._blend.fusion_loss = self._plan.fusion(coverage, self._blend.share)
-        super()._deliver(now, cut=cut)
+        self.play.hand_over(now, cut)
 
     def _too_lossy(self, loss: float) -> str:
         return (

@@ -1,0 +1,227 @@
+"""The live edge: how much of a cache exists that is still being prefilled while it is played."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from kvabr.abr.policy import Decision
+from kvabr.player.goals.whole import Playing
+from kvabr.player.session_types import LiveRecord
+from kvabr.types.catalog import RECOMPUTED
+from kvabr.types.errors import UsageError
+from kvabr.types.events import GroupsPublished, ProducerStopped, SoonerAlone
+
+_MOST_PACE = 4.0
+"""The pace of the groups so far may differ from what was expected by this factor, to be believed of the rest."""
+_LEAST_LOOK_S = 0.01
+"""Least seconds after which a play that waits for layers considers again whether they are worth it."""
+_LATE, _LATE_S = 4.0, 0.25
+"""Layers that are later than this multiple of what was announced, and this many seconds, are not waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeChanges:
+    """What news say besides how many groups are published."""
+
+    left_out: Collection[tuple[int, str]] = ()
+    """Of the new groups, those and their tracks that do not exist, or not yet."""
+    added: Collection[tuple[int, str]] = ()
+    """Groups and tracks that exist now and did not before, although the group did."""
+    coming: Mapping[int, float | None] = field(default_factory=dict)
+    """Groups with news of further tracks: in how many seconds these should follow; None: none follow any more."""
+    pushed: Container[int] | None = None
+    """The groups whose base was asked for before they were published; None: all."""
+
+
+NO_CHANGES = EdgeChanges()
+
+
+class LiveEdge:
+    """Learns a producer's pace from when its groups appear."""
+
+    def __init__(self, expected_s: Sequence[float]) -> None:
+        """Begin with no group published.
+
+        ``expected_s``: when each group should be published, ascending, seconds since the play began.
+        """
+        finite = all(math.isfinite(time_s) for time_s in expected_s)
+        if not expected_s or not finite or any(later < sooner for sooner, later in pairwise(expected_s)):
+            raise UsageError("the times at which groups are expected must be finite, and ascend; there must be some")
+        self._expected_s = expected_s
+        self.edge = 0
+        """Groups that are published: the first ones."""
+        self._first_s = self._last_s = 0.0
+        self._firsts = 0
+        """Groups that were published when the first were seen: they may have been there for long."""
+        self.ended: str | None = None
+        """Why the producer stopped before the last group; None if it has not."""
+        self.coming: dict[int, tuple[float, float]] = {}
+        """Groups of which further tracks are to follow: when, and after how many seconds."""
+
+    def reach(self, edge: int, now: float) -> None:
+        """Note that the first ``edge`` groups are published now; those before `edge` were published earlier."""
+        if not self.edge:
+            self._first_s, self._firsts = now, edge
+        self.edge, self._last_s = edge, now
+
+    def expect(self, coming: Mapping[int, float | None], now: float) -> None:
+        """Note news of which groups further tracks are to follow, and in how many seconds; see `EdgeChanges.coming`."""
+        for group, rest_s in coming.items():
+            if rest_s is None:
+                self.coming.pop(group, None)
+            elif group not in self.coming or self.coming[group][1] != rest_s:
+                self.coming[group] = now + rest_s, rest_s
+
+    def rest_s(self, group: int, now: float) -> float | None:
+        """Return the seconds until further tracks of a group should follow; None if they are not to be waited for.
+
+        What is late is expected to take as long again.
+        """
+        due_s, announced_s = self.coming[group]
+        last_s = due_s + _LATE * announced_s + _LATE_S
+        return None if now >= last_s else min(abs(now - due_s), last_s - now)
+
+    def ends_s(self, now: float) -> float:
+        """Return when the last group should be published, or was, seconds since the play began."""
+        return self.ready_s(len(self._expected_s) - 1, now)
+
+    def late_s(self, now: float) -> float:
+        """Return by how much the next group is late, seconds; 0.0 as long as that is no more than a group takes."""
+        if self.edge == len(self._expected_s):
+            return 0.0
+        before = self._expected_s[self.edge - 1] if self.edge else 0.0
+        took_s = max(0.0, self._expected_s[self.edge] - before)
+        late_s = self.ready_s(self.edge, now) - (self._last_s + took_s if self.edge else self._expected_s[0])
+        return late_s if late_s > took_s else 0.0
+
+    def ready_s(self, group: int, now: float) -> float:
+        """Return when a group should be published; of one that is, when the last one was."""
+        expected = self._expected_s
+        if group < self.edge:
+            return self._last_s
+        if not self.edge:
+            return expected[group] + max(0.0, now - expected[0])
+        pace, since_s = 1.0, expected[self.edge - 1]
+        if (planned_s := since_s - expected[self._firsts - 1]) > 0:
+            pace = min(max((self._last_s - self._first_s) / planned_s, 1.0 / _MOST_PACE), _MOST_PACE)
+        late_s = max(0.0, now - self._last_s - pace * (expected[self.edge] - since_s))
+        return self._last_s + pace * (expected[group] - since_s) + late_s
+
+
+class LivePlay:
+    """The part of a play that follows a producer: which groups exist, and which layers are worth waiting for."""
+
+    def __init__(self, play: Playing, expected_s: Sequence[float]) -> None:
+        """Begin with no group published; see `LiveEdge`."""
+        self.play, self.edge = play, LiveEdge(expected_s)
+        play.record.live = LiveRecord()
+        play.view.edge = 0
+        play.groups.restage(range(play.view.groups))
+        self.look_s = math.inf
+        """When to consider again whether layers that are to follow are worth the wait."""
+        self._looked_for = 0
+        """For how many more events what was found then holds, see `View.keeps`."""
+
+    def look(self, now: float) -> None:
+        """Let the policy know how far the producer is."""
+        view, edge = self.play.view, self.edge
+        view.ends_s, view.late_s = edge.ends_s(now), edge.late_s(now)
+        view.ready_s = lambda group: edge.ready_s(group, now)
+
+    def published(self, edge: int, now: float, changes: EdgeChanges) -> None:
+        """Handle news; see `Session.published`."""
+        play, live, view = self.play, self.edge, self.play.view
+        new = range(live.edge, max(live.edge, min(edge, view.groups)))
+        if not new and not changes.added and not changes.coming:
+            return
+        live.expect(changes.coming, now)
+        play.retries.unavailable.update(changes.left_out)
+        for group, track in changes.added:
+            play.retries.added(group, track)
+            if group in view.settled:
+                view.settled.add(group)
+        view.added += bool(changes.added)
+        if new:
+            live.reach(new.stop, now)
+            view.edge = new.stop
+            self._note(now)
+        base = view.ladder.cheapest
+        for group in new:
+            engine = group not in play.groups.absent or (play.engine is not None and group in play.engine.chosen)
+            if (group, base) in view.unavailable or engine:
+                continue
+            decision = Decision.fetch(group, base, "the publisher pushes the base of what it publishes")
+            pushed = changes.pushed is None or group in changes.pushed
+            play.request(group, (base,), decision, now, upgrade=False, pushed=pushed)
+        play.groups.restage(new)
+        play.advance(now)
+
+    def stopped(self, reason: str, now: float) -> None:
+        """Handle the end of the producer; see `Session.producer_stopped`."""
+        play, live = self.play, self.edge
+        if live.ended is not None:
+            return
+        live.coming.clear()
+        if live.edge < play.view.groups:
+            live.ended = reason
+            if play.record.live is not None:
+                play.record.live.stopped = reason
+            play.events.emit(ProducerStopped, now, live.edge, reason)
+            if play.engine is not None:
+                play.engine.choose([group for group in play.groups.absent if group >= live.edge])
+                play.groups.restage(range(play.view.groups))
+        play.advance(now)
+
+    def lacking(self) -> str:
+        """Return how far the producer is, in words; nothing if it is done."""
+        live = self.edge
+        if live.edge == self.play.view.groups:
+            return ""
+        why = "no more so far" if live.ended is None else f"then it stopped: {live.ended}"
+        return f"; the producer has published {live.edge or 'none'}, {why}"
+
+    def layers_pay(self, now: float) -> bool:
+        """Return whether the layers that a producer is still encoding save more than waiting for them costs."""
+        live, view, saved, soonest_s = self.edge, self.play.view, 0.0, math.inf
+        if not live.coming:
+            self.look_s = math.inf
+            return False
+        if self._looked_for > 0 and now < self.look_s:
+            self._looked_for -= 1
+            return self.look_s < math.inf
+        self._looked_for, self.look_s = view.keeps, math.inf
+        for group in live.coming:
+            current, rest_s = view.track_of[group], live.rest_s(group, now)
+            if rest_s is None or current is None or current == RECOMPUTED:
+                continue
+            soonest_s, best = min(soonest_s, rest_s), 0.0
+            for track in view.ladder.stacks:
+                layers = view.layers(track, current)
+                if not layers or (group, layers[0]) not in view.unavailable:
+                    continue
+                nbytes = sum(view.bytes(group, layer) for layer in layers)
+                carried_s = nbytes / view.rate if view.rate > 0 else 0.0
+                if now + rest_s + view.ttfb_s + carried_s + view.last_decode_s(track) < view.deadline_s:
+                    gain = view.loss(group, current) - view.loss(group, track)
+                    best = max(best, gain - view.time_price * carried_s)
+            saved += best
+        if saved > 0.0 and saved > view.time_price * (soonest_s + view.ttfb_s):
+            self.look_s = now + max(soonest_s, _LEAST_LOOK_S)
+            return True
+        return False
+
+    def _note(self, now: float) -> None:
+        """Record how far the producer is, and say so if the engine would have been sooner alone."""
+        play, live = self.play, self.edge
+        record = play.record.live = play.record.live or LiveRecord()
+        ends_s, began, alone_s = live.ends_s(now), record.published == 0, play.alone_s
+        record.published = live.edge
+        if live.edge == play.view.groups:
+            record.complete_s = now
+        play.events.emit(GroupsPublished, now, live.edge, ends_s)
+        if began and alone_s is not None and now + alone_s < ends_s:
+            record.sooner_alone_s = ends_s - now - alone_s
+            play.events.emit(SoonerAlone, now, alone_s, ends_s)

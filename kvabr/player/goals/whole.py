@@ -1,0 +1,176 @@
+"""The whole cache: delivered once every group is in place, or given up. Other goals begin from this one.
+
+A session asks its goal when the play is over and what is handed over then; requests, decoding and the engine are its
+own. A goal knows of the session what `Playing` lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvabr.abr.policy import Decision
+from kvabr.abr.view import Transfer, View
+from kvabr.player.compute_queue import ComputeQueue
+from kvabr.player.event_log import EventLog
+from kvabr.player.groups import Groups
+from kvabr.player.policy_guard import PolicyGuard
+from kvabr.player.retry_tracker import RetryTracker
+from kvabr.player.session_types import ENGINE_PATIENCE, Action, PlayerConfig, PlayRecord
+from kvabr.types.catalog import Catalog
+
+
+class Playing(Protocol):
+    """What a goal sees and asks of its session, which says what each of these is."""
+
+    view: View
+    record: PlayRecord
+    catalog: Catalog
+    config: PlayerConfig
+    groups: Groups
+    guard: PolicyGuard
+    retries: RetryTracker
+    events: EventLog
+    engine: ComputeQueue | None
+    alone_s: float | None
+    over: bool
+    closed: bool
+    content: bool
+    heard_s: float
+    tick_s: float
+    next_tick_s: float
+
+    @property
+    def stopped(self) -> str | None: ...
+    def lacking(self) -> str: ...
+    def waiting(self) -> bool: ...
+    def undecoded(self) -> int: ...
+    def decoding(self) -> bool: ...
+    def silent(self, now: float) -> bool: ...
+    def layers_pay(self, now: float) -> bool: ...
+    def asked(self) -> int: ...
+    def has_room(self) -> bool: ...
+    def look(self, now: float) -> None: ...
+    def advance(self, now: float) -> None: ...
+    def obey(self, decision: Decision, now: float) -> None: ...
+    def request(
+        self, group: int, layers: Sequence[str], decision: Decision, now: float, *, upgrade: bool, pushed: bool = False
+    ) -> None: ...
+    def cancel(self, transfer: Transfer, reason: str, now: float) -> None: ...
+    def decode(self, now: float) -> None: ...
+    def act(self, action: Action) -> None: ...
+    def engine_done(self, begun_s: float, now: float) -> None: ...
+    def hand_over(self, now: float, cut: str | None = None) -> None: ...
+    def give_up(self, now: float, reason: str) -> None: ...
+
+
+class WholeAim:
+    """The whole cache."""
+
+    drops_upgrades = True
+    """Whether an upgrade that cannot end in time is given up for a smaller one."""
+
+    def __init__(self, play: Playing) -> None:
+        """Begin; the session is ready but for this."""
+        self.play = play
+
+    def start(self, now: float) -> bool:
+        """Return whether the play may begin; otherwise it has been given up."""
+        del now
+        return True
+
+    def patience_s(self) -> float:
+        """Return when an incomplete play ends, seconds since it began."""
+        play = self.play
+        engine_s = 0.0 if play.engine is None else ENGINE_PATIENCE * (play.alone_s or 0.0)
+        return play.config.give_up_after * play.view.deadline_s + engine_s
+
+    def next_timer(self, soonest_s: float) -> float:
+        """Return when the session is to look again, given when it would."""
+        return soonest_s
+
+    def timer(self, now: float) -> bool:
+        """Return whether a tick is this goal's alone."""
+        del now
+        return False
+
+    def look(self, now: float) -> None:
+        """Correct the view once estimates are fresh."""
+
+    def has_room(self) -> bool:
+        """Return whether there may be more requests, as far as this goal is concerned."""
+        return True
+
+    def ended(self, now: float) -> bool:
+        """End the play if its time is up, and return whether it is over, but for an engine's last work.
+
+        That takes no decision, and waits for nothing that is being decoded.
+        """
+        play, complete = self.play, self.play.groups.complete
+        if now >= play.view.deadline_s and complete:
+            play.look(now)
+            self.deliver(now)
+        elif now >= play.view.deadline_s and self.cuts():
+            play.look(now)
+            self.deliver(now, cut="the deadline has come")
+        elif not complete and now >= self.patience_s():
+            play.look(now)
+            play.give_up(now, play.lacking())
+        return play.closed
+
+    def cuts(self) -> bool:
+        """Return whether a part of the cache may be delivered."""
+        return False
+
+    def computes(self, now: float, first: int, last: int, why: str | None) -> bool:
+        """Return whether the engine is to compute groups now; ``why``: it is all that can be done, and why."""
+        del now, first, last, why
+        return True
+
+    def conclude(self, now: float, *, complete: bool) -> None:
+        """End the play if nothing is left to ask for, to wait for, or to hope for."""
+        play = self.play
+        if play.over or (complete and play.layers_pay(now)):
+            return
+        stopped = play.stopped is not None
+        idle = not play.waiting() and not (play.engine is not None and play.engine.busy)
+        if play.content and idle and (complete or stopped or not play.view.coming):
+            if complete:
+                self.deliver(now)
+            elif stopped and not play.view.missing:
+                self.fall_short(now)
+            else:
+                left = play.catalog.groups - play.groups.in_place
+                raise play.guard.invalid(f"waits while {left} groups are missing and nothing is in flight")
+        else:
+            self.wait(now, complete=complete, stopped=stopped)
+
+    def wait(self, now: float, *, complete: bool, stopped: bool) -> None:
+        """End the play if it is late and nothing moves; or wait."""
+        del stopped
+        play = self.play
+        if now >= play.view.deadline_s and not complete and play.silent(now):
+            play.give_up(now, f"{play.lacking()}, and nothing has come for {now - play.heard_s:.2f} s")
+
+    def fall_short(self, now: float) -> None:
+        """End the play of a live asset whose producer has stopped: all that it has published is in place."""
+        self.play.give_up(now, self.play.lacking())
+
+    def stop(self, now: float, reason: str) -> None:
+        """End the play: its owner wants nothing more."""
+        if self.play.groups.complete:
+            self.deliver(now)
+        else:
+            self.play.give_up(now, reason)
+
+    def go_on(self, now: float) -> bool:
+        """Return whether the session is to go on as usual after an event; False: this goal has seen to it."""
+        del now
+        return True
+
+    def advanced(self, now: float) -> None:
+        """Note that the session has gone on after an event."""
+
+    def deliver(self, now: float, *, cut: str | None = None) -> None:
+        """Deliver the cache; ``cut``: why a part of it."""
+        self.play.hand_over(now, cut)

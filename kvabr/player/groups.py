@@ -1,0 +1,236 @@
+"""Where every group of a play stands, and what the policy sees of that.
+
+A group is at one `Stage`, which follows from facts: which of its layers are in flight, have arrived or are being
+decoded, what is in place, and what the engine takes. After a change of these, `Groups.restage` finds the stage anew,
+and with it the sets that policies and planners read. `TRANSITIONS` says which changes there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from enum import IntEnum
+
+from kvabr.abr.group_set import GroupSet
+from kvabr.abr.view import Transfer, View
+from kvabr.player.compute_queue import ComputeQueue
+from kvabr.player.session_types import GroupRecords
+from kvabr.types.catalog import RECOMPUTED
+
+
+class Stage(IntEnum):
+    """Where a group stands. Up to `LEFT` it is absent: no layer that can be decoded alone is here."""
+
+    UNPUBLISHED = 0
+    """Its producer has not published it yet."""
+    MISSING = 1
+    """The policy is to request it."""
+    REQUESTED = 2
+    """In flight."""
+    LEFT = 3
+    """Left to the engine, for now or for good; it may be in flight, too."""
+    COMPUTING = 4
+    """The engine computes it."""
+    ARRIVED = 5
+    """Its base is here, and is not decoded yet."""
+    PLACED = 6
+    """In place, on some track; upgrades may be in flight."""
+    COMPUTED = 7
+    """In place, exact: the engine has computed it."""
+
+
+TRANSITIONS: Mapping[Stage, Sequence[Stage]] = {
+    Stage.UNPUBLISHED: (Stage.MISSING, Stage.REQUESTED, Stage.LEFT),
+    Stage.MISSING: (Stage.REQUESTED, Stage.LEFT),
+    Stage.REQUESTED: (Stage.ARRIVED, Stage.MISSING, Stage.LEFT),
+    Stage.LEFT: (Stage.COMPUTING, Stage.MISSING, Stage.REQUESTED, Stage.ARRIVED, Stage.UNPUBLISHED),
+    Stage.COMPUTING: (Stage.COMPUTED, Stage.MISSING, Stage.ARRIVED, Stage.PLACED, Stage.UNPUBLISHED),
+    Stage.ARRIVED: (Stage.PLACED, Stage.MISSING, Stage.REQUESTED, Stage.LEFT, Stage.COMPUTING),
+    Stage.PLACED: (Stage.COMPUTING,),
+    Stage.COMPUTED: (),
+}
+"""The stages that may follow each. What fails, is refused or is cancelled falls back, and so does what a failed engine
+was to compute."""
+
+
+class GroupProgress:
+    """The transfers of one group that are not in place yet.
+
+    Layers may arrive in any order. The best track of which every layer is here is decoded, all layers at once. What it
+    replaces is kept until then, in case that it proves damaged.
+    """
+
+    __slots__ = ("_stacks", "arrived", "decoding", "flying")
+
+    def __init__(self, stacks: Mapping[str, Sequence[str]]) -> None:
+        """Begin with nothing; ``stacks`` maps each track to its layers (`Ladder.stacks`)."""
+        self._stacks = stacks
+        self.flying: tuple[Transfer, ...] = ()  # a list of nothing is something, for the garbage collector
+        self.arrived: tuple[Transfer, ...] = ()
+        """What has arrived and is not being decoded yet."""
+        self.decoding: tuple[Transfer, ...] = ()
+        """What is being decoded in one go, from the lowest layer to the highest."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of the group is under way."""
+        return not (self.flying or self.arrived or self.decoding)
+
+    def has(self, tracks: Container[str]) -> bool:
+        """Return whether something on one of these tracks has arrived or is being decoded."""
+        return any(transfer.track in tracks for transfer in (*self.arrived, *self.decoding))
+
+    def top(self) -> str | None:
+        """Return the track that was requested last of those under way, or None."""
+        for transfers in (self.flying, self.arrived, self.decoding):
+            if transfers:
+                return max(transfers, key=lambda one: one.request).track
+        return None
+
+    def here(self) -> str | None:
+        """Return the track that was requested last of those that have arrived, or None."""
+        for transfers in (self.arrived, self.decoding):
+            if transfers:
+                return max(transfers, key=lambda one: one.request).track
+        return None
+
+    def decodable(self, placed: str | None) -> tuple[Transfer, ...]:
+        """Return what to decode next, lowest layer first; ``placed`` is the track in place."""
+        if not self.arrived:
+            return ()
+        below = self.decoding[-1].track if self.decoding else placed
+        here = {transfer.track: transfer for transfer in self.arrived}
+        for top in sorted(self.arrived, key=lambda one: -one.request):
+            layers = self._stacks[top.track]
+            needed = layers[layers.index(below) + 1 :] if below in layers else layers
+            if all(layer in here for layer in needed):
+                return tuple(here[layer] for layer in needed)
+        return ()
+
+    def begin_decoding(self, placed: str | None) -> tuple[Transfer, ...]:
+        """Move what can be decoded to `decoding`, and return it."""
+        self.decoding = self.decodable(placed)
+        self.arrived = tuple(transfer for transfer in self.arrived if transfer not in self.decoding)
+        return self.decoding
+
+    def end_decoding(self) -> tuple[Transfer, ...]:
+        """Take what was being decoded."""
+        batch, self.decoding = self.decoding, ()
+        return batch
+
+    def land(self, transfer: Transfer) -> None:
+        """Take a transfer out of the air."""
+        self.flying = tuple(one for one in self.flying if one is not transfer)
+
+    def drop(self, transfer: Transfer) -> None:
+        """Forget a transfer that has arrived."""
+        self.arrived = tuple(one for one in self.arrived if one is not transfer)
+
+    def superseded(self, placed: Transfer) -> list[Transfer]:
+        """Return what has arrived and is of no use once ``placed`` is in place: older, and no layer above it."""
+        return [
+            transfer
+            for transfer in self.arrived
+            if transfer.request < placed.request and placed.track not in self._stacks[transfer.track]
+        ]
+
+    def above(self, track: str) -> list[Transfer]:
+        """Return the transfers that are useless without ``track``, highest first."""
+        others = (*self.arrived, *self.flying)
+        found = [one for one in others if one.track != track and track in self._stacks[one.track]]
+        return sorted(found, key=lambda one: -len(self._stacks[one.track]))
+
+
+class Groups(dict[int, GroupProgress]):
+    """The groups of one play; as a mapping, the progress of those of which something is under way."""
+
+    def __init__(self, view: View, records: GroupRecords) -> None:
+        """Begin with every group that exists missing."""
+        super().__init__()
+        self._view, self._records, self._bases = (
+            view,
+            records,
+            frozenset(t.name for t in view.catalog.tracks if t.refines is None),
+        )
+        self.engine: ComputeQueue | None = None
+        """What is left to the engine; None if there is none, or no longer."""
+        self._stages = bytearray([Stage.MISSING]) * view.groups
+        self.absent = GroupSet(view.groups)
+        """Groups that have not arrived and are not being computed; includes those in flight."""
+        self.in_place = 0
+
+    def __missing__(self, group: int) -> GroupProgress:
+        made = self[group] = GroupProgress(self._view.ladder.stacks)
+        return made
+
+    @property
+    def complete(self) -> bool:
+        """Whether every group is in place."""
+        return self.in_place == self._view.groups
+
+    def rest(self, group: int) -> None:
+        """Forget the progress of a group if nothing of it is under way."""
+        if group in self and self[group].idle:
+            del self[group]
+
+    def here(self, group: int) -> str | None:
+        """Return the track on which a group has arrived or is in place."""
+        return self[group].here() or self._records[group].track
+
+    def stage(self, group: int) -> Stage:
+        """Return where a group stands."""
+        return Stage(self._stages[group])
+
+    def restage(self, groups: Iterable[int]) -> None:
+        """Find out anew where groups stand, after any change of what that follows from."""
+        view, stages, engine = self._view, self._stages, self.engine
+        for group in groups:
+            before, stage = stages[group], self._found(group)
+            if stage == before:
+                continue
+            stages[group] = stage
+            if (stage <= Stage.LEFT) != (before <= Stage.LEFT):
+                absent = stage <= Stage.LEFT
+                (self.absent.add if absent else self.absent.discard)(group)
+                if engine is not None:
+                    engine.absent(group, absent=absent)
+            if stage == Stage.MISSING:
+                view.missing_groups.add(group)
+            elif before == Stage.MISSING:
+                view.missing_groups.discard(group)
+
+    def _found(self, group: int) -> Stage:
+        engine, placed, progress = self.engine, self._records.track(group), self.get(group)
+        if placed == RECOMPUTED:
+            return Stage.COMPUTED
+        if engine is not None and engine.computes(group):
+            return Stage.COMPUTING
+        if placed is not None:
+            return Stage.PLACED
+        if progress is not None and progress.has(self._bases):
+            return Stage.ARRIVED
+        if engine is not None and engine.takes(group):
+            return Stage.LEFT
+        if progress is not None and progress.flying:
+            return Stage.REQUESTED
+        return Stage.MISSING if group < self._view.edge else Stage.UNPUBLISHED
+
+    def settle(self, group: int) -> None:
+        """Tell the policy that a group can be upgraded, unless more of it is in flight."""
+        if self._stages[group] in (Stage.ARRIVED, Stage.PLACED) and not self[group].flying:
+            self._view.settled.add(group)
+
+    def fall_back(self, group: int) -> None:
+        """Tell the policy what a group has after a loss: nothing, or the best that is in place or has arrived."""
+        view, progress = self._view, self[group]
+        self.restage((group,))
+        stage = self._stages[group]
+        if stage in (Stage.COMPUTING, Stage.COMPUTED):
+            view.track_of[group] = RECOMPUTED
+            return
+        top = view.track_of[group] = progress.top() or self._records[group].track
+        if stage <= Stage.LEFT:
+            for transfer in progress.flying:
+                if transfer.upgrade and transfer.track in self._bases:
+                    view.in_flight.require(transfer)
+        elif top is not None:
+            self.settle(group)
