@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -127,7 +128,7 @@ def decode_by(
     rotated = context.free and context.at is not None and not made.rotates
     if not rotated and (made.takes_codes or not is_quantised(out.dtype)):
         if has_kernel(made, out.device):
-            gpu.expand(LevelJob(made.name, payload, context.spec, out))
+            gpu.expand(LevelJob(made.name, payload, context.spec, out, partial(made.decode, payload, context)))
         else:
             made.decode(payload, context, out, below)
         return

@@ -8,6 +8,7 @@ on the place's device first; the bits are the same. On a processor each group ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -122,7 +123,7 @@ def _job(group: CodedGroup, place: Place) -> tuple[DecodeJob | LevelJob, list[Pa
     if isinstance(made, Ac):
         return made.job(group.payload, context, out, group.below)
     if has_kernel(made, place.device) and not (context.free and context.at is not None):
-        return LevelJob(group.track, group.payload, context.spec, out), []
+        return LevelJob(group.track, group.payload, context.spec, out, partial(made.decode, group.payload, context)), []
     return None
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.builtin import PayloadLayout
+from kvabr.codec.uncopied import uncopied
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
 
@@ -53,16 +52,6 @@ class PayloadReader:
     def rest(self) -> memoryview:
         """Return the rest of the payload."""
         return self.bytes(len(self._payload) - self._at)
-
-
-def uncopied(piece: memoryview) -> memoryview | ctypes.Array[ctypes.c_ubyte]:
-    """Return a buffer that `torch.frombuffer` takes as it is; it warns of read-only ones, as payloads mostly are."""
-    if not piece.readonly:
-        return piece
-    kept = np.frombuffer(piece, dtype=np.uint8)
-    shown = (ctypes.c_ubyte * len(piece)).from_address(kept.ctypes.data)
-    shown.kept = kept  # type: ignore[attr-defined]  # the memory lives as long as what shows it
-    return shown
 
 
 def finite(values: torch.Tensor, what: str) -> torch.Tensor:

@@ -20,7 +20,7 @@ from kvabr.codec.group import clean, largest_number
 from kvabr.codec.payload import raw
 from kvabr.codec.side_by_side import side_by_side
 from kvabr.publish.model import CalibrationEngine, LayerEngine
-from kvabr.publish.quality import Reference
+from kvabr.publish.reference import Reference
 from kvabr.publish.target import HeldOutText
 from kvabr.types.engine import prefill_classes
 from kvabr.types.errors import AssetError, ModelError

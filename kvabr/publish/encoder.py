@@ -16,7 +16,8 @@ from kvabr.codec.profile import Profile, joined
 from kvabr.codec.rope import rotate
 from kvabr.publish.frames import FrameEncoder, needs_profile, six
 from kvabr.publish.model import ScoringEngine
-from kvabr.publish.quality import MAX_PASSES, Reference, measure_mixes, measure_quality, sample_mixes
+from kvabr.publish.quality import MAX_PASSES, measure_mixes, measure_quality, sample_mixes
+from kvabr.publish.reference import Reference
 from kvabr.publish.tails import TailMeter, answered
 from kvabr.store.asset import FrameStore, Prompt
 from kvabr.types.arguments import checked

@@ -20,7 +20,7 @@ from kvabr.blend.looking import look
 from kvabr.blend.selection import Selector, choose
 from kvabr.codec.rope import rotate
 from kvabr.publish.model import CalibrationEngine, TextModel, opened
-from kvabr.publish.quality import Reference
+from kvabr.publish.reference import Reference
 from kvabr.types.engine import BlendEngine, Engine
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec

@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 import torch
 
 from kvabr.publish.model import ScoringEngine, TextModel, answer_of
-from kvabr.publish.quality import Cache, Reference, evenly, placed
+from kvabr.publish.reference import Cache, Reference, evenly, placed
 from kvabr.types.engine import prefill_classes
 from kvabr.types.tails import TAILS, TailLoss
 

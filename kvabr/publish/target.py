@@ -19,7 +19,7 @@ from kvabr.codec.fit import FitConfig
 from kvabr.codec.native import coder
 from kvabr.codec.quantiser import SINGLE, quantise
 from kvabr.codec.transform import FARTHEST, FINE, Transform
-from kvabr.publish.quality import Reference
+from kvabr.publish.reference import Reference
 from kvabr.types.errors import UsageError
 
 COARSEST, FINEST = 16.0, 1 / 64

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from kvabr.codec.profile import Profile
 from kvabr.player.assembler import Assembler, Placement
 from kvabr.publish.model import ScoringEngine
-from kvabr.publish.quality import Reference
+from kvabr.publish.reference import Reference
 from kvabr.store.asset import Asset
 from kvabr.types.engine import prefill_classes
 from kvabr.types.errors import FormatError, ModelError

@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
@@ -22,8 +22,6 @@ from kvabr.server.publication import Source
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
-
-    from kvabr.server.peer import Peer
 
 LEAST_IN_FLIGHT_BYTES = 256 << 10
 """What every connection may have on the way, whatever the others have."""
@@ -37,13 +35,16 @@ _IPV6_SITE = 64
 """Bits of an IPv6 address that tell one site from another; the rest a client chooses for itself."""
 
 
-class Host:
-    """What the connections of a server share."""
+P = TypeVar("P")
+
+
+class Host(Generic[P]):
+    """What the connections of a server share; P is what stands for a connection."""
 
     def __init__(self, source: Source, limits: ServerLimits, log: FilteringBoundLogger, metrics: Metrics) -> None:
         self.source, self.limits, self.log, self.metrics = source, limits, log, metrics
         self.budgets = Budgets(limits)
-        self.peers: set[Peer] = set()
+        self.peers: set[P] = set()
         """Connections, from their first packet on."""
         self.requests = 0
         """Requests in flight on all connections, also those that wait for an answer; connections count theirs."""
@@ -61,7 +62,7 @@ class Host:
         """Whether there are more connections than allowed."""
         return len(self.peers) > self.limits.connections
 
-    def left(self, peer: Peer) -> None:
+    def left(self, peer: P) -> None:
         """Note that a connection is over."""
         self.peers.discard(peer)
         self.idle.set()

@@ -44,7 +44,7 @@ class Peer(Endpoint):
     starts_at_once = False
     """SETUP goes only to peers that are let in, so that others learn of their refusal while they connect."""
 
-    def __init__(self, library: QuicLibrary, server: Host) -> None:
+    def __init__(self, library: QuicLibrary, server: Host[Peer]) -> None:
         super().__init__(library)
         self._server = server
         self.log = server.log

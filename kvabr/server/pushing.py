@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvabr.moqt.codes import PublishDoneCode
 from kvabr.moqt.filters import Filter
@@ -93,7 +94,7 @@ class Subscription:
 class Pushing:
     """All such subscriptions of a connection."""
 
-    def __init__(self, server: Host, queue: SendQueue, wake: Callable[[], None]) -> None:
+    def __init__(self, server: Host[Any], queue: SendQueue, wake: Callable[[], None]) -> None:
         """Begin without any; ``wake`` has the connection send what is queued."""
         self._server, self._queue, self._wake = server, queue, wake
         self._subscriptions: dict[int, Subscription] = {}

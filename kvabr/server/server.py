@@ -41,7 +41,7 @@ INTERRUPTED = 130
 """Exit status after a second signal."""
 
 
-class Server(Host):
+class Server(Host[Peer]):
     """Serves a source; use it as an async context manager, or `start` and `close` it."""
 
     def __init__(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from kvabr.server.budgets import Host, Room
 from kvabr.server.grants import Grant
@@ -62,7 +63,7 @@ class Expected:
 class WaitingRequests:
     """Requests by their ID. All but the standing one count among the server's requests in flight."""
 
-    def __init__(self, server: Host, run: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, server: Host[Any], run: Callable[[Callable[[], None]], None]) -> None:
         """Begin without any; ``run`` is given what answers a request once its track is found."""
         self._server, self._run = server, run
         self._lookups: dict[int, asyncio.Task[None]] = {}

@@ -14,7 +14,8 @@ from kvabr.codec.profile import Profile
 from kvabr.player.assembler import Assembler
 from kvabr.publish.encoder import compute_cache, ordered_tracks, publish
 from kvabr.publish.frames import MemoryFrames
-from kvabr.publish.quality import Reference, sample_mixes
+from kvabr.publish.quality import sample_mixes
+from kvabr.publish.reference import Reference
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import ForeignError, FormatError, UsageError
 from kvabr.types.loss import predicted_loss

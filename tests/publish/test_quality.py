@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from kvabr.publish.quality import Reference, _units, compare, measure_quality
+from kvabr.publish.quality import _units, measure_quality
+from kvabr.publish.reference import Reference, compare
 from kvabr.types.errors import ModelError
 from tests.toymodel import SPEC, ToyModel, prompt
 

@@ -12,7 +12,7 @@ from kvabr.publish import tails
 from kvabr.publish.encoder import publish
 from kvabr.publish.frames import MemoryFrames
 from kvabr.publish.model import answer_of
-from kvabr.publish.quality import Reference
+from kvabr.publish.reference import Reference
 from kvabr.publish.tails import TailMeter, answered
 from kvabr.types.catalog import Catalog
 from tests.toymodel import ToyModel, prompt, toy_base

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,8 @@ class LevelJob:
     """Of the group's layer class."""
     out: torch.Tensor
     """[layer, K/V, head, token, dim]."""
+    decode: Callable[[torch.Tensor], None]
+    """Decodes the payload on the processor, into a tensor of that shape; may raise a `FormatError`."""
 
     @property
     def layout(self) -> PayloadLayout:

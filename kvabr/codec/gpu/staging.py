@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.payload import uncopied
+from kvabr.codec.uncopied import uncopied
 
 _TYPES = {
     "int8": torch.int8,

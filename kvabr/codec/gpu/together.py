@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.block_slots import BlockSlots
 from kvabr.codec.gpu.batches import Batches
 from kvabr.codec.gpu.level_job import LevelJob
@@ -123,7 +122,7 @@ def _own(task: PlacedJob) -> torch.Tensor:
     if isinstance(job, DecodeJob):
         coder.decode_many([replace(job, out=out)])
     else:
-        codec(job.level).decode(job.payload, GroupContext(job.spec, 0, job.out.shape[3]), out)
+        job.decode(out)
     return out
 
 

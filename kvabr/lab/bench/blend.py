@@ -25,7 +25,7 @@ from kvabr.lab.bench.blend_prompts import FusedPrompt
 from kvabr.lab.bench.contexts import token_key
 from kvabr.lab.bench.schemes import TrackScheme, sources
 from kvabr.publish.passages import free_cache, joined, publisher_order, token_costs
-from kvabr.publish.quality import Reference
+from kvabr.publish.reference import Reference
 
 EXACT_TRACK = "FP16"
 """Name under which caches are not coded at all."""

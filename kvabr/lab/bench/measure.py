@@ -16,7 +16,7 @@ from kvabr.engines.transformers.model_loader import LoadedModel
 from kvabr.lab.bench.contexts import Context, Needle, recall, token_key
 from kvabr.lab.bench.schemes import Coded, Scheme
 from kvabr.publish.encoder import compute_cache
-from kvabr.publish.quality import Reference
+from kvabr.publish.reference import Reference
 from kvabr.store.files import PRIVATE_FOLDER
 from kvabr.types.errors import AssetError
 from kvabr.types.kv import KVSpec

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvabr.store.objects.failures import Failure
-
-if TYPE_CHECKING:
-    from kvabr.store.objects.bucket import Bucket
 
 TRIES = 3
 _BACKOFF_S = 0.1
 
 
+class Asked(Protocol):
+    """What failed requests are made again of: a bucket."""
+
+    made: int
+
+    def renew(self, made: int, failure: Failure) -> bool:
+        """See `Bucket.renew`."""
+
+    def failed(self, key: str, what: str, error: Exception) -> Exception:
+        """See `Bucket.failed`."""
+
+    def close(self) -> None:
+        """See `Bucket.close`."""
+
+
 class Tries:
     """Tries of one request: of what may pass three, and one more with credentials that were read again."""
 
-    def __init__(self, bucket: Bucket, tries: int = TRIES) -> None:
+    def __init__(self, bucket: Asked, tries: int = TRIES) -> None:
         """Begin a request of a bucket."""
         self._bucket, self._left, self._made, self._renewed = bucket, tries, bucket.made, False
 

@@ -1,5 +1,7 @@
 """Cast and integer levels expanded by a kernel: the processor's bits, in tensors of any strides and in blocks."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -35,7 +37,8 @@ def wanted(spec, tokens, level, payload, dtype=torch.float32):
 
 
 def job(spec, level, payload, out):
-    return levels.LevelJob(level, memoryview(payload), spec, out)
+    decode = partial(codec(level).decode, memoryview(payload), GroupContext(spec, 0, out.shape[3]))
+    return levels.LevelJob(level, memoryview(payload), spec, out, decode)
 
 
 @pytest.mark.parametrize("level", levels.LEVELS)

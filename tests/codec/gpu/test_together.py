@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -240,7 +241,10 @@ def test_levels_are_expanded_together_and_compared_too(monkeypatch, recwarn, fau
     monkeypatch.setattr(levels, "expand_many", wrongly)
     monkeypatch.setattr(together, "_expanded", {})
     monkeypatch.setattr(gpu, "runs_on", lambda device: device == DEVICE)
-    jobs = [LevelJob(level, *each) for level, *each in zip(("Int8", "FP8"), coded, [spec] * 2, room, strict=False)]
+    jobs = [
+        LevelJob(level, payload, spec, out, partial(codec(level).decode, payload, context))
+        for level, payload, out in zip(("Int8", "FP8"), coded, room, strict=False)
+    ]
     assert together.decode([together.PlacedJob(job, None) for job in jobs]) == [None, None]
     decode_by(codec("Int8"), coded[2], context, 0, room[2])
     assert same(room, wanted)

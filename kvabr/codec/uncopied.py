@@ -1,0 +1,17 @@
+"""Bytes as torch takes them without a copy."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+
+def uncopied(piece: memoryview) -> memoryview | ctypes.Array[ctypes.c_ubyte]:
+    """Return a buffer that `torch.frombuffer` takes as it is; it warns of read-only ones, as payloads mostly are."""
+    if not piece.readonly:
+        return piece
+    kept = np.frombuffer(piece, dtype=np.uint8)
+    shown = (ctypes.c_ubyte * len(piece)).from_address(kept.ctypes.data)
+    shown.kept = kept  # type: ignore[attr-defined]  # the memory lives as long as what shows it
+    return shown
