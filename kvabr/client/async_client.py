@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,11 +41,11 @@ from kvabr.client.peer_history import history_at
 from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.play import Play
 from kvabr.client.play_connection import PlayConnection
-from kvabr.client.preparing import Clock, lookup_time
+from kvabr.client.preparing import lookup_time
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import decoders, in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
-from kvabr.client.runner import PlayRunner, R
+from kvabr.client.runner import PlayRunner
 from kvabr.client.warming import warm_in_background
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.quic.backend import Quic
@@ -256,7 +256,7 @@ class AsyncClient:
         check_prompt(tokens)
         ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=options.salt, live=options.live)
 
-        async def work(play: Play) -> Played | NothingCached:
+        async with self._play(deadline, options, peer, computing, cost, tokens) as play:
             clock = play.clock
             spec, prepared, limit = None, None, None
             try:
@@ -276,12 +276,10 @@ class AsyncClient:
                     of = "what the origin has of " if isinstance(error, FormatError) else ""
                     raise PlayError(f"{of}this prompt cannot be played: {reason}") from error
             if prepared is not None:
-                return await play.whole(prepared, prompt)
+                return play.over(await play.whole(prepared, prompt))
             if computing is not None:
-                return replace(await play.compute(), limited_by=limit)
-            return NothingCached(spec, clock.now(), limit)
-
-        return await self._run(work, deadline, options, peer, computing, cost, tokens)
+                return play.over(replace(await play.compute(), limited_by=limit))
+            return play.over(NothingCached(spec, clock.now(), limit))
 
     @checked
     async def play_asset(
@@ -319,7 +317,7 @@ class AsyncClient:
         computing, cost = engine_of(engine or self.engine, options) if len(tokens) else (None, None)
         name = parse_namespace(asset) if isinstance(asset, str) else asset
 
-        async def work(play: Play) -> Played:
+        async with self._play(deadline, options, peer, computing, cost, tokens) as play:
             if isinstance(name, Found):
                 found = name
             else:
@@ -333,9 +331,7 @@ class AsyncClient:
                 check_engine(computing, found.catalog.spec)
             if len(tokens):
                 await check_tokens(found.catalog, tokens, options.salt)
-            return await play.whole(await play.prepare(found))
-
-        return await self._run(work, deadline, options, peer, computing, cost, tokens)
+            return play.over(await play.whole(await play.prepare(found)))
 
     @checked
     async def warm(
@@ -360,11 +356,9 @@ class AsyncClient:
             FormatError: none of the asset's tracks can be decoded here.
             BusyError, IncompleteError, PlayError, PolicyError: as `play`; an incomplete cache is not handed over.
         """
-
-        async def work(play: Play) -> PlayedPrefix:
-            return await play.coded(await play.prepare(found))
-
-        return await self._run(work, deadline, replace(options or self.options, out=None, after=None), peer)
+        options = replace(options or self.options, out=None, after=None)
+        async with self._play(deadline, options, peer) as play:
+            return play.over(await play.coded(await play.prepare(found)))
 
     @checked
     async def play_prefix(
@@ -401,10 +395,9 @@ class AsyncClient:
         if block < 1:
             raise UsageError(f"blocks of {block} tokens; an engine's have at least one")
 
-        async def work(play: Play) -> PlayedPrefix:
-            return await play.prefix(await play.prepare(found, skip, behind=behind, block=block), behind, block)
-
-        return await self._run(work, deadline, replace(options or self.options, out=None), peer, cost=cost)
+        async with self._play(deadline, replace(options or self.options, out=None), peer, cost=cost) as play:
+            prepared = await play.prepare(found, skip, behind=behind, block=block)
+            return play.over(await play.prefix(prepared, behind, block))
 
     @checked
     async def find(
@@ -528,21 +521,16 @@ class AsyncClient:
         except TimeoutError as error:
             raise TransportError(f"no answer within {seconds:g} s") from error
 
-    async def _run(
+    @asynccontextmanager
+    async def _play(
         self,
-        work: Callable[[Play], Awaitable[R]],
         deadline: float,
         options: PlayOptions,
         peer: PeerLike,
         engine: Engine | None = None,
         cost: PrefillCost | None = None,
         tokens: Sequence[int] = (),
-    ) -> R:
+    ) -> AsyncIterator[Play]:
         check_deadline(deadline)
-
-        def begin(connection: PlayConnection, clock: Clock, options: PlayOptions) -> Awaitable[R]:
-            return work(
-                Play(connection, options, clock, self._profiles, self._history, self._speeds, engine, cost, tokens)
-            )
-
-        return await self._runner.run(self._peer(peer), deadline, options, begin)
+        async with self._runner.play(self._peer(peer), deadline, options) as turn:
+            yield Play(turn, self._profiles, self._history, self._speeds, engine, cost, tokens)

@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -36,6 +36,7 @@ from kvabr.client.preparing import Clock, Prepared, pays
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import decoders, on_engine
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
+from kvabr.client.runner import R, Turn
 from kvabr.client.shared_bandwidth import estimating, link_of
 from kvabr.client.shortening import known_link, shortened
 from kvabr.client.token_recompute import TokenRecompute
@@ -92,9 +93,10 @@ _MIN_HUGE_BYTES = 4 << 20
 class Play:
     """One play on one connection."""
 
-    connection: PlayConnection
-    options: PlayOptions
-    clock: Clock
+    turn: Turn
+    connection: PlayConnection = field(init=False)
+    options: PlayOptions = field(init=False)
+    clock: Clock = field(init=False)
     profiles: ProfileCache
     history: PeerHistory
     """What the client knows of its peers."""
@@ -106,6 +108,13 @@ class Play:
     """Of the engine's prefill; a prefix play needs it."""
     tokens: Sequence[int]
     """Ids of the prompt, for the engine."""
+
+    def __post_init__(self) -> None:
+        self.connection, self.options, self.clock = self.turn.connection, self.turn.options, self.turn.clock
+
+    def over(self, played: R) -> R:
+        """Note what came of the play, and return it."""
+        return self.turn.over(played)
 
     async def prepare(self, found: Found, skip: int = 0, *, behind: int | None = None, block: int = 1) -> Prepared:
         """Fetch the codec profile if that pays and time allows, and leave out what cannot be decoded without it.

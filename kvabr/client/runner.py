@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kvabr.client.metrics import ClientMetrics
@@ -29,6 +29,23 @@ _LAST = 255
 """Priority of upgrades of caches that are in use, while there are plays."""
 
 
+@dataclass(slots=True)
+class Turn:
+    """The turn of one play."""
+
+    connection: PlayConnection
+    clock: Clock
+    """Runs since the call."""
+    options: PlayOptions
+    """Those that were asked for, reporting to telemetry."""
+    played: Played | NothingCached | PlayedPrefix | None = None
+
+    def over(self, played: R) -> R:
+        """Note what came of the play, and return it."""
+        self.played = played
+        return played
+
+
 class PlayRunner:
     """The plays of one client, and the upgrades that go on after them."""
 
@@ -36,7 +53,8 @@ class PlayRunner:
         self._fair, self._metrics = limits.fair, metrics
         self._admission = Admission(limits.plays, limits.waiting, limits.wait_share, metrics)
         self._schedule: EdfScheduler[PlayConnection] = EdfScheduler()
-        self._plays: set[asyncio.Task[Any]] = set()
+        self._plays: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
+        """Tasks that play, and what is done once they no longer do."""
         self._upgrades: set[asyncio.Task[None]] = set()
         """Upgrades of caches that are in use."""
         self._closing = False
@@ -45,40 +63,38 @@ class PlayRunner:
         """End all plays and upgrades; plays that wait for their turn are refused."""
         self._closing = True
         self._admission.close()
-        await cancel_all(self._plays | self._upgrades)
+        for task in self._plays:
+            task.cancel()
+        if self._plays:
+            await asyncio.wait(self._plays.values())
+        await cancel_all(self._upgrades)
 
-    async def run(
-        self,
-        peer: ClientPeer,
-        deadline_s: float,
-        options: PlayOptions,
-        work: Callable[[PlayConnection, Clock, PlayOptions], Awaitable[R]],
-    ) -> R:
-        """Run a play in a task of its own, so that closing the client ends it and not its caller.
+    @asynccontextmanager
+    async def play(self, peer: ClientPeer, deadline_s: float, options: PlayOptions) -> AsyncIterator[Turn]:
+        """Yield a play's turn once it has come; the body plays, and says what came of it by `Turn.over`.
 
-        ``work`` takes the play's connection, a clock that runs since this call, and options that report to telemetry.
+        Closing the client ends the body, not the task that it runs in.
 
         Raises:
             BusyError: there are too many plays.
             PlayError: the client was closed meanwhile.
         """
-        clock = Clock(deadline_s)
-        result = "failed"
+        clock, result = Clock(deadline_s), "failed"
         try:
             with told_if_exhausted(peer.relieve), ExitStack() as reporting:
                 if options.telemetry is not None:
                     options = replace(options, log=reporting.enter_context(options.telemetry.play(options.log)))
                 async with self._connected(peer, clock) as connection:
-                    task = asyncio.ensure_future(work(connection, clock, options))
-                    self._plays.add(task)
-                    task.add_done_callback(self._plays.discard)
-                    played = await task
+                    turn = Turn(connection, clock, options)
+                    with self._until_closed():
+                        yield turn
+                    played = turn.played
                     if isinstance(played, Played) and played.upgrades is not None:
                         self._keep(connection, played.upgrades)
             if isinstance(played, Played):
                 result = "met" if played.met else "late"
             else:
-                result = "nothing" if isinstance(played, NothingCached) or not played.tokens else "met"
+                result = "nothing" if isinstance(played, NothingCached | None) or not played.tokens else "met"
         except BusyError:
             result = "refused"
             raise
@@ -88,12 +104,26 @@ class PlayRunner:
             if self._closing and asking is not None and not asking.cancelling():
                 raise PlayError("the client was closed before the cache was there") from None
             raise
-        else:
-            return played
         finally:
             self._metrics.plays_total.labels(result).inc()
 
     # -------------------------------------------------------------- internals
+
+    @contextmanager
+    def _until_closed(self) -> Iterator[None]:
+        """Let `close` end what is done meanwhile, as a timeout would."""
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101  # a coroutine runs in one
+        over = self._plays[task] = asyncio.get_running_loop().create_future()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._closing:
+                task.uncancel()
+            raise
+        finally:
+            del self._plays[task]
+            over.set_result(None)
 
     @asynccontextmanager
     async def _connected(self, peer: ClientPeer, clock: Clock) -> AsyncIterator[PlayConnection]:

@@ -244,6 +244,24 @@ async def test_a_lost_connection_is_told(origin, short):
 
 
 @virtual
+async def test_closing_ends_the_play_and_not_the_task_that_it_runs_in(origin, short):
+    async with origin(rate=100.0) as link:
+        client = AsyncClient(link, model=SPEC)
+
+        async def serve():
+            with pytest.raises(PlayError, match="closed"):
+                await client.play(TOKENS, deadline=60.0)
+            await asyncio.sleep(1.0)
+            return asyncio.current_task().cancelling()
+
+        serving = asyncio.create_task(serve())
+        await asyncio.sleep(5.0)
+        await client.close()
+        assert not serving.done()
+        assert await serving == 0
+
+
+@virtual
 async def test_closing_ends_every_play(origin, short):
     link = origin(rate=short.fp16_bytes / 5)
     client = AsyncClient(limits=Limits(plays=1))
