@@ -14,6 +14,7 @@ from kvabr.store.shared_claims import GroupClaim, NeighbourGroup
 from kvabr.store.shared_groups import SharedGroupStore
 from kvabr.transfer.interface import PeerConnection
 from kvabr.transfer.transfer import Carrier, GroupTransfer
+from kvabr.types.backoff import Backoff
 
 STILL_S, STILL_RTTS, STILL_SHARE = 0.25, 4.0, 0.05
 """A transfer of another process stands still if nothing of it came for this many seconds and round trips, and for this
@@ -38,7 +39,7 @@ class HostCarrier(Carrier):
         self._sign = (0, 0)
         """Last sign of life of what another process writes: bytes, time of the file."""
         self._sign_s = 0.0
-        self._pause_s = _PAUSE_S
+        self._pauses = Backoff(_PAUSE_S, _MOST_PAUSE_S)
 
     def carry(self, transfer: GroupTransfer) -> None:
         """See `Carrier.carry`: claim the group, or see who has."""
@@ -118,7 +119,8 @@ class HostCarrier(Carrier):
                 found.close()
         elif isinstance(found, NeighbourGroup):
             self._arriving, self.from_host = found, True
-            self._sign, self._sign_s, self._pause_s = (0, 0), self._loop.time(), _PAUSE_S
+            self._sign, self._sign_s = (0, 0), self._loop.time()
+            self._pauses.reset()
             if (count := self._seen(found)) > len(transfer.data):
                 self._show(transfer, found, count, kept=True)
         else:
@@ -134,8 +136,7 @@ class HostCarrier(Carrier):
         silent_s = self._loop.time() - self._sign_s
         left = arriving.is_left() and self._seen(arriving) < transfer.request.limit
         if not left and count >= 0 and silent_s <= self._patience_s(transfer):
-            await asyncio.sleep(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
+            await asyncio.sleep(self._pauses.longer())
             return
         if not left:
             self._store.folder.distrust(arriving)
@@ -151,7 +152,8 @@ class HostCarrier(Carrier):
         """Return how many bytes are there, and note signs of life."""
         sign = arriving.look()
         if sign != self._sign:
-            self._sign, self._sign_s, self._pause_s = sign, self._loop.time(), _PAUSE_S
+            self._sign, self._sign_s = sign, self._loop.time()
+            self._pauses.reset()
         return sign[0]
 
     def _show(self, transfer: GroupTransfer, arriving: NeighbourGroup, count: int, *, kept: bool = False) -> None:

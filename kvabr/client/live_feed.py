@@ -23,6 +23,7 @@ from kvabr.player.goals.live import EdgeChanges
 from kvabr.player.priorities import DEARER
 from kvabr.transfer.interface import Connection, read_all
 from kvabr.transfer.transfer import GroupReader, GroupRequest
+from kvabr.types.backoff import Backoff
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import ConnectionLostError, FormatError, NotFoundError, RequestError, TransportError
 from kvabr.types.live import (
@@ -101,7 +102,7 @@ class _Pauses:
     """The pauses between attempts."""
 
     def __init__(self) -> None:
-        self._pause_s = _POLL_S
+        self._pauses = Backoff(_POLL_S, _MOST_PAUSE_S)
         self._asked_s = 0.0
 
     def asked(self) -> None:
@@ -115,8 +116,7 @@ class _Pauses:
 
     async def wait(self, at_least_s: float = 0.0) -> None:
         """Wait before the next attempt."""
-        await asyncio.sleep(max(self._pause_s, min(at_least_s, _MOST_PAUSE_S)))
-        self._pause_s = min(_MOST_PAUSE_S, 2 * self._pause_s)
+        await asyncio.sleep(max(self._pauses.longer(), min(at_least_s, _MOST_PAUSE_S)))
 
 
 class LiveFeed:

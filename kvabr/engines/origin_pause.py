@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvabr.client.async_client import AsyncClient
+from kvabr.types.backoff import Backoff
 from kvabr.types.errors import KvabrError
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
@@ -34,7 +35,7 @@ class OriginPause:
             begin: runs a coroutine of the client in the background.
         """
         self._begin = begin
-        self._pause_s, self._again_s = 0.0, 0.0
+        self._pauses, self._again_s = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0.0
         self._silent = False
 
     @property
@@ -44,7 +45,8 @@ class OriginPause:
 
     def answered(self) -> None:
         """Note a request that was answered."""
-        self._pause_s = self._again_s = 0.0
+        self._again_s = 0.0
+        self._pauses.reset()
 
     def failed(self, began_s: float) -> float | None:
         """Note a request that failed, and begin a pause; requests under way at the same time count as one.
@@ -55,13 +57,13 @@ class OriginPause:
         Returns:
             The seconds of the pause, if one began with it.
         """
-        if began_s < self._again_s - self._pause_s or self._silent:
+        if began_s < self._again_s - self._pauses.pause_s or self._silent:
             return None
-        self._pause_s = min(MAX_PAUSE_S, max(FIRST_PAUSE_S, 2 * self._pause_s))
-        self._again_s = time.monotonic() + self._pause_s
+        pause_s = self._pauses.longer()
+        self._again_s = time.monotonic() + pause_s
         self._silent = True
         self._begin(self._until_it_answers)
-        return self._pause_s
+        return pause_s
 
     async def _until_it_answers(self, client: AsyncClient) -> None:
         naps = iter(_NAPS_S)

@@ -26,6 +26,7 @@ from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.store.locations import Location, open_groups
 from kvabr.transfer.interface import Connection, read_all
 from kvabr.transfer.transfer import GroupRequest
+from kvabr.types.backoff import Backoff
 from kvabr.types.errors import (
     AssetError,
     FormatError,
@@ -52,7 +53,7 @@ _TRANSIT_SHARE = 1 / 4
 """Share of that bound for groups that are on their way or being read; the rest is the cache."""
 _CATALOGS_SHARE = 1 / 8
 """Bound on catalogs and lookups as a share of that bound, in addition to it."""
-_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 """Pauses before the origin is asked again to tell of changes, after a failure; doubled each time."""
 _BREATH_S = 0.01
 """Pause after an answer, so that an origin cannot keep the relay busy with answers."""
@@ -236,12 +237,12 @@ class Relay:
 
     async def _follow(self) -> None:
         """Hear from the origin what it takes back, for as long as this relay runs."""
-        position, pause_s = 0, _PAUSE_S
+        position, pauses = 0, Backoff(_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             try:
                 changes = await self._next_changes(position)
             except (TransportError, FormatError) as error:
-                pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+                pause_s = pauses.longer()
                 if is_unauthorized(error):
                     self.catalogs.revoke()
                 elif isinstance(error, FormatError | NotFoundError) or getattr(error, "code", None) in _NOT_TOLD:
@@ -252,7 +253,8 @@ class Relay:
                 self.catalogs.revoked = False
                 if position:  # otherwise there is nothing yet that it could tell of
                     self._take_back(changes)
-                position, pause_s = changes.position, _PAUSE_S
+                position = changes.position
+                pauses.reset()
                 await asyncio.sleep(_BREATH_S)
 
     async def _next_changes(self, position: int) -> Changes:

@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 
 from kvabr.transfer.interface import ConnectionStats, PeerConnection
 from kvabr.transfer.transfer import GroupTransfer
+from kvabr.types.backoff import Backoff
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError
 
 Dial = Callable[[], Awaitable[PeerConnection]]
@@ -97,7 +98,7 @@ class RedialledConnection(PeerConnection):
         """Those that wait for a connection, the earliest first."""
         self._closing: set[asyncio.Task[None]] = set()
         self._earlier_bytes = 0
-        self._pause_s = 0.0
+        self._pauses = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self._adopted_s = float("-inf")
         self._watching: asyncio.Task[None] | None = None
         self._look_s = _LOOK_S
@@ -283,11 +284,11 @@ class RedialledConnection(PeerConnection):
         start_s = loop.time()
         fruitful = not self._current.going_away and self._current.stats().bytes_received > 0
         if fruitful or start_s - self._adopted_s > _SHORT_LIFE_S:
-            self._pause_s = 0.0
+            self._pauses.reset()
         attempt_s = max(_ATTEMPT_S, _ATTEMPT_RTT * max(self._current.stats().rtt_s or 0.0, self._answer_s))
         while True:
-            await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.5))  # noqa: S311  # only spreads players' dials
-            self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
+            await asyncio.sleep(self._pauses.pause_s * random.uniform(0.5, 1.5))  # noqa: S311  # only spreads dials
+            pause_s = self._pauses.longer()
             begun_s = loop.time()
             try:
                 made = await self._dial_within(attempt_s)
@@ -295,7 +296,7 @@ class RedialledConnection(PeerConnection):
                 raise  # trying again would not help
             except TransportError as error:
                 self.trouble = f"dialling again fails: {error}"
-                if loop.time() - start_s + self._pause_s > self._patience_s:
+                if loop.time() - start_s + pause_s > self._patience_s:
                     raise
                 if not self._waiting:
                     return  # the next request starts again
