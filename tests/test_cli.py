@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvabr.cli import main as cli
+from kvabr.cli.commands import names
 from kvabr.cli.display import output, plain, table
-from kvabr.cli.main import COMMANDS, main, parse
+from kvabr.cli.main import main, parse
 from kvabr.types.catalog import Catalog
 from tests.catalogs import catalog
 from tests.processes import cpu_s, gone, workers_of
@@ -37,7 +38,7 @@ def run(capsys, *argv):
 
 def test_help_of_every_command_teaches(capsys):
     benches = (["bench", name] for name in ("quality", "rd", "codec"))
-    for argv in ([], *([name] for name in COMMANDS), ["traces", "synth"], *benches):
+    for argv in ([], *([name] for name in names()), ["traces", "synth"], *benches):
         with pytest.raises(SystemExit) as caught:
             main([*argv, "--help"])
         assert caught.value.code == 0

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch.nn.functional import avg_pool1d
 
-from kvabr.abr.plugins import load_plugin, registered
+from kvabr.abr.plugins import Registered, load_plugin
 from kvabr.blend.selection import Selection, Selector, by_passage, needed
 
 DEFAULT = "question-peaks"
@@ -131,9 +131,9 @@ BUILTIN: dict[str, type[Selector]] = {
 }
 
 
-def selectors() -> dict[str, type[Selector]]:
+def selectors() -> Registered[Selector]:
     """Return all selectors by name: built-in ones and those of installed packages."""
-    return registered("kvabr.selectors", BUILTIN)
+    return Registered("kvabr.selectors", BUILTIN)
 
 
 @cache

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from contextlib import suppress
+
+from kvabr.types.errors import KvabrError
 
 _EPILOG = """\
 Load it with `source <(kvabr completion bash)`, or write it to a file, such as
@@ -57,9 +60,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _script() -> str:
-    from kvabr.cli.main import COMMANDS, command_parser
+    from kvabr.cli.commands import is_here, names
+    from kvabr.cli.main import command_parser
 
-    found = [line for name in COMMANDS for line in _lines(name, command_parser(name))]
+    commands = [name for name in names() if is_here(name)]
+    found: list[tuple[str, list[str], str]] = []
+    for name in commands:
+        with suppress(KvabrError):  # another package's, which is broken
+            found += _lines(name, command_parser(name))
     groups, values, options = (
         "\n".join(
             f'            {pattern}) words="{" ".join(words)}" ;;' for pattern, words, kind in found if kind == wanted
@@ -67,7 +75,7 @@ def _script() -> str:
         for wanted in ("group", "value", "option")
     )
     return _BASH.format(
-        commands=" ".join([*COMMANDS, "--help", "--version"]), groups=groups, values=values, options=options
+        commands=" ".join([*commands, "--help", "--version"]), groups=groups, values=values, options=options
     )
 
 

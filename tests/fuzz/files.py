@@ -17,9 +17,6 @@ from kvabr.cli.config import VARIABLE, Config
 from kvabr.cli.fetch import _read_tokens
 from kvabr.cli.options import CommandParser
 from kvabr.client import decode_speeds, peer_history
-from kvabr.lab import results_folder
-from kvabr.lab.causes import CAUSES
-from kvabr.lab.matrix import read_toml
 from kvabr.quic.options import read_token
 from kvabr.replay import readers
 from kvabr.replay.readers import native
@@ -27,6 +24,9 @@ from kvabr.replay.trace import describe, sparkline
 from kvabr.server.grants import Grants
 from kvabr.store.asset import Prompt
 from kvabr.types.errors import FormatError, TraceError, UsageError
+from kvabr_lab import results_folder
+from kvabr_lab.causes import CAUSES
+from kvabr_lab.matrix import read_toml
 from tests.fuzz.target import Target, family, refused
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import kvabr
-from kvabr.lab import digests
-from kvabr.lab.matrix import EngineSpec, Offer
-from kvabr.lab.results_folder import FILE, PlayStore
-from kvabr.lab.run import Keys, run
-from kvabr.lab.totals import result
 from kvabr.types.errors import AssetError, PlayError, PolicyError, UsageError
+from kvabr_lab import digests
+from kvabr_lab.matrix import EngineSpec, Offer
+from kvabr_lab.results_folder import FILE, PlayStore
+from kvabr_lab.run import Keys, run
+from kvabr_lab.totals import result
 from tests.catalogs import catalog
 from tests.lab.matrices import matrix, traces, tuned
 
@@ -97,7 +97,7 @@ def test_a_policy_is_played_again_when_its_file_or_one_beside_it_changes(tmp_pat
 def test_all_code_that_a_play_loads_is_in_a_digest():
     """What a fresh process loads to play, but for what only names things or says what went wrong."""
     ask = (
-        "import sys, kvabr.lab.cell, kvabr.abr.plugins\n"
+        "import sys, kvabr_lab.cell, kvabr.abr.plugins\n"
         "for name, module in sys.modules.items():\n    if name.startswith('kvabr.'): print(module.__file__)\n"
     )
     said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout  # noqa: S603
