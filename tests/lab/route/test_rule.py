@@ -253,7 +253,7 @@ def test_a_router_learns_the_link_and_spreads_a_crowd():
 
 
 def test_the_guide_works_as_it_is_written(capsys):
-    guide = Path(__file__).parents[2] / "docs" / "guides" / "route.md"
+    guide = Path(__file__).parents[3] / "docs" / "guides" / "route.md"
     code = guide.read_text().partition("```python\n")[2].partition("```")[0]
     exec(compile(code, str(guide), "exec"), {})  # noqa: S102
     assert capsys.readouterr().out.startswith("remote remote prefill takes")
