@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -60,6 +61,13 @@ def test_every_command_and_policy_of_the_laboratory_joins():
     assert policies().keys() >= POLICIES | BUILTIN.keys()
     for name in POLICIES:
         assert policies()[name].name == name
+
+
+def test_the_trial_of_wheels_passes_here(capsys):
+    trial = runpy.run_path(str(ROOT / "tools" / "try-wheel"))
+    assert trial["round_trip"]()
+    assert trial["lab_is_here"]()
+    assert "million indices a second\nkvabr-lab: lab, " in capsys.readouterr().out
 
 
 def test_the_two_have_one_version():
