@@ -12,8 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr.client.cpu_limit import named_play
-from kvabr.replay.workers import in_processes
+from kvabr.replay.workers import in_processes, named_play
 from kvabr_lab import digests
 from kvabr_lab.cell import CellPlayer
 from kvabr_lab.matrix import Cell, LabMatrix

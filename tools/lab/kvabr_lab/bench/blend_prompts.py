@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvabr.publish.model import TextModel, opened
-from kvabr.publish.texts import ManualPage
 from kvabr.types.errors import UsageError
 from kvabr_lab.bench.contexts import token_key
+from kvabr_lab.bench.manual_pages import ManualPage
 
 Kind = Literal["text", "facts", "codes"]
 KINDS: tuple[Kind, ...] = ("text", "facts", "codes")
