@@ -8,6 +8,7 @@ import pytest
 
 import kvabr
 import kvabr_lab
+from kvabr.abr.plugins import policy_class
 from kvabr.types.errors import AssetError, PlayError, PolicyError, UsageError
 from kvabr_lab import digests
 from kvabr_lab.matrix import EngineSpec, Offer
@@ -99,7 +100,8 @@ def test_all_code_that_a_play_loads_is_in_a_digest():
     """What a fresh process loads to play, but for what only names things or says what went wrong."""
     ask = (
         "import sys, kvabr_lab.cell, kvabr.abr.plugins\n"
-        "for name, module in sys.modules.items():\n    if name.startswith(('kvabr.', 'kvabr_lab.')): print(module.__file__)\n"
+        "for name, module in sys.modules.items():\n"
+        "    if name.startswith(('kvabr.', 'kvabr_lab.')): print(module.__file__)\n"
     )
     said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout  # noqa: S603
     roots = {Path(kvabr.__file__).parent: "", Path(kvabr_lab.__file__).parent: "lab/"}
@@ -114,6 +116,13 @@ def test_all_code_that_a_play_loads_is_in_a_digest():
     apart = {name for name in loaded if name.startswith(("abr/policies/", "abr/estimators/"))}
     assert loaded <= covered | apart
     assert not covered & apart
+
+
+@pytest.mark.parametrize(("policy", "file"), [("bola", "video.py"), ("mpc", "budget.py")])
+def test_the_source_of_a_policy_is_in_its_digest(policy, file):
+    found = {}
+    digests._gather(policy_class(policy).__module__, found)
+    assert [path.name for path in found] == [file]
 
 
 def test_parameters_and_built_in_bases_are_in_a_policys_digest(tmp_path):
