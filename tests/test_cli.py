@@ -412,6 +412,8 @@ def test_a_file_gets_wide_tables_whole(capsys, monkeypatch):
         ("kvabr re", ["relay", "replay", "report"]),
         ("kvabr replay --lo", ["--load", "--log", "--loss"]),
         ("kvabr replay --policy any", ["anytime"]),
+        ("kvabr replay traces --policy anytime rob", ["robustmpc"]),
+        ("kvabr bench quality --te", ["--text"]),
         ("kvabr fetch moqt://h/ --quic a", ["aioquic", "auto"]),
         ("kvabr traces s", ["synth"]),
         ("kvabr traces info --fam", ["--families"]),
@@ -423,8 +425,8 @@ def test_bash_completes(capsys, tmp_path, line, offered):
     status, script, _ = run(capsys, "completion", "bash")
     assert status == 0
     words = line.split()
-    ask = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _kvabr; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)  # noqa: S603, S607 - our own
+    ask = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _shtab_kvabr; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)  # noqa: S603, S607 - our own
     assert sorted(done.stdout.split()) == offered
 
 
