@@ -151,7 +151,7 @@ def _top_parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=line)
     top.add_argument_group(
         f"commands of the laboratory ({INSTALL_LAB})",
-        "\n".join(f"  {name:<18}{line}" for name, line in LAB.items()),
+        "\n".join(f"  {name:<10}{line}" for name, line in LAB.items()),
     )
     return top
 
