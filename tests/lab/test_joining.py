@@ -20,7 +20,7 @@ from kvabr.cli.main import main
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "tools" / "lab" / "pyproject.toml").read_text())["project"]
 SELECTORS = {"hkvd", "legolink", "random", "oracle"}
-POLICIES = {"bola", "bola-e", "cachegen", "cachegen-oracle", "cake", "dynamic", "fugu", "kvserve", "l2a"}
+POLICIES = {"bola", "bola-e", "cachegen", "cachegen-oracle", "cake", "dynamic", "fugu", "kvserve", "l2a", "oracle"}
 
 ALONE = """
 import sys

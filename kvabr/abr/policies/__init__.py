@@ -4,11 +4,10 @@ from kvabr.abr.policies.anytime import Anytime
 from kvabr.abr.policies.budget import Budget, Mpc, RobustMpc
 from kvabr.abr.policies.cheapfirst import CheapFirst
 from kvabr.abr.policies.fixed import Fixed
-from kvabr.abr.policies.oracle import Oracle
 from kvabr.abr.policies.rate import Rate
 
 DEFAULT = "anytime"
 
-BUILTIN = {cls.name: cls for cls in (Fixed, Rate, Mpc, RobustMpc, Budget, CheapFirst, Anytime, Oracle)}
+BUILTIN = {cls.name: cls for cls in (Fixed, Rate, Mpc, RobustMpc, Budget, CheapFirst, Anytime)}
 
 __all__ = ["BUILTIN", "DEFAULT", "Anytime", "Budget", "Mpc"]

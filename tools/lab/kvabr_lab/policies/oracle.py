@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import ClassVar
 
 from kvabr.abr.policy import Decision, Policy
-from kvabr.abr.view import View
+from kvabr.abr.view import PlannedPlay, View
+from kvabr.replay.frontier import Frontier
+from kvabr.replay.link import Capacity
 from kvabr.types.errors import PolicyError
+from kvabr_lab.policies.foresight import Foresight
 
 
 class Oracle(Policy):
@@ -17,6 +21,17 @@ class Oracle(Policy):
     abandons: ClassVar[bool] = False
     paces: ClassVar[bool] = True
     computes: ClassVar[bool] = True
+
+    @staticmethod
+    def foresee(
+        view: View,
+        frontier: Frontier,
+        capacity: Capacity,
+        first_byte_s: float,
+        tried: Callable[[PlannedPlay], float],
+    ) -> PlannedPlay:
+        """Return the best plan; see `kvabr.replay.experiment.Planner`."""
+        return Foresight(view, frontier, capacity, first_byte_s, tried).best()
 
     def start(self, view: View) -> None:
         """Take the plan; raise `PolicyError` if the future is unknown, because this is not a simulation."""
