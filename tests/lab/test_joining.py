@@ -19,6 +19,7 @@ from kvabr.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "tools" / "lab" / "pyproject.toml").read_text())["project"]
+ESTIMATORS = {"last", "percentile"}
 SELECTORS = {"hkvd", "legolink", "random", "oracle"}
 POLICIES = {"bola", "bola-e", "cachegen", "cachegen-oracle", "cake", "dynamic", "fugu", "kvserve", "l2a", "oracle"}
 
@@ -53,6 +54,7 @@ def test_every_command_and_policy_of_the_laboratory_joins():
     assert set(groups["kvabr.commands"]) == {*LAB, "calibrate.blend"}
     assert set(groups["kvabr.policies"]) == POLICIES
     assert set(groups["kvabr.selectors"]) == SELECTORS
+    assert set(groups["kvabr.estimators"]) == ESTIMATORS
     assert not LAB.keys() & COMMANDS.keys()
     installed = metadata.distribution("kvabr-lab").entry_points
     assert {(entry.group, entry.name, entry.value) for entry in installed} == {

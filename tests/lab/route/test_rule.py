@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvabr.abr.estimators.classic import LastSample
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
+from kvabr_lab.estimators import LastSample
 from kvabr_lab.route import (
     PROBE_BYTES,
     PROBE_WAIT_S,

@@ -117,7 +117,7 @@ def _ours(module: str) -> bool:
     return module.partition(".")[0] in {"kvabr", "kvabr_lab"}
 
 
-_PLUGINS = ("kvabr.abr.policies.", "kvabr.abr.estimators.", "kvabr_lab.policies.")
+_PLUGINS = ("kvabr.abr.policies.", "kvabr.abr.estimators.", "kvabr_lab.policies.", "kvabr_lab.estimators")
 
 
 def _gather(module: str, found: dict[Path, None]) -> None:
