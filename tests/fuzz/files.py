@@ -115,7 +115,7 @@ def _config(data: bytes) -> bool:
     before = os.environ.get(VARIABLE, "")
     os.environ[VARIABLE] = str(_file(data, "kvabr.toml"))
     try:
-        config = refused(lambda: Config.read(("fetch", "bench")), UsageError)
+        config = refused(Config.read, UsageError)
         if config is None:
             return False
         return refused(lambda: config.apply(_parser(), "fetch").settle(argparse.Namespace()), UsageError) is not None
