@@ -1,6 +1,7 @@
-"""The shape of the package: floors, circles, and names.
+"""The shape of kvabr and of its laboratory: floors, circles, and names.
 
-Data flows one way, and a package imports only packages on lower floors. The list below is the order of the floors.
+Data flows one way, and a package imports only packages on lower floors. The list below is the order of the floors. The
+laboratory is a distribution of its own above all of kvabr, which does not know it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from pathlib import Path
 import pytest
 
 import kvabr
+import kvabr_lab
 
-ROOT = Path(kvabr.__file__).parent
+ROOTS = tuple(Path(package.__file__).parent for package in (kvabr, kvabr_lab))
+LAB = ("lab.policies", "lab.route", "lab.day", "lab", "lab.report", "lab.bench", "lab.cli")
 FLOORS = (
-    *("types", "codec", "abr", "blend", "route", "player", "moqt", "store", "transfer", "quic", "telemetry"),
-    *("client", "publish", "server", "engines", "replay", "lab", "cli"),
+    *("types", "codec", "abr", "blend", "player", "moqt", "store", "transfer", "quic", "telemetry"),
+    *("client", "publish", "server", "engines", "replay", "cli", *LAB),
 )
 """From the ground up."""
 BASEMENT = ("data",)
@@ -27,14 +30,15 @@ BASEMENT = ("data",)
 
 
 def _name_of(path: Path) -> str:
-    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    root = next(root for root in ROOTS if path.is_relative_to(root))
+    parts = path.relative_to(root.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of kvabr by its dotted name."""
-    return {_name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+    """Every module of kvabr and of the laboratory by its dotted name."""
+    return {_name_of(path): path for root in ROOTS for path in sorted(root.rglob("*.py"))}
 
 
 @cache
@@ -44,7 +48,7 @@ def tree(name: str) -> ast.Module:
 
 @cache
 def _imports(name: str) -> tuple[tuple[str, bool], ...]:
-    """Return the modules of kvabr that a module imports, also inside functions, and whether for type checking only."""
+    """Return the modules that a module imports, also inside functions, and whether for type checking only."""
     found: list[tuple[str, bool]] = []
     left: list[tuple[ast.AST, bool]] = [(tree(name), False)]
     for node, typing in left:
@@ -67,12 +71,15 @@ def _imports(name: str) -> tuple[tuple[str, bool], ...]:
 
 
 def imports(name: str, *, typing: bool) -> Iterator[str]:
-    """Yield the modules of kvabr that a module imports, with or without those for type checking."""
+    """Yield the modules that a module imports, with or without those for type checking."""
     return (target for target, only_typing in _imports(name) if typing or not only_typing)
 
 
 def room(name: str) -> str:
-    return (*name.split("."), "")[1]
+    package, first = (*name.split("."), "")[:2]
+    if package == "kvabr":
+        return first
+    return f"lab.{first}" if f"lab.{first}" in LAB else "lab"
 
 
 def test_every_package_has_a_floor():

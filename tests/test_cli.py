@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvabr.cli import main as cli
+from kvabr.cli.commands import names
 from kvabr.cli.display import output, plain, table
-from kvabr.cli.main import COMMANDS, main, parse
+from kvabr.cli.main import main, parse
 from kvabr.types.catalog import Catalog
 from tests.catalogs import catalog
 from tests.processes import cpu_s, gone, workers_of
@@ -37,7 +38,7 @@ def run(capsys, *argv):
 
 def test_help_of_every_command_teaches(capsys):
     benches = (["bench", name] for name in ("quality", "rd", "codec"))
-    for argv in ([], *([name] for name in COMMANDS), ["traces", "synth"], *benches):
+    for argv in ([], *([name] for name in names()), ["traces", "synth"], *benches):
         with pytest.raises(SystemExit) as caught:
             main([*argv, "--help"])
         assert caught.value.code == 0
@@ -411,6 +412,8 @@ def test_a_file_gets_wide_tables_whole(capsys, monkeypatch):
         ("kvabr re", ["relay", "replay", "report"]),
         ("kvabr replay --lo", ["--load", "--log", "--loss"]),
         ("kvabr replay --policy any", ["anytime"]),
+        ("kvabr replay traces --policy anytime rob", ["robustmpc"]),
+        ("kvabr bench quality --te", ["--text"]),
         ("kvabr fetch moqt://h/ --quic a", ["aioquic", "auto"]),
         ("kvabr traces s", ["synth"]),
         ("kvabr traces info --fam", ["--families"]),
@@ -422,8 +425,8 @@ def test_bash_completes(capsys, tmp_path, line, offered):
     status, script, _ = run(capsys, "completion", "bash")
     assert status == 0
     words = line.split()
-    ask = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _kvabr; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)  # noqa: S603, S607 - our own
+    ask = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _shtab_kvabr; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)  # noqa: S603, S607 - our own
     assert sorted(done.stdout.split()) == offered
 
 

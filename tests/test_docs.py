@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvabr.cli.main import COMMANDS, parse
+from kvabr.cli.commands import names
+from kvabr.cli.main import parse
 from kvabr.data import default_catalog
 
 
@@ -24,8 +25,9 @@ def first_line(path: Path) -> str:
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", ROOT / "traces" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOOLS = [path for path in sorted((ROOT / "tools").rglob("*")) if path.is_file() and "python" in first_line(path)]
-SILENT = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+SILENT = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tools' / 'lab'}"}
 NAMES = {
+    "kvabr.commands",
     "kvabr.policies",
     "kvabr.estimators",
     "kvabr.codecs",
@@ -52,7 +54,8 @@ def commands(text: str) -> list[str]:
 
 def helps() -> dict[str, str]:
     """Return the source of every command, whose help holds examples."""
-    return {path.name: path.read_text() for path in sorted((ROOT / "kvabr" / "cli").rglob("*.py"))}
+    folders = (ROOT / "kvabr" / "cli", ROOT / "tools" / "lab" / "kvabr_lab" / "cli")
+    return {str(path): path.read_text() for folder in folders for path in sorted(folder.rglob("*.py"))}
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -75,7 +78,7 @@ def test_the_readme_names_real_commands():
     text = (ROOT / "README.md").read_text()
     named = set(re.findall(r"`kvabr ([a-z]+)", text)) | {line.split()[0] for line in commands(text)}
     assert named
-    assert named <= set(COMMANDS)
+    assert named <= set(names())
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -101,7 +104,7 @@ def test_the_site_builds(tmp_path):
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_modules_and_files_that_are_named_exist(path):
     text = path.read_text()
-    for name in re.findall(r"(?<![\w/.-])(kvabr(?:\.\w+)+)(?![\w/])", text):
+    for name in re.findall(r"(?<![\w/.-])(kvabr(?:_lab)?(?:\.\w+)+)(?![\w/])", text):
         assert name in NAMES or exists(name), f"{path.name}: {name}"
     for name in re.findall(r"(?<![\w/.-])(?:kvabr|tools|tests|docs|traces)/[\w/.-]*\w", text):
         assert (ROOT / name).exists(), f"{path.name}: {name}"
@@ -119,7 +122,7 @@ def test_what_a_tool_imports_exists(path):
         else:
             continue
         for name in names:
-            assert not name.startswith("kvabr.") or exists(name), f"{path.name}: {name}"
+            assert not name.startswith(("kvabr.", "kvabr_lab.")) or exists(name), f"{path.name}: {name}"
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -141,12 +144,13 @@ def test_sizes_of_what_ships(path):
 
 
 def exists(name: str) -> bool:
-    """Return whether a dotted name is a module of kvabr, or is bound in one; nothing is imported."""
+    """Return whether a dotted name is a module of kvabr or its laboratory, or is bound in one; nothing is imported."""
     home, _, last = name.rpartition(".")
-    place = ROOT / name.replace(".", "/")
+    root = ROOT / "tools" / "lab" if name.startswith("kvabr_lab") else ROOT
+    place = root / name.replace(".", "/")
     if place.is_dir() or any(place.with_suffix(ending).is_file() for ending in (".py", ".c")):
         return True
-    folder = ROOT / home.replace(".", "/")
+    folder = root / home.replace(".", "/")
     source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     if not source.is_file():
         return "." in home and exists(home)  # a member of a class

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kvabr.cli.main import COMMANDS
+from kvabr.cli.commands import COMMANDS, LAB
 
 pytestmark = pytest.mark.process
 
@@ -62,33 +62,36 @@ try:
     main(sys.argv[1:])
 except SystemExit:
     pass
-print(*sorted({name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
-print(*sorted(name for name in sys.modules if name.startswith("kvabr.")), file=sys.stderr)
+print(*sorted(sys.modules), file=sys.stderr)
 """
 
 
 def packages_and_modules(*argv):
-    """Return the top-level packages and the modules of kvabr that a command line loads."""
+    """Return the top-level packages and the modules that a command line loads."""
     command = [sys.executable, "-c", LISTING, *map(str, argv)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)  # noqa: S603
-    packages, modules = done.stderr.splitlines()[-2:]
-    return set(packages.split()), set(modules.split())
+    modules = set(done.stderr.splitlines()[-1].split())
+    return {name.partition(".")[0] for name in modules}, modules
 
 
 def test_help_loads_no_command():
     packages, modules = packages_and_modules("--help")
-    assert modules == {"kvabr.cli", "kvabr.cli.interrupt", "kvabr.cli.main", "kvabr.types", "kvabr.types.errors"}
-    assert not packages & {"torch", "numpy", "rich", "structlog", "transformers", "asyncio"}
+    mine = {name.removeprefix("kvabr.") for name in modules if name.startswith("kvabr.")}
+    assert mine == {"cli", "cli.commands", "cli.interrupt", "cli.main", "types", "types.errors"}
+    assert not packages & {"torch", "numpy", "rich", "structlog", "transformers", "asyncio", "kvabr_lab"}
+    assert "importlib.metadata" not in modules, "reading entry points takes as long as all the rest"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *LAB])
 def test_help_of_a_command_loads_that_command_only(command):
     packages, modules = packages_and_modules(command, "--help")
     assert not packages & {"torch", "transformers", "rich", "structlog", "qh3", "aioquic", "moq", "cryptography"}
-    home = COMMANDS[command][0].partition(":")[0]
-    shared = {"main", "interrupt", "options", "network", "serving", "lab", "bench"}  # `tune` has the options of `lab`
+    home = COMMANDS[command][0].partition(":")[0] if command in COMMANDS else "none"
+    shared = {"commands", "main", "interrupt", "options", "network", "serving"}
     loaded = {name.split(".")[2] for name in modules if name.startswith("kvabr.cli.")}
     assert {name for name in loaded if not name.startswith(f"{home}_")} <= {home, *shared}
+    lab = {name.split(".")[2] for name in modules if name.startswith("kvabr_lab.cli.")}
+    assert lab <= ({command, "lab"} if command in LAB else set())  # `report` and `tune` have the options of `lab`
 
 
 def test_importing_kvabr_loads_nothing_heavy():

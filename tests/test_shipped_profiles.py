@@ -22,11 +22,11 @@ from kvabr.data.profiles import (
     shipped_profiles,
 )
 from kvabr.engines.transformers.publish import find_profile
-from kvabr.lab.bench import synthetic
 from kvabr.publish.texts import measuring_texts
 from kvabr.types.errors import ForeignError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 from kvabr.types.naming import LAYERS
+from kvabr_lab.bench import synthetic
 
 ALL = pytest.mark.parametrize("shipped", shipped_profiles(), ids=lambda each: each.title)
 CHUNK = "ab" * 32

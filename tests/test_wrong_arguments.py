@@ -20,7 +20,12 @@ from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.passage_publisher import publish_passage
 from kvabr.publish.publisher import Publisher
 from kvabr.replay.live.origin import LiveOrigin
-from kvabr.route import (
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
+from kvabr.store.locations import open_asset, open_catalog, open_groups, open_store
+from kvabr.telemetry import Telemetry
+from kvabr.types.errors import KvabrError
+from kvabr_lab.route import (
     CacheSize,
     PrefillSite,
     RouteLink,
@@ -30,11 +35,6 @@ from kvabr.route import (
     decide,
     remote_lengths,
 )
-from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
-from kvabr.store.locations import open_asset, open_catalog, open_groups, open_store
-from kvabr.telemetry import Telemetry
-from kvabr.types.errors import KvabrError
 from tests.client.playing import connection
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from kvabr.cli.main import COMMANDS, command_parser, main
+from kvabr.cli.commands import names
+from kvabr.cli.main import command_parser, main
 from tests.catalogs import catalog
 from tests.toymodel import toy_asset
 
@@ -95,7 +96,7 @@ def right(folder, port):
 
 
 NAMES = (
-    *(name for name in COMMANDS if name not in {"traces", "store", "bench"}),
+    *(name for name in names() if name not in {"traces", "store", "bench"}),
     *(f"traces {name}" for name in ("info", "import", "synth")),
     *(f"store {name}" for name in ("ls", "du", "pin", "unpin", "expire", "gc", "verify", "copy")),
     *(f"bench {name}" for name in ("quality", "rd", "blend", "codec")),

@@ -6,7 +6,8 @@ import os
 import re
 from typing import Any
 
-from kvabr.cli.main import COMMANDS, command_parser
+from kvabr.cli.commands import COMMANDS, LAB
+from kvabr.cli.main import command_parser
 
 _MARK = re.compile(r"<!-- the help of every command.*?-->")
 
@@ -19,7 +20,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def _commands() -> str:
     os.environ["COLUMNS"] = "82"  # the width of a box on the site
     parts = []
-    for name, (_, line) in COMMANDS.items():
+    for name, line in ({name: line for name, (_, line) in COMMANDS.items()} | LAB).items():
         parts.append(
             f"## kvabr {name}\n\n{line[0].upper()}{line[1:]}.\n\n```text\n{command_parser(name).format_help()}```\n"
         )

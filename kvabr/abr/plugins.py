@@ -11,12 +11,11 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from functools import cache
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.estimators import BUILTIN as ESTIMATORS
@@ -24,22 +23,63 @@ from kvabr.abr.policies import BUILTIN as POLICIES
 from kvabr.abr.policy import Policy, declared, parse
 from kvabr.types.errors import PolicyError, UnknownPolicyError, did_you_mean
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 T = TypeVar("T")
 
 
 def shipped(plugin: object) -> bool:
-    """Return whether a policy or an estimator is kvabr's own."""
-    return type(plugin).__module__.partition(".")[0] == "kvabr"
+    """Return whether a policy or an estimator is kvabr's own, or one of its laboratory."""
+    return type(plugin).__module__.partition(".")[0] in {"kvabr", "kvabr_lab"}
 
 
-def policies() -> dict[str, type[Policy]]:
+class Registered(Mapping[str, type[T]]):
+    """The classes of a kind by name: built-in ones, and those of installed packages, loaded when asked for."""
+
+    def __init__(self, group: str, builtin: Mapping[str, type[T]]) -> None:
+        """Set the group of entry points, which are read for other names than those of ``builtin`` only."""
+        self._group, self._builtin = group, builtin
+
+    @cached_property
+    def _added(self) -> Mapping[str, EntryPoint]:
+        from importlib.metadata import entry_points  # noqa: PLC0415  # as long to load as all of this module
+
+        return {entry.name: entry for entry in entry_points(group=self._group) if entry.name not in self._builtin}
+
+    def __getitem__(self, name: str) -> type[T]:
+        """Return the class of a name.
+
+        Raises:
+            PolicyError: It belongs to an installed package, and cannot be loaded.
+        """
+        if name in self._builtin:
+            return self._builtin[name]
+        entry = self._added[name]
+        try:
+            found: type[T] = entry.load()
+        except Exception as error:  # another package's code may raise anything
+            raise PolicyError(f"{name} of an installed package cannot be loaded: {error!r} ({entry.value})") from error
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._builtin or name in self._added
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._builtin, *self._added])
+
+    def __len__(self) -> int:
+        return len(self._builtin) + len(self._added)
+
+
+def policies() -> Registered[Policy]:
     """Return all policies by name: built-in ones and those of installed packages."""
-    return registered("kvabr.policies", POLICIES)
+    return Registered("kvabr.policies", POLICIES)
 
 
-def estimators() -> dict[str, type[Estimator]]:
+def estimators() -> Registered[Estimator]:
     """Return all estimators by name."""
-    return registered("kvabr.estimators", ESTIMATORS)
+    return Registered("kvabr.estimators", ESTIMATORS)
 
 
 def load_policy(text: str) -> Callable[[], Policy]:
@@ -74,15 +114,6 @@ def _folder(text: str) -> str:
     return str(Path.cwd()) if text.partition(":")[0].endswith(".py") else ""
 
 
-def registered(group: str, builtin: Mapping[str, type[T]]) -> dict[str, type[T]]:
-    """Return the classes of a kind by name: built-in ones, and those of installed packages' entry points."""
-    found = dict(builtin)
-    for entry in entry_points(group=group):
-        if entry.name not in found:
-            found[entry.name] = entry.load()
-    return found
-
-
 def policy_class(text: str) -> type[Policy]:
     """Return the class of a policy; as `load_policy`."""
     return _find(text, Policy, policies(), "policy", "policies")[0]  # type: ignore[type-abstract]
@@ -94,7 +125,7 @@ def load_plugin(text: str, base: type[T], named: Mapping[str, type[T]], kind: st
     Args:
         text: see `load_policy`.
         base: the class that it must derive from.
-        named: the classes that have a name, see `registered`.
+        named: the classes that have a name, see `Registered`.
         kind: what errors call it.
         command: the command that lists them.
 
@@ -126,7 +157,7 @@ def _find(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, com
     if head not in named:
         raise UnknownPolicyError(
             f"unknown {kind} {text!r}{did_you_mean(head, named)}; there are {', '.join(sorted(named))}, "
-            f"or give FILE.py:CLASS (`kvabr {command}` lists them)"
+            f"or give FILE.py:CLASS (`kvabr {command}` lists them{'; kvabr-lab adds more' if base is Policy else ''})"
         )
     return named[head], argument
 

@@ -176,7 +176,7 @@ class Future:
     carried: Callable[[float], float]
     """Bytes that the link will carry in the next given seconds."""
     plan: Callable[[View], PlannedPlay]
-    """The best plan for a play that begins now."""
+    """The plan of a play that begins now, for policies whose class makes one (`kvabr.replay.experiment.Planner`)."""
 
 
 @dataclass(slots=True, eq=False)

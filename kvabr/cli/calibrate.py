@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvabr.cli import calibrate_blend
+from kvabr.cli.commands import part
 from kvabr.cli.options import add_model_option, check_writable, load
 from kvabr.types.errors import UsageError
 from kvabr.types.naming import LAYERS
@@ -50,13 +50,19 @@ models whose layers only follow one another, such as Llama, Mistral, Qwen and Ge
 caches that are NaN are refused with their name. The fit itself runs on the CPU.
 A profile fits only the model that it was made from. It covers all of its layer classes: windows, chunks,
 latents, states.
+
+With --blend no profile is made. Instead a dozen prompts are joined from passages, as `kvabr bench blend` joins them,
+and --out gets what that costs for several shares of tokens that are computed again. `kvabr encode --passage --fusion`
+writes it into the catalogs of this model's passages; a player computes passages whose catalogs do not say it. It holds
+for passages that are computed alike: means over 4 contexts, or, with --base, behind one text, or alone, as vLLM's are.
+This needs the laboratory: pip install kvabr-lab.
 """
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.description = "Run a model over texts and write the statistics that its AC tracks are coded with."
-    parser.epilog = f"{_EPILOG}\n{calibrate_blend.EPILOG}"
+    parser.epilog = _EPILOG
     add_model_option(parser)
     parser.add_argument(
         "--device", default="cpu", metavar="NAME", help="where the model computes: cpu, cuda, cuda:1 (default: cpu)"
@@ -123,14 +129,21 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--gain", action="store_true",
         help="multiply decoded values of AC-L0 by what makes it lose least, measured on a sixth of the contexts",
     )  # fmt: skip
-    calibrate_blend.add(parser)
+    parser.add_argument(
+        "--blend", action="store_true", help="measure what joining passages costs instead, and write it as JSON"
+    )
+    parser.add_argument(
+        "--base",
+        choices=("mean", "behind", "alone"),
+        help="with --blend: how passages are computed (default: mean)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Calibrate the model and write its profile, or its fusion losses."""
     if args.blend:
-        return calibrate_blend.run(args)
+        return int(part("calibrate.blend", "calibrate --blend")(args))
     if args.base is not None:
         raise UsageError("--base is for what joining passages costs: add --blend")
     # Torch reads this when it first needs memory. Tensors of megabytes come and go: with pages of 4 kB the kernel would

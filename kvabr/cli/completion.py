@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from contextlib import suppress
+
+from kvabr.types.errors import KvabrError
 
 _EPILOG = """\
-Load it with `source <(kvabr completion bash)`, or write it to a file, such as
-~/.local/share/bash-completion/completions/kvabr, or one that ~/.zshrc sources.
+For bash, put `source <(kvabr completion bash)` into ~/.bashrc, or write the script to a file such as
+~/.local/share/bash-completion/completions/kvabr. For zsh, put `eval "$(kvabr completion zsh)"` into ~/.zshrc behind
+compinit, or write the script to a file _kvabr in a folder of $fpath.
 
 The script completes commands, options, the values of options that have a list, and the policies and estimators that are
 installed when it is made. Everything else is completed as a file.
-"""
-
-_BASH = """\
-_kvabr() {{
-    local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}} words=""
-    COMPREPLY=()
-    if [[ $COMP_CWORD -eq 1 ]]; then
-        COMPREPLY=($(compgen -W "{commands}" -- "$current"))
-        return
-    fi
-    if [[ $COMP_CWORD -gt 2 ]]; then
-        case "$command ${{COMP_WORDS[2]}}" in
-{groups}
-        esac
-    fi
-    case "$command $previous" in
-{values}
-    esac
-    if [[ -z $words && ($current == -* || $COMP_CWORD -eq 2) ]]; then
-        case "$command" in
-{options}
-        esac
-    fi
-    [[ -n $words ]] && COMPREPLY=($(compgen -W "$words" -- "$current"))
-}}
-complete -o default -F _kvabr kvabr
 """
 
 
@@ -50,47 +27,41 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the script."""
-    if args.shell == "zsh":
-        print("autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit")
-    print(_script(), end="")
+    import shtab
+
+    print(shtab.complete(_parser(), args.shell, root_prefix="kvabr"))
     return 0
 
 
-def _script() -> str:
-    from kvabr.cli.main import COMMANDS, command_parser
+def _parser() -> argparse.ArgumentParser:
+    """Return a parser of the whole command line, to complete by only."""
+    from kvabr.cli.commands import COMMANDS, LAB, declare, is_here, names
 
-    found = [line for name in COMMANDS for line in _lines(name, command_parser(name))]
-    groups, values, options = (
-        "\n".join(
-            f'            {pattern}) words="{" ".join(words)}" ;;' for pattern, words, kind in found if kind == wanted
-        )
-        for wanted in ("group", "value", "option")
-    )
-    return _BASH.format(
-        commands=" ".join([*COMMANDS, "--help", "--version"]), groups=groups, values=values, options=options
-    )
-
-
-def _lines(name: str, parser: argparse.ArgumentParser, kind: str = "") -> Iterator[tuple[str, list[str], str]]:
-    """Yield (pattern of `case`, words, which `case`) for a command, or one kind of it."""
-    actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]  # noqa: SLF001 - no public list
-    words = [word for action in actions for word in action.option_strings]
-    for action in actions:
-        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - its only name
-            words += action.choices
-            for inner, its_parser in action.choices.items():
-                yield from _lines(name, its_parser, inner)
-        elif action.option_strings and (values := _values(action)):
-            yield "|".join(f'"{name} {option}"' for option in action.option_strings), values, "value"
-    yield (f'"{name} {kind}"', words, "group") if kind else (f'"{name}"', words, "option")
+    top = argparse.ArgumentParser(prog="kvabr")
+    top.add_argument("--version", action="store_true", help="show the version, and exit")
+    commands = top.add_subparsers()
+    lines = {name: line for name, (_, line) in COMMANDS.items()} | LAB
+    for name in filter(is_here, names()):
+        parser = commands.add_parser(name, help=lines.get(name, "of another package"))  # without help it is not offered
+        with suppress(KvabrError):  # another package's, which is broken
+            declare(name, parser)
+        parser.description = lines.get(name, parser.description)
+        _complete_values(parser)
+    return top
 
 
-def _values(action: argparse.Action) -> list[str]:
+def _complete_values(parser: argparse.ArgumentParser) -> None:
+    """Name the values of options: policies and estimators that are installed; files where there is no list."""
+    import shtab
+
     from kvabr.abr.plugins import estimators, policies
 
-    if action.dest in {"policy", "estimator"}:
-        names = [*policies()] if action.dest == "policy" else [*estimators()]
-        if action.dest == "policy" and action.nargs == "+":
-            names.append("all")
-        return sorted(name for name in names if name != "fixed")
-    return [str(choice) for choice in action.choices or ()]
+    for action in parser._actions:  # noqa: SLF001 - no public list
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - its only name
+            for inner in action.choices.values():
+                _complete_values(inner)
+        elif action.dest in {"policy", "estimator"}:
+            known = sorted(policies() if action.dest == "policy" else estimators())
+            action.choices = [name for name in known if name != "fixed"] + ["all"] * (action.nargs == "+")
+        elif action.choices is None and action.nargs != 0:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]

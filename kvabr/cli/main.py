@@ -4,9 +4,8 @@ Wrong usage is an option or argument that is wrong by itself, or names a text, p
 plug-in that does not exist, is empty, or is of another kind. What exists but is damaged, cannot be read, or does not
 answer, has failed, and so has what needs a model or certificate that is not there.
 
-`COMMANDS` lists every command with its one-line help. Only the command that runs is imported, so that `kvabr --help`
-takes no longer than Python takes to start. A command declares its options in a function ``add(parser)``, which sets
-the default ``run``: a function from the parsed arguments to the exit status.
+`kvabr.cli.commands` lists the commands. Only the one that runs is imported, so that `kvabr --help` takes no longer than
+Python takes to start.
 """
 
 from __future__ import annotations
@@ -19,39 +18,12 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 from kvabr import __version__
+from kvabr.cli.commands import COMMANDS, INSTALL_LAB, LAB, declare, exists, names
 from kvabr.cli.interrupt import INTERRUPTED, run_in_order
 from kvabr.types.errors import KvabrError, UsageError, did_you_mean, exhausted
-
-COMMANDS = {
-    "demo": ("demo:add", "a first look in a few seconds, without model or network"),
-    "doctor": ("doctor:add", "report what is installed, what is missing, and whether an origin answers"),
-    "encode": ("encode:add", "publish the KV cache of a text, with what each track loses"),
-    "prefill": ("prefill:add", "publish the KV cache of a text while it is being computed"),
-    "inspect": ("inspect:add", "show the tracks of an asset"),
-    "calibrate": ("calibrate:add", "make the codec profile of a model"),
-    "serve": ("serve:add", "publish assets over the network"),
-    "relay": ("relay:add", "cache an origin's assets for the players near by"),
-    "fetch": ("fetch:add", "play a cache from an origin"),
-    "replay": ("replay:add", "play an asset over network traces"),
-    "route": ("route:add", "decide where to prefill: here, or at a site whose cache comes over the network"),
-    "lab": ("lab:add", "play a matrix of policies, traces and conditions, and compare"),
-    "crowd": ("crowd:add", "simulate very many players of one asset behind a tree of caches"),
-    "tune": ("tune:add", "tune a policy's parameters, with cross-validation"),
-    "report": ("lab:add_report", "one page for what `kvabr lab` played"),
-    "policies": ("listings:add_policies", "list the ABR policies"),
-    "estimators": ("listings:add_estimators", "list the bandwidth estimators"),
-    "selectors": ("listings:add_selectors", "list the selectors, which choose what of joined passages is recomputed"),
-    "engines": ("listings:add_engines", "list the serving engines that play through kvabr"),
-    "traces": ("traces:add", "inspect, import or synthesise network traces"),
-    "store": ("store:add", "list, pin, expire, collect, check and copy what a store holds"),
-    "bench": ("bench:add", "measure codecs: quality, rate against distortion, speed"),
-    "completion": ("completion:add", "print a completion script for bash or zsh"),
-}
-"""Every command: the function that declares it, in a module of `kvabr.cli`, and its one-line help."""
 
 _EPILOG = """\
 a first look, without model or network:
@@ -120,7 +92,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         _top_parser().print_help()
         raise SystemExit(2)
     name, *rest = words
-    if name in COMMANDS:
+    if not name.startswith("-") and exists(name):
         args = _over_config(name, rest)
         for option, value in vars(args).items():
             if any("\0" in str(one) for one in (value if isinstance(value, list) else [value])):
@@ -128,7 +100,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         return args
     top = _top_parser()
     if not name.startswith("-"):
-        top.error(f"no command {name!r}{did_you_mean(name, COMMANDS)}; `kvabr --help` lists the commands")
+        top.error(f"no command {name!r}{did_you_mean(name, names())}; `kvabr --help` lists the commands")
     _, unknown = top.parse_known_args([name])  # exits for --help and --version
     if unknown:
         top.error(f"no option {name}{did_you_mean(name, ('--help', '--version'))}; `kvabr --help` shows what there is")
@@ -143,7 +115,7 @@ def _over_config(name: str, words: Sequence[str]) -> argparse.Namespace:
     from kvabr.cli.config import Config
 
     try:
-        config = Config.read(COMMANDS)
+        config = Config.read()
         applied = None if config is None else config.apply(parser, name)
     except UsageError:
         if name != "doctor":  # which reports it
@@ -157,9 +129,8 @@ def command_parser(name: str) -> argparse.ArgumentParser:
     """Import one command and return its parser."""
     from kvabr.cli.options import CommandParser
 
-    module, _, function = COMMANDS[name][0].partition(":")
     parser = CommandParser(prog=f"kvabr {name}", formatter_class=argparse.RawDescriptionHelpFormatter)
-    getattr(import_module(f"kvabr.cli.{module}"), function)(parser)
+    declare(name, parser)
     return parser
 
 
@@ -178,6 +149,10 @@ def _top_parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
     for name, (_, line) in COMMANDS.items():
         commands.add_parser(name, help=line)
+    top.add_argument_group(
+        f"commands of the laboratory ({INSTALL_LAB})",
+        "\n".join(f"  {name:<10}{line}" for name, line in LAB.items()),
+    )
     return top
 
 

@@ -105,14 +105,6 @@ class _Watch:
         return _AGAIN_S
 
 
-def named_play(play: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Simulate one play; a `PolicyError` names it."""
-    try:
-        return call(*args, **kwargs)
-    except PolicyError as error:
-        raise PolicyError(f"{error}; it was playing {play}") from error
-
-
 def limited_step(left_s: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Make one call of a real play's policy, see `limited`; ``left_s``: seconds until the play should end."""
     return limited(min(MOST_STEP_CPU_S, max(LEAST_STEP_CPU_S, left_s)), call, *args, **kwargs)

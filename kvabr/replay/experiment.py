@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.plugins import load_policy, shipped
+from kvabr.abr.plugins import load_policy, policy_class, shipped
 from kvabr.abr.tail import MAX_TAIL, MOST_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.abr.view import Future, PlannedPlay, View
 from kvabr.player.builder import choose_tail, new_estimator, new_session, opening
@@ -20,7 +20,7 @@ from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, BlendGoal, PlayerConfig, PlayRecord, check_decoders
 from kvabr.replay.blend_bound import BlendClairvoyant
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
-from kvabr.replay.foresight import Foresight
+from kvabr.replay.frontier import Frontier
 from kvabr.replay.link import (
     FIRST_BYTE_S,
     HANDSHAKE_BYTES,
@@ -57,6 +57,28 @@ def check_rtt(rtt_s: float) -> None:
     """Raise `UsageError` unless a round trip, in seconds, can be simulated."""
     if not 0 <= rtt_s <= MOST_RTT_S:
         raise UsageError(f"the round trip is {rtt_s:g} s; it must be zero or more seconds, an hour at most")
+
+
+class Planner(Protocol):
+    """What the class of a policy has that asks for a plan of the whole play (`kvabr.abr.view.Future.plan`)."""
+
+    @staticmethod
+    def foresee(
+        view: View,
+        frontier: Frontier,
+        capacity: Capacity,
+        first_byte_s: float,
+        tried: Callable[[PlannedPlay], float],
+    ) -> PlannedPlay:
+        """Return the plan.
+
+        Args:
+            view: the play, which has not begun.
+            frontier: the options of its catalog.
+            capacity: the link; its time begins with the play.
+            first_byte_s: seconds until the first byte of a request.
+            tried: returns the objective of a plan in a simulated play of the same policy.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,13 +480,13 @@ class Experiment:
             return capacity.between(session.view.now, session.view.now + seconds)
 
         def tried(plan: PlannedPlay) -> float:
-            aside = new_estimator("oracle")
-            trial = self._session("oracle", aside, Future(carried, lambda _: plan), None, lookup_s)
+            trial = self._session(policy, new_estimator(policy), Future(carried, lambda _: plan), None, lookup_s)
             self._simulate(trial, capacity, rtt_s)
             return valued(self.catalog, options.config, options.deadline_s, trial.record)[1]
 
         def plan(view: View) -> PlannedPlay:
-            return Foresight(view, self.clairvoyant.frontier, capacity, rtt_s + FIRST_BYTE_S, tried).best()
+            planner = cast("Planner", policy_class(policy))
+            return planner.foresee(view, self.clairvoyant.frontier, capacity, rtt_s + FIRST_BYTE_S, tried)
 
         session = self._session(policy, estimator, Future(carried, plan), lines, lookup_s)
         return session

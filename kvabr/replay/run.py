@@ -15,12 +15,11 @@ from functools import partial
 from typing import Any
 
 from kvabr.abr.plugins import load_estimator, load_policy
-from kvabr.client.cpu_limit import named_play
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.report.timeline import losses
 from kvabr.replay.summary import by_family, summarise
 from kvabr.replay.trace import Trace
-from kvabr.replay.workers import in_processes
+from kvabr.replay.workers import in_processes, named_play
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import UsageError
 

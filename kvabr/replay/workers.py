@@ -15,15 +15,25 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from kvabr.types.errors import PlayError, UsageError
+from kvabr.types.errors import PlayError, PolicyError, UsageError
 
 _AHEAD = 2
 """Tasks that a worker has at a time, so that it does not wait for its parent between two."""
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Task = TypeVar("Task")
 Found = TypeVar("Found")
+
+
+def named_play(play: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Simulate one play; a `PolicyError` names it."""
+    try:
+        return call(*args, **kwargs)
+    except PolicyError as error:
+        raise PolicyError(f"{error}; it was playing {play}") from error
 
 
 @contextmanager

@@ -238,11 +238,6 @@ class Asset(ABC):
             raise FormatError(f"{where}: damaged, its {title} is not the one in the catalog; {_AGAIN}")
         return data
 
-    def frame_of(self, group: int, level: str) -> bytes:
-        """Return the frame of a group of the catalog on one of its levels; errors as `frame`."""
-        track, number = self.catalog.address(group, level)
-        return self.frame(number, track)
-
     def prompt(self) -> Prompt:
         """Return the token ids of the prompt and of what followed it; `FormatError` if it is damaged or another's.
 

@@ -6,16 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.abr.estimator import Prior
-from kvabr.abr.estimators import BUILTIN
+from kvabr.abr.plugins import estimators
 from kvabr.player.throughput_sampler import ThroughputSampler
 
 samples = st.lists(st.tuples(st.floats(0, 1e8), st.floats(1e-4, 2.0)), min_size=1, max_size=60)
 
 
-@pytest.mark.parametrize("name", BUILTIN)
+ESTIMATORS = estimators()  # those of the laboratory, too
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
 @given(samples)
 def test_estimates_stay_within_what_was_seen_and_bounds_below_estimates(name, heard):
-    estimator = BUILTIN[name]()
+    estimator = ESTIMATORS[name]()
     estimator.start(4.0)
     now = 0.0
     for nbytes, seconds in heard:
@@ -27,16 +30,16 @@ def test_estimates_stay_within_what_was_seen_and_bounds_below_estimates(name, he
     assert min(rates) * (1 - 1e-6) - 20 <= estimator.rate() <= max(rates) * (1 + 1e-6) + 20
 
 
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_nothing_heard_is_zero(name):
-    estimator = BUILTIN[name]()
+    estimator = ESTIMATORS[name]()
     estimator.start(2.0)
     assert estimator.rate() == estimator.lower_bound() == estimator.ttfb() == 0.0
 
 
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_steady_link_is_estimated_exactly(name):
-    estimator = BUILTIN[name]()
+    estimator = ESTIMATORS[name]()
     estimator.start(2.0)
     for tick in range(1, 100):
         estimator.sample(5e4, 0.05, tick * 0.05)
@@ -45,9 +48,9 @@ def test_a_steady_link_is_estimated_exactly(name):
     assert estimator.lower_bound() == pytest.approx(1e6, rel=0.15 if name == "tracking" else 1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in BUILTIN if name != "last"])
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "last"])
 def test_an_unsteady_link_lowers_the_bound(name):
-    estimator = BUILTIN[name]()
+    estimator = ESTIMATORS[name]()
     estimator.start(2.0)
     for tick in range(1, 100):
         estimator.sample(1e5 if tick % 2 else 2e4, 0.1, tick * 0.1)
@@ -55,7 +58,7 @@ def test_an_unsteady_link_lowers_the_bound(name):
 
 
 def test_dual_ewma_believes_drops_at_once_and_rises_slowly():
-    estimator = BUILTIN["ewma"]()
+    estimator = ESTIMATORS["ewma"]()
     estimator.start(4.0)
     for tick in range(40):
         estimator.sample(1e5, 0.1, tick * 0.1)
@@ -69,14 +72,14 @@ def test_dual_ewma_believes_drops_at_once_and_rises_slowly():
 
 
 def test_time_to_first_byte_is_the_least_of_the_play():
-    estimator = BUILTIN["ewma"]()
+    estimator = ESTIMATORS["ewma"]()
     for wait in (0.3, 0.05, *[0.4] * 20):
         estimator.first_byte(wait)
     assert estimator.ttfb() == 0.05
 
 
 def test_meter_sums_over_transfers_and_forgets_slow_start():
-    estimator = BUILTIN["ewma"]()
+    estimator = ESTIMATORS["ewma"]()
     meter = ThroughputSampler(estimator, 4.0)
     meter.first_byte(0.04, 0.04)
     now, rate = 0.04, 1e5
@@ -93,7 +96,7 @@ def test_meter_sums_over_transfers_and_forgets_slow_start():
 
 
 def test_silence_is_news():
-    estimator = BUILTIN["ewma"]()
+    estimator = ESTIMATORS["ewma"]()
     meter = ThroughputSampler(estimator, 2.0)
     meter.first_byte(0.02, 0.02)
     for tick in range(1, 20):
@@ -103,14 +106,14 @@ def test_silence_is_news():
     for tick in range(20):
         meter.tick(0.4 + tick * 0.04, waiting=True, idle=False)
     assert estimator.rate() < 0.2 * before
-    fresh = BUILTIN["ewma"]()
+    fresh = ESTIMATORS["ewma"]()
     dead = ThroughputSampler(fresh, 2.0)
     for tick in range(20):
         dead.tick(tick * 0.04, waiting=True, idle=True)
     assert fresh.rate() == 0.0
 
 
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize(
     ("nbytes", "seconds", "now"),
     [
@@ -120,7 +123,7 @@ def test_silence_is_news():
     ],
 )  # fmt: skip
 def test_samples_that_cannot_be_change_nothing(name, nbytes, seconds, now):
-    estimator, clean = BUILTIN[name](), BUILTIN[name]()
+    estimator, clean = ESTIMATORS[name](), ESTIMATORS[name]()
     for one in (estimator, clean):
         one.start(2.0)
         for tick in range(1, 41):
@@ -131,9 +134,9 @@ def test_samples_that_cannot_be_change_nothing(name, nbytes, seconds, now):
     assert (estimator.rate(), estimator.lower_bound()) == (clean.rate(), clean.lower_bound())
 
 
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_first_byte_that_cannot_be_is_ignored(name):
-    estimator = BUILTIN[name]()
+    estimator = ESTIMATORS[name]()
     for wait in (math.nan, -1.0, math.inf, 0.05):
         estimator.first_byte(wait)
     assert estimator.ttfb() == 0.05
@@ -149,7 +152,7 @@ def fed(estimator, rates, each_s=0.02, begin_s=0.0):
 
 
 def test_tracking_notices_a_drop_within_a_few_samples():
-    estimator, ewma = BUILTIN["tracking"](), BUILTIN["ewma"]()
+    estimator, ewma = ESTIMATORS["tracking"](), ESTIMATORS["ewma"]()
     dice = random.Random(2)
     steady = [1e6 * dice.uniform(0.8, 1.2) for _ in range(100)]
     for one in (estimator, ewma):
@@ -165,7 +168,7 @@ def test_tracking_notices_a_drop_within_a_few_samples():
 
 def test_tracking_learns_from_bursts_that_are_too_short_for_a_sample():
     """A fast link brings all that is asked for at once, and is idle most of the time."""
-    estimator = BUILTIN["tracking"]()
+    estimator = ESTIMATORS["tracking"]()
     estimator.start(4.0)
     now = fed(estimator, [1e6] * 20)
     for _ in range(20):
@@ -177,7 +180,7 @@ def test_tracking_learns_from_bursts_that_are_too_short_for_a_sample():
 
 
 def test_a_burst_after_silence_is_what_came_in_both():
-    estimator = BUILTIN["tracking"]()
+    estimator = ESTIMATORS["tracking"]()
     estimator.start(4.0)
     now = fed(estimator, [1e6] * 20)
     for _ in range(10):
@@ -191,7 +194,7 @@ def test_a_burst_after_silence_is_what_came_in_both():
 def test_tracking_takes_trembling_for_a_change_but_rarely(spread, most):
     alarms = 0
     for seed in range(20):
-        estimator, dice = BUILTIN["tracking"](), random.Random(seed)
+        estimator, dice = ESTIMATORS["tracking"](), random.Random(seed)
         estimator.start(4.0)
         fed(estimator, [1e6 * dice.uniform(1 - spread, 1 + spread) for _ in range(200)])
         alarms += estimator.changes
@@ -209,7 +212,7 @@ def test_the_bound_of_tracking_holds_nine_times_of_ten(walk):
             if tick % 10 == 0:
                 rate *= math.exp(dice.gauss(0.0, walk))
             rates.append(rate * dice.uniform(0.7, 1.3))
-        estimator = BUILTIN["tracking"]()
+        estimator = ESTIMATORS["tracking"]()
         estimator.start(4.0)
         now = 0.0
         for tick, each in enumerate(rates[:180]):
@@ -222,7 +225,7 @@ def test_the_bound_of_tracking_holds_nine_times_of_ten(walk):
 
 
 def test_a_prior_counts_until_samples_do():
-    estimator = BUILTIN["tracking"]()
+    estimator = ESTIMATORS["tracking"]()
     estimator.prime(Prior(2e6, 0.03))
     estimator.start(4.0)
     assert estimator.rate() == pytest.approx(2e6)
@@ -237,9 +240,9 @@ def test_a_prior_counts_until_samples_do():
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-9, 1e12])
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_an_absurd_prior_does_not_last(name, rate):
-    estimator = BUILTIN[name]()
+    estimator = ESTIMATORS[name]()
     estimator.prime(Prior(rate, 0.0, 1.0))
     estimator.start(4.0)
     fed(estimator, [1e6] * 190)

@@ -23,10 +23,6 @@ PROMPT = Selection(
         ("question", 0.28, (8, 9)),
         ("question-value", 0.28, (2, 9)),
         ("order", 0.28, (3, 4)),
-        ("hkvd", 0.28, (2, 9)),
-        ("legolink", 0.28, (2, 6)),
-        ("legolink", 0.5, (2, 3, 6, 7)),
-        ("oracle", 0.1, (9,)),
     ],
 )
 def test_what_each_selector_chooses(name, share, chosen):
@@ -55,12 +51,6 @@ def test_peaks_count_less_the_farther_in_a_passage_they_are():
     selector = load_selector("question-peaks")()
     chosen = choose(prompt, selector.scores(prompt), 34 / 400)
     assert chosen == (*range(12, 29), *range(212, 229))
-
-
-def test_the_random_choice_is_the_same_every_time():
-    first, second = (load_selector("random")().scores(PROMPT) for _ in range(2))
-    assert torch.equal(first, second)
-    assert len(set(first.tolist())) == 10
 
 
 def test_tokens_outside_of_passages_are_never_chosen():
@@ -121,7 +111,7 @@ def test_a_selector_from_a_file(tmp_path):
 
 
 def test_an_unknown_selector_names_those_there_are():
-    with pytest.raises(UnknownPolicyError, match=r"unknown selector 'questions' .did you mean 'question'.*hkvd"):
+    with pytest.raises(UnknownPolicyError, match=r"unknown selector 'questions' .did you mean 'question'.*order"):
         load_selector("questions")
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvabr.client import cpu_limit
-from kvabr.client.cpu_limit import limited, named_play
+from kvabr.client.cpu_limit import limited
 from kvabr.types.errors import PolicyError
 from tests.processes import LIMIT_S
 
@@ -98,11 +98,6 @@ def test_a_call_may_be_limited_within_another():
 
     with pytest.raises(PolicyError, match=r"0\.6 s"):
         limited(0.6, outer)
-
-
-def test_the_play_is_named():
-    with pytest.raises(PolicyError, match="broken; it was playing a trace from 0 s"):
-        named_play("a trace from 0 s", lambda: (_ for _ in ()).throw(PolicyError("broken")))
 
 
 def test_a_forked_process_looks_after_its_own_calls():

@@ -17,9 +17,6 @@ from kvabr.cli.config import VARIABLE, Config
 from kvabr.cli.fetch import _read_tokens
 from kvabr.cli.options import CommandParser
 from kvabr.client import decode_speeds, peer_history
-from kvabr.lab import results_folder
-from kvabr.lab.causes import CAUSES
-from kvabr.lab.matrix import read_toml
 from kvabr.quic.options import read_token
 from kvabr.replay import readers
 from kvabr.replay.readers import native
@@ -27,6 +24,9 @@ from kvabr.replay.trace import describe, sparkline
 from kvabr.server.grants import Grants
 from kvabr.store.asset import Prompt
 from kvabr.types.errors import FormatError, TraceError, UsageError
+from kvabr_lab import results_folder
+from kvabr_lab.causes import CAUSES
+from kvabr_lab.matrix import read_toml
 from tests.fuzz.target import Target, family, refused
 
 
@@ -115,7 +115,7 @@ def _config(data: bytes) -> bool:
     before = os.environ.get(VARIABLE, "")
     os.environ[VARIABLE] = str(_file(data, "kvabr.toml"))
     try:
-        config = refused(lambda: Config.read(("fetch", "bench")), UsageError)
+        config = refused(Config.read, UsageError)
         if config is None:
             return False
         return refused(lambda: config.apply(_parser(), "fetch").settle(argparse.Namespace()), UsageError) is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvabr.lab.matrix import EngineSpec, LabMatrix, Offer
+from kvabr_lab.matrix import EngineSpec, LabMatrix, Offer
 from tests.catalogs import catalog
 from tests.replay.worlds import worlds
 

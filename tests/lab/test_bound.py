@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from kvabr.abr.ladder import stack
-from kvabr.lab.causes import LossCurves
 from kvabr.replay.clairvoyant import Clairvoyant
 from kvabr.replay.frontier import WHOLE, Frontier
 from kvabr.replay.link import Capacity
 from kvabr.replay.trace import Trace
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
+from kvabr_lab.causes import LossCurves
 from tests.catalogs import catalog
 from tests.lab.exact import best_loss, best_objective
 from tests.lab.small import link, offer

@@ -2,18 +2,18 @@
 
 import pytest
 
-from kvabr.abr.policies import BUILTIN
-from kvabr.lab.causes import CAUSES
-from kvabr.lab.cell import CellPlayer
+from kvabr.abr.plugins import policies
 from kvabr.player.session_types import TIME_PRICE, PlayerConfig
 from kvabr.replay.experiment import ReplayOptions
 from kvabr.types.cost import PrefillCost
+from kvabr_lab.causes import CAUSES
+from kvabr_lab.cell import CellPlayer
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
 
 pytestmark = pytest.mark.slow
 
-POLICIES = ["fixed:AC-5x", "fixed:FP16", *(name for name in BUILTIN if name != "fixed")]
+POLICIES = ["fixed:AC-5x", "fixed:FP16", *(name for name in policies() if name != "fixed")]
 ENGINES = {"none": (None, "hole"), "hole": (PrefillCost(0.005, 1 / 800), "hole"),
            "suffix": (PrefillCost(0.0, 1 / 1500), "suffix")}  # fmt: skip
 

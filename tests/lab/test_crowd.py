@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from kvabr.cli.main import main
-from kvabr.lab.crowd import MACHINES, CacheMachine, Crowd, PlayTable, Store, Tree, drawn, fewest, flow, loads
 from kvabr.types.errors import UsageError
+from kvabr_lab.crowd import MACHINES, CacheMachine, Crowd, PlayTable, Store, Tree, drawn, fewest, flow, loads
 from tests.catalogs import catalog
 
 SMALL = CacheMachine("small", 4e6, 4, 1e-9, 0.0, 1e3, 1e4, 1e9)

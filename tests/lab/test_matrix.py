@@ -1,9 +1,9 @@
 import pytest
 
-from kvabr.lab.matrix import EngineSpec, build, read_toml, varying
-from kvabr.lab.results_folder import load_matrix, save_axes
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE
 from kvabr.types.errors import AssetError, KvabrError, UsageError
+from kvabr_lab.matrix import EngineSpec, build, read_toml, varying
+from kvabr_lab.results_folder import load_matrix, save_axes
 from tests.catalogs import catalog
 from tests.lab.matrices import matrix, tuned
 

@@ -3,8 +3,8 @@ import random
 import numpy as np
 import pytest
 
-from kvabr.lab.paired import Bootstrap, compare
 from kvabr.types.errors import UsageError
+from kvabr_lab.paired import Bootstrap, compare
 
 
 def plays(traces=30, each=6):

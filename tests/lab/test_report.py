@@ -4,14 +4,14 @@ import re
 import pytest
 from rich.console import Console
 
-from kvabr.lab.causes import CAUSES
-from kvabr.lab.matrix import EngineSpec
-from kvabr.lab.report import write_report
-from kvabr.lab.results_folder import PlayStore
-from kvabr.lab.run import run
-from kvabr.lab.tables import apart_table, causes_tables, cut_tables, deadline_table, ranking_table, short, verdict
-from kvabr.lab.totals import cuts, result
 from kvabr.replay.report.queries import DASH
+from kvabr_lab.causes import CAUSES
+from kvabr_lab.matrix import EngineSpec
+from kvabr_lab.report import write_report
+from kvabr_lab.results_folder import PlayStore
+from kvabr_lab.run import run
+from kvabr_lab.tables import apart_table, causes_tables, cut_tables, deadline_table, ranking_table, short, verdict
+from kvabr_lab.totals import cuts, result
 from tests.lab.matrices import matrix, traces
 from tests.replay.report_samples import HOSTILE
 from tests.replay.test_report_browser import CHROMIUM, Browser

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvabr.cli.tune import as_json
-from kvabr.lab.results_folder import PlayStore
-from kvabr.lab.tune import Search, choose, tune
 from kvabr.types.errors import UsageError
+from kvabr_lab.cli.tune import as_json
+from kvabr_lab.results_folder import PlayStore
+from kvabr_lab.tune import Search, choose, tune
 from tests.lab.matrices import matrix, traces, tuned
 from tests.replay.worlds import world
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from kvabr.cli.main import main
-from kvabr.lab.matrix import build
 from kvabr.player.blend_plan import BlendPlan
 from kvabr.player.session_types import BlendGoal, PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
@@ -22,6 +21,7 @@ from kvabr.types.events import TokensChosen, TokensDone, TokensStarted
 from kvabr.types.joined import at_share, fusion_loss, joined_passages
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import PassageNotes
+from kvabr_lab.matrix import build
 from tests import assets
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.abr.estimator import Prior
-from kvabr.abr.policies import BUILTIN
+from kvabr.abr.plugins import policies
 from kvabr.data import default_catalog, traces_folder
 from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
@@ -24,7 +24,7 @@ from tests.catalogs import catalog
 from tests.examples import examples
 from tests.replay.worlds import world, worlds
 
-POLICIES = ["fixed:AC-5x", "fixed:FP16", *(name for name in BUILTIN if name != "fixed")]
+POLICIES = ["fixed:AC-5x", "fixed:FP16", *(name for name in policies() if name != "fixed")]
 COST = PrefillCost(0.005, 1 / 1500)
 ENGINES = {"none": (None, "hole"), "hole": (COST, "hole"), "suffix": (COST, "suffix")}
 

@@ -7,10 +7,16 @@ import time
 
 import pytest
 
-from kvabr.replay.workers import in_processes
-from kvabr.types.errors import PlayError, UsageError
+from kvabr.replay.workers import in_processes, named_play
+from kvabr.types.errors import PlayError, PolicyError, UsageError
 from tests.lab.matrices import tuned
 from tests.processes import LIMIT_S, gone
+
+
+def test_the_play_is_named():
+    with pytest.raises(PolicyError, match="broken; it was playing a trace from 0 s"):
+        named_play("a trace from 0 s", lambda: (_ for _ in ()).throw(PolicyError("broken")))
+
 
 INTERRUPTED = """
 import os, signal, sys

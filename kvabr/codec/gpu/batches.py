@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Generic, TypeVar
 
 import torch
@@ -67,3 +69,17 @@ class Batches(Generic[Job, Result]):
         left = iter(self._work([job for each in asked for job in each.jobs]) if asked else ())
         for each in asked:
             each.results, each.done = [next(left) for _ in each.jobs], True
+
+
+def warn_of(done: str, error: Exception) -> None:
+    """Warn, once for each error, that a group was ``done`` on the processor because its GPU could not."""
+    _warn(done, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
+
+
+@cache
+def _warn(done: str, reason: str) -> None:
+    warnings.warn(
+        f"a group was {done} on the processor, not on its GPU: right, but slower ({reason})",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -6,7 +6,6 @@ does, and a warning says so once.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -16,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.gpu import writer
-from kvabr.codec.gpu.batches import Batches
+from kvabr.codec.gpu.batches import Batches, warn_of
 from kvabr.codec.gpu.writer import EncodeJob
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import Quantiser, derived
@@ -51,7 +50,7 @@ def _alone(job: EncodeJob) -> bytes | Exception:
     except FormatError as error:
         return error
     except Exception as error:  # noqa: BLE001  # no memory, or no compiler: whatever it is, the processor can
-        _warn(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
+        warn_of("encoded", error)
     try:
         return _by_processor(job)
     except Exception as error:  # noqa: BLE001  # raised here, it would end the other groups of the batch, too
@@ -83,15 +82,6 @@ def _checked(job: EncodeJob) -> dict[Hashable, bool]:
 
 def _kind(job: EncodeJob) -> Hashable:
     return id(job.model), job.references is None, job.rows.device
-
-
-@cache
-def _warn(reason: str) -> None:
-    warnings.warn(
-        f"a group was encoded on the processor, not on its GPU: right, but slower ({reason})",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def error_sums(

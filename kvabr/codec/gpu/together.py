@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import struct
-import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from kvabr.codec.block_slots import BlockSlots
-from kvabr.codec.gpu.batches import Batches
+from kvabr.codec.gpu.batches import Batches, warn_of
 from kvabr.codec.gpu.level_job import LevelJob
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob, derived
@@ -81,7 +80,7 @@ def _failed(tasks: Sequence[PlacedJob]) -> Exception | None:
     except Exception as error:  # noqa: BLE001  # no memory, or no compiler: whatever it is, the processor can
         if len(tasks) > 1:
             return error
-        _warn(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}")
+        warn_of("decoded", error)
         try:
             _by_processor(tasks[0])
         except Exception as wrong:  # noqa: BLE001  # raised here, it would end the other groups of the batch, too
@@ -194,12 +193,3 @@ def _bytes(out: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor on any device, in the order of its indices."""
     # Flat: a copy keeps the order of memory, and then the stride of a dimension of 1 need not be 1, which `view` wants.
     return out.cpu().reshape(-1).view(torch.uint8)
-
-
-@cache
-def _warn(reason: str) -> None:
-    warnings.warn(
-        f"a group was decoded on the processor, not on its GPU: right, but slower ({reason})",
-        RuntimeWarning,
-        stacklevel=2,
-    )

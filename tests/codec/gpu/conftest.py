@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvabr.codec.gpu import together
+from kvabr.codec.gpu import batches
 
 INTERPRET = "TRITON_INTERPRET"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,7 +34,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorde
     """Interpret, if there is nothing to compile for; the processor must not step in for the kernels."""
     if DEVICE.type == "cpu":
         monkeypatch.setenv(INTERPRET, "1")
-    together._warn.cache_clear()  # or only the first test would notice
+    batches._warn.cache_clear()  # or only the first test would notice
     yield
     assert not [str(each.message) for each in recwarn if "on the processor" in str(each.message)]
 

@@ -9,6 +9,7 @@ import torch
 
 from kvabr.codec import coefficients, gpu
 from kvabr.codec.base import GroupContext, codec
+from kvabr.codec.gpu import batches
 from kvabr.codec.gpu.batches import Batches
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import Quantiser
@@ -127,7 +128,7 @@ def test_the_processor_encodes_what_kernels_cannot(there, monkeypatch, recwarn, 
     there()
     monkeypatch.setattr(writer, "encode_many", wrongly)
     monkeypatch.setattr(encoding, "_checked", lambda _job, known={}: known)  # of this test alone
-    encoding._warn.cache_clear()
+    batches._warn.cache_clear()
     context, given, payloads = GroupContext(SHAPE, 0, 20, fitted(), memo={}), kv.to(DEVICE), []
     for name in chain_of("AC-L1"):
         payloads.append(codec(name).encode(given, context, payloads))

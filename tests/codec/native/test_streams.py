@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvabr.codec.native import coder, reference
 from kvabr.codec.native.coder_model import CoderModel, DecodeJob, cut, most_streams, usual_streams
 from kvabr.codec.native.references import LANES
-from kvabr.lab.bench import coder_speed
 from kvabr.types.errors import FormatError
+from kvabr_lab.bench import coder_speed
 from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import coder_model, some_references
 from tests.examples import examples

@@ -18,7 +18,7 @@ from kvabr.codec.base import names
 from kvabr.codec.native import coder
 from kvabr.codec.profile import Profile
 from kvabr.data.profiles import GEMMA3_270M, ShippedProfile, shipped_profiles
-from kvabr.lab.bench import synthetic
+from kvabr_lab.bench import synthetic
 from tests import kvdata
 from tests.codec.same.digests import Case, digests
 

@@ -6,8 +6,8 @@ import pytest
 
 from kvabr.codec.fit import fit
 from kvabr.engines.transformers.model_loader import load_model
-from kvabr.lab.bench.contexts import cut
-from kvabr.lab.bench.measure import CacheStore
+from kvabr_lab.bench.contexts import cut
+from kvabr_lab.bench.measure import CacheStore
 from tests.tinymodels import save
 
 WORDS = ("ash", "birch", "cedar", "elm", "fir", "hazel", "larch", "maple", "oak", "pine", "rowan", "spruce", "yew")

@@ -9,12 +9,12 @@ import torch
 from kvabr.cli.main import main
 from kvabr.engines.transformers.blend import blend_engine
 from kvabr.engines.transformers.model_loader import load_model
-from kvabr.lab.bench.blend import FULL, FusedCase, FusionLab, Recipe, measure, recipes
-from kvabr.lab.bench.blend_picture import picture
-from kvabr.lab.bench.blend_prompts import KINDS, make_prompts
-from kvabr.lab.bench.blend_summary import loss_table, ratio_table, summarise
-from kvabr.publish.texts import ManualPage
 from kvabr.types.errors import FormatError, UsageError
+from kvabr_lab.bench.blend import FULL, FusedCase, FusionLab, Recipe, measure, recipes
+from kvabr_lab.bench.blend_picture import picture
+from kvabr_lab.bench.blend_prompts import KINDS, make_prompts
+from kvabr_lab.bench.blend_summary import loss_table, ratio_table, summarise
+from kvabr_lab.bench.manual_pages import ManualPage
 from tests.lab.bench.conftest import prose
 from tests.tinymodels import save
 

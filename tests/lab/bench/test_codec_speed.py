@@ -9,9 +9,9 @@ import torch
 
 from kvabr.codec.fit import FitConfig
 from kvabr.codec.native import coder
-from kvabr.lab.bench import codec_speed, synthetic
-from kvabr.lab.bench.codec_speed import Job, time_track
 from kvabr.types.kv import KVSpec, RopeSpec
+from kvabr_lab.bench import codec_speed, synthetic
+from kvabr_lab.bench.codec_speed import Job, time_track
 from tests import kvdata
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def test_what_has_no_stages_is_timed_whole(group):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_that_a_call_takes_is_seen():
     # In a process of its own, for what the system takes from a large one meanwhile would count as shrinking.
-    code = "from kvabr.lab.bench import codec_speed; print(codec_speed._peak_of(lambda: bytearray(b'x' * (48 << 20))))"
+    code = "from kvabr_lab.bench import codec_speed; print(codec_speed._peak_of(lambda: bytearray(b'x' * (48 << 20))))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
     seen = int(ran.stdout)
     assert 47 << 20 <= seen <= 150 << 20

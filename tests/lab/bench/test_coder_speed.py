@@ -5,7 +5,7 @@ import torch
 
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
-from kvabr.lab.bench import coder_speed
+from kvabr_lab.bench import coder_speed
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,9 @@ import torch
 
 from kvabr.codec.seen import Seen
 from kvabr.engines.transformers.model_loader import load_model
-from kvabr.lab.bench.contexts import (
+from kvabr.publish.texts import calibration_texts, paragraphs
+from kvabr.types.errors import UsageError
+from kvabr_lab.bench.contexts import (
     DEPTHS,
     DOMAINS,
     Context,
@@ -23,9 +25,7 @@ from kvabr.lab.bench.contexts import (
     seen_shares,
     token_key,
 )
-from kvabr.lab.bench.repeated_texts import repeated_texts
-from kvabr.publish.texts import calibration_texts, paragraphs
-from kvabr.types.errors import UsageError
+from kvabr_lab.bench.repeated_texts import repeated_texts
 from tests.lab.bench.conftest import prose
 from tests.tinymodels import begin_with, save
 

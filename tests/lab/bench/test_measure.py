@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvabr.lab.bench.measure import CacheStore
 from kvabr.types.errors import AssetError
+from kvabr_lab.bench.measure import CacheStore
 from tests import kvdata
 
 pytestmark = pytest.mark.slow

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvabr.lab.bench.measure import CacheStore
-from kvabr.lab.bench.other_codecs import LMCacheCodec, PeerError, PeerProcess, Zstd, find_peers
-from kvabr.lab.bench.schemes import TrackScheme
 from kvabr.types.errors import AssetError
+from kvabr_lab.bench.measure import CacheStore
+from kvabr_lab.bench.other_codecs import LMCacheCodec, PeerError, PeerProcess, Zstd, find_peers
+from kvabr_lab.bench.schemes import TrackScheme
 from tests import kvdata
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from kvabr.lab.bench.passage_reuse import NAMINGS, Collection, reuse, salts
+from kvabr_lab.bench.passage_reuse import NAMINGS, Collection, reuse, salts
 
 SMALL = Collection(documents=8, queries=24, each=3)
 

@@ -7,11 +7,11 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 
-from kvabr.lab.bench import rate_distortion as rd
-from kvabr.lab.bench import summary
-from kvabr.lab.bench.contexts import DEPTHS
-from kvabr.lab.bench.measure import EXACT, STAGES, CacheStore, QualityBench
-from kvabr.lab.bench.page import drawing, page
+from kvabr_lab.bench import rate_distortion as rd
+from kvabr_lab.bench import summary
+from kvabr_lab.bench.contexts import DEPTHS
+from kvabr_lab.bench.measure import EXACT, STAGES, CacheStore, QualityBench
+from kvabr_lab.bench.page import drawing, page
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ TRACKS = ("FP16", "Int4", "AC-L0", "AC-L1", "AC-L2")
 
 @pytest.fixture(scope="module")
 def outcome(tiny, profile, tmp_path_factory):
-    from kvabr.lab.bench.contexts import cut
+    from kvabr_lab.bench.contexts import cut
     from tests.lab.bench.conftest import prose
 
     contexts = cut(tiny, {"prose": prose(20), "trees": prose(21)}, 1, 200, 24)

@@ -5,11 +5,11 @@ import torch
 
 from kvabr.codec.base import payload_layout
 from kvabr.codec.container import header_bytes
-from kvabr.lab.bench.kvtc import SINKS, Kvtc, allot, learn_bases
-from kvabr.lab.bench.other_codecs import LEVELS, CacheGenQuantiser
-from kvabr.lab.bench.rivals import EngineFp8, Kivi, NvFp4, TurboQuant
-from kvabr.lab.bench.schemes import TrackScheme, tracks_to_measure
 from kvabr.types.errors import ForeignError, FormatError, UsageError
+from kvabr_lab.bench.kvtc import SINKS, Kvtc, allot, learn_bases
+from kvabr_lab.bench.other_codecs import LEVELS, CacheGenQuantiser
+from kvabr_lab.bench.rivals import EngineFp8, Kivi, NvFp4, TurboQuant
+from kvabr_lab.bench.schemes import TrackScheme, tracks_to_measure
 from tests import kvdata
 
 pytestmark = pytest.mark.slow

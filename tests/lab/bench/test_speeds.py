@@ -11,8 +11,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from kvabr.lab.bench.speeds import SCHEMA, Point, chart, rate_name
 from kvabr.types.errors import FormatError
+from kvabr_lab.bench.speeds import SCHEMA, Point, chart, rate_name
 
 ROOT = Path(__file__).resolve().parents[3]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kvabr.lab.bench.measure import EXACT, Findings
-from kvabr.lab.bench.summary import at_group_size, crossing, curve, exact_recall, first_table, match, scheme_rows
+from kvabr_lab.bench.measure import EXACT, Findings
+from kvabr_lab.bench.summary import at_group_size, crossing, curve, exact_recall, first_table, match, scheme_rows
 
 pytestmark = pytest.mark.slow
 

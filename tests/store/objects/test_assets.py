@@ -43,7 +43,8 @@ def test_what_is_published_is_read(tmp_path, spec, tokens):
     asset = store.open(name)
     assert check(asset) == catalog
     assert asset.is_current()
-    assert whole(asset.open_frame(0, catalog.address(0, "FP16")[0])) == asset.frame_of(0, "FP16")
+    track, number = catalog.address(0, "FP16")
+    assert whole(asset.open_frame(number, track)) == asset.frame(number, track)
     with pytest.raises(AssetError, match="do not keep the token ids"):
         asset.prompt()
     assert open_asset(asset.location).catalog == catalog

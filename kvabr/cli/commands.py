@@ -1,0 +1,128 @@
+"""Every command by name: kvabr's own, those of the laboratory, and those of other installed packages.
+
+A command is a function ``add(parser)`` that declares its options and sets the default ``run``: a function from the
+parsed arguments to the exit status. A distribution adds commands by entry points of the group ``kvabr.commands``, as
+``kvabr-lab`` does. A name with a dot is part of a command of kvabr. Entry points are read when a command is not one of
+`COMMANDS`, never for `kvabr --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvabr.types.errors import KvabrError, UsageError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+COMMANDS = {
+    "demo": ("demo:add", "a first look in a few seconds, without model or network"),
+    "doctor": ("doctor:add", "report what is installed, what is missing, and whether an origin answers"),
+    "encode": ("encode:add", "publish the KV cache of a text, with what each track loses"),
+    "prefill": ("prefill:add", "publish the KV cache of a text while it is being computed"),
+    "inspect": ("inspect:add", "show the tracks of an asset"),
+    "calibrate": ("calibrate:add", "make the codec profile of a model"),
+    "serve": ("serve:add", "publish assets over the network"),
+    "relay": ("relay:add", "cache an origin's assets for the players near by"),
+    "fetch": ("fetch:add", "play a cache from an origin"),
+    "replay": ("replay:add", "play an asset over network traces"),
+    "policies": ("listings:add_policies", "list the ABR policies"),
+    "estimators": ("listings:add_estimators", "list the bandwidth estimators"),
+    "selectors": ("listings:add_selectors", "list the selectors, which choose what of joined passages is recomputed"),
+    "engines": ("listings:add_engines", "list the serving engines that play through kvabr"),
+    "traces": ("traces:add", "inspect, import or synthesise network traces"),
+    "store": ("store:add", "list, pin, expire, collect, check and copy what a store holds"),
+    "completion": ("completion:add", "print a completion script for bash or zsh"),
+}
+"""kvabr's own commands: the function that declares each, in a module of `kvabr.cli`, and its one-line help."""
+
+LAB = {
+    "lab": "play a matrix of policies, traces and conditions, and compare",
+    "report": "one page for what `kvabr lab` played",
+    "tune": "tune a policy's parameters, with cross-validation",
+    "bench": "measure codecs: quality, rate against distortion, speed",
+    "crowd": "simulate very many players of one asset behind a tree of caches",
+    "route": "decide where to prefill: here, or at a site whose cache comes over the network",
+}
+"""The commands of the laboratory, with their one-line help; they are here only if `INSTALL_LAB` was done."""
+
+INSTALL_LAB = "pip install kvabr-lab"
+
+
+def names() -> list[str]:
+    """Return the names of all commands, also those of the laboratory if it is not installed."""
+    return list(dict.fromkeys([*COMMANDS, *LAB, *_added()]))
+
+
+def exists(name: str) -> bool:
+    """Return whether there is a command of that name, installed or not."""
+    return name in LAB or is_here(name)
+
+
+def is_here(name: str) -> bool:
+    """Return whether a command is installed."""
+    return name in COMMANDS or name in _added()
+
+
+def declare(name: str, parser: argparse.ArgumentParser) -> None:
+    """Import one command and let it declare its options.
+
+    Raises:
+        UsageError: It is a command of the laboratory, which is not installed.
+        KvabrError: It belongs to another package, and cannot be loaded.
+    """
+    if name in COMMANDS:
+        module, _, function = COMMANDS[name][0].partition(":")
+        getattr(import_module(f"kvabr.cli.{module}"), function)(parser)
+        return
+    entry = _entry(name, name)
+    try:
+        entry.load()(parser)
+    except Exception as error:  # another package's code may raise anything
+        raise _broken(name, entry, error) from error
+
+
+def part(name: str, words: str) -> Any:
+    """Import a part of a command that another package has.
+
+    Args:
+        name: Name of the entry point.
+        words: What the user typed after ``kvabr``.
+
+    Raises:
+        UsageError: It is part of the laboratory, which is not installed.
+        KvabrError: It cannot be loaded.
+    """
+    entry = _entry(name, words)
+    try:
+        return entry.load()
+    except Exception as error:  # as above
+        raise _broken(words, entry, error) from error
+
+
+def _added() -> dict[str, EntryPoint]:
+    """Return the entry points of the commands that installed packages add, by name."""
+    return {name: entry for name, entry in _entries().items() if "." not in name and name not in COMMANDS}
+
+
+def _entries() -> dict[str, EntryPoint]:
+    from importlib.metadata import entry_points  # half of the time that `kvabr --help` takes
+
+    return {entry.name: entry for entry in entry_points(group="kvabr.commands")}
+
+
+def _entry(name: str, words: str) -> EntryPoint:
+    try:
+        return _entries()[name]
+    except KeyError:
+        raise UsageError(
+            f"`kvabr {words}` is part of the laboratory, which is not installed: {INSTALL_LAB} (in a clone of the "
+            "repository: pip install ./tools/lab)"
+        ) from None
+
+
+def _broken(words: str, entry: EntryPoint, error: Exception) -> KvabrError:
+    package = "another package" if entry.dist is None else f"the package {entry.dist.name}"
+    return KvabrError(f"`kvabr {words}` belongs to {package} ({entry.value}), and cannot be loaded: {error!r}")

@@ -1,0 +1,145 @@
+"""`kvabr route`: answers, tables, files, errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from kvabr.cli.main import main
+from kvabr.types.errors import FormatError
+from kvabr_lab.bench.routes import DAY_SCHEMA, chart
+from tests.catalogs import catalog
+
+
+def run(capsys, *argv):
+    status = main(["route", *map(str, argv)])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_it_decides_with_a_reason(capsys, tmp_path):
+    status, out, _ = run(capsys, "--tokens", 32_000, "--link", 400, "--json", tmp_path / "a.json")
+    assert status == 0
+    assert "remote: remote prefill takes" in out
+    assert "remote prefill is sooner from" in out
+    answer = json.loads((tmp_path / "a.json").read_text())
+    assert answer["place"] == "remote"
+    assert answer["remote_lengths"][0][1] is None
+    assert [one["place"] for one in answer["options"]] == ["local", "remote"]
+
+
+def test_queues_caches_and_costs_count(capsys):
+    def place(*argv):
+        return run(capsys, "--tokens", 32_000, "--link", 400, *argv)[1].splitlines()[-1].partition(":")[0]
+
+    assert place("--remote-queue", 60) == "local"
+    assert place("--remote-queue", 60, "--remote-cached", 31_000, "--local-queue", 0) == "fetch"
+    assert place("--local-cached", 31_900) == "local"
+    assert place("--local", "0.02,0.00001,0") == "local"
+    assert place("--backlog", 2000) == "local"
+    assert place("--kv-bytes", 1_000_000) == "both"
+    assert place("--kv-bytes", 1_000_000, "--no-both") == "local"
+    assert place("--kv-bytes", 100_000_000) == "local"
+
+
+def test_an_asset_tells_the_bytes(capsys, tmp_path):
+    path = tmp_path / "catalog.json"
+    path.write_text(catalog(16, layered=True).dumps())
+    coarse = run(capsys, "--tokens", 4000, "--link", 50, "--asset", path, "--floor", 0.2)[1]
+    fine = run(capsys, "--tokens", 4000, "--link", 50, "--asset", path, "--floor", 0.001)[1]
+    assert "per token at a loss of 0.09 nats" in coarse
+    assert coarse != fine
+    assert "no tracks of this asset" in run(capsys, "-n", 10, "--link", 5, "--asset", path, "--floor", 1e-9)[2]
+
+
+def test_a_link_that_is_too_thin_is_never_worth_it(capsys):
+    assert "remote prefill is never sooner" in run(capsys, "-n", 9000, "--link", 0.1)[1]
+    assert "nothing is known of the link" in run(capsys, "-n", 9000, "--link", 0)[1]
+
+
+def test_a_day_is_compared_and_drawn(capsys, tmp_path):
+    files = ("--json", tmp_path / "day.json", "--svg", tmp_path / "day.svg")
+    argv = ("--day", "--link", 50, 200, "--requests", 60, "--hours", 0.2, "--oracle", 1, "--deadline", 3, *files)
+    status, out, err = run(capsys, *argv)
+    assert status == 0, err
+    assert "best threshold" in out
+    result = json.loads((tmp_path / "day.json").read_text())
+    assert result["schema"] == DAY_SCHEMA
+    assert [day["mbps"] for day in result["days"]] == [50, 200]
+    for day in result["days"]:
+        means = {one["rule"]: one["ttft_mean_s"] for one in day["rules"]}
+        assert set(means) == {
+            "local",
+            "remote",
+            "prfaas",
+            "break-even",
+            "selfish",
+            "whole",
+            "unprobed",
+            "best threshold",
+            "kvabr",
+            "oracle",
+        }
+        assert means["oracle"] == min(means.values())
+    picture = ET.fromstring((tmp_path / "day.svg").read_text())  # noqa: S314 - our own
+    assert picture.tag.endswith("svg")
+    assert "prefers-color-scheme: dark" in (tmp_path / "day.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "words"),
+    [
+        (("--link", 10), 2, "give the length of the prompt with --tokens, or --day"),
+        (("-n", 0, "--link", 10), 2, "a prompt of 0 tokens"),
+        (("-n", 5, "--link", -1), 2, "--link: give rates"),
+        (("-n", 5, "--link", 1, 2), 2, "for --day"),
+        (("-n", 5, "--link", 1, "--link-bound", 2), 2, "above the expected"),
+        (("-n", 5, "--link", 1, "--rtt", -1), 2, "--rtt -1"),
+        (("-n", 5, "--link", 1, "--local", "fast"), 2, "--local fast: give tokens a second"),
+        (("-n", 5, "--link", 1, "--remote", "1,2"), 2, "--remote 1,2: give tokens a second"),
+        (("-n", 5, "--link", 1, "--local", "0"), 2, "prefill rate must be a positive number"),
+        (("-n", 5, "--link", 1, "--deadline", 0), 2, "the deadline is 0.0 s"),
+        (("-n", 5, "--link", 1, "--decoders", 0), 2, "--decoders 0"),
+        (("-n", 5, "--link", 1, "--kv-bytes", 0), 2, "--kv-bytes 0"),
+        (("-n", 5, "--link", 1, "--floor", -1), 2, "the quality floor is a loss of -1.0"),
+        (("-n", 5, "--link", 1, "--local-queue", -1), 2, "queue_s is -1.0"),
+        (("-n", 5, "--link", 1, "--asset", "/no/such"), 2, "/no/such"),
+        (("-n", 5, "--link", 1, "--json", "/no/such/a.json"), 2, "cannot be written"),
+        (("--day", "--link", 0), 2, "needs rates above 0"),
+        (("--day", "--link", 5, "-n", 7), 2, "--tokens is for one request"),
+        (("--day", "--link", 5, "--requests", 0), 2, "0 requests"),
+        (("--day", "--link", 5, "--workers", 0, 1), 2, "0 workers"),
+        (("--day", "--link", 5, "--oracle", -1), 2, "--oracle -1"),
+        (("--day", "--link", 5, "--trace", "/no/such"), 2, "/no/such"),
+    ],
+)
+def test_bad_input_is_named(capsys, argv, status, words):
+    got, _, err = run(capsys, *argv)
+    assert words in err
+    assert got == status
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ({}, "not results"),
+        ({"schema": DAY_SCHEMA, "days": []}, "no days"),
+        ({"schema": DAY_SCHEMA, "days": [{"mbps": 1}]}, "damaged"),
+    ],
+)
+def test_a_chart_of_something_else_is_refused(result, words):
+    with pytest.raises(FormatError, match=words):
+        chart(result)
+
+
+def test_every_rule_has_a_colour_of_its_own_and_one_link_has_ticks():
+    rules = [{"rule": f"rule {number}", "ttft_mean_s": 1.30 + 0.01 * number} for number in range(9)]
+    drawn = chart({"schema": DAY_SCHEMA, "days": [{"mbps": 400.0, "rules": rules}]})
+    assert len(set(re.findall(r'fill="(var\(--f\d\))"', drawn))) == 9
+    assert {f"--f{number}:" for number in range(9)} <= set(re.findall(r"--f\d:", drawn))
+    left = drawn.split("translate(460 0)")[0]
+    assert len(re.findall(r'class="tick"[^>]*text-anchor="end"|text-anchor="end"[^>]*class="tick"', left)) >= 2

@@ -1,0 +1,82 @@
+"""What joining passages costs a model, for the catalogs of its passages: a few prompts of `kvabr bench blend`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvabr.blend.selectors import DEFAULT
+from kvabr.engines.transformers.blend import blend_engine
+from kvabr.engines.transformers.model_loader import LoadedModel
+from kvabr.publish.frames import six
+from kvabr.publish.fusion import FusionLosses
+from kvabr.publish.passages import CONTEXTS, contexts_for
+from kvabr.publish.texts import calibration_texts, measuring_texts
+from kvabr.types.errors import UsageError
+from kvabr_lab.bench.blend import FusionLab, Recipe, measure
+from kvabr_lab.bench.blend_prompts import Kind, make_prompts
+from kvabr_lab.paired import Bootstrap, Interval
+
+BASES = {"mean": "mean", "behind": "neutral", "alone": "alone"}
+"""How passages are computed (`PassageNotes.base`), and what the bench calls it."""
+SHARES = (0.0, 0.05, 0.15, 0.3)
+_PROMPTS = 6
+"""Prompts of each kind: a text that goes on, and an entry of one of five manual pages."""
+_KINDS: tuple[Kind, ...] = ("text", "facts")
+_PASSAGE, _LEAST_PASSAGE = 256, 32
+_AROUND = 320
+"""Tokens of a prompt besides its passages, at most; and passages of one."""
+_PASSAGES = 5
+_SEED = 11
+"""Not that of the bench."""
+
+
+def measure_model(
+    loaded: LoadedModel,
+    progress: Callable[[str, int, int], None] = lambda _stage, _done, _all: None,
+    base: str = "mean",
+) -> tuple[FusionLosses, list[Interval]]:
+    """Measure what a passage adds to the loss of a prompt that is joined from four or five, by the share recomputed.
+
+    Passages are means over contexts, of other texts than those of the prompts; the default selector chooses.
+
+    Args:
+        loaded: the model.
+        progress: called after every recipe.
+        base: how else passages are computed, see `BASES`.
+
+    Returns:
+        The losses, and each with its 95 % interval over prompts.
+
+    Raises:
+        ModelError: the model's caches cannot be joined; the message says why.
+        UsageError: its context is too short.
+    """
+    engine = blend_engine(loaded.engine)
+    size = min(_PASSAGE, (engine.context - _AROUND) // _PASSAGES)
+    if size < _LEAST_PASSAGE:
+        raise UsageError(
+            f"{engine.spec.model} sees {engine.context} tokens, too few for {_PASSAGES} passages of {_LEAST_PASSAGE}"
+        )
+    lab = FusionLab(engine, contexts_for(loaded, calibration_texts(), CONTEXTS), [], [])
+    made = [
+        prompt
+        for kind in _KINDS
+        for prompt in make_prompts(loaded, measuring_texts(), kind, _PROMPTS, size=size, seed=_SEED)
+    ]
+    plan = [Recipe(BASES[base], DEFAULT if share else "", share) for share in SHARES]
+    found = measure(lab, made, plan, lambda _key: None, lambda _key, row: row, progress)
+    passages = np.array([len(prompt.passages) for prompt in made])
+    bootstrap = Bootstrap([prompt.name for prompt in made])
+    losses = [
+        bootstrap.interval(np.array([found[recipe.name][prompt.name]["kl"] for prompt in made]) / passages)
+        for recipe in plan
+    ]
+    method = (
+        f"KL against the full prefill per token, divided by the passages of the prompt, mean over {len(made)} prompts "
+        f"of {min(passages)} or {max(passages)} passages of {size} tokens: texts that go on, and questions about "
+        f"invented manual pages; {DEFAULT} chooses what is computed again"
+    )
+    told = tuple((share, six(loss.mean)) for share, loss in zip(SHARES, losses, strict=True))
+    return FusionLosses(engine.spec, CONTEXTS if base == "mean" else 0, told, method, base), losses

@@ -1,0 +1,170 @@
+"""Prompts of several passages: consecutive pieces of a text, invented manual pages, and codes that look alike.
+
+Three kinds, because a choice of tokens that is good for one need not be for the others. ``text`` goes on with a text,
+which needs a little of everything. ``facts`` asks for one entry of one page, of pages that have some options in common,
+with other values. ``codes`` asks for one of as many six-digit codes as there are passages; all stand in the same
+sentence, with the names of other places.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvabr.publish.model import TextModel, opened
+from kvabr.types.errors import UsageError
+from kvabr_lab.bench.contexts import token_key
+from kvabr_lab.bench.manual_pages import ManualPage
+
+Kind = Literal["text", "facts", "codes"]
+KINDS: tuple[Kind, ...] = ("text", "facts", "codes")
+
+BEGINNING = "You are a careful assistant. Use the passages below where they help.\n\n"
+"""What every prompt begins with; its cache is exact, as that of a prefix which is played or computed."""
+_PIECES = 4
+"""Passages of a ``text`` prompt; others have `_PASSAGES`."""
+_PASSAGES = 5
+_FOLLOWING, _ASKED = 96, 32
+"""Tokens of a text on which the loss is measured, and those before them, which stand for the question."""
+_PLACES = (
+    *("the north gate", "the boiler room", "the harbour crane", "the reading hall", "the seed vault"),
+    *("the radio mast", "the east lift", "the pump house", "the wine cellar", "the signal box"),
+)
+_PLANTED = "\n\nThe access code of {place} is {code}.\n\n"
+_QUESTION = "\n\nQuestion: What is the access code of {place}?\nAnswer: The access code of {place} is"
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPrompt:
+    """A prompt that is joined from passages, and what is asked of it."""
+
+    kind: Kind
+    index: int
+    beginning: tuple[int, ...]
+    """Exact tokens before the passages."""
+    passages: tuple[tuple[int, ...], ...]
+    question: tuple[int, ...]
+    """Tokens after the passages, which the engine computes."""
+    tail: tuple[int, ...]
+    """Tokens on which the loss is measured; of ``codes`` those of the code."""
+    others: tuple[tuple[int, ...], ...] = ()
+    """Of ``codes`` the tokens of the other codes, which are wrong here and look alike."""
+
+    @property
+    def name(self) -> str:
+        """Return the name used in results."""
+        return f"{self.kind}-{self.index}"
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Return the tokens before the question."""
+        return self.beginning + tuple(token for passage in self.passages for token in passage)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Return first and end position of each passage."""
+        out, first = [], len(self.beginning)
+        for passage in self.passages:
+            out.append((first, first + len(passage)))
+            first += len(passage)
+        return tuple(out)
+
+    @property
+    def key(self) -> str:
+        """Return a key of all its tokens."""
+        return token_key([*self.tokens, -1, *self.question, -1, *self.tail])
+
+
+def make_prompts(
+    model: TextModel, texts: Mapping[str, str], kind: Kind, count: int, *, size: int = 256, seed: int = 0
+) -> list[FusedPrompt]:
+    """Return prompts of one kind; the first ones are the same whatever ``count`` is.
+
+    Args:
+        model: its tokenizer, and what its prompts begin with.
+        texts: texts by name, to cut passages from.
+        kind: the kind.
+        count: number of prompts.
+        size: tokens of each passage.
+        seed: of everything that is drawn.
+
+    Raises:
+        UsageError: the texts are too short, or a passage has no room for what is planted in it.
+    """
+    out = []
+    beginning = opened(model, model.encode(BEGINNING))
+    encoded: dict[str, list[int]] = {}
+    for index in range(count):
+        dice = random.Random(f"{seed} {kind} {index}")  # noqa: S311 - test data, not secrets
+        if kind == "facts":
+            passages, question, tail, others = _facts(model, dice, size)
+        else:
+            encoded = encoded or {name: model.encode(text) for name, text in texts.items()}
+            passages, question, tail, others = (_text if kind == "text" else _codes)(model, dice, size, encoded)
+        parts = tuple(map(tuple, passages))
+        wrong = tuple(map(tuple, others))
+        out.append(FusedPrompt(kind, index, beginning, parts, tuple(question), tuple(tail), wrong))
+    return out
+
+
+_Parts = tuple[list[list[int]], Sequence[int], Sequence[int], list[Sequence[int]]]
+"""Passages, question, answer, and wrong answers that look alike."""
+
+
+def _text(_model: TextModel, dice: random.Random, size: int, texts: Mapping[str, list[int]]) -> _Parts:
+    ids = _piece(dice, texts, _PIECES * size + _ASKED + _FOLLOWING)
+    end = _PIECES * size
+    return (
+        [ids[first : first + size] for first in range(0, end, size)],
+        ids[end : end + _ASKED],
+        ids[end + _ASKED :],
+        [],
+    )
+
+
+def _facts(model: TextModel, dice: random.Random, size: int) -> _Parts:
+    pages = [ManualPage(dice) for _ in range(_PASSAGES)]
+    page = dice.choice(pages)
+    question, answer = dice.choice(page.answers)
+    # Entries of a page come in random order, so that a page of any length has some of them.
+    passages = [model.encode(page.text)[:size] for page in pages]
+    return passages, *_split(model, f"\n\nQuestion: {question}\nAnswer:", f" {answer}\n"), []
+
+
+def _codes(model: TextModel, dice: random.Random, size: int, texts: Mapping[str, list[int]]) -> _Parts:
+    places = dice.sample(_PLACES, _PASSAGES)
+    codes = [str(dice.randrange(10**5, 10**6)) for _ in places]
+    passages = []
+    for place, code in zip(places, codes, strict=True):
+        planted = model.encode(_PLANTED.format(place=place, code=code))
+        room = size - len(planted)
+        if room < 1:
+            raise UsageError(f"a code of {len(planted)} tokens does not fit a passage of {size}: ask for longer ones")
+        ids, at = _piece(dice, texts, room), dice.randrange(room // 8, room - room // 8)
+        passages.append([*ids[:at], *planted, *ids[at:]])
+    asked = dice.randrange(_PASSAGES)
+    question = _QUESTION.format(place=places[asked])
+    others = [_split(model, question, f" {code}")[1] for code in codes if code != codes[asked]]
+    return passages, *_split(model, question, f" {codes[asked]}"), others
+
+
+def _piece(dice: random.Random, texts: Mapping[str, list[int]], tokens: int) -> list[int]:
+    """Return consecutive tokens of one text."""
+    long = sorted(name for name, ids in texts.items() if len(ids) >= tokens)
+    if not long:
+        raise UsageError(f"no text has {tokens} tokens: give longer ones, or ask for shorter passages")
+    ids = texts[dice.choice(long)]
+    first = dice.randrange(len(ids) - tokens + 1)
+    return ids[first : first + tokens]
+
+
+def _split(model: TextModel, question: str, answer: str) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the tokens of the question, and those of the answer, which may begin with a space of its own."""
+    asked, whole = model.encode(question), model.encode(question + answer)
+    same = next((n for n, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(asked))
+    # The space before a number is a token of its own for some tokenizers. It carries no information.
+    while same + 1 < len(whole) and model.encode(" ")[:1] == whole[same : same + 1]:
+        same += 1
+    return whole[:same], whole[same:]

@@ -1,0 +1,89 @@
+"""Profiles that a bench calibrates by itself, as `kvabr calibrate` does, and keeps in its work folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvabr.codec.profile import Profile
+from kvabr.engines.transformers.engine import TransformersEngine
+from kvabr.engines.transformers.model_loader import LoadedModel
+from kvabr.publish.calibrate import Progress, calibrate_scaled
+from kvabr.publish.target import Target
+from kvabr.publish.texts import calibration_texts
+from kvabr.store.files import write_file
+from kvabr.types.errors import FormatError
+from kvabr.types.kv import KVSpec
+from kvabr_lab.bench.schemes import sources
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """How to calibrate."""
+
+    contexts: int
+    """Contexts from the default texts."""
+    tokens: int | None = None
+    """Tokens of each; None: as many as `kvabr calibrate` takes."""
+    target: Target | None = None
+    scales: Sequence[float] = (1.0,)
+    """What to multiply all steps with: a profile for each, and more points on the curve."""
+
+    def key(self, spec: KVSpec) -> str:
+        """Return 16 hex digits of everything that the profiles depend on."""
+        target = None if self.target is None else [self.target.kl, self.target.track]
+        said = [spec.digest().hex(), self.contexts, self.tokens, target, sources("codec"), sources("publish")]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+
+def profiles(
+    loaded: LoadedModel,
+    spec: KVSpec,
+    plan: CalibrationPlan,
+    folder: Path,
+    progress: Progress = lambda _stage, _done, _all: None,
+    tell: Callable[[str], None] = lambda _line: None,
+) -> dict[str, Profile]:
+    """Return profiles by label: those in the folder, or newly calibrated ones.
+
+    Args:
+        loaded: the model, with any spec.
+        spec: the layer classes to calibrate.
+        plan: how.
+        folder: work folder, which exists.
+        progress: called with stages, see `kvabr.publish.calibrate.calibrate_scaled`.
+        tell: called, in words, with what a search for steps has found.
+
+    Raises:
+        UsageError: the target cannot be met, or contexts are longer than the model sees.
+    """
+    labels = {scale: "" if scale == 1 else f"@x{scale:g}" for scale in plan.scales}
+    paths = {scale: folder / f"profile-{plan.key(spec)}-{scale:g}.safetensors" for scale in plan.scales}
+    made = {label: _read(paths[scale]) for scale, label in labels.items()}
+    found = {label: profile for label, profile in made.items() if profile is not None}
+    if len(found) == len(made):
+        return found
+    engine = TransformersEngine(loaded.engine.model, spec, context=loaded.engine.context)
+    new = calibrate_scaled(
+        replace(loaded, engine=engine),
+        calibration_texts(),
+        scales=plan.scales,
+        contexts=plan.contexts,
+        tokens=plan.tokens,
+        target=plan.target,
+        progress=progress,
+        tell=tell,
+    )
+    for path, profile in zip(paths.values(), new, strict=True):
+        write_file(path, profile.to_bytes())
+    return dict(zip(labels.values(), new, strict=True))
+
+
+def _read(path: Path) -> Profile | None:
+    try:
+        return Profile.from_bytes(path.read_bytes())
+    except (OSError, FormatError):
+        return None  # not there yet, or an interrupted run left an unfinished file

@@ -1,0 +1,257 @@
+"""What requests of a day wait for and find: prefill workers, a link that is shared, caches of prompts."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right, insort
+from collections.abc import Iterator
+
+from kvabr.replay.link import Capacity
+from kvabr_lab.route import PROBE_BYTES, PROBE_S, PROBE_WAIT_S
+
+_FORGET_S = 60.0
+"""Busy times that ended so long ago are forgotten."""
+_SAMPLE_S = 1.0
+"""Longest stretch of a busy link that is reported as one sample."""
+
+
+class BusyTimes:
+    """When something is busy: intervals that do not touch, in order."""
+
+    def __init__(self) -> None:
+        self._begins: list[float] = []
+        self._ends: list[float] = []
+
+    def copy(self) -> BusyTimes:
+        """Return a copy."""
+        made = BusyTimes()
+        made._begins, made._ends = self._begins[:], self._ends[:]
+        return made
+
+    @property
+    def last_s(self) -> float:
+        """The end of the last interval."""
+        return self._ends[-1] if self._ends else -math.inf
+
+    def forget(self, before: float) -> None:
+        """Drop what ended before a time."""
+        gone = bisect_right(self._ends, before)
+        if gone:
+            del self._begins[:gone], self._ends[:gone]
+
+    def gaps(self, after: float) -> list[tuple[float, float]]:
+        """Return the free intervals from ``after`` on; the last one is infinite."""
+        index = bisect_right(self._ends, after)
+        found = []
+        for begin, end in zip(self._begins[index:], self._ends[index:], strict=True):
+            if begin > after:
+                found.append((after, begin))
+            after = end
+        found.append((after, math.inf))
+        return found
+
+    def within(self, low: float, high: float) -> list[tuple[float, float]]:
+        """Return the busy intervals between two times."""
+        first, last = bisect_right(self._ends, low), bisect_right(self._begins, high)
+        pairs = zip(self._begins[first:last], self._ends[first:last], strict=True)
+        return [(max(low, begin), min(high, end)) for begin, end in pairs if min(high, end) > max(low, begin)]
+
+    def take(self, begin: float, end: float) -> None:
+        """Make an interval busy, whatever it was."""
+        if end <= begin:
+            return
+        if not self._ends or begin > self._ends[-1]:
+            self._begins.append(begin)
+            self._ends.append(end)
+            return
+        first = bisect_right(self._ends, begin)
+        if first and self._ends[first - 1] >= begin:
+            first -= 1
+        last = bisect_right(self._begins, end)
+        if last > first:
+            begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
+        self._begins[first:last] = [begin]
+        self._ends[first:last] = [end]
+
+
+class WorkerPool:
+    """Prefill workers of one site: what they will do, and what can be known of it."""
+
+    def __init__(self, workers: int) -> None:
+        self._jobs: list[list[tuple[float, float, float]]] = [[] for _ in range(workers)]
+        """Begin, end and forecast of what each worker has to do, in order."""
+
+    def copy(self) -> WorkerPool:
+        """Return a copy."""
+        made = WorkerPool(0)
+        made._jobs = [jobs[:] for jobs in self._jobs]
+        return made
+
+    def queue_s(self, now: float) -> float:
+        """Return the expected seconds until a worker is free, from the forecasts of what is before it."""
+        self._forget(now)
+        least = math.inf
+        for jobs in self._jobs:
+            waits = 0.0
+            for begin, _, forecast in jobs:
+                waits += max(0.0, begin + forecast - now) if begin <= now else forecast
+            least = min(least, waits)
+        return least
+
+    def free(self, after: float) -> float:
+        """Return when a worker is free for the first time, from ``after`` on."""
+        return min(_first(jobs, after, 0.0) for jobs in self._jobs)
+
+    def gap(self, ready: float, seconds: float) -> tuple[float, float]:
+        """Return from when a worker could do something first, and until when it has nothing else to do."""
+        begin, jobs = min((_first(jobs, ready, seconds), jobs) for jobs in self._jobs)
+        return begin, next((job[0] for job in jobs if job[0] >= begin), math.inf)
+
+    def work(self, ready: float, seconds: float, forecast: float, now: float) -> float:
+        """Let the worker that is free first do something; return when it begins."""
+        self._forget(now)
+        begins = [_first(jobs, ready, seconds) for jobs in self._jobs]
+        begin = min(begins)
+        insort(self._jobs[begins.index(begin)], (begin, begin + seconds, forecast))
+        return begin
+
+    def _forget(self, now: float) -> None:
+        for jobs in self._jobs:
+            if jobs and jobs[0][1] <= now:
+                jobs[:] = [job for job in jobs if job[1] > now]
+
+
+def _first(jobs: list[tuple[float, float, float]], after: float, lasts: float) -> float:
+    """Return the first time from ``after`` on at which a worker is free for ``lasts``."""
+    for begin, end, _ in jobs:
+        if begin > after and begin - after >= lasts:
+            break
+        after = max(after, end)
+    return after
+
+
+class SharedWire:
+    """The link, as far as it is not taken by what was requested before."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self._capacity, self._busy, self._shift_s = capacity, BusyTimes(), 0.0
+        self._coming: list[tuple[float, float, float]] = []
+        """When each piece is through, when it is ready, and its bytes: a heap."""
+        self._seen_s = self._heard_s = 0.0
+        """When samples were asked for last, and when the last one ended."""
+
+    def copy(self) -> SharedWire:
+        """Return a copy."""
+        made = SharedWire(self._capacity)
+        made._busy, made._coming, made._shift_s = self._busy.copy(), self._coming[:], self._shift_s
+        made._seen_s, made._heard_s = self._seen_s, self._heard_s
+        return made
+
+    def shift(self, seconds: float) -> None:
+        """Let the link go on as it went on so much later."""
+        self._shift_s += seconds
+
+    def carried(self, begin: float, end: float) -> float:
+        """Return the bytes that it carries between two times."""
+        return self._capacity.between(begin + self._shift_s, end + self._shift_s)
+
+    def _when(self, begin: float, nbytes: float) -> float:
+        return self._capacity.when(begin + self._shift_s, nbytes) - self._shift_s
+
+    def send(self, ready: float, nbytes: float, after: float = 0.0) -> float:
+        """Carry bytes that are ready at a time, as soon as there is room after another; return when all are through."""
+        start = max(ready, after)
+        left, first, end = nbytes, -1.0, start
+        for begin, until in self._busy.gaps(start) if start < self._busy.last_s else ((start, math.inf),):
+            first = begin if first < 0 else first
+            if until < math.inf:
+                room = self.carried(begin, until)
+                if room < left:
+                    left -= room
+                    continue
+            end = self._when(begin, left)
+            break
+        # All gaps before the last one are filled, so everything in between is busy now.
+        self._busy.take(first, end)
+        heapq.heappush(self._coming, (end, ready, nbytes))
+        return end
+
+    def backlog(self, now: float) -> float:
+        """Return the bytes of earlier requests that could be sent now and are not through."""
+        return math.fsum(nbytes for end, ready, nbytes in self._coming if ready <= now < end)
+
+    def rate(self, nbytes: float, now: float) -> float:
+        """Return the rate at which bytes would go if nothing else did."""
+        if nbytes <= 0:
+            return self._capacity.rate(now + self._shift_s)
+        return nbytes / max(1e-9, self._when(now, nbytes) - now)
+
+    def forget(self, now: float) -> None:
+        """Drop what is over."""
+        while self._coming and self._coming[0][0] <= now:
+            heapq.heappop(self._coming)
+        self._busy.forget(now - _FORGET_S)
+
+    def samples(self, now: float, *, probes: bool = False) -> Iterator[tuple[float, float, float]]:
+        """Yield what a receiver saw since the last call: end, bytes, seconds of each sample.
+
+        Args:
+            now: The time.
+            probes: Whether the idle link is probed, too. Probes are so small that transfers do not feel them.
+        """
+        for begin, end in (*self._busy.within(self._seen_s, now), (now, now)):
+            if probes:
+                yield from self._probes(begin)
+            count = math.ceil((end - begin) / _SAMPLE_S)
+            for step in range(count):
+                low = begin + step * (end - begin) / count
+                high = begin + (step + 1) * (end - begin) / count
+                if high > low:
+                    self._heard_s = high
+                    yield high, self.carried(low, high), high - low
+            self._seen_s = end
+
+    def _probes(self, until: float) -> Iterator[tuple[float, float, float]]:
+        while (at := max(self._seen_s, self._heard_s + PROBE_S)) < until:
+            end = min(self._when(at, PROBE_BYTES), at + PROBE_WAIT_S)
+            if end > until:
+                break
+            self._heard_s = end
+            yield end, self.carried(at, end), end - at
+
+
+class PrefixCache:
+    """The caches that a site keeps: parts of prompts, least recently used out."""
+
+    def __init__(self, tokens: int) -> None:
+        self._room, self._kept = tokens, 0
+        self._parts: dict[int, tuple[int, float]] = {}
+        """Tokens of each part, and from when on it is in place; the least recently used first."""
+
+    def copy(self) -> PrefixCache:
+        """Return a copy."""
+        made = PrefixCache(self._room)
+        made._parts, made._kept = self._parts.copy(), self._kept
+        return made
+
+    def match(self, parts: tuple[tuple[int, int], ...], now: float) -> int:
+        """Return how many tokens at the beginning of a prompt are in place."""
+        found = 0
+        for number, tokens in parts:
+            known = self._parts.get(number)
+            if known is None or known[1] > now:
+                break
+            found += tokens
+        return found
+
+    def add(self, parts: tuple[tuple[int, int], ...], ready: float) -> None:
+        """Keep a prompt, from a time on; what is in place already stays so."""
+        # The beginning is used last, since what stands behind it is worth nothing without it.
+        for number, tokens in reversed(parts):
+            known = self._parts.pop(number, None)
+            self._kept += tokens if known is None else 0
+            self._parts[number] = (tokens, ready if known is None else min(known[1], ready))
+        while self._kept > self._room:
+            number = next(iter(self._parts))
+            self._kept -= self._parts.pop(number)[0]

@@ -1,0 +1,68 @@
+"""Rivals: the estimators of CacheGen and of ExoPlayer."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import ClassVar
+
+from kvabr.abr.estimators.classic import MergedSamples
+
+
+class LastSample(MergedSamples):
+    """The throughput of the last group, as in CacheGen's rule: of at least a fiftieth of the deadline."""
+
+    name: ClassVar[str] = "last"
+
+    def __init__(self, share: float = 1 / 50) -> None:
+        """Set the length of a sample, as a share of the deadline."""
+        super().__init__(share)
+
+    def _forget(self) -> None:
+        self._rate = 0.0
+
+    def _take(self, nbytes: float, seconds: float) -> None:
+        self._rate = nbytes / seconds
+
+    def rate(self) -> float:
+        """Return the rate of the last sample; before the first full one, the rate so far."""
+        return self._rate or self._so_far()
+
+    def lower_bound(self) -> float:
+        """Return `rate`: this estimator has no margin."""
+        return self.rate()
+
+
+class SlidingPercentile(MergedSamples):
+    """Percentiles of recent samples, weighted by the square root of their bytes (as in ExoPlayer)."""
+
+    name: ClassVar[str] = "percentile"
+
+    def __init__(self, middle: float = 0.5, low: float = 0.1, window: int = 32) -> None:
+        """Set the percentiles of the estimate and of the lower bound (both 0 to 1), and the number of samples."""
+        self._middle, self._low, self._window = middle, low, window
+        super().__init__()
+
+    def _forget(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=self._window)
+
+    def _take(self, nbytes: float, seconds: float) -> None:
+        self._samples.append((nbytes / seconds, math.sqrt(nbytes) + 1.0))
+
+    def _at(self, share: float) -> float:
+        ranked = sorted(self._samples)
+        wanted = share * sum(weight for _, weight in ranked)
+        reached = 0.0
+        for rate, weight in ranked:
+            reached += weight
+            if reached >= wanted:
+                return rate
+        return ranked[-1][0] if ranked else 0.0
+
+    def rate(self) -> float:
+        """Return the middle percentile."""
+        return self._at(self._middle)
+
+    def lower_bound(self) -> float:
+        """Return the low percentile."""
+        return self._at(self._low)

@@ -1,0 +1,64 @@
+"""``cake``: the engine computes from the front, the network loads one track from the back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from kvabr.abr.policies.fixed import check_alone
+from kvabr.abr.policy import Decision, Parameter, Policy
+from kvabr.abr.view import View
+
+_FLYING = 2
+"""Minimum number of requests that are kept in flight."""
+_AHEAD_TTFB, _AHEAD_SHARE = 1.5, 0.02
+"""Target of bytes in flight: this many times the time to first byte, plus this share of the deadline."""
+
+
+class Cake(Policy):
+    """Compute from the front and load from the back until both meet (Jin et al., arXiv:2410.03065).
+
+    Nothing is estimated and the deadline plays no part: the faster of the two takes more of the groups. Cake loads
+    caches uncompressed and computes batches of chunks; here one track is chosen before the play, and the engine takes
+    one group at a time, since it may meet the loaded part after each. Without an engine, or with one that computes
+    everything behind a miss (engine mode ``suffix``), groups are only loaded, in the latter case from the front.
+    """
+
+    name: ClassVar[str] = "cake"
+    abandons: ClassVar[bool] = False
+    paces: ClassVar[bool] = True  # else the engine would stand idle until the next transfer is done
+    computes: ClassVar[bool] = True
+    parameters: ClassVar[Mapping[str, Parameter]] = {"loss": Parameter(1e-6, 0.3, 0.01, log=True)}
+
+    def __init__(self, track: str = "", *, loss: float = 0.01) -> None:
+        """Set the track.
+
+        Args:
+            track: its name, as in ``cake:FP8``; if empty,
+            loss: the cheapest track that loses no more than this, nats per generated token, or else the best.
+        """
+        self._track, self._loss = track, loss
+
+    def start(self, view: View) -> None:
+        """Choose the track; raise `PolicyError` if the asset has no such self-contained track."""
+        if self._track:
+            check_alone(view, self.name, self._track)
+            return
+        tracks = view.ladder.tracks
+        good = (track for track in tracks if track.total_loss <= self._loss)
+        self._track = next(good, tracks[-1]).name
+
+    def decide(self, view: View) -> Decision:
+        """Keep both the engine and the link busy."""
+        front = view.first_missing()
+        if front is None:
+            return Decision.finish("every group is in place or under way, or the engine's")
+        meets = view.cost is not None and not view.front_first
+        if meets and view.engine_backlog_s <= 0:
+            return Decision.recompute(front, "the engine computes from the front")
+        ahead_s = _AHEAD_TTFB * view.ttfb_s + _AHEAD_SHARE * view.deadline_s
+        if len(view.in_flight) >= _FLYING and view.outstanding_bytes >= view.rate * ahead_s:
+            return Decision.wait("enough is in flight")
+        if view.front_first:
+            return Decision.fetch(front, self._track, "the engine computes all behind a miss: the front comes first")
+        return Decision.fetch(next(reversed(view.missing_groups)), self._track, "the network loads from the back")

@@ -1,0 +1,80 @@
+"""``oracle``: play a plan that was made in full knowledge of the link. Only a simulator makes one (`View.oracle`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import ClassVar
+
+from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.view import PlannedPlay, View
+from kvabr.replay.frontier import Frontier
+from kvabr.replay.link import Capacity
+from kvabr.types.errors import PolicyError
+from kvabr_lab.policies.foresight import Foresight
+
+
+class Oracle(Policy):
+    """Play the best plan there is."""
+
+    name: ClassVar[str] = "oracle"
+    abandons: ClassVar[bool] = False
+    paces: ClassVar[bool] = True
+    computes: ClassVar[bool] = True
+
+    @staticmethod
+    def foresee(
+        view: View,
+        frontier: Frontier,
+        capacity: Capacity,
+        first_byte_s: float,
+        tried: Callable[[PlannedPlay], float],
+    ) -> PlannedPlay:
+        """Return the best plan; see `kvabr.replay.experiment.Planner`."""
+        return Foresight(view, frontier, capacity, first_byte_s, tried).best()
+
+    def start(self, view: View) -> None:
+        """Take the plan; raise `PolicyError` if the future is unknown, because this is not a simulation."""
+        if view.oracle is None:
+            raise PolicyError(
+                "oracle is told what the link will carry: it runs only in a simulation, not over a network"
+            )
+        plan = view.oracle.plan(view)
+        self._engine = plan.engine
+        self._goal = dict(plan.requests)
+        """Final track of each group that is fetched."""
+        self._first: dict[int, str] = {}
+        """Its first one, in the order of the requests."""
+        for group, track in plan.requests:
+            self._first.setdefault(group, track)
+        later = (group for group, track in self._first.items() if self._goal[group] != track)
+        self._later = {group: place for place, group in enumerate(later)}
+        """Groups that get another track, and their places among them."""
+        self._ready: list[tuple[int, int]] = []
+        """Heap of those that have settled: place and group."""
+        self._heard = 0
+        self._order = iter(self._first.items())
+
+    def decide(self, view: View) -> Decision:
+        """Give the engine its groups, then request the next part of the plan."""
+        missing = view.missing_groups
+        if view.cost is not None:
+            group = missing.first(self._engine.start)
+            if group is not None and group in self._engine:
+                return Decision.recompute(group, "planned: the engine computes this")
+        if missing:
+            for group, track in self._order:
+                if group in missing:
+                    return Decision.fetch(group, track, f"planned: {self._goal[group]} in the end")
+            # A request has failed, or the engine.
+            group = next(iter(missing))
+            return Decision.fetch(group, self._goal.get(group, view.ladder.cheapest), "it was lost")
+        for group in view.settled.history[self._heard :]:
+            if group in self._later:
+                heappush(self._ready, (self._later[group], group))
+        self._heard = len(view.settled.history)
+        while self._ready:
+            _, group = heappop(self._ready)
+            if group in view.settled and view.track_of[group] != self._goal[group]:
+                return Decision.upgrade(group, self._goal[group], "planned")
+        return Decision.wait("the plan is under way")

@@ -1,0 +1,48 @@
+"""Where to prefill: at the decode node's own site, or at another one whose cache travels over the network.
+
+A router embeds this package: it needs neither numpy nor torch, reads no clock and does no I/O. `decide` answers for
+one request whose circumstances are given; `Router` also remembers what requests and transfers have taught.
+"""
+
+from kvabr_lab.route.forecast import (
+    BOTH,
+    FETCH,
+    LOCAL,
+    PLACES,
+    REMOTE,
+    CacheSize,
+    Forecast,
+    Place,
+    PrefillSite,
+    RouteLink,
+    forecasts,
+)
+from kvabr_lab.route.lengths import break_even_tokens, remote_lengths
+from kvabr_lab.route.lookahead import Lookahead
+from kvabr_lab.route.router import PROBE_BYTES, PROBE_S, PROBE_WAIT_S, LinkMemory, Router, RouteRequest
+from kvabr_lab.route.rule import Route, decide
+
+__all__ = [
+    "BOTH",
+    "FETCH",
+    "LOCAL",
+    "PLACES",
+    "PROBE_BYTES",
+    "PROBE_S",
+    "PROBE_WAIT_S",
+    "REMOTE",
+    "CacheSize",
+    "Forecast",
+    "LinkMemory",
+    "Lookahead",
+    "Place",
+    "PrefillSite",
+    "Route",
+    "RouteLink",
+    "RouteRequest",
+    "Router",
+    "break_even_tokens",
+    "decide",
+    "forecasts",
+    "remote_lengths",
+]

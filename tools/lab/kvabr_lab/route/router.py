@@ -1,0 +1,301 @@
+"""A router's memory: how fast the link is, what goes on at both sites, and who comes.
+
+`Router` keeps what one request cannot know: an estimate of the link, fed by what arrives over it; when workers will be
+free, and what earlier requests are still going to send, from its own decisions; and a `Lookahead`.
+
+Transfers may be minutes apart and last minutes. `LinkMemory` therefore mixes what the link has carried in the last
+seconds with what it usually carries: the older the last sample and the longer the transfer, the more the usual rate
+counts. How fast trust in the last seconds fades, it learns from how well they would have foretold the rate before.
+Otherwise a single bad minute would close the link for good, since nothing more is sent over it.
+
+A link over which little is sent is little known. `Router.probe` therefore says when a small transfer is due that only
+measures the idle link. A sample that ends a silence stands for up to two seconds of it, so that such probes show what
+the link carries as well as use does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvabr.abr.estimator import Estimator
+from kvabr.abr.estimators.classic import DecayingMean
+from kvabr.abr.estimators.tracking import Tracking
+from kvabr.types.arguments import check_fields, checked
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from kvabr_lab.route.forecast import FETCH, LOCAL, CacheSize, Forecast, PrefillSite, RouteLink, forecasts
+from kvabr_lab.route.lookahead import Lookahead
+from kvabr_lab.route.rule import Route, choose
+
+LATELY_S = 1.0
+"""Half-life of the mean of what a link has carried lately, seconds of a busy link."""
+RECENT_S = (16.0, 4.0, 64.0)
+"""Half-lives of the trust in that mean, seconds: of these, the one that lately was right."""
+_FORETOLD_S = 8.0
+"""How long before it a rate is to be foretold, seconds."""
+_KEEP = 0.98
+"""What an error still counts after the next one."""
+USUAL_S = 300.0
+"""Half-life of the memory of what it usually carries, seconds of a busy link."""
+PROBE_S = 2.0
+"""Silence after which an idle link is probed, and for which the sample that ends it stands at most, seconds."""
+PROBE_BYTES = 65_536
+"""Bytes of a probe."""
+PROBE_WAIT_S = 1.0
+"""Seconds after which a probe counts with what has come of it."""
+_HORIZON_S = 60.0
+"""Horizon of the estimate of the link: as long as a long transfer."""
+
+
+class LinkMemory:
+    """What a link carries: lately, and usually. An estimator says how sure that is."""
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        *,
+        lately_s: float = LATELY_S,
+        recent_s: tuple[float, ...] = RECENT_S,
+        usual_s: float = USUAL_S,
+    ) -> None:
+        """Know nothing.
+
+        Args:
+            estimator: Its lower bound, as a share of its rate, is that of the expected rate.
+            lately_s: Half-life of the mean of what it carries lately, seconds of a busy link.
+            recent_s: Half-lives of the trust in that mean, seconds; of equally good ones the first counts.
+            usual_s: Half-life of the usual rate, seconds of a busy link.
+        """
+        self.estimator = estimator
+        self._errors = dict.fromkeys(recent_s, 0.0)
+        """How wrong each half-life would have been, as a decaying sum of shares of the usual rate."""
+        self._past: deque[tuple[float, float, float]] = deque(maxlen=64)
+        """When a sample ended, and both means then."""
+        self._lately, self._usual = DecayingMean(lately_s), DecayingMean(usual_s)
+        self._heard_s = -math.inf
+
+    def sample(self, nbytes: float, seconds: float, now: float) -> None:
+        """Note that ``nbytes`` came over the busy link within ``seconds``, ending at ``now``."""
+        if not (0 <= nbytes < math.inf and 0 < seconds < math.inf):
+            return
+        self.estimator.sample(nbytes, seconds, now)
+        self._judge(nbytes / seconds, now - seconds / 2)
+        stands_s = max(seconds, min(now - self._heard_s, PROBE_S))
+        self._lately.add(nbytes / seconds, stands_s)
+        self._usual.add(nbytes / seconds, stands_s)
+        self._heard_s = max(self._heard_s, now)
+        self._past.append((now, self._lately.value(), self._usual.value()))
+
+    @property
+    def heard_s(self) -> float:
+        """When the last sample ended; minus infinity before the first one."""
+        return self._heard_s
+
+    @property
+    def recent_s(self) -> float:
+        """Half-life of the trust in what the link carried lately, seconds."""
+        return min(self._errors, key=self._errors.__getitem__)
+
+    def _judge(self, rate: float, middle_s: float) -> None:
+        """Note how well each half-life would have foretold a rate some seconds before."""
+        before = [one for one in self._past if one[0] <= middle_s - _FORETOLD_S]
+        if not before or not self._usual.value():
+            return
+        at_s, lately, usual = before[-1]
+        for half_life_s, error in self._errors.items():
+            trust = 0.5 ** ((middle_s - at_s) / half_life_s)
+            wrong = abs(trust * lately + (1 - trust) * usual - rate) / usual if usual else 0.0
+            self._errors[half_life_s] = _KEEP * error + (1 - _KEEP) * wrong
+
+    def rates(self, nbytes: float, now: float) -> tuple[float, float]:
+        """Return the rate that is expected while the link carries ``nbytes`` from now on, and a lower bound.
+
+        Both are 0.0 if nothing is known.
+        """
+        usual = self._usual.value()
+        if not usual:
+            return 0.0, 0.0
+        ahead_s = max(0.0, now - self._heard_s) + nbytes / usual / 2
+        trust = 0.5 ** (ahead_s / self.recent_s)
+        expected = trust * self._lately.value() + (1 - trust) * usual
+        rate = self.estimator.rate()
+        return expected, expected * min(1.0, self.estimator.lower_bound() / rate if rate > 0 else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """A request, and what it finds."""
+
+    tokens: int
+    """Length of the prompt."""
+    cached: tuple[int, int] = (0, 0)
+    """Tokens at its beginning whose cache is in place, locally and remotely."""
+    queue_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds until a worker is free, locally and remotely."""
+    backlog_bytes: float = 0.0
+    """Bytes of earlier requests that are computed and have not arrived."""
+    deadline_s: float | None = None
+    """Seconds until the first token is due; None: no deadline."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+class Router:
+    """Decides request by request where to prefill. It reads no clock and does no I/O."""
+
+    @checked
+    def __init__(
+        self,
+        local: PrefillCost,
+        remote: PrefillCost,
+        cache: CacheSize,
+        *,
+        rtt_s: float,
+        workers: tuple[int, int] = (1, 1),
+        live: bool = True,
+        both: bool = True,
+        estimator: Estimator | None = None,
+        margin_s: float = 0.0,
+        lookahead: Lookahead | None = None,
+        considerate: bool = True,
+    ) -> None:
+        """Create a router for a local and a remote site.
+
+        Args:
+            local: Cost of a prefill at the decode node's own site.
+            remote: Cost of a prefill at the other site.
+            cache: What a cache takes on the link; see `CacheSize.of_catalog`.
+            rtt_s: Round trip between the sites, seconds.
+            workers: Prefills that run at a time, locally and remotely.
+            live: Whether the remote site sends groups while it prefills.
+            both: Whether the engine here can compute the beginning of a prompt whose end comes over the link.
+            estimator: How sure the link's rate is; see `LinkMemory` (default: a new `tracking`).
+            margin_s: Another place than the local one must be better by this much.
+            lookahead: What remembers requests (default: a new one).
+            considerate: Whether the wait of other requests counts.
+
+        Raises:
+            UsageError: An argument is out of range.
+        """
+        if not 0 <= rtt_s < math.inf:
+            raise UsageError(f"router: a round trip of {rtt_s} s; give a finite time")
+        if not all(1 <= each <= _MOST_WORKERS for each in workers):
+            raise UsageError(f"router: {workers[0]} and {workers[1]} workers; give 1 to {_MOST_WORKERS} for each site")
+        self.cache = cache
+        self.memory = LinkMemory(_tracking() if estimator is None else estimator)
+        self._costs, self._rtt_s, self._live, self._both = (local, remote), rtt_s, live, both
+        self._margin_s, self._considerate = margin_s, considerate
+        self._lookahead = Lookahead() if lookahead is None else lookahead
+        self._free = ([-math.inf] * workers[0], [-math.inf] * workers[1])
+        """When each worker will be free, as far as it was told."""
+        self._coming: list[tuple[float, float, float]] = []
+        """What is still to be computed and sent: from when to when, and bytes."""
+        self._probed_s = -math.inf
+
+    @checked
+    def probe(self, now: float) -> int:
+        """Return how many bytes to fetch now, only to see what the link carries; 0 while it has been heard of lately.
+
+        Ask about twice a second. Time the bytes from the first one to the last, wait `PROBE_WAIT_S` at most, and tell
+        `arrived` how many came, even if none did. The next probe is due after two more seconds of silence.
+
+        Args:
+            now: The time, seconds, on the clock of `route`.
+        """
+        if now - max(self.memory.heard_s, self._probed_s) < PROBE_S:
+            return 0
+        self._probed_s = now
+        return PROBE_BYTES
+
+    @checked
+    def arrived(self, nbytes: float, seconds: float, now: float) -> None:
+        """Note that ``nbytes`` came over the busy link within ``seconds``, ending at ``now``."""
+        self.memory.sample(nbytes, seconds, now)
+
+    @checked
+    def route(self, request: RouteRequest, now: float) -> Route:
+        """Decide where a prompt is prefilled, and count on its being done.
+
+        Args:
+            request: The prompt, and what it finds.
+            now: The time, seconds, on any clock that does not go back.
+
+        Raises:
+            UsageError: A number is out of range.
+        """
+        options = self.options(request, now)
+        found = choose(options, deadline_s=request.deadline_s, margin_s=self._margin_s)
+        self.take(options, found.chosen, now)
+        return found
+
+    @checked
+    def options(self, request: RouteRequest, now: float) -> tuple[Forecast, ...]:
+        """Return what every place would do with a prompt, and what that costs others.
+
+        A caller that chooses by itself tells with `take` what it chose.
+
+        Raises:
+            UsageError: A number is out of range.
+        """
+        cached, queue_s, backlog_bytes = request.cached, request.queue_s, request.backlog_bytes
+        local, remote = (PrefillSite(self._costs[each], queue_s[each], cached[each]) for each in (0, 1))
+        here, there = self._free
+        _correct(here, now, queue_s[0])
+        _correct(there, now, queue_s[1])
+        lacking = max(0, request.tokens - cached[0]) * self.cache.per_token + self.cache.constant
+        rate, bound = self.memory.rates(backlog_bytes + lacking, now)
+        coming = self._still_coming(now)
+        link = RouteLink(rate, self._rtt_s, backlog_bytes, self._live, coming, bound)
+        found = forecasts(request.tokens, local, remote, link, self.cache, both=self._both)
+        if not self._considerate:
+            return found
+        free_s = now + link.seconds(backlog_bytes + math.fsum(nbytes for _, _, nbytes in coming))
+        return self._lookahead.priced(found, here, there, free_s, rate, now)
+
+    def take(self, options: Sequence[Forecast], chosen: Forecast, now: float) -> None:
+        """Count on a request's being done as one of its options says, and remember it."""
+        self._lookahead.note(options, now, both=self._both)
+        here, there = self._free
+        if chosen.place in (LOCAL, FETCH):
+            _give(here, now, max(chosen.ttft_s - chosen.prefill_s, 0.0), chosen.prefill_s)
+        else:
+            _give(there, now, 0.0, chosen.prefill_s)
+            _give(here, now, 0.0, chosen.front_s)
+            self._coming.append((now + chosen.ready_s, now + chosen.computed_s, chosen.bytes))
+
+    def _still_coming(self, now: float) -> tuple[tuple[float, float, float], ...]:
+        """Return what is computed from now on, in seconds from now."""
+        self._coming = [one for one in self._coming if one[1] > now]
+        found = []
+        for begin, end, nbytes in self._coming:
+            left = min(1.0, (end - now) / (end - begin)) if end > begin else 1.0
+            found.append((max(0.0, begin - now), end - now, left * nbytes))
+        return tuple(found)
+
+
+_MOST_WORKERS = 4096
+
+
+def _correct(free: list[float], now: float, queue_s: float) -> None:
+    """Move the times at which workers will be free so that the first one is free after ``queue_s``."""
+    least = max(now, min(free))
+    for index, at in enumerate(free):
+        # More was put before them than this router knows, or what it knows took less long than expected.
+        free[index] = max(at, now + queue_s) if now + queue_s >= least else at - (least - now - queue_s)
+
+
+def _give(free: list[float], now: float, after_s: float, work_s: float) -> None:
+    """Let the worker that is free first do something."""
+    if work_s > 0:
+        index = min(range(len(free)), key=free.__getitem__)
+        free[index] = max(free[index], now + after_s) + work_s
+
+
+def _tracking() -> Estimator:
+    made = Tracking()
+    made.start(_HORIZON_S)
+    return made

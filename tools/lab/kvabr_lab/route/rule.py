@@ -1,0 +1,169 @@
+"""The rule: of all places, the one that gives the first token soonest; with a reason.
+
+Remote prefill wins if::
+
+    queue here + prefill here  >  queue there + RTT + max(prefill there, n b / C) + tail
+
+where the cache is sent while it is computed (`kvabr_lab.route.forecast` has the exact terms, with prefixes in place on
+either side and bytes that are under way). ``C`` is the rate that the link is expected to have. Whether a deadline is
+met is judged by the lower bound of the estimate: a prefill elsewhere cannot be taken back. To the time of a request is
+added what it makes others wait, as far as a `Router` knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvabr.types.arguments import checked
+from kvabr.types.errors import UsageError
+from kvabr_lab.route.forecast import (
+    BOTH,
+    FETCH,
+    LOCAL,
+    REMOTE,
+    CacheSize,
+    Forecast,
+    Place,
+    PrefillSite,
+    RouteLink,
+    forecasts,
+)
+
+_WORDS = {
+    LOCAL: "local prefill",
+    REMOTE: "remote prefill",
+    BOTH: "remote prefill, its beginning here",
+    FETCH: "fetching the cached prefix, the rest here",
+}
+_LIMITS = {"queue": "mostly the queue", "prefill": "mostly prefill", "link": "mostly the link", "decode": "decoding"}
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes, and why."""
+
+    place: Place
+    ttft_s: float
+    """Expected seconds until the first token."""
+    met: bool | None
+    """Whether the deadline is met even if the link carries no more than its lower bound; None without a deadline."""
+    reason: str
+    """In words."""
+    options: tuple[Forecast, ...]
+    """What every place would have done; the first is local prefill."""
+
+    @property
+    def chosen(self) -> Forecast:
+        """The forecast of the place; for `BOTH` it has how many tokens are computed here."""
+        return next(one for one in self.options if one.place == self.place)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; a time that is infinite becomes None."""
+        return {
+            "place": self.place,
+            "front_tokens": self.chosen.front_tokens,
+            "ttft_s": _finite(self.ttft_s),
+            "met": self.met,
+            "reason": self.reason,
+            "options": [
+                {
+                    "place": one.place,
+                    "ttft_s": _finite(one.ttft_s),
+                    "bound_s": _finite(one.bound_s),
+                    "limit": one.limit,
+                    "queue_s": one.queue_s,
+                    "prefill_s": one.prefill_s,
+                    "bytes": round(one.bytes),
+                    "front_tokens": one.front_tokens,
+                    "others_s": one.others_s,
+                }
+                for one in self.options
+            ],
+        }
+
+
+@checked
+def decide(
+    tokens: int,
+    local: PrefillSite,
+    remote: PrefillSite,
+    link: RouteLink,
+    cache: CacheSize,
+    *,
+    deadline_s: float | None = None,
+    margin_s: float = 0.0,
+    both: bool = True,
+) -> Route:
+    """Decide where a prompt is prefilled.
+
+    The places that surely meet the deadline come before those that do not; among equals, the one that takes least of
+    everybody's time wins. If none surely meets it, the one is chosen that is surely soonest, and the reason says so.
+
+    Args:
+        tokens: Length of the prompt.
+        local: The decode node's own site.
+        remote: The other site.
+        link: What lies between them.
+        cache: What the cache takes on the link.
+        deadline_s: Seconds until the first token is due; None: there is no deadline.
+        margin_s: Another place than the local one must be better by this much.
+        both: Whether the engine here can compute the beginning of a prompt whose end comes over the link.
+
+    Raises:
+        UsageError: An argument is out of range.
+    """
+    return choose(forecasts(tokens, local, remote, link, cache, both=both), deadline_s=deadline_s, margin_s=margin_s)
+
+
+def choose(options: Sequence[Forecast], *, deadline_s: float | None = None, margin_s: float = 0.0) -> Route:
+    """Choose among forecasts; see `decide`."""
+    if deadline_s is not None and not deadline_s > 0:
+        raise UsageError(f"the deadline is {deadline_s} s; it must be positive")
+    if not 0 <= margin_s < math.inf:
+        raise UsageError(f"the margin is {margin_s} s; give a number that is not negative")
+    due_s = math.inf if deadline_s is None else deadline_s
+    in_time = [one for one in options if one.bound_s <= due_s] if deadline_s is not None else list(options)
+    if in_time:
+        best = min(in_time, key=lambda one: one.price_s + _handicap(one, margin_s))
+    else:
+        best = min(options, key=lambda one: one.bound_s + _handicap(one, margin_s))
+    met = None if deadline_s is None else bool(in_time)
+    return Route(best.place, best.ttft_s, met, _reason(best, options, deadline_s), tuple(options))
+
+
+def _handicap(one: Forecast, margin_s: float) -> float:
+    return 0.0 if one.place == LOCAL else margin_s
+
+
+def _reason(best: Forecast, options: Sequence[Forecast], deadline_s: float | None) -> str:
+    if len(options) > 1 and all(math.isinf(one.ttft_s) for one in options if one.place != LOCAL):
+        return f"local prefill takes {_time(best)}; nothing is known of the link yet"
+    others = [one for one in options if one.place != best.place and math.isfinite(one.ttft_s)]
+    against = "; ".join(f"{_WORDS[one.place]} {_time(one)}" for one in others)
+    front = f", {best.front_tokens} tokens" if best.place == BOTH else ""
+    said = f"{_WORDS[best.place]}{front}, takes {_time(best)}" if front else f"{_WORDS[best.place]} takes {_time(best)}"
+    if against:
+        said += f", against {against}"
+    if deadline_s is not None and best.bound_s > deadline_s:
+        return f"no place surely meets the deadline of {deadline_s:g} s, this is the soonest: {said}"
+    sooner = [one for one in others if one.ttft_s < best.ttft_s]
+    if deadline_s is not None and any(one.bound_s > deadline_s for one in sooner):
+        said += f"; what is expected sooner may miss the deadline of {deadline_s:g} s"
+    elif (spared := max((one.others_s - best.others_s for one in sooner), default=0.0)) > 0:
+        said += f"; what is sooner would make other requests wait {_seconds(spared)} longer"
+    return said
+
+
+def _time(one: Forecast) -> str:
+    return f"{_seconds(one.ttft_s)} ({_LIMITS[one.limit]})"
+
+
+def _seconds(value: float) -> str:
+    return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
