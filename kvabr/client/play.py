@@ -245,7 +245,8 @@ class Play:
         usable = missing[0] if missing and catalog.every_token else catalog.groups
         parts, found = driver.assembler.take_prefix(usable)
         if found.tokens:
-            begin = catalog.prefix(catalog.spec.groups(found.tokens))
+            behind = catalog.tokens - found.tokens
+            begin = catalog.behind(catalog.spec.groups(found.tokens), behind)
             coverage = _tracks(driver, found)
             if catalog.every_token:
                 loss = played_loss(begin, _steps_before(record, usable))
@@ -264,6 +265,7 @@ class Play:
                 catalog=begin,
                 catalog_sha256=prepared.sha256,
                 limited_by=prepared.limited_by,
+                tail=behind + prepared.tail,
             )
         tokens = 0 if prefix is None else prefix.tokens
         said = numbers(missing) if catalog.every_token else listed(map(catalog.title, missing))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvabr import AsyncClient, PlayOptions
+from kvabr.client.result import IncompleteError
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.events import PlayStarted
@@ -102,3 +103,18 @@ async def test_of_a_cache_that_is_being_prefilled_the_last_groups_are_not_waited
 def test_lengths_that_make_no_sense_are_refused(bad):
     with pytest.raises(UsageError):
         PlayOptions(**bad)
+
+
+@virtual
+async def test_an_incomplete_play_says_how_much_is_left_to_an_engine(origin, short):
+    """What did not come, and the tail behind it, see `Played.tail`."""
+    group = short.track("FP16").total_bytes / 5
+    async with origin(rate=group / 1.0) as link, AsyncClient(link, model=ToyModel().spec) as client:
+        options = PlayOptions(policy="fixed:FP16", question_tokens=8, tail=30)
+        with pytest.raises(IncompleteError) as caught:
+            await client.play(TOKENS, deadline=2.0, options=options)
+    prefix = caught.value.prefix
+    assert prefix is not None
+    assert 0 < prefix.tokens < 48
+    assert prefix.tail == 70 - prefix.tokens
+    assert prefix.catalog.tail == prefix.tail + 8
