@@ -41,13 +41,17 @@ from kvabr.client.peer_history import history_at
 from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.play import Play
 from kvabr.client.play_connection import PlayConnection
-from kvabr.client.preparing import Clock, lookup_time
+from kvabr.client.plugin_limits import PluginLimit
+from kvabr.client.preparing import Clock, lookup_time, tail_choices
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import decoders, in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner, R
+from kvabr.client.shortening import known_link
 from kvabr.client.warming import warm_in_background
 from kvabr.codec.block_slots import BlockLayers
+from kvabr.codec.threads import decoder_threads
+from kvabr.player.builder import choose_tail
 from kvabr.quic.backend import Quic
 from kvabr.quic.interface import Connection
 from kvabr.store.files import sweep
@@ -405,6 +409,47 @@ class AsyncClient:
             return await play.prefix(await play.prepare(found, skip, behind=behind, block=block), behind, block)
 
         return await self._run(work, deadline, replace(options or self.options, out=None), peer, cost=cost)
+
+    @checked
+    async def tail_of(
+        self,
+        catalog: Catalog,
+        *,
+        deadline: float,
+        cost: PrefillCost,
+        behind: int,
+        block: int = 1,
+        options: PlayOptions | None = None,
+        peer: PeerLike = None,
+    ) -> int:
+        """Return how many tokens at the end of a cache its engine should compute with what follows.
+
+        A play chooses that itself. This is for engines that must know what they get before anything is played.
+
+        Args:
+            catalog: what was found.
+            deadline: seconds left to fetch it.
+            cost: of the engine's prefill.
+            behind: tokens of the prompt that no cache covers.
+            block: the engine takes whole blocks of this many tokens.
+            options: as for `play`.
+            peer: as for `play`.
+
+        Raises:
+            UsageError: an argument is wrong.
+            TransportError: the peer cannot be reached.
+            PolicyError: from the policy.
+        """
+        check_deadline(deadline)
+        options = options or self.options
+        link = known_link((await self.connect(peer)).peer, self._history)
+        choices = partial(
+            tail_choices, catalog.to_play, cost, options, link.rate, deadline,
+            following=behind + options.question_tokens, block=block,
+            decoders=decoder_threads(),
+        )  # fmt: skip
+        offers, costs = await in_thread(choices)
+        return choose_tail(options.policy, offers, costs, PluginLimit(lambda: deadline)).tokens
 
     @checked
     async def find(
