@@ -351,19 +351,19 @@ class SchedulerHalf:
             last=last,
             blocks=blocks,
             behind=len(lookup.tokens) - last,
-            tail=self._tail(found, len(lookup.tokens) - last),
+            tail=self._tail(len(lookup.tokens) - last),
             deadline_s=left_s,
             tokens=lookup.tokens[: found.catalog.tokens] if self._model.apart or self._produces else (),
             salt=lookup.salt,
             max_loss=self._settings.max_loss if found.catalog.sources else math.inf,
         )
 
-    def _tail(self, found: Found, behind: int) -> int:
+    def _tail(self, behind: int) -> int:
         """Return how many tokens of what is played may be computed instead, in a step with ``behind`` others.
 
         None where that was decided before, see `_shortened`.
         """
-        if self._tails_first or found.catalog.sources:
+        if self._tails_first:
             return 0
         waiting = sum(lookup.found is not None for lookup in self._lookups.values())
         return min(self._settings.tail, max(0, self._model.step_tokens - behind) // max(1, waiting))

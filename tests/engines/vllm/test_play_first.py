@@ -92,9 +92,9 @@ def test_a_tail_fits_into_a_step_beside_those_of_other_requests(served, step_tok
             lookup.handle.result(LIMIT_S)
             assert bench.scheduler._settle(lookup, lookup.handle)
         assert lookup.found is not None
-        assert bench.scheduler._tail(lookup.found, 6) == wanted
+        assert bench.scheduler._tail(6) == wanted
         bench.scheduler._model = replace(bench.model, ranks=2)
-        assert bench.scheduler._tail(lookup.found, 6) == 0
+        assert bench.scheduler._tail(6) == 0
     finally:
         bench.close()
 
