@@ -22,6 +22,7 @@ from typing import Self
 
 import torch
 
+from kvabr.abr.tail import TailOffer
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_catalog, fetch_models
 from kvabr.client.metrics import ClientMetrics
@@ -442,13 +443,17 @@ class AsyncClient:
         """
         check_deadline(deadline)
         options = options or self.options
-        link = known_link((await self.connect(peer)).peer, self._history)
-        choices = partial(
-            tail_choices, catalog.to_play, cost, options, link.rate, deadline,
-            following=behind + options.question_tokens, block=block,
-            decoders=decoder_threads(),
-        )  # fmt: skip
-        offers, costs = await in_thread(choices)
+        connection = await self.connect(peer)
+
+        def choices() -> tuple[list[TailOffer], list[float]]:
+            self._history.refresh()  # another process of the engine may play
+            rate, following = known_link(connection.peer, self._history).rate, behind + options.question_tokens
+            return tail_choices(
+                catalog.to_play, cost, options, rate, deadline, following=following, block=block,
+                decoders=decoder_threads(),
+            )  # fmt: skip
+
+        offers, costs = await asyncio.get_running_loop().run_in_executor(decoders(), choices)
         return choose_tail(options.policy, offers, costs, PluginLimit(lambda: deadline)).tokens
 
     @checked
