@@ -28,7 +28,7 @@ _MOST_PROMISED, _PROMISED_S = 1 << 16, 60.0
 """Keys of promised caches that are remembered, and for how many seconds: an engine asks again before it fetches."""
 
 
-class Place(NamedTuple):
+class PromisedPlace(NamedTuple):
     """Where a cache is in a prompt."""
 
     following: int
@@ -45,11 +45,11 @@ class KeyedTails:
         self._settings, self._step_tokens, self._least = settings, step_tokens, least
         self._recent: deque[tuple[float, int]] = deque()
         """Tails under way: when they should be computed at the latest, and their tokens."""
-        self._promised: TTLCache[str, Place] = TTLCache(_MOST_PROMISED, _PROMISED_S)
+        self._promised: TTLCache[str, PromisedPlace] = TTLCache(_MOST_PROMISED, _PROMISED_S)
 
-    def place(self, key: str) -> Place:
+    def place(self, key: str) -> PromisedPlace:
         """Return where a cache is in the prompt for which it was promised last; alone, if it was not."""
-        return self._promised.get(key, Place(0, 1))
+        return self._promised.get(key, PromisedPlace(0, 1))
 
     async def leading(
         self, client: AsyncClient, keys: Sequence[str], found: Sequence[Catalog], *, following: int
@@ -76,7 +76,7 @@ class KeyedTails:
         if not again:
             following += sum(one.tokens for one in found[kept:])
             for key, one in zip(reversed(keys[:kept]), reversed(found[:kept]), strict=True):
-                self._promised[key] = Place(min(MAX_TAIL, following), kept)
+                self._promised[key] = PromisedPlace(min(MAX_TAIL, following), kept)
                 following += one.tokens
         return kept
 
