@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import permutations
 
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.errors import UsageError
+from kvabr.types.joined import joined_behind, last_groups
 
 MOST_TAIL = 512
 """Tokens of a tail at most, unless the engine says otherwise: behind more, a base loses hardly less."""
@@ -89,10 +90,10 @@ def tail_offers(
     skip: int = 0,
     block: int = 1,
 ) -> list[TailOffer]:
-    """Return the ways to divide a prefix, from no tail to the longest; of joined passages the first alone.
+    """Return the ways to divide a prefix, from no tail to the longest.
 
-    A tail is whole groups, as the rest of a group would have to be fetched, and leaves one group at least. Of many, a
-    few are offered, the longest among them.
+    A tail is whole groups, as the rest of a group would have to be fetched, and leaves one group at least; of joined
+    passages, one of the last. Of many, a few are offered, the longest among them.
 
     Args:
         catalog: the cached prefix, as a play needs it (`Catalog.to_play`).
@@ -108,24 +109,31 @@ def tail_offers(
     for what, tokens in (("the question", following), ("the tail", most)):
         if not 0 <= tokens <= MAX_TAIL:
             raise UsageError(f"{what} has {tokens:,} tokens; give 0 to {MAX_TAIL:,}")
-    groups = len(catalog.chunks)
-    if catalog.sources or not 0 <= skip < groups:
+    groups, behind = len(catalog.chunks), partial(joined_behind if catalog.sources else Catalog.behind, catalog)
+    if not 0 <= skip < groups:
         return [TailOffer(catalog.suffix(skip), 0, 0.0)]
-    size, shortest = catalog.spec.group_tokens, max(0, math.ceil((catalog.tokens - most) / catalog.spec.group_tokens))
-    ends = {kept: kept * size for kept in range(groups - 1, max(skip, shortest - 1), -1) if not kept * size % block}
+    first, size = catalog.first_token, catalog.spec.group_tokens
+    shortest = max(skip, (last_groups(catalog) or range(groups, groups)).start) if catalog.sources else skip
+    ends: dict[int, int] = {}
+    for kept in range(groups - 1, shortest, -1):
+        end = catalog.tokens_before(kept) if catalog.sources else kept * size
+        if catalog.tokens - end > most:
+            break
+        if not (first + end) % block:
+            ends[kept] = end
     possible = list(ends) if following else []
     step = max(1, math.ceil(len(possible) / _MOST_OFFERS))
-    alone_s = 0.0 if cost is None else cost.seconds(catalog.first_token + catalog.tokens, following)
-    offers = [TailOffer(catalog.behind(groups, following).suffix(skip), 0, 0.0)]
+    alone_s = 0.0 if cost is None else cost.seconds(first + catalog.tokens, following)
+    offers = [TailOffer(behind(groups, following).suffix(skip), 0, 0.0)]
     for kept in reversed(possible[::-1][::step]):
         tokens = catalog.tokens - ends[kept]
         try:
-            fetched = catalog.behind(kept, following + tokens).suffix(skip)
+            fetched = behind(kept, following + tokens).suffix(skip)
         except UsageError:  # there is no snapshot of a state
             continue
         engine_s = 0.0
         if cost is not None:
-            engine_s = max(0.0, cost.seconds(catalog.first_token + ends[kept], tokens + following) - alone_s)
+            engine_s = max(0.0, cost.seconds(first + ends[kept], tokens + following) - alone_s)
         offers.append(TailOffer(fetched, tokens, engine_s))
     return offers
 

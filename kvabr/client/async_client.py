@@ -22,6 +22,7 @@ from typing import Self
 
 import torch
 
+from kvabr.abr.tail import TailOffer
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_catalog, fetch_models
 from kvabr.client.metrics import ClientMetrics
@@ -41,13 +42,17 @@ from kvabr.client.peer_history import history_at
 from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.play import Play
 from kvabr.client.play_connection import PlayConnection
-from kvabr.client.preparing import lookup_time
+from kvabr.client.plugin_limits import PluginLimit
+from kvabr.client.preparing import lookup_time, tail_choices
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import decoders, in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
+from kvabr.client.shortening import known_link
 from kvabr.client.warming import warm_in_background
 from kvabr.codec.block_slots import BlockLayers
+from kvabr.codec.threads import decoder_threads
+from kvabr.player.builder import choose_tail
 from kvabr.quic.backend import Quic
 from kvabr.store.files import sweep
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
@@ -398,6 +403,51 @@ class AsyncClient:
         async with self._play(deadline, replace(options or self.options, out=None), peer, cost=cost) as play:
             prepared = await play.prepare(found, skip, behind=behind, block=block)
             return play.over(await play.prefix(prepared, behind, block))
+
+    @checked
+    async def tail_of(
+        self,
+        catalog: Catalog,
+        *,
+        deadline: float,
+        cost: PrefillCost,
+        behind: int,
+        block: int = 1,
+        options: PlayOptions | None = None,
+        peer: PeerLike = None,
+    ) -> int:
+        """Return how many tokens at the end of a cache its engine should compute with what follows.
+
+        A play chooses that itself. This is for engines that must know what they get before anything is played.
+
+        Args:
+            catalog: what was found.
+            deadline: seconds left to fetch it.
+            cost: of the engine's prefill.
+            behind: tokens of the prompt that no cache covers.
+            block: the engine takes whole blocks of this many tokens.
+            options: as for `play`.
+            peer: as for `play`.
+
+        Raises:
+            UsageError: an argument is wrong.
+            TransportError: the peer cannot be reached.
+            PolicyError: from the policy.
+        """
+        check_deadline(deadline)
+        options = options or self.options
+        connection = await self.connect(peer)
+
+        def choices() -> tuple[list[TailOffer], list[float]]:
+            self._history.refresh()  # another process of the engine may play
+            rate, following = known_link(connection.peer, self._history).rate, behind + options.question_tokens
+            return tail_choices(
+                catalog.to_play, cost, options, rate, deadline, following=following, block=block,
+                decoders=decoder_threads(),
+            )  # fmt: skip
+
+        offers, costs = await asyncio.get_running_loop().run_in_executor(decoders(), choices)
+        return choose_tail(options.policy, offers, costs, PluginLimit(lambda: deadline)).tokens
 
     @checked
     async def find(

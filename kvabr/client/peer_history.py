@@ -111,6 +111,15 @@ class PeerHistory:
                 record = before.heard(record)
             self._known = _newest(self._known | {peer: record})
 
+    def refresh(self) -> None:
+        """Take in what other processes have written meanwhile; never raises."""
+        merged = self._read()
+        with self._lock:
+            merged |= {
+                peer: known for peer, known in self._known.items() if peer not in merged or merged[peer].at <= known.at
+            }
+            self._known = _newest(merged)
+
     def save(self) -> None:
         """Write the file, merged with what other processes have written. Failure causes one warning."""
         if self.path is None:
@@ -118,14 +127,8 @@ class PeerHistory:
         try:
             self.path.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             with _alone(self.path):
-                merged = self._read()
+                self.refresh()
                 with self._lock:
-                    merged |= {
-                        peer: known
-                        for peer, known in self._known.items()
-                        if peer not in merged or merged[peer].at <= known.at
-                    }
-                    self._known = _newest(merged)
                     text = _dumps(self._known)
                 # Not under the lock: a play that begins meanwhile must not wait for a disk.
                 write_text(self.path, text, mode=PRIVATE)

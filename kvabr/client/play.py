@@ -21,7 +21,7 @@ import torch
 from kvabr.abr.estimator import Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_policy
-from kvabr.abr.tail import MOST_TAIL, TailOffer, tail_costs, tail_offers
+from kvabr.abr.tail import TailOffer
 from kvabr.client.decode_speeds import DecodeSpeeds
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.engine_hook import EngineHook
@@ -32,7 +32,7 @@ from kvabr.client.passages import PassagePrompt
 from kvabr.client.peer_history import PeerHistory
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.plugin_limits import PluginLimit, limited_estimator
-from kvabr.client.preparing import Clock, Prepared, pays
+from kvabr.client.preparing import Clock, Prepared, pays, tail_choices
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import decoders, on_engine
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
@@ -166,24 +166,12 @@ class Play:
 
     async def _tail(self, catalog: Catalog, rate: float, *, skip: int, behind: int, block: int) -> TailOffer:
         """Return how much of what was found is fetched, and how much the engine computes with what is ``behind`` it."""
-        options, most = self.options, self.options.tail
-        if most is None:
-            most = 0 if self.cost is None else MOST_TAIL
-
-        def look() -> tuple[list[TailOffer], list[float]]:
-            offers = tail_offers(catalog, self.cost, following=behind, most=most, skip=skip, block=block)
-            left_s = self.clock.left() - guard_s(self.clock.deadline_s)
-            costs = tail_costs(
-                offers,
-                left_s - self._engine_s(catalog.first_token + catalog.tokens, behind),
-                rate=rate,
-                time_price=options.time_price,
-                gpu_price=options.gpu_price,
-                decoders=self._decoders,
-            )
-            return offers, costs
-
-        return choose_tail(options.policy, *await self._in_time(look), PluginLimit(self._left_s))
+        left_s = self.clock.left() - guard_s(self.clock.deadline_s)
+        choices = partial(
+            tail_choices, catalog, self.cost, self.options, rate, left_s, following=behind, skip=skip, block=block,
+            decoders=self._decoders,
+        )  # fmt: skip
+        return choose_tail(self.options.policy, *await self._in_time(choices), PluginLimit(self._left_s))
 
     async def _profile_of(self, catalog: Catalog) -> tuple[Profile | None, str]:
         """Return the codec profile of an asset if it needs one, fetching it pays, and time allows; else why not."""
@@ -254,7 +242,8 @@ class Play:
         usable = missing[0] if missing and catalog.every_token else catalog.groups
         parts, found = driver.assembler.take_prefix(usable)
         if found.tokens:
-            begin = catalog.prefix(catalog.spec.groups(found.tokens))
+            behind = catalog.tokens - found.tokens
+            begin = catalog.behind(catalog.spec.groups(found.tokens), behind)
             coverage = _tracks(driver, found)
             if catalog.every_token:
                 loss = played_loss(begin, _steps_before(record, usable))
@@ -273,6 +262,7 @@ class Play:
                 catalog=begin,
                 catalog_sha256=prepared.sha256,
                 limited_by=prepared.limited_by,
+                tail=behind + prepared.tail,
             )
         tokens = 0 if prefix is None else prefix.tokens
         said = numbers(missing) if catalog.every_token else listed(map(catalog.title, missing))

@@ -6,8 +6,9 @@ import asyncio
 from dataclasses import dataclass
 
 from kvabr.abr.ladder import Ladder
+from kvabr.abr.tail import MOST_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.client.lookup import playable
-from kvabr.client.options import guard_s
+from kvabr.client.options import PlayOptions, guard_s
 from kvabr.codec.profile import Profile
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
@@ -79,3 +80,38 @@ def lookup_time(clock: Clock, cost: PrefillCost | None, tokens: int) -> float:
     if cost is None:
         return left_s
     return max(left_s - guard_s(clock.deadline_s) - cost.seconds(0, tokens), _LOOKUP_SHARE * left_s)
+
+
+def tail_choices(
+    catalog: Catalog,
+    cost: PrefillCost | None,
+    options: PlayOptions,
+    rate: float,
+    left_s: float,
+    *,
+    following: int,
+    skip: int = 0,
+    block: int = 1,
+    decoders: int = 1,
+) -> tuple[list[TailOffer], list[float]]:
+    """Return how a prefix may be divided between network and engine, and what a play with each offer should cost.
+
+    Args:
+        catalog: the prefix, as a play needs it.
+        cost: of the engine's prefill; None: there is no engine, and a tail only if the options ask for one.
+        options: of the play.
+        rate: of the link, bytes per second; 0.0: it is not known.
+        left_s: seconds to the deadline.
+        following: tokens that the engine computes behind the prefix in any case.
+        skip: leading groups that it has.
+        block: it takes whole blocks of this many tokens.
+        decoders: groups that are decoded at once.
+    """
+    most = (0 if cost is None else MOST_TAIL) if options.tail is None else options.tail
+    offers = tail_offers(catalog, cost, following=following, most=most, skip=skip, block=block)
+    if cost is not None:
+        left_s -= cost.seconds(catalog.first_token + catalog.tokens, following)
+    costs = tail_costs(
+        offers, left_s, rate=rate, time_price=options.time_price, gpu_price=options.gpu_price, decoders=decoders
+    )
+    return offers, costs

@@ -64,7 +64,8 @@ class Played:
     """Tokens of passages that the engine computed again, over the cache as it was joined; increasing."""
     tail: int = 0
     """Tokens behind these that are cached, and left to the engine, which computes them on this cache together with what
-    follows: `loss` is that behind them. What it computes so is not exact, unless the cache is."""
+    follows: `loss` is that behind them. What it computes so is not exact, unless the cache is. Of what is left of an
+    incomplete play they begin with those that did not come."""
     upgrades: Upgrades | None = None
     """Upgrades that continue now that the cache is in use; None if `PlayOptions.after` did not ask for any."""
 

@@ -12,7 +12,7 @@ from kvabr.blend.selection import Selection, Selector, choose
 from kvabr.player.assembler import Assembler, check_tokens
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.engine import BlendEngine
-from kvabr.types.joined import joined_passages
+from kvabr.types.joined import Joined, joined_passages
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class TokenRecompute:
             return
         passages, selector = joined_passages(self.catalog), self.selector()
         spans = [(one.first, one.end) for one in passages]
-        orders = [None if one.notes is None or not one.notes.order else one.notes.order for one in passages]
+        orders = [_order(one) or None for one in passages]
         tokens = list(self.tokens[: self.catalog.tokens])
         seen = look(self.engine, selector, tokens, spans, self.question, kv, orders=orders)
         scores = selector.scores(seen)
@@ -56,7 +56,7 @@ class TokenRecompute:
             FormatError: the engine returned something else.
         """
         place = joined_passages(self.catalog)[passage]
-        order = b"" if place.notes is None else place.notes.order
+        order = _order(place)
         best = sorted(range(len(order)), key=lambda token: -order[token])[:count]
         at = sorted(place.first + token for token in best)
         if at:
@@ -100,3 +100,8 @@ class TokenRecompute:
             new = self.engine.recompute(list(self.tokens[: self.catalog.tokens]), chosen, kv)
             if wanted():
                 assembler.put_tokens(chosen, new)
+
+
+def _order(passage: Joined) -> bytes:
+    """Return the publisher's order of the tokens that are played of a passage; empty if it has none."""
+    return b"" if passage.notes is None else passage.notes.order[: passage.end - passage.first]

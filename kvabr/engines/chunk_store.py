@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import repeat, takewhile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -34,8 +34,9 @@ from kvabr.codec.block_slots import Place, TensorPlace
 from kvabr.codec.profile import ClassProfile, Profile
 from kvabr.data import default_catalog
 from kvabr.data.profiles import shipped_profiles
+from kvabr.engines.keyed_tails import KeyedTails
 from kvabr.engines.origin_pause import OriginPause, answers
-from kvabr.engines.settings import EngineSettings, Seconds, TroubleLog, open_client
+from kvabr.engines.settings import Count, EngineSettings, Seconds, TroubleLog, open_client
 from kvabr.engines.weights import weights_digest
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile
 from kvabr.store.lru import ByteLru
@@ -65,6 +66,8 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._/-]")
 _PAUSED_SHARE = 0.1
 """Share of its deadline that a play gets while the origin does not answer: its groups may be here already."""
 
+STEP_TOKENS = 2048
+"""Tokens that an engine computes in a step, if nothing else is known: the least of the usual."""
 _NO_PASSAGES = (
     "this engine asks for caches by keys that stand for one place in one prompt, so it cannot play passages; "
     "transformers models and vLLM's own connector can"
@@ -80,6 +83,9 @@ class KeyedSettings(EngineSettings):
     """Deadlines after which an incomplete cache counts as lost, and the engine computes it."""
     lookup_s: Seconds = 1.0
     """Seconds that a lookup may take; then the cache counts as missing."""
+    step_tokens: Count | None = None
+    """Tokens that the engine computes in a step at most. None: as SGLang was told (``--chunked-prefill-size``),
+    otherwise 2,048."""
 
     @classmethod
     def read(cls, given: Mapping[str, object], where: str) -> Self:
@@ -228,6 +234,8 @@ class ChunkStore:
         unplaced: str = "",
         former: tuple[str, str] | None = None,
         told: Callable[[], str | None] = lambda: None,
+        step_tokens: int = STEP_TOKENS,
+        least: int = 0,
     ) -> None:
         """Open the store that the settings name for publishing, if any; nothing is dialled.
 
@@ -240,6 +248,8 @@ class ChunkStore:
             unplaced: why the position of a cache may not be known, in words, for the log.
             former: see `ModelNames.former`.
             told: returns the version of the weights that the engine declares, if any; is called often.
+            step_tokens: tokens that the engine computes in a step, if the settings do not say.
+            least: tokens of a prefix below which the engine fetches nothing.
 
         Raises:
             UsageError: the store cannot be opened, a track is unknown, or a setting of the connection is wrong.
@@ -251,6 +261,7 @@ class ChunkStore:
         self.generation = settings.generation(told)
         """Which weights the engine has."""
         self._former = former
+        self._tails = KeyedTails(settings, settings.step_tokens or step_tokens, least)
         self._found: ByteLru[str, Found] = ByteLru(_MAX_FOUND_BYTES, _memory_of)
         self._profiles: dict[str, asyncio.Task[None]] = {}
         """What fetches them, or has, by their digests."""
@@ -290,10 +301,27 @@ class ChunkStore:
         generation = self.generation.name
         return f"{self.spec.model}{generation and MARK}{generation}{key}"
 
-    async def leading(self, keys: Sequence[str], positions: Sequence[range | None] | None = None) -> int:
-        """Return how many caches, from the first on, can be fetched; takes one round trip. See `find`."""
+    async def leading(
+        self, keys: Sequence[str], positions: Sequence[range | None] | None = None, *, goes_on: bool = False
+    ) -> int:
+        """Return how many caches, from the first on, the engine is to fetch; takes one round trip. See `find`.
+
+        Those are all that can be fetched, less the last ones if it is worth more that it computes them with what
+        follows (`kvabr.engines.keyed_tails`). ``goes_on``: the prompt may have more keys than these.
+        """
         found = await asyncio.gather(*map(self.find, keys, positions or repeat(None)))
-        return next((place for place, one in enumerate(found) if one is None), len(found))
+        catalogs = [one.catalog for one in takewhile(lambda one: one is not None, found) if one is not None]
+        if not catalogs or (goes_on and len(catalogs) == len(keys)):
+            return len(catalogs)
+        # Of what follows the last key, which is not a whole cache, nothing is known but that it is not empty.
+        size = catalogs[0].tokens
+        rest = max(1, size // 2) if self._min_tokens == self._max_tokens else 1
+        texts, following = [self._text(key) for key in keys], (len(keys) - len(catalogs)) * size + rest
+        try:
+            return await self._tails.leading(self.client, texts, catalogs, following=following)
+        except KvabrError as error:
+            self.trouble.tell("no tail is chosen", error)
+            return len(catalogs)
 
     async def find(self, key: str, positions: range | None = None) -> Found | None:
         """Return the catalog of a cache; None if it is missing or describes another kind of cache.
@@ -388,14 +416,19 @@ class ChunkStore:
         found = await self.find(key, positions)
         if found is None:
             return None
-        began_s, left_s = time.monotonic(), due_s - loop.time()
+        began_s, left_s, place = time.monotonic(), due_s - loop.time(), self._tails.place(text)
         if self._pause.active:
             left_s = min(left_s, _PAUSED_SHARE * settings.deadline_s)
         try:
             played = await self.client.play_coded(
                 found,
                 deadline=max(left_s, 1e-3),
-                options=PlayOptions(policy=settings.policy, time_price=settings.time_price, patience=settings.patience),
+                options=PlayOptions(
+                    policy=settings.policy,
+                    time_price=settings.time_price / place.beside,
+                    patience=settings.patience,
+                    question_tokens=place.following,
+                ),
             )
         except KvabrError as error:
             if not isinstance(error, BusyError):

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
+from kvabr.abr.tail import MAX_TAIL, MOST_TAIL
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client
 from kvabr.client.options import Limits
@@ -104,6 +105,13 @@ class EngineSettings(BaseModel):
     """Seconds in which the cache of a request is wanted."""
     policy: PolicyName = DEFAULT
     """ABR policy, see `kvabr policies`."""
+    prefill_rate: Seconds | None = None
+    """Tokens per second that the engine prefills, for deciding what to leave to it. None: vLLM's is measured while it
+    serves; of others the catalogs may tell it, and where they do not there is no ``tail``."""
+    tail: Annotated[int, Field(ge=0, le=MAX_TAIL)] = MOST_TAIL
+    """Most tokens at the end of what is cached that the engine computes with the question, on the coded cache, where
+    that is worth its time: most of the loss sits there. They are whole blocks, pages or chunks, and at most what a step
+    has room for, shared by the requests that wait. 0: none."""
     time_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] = TIME_PRICE
     """Price of a second before the first token, nats per generated token. 0: only the deadline counts."""
     model: ModelName | None = None
@@ -120,8 +128,8 @@ class EngineSettings(BaseModel):
     profile: FilePath | None = None
     """Codec profile of the model, for publishing the AC tracks. None: the one that kvabr ships, if it fits."""
     prior: FilePath | None = None
-    """Catalog of the same model with measured losses, for those of what is published. None: the one that kvabr
-    ships."""
+    """Catalog of the same model with measured losses, also behind tails, for those of what is published: the
+    ``catalog.json`` of any asset that `kvabr encode` made. None: the one that kvabr ships."""
     tracks: Names | None = None
     """Tracks to publish. None: the adapter's default."""
     digest: Annotated[Text, _checked(check_kind)] = SHA256

@@ -337,6 +337,11 @@ class Experiment:
         return self._offers[offer.tokens]
 
     @property
+    def whole(self) -> Experiment:
+        """The experiment in which all of the cache is fetched, in front of the question if there is one."""
+        return self._offers.get(0, self)
+
+    @property
     def _tail_s(self) -> float:
         return 0.0 if self.tail is None else self.tail.engine_s
 

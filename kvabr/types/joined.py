@@ -30,6 +30,7 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part, Passage, PassageNotes
+from kvabr.types.tails import losses_behind
 from kvabr.types.units import COMPUTED, Unit
 
 _NO_BYTES = 1
@@ -132,6 +133,33 @@ def at_share(catalog: Catalog, share: float) -> Catalog:
     return replace(catalog, tracks=_common(catalog.units, catalog.sources, share))
 
 
+def last_groups(catalog: Catalog) -> range:
+    """Return the groups of the passage that ends a joined catalog; none if a text does."""
+    passages = joined_passages(catalog)
+    return passages[-1].groups if passages and passages[-1].groups.stop == catalog.groups else range(0)
+
+
+def joined_behind(catalog: Catalog, groups: int, tail: int) -> Catalog:
+    """Return what a play fetches of a joined catalog whose engine computes ``tail`` tokens behind its first groups.
+
+    These end in the last passage (`last_groups`), which is what its publisher has measured tails behind: of the others
+    the losses stay. As `Catalog.behind`.
+    """
+    made = catalog.prefix(groups)
+    if not tail or not last_groups(catalog):
+        return made
+    end = made.unit(groups - 1)
+    source, size, tracks = catalog.sources[end.source], catalog.spec.group_tokens, []
+    for track in source.tracks:
+        losses = losses_behind(track.loss, track.tails, end.group + 1, tail, size)
+        tracks.append(replace(track, loss=losses + (0.0,) * (len(track.loss) - len(losses))))
+    sources = list(catalog.sources)
+    sources[end.source] = replace(source, tracks=tuple(tracks))
+    # Of the passages' tracks, some may have been left out.
+    common = tuple(track for track in _common(made.units, sources, 0.0) if track.name in made.by_name)
+    return replace(made, tracks=common, sources=tuple(sources), tail=catalog.tail + tail)
+
+
 def joined_passages(catalog: Catalog) -> tuple[Joined, ...]:
     """Return the passages of a joined catalog, in the order of the prompt; empty for any other."""
     places: dict[int, list[int]] = {}
@@ -168,6 +196,8 @@ def fusion_loss(catalog: Catalog, coverage: Sequence[str], share: float = 0.0) -
         catalog: joined, see `join`.
         coverage: per group the track, or `RECOMPUTED`: such a group costs nothing. What the others cost adds up.
         share: share of each passage's tokens that was computed again.
+
+    Of a passage that is played in part, that part counts.
     """
     total = 0.0
     for passage in joined_passages(catalog):
@@ -176,7 +206,7 @@ def fusion_loss(catalog: Catalog, coverage: Sequence[str], share: float = 0.0) -
             loss = None if passage.notes is None else passage.notes.fusion_loss(share)
             if loss is None:
                 return None
-            total += loss * left / (passage.end - passage.first)
+            total += loss * left / catalog.sources[catalog.unit(passage.groups.start).source].tokens
     return total
 
 

@@ -219,9 +219,25 @@ async def test_a_limit_asks_for_more_tokens_than_their_price(library_origin):
             prefill_cost=COST,
             gpu_price=2.0,
             policy="fixed:FP16",
+            tail=0,
         )
     assert played.record.blend.share == 0.3
     assert played.loss <= 0.085
+
+
+@virtual
+async def test_tokens_are_computed_again_in_front_of_a_tail(library_origin):
+    """Of a passage that is cut, its publisher's order and its loss are cut with it."""
+    how = {"engine": ToyBlendModel(), "prefill_cost": COST, "policy": "fixed:FP16", "share": 0.3}
+    async with library_origin() as link:
+        played = await play(link, parts=PARTS, deadline=5.0, tail=20, **how)
+        slow = await play(link, parts=PARTS, deadline=60.0, tail=20, **how | {"selector": "order"})
+    for one in (played, slow):
+        assert one.tail > 0
+        assert one.kv.shape[3] == one.tokens
+        assert one.record.blend.share == 0.3
+        assert 0 < len(one.computed_again) <= one.tokens
+        assert max(one.computed_again) < one.tokens
 
 
 @virtual

@@ -62,7 +62,8 @@ def wanted(parts, cached, until):
 async def test_passages_are_placed_and_the_rest_is_computed_in_order(library_origin):
     engine = ToyModel()
     async with library_origin() as link:
-        played = await play(link, parts=PARTS, deadline=2.0, engine=engine, prefill_cost=COST, policy="fixed:FP16")
+        how = {"engine": engine, "prefill_cost": COST, "policy": "fixed:FP16", "tail": 0}
+        played = await play(link, parts=PARTS, deadline=2.0, **how)
         assert link.requests == 3 + 4 + 2  # a passage that comes twice is fetched once
     assert played.tokens == COVERED
     assert played.met
@@ -74,6 +75,31 @@ async def test_passages_are_placed_and_the_rest_is_computed_in_order(library_ori
     assert played.loss == pytest.approx(0.12, abs=1e-3)
     assert played.lookup_s == pytest.approx(0.02, abs=0.005)  # one round trip for all passages
     assert played.limited_by is None
+
+
+@virtual
+async def test_the_end_of_the_last_passage_is_left_to_the_questions_call(library_origin):
+    """Nothing of it is fetched, and what joining it costs is saved with it."""
+    engine, how = ToyModel(), {"prefill_cost": COST, "policy": "fixed:FP16"}
+    async with library_origin() as link:
+        whole = await play(link, parts=PARTS, deadline=2.0, engine=engine, tail=0, **how)
+        played = await play(link, parts=PARTS, deadline=2.0, engine=engine, tail=40, **how)
+    assert (played.tokens, played.tail) == (
+        COVERED - 33,
+        33,
+    )  # the first group of its 49 tokens stays
+    assert played.coverage == whole.coverage[:-3]
+    assert played.approximate
+    assert off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED - 33)) < 1e-3
+    assert played.fusion_loss == pytest.approx(0.05 + 0.02 + 0.05 * 16 / 49)
+    assert played.loss < whole.loss
+    assert played.met
+    parts = PARTS[:-1]
+    async with library_origin() as link:  # nothing follows
+        assert (await play(link, parts=parts, deadline=2.0, engine=engine, tail=40, **how)).tail == 0
+        # A tail longer than the passage leaves a group of it.
+        played = await play(link, parts=PARTS, deadline=2.0, engine=engine, tail=10_000, **how)
+    assert (played.tokens, played.tail) == (COVERED - 33, 33)
 
 
 @virtual
@@ -96,7 +122,8 @@ async def test_layers_and_tokens_kept_aside_are_placed_as_well(library_origin):
     async with library_origin() as link:
         # An engine that takes seconds is not asked for passages, however slowly this machine decodes.
         slow = PrefillCost(0.001, 0.05)
-        played = await play(link, parts=parts, deadline=60.0, engine=ToyModel(), prefill_cost=slow, gpu_price=100.0)
+        how = {"engine": ToyModel(), "prefill_cost": slow, "gpu_price": 100.0, "tail": 0}
+        played = await play(link, parts=parts, deadline=60.0, **how)
     assert "AC-L1" in played.coverage or "Int4" in played.coverage
     assert off_by(played.kv, wanted(parts, {LAYERED}, 11 + 40 + 3 + 40)) < 0.4
 
@@ -210,7 +237,7 @@ def test_any_prompt_of_any_parts_is_placed_as_it_should_be(library, parts):
     @virtual
     async def check():
         async with MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(1e8, 0.02)) as link:
-            options = {"policy": "fixed:FP16", "log": events.append, "watch": seen.append}
+            options = {"policy": "fixed:FP16", "log": events.append, "watch": seen.append, "tail": 0}
             played = await play(link, parts=parts, deadline=2.0, engine=ToyModel(), prefill_cost=COST, **options)
         assert (played.tokens, played.approximate) == (covered, bool(ends))
         assert off_by(played.kv, wanted(parts, cached, covered)) < 1e-3

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from kvabr import AsyncClient, PlayOptions
+from kvabr.client.peer_history import PeerHistory
+from kvabr.client.result import IncompleteError
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.events import PlayStarted
@@ -102,3 +106,32 @@ async def test_of_a_cache_that_is_being_prefilled_the_last_groups_are_not_waited
 def test_lengths_that_make_no_sense_are_refused(bad):
     with pytest.raises(UsageError):
         PlayOptions(**bad)
+
+
+@virtual
+async def test_an_incomplete_play_says_how_much_is_left_to_an_engine(origin, short):
+    """What did not come, and the tail behind it, see `Played.tail`."""
+    group = short.track("FP16").total_bytes / 5
+    async with origin(rate=group / 1.0) as link, AsyncClient(link, model=ToyModel().spec) as client:
+        options = PlayOptions(policy="fixed:FP16", question_tokens=8, tail=30)
+        with pytest.raises(IncompleteError) as caught:
+            await client.play(TOKENS, deadline=2.0, options=options)
+    prefix = caught.value.prefix
+    assert prefix is not None
+    assert 0 < prefix.tokens < 48
+    assert prefix.tail == 70 - prefix.tokens
+    assert prefix.catalog.tail == prefix.tail + 8
+
+
+@virtual
+async def test_a_client_that_does_not_play_knows_what_others_have_heard(origin, short, tmp_path):
+    """As the scheduler of an engine whose workers have processes of their own."""
+    options = PlayOptions(time_price=0.0, gpu_price=0.0)
+    async with origin() as link, AsyncClient(link, cache=tmp_path, options=options) as client:
+        link.peer = "moqt://origin.example/"
+        ask = partial(client.tail_of, short, deadline=10.0, cost=PrefillCost(0.0, 0.05), behind=3)
+        assert await ask() == 0  # more than a little of the time left
+        other = PeerHistory(tmp_path / "peers.json")
+        other.heard(link.peer, short.track("Int4").total_bytes / 8.0, 0.02)
+        other.save()
+        assert await ask() > 0

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.engines.chunk_store import KeyedSettings, key_digests, spec_of
+from kvabr.engines.chunk_store import STEP_TOKENS, KeyedSettings, key_digests, spec_of
 from kvabr.engines.generation import Generation
 from kvabr.engines.lmcache import chunks
 from kvabr.engines.sglang import names as sglang
@@ -248,6 +248,16 @@ def test_old_names_of_pages_are_asked_for_where_they_told_all(changes, former):
         config = SimpleNamespace(model_name=one["model_name"], **ranks)
         given = KeyedSettings(**URL, version=one["version"])
         assert sglang.names_of(config, given, one["dtype"]).former == former
+
+
+@pytest.mark.parametrize(
+    ("told", "tokens"), [(4096, 4096), (-1, STEP_TOKENS), (None, STEP_TOKENS), ("4096", STEP_TOKENS)]
+)
+def test_a_step_of_sglang_has_the_tokens_that_it_was_told(told, tokens):
+    context = SimpleNamespace(get_server_args=lambda: SimpleNamespace(chunked_prefill_size=told))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, sglang._CONTEXT, context)
+        assert sglang.step_tokens() == tokens
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,19 @@
 """Causes add up to the regret, whatever happens, and each is found where it was put."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvabr.abr.plugins import policies
 from kvabr.player.session_types import TIME_PRICE, PlayerConfig
 from kvabr.replay.experiment import ReplayOptions
 from kvabr.types.cost import PrefillCost
+<<<<<<< HEAD
 from kvabr_lab.causes import CAUSES
 from kvabr_lab.cell import CellPlayer
+=======
+from kvabr.types.tails import TailLoss
+>>>>>>> i-b
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
 
@@ -52,6 +58,30 @@ def test_causes_add_up_to_the_regret(trace, engine, layered):
                     assert line["causes"][cause] >= -1e-9, (policy, cause)
             if cost is None:
                 assert abs(line["causes"]["compute"]) < 1e-9
+
+
+@pytest.mark.parametrize("trace", worlds()[:3], ids=lambda trace: trace.name)
+@pytest.mark.parametrize("engine", ["none", "hole"])
+def test_causes_add_up_with_a_question_behind_the_cache(trace, engine):
+    """Whatever of the cache is left to its call; without a tail the question is one."""
+    offer = catalog(12, layered=True)
+    tails = (TailLoss(16, 0.5), TailLoss(128, 0.2), TailLoss(512, 0.06))
+    offer = replace(offer, tracks=tuple(replace(track, tails=tails) for track in offer.tracks))
+    cost = None if engine == "none" else PrefillCost(0.005, 1e-5)
+    chosen = set()
+    for load in (0.1, 0.6):
+        config = PlayerConfig(give_up_after=5.0)
+        on = CellPlayer(offer, ReplayOptions(2.0, 0.05, load, cost, "hole", config=config, question=20))
+        for policy in ("fixed:AC-5x", "anytime"):
+            line = play(on, policy, trace)
+            chosen.add(line["tail_tokens"])
+            if not line["feasible"]:
+                continue
+            assert line["network_loss"] >= line["clairvoyant_loss"] - 1e-9
+            assert line["objective"] == pytest.approx(line["clairvoyant_objective"] + line["regret"], abs=1e-6)
+            assert sum(line["causes"].values()) == pytest.approx(line["regret"], rel=1e-4, abs=1e-6)
+            assert abs(line["causes"]["residual"]) <= 1e-6
+    assert (max(chosen) > 0) == (cost is not None)
 
 
 def main(line):

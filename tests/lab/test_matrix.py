@@ -1,5 +1,11 @@
 import pytest
 
+<<<<<<< HEAD
+=======
+from kvabr.abr.tail import MOST_TAIL
+from kvabr.lab.matrix import EngineSpec, build, read_toml, varying
+from kvabr.lab.results_folder import load_matrix, save_axes
+>>>>>>> i-b
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE
 from kvabr.types.errors import AssetError, KvabrError, UsageError
 from kvabr_lab.matrix import EngineSpec, build, read_toml, varying
@@ -53,6 +59,17 @@ def test_what_engines_cost():
     assert EngineSpec.parse("100/s").cost(offer, 2.0).seconds(0, 50) == pytest.approx(0.5)
     with pytest.raises(UsageError, match="does not say"):
         EngineSpec.parse("asset").cost(offer, 2.0)
+
+
+def test_a_question_may_follow_the_cache(tmp_path):
+    assert {(options.question, options.tail) for options in map(matrix().options, matrix().cells())} == {(0, MOST_TAIL)}
+    axes = tmp_path / "matrix.toml"
+    axes.write_text('question = 20\ntail = 256\nengines = ["none", "8000/s"]\n')
+    made = build(read_toml(axes) | {"families": {"a": [str(trace_file(tmp_path / "t.csv"))]}})
+    assert {(options.question, options.tail) for options in map(made.options, made.cells())} == {(20, 256)}
+    for bad in ({"question": -1}, {"tail": -1}, {"question": 1.5}, {"tail": True}):
+        with pytest.raises(UsageError, match=r"question|tail"):
+            build({"families": {"a": [str(tmp_path / "t.csv")]}} | bad)
 
 
 def test_time_has_a_price():

@@ -7,11 +7,11 @@ import pytest
 from kvabr.abr.ladder import Ladder
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.joined import fusion_loss, is_joined, join, joined_passages
+from kvabr.types.joined import at_share, fusion_loss, is_joined, join, joined_behind, joined_passages, last_groups
 from kvabr.types.loss import played_loss, predicted_loss
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Exact, Passage, PassageNotes, passage_chain
-from kvabr.types.tails import TailLoss
+from kvabr.types.tails import TailLoss, losses_behind
 from tests.catalogs import SPEC, catalog
 
 NOTES = PassageNotes("mean", 4, b"", ((0.0, 0.1), (0.15, 0.02)))
@@ -202,3 +202,39 @@ def test_what_is_left_behind_a_tail_is_not_known_of_a_joined_prompt():
         for passage, one in FOUND.items()
     }
     assert all(track.tails == () for track in join(PARTS, found, SPEC).tracks)
+
+
+def test_a_tail_behind_the_last_passage_lessens_what_its_codec_costs():
+    tails = (TailLoss(16, 0.5), TailLoss(128, 0.2), TailLoss(512, 0.06))
+    known = {
+        passage: replace(one, tracks=tuple(replace(track, tails=tails) for track in one.tracks))
+        for passage, one in FOUND.items()
+    }
+    joined = join(PARTS, known, SPEC)
+    assert last_groups(joined) == range(6, 9)
+    assert last_groups(joined.prefix(6)) == range(0)  # a text ends it
+    assert joined_behind(joined, 9, 0) is joined
+    asked, shorter = joined_behind(joined, 9, 20), joined_behind(joined, 7, 20 + 172)
+    assert (asked.tail, shorter.tail) == (20, 192)
+    assert (asked.groups, shorter.groups, shorter.tokens) == (9, 7, 361 + 128)
+    for track in joined.tracks:
+        for made in (asked, shorter):
+            assert made.track(track.name).loss[:6] == pytest.approx(track.loss[:6])
+        whole = known[ONE].track(track.name)
+        own = losses_behind(whole.loss, tails, 1, 192, SPEC.group_tokens)
+        part = 300 / (300 + 40 + 300)
+        assert shorter.track(track.name).loss[6] == pytest.approx(own[0] * part + 0.1 * 128 / 300)
+        assert sum(asked.track(track.name).loss) <= track.total_loss + 1e-12
+    every = [""] * 7
+    assert fusion_loss(shorter, every) == pytest.approx(0.1 + 0.1 + 0.1 * 128 / 300)
+    left = replace(joined, tracks=tuple(track for track in joined.tracks if track.name == "Int4"))
+    assert [track.name for track in joined_behind(left, 7, 192).tracks] == ["Int4"]
+    # The losses of a share that is computed again are those behind the tail, too.
+    assert at_share(shorter, 0.0).tracks == shorter.tracks
+
+
+def test_a_passage_without_losses_behind_tails_has_what_is_left_of_it():
+    joined = join(PARTS, FOUND, SPEC)
+    shorter = joined_behind(joined, 8, 44 + 20)
+    for track in joined.tracks:
+        assert shorter.track(track.name).loss == pytest.approx(track.loss[:8])

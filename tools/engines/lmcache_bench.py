@@ -1,7 +1,7 @@
 """LMCache over a shaped link: kvabr's plug-in against LMCache's own server with its fixed CacheGen level.
 
     tools/engine-lmcache bench [--mbps 20,50,100] [--rtt 20] [--deadline 3] [--tokens 2048] [--quic qh3] [--json F]
-        [--storages CacheGen,naive,kvabr,kvabr+AC] [--policies anytime,fixed:Int8,fixed:AC-5x]
+        [--storages CacheGen,naive,kvabr,kvabr+AC] [--policies anytime,fixed:Int8,fixed:AC-5x] [--prefill-rate 20000]
 
 The cache of a real text under SmolLM2 is stored through LMCache's engine, once to each storage, and retrieved through
 it over a link of the same rate and round trip: kvabr over UDP (its own shaper), LMCache's server over TCP (a proxy that
@@ -9,7 +9,9 @@ passes bytes on at the rate, after the delay; it loses none, so TCP is at its be
 the chunks are in the engine's cache, decoding on this machine's CPU included; "link s" is what the bytes alone take at
 that rate, which is what a storage whose decoder costs nothing would need. ``kvabr+AC`` has the model's codec profile,
 and so the AC tracks of chunks whose position is known; each policy is a row of its own. KL is that of the next 64
-tokens against the exact cache, nats per token. In each row everything is of the same run.
+tokens against the exact cache, nats per token. With ``--prefill-rate`` kvabr leaves the last chunks to an engine that
+computes so many tokens a second with the question; they are computed here for the KL, and the seconds leave that out.
+In each row everything is of the same run.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from tests.engines.smollm2_folder import smollm2_folder  # noqa: E402
 CHUNK, CONTINUATION = 256, 64
 PREFIX = "remote_storage_plugin.kvabr."
 PLAIN = ("FP16", "Int8", "Int4")
-PROFILE_FILE = Path(kvabr.data.__file__).with_name(kvabr.data.PROFILE)
+PROFILE_FILE = Path(kvabr.data.__file__).with_name(kvabr.data.SMOLLM2.file)
 _PIECE = 16 << 10
 
 
@@ -213,14 +215,17 @@ class Bench:
     def retrieve(self, engine) -> dict:  # noqa: ANN001
         """Retrieve it, and look how good it is."""
         into = torch.zeros_like(self.cache)
-        engine.lookup(self.tokens)  # dials, and asks once: an engine that serves has done both
+        hit = engine.lookup(self.tokens)  # dials, and asks once: an engine that serves has done both
         start = time.perf_counter()
-        mask = engine.retrieve(tokens=self.tokens, cache=into)
+        mask = engine.retrieve(tokens=self.tokens[:hit], cache=into)
         seconds = time.perf_counter() - start
         spec, got = self.spec, int(mask.sum())
         kv = into.reshape(2, spec.layers, -1, spec.kv_heads, spec.head_dim).permute(1, 0, 3, 2, 4)
         kl = None
-        if got == len(self.ids):
+        if got == hit > 0:
+            kv = kv[:, :, :, :got].float()
+            if got < len(self.ids):
+                kv = torch.cat((kv, self.loaded.engine.prefill(self.ids[got:], kv)), dim=3)
             said = self.loaded.engine.score(kv.float(), self.rest)
             kl = float((self.wanted.exp() * (self.wanted - said)).sum(-1).mean())
         return {"seconds": seconds, "tokens": got, "kl": kl, "exact": torch.equal(into, self.cache)}
@@ -250,6 +255,7 @@ def main() -> None:
     parser.add_argument(
         "--policies", default="anytime", help="of kvabr; those of tracks that are not there are left out"
     )
+    parser.add_argument("--prefill-rate", type=float, metavar="TOK/S", help="of an engine that computes a tail")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -313,6 +319,8 @@ def over_tcp(bench: Bench, name: str, serde: str, port: int, mbps: float, args: 
 def over_udp(bench: Bench, origin: LiveOrigin, mbps: float, args: argparse.Namespace, name: str, options: dict) -> dict:
     """An origin of kvabr behind a link."""
     conditions = Conditions(rtt_s=args.rtt / 1e3)
+    if args.prefill_rate is not None:
+        options = options | {"prefill_rate": args.prefill_rate}
     trace = synthesise("constant", mean_mbps=mbps, duration_s=3600.0, step_s=60.0)
     with Shaper(origin.address, conditions) as link:
         link.load(trace)

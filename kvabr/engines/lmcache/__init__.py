@@ -27,6 +27,6 @@ ADAPTER = Adapter(
     tested=("0.5.6", "0.5.7"),
     mode="suffix",
     layout="chunks [K/V, layer, token, head x dim]",
-    rate="not known",
+    rate="the key prefill_rate",
     plays="async",
 )

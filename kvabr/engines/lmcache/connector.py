@@ -123,7 +123,10 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     def batched_contains(self, keys: list[CacheEngineKey]) -> int:
-        """Return how many chunks, from the first on, can be fetched; for threads other than the event loop's."""
+        """Return how many chunks, from the first on, LMCache is to fetch: see `ChunkStore.leading`.
+
+        For threads other than the event loop's.
+        """
         leading = self._store.leading(
             [chunk_key(key) for key in keys], [PLACES.possible(key.chunk_hash) for key in keys]
         )

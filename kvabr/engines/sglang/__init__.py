@@ -22,6 +22,6 @@ ADAPTER = Adapter(
     tested=("0.5.23", "0.5.24"),
     mode="suffix",
     layout="pages of its memory pool",
-    rate="not known",
+    rate="the key prefill_rate",
     plays="blocking",
 )

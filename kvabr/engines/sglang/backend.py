@@ -11,18 +11,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.hicache_storage import (
+    STORAGE_BATCH_SIZE,
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+)
 
 from kvabr.client.blocking import LoopThread
 from kvabr.client.expanding import expand_here
 from kvabr.client.result import PlayedPrefix
 from kvabr.engines.chunk_store import ChunkStore, places, spec_of
 from kvabr.engines.sglang import ADAPTER
-from kvabr.engines.sglang.names import names_of, page_key, weight_version
+from kvabr.engines.sglang.names import names_of, page_key, step_tokens, weight_version
 from kvabr.engines.sglang.pages import page_view, read_settings
 from kvabr.types.errors import FormatError, UsageError
 
 _MAX_POSITION = 1 << 32
+_LEAST_TOKENS = 256
+"""SGLang fetches nothing of a prompt of which fewer tokens are found, unless it is told another threshold."""
 
 
 class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there when types are checked
@@ -57,6 +64,8 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
             "hicache-storage-backend-extra-config",
             former=names.former,
             told=weight_version,
+            step_tokens=step_tokens(),
+            least=_LEAST_TOKENS,
         )
         self.metrics = store.client.metrics
         self._started = store, LoopThread()
@@ -66,9 +75,10 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many pages, from the first on, can be fetched."""
+        """Return how many pages, from the first on, SGLang is to fetch: see `ChunkStore.leading`."""
         store, loop = self._ready()
-        return loop.call(store.leading([self._name(key) for key in keys], self._positions(keys, extra_info)))
+        named, goes_on = [self._name(key) for key in keys], len(keys) >= STORAGE_BATCH_SIZE
+        return loop.call(store.leading(named, self._positions(keys, extra_info), goes_on=goes_on))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None

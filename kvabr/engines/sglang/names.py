@@ -1,5 +1,7 @@
 """What SGLang tells of its model besides its name, for the names of caches: ranks, weights, quantisation, overrides.
 
+And how much it computes in a step.
+
 A storage backend is given ranks and a name. The rest is in the context of the process (``sglang.srt.runtime_context``),
 which is looked at if SGLang has loaded it; in a test there may be none. Imports nothing of SGLang.
 """
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvabr.engines.chunk_store import KeyedSettings, ModelNames, named
+from kvabr.engines.chunk_store import STEP_TOKENS, KeyedSettings, ModelNames, named
 from kvabr.engines.weights import cached_folder, local_folder
 
 _CONTEXT = "sglang.srt.runtime_context"
@@ -93,6 +95,12 @@ def weight_version() -> str | None:
     """Return the version of the weights that the server was started with, or that came with their last update."""
     version = getattr(_asked("get_serving"), "weight_version", None)
     return version if isinstance(version, str) and version not in _USUAL else None
+
+
+def step_tokens() -> int:
+    """Return the tokens that SGLang was told to compute in a step at most; the usual if nothing was said."""
+    told = getattr(_asked("get_server_args"), "chunked_prefill_size", None)
+    return told if isinstance(told, int) and told > 0 else STEP_TOKENS
 
 
 def _asked(name: str) -> Any:

@@ -13,7 +13,6 @@ import torch
 from pydantic import Field, field_validator
 
 from kvabr.abr.plugins import load_policy
-from kvabr.abr.tail import MOST_TAIL
 from kvabr.engines.adapters import require
 from kvabr.engines.layouts import check_block_size, head_shard
 from kvabr.engines.settings import Count, EngineSettings, EstimatorName, FilePath, Seconds, Text
@@ -59,8 +58,6 @@ class VllmSettings(EngineSettings):
     """Digest of the tokenizer. None: as `kvabr encode --model DIR` takes it."""
     asset_dtype: Text | None = None
     """Element type that the assets name. None: as `kvabr encode` chooses it."""
-    prefill_rate: Seconds | None = None
-    """Tokens per second that the engine prefills, for deciding what to leave to it. None: measured while it serves."""
     lookup_share: Annotated[float, Field(gt=0, lt=1)] = 0.25
     """Share of the deadline that a lookup may take."""
     salt_file: FilePath | None = None
@@ -76,10 +73,6 @@ class VllmSettings(EngineSettings):
     max_loss: Annotated[float, Field(ge=0)] = MISS_PENALTY
     """Most that a prompt joined from passages may be expected to lose, nats per generated token; the passages behind
     are computed. Those of which nobody measured what joining them costs are computed, too, unless it is infinite."""
-    tail: Annotated[int, Field(ge=0)] = MOST_TAIL
-    """Most tokens at the end of what is cached that vLLM computes with the question, on the coded cache, where that is
-    worth its time: most of the loss sits there. At most what a step has room for (``--max-num-batched-tokens``), shared
-    by the requests that wait. Not in the mode "promise-first". 0: none."""
     fusion: FilePath | None = None
     """What joining passages costs the model, for those that requests publish: a file that `kvabr calibrate --blend
     --base alone` or ``behind`` writes. None: it is not known."""

@@ -62,16 +62,18 @@ class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Carries the plays that have ended from the workers to the scheduler."""
+    """Carries the plays that have ended, and how fast the engine is, from the workers to the scheduler."""
 
-    def __init__(self, placed: list[tuple[int, int]]) -> None:
+    def __init__(self, placed: list[tuple[int, int]], rate: float) -> None:
         self.placed = placed
         """For each play and worker, the token after the last in place."""
+        self.rate = rate
+        """Tokens per second that the engine prefills; 0.0: no news."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add what another worker reports."""
         assert isinstance(other, KvabrPlaced)  # noqa: S101  # all workers have the same connector
-        return KvabrPlaced(self.placed + other.placed)
+        return KvabrPlaced(self.placed + other.placed, self.rate or other.rate)
 
 
 class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -169,9 +171,9 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return the plays that have ended, for the scheduler."""
-        placed = self._worker.placed()
-        return KvabrPlaced(placed) if placed else None
+        """Return the plays that have ended, and the engine's rate, for the scheduler."""
+        placed, rate = self._worker.placed(), self._worker.measured()
+        return KvabrPlaced(placed, rate) if placed or rate else None
 
     def on_new_request(self, request: Any) -> None:
         """Begin the lookup of a request."""
@@ -196,6 +198,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.received(set(connector_output.finished_recving or ()))
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KvabrPlaced):
+            self._scheduler.measured(meta.rate)
             for play, end in meta.placed:
                 self._scheduler.placed(play, end)
 

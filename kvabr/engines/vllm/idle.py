@@ -32,6 +32,9 @@ class IdleScheduler:
         """Return a step without requests."""
         return Step()
 
+    def measured(self, rate: float) -> None:
+        """Do nothing."""
+
     def placed(self, play: int, end: int) -> None:
         """Ignore a play; there are none."""
 
@@ -68,6 +71,10 @@ class IdleWorker:
     def collect(self, _finished: Iterable[str]) -> tuple[set[str], set[str]]:
         """Return that nothing has ended."""
         return set(), set()
+
+    def measured(self) -> float:
+        """Return no news."""
+        return 0.0
 
     def placed(self) -> list[tuple[int, int]]:
         """Return that no play has ended."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -25,12 +25,22 @@ from typing import Any
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client, Handle
 from kvabr.client.lookup import Found
+from kvabr.client.options import PlayOptions
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.origin_pause import OriginPause
 from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
 from kvabr.engines.vllm.growing import Growth
-from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, PublishRequest, Step, cut, find_cache, find_parts
+from kvabr.engines.vllm.plays import (
+    CopyRequest,
+    LoadRequest,
+    PublishRequest,
+    Step,
+    cost_of,
+    cut,
+    find_cache,
+    find_parts,
+)
 from kvabr.engines.vllm.promises import Promises
 from kvabr.engines.vllm.requests import PassageRequests, blended, params, salt_of, unfit, wants_passage
 from kvabr.engines.vllm.snapshots import Boundaries
@@ -70,12 +80,14 @@ class _Lookup:
     """Host memory of a play, by the groups that it leaves out."""
     last: int = 0
     """Token after the last that can be loaded; 0: none, or the load has begun, after which there is no hit."""
+    tail: int = 0
+    """Tokens of what was found that are left to the engine, where that was decided before the play."""
     due_s: float = 0.0
     """When its play ends at the latest."""
 
     def over(self) -> None:
         """Forget what was found: there is no hit from now on."""
-        self.found, self.joined, self.last, self.tokens = None, None, 0, ()
+        self.found, self.joined, self.last, self.tail, self.tokens = None, None, 0, 0, ()
 
 
 class SchedulerHalf:
@@ -113,6 +125,8 @@ class SchedulerHalf:
         self._arrived: set[str] = set()
         """Requests that may be published."""
         self.counts = ConnectorCounts()
+        self._rate = 0.0
+        """Tokens per second that the engine prefills; 0.0: the workers have not told."""
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
         self._trouble = TroubleLog(_log)
         self._passages = PassageRequests(model, self._trouble)
@@ -234,6 +248,10 @@ class SchedulerHalf:
         if self._promises is not None:
             self._promises.report(play, end)
 
+    def measured(self, rate: float) -> None:
+        """Note how many tokens per second the engine prefills; 0.0: there is no news."""
+        self._rate = rate or self._rate
+
     def received(self, requests: set[str]) -> None:
         """Note loads that have ended."""
         for name in requests:
@@ -333,22 +351,51 @@ class SchedulerHalf:
             last=last,
             blocks=blocks,
             behind=len(lookup.tokens) - last,
-            tail=self._tail(found, len(lookup.tokens) - last),
+            tail=self._tail(len(lookup.tokens) - last),
             deadline_s=left_s,
             tokens=lookup.tokens[: found.catalog.tokens] if self._model.apart or self._produces else (),
             salt=lookup.salt,
             max_loss=self._settings.max_loss if found.catalog.sources else math.inf,
         )
 
-    def _tail(self, found: Found, behind: int) -> int:
+    def _tail(self, behind: int) -> int:
         """Return how many tokens of what is played may be computed instead, in a step with ``behind`` others.
 
-        Several workers must leave out the same, and blocks that were promised must be filled.
+        None where that was decided before, see `_shortened`.
         """
-        if self._promises is None or self._model.ranks > 1 or found.catalog.sources:
+        if self._tails_first:
             return 0
         waiting = sum(lookup.found is not None for lookup in self._lookups.values())
         return min(self._settings.tail, max(0, self._model.step_tokens - behind) // max(1, waiting))
+
+    @property
+    def _tails_first(self) -> bool:
+        """Whether tails are chosen before the play: several workers leave out the same, and promises are filled."""
+        return self._promises is None or self._model.ranks > 1
+
+    async def _shortened(self, client: AsyncClient, lookup: _Lookup, found: Found) -> Found:
+        """Return what is to be loaded of what was found, and the engine does not compute with the question.
+
+        Runs on the client's event loop. The tails of all requests that wait fit into a step.
+        """
+        settings, last = self._settings, self._usable(found, len(lookup.tokens) - 1)
+        if not last:
+            return found
+        behind, whole = len(lookup.tokens) - last, cut(found, last)
+        room = self._model.step_tokens - behind - sum(each.tail for each in list(self._lookups.values()))
+        lookup.tail = max(0, min(settings.tail, room))
+        rate = settings.prefill_rate or self._rate
+        tail = await client.tail_of(
+            whole.catalog,
+            deadline=max(_MIN_LEFT_S, lookup.deadline_s - (time.monotonic() - lookup.began_s)),
+            cost=cost_of(rate, whole, 0, last),
+            behind=behind,
+            block=self._model.block,
+            options=PlayOptions(policy=settings.policy, time_price=settings.time_price, tail=lookup.tail),
+        )
+        end = last if not tail else whole.catalog.tokens - tail
+        lookup.tail = last - end
+        return cut(found, end)
 
     def _ask(self, request: Any) -> _Lookup:
         lookup = _Lookup(self._deadline_of(request), time.monotonic())
@@ -371,11 +418,12 @@ class SchedulerHalf:
         lookup.tokens, lookup.salt = tuple(request.prompt_token_ids), self._salt_of(request)
         within_s = self._settings.lookup_share * lookup.deadline_s
 
-        def find(client: AsyncClient) -> Coroutine[Any, Any, Found | None]:
-            if parts is None:
-                return find_cache(client, lookup.tokens, self._specs, lookup.salt, within_s)
-            most, refused = self._settings.max_loss, partial(self._refused, lookup.salt)
-            return find_parts(client, parts, self._model.spec, lookup.salt, most, within_s, refused)
+        async def find(client: AsyncClient) -> Found | None:
+            if parts is not None:
+                most, refused = self._settings.max_loss, partial(self._refused, lookup.salt)
+                return await find_parts(client, parts, self._model.spec, lookup.salt, most, within_s, refused)
+            found = await find_cache(client, lookup.tokens, self._specs, lookup.salt, within_s)
+            return found if found is None or not self._tails_first else await self._shortened(client, lookup, found)
 
         lookup.handle = self._client.begin(find)
         return lookup
@@ -406,6 +454,8 @@ class SchedulerHalf:
             if self._pause is not None:
                 self._pause.answered()
             self.counts.add("lookups_miss" if found is None else "lookups_hit")
+            if lookup.tail:
+                self.counts.add("tokens_tail", lookup.tail)
             if found is not None:
                 if found.catalog.sources:
                     lookup.joined = found

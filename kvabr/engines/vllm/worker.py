@@ -29,10 +29,9 @@ from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.copier import Copier
 from kvabr.engines.vllm.lossy import LossyGroups
-from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, Step, cut, find_cache
+from kvabr.engines.vllm.plays import DEFAULT_RATE, CopyRequest, LoadRequest, Step, cost_of, cut, find_cache
 from kvabr.engines.vllm.publishing import Publications, Publishers
 from kvabr.engines.vllm.stats import ConnectorCounts
-from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, PlayError
 
 _log = logging.getLogger("vllm.kvabr")
@@ -42,8 +41,6 @@ _NAP_S, _SHORT_NAP_S = 0.01, 0.002
 decoding needs. The end of a lookup is noticed by polling only."""
 _MIN_TIMED_TOKENS = 64
 """Tokens that a step must compute for its time to count as that of a prefill."""
-_DEFAULT_RATE = 1000.0
-"""Prefill rate before anything was measured, tokens per second."""
 _HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
 """Seconds plus deadlines after which a play that does not end is cancelled: no request may wait forever."""
 _MOST_LOSSY = 4096
@@ -84,7 +81,7 @@ class WorkerHalf:
         """Plays before the promise that have ended, and the token after the last that came."""
         self._began_s: float | None = None
         self._scheduled, self._nap_s = 0, _NAP_S
-        self._rate = 0.0
+        self._rate = self._told = 0.0
         self.lossy = LossyGroups(model.spec, model.block, _MOST_LOSSY)
         self._publications: Publications | None = None
         if publishers is not None:
@@ -166,6 +163,11 @@ class WorkerHalf:
             placed, self._placed = self._placed, []
         return placed
 
+    def measured(self) -> float:
+        """Return, once, the tokens per second that the engine was last measured to prefill; 0.0: there is no news."""
+        told, self._told = self._told, self._rate
+        return 0.0 if told == self._rate else self._rate
+
     def failed_blocks(self) -> set[int]:
         """Return, once, the blocks that collected loads did not fill."""
         with self._news:
@@ -193,7 +195,7 @@ class WorkerHalf:
     @property
     def rate(self) -> float:
         """Tokens per second that the engine prefills."""
-        return self._settings.prefill_rate or self._rate or _DEFAULT_RATE
+        return self._settings.prefill_rate or self._rate or DEFAULT_RATE
 
     def gone(self, request: str) -> None:
         """Give the blocks of a request that has ended back to vLLM."""
@@ -231,7 +233,7 @@ class WorkerHalf:
             return await client.play_prefix(
                 found,
                 deadline=max(1e-3, due_s - time.monotonic()),
-                cost=self._cost(load, playing),
+                cost=cost_of(settings.prefill_rate or self._rate, load.found, load.first, load.last, playing),
                 skip=skip,
                 behind=load.behind,
                 block=self._model.block,
@@ -246,14 +248,6 @@ class WorkerHalf:
                     device=self.blocks.device,
                 ),
             )
-
-    def _cost(self, load: LoadRequest, playing: int) -> PrefillCost:
-        rate = self._settings.prefill_rate or self._rate
-        prefill = load.found.catalog.prefill
-        if not rate and prefill is not None:
-            tokens = load.last - load.first
-            rate = tokens / prefill.seconds(load.first, tokens)
-        return PrefillCost.from_rate((rate or _DEFAULT_RATE) / playing)
 
     def _ended(self, load: LoadRequest, play: Handle[PlayedPrefix], began_s: float) -> None:
         """Note a play that has ended, or begin to decode it; called on the event loop's thread."""

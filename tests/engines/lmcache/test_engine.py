@@ -266,6 +266,23 @@ def test_a_chunk_that_was_not_cut_here_has_plain_tracks(origin, engine, profile,
     assert "did not cut it" in caplog.text
 
 
+def test_the_last_chunks_are_left_to_the_question(origin, engine):
+    """A lookup answers with a shorter hit, which is all that is then retrieved."""
+    tokens, kv, before = torch.arange(1900) + 600_000, cache(1900), len(origin.holdings.assets)
+    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 60.0}
+    engine(publish=str(origin.root), tracks=["Int4"], **options).store(tokens=tokens[: 7 * CHUNK], cache=kv)
+    origin.look(before + 7)
+    other = engine(prefill_rate=20_000.0, **options)
+    hit = other.lookup(tokens)
+    assert 0 < hit < 7 * CHUNK
+    assert hit % CHUNK == 0
+    mask, into = retrieve(other, tokens[:hit])
+    assert int(mask.sum()) == hit
+    assert torch.allclose(into, kv[:, :, :hit], atol=0.5)
+    # The engine asks for no more, but what lies behind would come, too.
+    assert int(retrieve(engine(**options), tokens)[0].sum()) == engine(**options).lookup(tokens) == 7 * CHUNK
+
+
 def test_what_is_not_there_is_not_found(origin, engine):
     one = engine(url=origin.url, fingerprint=origin.fingerprint, quic="aioquic")
     tokens = torch.arange(512) + 300_000

@@ -15,7 +15,12 @@ import pytest
 pytest.importorskip("sglang", reason="SGLang is not installed: tools/engine-sglang")
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.hicache_storage import (
+    STORAGE_BATCH_SIZE,
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+)
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from kvabr.engines.sglang import ADAPTER
@@ -143,6 +148,42 @@ def test_pages_come_back_to_the_byte(origin, backend, layout):
     assert one.set(f"{layout}-flat", flat)
     origin.look(before + 4)
     assert torch.equal(other._flat_view(other.get(f"{layout}-flat")), content(1))
+
+
+def test_the_last_pages_are_left_to_the_question(origin, backend):
+    """SGLang asks how many pages there are, fetches these, and computes what lies behind them."""
+    before, keys = len(origin.holdings.assets), [f"tail-{number}" for number in range(7)]
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 60.0}
+    pool = Pool("layer_first")
+    for number in range(7):
+        pool.page(number).copy_(content(number))
+    one = backend(pool, publish=str(origin.root), tracks=["Int4"])
+    assert all(one.batch_set_v1(keys, indices(*range(7))))
+    origin.look(before + 7)
+    into = Pool("layer_first")
+    other = backend(into, prefill_rate=20_000.0, **reach)
+    kept = other.batch_exists(keys)
+    assert 2 <= kept < 7
+    assert other.batch_exists(keys[:kept]) == kept
+    assert other.batch_get_v1(keys[:kept], indices(*range(kept))) == [True] * kept
+    assert torch.allclose(into.page(kept - 1), content(kept - 1), atol=0.5)
+    assert not into.page(kept).any()
+    assert other.exists(keys[6])
+    assert backend(into, **reach).batch_exists(keys) == 7  # how fast SGLang computes is not known
+    slow = backend(into, prefill_rate=20_000.0, step_tokens=PAGE, **reach)
+    assert slow.batch_exists(keys) == 7  # a page and the question do not fit into a step
+
+
+def test_a_batch_that_is_full_is_not_the_end(origin, backend):
+    """SGLang asks for 128 pages at a time, and for more if all of them are there."""
+    before, key = len(origin.holdings.assets), "in a full batch"
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 60.0}
+    pool = Pool("layer_first")
+    assert backend(pool, publish=str(origin.root), tracks=["Int4"]).batch_set_v1([key], indices(0)) == [True]
+    origin.look(before + 1)
+    other = backend(pool, prefill_rate=1e6, **reach)
+    assert other.batch_exists([key] * STORAGE_BATCH_SIZE) == STORAGE_BATCH_SIZE
+    assert other.batch_exists([key] * 127 + ["nothing"]) < 127
 
 
 SHAPE = kvdata.spec(LAYERS, HEADS, DIM)

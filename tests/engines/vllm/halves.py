@@ -23,6 +23,14 @@ from tests.toymodel import SPEC, ToyModel, prompt
 
 BLOCK = 8
 TOKENS = list(prompt(70).tokens)
+LONGEST = """
+from kvabr.abr.policies.cheapfirst import CheapFirst
+
+class Longest(CheapFirst):
+    def choose_tail(self, offers, costs):
+        return len(offers) - 1
+"""
+"""A policy that leaves as much to the engine as it may."""
 
 
 def request(name="r", tokens=TOKENS, **more):

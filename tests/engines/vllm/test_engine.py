@@ -18,6 +18,7 @@ from kvabr.replay.trace import BYTES_PER_MBIT, Trace
 from kvabr.types.catalog import Catalog
 from tests.engines.smollm2_folder import smollm2_folder
 from tests.engines.vllm.engine import TEXT, RealEngine, prompts_of
+from tests.engines.vllm.halves import LONGEST
 from tests.engines.vllm.world import VllmWorld
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("engine_mode")]
@@ -85,6 +86,21 @@ def test_says_which_version_it_ran(record_property):
     record_property("vllm", vllm.__version__)
     print(f"vLLM {vllm.__version__}")
     assert ADAPTER.check(vllm.__version__)
+
+
+def test_the_tail_is_computed_with_the_question(world, mode, tmp_path, monkeypatch):
+    """Of exact caches the text is that of a prompt that was computed, whatever of them is left to vLLM."""
+    world.origin.wait_for_assets(16)
+    (tmp_path / "longest.py").write_text(LONGEST)
+    for half in (world.engine.half, world.engine.worker):
+        own = half._settings.model_copy(update={"tail": 256, "policy": f"{tmp_path / 'longest.py'}:Longest"})
+        monkeypatch.setattr(half, "_settings", own)
+    texts, counted, _ = world.run(world.prompts[:4])
+    assert texts == world.cold[:4]
+    assert counted["plays"] == 4
+    assert counted.get("plays_cut", 0) == 0
+    assert counted["tokens_tail"] >= 4 * 256
+    assert 0 < counted["tokens_loaded"] <= sum(map(len, world.prompts[:4])) - counted["tokens_tail"]
 
 
 def test_sixteen_requests_at_once_play_what_was_published(world, mode):

@@ -15,7 +15,7 @@ from kvabr.engines.vllm.plays import CopyRequest, Step
 from kvabr.publish.publisher import Publisher, with_heads
 from kvabr.types.naming import chain
 from tests.client.served import LIMIT_S, Served
-from tests.engines.vllm.halves import BLOCK, TOKENS, Bench, exact, near, request
+from tests.engines.vllm.halves import BLOCK, LONGEST, TOKENS, Bench, exact, near, request
 from tests.toymodel import SPEC, ToyModel, toy_asset
 
 pytestmark = pytest.mark.process
@@ -56,17 +56,24 @@ def test_a_rank_takes_its_own_heads(served, mode):
         bench.close()
 
 
-def test_ranks_fetch_their_own_heads_where_they_are_published_so(tmp_path, mode):
+@pytest.mark.parametrize("tail", [0, 40])
+def test_ranks_fetch_their_own_heads_where_they_are_published_so(tmp_path, mode, tail):
     kv = ToyModel().prefill(TOKENS)
     for heads in (range(1), range(1, 2)):
         made = Publisher(tmp_path / "assets", with_heads(SPEC, heads), prior=default_catalog(), tracks=["FP16"])
         made.reserve(TOKENS).fill(kv[:, :, heads.start : heads.stop], lambda _: None)
         made.close()
-    served = Served(tmp_path / "assets", tmp_path)
-    first, second = (Bench(served, heads=heads, mode=mode) for heads in (range(1), range(1, 2)))
+    served, policy = Served(tmp_path / "assets", tmp_path), "fixed:FP16"
+    if tail:
+        (tmp_path / "longest.py").write_text(LONGEST)
+        policy = f"{tmp_path / 'longest.py'}:Longest"
+    both = (range(1), range(1, 2))
+    first, second = (Bench(served, heads=heads, mode=mode, policy=policy, tail=tail) for heads in both)
+    first.scheduler._model = replace(first.model, ranks=2)
+    tokens = 32 if tail else 64
     try:
-        first.load(request())
-        assert near(first.blocks(list(range(8))), exact(0, 64)[:, :, :1])
+        assert first.load(request()) == (tokens, set())
+        assert near(first.blocks(list(range(tokens // BLOCK))), exact(0, tokens)[:, :, :1])
         # vLLM has one scheduler, which looks up for its own rank, and tells all ranks what it found.
         asked, numbers = request("both"), list(range(20))
         if mode == "promise-first":
@@ -93,8 +100,8 @@ def test_ranks_fetch_their_own_heads_where_they_are_published_so(tmp_path, mode)
             for bench in (first, second):
                 bench.worker.begin(step)
             assert second.steps() == (set(), {"both"}, set())
-        assert near(second.blocks(list(range(8))), exact(0, 64)[:, :, 1:2])
-        assert second.worker.counts.take()["bytes_fetched"] < 1.1 * kv[:, :, :1].numel() * 2
+        assert near(second.blocks(list(range(tokens // BLOCK))), exact(0, tokens)[:, :, 1:2])
+        assert second.worker.counts.take()["bytes_fetched"] < 1.1 * kv[:, :, :1, :tokens].numel() * 2
     finally:
         first.close()
         second.close()

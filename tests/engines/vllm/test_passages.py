@@ -17,7 +17,7 @@ from kvabr.publish.fusion import FusionLosses
 from kvabr.types.catalog import Catalog
 from kvabr.types.passage import Exact, Passage
 from tests.client.served import Served
-from tests.engines.vllm.halves import BLOCK, TOKENS, Bench, near, request
+from tests.engines.vllm.halves import BLOCK, LONGEST, TOKENS, Bench, near, request
 from tests.toymodel import SPEC, ToyModel, toy_asset, toy_base, toy_passage
 
 pytestmark = pytest.mark.process
@@ -73,6 +73,22 @@ def test_what_the_engine_has_is_left_alone(bench, computed):
     first = computed // BLOCK
     assert near(bench.blocks(numbers[first : LAST // BLOCK]), wanted()[:, :, :, computed:LAST])
     assert bool(bench.caches[0][numbers[:first]].isnan().all())
+
+
+def test_the_end_of_the_last_passage_is_computed_with_the_question(served, tmp_path):
+    """Where one of its groups ends with a block."""
+    (tmp_path / "longest.py").write_text(LONGEST)
+    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40)
+    try:
+        tokens = [*TOKENS[:64], *ONE, 11, 12, 13]
+        count, failed = bench.load(asking(tokens=tokens, passages=[[64, 104]]))
+        assert (count, failed) == (80, set())
+        counted = bench.worker.counts.take()
+        assert counted["tokens_tail"] == 24
+        assert "tokens_missed" not in counted
+        assert bench.load(asking("other"))[0] == LAST
+    finally:
+        bench.close()
 
 
 def test_a_text_that_nobody_has_must_be_the_engines(bench):

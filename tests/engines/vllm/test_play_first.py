@@ -16,7 +16,7 @@ from kvabr.codec.container import pack, unpack
 from kvabr.types.digests import SHA256, digest_of
 from kvabr.types.errors import PlayError
 from tests.client.served import LIMIT_S, Served
-from tests.engines.vllm.halves import Bench, exact, near, request
+from tests.engines.vllm.halves import LONGEST, Bench, exact, near, request
 from tests.toymodel import SPEC, toy_asset
 
 pytestmark = pytest.mark.process
@@ -57,23 +57,20 @@ def test_a_cache_in_place_whose_request_is_aborted_is_dropped(served):
         bench.close()
 
 
-LONGEST = """
-from kvabr.abr.policies.cheapfirst import CheapFirst
-
-class Longest(CheapFirst):
-    def choose_tail(self, offers, costs):
-        return len(offers) - 1
-"""
-
-
-def test_the_end_of_a_lossy_cache_is_promised_to_nobody_and_computed_with_the_question(served, tmp_path):
+@pytest.mark.parametrize("how", [{}, {"mode": "promise-first"}, {"ranks": 2}])
+def test_the_end_of_a_lossy_cache_is_promised_to_nobody_and_computed_with_the_question(served, tmp_path, how):
+    """Of a promise that is filled later, and of several workers, the scheduler says where it ends."""
     (tmp_path / "longest.py").write_text(LONGEST)
-    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40)
+    how = dict(how)
+    ranks = how.pop("ranks", 1)
+    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40, **how)
+    bench.scheduler._model = replace(bench.model, ranks=ranks)  # the worker stands for all: it has all layers and heads
     try:
         asked = request()
         count, unfilled = bench.load(asked)
         assert (count, unfilled) == (32, set())
         counted = bench.worker.counts.take()
+        counted |= {"tokens_tail": counted.get("tokens_tail", 0) + bench.scheduler.counts.take().get("tokens_tail", 0)}
         assert counted["tokens_tail"] == 32
         assert "plays_cut" not in counted
         assert "tokens_missed" not in counted
@@ -95,9 +92,42 @@ def test_a_tail_fits_into_a_step_beside_those_of_other_requests(served, step_tok
             lookup.handle.result(LIMIT_S)
             assert bench.scheduler._settle(lookup, lookup.handle)
         assert lookup.found is not None
-        assert bench.scheduler._tail(lookup.found, 6) == wanted
+        assert bench.scheduler._tail(6) == wanted
         bench.scheduler._model = replace(bench.model, ranks=2)
-        assert bench.scheduler._tail(lookup.found, 6) == 0
+        assert bench.scheduler._tail(6) == 0
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "found"),
+    [(1 << 20, [32] * 8), (6, [64] * 2), (21, [64] * 2), (22, [48, 64]), (86, [32, 32, 48, 64])],
+)
+def test_tails_that_are_chosen_before_the_play_share_a_step(served, tmp_path, step_tokens, found):
+    """A question has 6 tokens here, a group 16."""
+    (tmp_path / "longest.py").write_text(LONGEST)
+    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40, mode="promise-first")
+    try:
+        bench.scheduler._model = replace(bench.model, step_tokens=step_tokens)
+        for number, count in enumerate(found):
+            assert bench.matched(request(f"r{number}")) == (count, True)
+    finally:
+        bench.close()
+
+
+def test_the_scheduler_is_told_how_fast_the_engine_is(served, tmp_path):
+    in_time = "max((index for index, cost in enumerate(costs) if cost < 0.5), default=0)"
+    (tmp_path / "longest.py").write_text(LONGEST.replace("len(offers) - 1", in_time))
+    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40, mode="promise-first", deadline_s=0.5)
+    try:
+        counts = []
+        for rate in (10.0, 1e6, 0.0):
+            bench.scheduler.measured(rate)
+            counts.append(bench.matched(request(f"r{rate}"))[0])
+        assert counts == [64, 32, 32]
+        assert bench.worker.measured() == 0.0
+        bench.worker._rate = 500.0
+        assert (bench.worker.measured(), bench.worker.measured()) == (500.0, 0.0)
     finally:
         bench.close()
 

@@ -32,17 +32,18 @@ class CellPlayer:
     """Play over one cell of a matrix."""
 
     def __init__(self, catalog: Catalog, options: ReplayOptions) -> None:
-        self._catalog, self._options = catalog, options
+        self._options = options
         self.experiment = Experiment(catalog, options)
-        self._curves = LossCurves(catalog)
-        self._network = None
-        if options.cost is not None:
-            self._network = self.experiment.new_clairvoyant(None)
+        self._curves: dict[int, LossCurves] = {}
+        """Of what is fetched before each tail, by its groups."""
+        self._network = None if options.cost is None else self.experiment.whole.new_clairvoyant(None)
 
     def link(self, trace: Trace, start_s: float) -> BoundedLink:
         """Return the link from one start of a trace, with its bounds."""
         capacity, rtt_s, bound = self.experiment.prepare(trace, start_s)
-        network = bound if self._network is None else self.experiment.bound(self._network, capacity, rtt_s)
+        network = bound
+        if self._network is not None:
+            network = self.experiment.whole.bound(self._network, capacity, rtt_s)
         return BoundedLink(start_s, capacity, rtt_s, bound, network)
 
     def play(
@@ -62,13 +63,13 @@ class CellPlayer:
         line["network_regret"] = line["regret"]
         if link.network is not link.bound:
             line["network_regret"] = _round(self._regret(outcome, link.network))
-        line["causes"] = self._causes(outcome, link)
+        line["causes"] = self._causes(outcome, link, self.experiment.with_tail(policy))
         return line, outcome
 
     def _regret(self, outcome: PlayOutcome, bound: Bound) -> float | None:
         return float(outcome.run["objective"]) - bound.objective if bound.feasible else None
 
-    def _causes(self, outcome: PlayOutcome, link: BoundedLink) -> dict[str, float] | None:
+    def _causes(self, outcome: PlayOutcome, link: BoundedLink, played: Experiment) -> dict[str, float] | None:
         if not link.bound.feasible or outcome.use is None:
             return None
         config, ended_s = self._options.config, outcome.record.delivered_s
@@ -77,7 +78,7 @@ class CellPlayer:
             least += config.gpu_price * outcome.record.recompute_s
         if ended_s is not None:
             deadline_s, own = self._options.deadline_s, least
-            least = self.experiment.clairvoyant.least_at(
+            least = played.clairvoyant.least_at(
                 link.capacity, min(ended_s, deadline_s), gpu_price=config.gpu_price, first_byte_s=link.rtt_s
             )
             if ended_s <= deadline_s:
@@ -87,7 +88,7 @@ class CellPlayer:
             use=outcome.use,
             capacity=link.capacity,
             deadline_s=self._options.deadline_s,
-            decode_tail_s=self.experiment.clairvoyant.tail_s,
+            decode_tail_s=played.clairvoyant.tail_s,
             loss=outcome.run["loss"],
             least=least,
             bound=link.bound,
@@ -95,7 +96,10 @@ class CellPlayer:
             time_price=config.time_price,
             gpu_price=config.gpu_price,
         )
-        return {cause: float(f"{value:.6g}") for cause, value in split(self._catalog, self._curves, case).items()}
+        catalog = played.catalog
+        curves = self._curves.get(catalog.groups) or LossCurves(catalog)
+        self._curves[catalog.groups] = curves
+        return {cause: float(f"{value:.6g}") for cause, value in split(catalog, curves, case).items()}
 
 
 def _round(value: float | None) -> float | None:

@@ -16,6 +16,7 @@ from typing import Any
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.plugins import policies as known_policies
 from kvabr.abr.policies import DEFAULT
+from kvabr.abr.tail import MOST_TAIL
 from kvabr.data import default_catalog
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, BlendGoal, PlayerConfig
 from kvabr.replay.experiment import ReplayOptions
@@ -35,7 +36,7 @@ SHIPPED = "smollm2-8k"
 DEFAULT_LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """From links that carry hardly more than the cheapest track by the deadline, to those of a data centre."""
 _LISTS = ("traces", "exclude", "policies", "deadlines", "loads", "rtts", "engines", "assets")
-_NUMBERS = ("starts", "per_family", "seed", "decode_scale", "decoders", "time_price")
+_NUMBERS = ("starts", "per_family", "seed", "decode_scale", "decoders", "time_price", "question", "tail")
 _OTHERS = ("families", "estimator", "slow_start")
 _MAX_BYTES = 1 << 20
 
@@ -173,6 +174,10 @@ class LabMatrix:
     slow_start: bool = True
     time_price: float = TIME_PRICE
     """Price of a second before the first token, nats per token."""
+    question: int = 0
+    """Tokens that follow the cache, which an engine computes in any case."""
+    tail: int = MOST_TAIL
+    """Tokens of the cache at its end that it may compute with them, see `kvabr.abr.tail`."""
 
     def __post_init__(self) -> None:
         axes: dict[str, Sequence[object]] = {
@@ -244,6 +249,8 @@ class LabMatrix:
             estimator=self.estimator,
             config=PlayerConfig(gpu_price=engine.gpu_price, time_price=self.time_price),
             blend=BlendGoal(None, QUESTION, MISS_PENALTY) if self.catalog(cell).sources else None,
+            question=self.question,
+            tail=self.tail,
         )
 
     def starts_of(self, trace: Trace, count: int) -> list[float]:
@@ -296,7 +303,8 @@ def build(axes: Mapping[str, Any]) -> LabMatrix:
         axes: ``traces`` (files or folders), ``families`` (name to files or folders), ``exclude`` (families to leave
             out), ``policies``, ``deadlines`` (seconds), ``loads`` (fractions of FP16, or "own" for unscaled traces),
             ``rtts`` (milliseconds, or "own"), ``engines``, ``assets``, ``starts``, ``per_family``, ``seed``,
-            ``decode_scale``, ``decoders``, ``time_price`` (nats per token and second), ``estimator``, ``slow_start``.
+            ``decode_scale``, ``decoders``, ``time_price`` (nats per token and second), ``question`` and ``tail``
+            (tokens), ``estimator``, ``slow_start``.
 
     Raises:
         UsageError: A value has the wrong type or is out of range.
@@ -325,6 +333,8 @@ def build(axes: Mapping[str, Any]) -> LabMatrix:
         decoders=_whole(axes.get("decoders", 1), "decoders"),
         slow_start=axes.get("slow_start", True) is not False,
         time_price=_number(axes.get("time_price", TIME_PRICE), "time_price"),
+        question=_whole(axes.get("question", 0), "question"),
+        tail=_whole(axes.get("tail", MOST_TAIL), "tail"),
     )
 
 

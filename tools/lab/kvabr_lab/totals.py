@@ -78,6 +78,8 @@ def describe(matrix: LabMatrix) -> dict[str, Any]:
         "decoders": matrix.decoders,
         "time_price": matrix.time_price,
         "slow_start": matrix.slow_start,
+        "question": matrix.question,
+        "tail": matrix.tail,
     }
 
 

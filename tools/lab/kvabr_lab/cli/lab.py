@@ -135,6 +135,10 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
     axes.add_argument("--decoders", type=int, metavar="N", help="threads that decode (default: 1)")
     what = "price of a second of TTFT, nats per token (default: 0.001; 0: only the deadline counts)"
     axes.add_argument("--time-price", type=float, metavar="NATS", help=what)
+    what = "tokens of a question behind the cache, which an engine computes in any case (default: 0)"
+    axes.add_argument("--question", type=int, metavar="N", help=what)
+    what = "tokens of the cache that it may compute with them (default: 512; 0: all of it is fetched)"
+    axes.add_argument("--tail", type=int, metavar="N", help=what)
     axes.add_argument("--no-slow-start", action="store_true", help="simulate warm connections")
     parser.add_argument("-j", "--jobs", type=int, metavar="N", help="processes (default: one per core)")
 
@@ -153,7 +157,7 @@ def axes_of(args: argparse.Namespace) -> dict[str, Any]:
         "exclude": args.exclude, "starts": args.starts, "per_family": args.per_family, "seed": args.seed,
         "estimator": args.estimator,
         "decode_scale": args.decode_scale, "decoders": args.decoders, "time_price": args.time_price,
-        "slow_start": False if args.no_slow_start else None,
+        "question": args.question, "tail": args.tail, "slow_start": False if args.no_slow_start else None,
         "policies": getattr(args, "policy", None),
     }  # fmt: skip
     return axes | {name: value for name, value in given.items() if value is not None}

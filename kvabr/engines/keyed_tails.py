@@ -1,0 +1,130 @@
+"""The end of a prompt that is cached under keys, left to the engine's call for the question (`kvabr.abr.tail`).
+
+Engines that name caches by keys ask how many of a prompt's are there, and compute what lies behind those. So a tail is
+a shorter answer. It must be the same when the engine asks again for just what it was promised, and the engine's steps
+must have room for the tails of all requests that are under way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from cachetools import TTLCache
+
+from kvabr.abr.tail import MAX_TAIL
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.cost import PrefillCost
+
+if TYPE_CHECKING:
+    from kvabr.engines.chunk_store import KeyedSettings
+
+_MOST_PROMISED, _PROMISED_S = 1 << 16, 60.0
+"""Keys of promised caches that are remembered, and for how many seconds: an engine asks again before it fetches."""
+
+
+class PromisedPlace(NamedTuple):
+    """Where a cache is in a prompt."""
+
+    following: int
+    """Tokens that follow it."""
+    beside: int
+    """Caches that are fetched at the same time: a second is waited for all of them."""
+
+
+class KeyedTails:
+    """Chooses tails for the requests of one engine, on one event loop."""
+
+    def __init__(self, settings: KeyedSettings, step_tokens: int, least: int) -> None:
+        """Start; the engine computes at most ``step_tokens`` in a step, and fetches none of fewer than ``least``."""
+        self._settings, self._step_tokens, self._least = settings, step_tokens, least
+        self._recent: deque[tuple[float, int]] = deque()
+        """Tails under way: when they should be computed at the latest, and their tokens."""
+        self._promised: TTLCache[str, PromisedPlace] = TTLCache(_MOST_PROMISED, _PROMISED_S)
+
+    def place(self, key: str) -> PromisedPlace:
+        """Return where a cache is in the prompt for which it was promised last; alone, if it was not."""
+        return self._promised.get(key, PromisedPlace(0, 1))
+
+    async def leading(
+        self, client: AsyncClient, keys: Sequence[str], found: Sequence[Catalog], *, following: int
+    ) -> int:
+        """Return how many caches of those that were found, in the prompt's order, the engine is to fetch.
+
+        Args:
+            client: knows the link.
+            keys: all keys that the engine asks for.
+            found: catalogs of the first of them.
+            following: tokens that it computes behind these in any case.
+
+        Raises:
+            TransportError, PolicyError: as `AsyncClient.tail_of`.
+        """
+        kept = len(found)
+        again = kept == len(keys) and kept > 0 and keys[-1] in self._promised
+        if not again and kept > 1 and (whole := as_one(found)) is not None:
+            tail = await self._tail(client, whole, following)
+            left = (whole.tokens - tail) // whole.spec.group_tokens if tail else kept
+            if left * whole.spec.group_tokens >= self._least and left < kept:
+                self._recent.append((time.monotonic() + self._settings.deadline_s, tail))
+                kept = left
+        if not again:
+            following += sum(one.tokens for one in found[kept:])
+            for key, one in zip(reversed(keys[:kept]), reversed(found[:kept]), strict=True):
+                self._promised[key] = PromisedPlace(min(MAX_TAIL, following), kept)
+                following += one.tokens
+        return kept
+
+    async def _tail(self, client: AsyncClient, whole: Catalog, following: int) -> int:
+        settings, now = self._settings, time.monotonic()
+        while self._recent and self._recent[0][0] <= now:
+            self._recent.popleft()
+        room = self._step_tokens - following - sum(tokens for _, tokens in self._recent)
+        cost = whole.prefill
+        if settings.prefill_rate is not None:
+            cost = PrefillCost.from_rate(settings.prefill_rate / (1 + len(self._recent)))
+        if cost is None or room <= 0:
+            return 0
+        options = PlayOptions(policy=settings.policy, time_price=settings.time_price, tail=min(settings.tail, room))
+        return await client.tail_of(whole, deadline=settings.deadline_s, cost=cost, behind=following, options=options)
+
+
+def as_one(found: Sequence[Catalog]) -> Catalog | None:
+    """Return one catalog of caches that follow each other in a prompt, a group each; None if they do not fit together.
+
+    The catalog of each says what the whole prompt loses on a track, since its publisher knows no more than the prior.
+    All but the last are of the same length.
+    """
+    first, last, size = found[0], found[-1], found[0].tokens
+    if any(each.tokens != size for each in found[:-1]) or last.tokens > size or not first.even:
+        return None
+    tracks: list[Track] = []
+    for track in last.tracks:
+        own = [each.by_name.get(track.name) for each in found]
+        if None in own or (track.refines is not None and all(track.refines != one.name for one in tracks)):
+            continue
+        tracks.append(
+            replace(
+                track,
+                bytes=tuple(one.total_bytes for one in own if one is not None),
+                loss=(track.total_loss / len(found),) * len(found),
+                digests=tuple(one.digests[-1] for one in own if one is not None),
+                decode_s=track.decode_s * sum(first.shares),
+                measured=None,
+            )
+        )
+    if not tracks or all(track.refines is not None for track in tracks):
+        return None
+    return replace(
+        first,
+        spec=replace(first.spec, group_tokens=size),
+        tokens=sum(each.tokens for each in found),
+        chunks=tuple(each.chunks[-1] for each in found),
+        tracks=tuple(tracks),
+        mixes=(),
+    )
