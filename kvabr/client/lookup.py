@@ -19,8 +19,7 @@ from typing import NamedTuple
 from kvabr.client.resources import decoders
 from kvabr.codec.base import codec
 from kvabr.quic.interface import Connection, PrefixFinder, read_view
-from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
-from kvabr.types.catalog_json import MAX_TRACKS
+from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_TRACKS, Catalog
 from kvabr.types.digests import require
 from kvabr.types.errors import (
     ConnectionLostError,
