@@ -3,7 +3,7 @@
 Nothing that an origin says is believed unchecked. A catalog is bounded by the prompt's own groups, and must be of the
 model and of the very tokens that were asked for, which the chained digests of the prompt prove
 (`kvabr.types.naming.chain`). What an origin sends is parsed in a thread, and in pieces: a thread alone does not keep a
-long call from stopping the event loop (`kvabr.types.json_pieces`).
+long call from stopping the event loop (`kvabr.types.records`).
 """
 
 from __future__ import annotations

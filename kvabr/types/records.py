@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from functools import cache
-from types import NoneType, UnionType
+from operator import attrgetter
+from types import GenericAlias, NoneType, UnionType
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -76,8 +77,13 @@ def convert(value: Any, kind: type[T], what: str, where: str = "") -> T:
 
 def check(record: object, what: str) -> None:
     """Raise a `FormatError` unless every field of a record is within its bounds; for its ``__post_init__``."""
-    for name, kind in _bounded(type(record)):
-        convert(getattr(record, name), kind, what, f".{name}")
+    kinds, values, every = _bounded(type(record))
+    try:
+        msgspec.convert(values(record), every)
+    except _REFUSED:
+        for name, kind in kinds.items():  # which of them?
+            convert(getattr(record, name), kind, what, f".{name}")
+        raise
 
 
 def read(data: bytes, kind: type[T], what: str, *schemas: str) -> T:
@@ -99,14 +105,17 @@ def read_members(data: bytes, kind: type, what: str, *schemas: str) -> tuple[dic
     """Return the fields of a record that `read` would make, and its schema."""
     _check_dense(data, what)
     parts = decode(data, _parts(kind), what)
-    schema = "" if not schemas else check_schema(_plain(parts.schema, what, ".schema"), what, *schemas)
-    given = {name: raw for name in parts.__struct_fields__ if len(raw := getattr(parts, name))}
-    if len(data) - sum(map(len, given.values())) > MAX_SKIPPED_BYTES:
+    schema = ""
+    if schemas:
+        said = parts.schema and decode(parts.schema, object, what, ".schema")
+        schema = check_schema(said, what, *schemas)
+    given = {name: part for name in parts.__struct_fields__ if (part := getattr(parts, name)) is not None}
+    if len(data) - sum(map(_bytes, given.values())) > MAX_SKIPPED_BYTES:
         raise FormatError(f"{what}: more than {MAX_SKIPPED_BYTES} bytes of what this version does not know")
     if lacks := [each.name for each in _fields(kind) if each.default is MISSING and each.name not in given]:
         raise FormatError(f"{what}: a field is missing, {lacks[0]}")
     kinds = _published(kind)
-    return {name: _read(raw, kinds[name], what, f".{name}") for name, raw in given.items() if name in kinds}, schema
+    return {name: _read(part, kinds[name], what, f".{name}") for name, part in given.items() if name in kinds}, schema
 
 
 class _Schema(msgspec.Struct):
@@ -180,15 +189,28 @@ def _published(kind: Any) -> dict[str, Any]:
 
 
 @_cached
-def _bounded(kind: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the fields of a record that are none themselves: those check themselves."""
-    return tuple((name, one) for name, one in _published(kind).items() if not _is_record(one))
+def _bounded(kind: Any) -> tuple[dict[str, Any], Callable[[object], object], Any]:
+    """Return the types of a record's fields but those that are records, what gets their values, and its type."""
+    kinds = {name: one for name, one in _published(kind).items() if not _is_record(one)}
+    every = GenericAlias(tuple, tuple(kinds.values())) if len(kinds) > 1 else next(iter(kinds.values()))
+    return kinds, attrgetter(*kinds), every
 
 
 @_cached
 def _parts(kind: Any) -> type[Any]:
-    """Return the type of the members of a record, whose bytes are found but not decoded."""
-    return msgspec.defstruct(kind.__name__, [(name, Raw, Raw()) for name in ("schema", *_published(kind))])
+    """Return the type of the members of a record, whose bytes are found but not decoded; None: not there."""
+    kinds = {name: list[Raw] if _element(one) else Raw for name, one in _published(kind).items()}
+    return msgspec.defstruct(kind.__name__, [(name, one, None) for name, one in {**kinds, "schema": Raw}.items()])
+
+
+def _element(kind: Any) -> Any:
+    """Return the record of which a field has a list; None: it has none."""
+    inner = get_args(_only(kind))
+    return inner[0] if get_origin(_only(kind)) is tuple and _is_record(inner[0]) else None
+
+
+def _bytes(part: Raw | list[Raw]) -> int:
+    return sum(map(len, part)) if isinstance(part, list) else len(part)
 
 
 def _is_record(kind: Any) -> bool:
@@ -202,18 +224,14 @@ def _only(kind: Any) -> Any:
     return next(each for each in get_args(kind) if each is not NoneType) if get_origin(kind) is UnionType else kind
 
 
-def _read(raw: Raw, kind: Any, what: str, where: str) -> Any:
+def _read(part: Raw | list[Raw], kind: Any, what: str, where: str) -> Any:
+    if isinstance(part, list):
+        return tuple(decode(each, _element(kind), what, f"{where}[{number}]") for number, each in enumerate(part))
     one = _only(kind)
-    if hasattr(one, "from_json"):
-        return None if kind is not one and bytes(raw) == b"null" else one.from_json(_plain(raw, what, where))
-    if get_origin(one) is tuple and _is_record(element := get_args(one)[0]):
-        listed = decode(raw, list[Raw], what, where)
-        return tuple(decode(each, element, what, f"{where}[{number}]") for number, each in enumerate(listed))
-    return decode(raw, kind, what, where)
-
-
-def _plain(raw: Raw, what: str, where: str) -> Any:
-    return decode(raw, object, what, where) if len(raw) else None
+    if not hasattr(one, "from_json"):
+        return decode(part, kind, what, where)
+    plain = decode(part, object, what, where)
+    return None if plain is None and one is not kind else one.from_json(plain)
 
 
 def _to_plain(value: Any) -> Any:
@@ -227,7 +245,13 @@ def _to_plain(value: Any) -> Any:
 
 def _check_dense(data: bytes, what: str) -> None:
     """Raise a `FormatError` for JSON that is made of values too small to be a record's, or of too many objects."""
-    if data.count(b",") > _SPARE_VALUES + len(data) // _VALUE_BYTES or data.count(b"{") > MAX_OBJECTS:
+    import numpy as np  # noqa: PLC0415  # counts faster than bytes do, and loads slowly
+
+    objects = at = 0
+    while objects <= MAX_OBJECTS and (at := data.find(b"{", at) + 1):
+        objects += 1
+    values = np.count_nonzero(np.frombuffer(data, np.uint8) == ord(","))
+    if values > _SPARE_VALUES + len(data) // _VALUE_BYTES or objects > MAX_OBJECTS:
         raise FormatError(f"{what}: {len(data)} bytes of nothing but small values; is this a {what}?")
 
 
