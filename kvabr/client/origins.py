@@ -19,7 +19,7 @@ from kvabr.client.store_connection import StoreConnection
 from kvabr.quic.backend import Quic
 from kvabr.quic.connect import asset_of, connect, parse_namespace, parse_url
 from kvabr.quic.interface import Connection
-from kvabr.store.objects.bucket import Bucket
+from kvabr.store.objects.bucket import open_objects
 from kvabr.store.objects.url import CLOUDS, WEB, split_asset
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError, UsageError
 
@@ -82,7 +82,7 @@ class StoreDialling(AbstractAsyncContextManager[Connection]):
 
     def __init__(self, url: str, timeout_s: float, *, needed: bool = True) -> None:
         """Take the URL of a bucket; raise `UsageError` if the package for object stores is missing."""
-        self._bucket, self._timeout_s, self._needed = Bucket.open(url), timeout_s, needed
+        self._bucket, self._timeout_s, self._needed = open_objects(url), timeout_s, needed
         self._connection: StoreConnection | None = None
 
     async def __aenter__(self) -> Connection:

@@ -22,9 +22,9 @@ from kvabr.client.store_index import StoreIndex
 from kvabr.moqt.codes import RequestCode
 from kvabr.quic.bottleneck import LimitWatch
 from kvabr.quic.interface import Connection, ConnectionStats, Download, GroupRequest
-from kvabr.store.objects.bucket import PART_BYTES, Bucket
 from kvabr.store.objects.direct import DirectReader
 from kvabr.store.objects.layout import profile_key
+from kvabr.store.objects.protocol import PART_BYTES, Objects
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError, UnauthorizedError
 from kvabr.types.events import Limit
 from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, is_live, is_lookup
@@ -50,7 +50,7 @@ class StoreConnection(Connection):
 
     protocol = PROTOCOL
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Objects) -> None:
         """Ask for nothing yet; an event loop must be running."""
         self.backend, self.peer = bucket.where.scheme, bucket.url
         self.closed = False

@@ -15,7 +15,6 @@ from kvabr.store.managing.protocol import Damage, Inventory, silent
 from kvabr.store.managing.rules import Rules
 from kvabr.store.managing.survey import Manifest, Progress, survey
 from kvabr.store.objects import leases
-from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.layout import (
     MAX_SPAN_BYTES,
     MovedOffer,
@@ -28,6 +27,7 @@ from kvabr.store.objects.layout import (
     span_key,
 )
 from kvabr.store.objects.leases import CATALOGS, OFFERS, Runtime
+from kvabr.store.objects.protocol import Objects
 from kvabr.store.objects.spans import encode_pointer, head_bytes, parse_head, parse_pointer
 from kvabr.types.catalog import MAX_GROUPS, is_estimated
 from kvabr.types.errors import FormatError, TransportError, UsageError
@@ -118,7 +118,7 @@ class BucketLibrary:
     """A `Library` over a bucket."""
 
     def __init__(
-        self, bucket: Bucket, runtime: Runtime | None = None, timing: leases.LeaseTiming = leases.TIMING
+        self, bucket: Objects, runtime: Runtime | None = None, timing: leases.LeaseTiming = leases.TIMING
     ) -> None:
         """Take the bucket; nothing is asked for yet."""
         self._bucket, self._runtime, self._timing = bucket, runtime or Runtime(lanes=LANES), timing

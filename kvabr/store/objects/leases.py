@@ -27,10 +27,12 @@ import math
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from kvabr.store.objects.blocking import pause
+from kvabr.store.objects.protocol import Objects, StoredObject
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError, VersionError
 
 T = TypeVar("T")
@@ -45,44 +47,6 @@ CATALOGS, SPANS, POINTERS, PROFILES, OFFERS, GROUPS = "a/", "s/", "i/", "p/", "o
 MAX_NOTE_BYTES = 8 << 20
 DELETED_AT_ONCE = 1000
 _SCHEMA = "kvabr.note/1"
-
-
-class StoredObject(Protocol):
-    """An object in a listing."""
-
-    @property
-    def key(self) -> str:
-        """Its name, below the tenant's."""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-
-    @property
-    def modified_s(self) -> float:
-        """When it was written, by the store's clock, seconds since 1970."""
-
-
-class Objects(Protocol):
-    """The objects of one tenant, as `kvabr.store.objects.bucket.Bucket` has them."""
-
-    async def get(self, key: str, start: int = 0, end: int | None = None, *, limit: int) -> bytes | memoryview:
-        """Return bytes of an object, at most ``limit``; `NotFoundError` if there is none."""
-
-    async def head(self, key: str) -> StoredObject | None:
-        """Return size and age of an object; None if there is none."""
-
-    async def put_new(self, key: str, data: bytes) -> bool:
-        """Write an object unless there is one; return whether it was written."""
-
-    async def put(self, key: str, data: bytes) -> None:
-        """Write an object, over another one if there is one."""
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, in no particular order; those that are gone already do not matter."""
-
-    def list(self, prefix: str) -> AsyncIterator[StoredObject]:
-        """Yield all objects whose names begin with ``prefix``, which ends in a slash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +82,7 @@ class Runtime:
 
     now: Callable[[], float] = time.monotonic
     """Monotonic seconds."""
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    sleep: Callable[[float], Awaitable[None]] = pause
     lanes: int = 1
     """Requests at once; more than 1 needs an event loop."""
 
