@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvabr.moqt.codes import RequestCode
+from kvabr.moqt.codes import RequestCode, reason_of
 from kvabr.quic.download import ReceiveBuffer
 from kvabr.quic.interface import Connection, ConnectionStats, Download, DownloadStats, GroupRequest
 from kvabr.server.growing import GrowingPublication
 from kvabr.server.publication import LevelPublication, Publication
-from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
+from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, Reason, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
 from tests.assets import whole
@@ -194,7 +194,7 @@ class _MemoryDownload(Download):
             if fault.refuse is not None:
                 code, after = fault.refuse, fault.retry_after_s
                 kind = NotFoundError if code == RequestCode.DOES_NOT_EXIST else RequestError
-                raise kind(f"{what}: refused, code {code:#x}", code=code, retry_after_s=after)
+                raise kind(f"{what}: refused, code {code:#x}", reason=reason_of(code), retry_after_s=after)
             self._data = tampered(self._published(what), fault)
         except RequestError as error:
             self.fail(error)
@@ -210,7 +210,7 @@ class _MemoryDownload(Download):
             if isinstance(publication, GrowingPublication):
                 groups = range(ask.group, min(ask.group + self._groups, publication.groups))
                 if publication.growing and not groups:
-                    raise NotFoundError(f"{what}: not published yet", code=RequestCode.INVALID_RANGE)
+                    raise NotFoundError(f"{what}: not published yet", reason=Reason.NOT_YET)
                 if data := b"".join(whole(publication.open(group)) for group in groups):
                     return memoryview(data)
             elif publication is not None:
@@ -222,7 +222,7 @@ class _MemoryDownload(Download):
         except AssetError as error:
             raise RequestError(f"{what}: the publisher cannot read it ({error})") from error
         why = f"{what} of {ask.namespace.model}: there is none that we may read"
-        raise NotFoundError(why, code=RequestCode.DOES_NOT_EXIST)
+        raise NotFoundError(why, reason=Reason.MISSING)
 
     def next_chunk(self, now: float) -> int:
         """Return how many bytes could go on the link now."""
@@ -246,7 +246,7 @@ class _MemoryDownload(Download):
         if self.over or self._opening is not None:
             return self.over
         if self._fault.reset_after is not None and self._sent >= self._fault.reset_after:
-            self.fail(RequestError(f"reset by the publisher after {self._sent} bytes", code=0x0))
+            self.fail(RequestError(f"reset by the publisher after {self._sent} bytes"))
         elif self._end is not None and self._sent >= self._end:
             self._complete = True
             self.stats.done_s = self._link.loop.time()
@@ -265,7 +265,7 @@ class _MemoryDownload(Download):
             self._next_s = max(now - 0.01, self._next_s) + count / self._fault.rate
         if self._sent > self._limit:
             why = f"longer than the {self._limit} bytes that were asked for"
-            self.fail(RequestError(why, code=RequestCode.MALFORMED_TRACK))
+            self.fail(RequestError(why, reason=Reason.WRONG))
             return
         self.stats.received = self._sent
         part: bytes | memoryview = self._data[begin : self._sent]

@@ -19,13 +19,19 @@ from kvabr.client.lanes import LANES, SPARE_LANES, Lanes, Piece, RangeTransfer
 from kvabr.client.resources import cancel_all
 from kvabr.client.store_download import Arriving, Silence, StoreDownload
 from kvabr.client.store_index import StoreIndex
-from kvabr.moqt.codes import RequestCode
 from kvabr.quic.bottleneck import LimitWatch
 from kvabr.quic.interface import Connection, ConnectionStats, Download, GroupRequest
 from kvabr.store.objects.direct import DirectReader
 from kvabr.store.objects.layout import profile_key
 from kvabr.store.objects.protocol import PART_BYTES, Objects
-from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError, UnauthorizedError
+from kvabr.types.errors import (
+    ConnectionLostError,
+    NotFoundError,
+    Reason,
+    RequestError,
+    TransportError,
+    UnauthorizedError,
+)
 from kvabr.types.events import Limit
 from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, is_live, is_lookup
 
@@ -94,8 +100,8 @@ class StoreConnection(Connection):
         elif is_lookup(track) and not is_live(track):
             self._find(download, lambda: self._whole(download, self.index.lookup(namespace, track)))
         elif is_live(track) or request.standing:
-            code = RequestCode.INVALID_RANGE if request.wait_s else RequestCode.DOES_NOT_EXIST
-            download.fail(NotFoundError(f"{request}: a store only has what is complete", code=code))
+            reason = Reason.NOT_YET if request.wait_s else Reason.MISSING
+            download.fail(NotFoundError(f"{request}: a store only has what is complete", reason=reason))
         elif (place := self.index.place(namespace, track, request.group, request.digest)) is not None:
             self._want(download, place)
         else:
@@ -190,8 +196,8 @@ class StoreConnection(Connection):
                 await self.index.catalog(namespace)
             place = self.index.place(namespace, request.track, request.group, request.digest)
         if place is None:
-            code = RequestCode.INVALID_RANGE if request.wait_s else RequestCode.DOES_NOT_EXIST
-            raise NotFoundError(f"{request}: not found in {self.peer}", code=code)
+            reason = Reason.NOT_YET if request.wait_s else Reason.MISSING
+            raise NotFoundError(f"{request}: not found in {self.peer}", reason=reason)
         download.task = None
         self._want(download, place)
 
@@ -275,7 +281,7 @@ class StoreConnection(Connection):
     def _try_again(self, piece: Piece, error: Exception) -> None:
         """Ask again for the rest of a piece, soon; or give up."""
         tries = self._tries[piece] = self._tries.get(piece, 0) + 1
-        busy = isinstance(error, RequestError) and error.code == RequestCode.EXCESSIVE_LOAD
+        busy = isinstance(error, RequestError) and error.reason == Reason.BUSY
         lost = isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)
         if (busy or lost) and tries < _TRIES and not self.closed:
             pause_s = _PAUSE_S * 2.0**tries * random.uniform(0.5, 1.5) if busy else 0.0  # noqa: S311  # no secret

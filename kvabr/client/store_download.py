@@ -8,10 +8,9 @@ import time
 from typing import TYPE_CHECKING
 
 from kvabr.client.lanes import Piece, RangeTransfer
-from kvabr.moqt.codes import RequestCode
 from kvabr.quic.download import BufferedDownload
 from kvabr.quic.interface import GroupRequest
-from kvabr.types.errors import RequestError
+from kvabr.types.errors import Reason, RequestError
 from kvabr.types.events import Limit
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class StoreDownload(BufferedDownload):
 
     def cancel(self) -> None:
         """See `Download.cancel`."""
-        self.fail(RequestError(f"{self.request}: cancelled", code=RequestCode.INTERNAL_ERROR))
+        self.fail(RequestError(f"{self.request}: cancelled", reason=Reason.INTERNAL))
 
     # ---------------------------------------------------------- from the connection
 
@@ -84,7 +83,7 @@ class StoreDownload(BufferedDownload):
     def too_long(self) -> RequestError:
         """Return the error that it is longer than its limit."""
         longer = f"{self.request}: longer than the {self.request.limit} bytes expected"
-        return RequestError(longer, code=RequestCode.MALFORMED_TRACK)
+        return RequestError(longer, reason=Reason.WRONG)
 
     def finish(self) -> None:
         """End: all of it has come."""

@@ -7,12 +7,12 @@ import time
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from kvabr.moqt.codes import RequestCode, ResetCode, name_of
+from kvabr.moqt.codes import RequestCode, ResetCode, name_of, reason_of
 from kvabr.moqt.messages import RequestErrorMessage as Refusal
 from kvabr.moqt.objects import Item, ObjectHeader, RangeEnd
 from kvabr.quic.interface import Download, DownloadStats, GroupRequest
 from kvabr.store.memory import GROUPS
-from kvabr.types.errors import NotFoundError, RequestError, TransportError
+from kvabr.types.errors import NotFoundError, Reason, RequestError, TransportError
 from kvabr.types.events import Limit
 from kvabr.types.naming import CATALOG_TRACK, PROPERTY_GROUP_BYTES
 
@@ -155,7 +155,7 @@ class QuicDownload(BufferedDownload):
 
     def cancel(self) -> None:
         """See `Download.cancel`."""
-        self._give_up(RequestError(f"{self.request}: cancelled", code=_SAME[ResetCode.CANCELLED]))
+        self._give_up(RequestError(f"{self.request}: cancelled", reason=Reason.INTERNAL))
 
     # ---------------------------------------------------------- from the connection
 
@@ -167,9 +167,9 @@ class QuicDownload(BufferedDownload):
                 self._push(item)
                 count += len(item)
             elif isinstance(item, RangeEnd):
-                self._wrong("the peer does not have all of it", RequestCode.INTERNAL_ERROR)
+                self._wrong("the peer does not have all of it", Reason.INTERNAL)
             elif not 0 <= item.group - self.request.group < self.request.groups:
-                self._wrong(f"objects of group {item.group} came", RequestCode.MALFORMED_TRACK)
+                self._wrong(f"objects of group {item.group} came", Reason.WRONG)
             elif max(item.size, _declared_bytes(item)) > self.request.limit:
                 self._too_long()
         if count:
@@ -181,9 +181,9 @@ class QuicDownload(BufferedDownload):
         if reset is not None:
             reason = name_of(reset, ResetCode)
             code = next((code for known, code in _SAME.items() if known == reset), reset)
-            self.fail(RequestError(f"{self.request}: broken off by the peer ({reason})", code=code))
+            self.fail(RequestError(f"{self.request}: broken off by the peer ({reason})", reason=reason_of(code)))
         elif not self.stats.received:
-            self.fail(NotFoundError(f"{self.request}: nothing there", code=RequestCode.DOES_NOT_EXIST))
+            self.fail(NotFoundError(f"{self.request}: nothing there", reason=Reason.MISSING))
         elif not self.over:
             self.over = True
             self.stats.done_s = time.monotonic()
@@ -199,11 +199,13 @@ class QuicDownload(BufferedDownload):
                 namespace = self.request.namespace
                 name = f"{namespace.model}/{namespace.prompt}"
                 missing = f"no such asset {name}, or none that your token opens"
-            error: RequestError = NotFoundError(missing, code=code)
+            error: RequestError = NotFoundError(missing, reason=reason_of(code))
         else:
             retry_s = (message.retry_interval - 1) / 1000 if message.retry_interval else None
             name = name_of(code, RequestCode)
-            error = RequestError(f"{self.request}: refused, {name}{said}", code=code, retry_after_s=retry_s)
+            error = RequestError(
+                f"{self.request}: refused, {name}{said}", reason=reason_of(code), retry_after_s=retry_s
+            )
         self.fail(error)
 
     def fail(self, error: TransportError) -> None:
@@ -228,10 +230,10 @@ class QuicDownload(BufferedDownload):
         """Fail; nothing of a group that is too long is of any use."""
         self._buffer.clear()
         self._read = 0
-        self._wrong(f"longer than the {self.request.limit} bytes expected", RequestCode.MALFORMED_TRACK)
+        self._wrong(f"longer than the {self.request.limit} bytes expected", Reason.WRONG)
 
-    def _wrong(self, why: str, code: int) -> None:
-        self._give_up(RequestError(f"{self.request}: {why}", code=code))
+    def _wrong(self, why: str, reason: Reason) -> None:
+        self._give_up(RequestError(f"{self.request}: {why}", reason=reason))
 
     def _give_up(self, error: TransportError) -> None:
         if not self.over:

@@ -18,11 +18,10 @@ from itertools import count
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import decoders
 from kvabr.codec.container import ObjectSpan
-from kvabr.moqt.codes import RequestCode
 from kvabr.quic.interface import Connection, Download, GroupRequest
 from kvabr.server.publication import ArrivingGroup, PublishedGroup
 from kvabr.store.group_store import TieredGroupStore
-from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
+from kvabr.types.errors import ConnectionLostError, Reason, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import TrackNamespace
 
 PATIENCE_S = 10.0
@@ -348,7 +347,7 @@ class RelayGroups:
                     end_s = loop.time() + PATIENCE_S
                 if self._upstream.closed or loop.time() > end_s:
                     why = f"{transfer.request.track[:80]}, group {transfer.request.group}: the origin is away"
-                    raise RequestError(why, code=RequestCode.TIMEOUT, retry_after_s=_BUSY_S) from error
+                    raise RequestError(why, reason=Reason.TIMEOUT, retry_after_s=_BUSY_S) from error
                 await asyncio.sleep(_PAUSE_S)
 
     async def _download(self, transfer: GroupTransfer) -> memoryview:
@@ -401,7 +400,7 @@ class RelayGroups:
         right = len(download.data) == transfer.size
         if not right or not await loop.run_in_executor(decoders(), download.has_digest, transfer.digest):
             why = "the origin sent a group whose digest is not the one in its catalog"
-            raise RequestError(why, code=RequestCode.MALFORMED_TRACK)
+            raise RequestError(why, reason=Reason.WRONG)
 
     async def _read(self, download: Download, reading: asyncio.Future[memoryview] | None = None) -> memoryview:
         """Read from a download; raise `TimeoutError` once nothing more comes on the whole connection."""
@@ -451,7 +450,7 @@ class RelayGroups:
         """While groups wait for room, take it from complete groups whose readers do not read them."""
         loop = asyncio.get_running_loop()
         idle_s = loop.time() - IDLE_READ_S
-        slow = RequestError("read too slowly", code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
+        slow = RequestError("read too slowly", reason=Reason.BUSY, retry_after_s=_BUSY_S)
         for transfer in [one for one in self._admitted if one.complete and one.read_s < idle_s]:
             self._release(transfer)
             transfer.tell(error=slow)

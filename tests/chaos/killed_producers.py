@@ -26,7 +26,6 @@ import structlog
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, Played
-from kvabr.moqt.codes import RequestCode
 from kvabr.quic.connect import connect, dial
 from kvabr.quic.interface import Connection, GroupRequest, read_all
 from kvabr.quic.options import DialOptions
@@ -39,7 +38,7 @@ from kvabr.server.server import Server, Watcher
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.live_folder import LIVE, LiveFolderWriter
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import NotFoundError, TransportError
+from kvabr.types.errors import NotFoundError, Reason, TransportError
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames, parse_edge, published_catalog
 from kvabr.types.naming import (
     CATALOG_TRACK,
@@ -154,7 +153,7 @@ class Decoder:
             try:
                 return await self.get(track, group, wait_s=_HELD_S)
             except NotFoundError as error:
-                if error.code != RequestCode.INVALID_RANGE:
+                if error.reason != Reason.NOT_YET:
                     return None
 
     async def play(self, process) -> int:

@@ -119,7 +119,8 @@ async def test_assets_are_published_played_and_managed_there(shelf, root):
             writer.commit(asset.catalog)
 
     await asyncio.to_thread(publish)
-    assert shelf.waited[True] and not shelf.waited[False]
+    assert shelf.waited[True]
+    assert not shelf.waited[False]
     async with AsyncClient(shelf.url) as client:
         got = await client.play(prompt(160).tokens, deadline=LIMIT_S, model=SPEC)
     assert got.tokens == 160
