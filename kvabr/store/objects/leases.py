@@ -29,11 +29,14 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
 
 from kvabr.store.objects.blocking import pause
 from kvabr.store.objects.protocol import Objects, StoredObject
-from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError, VersionError
+from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError
+from kvabr.types.records import check_schema, convert
 
 T = TypeVar("T")
 
@@ -114,7 +117,7 @@ class Note:
     model: str = ""
     until_s: float = 0.0
     """Of a pin, when it ends; of a tombstone, the time before which everything is expired."""
-    uses: int = 0
+    uses: Annotated[int, Meta(ge=0, lt=1 << 53)] = 0
     """Of a lease, how often its asset was used."""
 
     def dumps(self) -> bytes:
@@ -126,20 +129,14 @@ class Note:
     def loads(cls, data: bytes | memoryview) -> Note:
         """Parse what `dumps` returned, from an untrusted source; raise `FormatError` if it is something else."""
         try:
-            value = json.loads(bytes(data))
-            if value["schema"] != _SCHEMA:
-                raise VersionError(
-                    f"note: {value['schema']!r} is not {_SCHEMA!r}; written by a newer version of kvabr?"
-                )
-            keys, model = value.get("keys", []), value.get("model", "")
-            until_s, uses = float(value.get("until_s", 0.0)), value.get("uses", 0)
-            sound = isinstance(keys, list) and all(isinstance(key, str) for key in keys) and isinstance(model, str)
-            sound = sound and not math.isnan(until_s) and type(uses) is int and 0 <= uses < 1 << 53
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-            raise FormatError(f"note: not {_SCHEMA} ({error!r})") from error
-        if not sound:
+            value = json.loads(bytes(data))  # which also knows infinity, as the end of a pin
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"note: not {_SCHEMA} ({error})") from error
+        check_schema(value.get("schema") if isinstance(value, dict) else None, "note", _SCHEMA)
+        note = convert(value, cls, "note")
+        if math.isnan(note.until_s):
             raise FormatError(f"note: not {_SCHEMA}")
-        return cls(tuple(keys), model, until_s, uses)
+        return note
 
 
 @dataclass(frozen=True, slots=True)

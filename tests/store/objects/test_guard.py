@@ -144,7 +144,7 @@ def test_uses_are_counted(store_url):
 def test_a_damaged_note_says_where_it_is(store_url):
     bucket = Bucket.open(store_url)
     bucket.put_sync("x/sweep/1", b"{}")
-    with pytest.raises(FormatError, match=r"x/sweep/1: note: not"), guard(bucket):
+    with pytest.raises(FormatError, match=r"x/sweep/1: note: "), guard(bucket):
         pass
 
 
