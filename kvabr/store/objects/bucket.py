@@ -405,12 +405,23 @@ def open_objects(url: str) -> Objects:
     return Bucket.open(url)
 
 
-async def _ask(what: str, *args: Any, **options: Any) -> Any:
-    """Call a function of obstore's, in whichever way is right here."""
+def _ask(what: str, *args: Any, **options: Any) -> Awaitable[Any]:
+    """Call a function of obstore's, in whichever way is right here.
+
+    No coroutine: an error would keep its frame, and with that a store's connections.
+    """
     obstore = load_obstore()
     if blocks():
-        return interruptible(partial(getattr(obstore, what), *args, **options))
-    return await getattr(obstore, f"{what}_async")(*args, **options)
+        return _now(partial(getattr(obstore, what), *args, **options))
+    answer: Awaitable[Any] = getattr(obstore, f"{what}_async")(*args, **options)
+    return answer
+
+
+async def _now(call: Callable[[], Any]) -> Any:
+    try:
+        return interruptible(call)
+    finally:
+        del call  # an error keeps this frame, and the call a store's connections
 
 
 def _range(start: int, end: int | None) -> GetOptions | None:
