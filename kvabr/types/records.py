@@ -18,7 +18,7 @@ from dataclasses import MISSING, Field, fields
 from functools import cache
 from operator import attrgetter
 from types import GenericAlias, NoneType, UnionType
-from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Raw
@@ -36,6 +36,7 @@ _VALUE_BYTES = 8
 """Least bytes of a value on average: tokens, sizes, losses, digests and names of tracks have more."""
 _SPARE_VALUES, MAX_OBJECTS = 4096, 4096
 """Values that may be smaller; and objects in one text."""
+_SMALL_BYTES = 1 << 20
 MAX_FLOAT = sys.float_info.max
 
 Number = Annotated[float, Meta(ge=-MAX_FLOAT, le=MAX_FLOAT)]
@@ -107,7 +108,7 @@ def read_members(data: bytes, kind: type, what: str, *schemas: str) -> tuple[dic
     parts = decode(data, _parts(kind), what)
     schema = ""
     if schemas:
-        said = parts.schema and decode(parts.schema, object, what, ".schema")
+        said = None if parts.schema is None else decode(parts.schema, str, what, ".schema")
         schema = check_schema(said, what, *schemas)
     given = {name: part for name in parts.__struct_fields__ if (part := getattr(parts, name)) is not None}
     if len(data) - sum(map(_bytes, given.values())) > MAX_SKIPPED_BYTES:
@@ -119,7 +120,7 @@ def read_members(data: bytes, kind: type, what: str, *schemas: str) -> tuple[dic
 
 
 class _Schema(msgspec.Struct):
-    schema: Any = None
+    schema: str | None = None
 
 
 def read_schema(data: bytes, what: str, *known: str) -> str:
@@ -221,7 +222,8 @@ def _only(kind: Any) -> Any:
     """Return the class of a field that has bounds, or may be None as well."""
     if get_origin(kind) is Annotated:
         return get_args(kind)[0]
-    return next(each for each in get_args(kind) if each is not NoneType) if get_origin(kind) is UnionType else kind
+    either = get_origin(kind) in (Union, UnionType)
+    return next(each for each in get_args(kind) if each is not NoneType) if either else kind
 
 
 def _read(part: Raw | list[Raw], kind: Any, what: str, where: str) -> Any:
@@ -245,12 +247,15 @@ def _to_plain(value: Any) -> Any:
 
 def _check_dense(data: bytes, what: str) -> None:
     """Raise a `FormatError` for JSON that is made of values too small to be a record's, or of too many objects."""
-    import numpy as np  # noqa: PLC0415  # counts faster than bytes do, and loads slowly
-
     objects = at = 0
     while objects <= MAX_OBJECTS and (at := data.find(b"{", at) + 1):
         objects += 1
-    values = np.count_nonzero(np.frombuffer(data, np.uint8) == ord(","))
+    if len(data) <= _SMALL_BYTES:
+        values = data.count(b",")
+    else:
+        import numpy as np  # noqa: PLC0415  # counts five times as fast as bytes do, and loads slowly
+
+        values = int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord(",")))
     if values > _SPARE_VALUES + len(data) // _VALUE_BYTES or objects > MAX_OBJECTS:
         raise FormatError(f"{what}: {len(data)} bytes of nothing but small values; is this a {what}?")
 

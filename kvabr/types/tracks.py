@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
@@ -13,6 +13,8 @@ from kvabr.types.errors import FormatError
 from kvabr.types.naming import check_track_name
 from kvabr.types.records import Number, Positive, check, fields_of, to_json
 from kvabr.types.tails import Loss, Tails, check_tails
+
+T = TypeVar("T")
 
 _ORDER = ("name", "refines", "decode_s", "measured", "tails", "bytes", "loss", "digests")
 """Fields of a track in the order in which they have always been written; others come before them."""
@@ -111,8 +113,14 @@ def level_of(track: Level) -> Level:
 
 def groups_of(track: Track, groups: Sequence[int], alike: Sequence[int]) -> Track:
     """Return some groups of a track, with the losses of those that are ``alike``."""
-    sizes, digests = tuple(track.bytes[group] for group in groups), tuple(track.digests[group] for group in groups)
-    return replace(track, bytes=sizes, loss=tuple(track.loss[each] for each in alike), digests=digests, measured=None)
+    sizes, digests, loss = _some(track.bytes, groups), _some(track.digests, groups), _some(track.loss, alike)
+    return replace(track, bytes=sizes, loss=loss, digests=digests, measured=None)
+
+
+def _some(values: Sequence[T], places: Sequence[int]) -> tuple[T, ...]:
+    if isinstance(places, range) and places.step == 1:
+        return tuple(values[places.start : places.stop])  # a long prompt has thousands
+    return tuple(values[place] for place in places)
 
 
 def check_tracks(tracks: Sequence[Level], what: str) -> None:
