@@ -20,19 +20,18 @@ from kvabr.quic.backend import Quic
 from kvabr.quic.connect import asset_of, connect, parse_namespace, parse_url
 from kvabr.quic.interface import Connection
 from kvabr.store.objects.bucket import open_objects
-from kvabr.store.objects.url import CLOUDS, WEB, split_asset
+from kvabr.store.objects.url import SCHEMES, WEB, split_asset
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError, UsageError
 
-STORE_SCHEMES = (*CLOUDS, *WEB, "file", "memory")
 Dialling = AbstractAsyncContextManager[Connection]
 
-__all__ = ["STORE_SCHEMES", "Dialling", "asset_of", "check_url", "dialling", "is_object_store", "parse_namespace"]
+__all__ = ["Dialling", "asset_of", "check_url", "dialling", "is_object_store", "parse_namespace"]
 
 
 def is_object_store(url: str) -> bool:
     """Return whether a URL is that of an object store, or of an HTTP cache in front of one."""
     scheme, separator, _ = url.partition("://")
-    return bool(separator) and scheme in STORE_SCHEMES
+    return bool(separator) and scheme in SCHEMES
 
 
 def check_url(url: str) -> None:

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvabr.client import origins
 from kvabr.client.async_client import AsyncClient
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.managing.bucket_library import BucketLibrary
-from kvabr.store.objects import asset_store
 from kvabr.store.objects.asset_store import ObjectAssetStore
 from kvabr.store.objects.blocking import blocked, blocks, pause
+from kvabr.store.objects.bucket import OPENED_BY
 from kvabr.store.objects.protocol import PART_BYTES, Objects
-from kvabr.store.objects.url import StoreUrl
+from kvabr.store.objects.url import SCHEMES, StoreUrl
 from kvabr.types.errors import NotFoundError, RequestError
 from tests.client.served import LIMIT_S
 from tests.client.test_play import close
@@ -100,9 +99,9 @@ class Shelf(Objects):
 
 @pytest.fixture
 def shelf(monkeypatch):
-    made = Shelf("s3://shelf/models")
-    for module in (origins, asset_store):
-        monkeypatch.setattr(module, "open_objects", lambda _url: made)
+    monkeypatch.setitem(SCHEMES, "shelf", {"tenant"})
+    made = Shelf("shelf://one/models")
+    monkeypatch.setitem(OPENED_BY, "shelf", lambda _url: made)
     return made
 
 
@@ -138,7 +137,7 @@ def test_a_request_has_a_twin_that_blocks(shelf):
     assert [each.key for each in shelf.list_sync("a/")] == ["a/1", "a/2"]
     shelf.delete_sync(["a/1"])
     assert shelf.head_sync("a/1") is None
-    with pytest.raises(NotFoundError, match="s3://shelf"):
+    with pytest.raises(NotFoundError, match="shelf://one"):
         shelf.get_sync("a/1", limit=2)
     assert not shelf.waited[False]
     assert not blocks()

@@ -400,9 +400,13 @@ class Bucket(Objects):
             return self._stores[most_s]
 
 
+OPENED_BY: dict[str, Callable[[str], Objects]] = {}
+"""What opens a URL, by its scheme, if obstore does not speak that."""
+
+
 def open_objects(url: str) -> Objects:
-    """Return the objects at a URL; errors as `Bucket.open`. A store that obstore does not speak is opened here."""
-    return Bucket.open(url)
+    """Return the objects at a URL; errors as `Bucket.open`."""
+    return OPENED_BY.get(url.partition("://")[0], Bucket.open)(url)
 
 
 def _ask(what: str, *args: Any, **options: Any) -> Awaitable[Any]:

@@ -1,7 +1,7 @@
 """What an object store must do for kvabr: a few requests for the objects of one tenant.
 
-A store that obstore does not speak is one class that derives from `Objects`, and a line in `open_objects`
-(`kvabr.store.objects.bucket`).
+A store that obstore does not speak is one class that derives from `Objects`, its scheme
+(`kvabr.store.objects.url.SCHEMES`), and a line in `kvabr.store.objects.bucket.OPENED_BY`.
 """
 
 from __future__ import annotations
