@@ -13,7 +13,7 @@ import re
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -24,7 +24,7 @@ from kvabr.types.catalog import MAX_GROUPS, MAX_TRACKS, Catalog
 from kvabr.types.digests import DIGEST, kind_of
 from kvabr.types.errors import FormatError, UsageError, VersionError
 from kvabr.types.naming import check_track_name
-from kvabr.types.records import Sha256, decode
+from kvabr.types.records import IN_MEMORY, Sha256, decode, to_json
 from kvabr.types.tails import Loss
 from kvabr.types.units import Unit, units_of
 
@@ -73,7 +73,7 @@ class SpanHead:
     """Tokens of the prompt before the asset that it belongs to, see `Catalog.position`."""
     tracks: Annotated[tuple[SpanTrack, ...], Meta(min_length=1, max_length=MAX_TRACKS * 16)]
     """Published tracks, base first, in the order of their frames. A class without units here is left out."""
-    begin: int = 0
+    begin: int = field(default=0, metadata=IN_MEMORY)
     """Bytes before the first frame."""
 
     @cached_property
@@ -117,23 +117,7 @@ def encode_span(head: SpanHead, frames: Sequence[bytes | memoryview]) -> bytes:
 
 def encode_head(head: SpanHead) -> bytes:
     """Return what comes before a span's frames: header and packed head. `SpanHead.begin` is not read."""
-    value = {
-        "digests": head.digests,
-        "first": head.first,
-        "tokens": head.tokens,
-        "position": head.position,
-        "tracks": [
-            {
-                "name": track.name,
-                "first": track.first,
-                "bytes": track.bytes,
-                "digests": track.digests,
-                "loss": track.loss,
-            }
-            for track in head.tracks
-        ],
-    }
-    packed = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 9)
+    packed = zlib.compress(json.dumps(to_json(head), separators=(",", ":")).encode(), 9)
     begin = _SPAN.size + len(packed)
     total = begin + sum(sum(track.bytes) for track in head.tracks)
     if len(packed) > MAX_HEAD_BYTES or total > MAX_SPAN_BYTES:
