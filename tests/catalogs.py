@@ -52,4 +52,4 @@ def _track(
         first, last = SPEC.group_range(group, tokens)
         sizes.append(int(SPEC.fp16_bytes(last - first) * share) + 100)
     losses = tuple(loss * weight / total for weight in weights)
-    return Track(name, tuple(sizes), losses, ("0" * 64,) * len(weights), refines, seconds)
+    return Track(name, tuple(sizes), losses, ("0" * 64,) * len(weights), refines=refines, decode_s=seconds)

@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvabr.moqt.codes import RequestCode
+from kvabr.moqt.codes import RequestCode, reason_of
 from kvabr.server.growing import GrowingPublication
 from kvabr.server.publication import LevelPublication, Publication
 from kvabr.transfer.interface import ConnectionStats, PeerConnection
 from kvabr.transfer.transfer import GroupTransfer
-from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
+from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, Reason, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import TrackNamespace
 from tests.assets import whole
@@ -156,7 +156,7 @@ class _Sending:
             if fault.refuse is not None:
                 code, after = fault.refuse, fault.retry_after_s
                 kind = NotFoundError if code == RequestCode.DOES_NOT_EXIST else RequestError
-                raise kind(f"{what}: refused, code {code:#x}", code=code, retry_after_s=after)
+                raise kind(f"{what}: refused, code {code:#x}", reason=reason_of(code), retry_after_s=after)
             self._data = tampered(self._published(what), fault)
         except RequestError as error:
             self.fail(error)
@@ -172,7 +172,7 @@ class _Sending:
             if isinstance(publication, GrowingPublication):
                 groups = range(ask.group, min(ask.group + self._groups, publication.groups))
                 if publication.growing and not groups:
-                    raise NotFoundError(f"{what}: not published yet", code=RequestCode.INVALID_RANGE)
+                    raise NotFoundError(f"{what}: not published yet", reason=Reason.NOT_YET)
                 if data := b"".join(whole(publication.open(group)) for group in groups):
                     return memoryview(data)
             elif publication is not None:
@@ -184,7 +184,7 @@ class _Sending:
         except AssetError as error:
             raise RequestError(f"{what}: the publisher cannot read it ({error})") from error
         why = f"{what} of {ask.namespace.model}: there is none that we may read"
-        raise NotFoundError(why, code=RequestCode.DOES_NOT_EXIST)
+        raise NotFoundError(why, reason=Reason.MISSING)
 
     def next_chunk(self, now: float) -> int:
         """Return how many bytes could go on the link now."""
@@ -205,7 +205,7 @@ class _Sending:
         if self.over or self._opening is not None:
             return self.over
         if self._fault.reset_after is not None and self._sent >= self._fault.reset_after:
-            self.fail(RequestError(f"reset by the publisher after {self._sent} bytes", code=0x0))
+            self.fail(RequestError(f"reset by the publisher after {self._sent} bytes"))
         elif self._end is not None and self._sent >= self._end:
             self.transfer.finish()
         return self.over

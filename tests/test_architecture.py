@@ -99,6 +99,13 @@ def test_a_package_imports_only_lower_floors(floor: str):
     assert not upward
 
 
+def test_only_transports_and_servers_speak_moqt():
+    speakers = {
+        room(name) for name in modules() if any(room(target) == "moqt" for target in imports(name, typing=True))
+    }
+    assert speakers <= {"moqt", "quic", "server"}
+
+
 def test_no_files_import_each_other_in_a_circle():
     graph: dict[str, set[str]] = defaultdict(set)
     for name in modules():

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from kvabr.codec.container import slices
-from kvabr.moqt.codes import RequestCode
+from kvabr.moqt.codes import reason_of
 from kvabr.server.publication import BytesPublication, Publication
 from kvabr.transfer.interface import read_all
-from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, RequestError
+from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, Reason, RequestError
 from kvabr.types.naming import TrackNamespace
 from tests.client.virtual import virtual
 from tests.memory_transport import Fault, MemoryConnection, MemoryLink
@@ -126,8 +126,8 @@ async def test_what_is_not_there_looks_the_same_whyever():
         ):
             with pytest.raises(NotFoundError) as caught:
                 await download.read()
-            errors.append(caught.value.code)
-        assert errors == [0x10] * 3
+            errors.append(caught.value.reason)
+        assert errors == [Reason.MISSING] * 3
         with pytest.raises(RequestError, match="disk is gone"):
             await read_all(ask(link, "broken"))
 
@@ -155,8 +155,8 @@ async def test_faults_that_the_transport_sees(fault, message):
     async with connection(fault=fault) as link:
         with pytest.raises(RequestError, match=message) as caught:
             await read_all(ask(link))
-        code = RequestCode.MALFORMED_TRACK if fault.endless else fault.refuse or 0
-        assert (caught.value.code, caught.value.retry_after_s) == (code, fault.retry_after_s)
+        reason = Reason.WRONG if fault.endless else reason_of(fault.refuse or 0)
+        assert (caught.value.reason, caught.value.retry_after_s) == (reason, fault.retry_after_s)
         assert link.downloads == 0
 
 

@@ -21,7 +21,6 @@ from kvabr.client.live_feed import LiveFeed
 from kvabr.client.resources import SMALL_BYTES, cancel_all, decoders, on_engine, timed
 from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.client.token_recompute import TokenRecompute
-from kvabr.moqt.codes import RequestCode
 from kvabr.player.assembler import Assembler, Layer, Placement
 from kvabr.player.goals.blend import BlendAim
 from kvabr.player.goals.live import EdgeChanges
@@ -40,7 +39,15 @@ from kvabr.player.session_types import (
 from kvabr.transfer.interface import Connection
 from kvabr.transfer.transfer import GroupReader
 from kvabr.types.engine import Engine, prefill_classes
-from kvabr.types.errors import ConnectionLostError, FormatError, KvabrError, PolicyError, RequestError, TransportError
+from kvabr.types.errors import (
+    ConnectionLostError,
+    FormatError,
+    KvabrError,
+    PolicyError,
+    Reason,
+    RequestError,
+    TransportError,
+)
 
 _PAUSE_SHARE = 1 / 50
 """Share of the deadline that a refused request waits before it is asked for again, unless the peer names a time."""
@@ -286,7 +293,7 @@ class Driver:
             if download.stats.first_byte_s is None:
                 await self._pause(error)
             self._ended(action.request)
-            busy = isinstance(error, RequestError) and error.code == RequestCode.EXCESSIVE_LOAD
+            busy = isinstance(error, RequestError) and error.reason == Reason.BUSY
             self._tell(partial(self.session.failed, busy=busy), action.request, said(error))
         else:
             self._ended(action.request)
@@ -319,7 +326,7 @@ class Driver:
         if not isinstance(error, RequestError):
             return
         deadline_s, wanted = self.session.view.deadline_s, error.retry_after_s
-        if wanted is None and error.code == RequestCode.EXCESSIVE_LOAD:
+        if wanted is None and error.reason == Reason.BUSY:
             wanted = _PAUSE_SHARE * deadline_s
         if wanted is not None:
             await asyncio.sleep(max(0.0, min(wanted, _MAX_PAUSE_SHARE * deadline_s)))

@@ -18,14 +18,13 @@ from typing import Protocol
 
 from kvabr.client.lookup import fetch_catalog
 from kvabr.client.resources import cancel_all, decoders
-from kvabr.moqt.codes import RequestCode
 from kvabr.player.goals.live import EdgeChanges
 from kvabr.player.priorities import DEARER
 from kvabr.transfer.interface import Connection, read_all
 from kvabr.transfer.transfer import GroupReader, GroupRequest
 from kvabr.types.backoff import Backoff
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import ConnectionLostError, FormatError, NotFoundError, RequestError, TransportError
+from kvabr.types.errors import ConnectionLostError, FormatError, NotFoundError, Reason, RequestError, TransportError
 from kvabr.types.live import (
     MAX_EDGE_BYTES,
     EdgeMessage,
@@ -165,7 +164,7 @@ class LiveFeed:
         if self.connection.closed or not isinstance(error, TransportError):
             return False
         if isinstance(error, NotFoundError):
-            if error.code != RequestCode.INVALID_RANGE:
+            if error.reason != Reason.NOT_YET:
                 return False
             if pauses.took_s < _AT_ONCE_S:
                 self.holds = False

@@ -3,7 +3,7 @@
 Nothing that an origin says is believed unchecked. A catalog is bounded by the prompt's own groups, and must be of the
 model and of the very tokens that were asked for, which the chained digests of the prompt prove
 (`kvabr.types.naming.chain`). What an origin sends is parsed in a thread, and in pieces: a thread alone does not keep a
-long call from stopping the event loop (`kvabr.types.json_pieces`).
+long call from stopping the event loop (`kvabr.types.records`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import NamedTuple
 from kvabr.client.resources import decoders
 from kvabr.codec.base import codec
 from kvabr.transfer.interface import Connection, PrefixFinder, read_view
-from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
-from kvabr.types.catalog_json import MAX_TRACKS
+from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_TRACKS, Catalog
 from kvabr.types.digests import require
 from kvabr.types.errors import (
     ConnectionLostError,

@@ -18,21 +18,20 @@ from types import TracebackType
 from kvabr.client.store_connection import StoreConnection
 from kvabr.quic.backend import Quic
 from kvabr.quic.connect import asset_of, connect, parse_namespace, parse_url
-from kvabr.store.objects.bucket import Bucket
-from kvabr.store.objects.url import CLOUDS, WEB, split_asset
+from kvabr.store.objects.bucket import open_objects
+from kvabr.store.objects.url import SCHEMES, WEB, split_asset
 from kvabr.transfer.interface import PeerConnection
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError, UsageError
 
-STORE_SCHEMES = (*CLOUDS, *WEB, "file", "memory")
 Dialling = AbstractAsyncContextManager[PeerConnection]
 
-__all__ = ["STORE_SCHEMES", "Dialling", "asset_of", "check_url", "dialling", "is_object_store", "parse_namespace"]
+__all__ = ["Dialling", "asset_of", "check_url", "dialling", "is_object_store", "parse_namespace"]
 
 
 def is_object_store(url: str) -> bool:
     """Return whether a URL is that of an object store, or of an HTTP cache in front of one."""
     scheme, separator, _ = url.partition("://")
-    return bool(separator) and scheme in STORE_SCHEMES
+    return bool(separator) and scheme in SCHEMES
 
 
 def check_url(url: str) -> None:
@@ -82,7 +81,7 @@ class StoreDialling(AbstractAsyncContextManager[PeerConnection]):
 
     def __init__(self, url: str, timeout_s: float, *, needed: bool = True) -> None:
         """Take the URL of a bucket; raise `UsageError` if the package for object stores is missing."""
-        self._bucket, self._timeout_s, self._needed = Bucket.open(url), timeout_s, needed
+        self._bucket, self._timeout_s, self._needed = open_objects(url), timeout_s, needed
         self._connection: StoreConnection | None = None
 
     async def __aenter__(self) -> PeerConnection:

@@ -14,15 +14,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvabr.store.objects import spans
 from kvabr.store.objects.layout import StoreOffer
 from kvabr.store.objects.spans import SpanHead
 from kvabr.transfer.interface import FoundPrefix
-from kvabr.types.catalog import Catalog, Track
+from kvabr.types.catalog import Catalog, CommonFacts, Track
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import TrackNamespace
+from kvabr.types.records import fields_of
+from kvabr.types.tracks import Level
 from kvabr.types.units import hit, units_of
 
 _AT_ONCE = 31
@@ -163,7 +165,7 @@ def found_prefix(offer: StoreOffer, heads: Sequence[SpanHead]) -> FoundPrefix:
         chunks, tokens = chunks[:groups], groups * size
         units = units_of(spec, tokens)
     # What is left behind tails is a share of what a whole asset loses, and the last span of one is as a rule not full.
-    whole = heads[-1].tokens < offer.span_groups * size
+    rest: dict[str, Any] = {} if heads[-1].tokens < offer.span_groups * size else {"tails": ()}
     tracks = []
     for level in offer.tracks:
         entries = _entries(heads, [part.track_name(level.name) for part in spec.parts])
@@ -172,19 +174,14 @@ def found_prefix(offer: StoreOffer, heads: Sequence[SpanHead]) -> FoundPrefix:
         except KeyError as error:
             raise FormatError(f"spans: {level.name} lacks a group of {spec.names[0]} or another class") from error
         sizes, digests, losses = zip(*found, strict=True)
-        tracks.append(
-            Track(level.name, sizes, losses, digests, level.refines, level.decode_s, tails=level.tails if whole else ())
-        )
+        tracks.append(Track(**fields_of(level, Level) | rest, bytes=sizes, loss=losses, digests=digests))
     catalog = Catalog(
         namespace=TrackNamespace(spec.model, chunks[-1]),
         spec=spec,
         tokens=tokens,
         chunks=chunks,
         tracks=tuple(tracks),
-        profile=offer.profile,
-        profile_bytes=offer.profile_bytes,
-        prefill=offer.prefill,
-        loss_method=offer.loss_method,
+        **fields_of(offer, CommonFacts),
         position=heads[0].position,
     )
     tag = hashlib.sha256("".join(digest for track in tracks for digest in track.digests).encode()).hexdigest()

@@ -18,14 +18,20 @@ from collections.abc import Callable, Coroutine
 from kvabr.client.lanes import LANES, SPARE_LANES, Lanes, Piece, RangeTransfer
 from kvabr.client.resources import cancel_all
 from kvabr.client.store_index import StoreIndex
-from kvabr.moqt.codes import RequestCode
 from kvabr.quic.bottleneck import LimitWatch
-from kvabr.store.objects.bucket import PART_BYTES, Bucket
 from kvabr.store.objects.direct import DirectReader
 from kvabr.store.objects.layout import profile_key
+from kvabr.store.objects.protocol import PART_BYTES, Objects
 from kvabr.transfer.interface import ConnectionStats, PeerConnection
 from kvabr.transfer.transfer import GroupTransfer
-from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError, UnauthorizedError
+from kvabr.types.errors import (
+    ConnectionLostError,
+    NotFoundError,
+    Reason,
+    RequestError,
+    TransportError,
+    UnauthorizedError,
+)
 from kvabr.types.events import Limit
 from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, is_live, is_lookup
 
@@ -52,7 +58,7 @@ class StoreConnection(PeerConnection):
 
     protocol = PROTOCOL
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Objects) -> None:
         """Ask for nothing yet; an event loop must be running."""
         self.backend, self.peer = bucket.where.scheme, bucket.url
         self.closed = False
@@ -99,8 +105,8 @@ class StoreConnection(PeerConnection):
         elif is_lookup(track) and not is_live(track):
             self._find(transfer, lambda: self._whole(transfer, self.index.lookup(namespace, track)))
         elif is_live(track) or request.standing:
-            code = RequestCode.INVALID_RANGE if request.wait_s else RequestCode.DOES_NOT_EXIST
-            transfer.fail(NotFoundError(f"{request}: a store only has what is complete", code=code))
+            reason = Reason.NOT_YET if request.wait_s else Reason.MISSING
+            transfer.fail(NotFoundError(f"{request}: a store only has what is complete", reason=reason))
         elif (place := self.index.place(namespace, track, request.group, request.digest)) is not None:
             self._want(transfer, place)
         else:
@@ -194,8 +200,8 @@ class StoreConnection(PeerConnection):
                 await self.index.catalog(namespace)
             place = self.index.place(namespace, request.track, request.group, request.digest)
         if place is None:
-            code = RequestCode.INVALID_RANGE if request.wait_s else RequestCode.DOES_NOT_EXIST
-            raise NotFoundError(f"{request}: not found in {self.peer}", code=code)
+            reason = Reason.NOT_YET if request.wait_s else Reason.MISSING
+            raise NotFoundError(f"{request}: not found in {self.peer}", reason=reason)
         self._want(transfer, place)
 
     def _want(self, transfer: GroupTransfer, place: tuple[str, int, int]) -> None:
@@ -278,7 +284,7 @@ class StoreConnection(PeerConnection):
     def _try_again(self, piece: Piece, error: Exception) -> None:
         """Ask again for the rest of a piece, soon; or give up."""
         tries = self._tries[piece] = self._tries.get(piece, 0) + 1
-        busy = isinstance(error, RequestError) and error.code == RequestCode.EXCESSIVE_LOAD
+        busy = isinstance(error, RequestError) and error.reason == Reason.BUSY
         lost = isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)
         if (busy or lost) and tries < _TRIES and not self.closed:
             pause_s = _PAUSE_S * 2.0**tries * random.uniform(0.5, 1.5) if busy else 0.0  # noqa: S311  # no secret

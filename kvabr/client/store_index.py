@@ -23,8 +23,8 @@ from kvabr.client.lanes import LANES, SPARE_LANES
 from kvabr.client.resources import cancel_all, decoders
 from kvabr.client.span_search import Ask, SpanSearch, found_prefix, parsed_heads
 from kvabr.store.objects import layout, spans
-from kvabr.store.objects.bucket import Bucket, ObjectInfo
 from kvabr.store.objects.layout import StoredCatalog, StoreOffer
+from kvabr.store.objects.protocol import Objects, StoredObject
 from kvabr.store.objects.spans import SpanHead
 from kvabr.transfer.interface import FoundPrefix
 from kvabr.types.errors import ForbiddenError, FormatError, NotFoundError, RequestError, UnauthorizedError
@@ -90,7 +90,7 @@ class Placed:
 class StoreIndex:
     """The small objects of one bucket, for one event loop."""
 
-    def __init__(self, bucket: Bucket, heard: Callable[[int, float], None] = lambda _size, _seconds: None) -> None:
+    def __init__(self, bucket: Objects, heard: Callable[[int, float], None] = lambda _size, _seconds: None) -> None:
         """Ask for nothing yet; ``heard`` is told of every small object that came: bytes, and seconds that it took."""
         self._bucket, self._heard = bucket, heard
         self._offers: list[StoreOffer | None] = []
@@ -435,7 +435,7 @@ class StoreIndex:
             raise NotFoundError(f"no codec profile {sha256} in {self._bucket.url}")
         return size
 
-    async def _looked_for(self, key: str, wait_s: float) -> ObjectInfo | None:
+    async def _looked_for(self, key: str, wait_s: float) -> StoredObject | None:
         try:
             async with asyncio.timeout(wait_s):
                 return await self._bucket.head(key)

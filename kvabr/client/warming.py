@@ -117,7 +117,7 @@ def sample_catalog(profile: Profile) -> Catalog:
     """Return the catalog of a made-up group on a model's AC tracks, by which decoding is measured."""
     spec, part = profile.spec, profile.spec.largest
     tracks = [
-        Track(group.track, (group.payload.nbytes,), (0.0,), ("0" * 64,), track_below(group.track))
+        Track(group.track, (group.payload.nbytes,), (0.0,), ("0" * 64,), refines=track_below(group.track))
         for group in _groups(profile, part)
     ]
     namespace = TrackNamespace(spec.model, "0" * 64)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from kvabr.types.errors import Reason
+
 
 class SessionCode(IntEnum):
     """Reasons to close a session (draft 18, section 15.10.1)."""
@@ -174,3 +176,29 @@ def name_of(code: int, kind: type[IntEnum]) -> str:
         return kind(code).name
     except ValueError:
         return f"code 0x{code:x}"
+
+
+_CODES = {
+    Reason.INTERNAL: RequestCode.INTERNAL_ERROR,
+    Reason.UNAUTHORIZED: RequestCode.UNAUTHORIZED,
+    Reason.TIMEOUT: RequestCode.TIMEOUT,
+    Reason.UNSUPPORTED: RequestCode.NOT_SUPPORTED,
+    Reason.MALFORMED_TOKEN: RequestCode.MALFORMED_AUTH_TOKEN,
+    Reason.EXPIRED_TOKEN: RequestCode.EXPIRED_AUTH_TOKEN,
+    Reason.AWAY: RequestCode.GOING_AWAY,
+    Reason.BUSY: RequestCode.EXCESSIVE_LOAD,
+    Reason.MISSING: RequestCode.DOES_NOT_EXIST,
+    Reason.NOT_YET: RequestCode.INVALID_RANGE,
+    Reason.WRONG: RequestCode.MALFORMED_TRACK,
+}
+_REASONS = {int(code): reason for reason, code in _CODES.items()}
+
+
+def reason_of(code: int) -> Reason:
+    """Return what a code of a refused request means."""
+    return _REASONS.get(code, Reason.OTHER)
+
+
+def code_of(reason: Reason) -> RequestCode:
+    """Return the code by which a peer is told."""
+    return _CODES.get(reason, RequestCode.INTERNAL_ERROR)

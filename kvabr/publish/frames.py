@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -18,7 +19,6 @@ from kvabr.codec.profile import Profile
 from kvabr.codec.threads import CORES
 from kvabr.store.asset import FrameStore
 from kvabr.types.catalog import Catalog, Quality, Track
-from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256, digest_of, unknown
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
@@ -227,17 +227,15 @@ class FrameEncoder:
         loss: Mapping[str, Sequence[float]],
         decode_s: Mapping[str, float],
         *,
-        loss_method: str,
-        source: str,
         measured: Mapping[str, Quality] | None = None,
         tails: Mapping[str, Sequence[TailLoss]] | None = None,
-        prefill: PrefillCost | None = None,
         expected: Mapping[str, Sequence[int]] | None = None,
+        **facts: Any,
     ) -> Catalog:
         """Return the catalog of what was encoded, with these losses and decode times by track.
 
-        It has the tracks that ``loss`` has. With ``expected`` it is that of a cache to come: these are the sizes, and
-        the digests are unknown.
+        It has the tracks that ``loss`` has, and ``facts`` are further fields of `Catalog`. With ``expected`` it is that
+        of a cache to come: these are the sizes, and the digests are unknown.
         """
         listed = [track for track in self.tracks if track in loss]
         profile = self._profile if needs_profile(listed) else None
@@ -267,9 +265,7 @@ class FrameEncoder:
             ),
             profile=None if profile is None else profile.digest,
             profile_bytes=0 if profile is None else len(profile.to_bytes()),
-            prefill=prefill,
-            loss_method=loss_method,
-            source=source,
+            **facts,
         )
 
     def _read(self, group: int, track: str) -> tuple[bytes, list[memoryview]]:

@@ -7,7 +7,6 @@ that `kvabr calibrate --blend` writes. They hold for one model, and one way to c
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from kvabr.types.errors import ForeignError, FormatError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.model_name import was_named
 from kvabr.types.passage import PassageNotes
+from kvabr.types.records import read, to_json
 
 SCHEMA = "kvabr.fusion/1"
 _MAX_BYTES = 1 << 20
-_NOT_A_FILE = (LookupError, ValueError, TypeError, AttributeError)
+_ORDER = "spec", "base", "contexts", "losses", "method"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,11 @@ class FusionLosses:
     """How it was measured, in words."""
     base: str = "mean"
     """How passages were computed, as `PassageNotes.base`."""
+
+    def __post_init__(self) -> None:
+        if not self.losses:
+            raise FormatError("fusion losses: there are none")
+        PassageNotes(self.base, self.contexts, fusion=self.losses, method=self.method)  # which checks them
 
     def check(self, spec: KVSpec) -> FusionLosses:
         """Return these losses; raise `ForeignError` if they are of another model than that with ``spec``."""
@@ -71,35 +76,15 @@ class FusionLosses:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {
-            "schema": SCHEMA,
-            "spec": self.spec.to_json(),
-            "base": self.base,
-            "contexts": self.contexts,
-            "losses": [list(pair) for pair in self.losses],
-            "method": self.method,
-        }
+        return {"schema": SCHEMA, **to_json(self, "base", last=_ORDER)}
 
     @staticmethod
     def read(path: Path) -> FusionLosses:
         """Read a file; raise `AssetError` if it cannot be read, `FormatError` if it has no fusion losses."""
-        text = read_text(path, _MAX_BYTES)
         try:
-            return _parsed(json.loads(text))
-        except (FormatError, *_NOT_A_FILE) as error:
-            what = str(error) if isinstance(error, FormatError) else f"no fusion losses ({error!r})"
-            raise FormatError(f"{path}: {what}; `kvabr calibrate --blend` writes such files") from error
-
-
-def _parsed(value: Any) -> FusionLosses:
-    if value["schema"] != SCHEMA:
-        raise FormatError(f"its schema is {str(value['schema'])[:40]!r}, not {SCHEMA!r}")
-    losses = tuple((float(share), float(loss)) for share, loss in value["losses"])
-    if not losses:
-        raise FormatError("it has no losses")
-    # The notes check what they are given.
-    notes = PassageNotes(value.get("base", "mean"), value["contexts"], fusion=losses, method=value["method"])
-    return FusionLosses(KVSpec.from_json(value["spec"]), notes.contexts, losses, notes.method, notes.base)
+            return read(read_text(path, _MAX_BYTES).encode(), FusionLosses, "fusion losses", SCHEMA)
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}; `kvabr calibrate --blend` writes such files") from error
 
 
 def _measuring(base: str, contexts: int) -> str:

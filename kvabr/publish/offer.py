@@ -16,7 +16,6 @@ from kvabr.codec.profile import Profile
 from kvabr.publish.encoder import RAW, needs_raw, ordered_tracks, pointless
 from kvabr.publish.frames import FrameEncoder, six
 from kvabr.store.asset import FrameStore
-from kvabr.store.quota import NOT_MEASURED
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.digests import SHA256, check_kind
 from kvabr.types.errors import UsageError
@@ -114,7 +113,8 @@ class TrackOffer:
         return frames.catalog(
             losses,
             {track: self._of_prior(track).decode_s * larger for track in losses},
-            loss_method=f"{NOT_MEASURED}: those of {prior.tokens} tokens under {prior.spec.model}, from the end",
+            loss_method=f"not measured: those of {prior.tokens} tokens under {prior.spec.model}, from the end",
+            estimated=True,
             source=self._source,
             tails={track: self._of_prior(track).tails for track in losses},
             prefill=prior.prefill if prior.spec.model == spec.model else None,

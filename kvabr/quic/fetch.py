@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvabr.moqt.codes import RequestCode, ResetCode, name_of
+from kvabr.moqt.codes import RequestCode, ResetCode, name_of, reason_of
 from kvabr.moqt.messages import RequestErrorMessage as Refusal
 from kvabr.moqt.objects import Item, ObjectHeader, RangeEnd
 from kvabr.transfer.transfer import GroupRequest, GroupTransfer
-from kvabr.types.errors import NotFoundError, RequestError
+from kvabr.types.errors import NotFoundError, Reason, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import CATALOG_TRACK, PROPERTY_GROUP_BYTES
 
@@ -56,9 +56,9 @@ class QuicFetch:
                 continue
             transfer.came(limit)
             if isinstance(item, RangeEnd):
-                self._wrong("the peer does not have all of it", RequestCode.INTERNAL_ERROR)
+                self._wrong("the peer does not have all of it", Reason.INTERNAL)
             elif not 0 <= item.group - request.group < request.groups:
-                self._wrong(f"objects of group {item.group} came", RequestCode.MALFORMED_TRACK)
+                self._wrong(f"objects of group {item.group} came", Reason.WRONG)
             elif max(item.size, _declared_bytes(item)) > request.limit:
                 transfer.too_long()
         transfer.came(limit)
@@ -69,9 +69,9 @@ class QuicFetch:
         if reset is not None:
             reason = name_of(reset, ResetCode)
             code = next((code for known, code in _SAME.items() if known == reset), reset)
-            transfer.fail(RequestError(f"{self.request}: broken off by the peer ({reason})", code=code))
+            transfer.fail(RequestError(f"{self.request}: broken off by the peer ({reason})", reason=reason_of(code)))
         elif not transfer.received:
-            transfer.fail(NotFoundError(f"{self.request}: nothing there", code=RequestCode.DOES_NOT_EXIST))
+            transfer.fail(NotFoundError(f"{self.request}: nothing there", reason=Reason.MISSING))
         else:
             transfer.finish()
 
@@ -84,15 +84,15 @@ class QuicFetch:
             if request.track == CATALOG_TRACK:
                 name = f"{request.namespace.model}/{request.namespace.prompt}"
                 missing = f"no such asset {name}, or none that your token opens"
-            error: RequestError = NotFoundError(missing, code=code)
+            error: RequestError = NotFoundError(missing, reason=reason_of(code))
         else:
             retry_s = (message.retry_interval - 1) / 1000 if message.retry_interval else None
             name = name_of(code, RequestCode)
-            error = RequestError(f"{request}: refused, {name}{said}", code=code, retry_after_s=retry_s)
+            error = RequestError(f"{request}: refused, {name}{said}", reason=reason_of(code), retry_after_s=retry_s)
         self.transfer.fail(error)
 
-    def _wrong(self, why: str, code: int) -> None:
-        self.transfer.reject(RequestError(f"{self.request}: {why}", code=code))
+    def _wrong(self, why: str, reason: Reason) -> None:
+        self.transfer.reject(RequestError(f"{self.request}: {why}", reason=reason))
 
 
 def _declared_bytes(header: ObjectHeader) -> int:

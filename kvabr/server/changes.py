@@ -18,15 +18,17 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
-from kvabr.types.errors import FormatError
+from msgspec import Meta
+
 from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
+from kvabr.types.records import Sha256, decode, read_schema
 
 MAX_CHANGES_BYTES = 1 << 20
 """Bound on one answer."""
 _MAX_MARKS = 4096
 """Marks that are remembered; a relay that missed more is told that anything may have changed."""
-_MARK_HEX = 64
 _SCHEMA = "kvabr.changes/1"
 
 
@@ -39,9 +41,9 @@ def mark_of(namespace: TrackNamespace) -> str:
 class Changes:
     """What was taken back between two positions."""
 
-    position: int
+    position: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     """Where the next question begins."""
-    marks: tuple[str, ...] = ()
+    marks: Annotated[tuple[Sha256, ...], Meta(max_length=_MAX_MARKS)] = ()
     """Of assets that were removed, replaced, or are no longer opened."""
     everything: bool = False
     """Whether any asset may have changed: the server does not know what it told before."""
@@ -54,17 +56,8 @@ class Changes:
     @classmethod
     def loads(cls, data: bytes) -> Changes:
         """Parse what `dumps` returned, from an untrusted source; raise `FormatError` if it is something else."""
-        try:
-            value = json.loads(data)
-            position, marks, everything = value["position"], value["marks"], value["everything"]
-            sound = value["schema"] == _SCHEMA and type(position) is int and 0 <= position < 1 << 63
-            sound &= isinstance(marks, list) and len(marks) <= _MAX_MARKS and isinstance(everything, bool)
-            sound = sound and all(isinstance(mark, str) and len(mark) == _MARK_HEX for mark in marks)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise FormatError(f"changes: not {_SCHEMA} ({error!r})") from error
-        if not sound:
-            raise FormatError(f"changes: not {_SCHEMA}")
-        return cls(position, tuple(marks), everything)
+        read_schema(data, "changes", _SCHEMA)
+        return decode(data, cls, "changes")
 
 
 class ChangeLog:

@@ -6,13 +6,12 @@ import resource
 import time
 from dataclasses import dataclass, field, fields
 
-from kvabr.moqt.codes import RequestCode
-from kvabr.types.errors import NotFoundError, RequestError, TransportError, UnauthorizedError, UsageError
+from kvabr.moqt.codes import RequestCode, code_of
+from kvabr.types.errors import NotFoundError, Reason, RequestError, TransportError, UnauthorizedError, UsageError
 
 MISSING = "no such track, or none that you may read"
 BUSY_MS = 1000
 """Milliseconds after which a peer that was refused for load may ask again."""
-_CODES = frozenset(map(int, RequestCode))
 _MAX_FILES, _LEAST_FILES, _OTHER_FILES = 4096, 8, 64
 """Open files of groups by default, at most and at least; and descriptors that the rest of the process needs."""
 
@@ -118,8 +117,8 @@ def refusal(error: TransportError) -> tuple[RequestCode, str, int | None]:
         return RequestCode.UNAUTHORIZED, "the origin refuses the relay's token", None
     if isinstance(error, NotFoundError):
         return RequestCode.DOES_NOT_EXIST, MISSING, None
-    if isinstance(error, RequestError) and error.code in _CODES:
-        code, retry_ms = RequestCode(error.code), None
+    if isinstance(error, RequestError) and error.reason != Reason.OTHER:
+        code, retry_ms = code_of(error.reason), None
         if error.retry_after_s is not None or code == RequestCode.EXCESSIVE_LOAD:
             retry_ms = BUSY_MS if error.retry_after_s is None else int(1000 * error.retry_after_s)
         return code, str(error), retry_ms

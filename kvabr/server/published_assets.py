@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-from kvabr.moqt.codes import RequestCode
 from kvabr.server.changes import ChangeLog, mark_of, position_in
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.live_assets import FollowedAsset, LiveAssets, live_asset_of
@@ -22,7 +21,7 @@ from kvabr.store.asset_index import AssetIndex, AssetView
 from kvabr.store.locations import Location, open_store
 from kvabr.store.lru import ByteLru
 from kvabr.store.tiers import TieredAsset, TieredAssetStore
-from kvabr.types.errors import AssetError, FormatError, NotFoundError, RequestError, TransportError
+from kvabr.types.errors import AssetError, FormatError, NotFoundError, Reason, RequestError, TransportError
 from kvabr.types.naming import (
     CATALOG_TRACK,
     CHANGES_TRACK,
@@ -225,7 +224,7 @@ class PublishedAssets:
 
     def _check_grant(self, grant: Grant, *, at_once: bool) -> None:
         if self.renewed(grant) is None:
-            raise RequestError("the token is no longer accepted", code=RequestCode.UNAUTHORIZED)
+            raise RequestError("the token is no longer accepted", reason=Reason.UNAUTHORIZED)
         if grant.token_sha256 not in self._views:
             # A new token, while the assets that it opens are still being looked up.
             if at_once:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Self
 
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import decoders
-from kvabr.moqt.codes import RequestCode
 from kvabr.server.changes import MAX_CHANGES_BYTES, ChangeLog, Changes, changes_track, mark_of, position_in
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.metrics import Metrics
@@ -31,6 +30,7 @@ from kvabr.types.errors import (
     AssetError,
     FormatError,
     NotFoundError,
+    Reason,
     RequestError,
     TransportError,
     UnauthorizedError,
@@ -60,7 +60,7 @@ _BREATH_S = 0.01
 _REFUSED = "the origin refuses the relay's token"
 _NO_CHANGES_S = 60.0
 """Pause after an answer of a peer that tells of none."""
-_NOT_TOLD = (RequestCode.NOT_SUPPORTED, RequestCode.MALFORMED_TRACK)
+_NOT_TOLD = (Reason.UNSUPPORTED, Reason.WRONG)
 
 
 class Relay:
@@ -179,7 +179,7 @@ class Relay:
         del grant
         if namespace == MODELS_NAMESPACE and (position := position_in(track)) is not None:
             if self.catalogs.revoked:
-                raise RequestError(_REFUSED, code=RequestCode.UNAUTHORIZED)
+                raise RequestError(_REFUSED, reason=Reason.UNAUTHORIZED)
             return BytesPublication((await self._changes.after(position)).dumps())
         try:
             complete, live = (self.catalogs.last(namespace, name) for name in (CATALOG_TRACK, LIVE_TRACK))
@@ -207,16 +207,14 @@ class Relay:
         """A group was refused or wrong: find out what the origin says of the asset now."""
         if is_unauthorized(error):
             self.catalogs.revoke()
-        elif isinstance(error, NotFoundError) or (
-            isinstance(error, RequestError) and error.code == RequestCode.MALFORMED_TRACK
-        ):
+        elif isinstance(error, NotFoundError) or (isinstance(error, RequestError) and error.reason == Reason.WRONG):
             self._log.warning("group refused", track=request.track, group=request.group, why=str(error))
             self.catalogs.doubt(request.namespace)
 
     def _dropped(self, facts: AssetFacts) -> None:
         why = "the asset was removed or replaced; ask for its catalog again"
         gone = facts.all_digests() - self.catalogs.named_besides(facts)
-        self._drop(gone, NotFoundError(why, code=RequestCode.DOES_NOT_EXIST))
+        self._drop(gone, NotFoundError(why, reason=Reason.MISSING))
         self._changes.add([facts.mark])
         self._tell()
 
@@ -224,7 +222,7 @@ class Relay:
         """An asset that grew was removed: drop what came of it, and pass that on to the relays behind this one."""
         frames = {level.frame(group).digest for level in asset.levels.values() for group in range(level.groups)}
         kept = self.catalogs.named({level.frame(0).digest for level in asset.levels.values() if level.groups})
-        why = NotFoundError("the asset was removed or replaced", code=RequestCode.DOES_NOT_EXIST)
+        why = NotFoundError("the asset was removed or replaced", reason=Reason.MISSING)
         self._drop({digest for digest in frames if digest} - kept, why)
         self._changes.add([mark_of(asset.namespace)])
         self._tell()
@@ -245,7 +243,7 @@ class Relay:
                 pause_s = pauses.longer()
                 if is_unauthorized(error):
                     self.catalogs.revoke()
-                elif isinstance(error, FormatError | NotFoundError) or getattr(error, "code", None) in _NOT_TOLD:
+                elif isinstance(error, FormatError | NotFoundError) or getattr(error, "reason", None) in _NOT_TOLD:
                     pause_s = _NO_CHANGES_S
                     self._log.debug("the origin tells of no changes", why=str(error), again_s=pause_s)
                 await asyncio.sleep(pause_s)

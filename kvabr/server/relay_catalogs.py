@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from kvabr.client.resources import decoders
-from kvabr.moqt.codes import RequestCode
 from kvabr.server.changes import mark_of
 from kvabr.server.publication import BytesPublication
 from kvabr.store.asset_index import check_names
@@ -28,6 +27,7 @@ from kvabr.types.errors import (
     ConnectionLostError,
     FormatError,
     NotFoundError,
+    Reason,
     RequestError,
     TransportError,
     UnauthorizedError,
@@ -60,7 +60,7 @@ _FRESH_PER_FETCH = 20.0
 _BUSY_S = 1.0
 _LIMITS = {PROFILE_TRACK: MAX_PROFILE_BYTES, MODELS_TRACK: MAX_MODELS_BYTES}
 """Bytes of small tracks that are no catalogs."""
-_AWAY = (RequestCode.TIMEOUT, RequestCode.GOING_AWAY, RequestCode.EXCESSIVE_LOAD, RequestCode.INTERNAL_ERROR)
+_AWAY = (Reason.TIMEOUT, Reason.AWAY, Reason.BUSY, Reason.INTERNAL)
 """Codes of an origin that cannot answer now, which say nothing about what it has."""
 
 _Name = tuple[TrackNamespace, str]
@@ -294,7 +294,7 @@ class Catalogs:
     def _ask(self, name: _Name) -> asyncio.Task[Answer]:
         if len(self._asking) >= _MAX_ASKING:
             why = f"{name[1][:80]}: too many lookups at a time"
-            raise RequestError(why, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
+            raise RequestError(why, reason=Reason.BUSY, retry_after_s=_BUSY_S)
         task = self._asking[name] = asyncio.get_running_loop().create_task(self._fetch(name))
         task.add_done_callback(lambda done: self._asked(name, done))
         return task
@@ -334,9 +334,9 @@ class Catalogs:
             )
         except FormatError as error:
             self._log.warning("origin refused", track=track[:80], model=namespace.model, why=str(error))
-            raise RequestError(f"{track[:80]}: {error}", code=RequestCode.MALFORMED_TRACK) from error
+            raise RequestError(f"{track[:80]}: {error}", reason=Reason.WRONG) from error
         if revocations != self._revocations:
-            raise RequestError("the origin refuses the relay's token", code=RequestCode.UNAUTHORIZED)
+            raise RequestError("the origin refuses the relay's token", reason=Reason.UNAUTHORIZED)
         doubted = withdrawals != self._withdrawals
         facts = found if isinstance(found, AssetFacts) else None
         answer = Answer(publication, facts, loop.time(), loop.time() - start_s, doubted)
@@ -368,7 +368,7 @@ class Catalogs:
                 self._coming += len(part)
                 if self._coming > self._limit:
                     why = f"{track[:80]}: the relay has no room for it now; give it more --memory"
-                    raise RequestError(why, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
+                    raise RequestError(why, reason=Reason.BUSY, retry_after_s=_BUSY_S)
             return download.data
         finally:
             download.cancel()
@@ -422,12 +422,12 @@ class Catalogs:
 def is_unauthorized(error: BaseException | None) -> bool:
     """Return whether an error says that the origin refuses our token."""
     if isinstance(error, RequestError):
-        return error.code in (RequestCode.UNAUTHORIZED, RequestCode.EXPIRED_AUTH_TOKEN)
+        return error.reason in (Reason.UNAUTHORIZED, Reason.EXPIRED_TOKEN)
     return isinstance(error, UnauthorizedError)
 
 
 def _is_away(error: BaseException | None) -> bool:
     """Return whether an error says no more than that the origin cannot answer now."""
     if isinstance(error, RequestError):
-        return error.code in _AWAY
+        return error.reason in _AWAY
     return isinstance(error, TransportError) and not isinstance(error, UnauthorizedError)

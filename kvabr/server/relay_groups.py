@@ -18,12 +18,11 @@ from itertools import count
 from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import decoders
 from kvabr.codec.container import ObjectSpan
-from kvabr.moqt.codes import RequestCode
 from kvabr.server.publication import ArrivingGroup, PublishedGroup
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.transfer.interface import Connection
 from kvabr.transfer.transfer import GroupReader, GroupRequest, GroupTransfer, TransferListener
-from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
+from kvabr.types.errors import ConnectionLostError, Reason, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import TrackNamespace
 
 PATIENCE_S = 10.0
@@ -347,7 +346,7 @@ class RelayGroups:
                     end_s = loop.time() + PATIENCE_S
                 if self._upstream.closed or loop.time() > end_s:
                     why = f"{transfer.request.track[:80]}, group {transfer.request.group}: the origin is away"
-                    raise RequestError(why, code=RequestCode.TIMEOUT, retry_after_s=_BUSY_S) from error
+                    raise RequestError(why, reason=Reason.TIMEOUT, retry_after_s=_BUSY_S) from error
                 await asyncio.sleep(_PAUSE_S)
 
     async def _download(self, transfer: RelayTransfer) -> memoryview:
@@ -400,7 +399,7 @@ class RelayGroups:
         right = len(download.data) == transfer.size
         if not right or not await loop.run_in_executor(decoders(), download.has_digest, transfer.digest):
             why = "the origin sent a group whose digest is not the one in its catalog"
-            raise RequestError(why, code=RequestCode.MALFORMED_TRACK)
+            raise RequestError(why, reason=Reason.WRONG)
 
     async def _read(self, download: GroupReader, reading: asyncio.Future[memoryview] | None = None) -> memoryview:
         """Read from a download; raise `TimeoutError` once nothing more comes on the whole connection."""
@@ -451,7 +450,7 @@ class RelayGroups:
         """While groups wait for room, take it from complete groups whose readers do not read them."""
         loop = asyncio.get_running_loop()
         idle_s = loop.time() - IDLE_READ_S
-        slow = RequestError("read too slowly", code=RequestCode.EXCESSIVE_LOAD, retry_after_s=_BUSY_S)
+        slow = RequestError("read too slowly", reason=Reason.BUSY, retry_after_s=_BUSY_S)
         for transfer in [one for one in self._admitted if one.complete and one.read_s < idle_s]:
             self.release(transfer)
             for reader in list(transfer.readers):

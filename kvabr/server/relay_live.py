@@ -12,14 +12,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvabr.client.resources import decoders
-from kvabr.moqt.codes import RequestCode
 from kvabr.server.live_tracks import EdgeTrack, GrowingAsset, LiveLevel, PublishedFrame
 from kvabr.server.publication import ArrivingGroup, BytesPublication, Publication
 from kvabr.server.relay_catalogs import Catalogs, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
 from kvabr.transfer.interface import Connection, read_all
 from kvabr.transfer.transfer import GroupRequest
-from kvabr.types.errors import AssetError, NotFoundError, RequestError, TransportError
+from kvabr.types.errors import AssetError, NotFoundError, Reason, RequestError, TransportError
 from kvabr.types.live import MAX_EDGE_BYTES, EdgeMessage, LiveCatalog, news_bytes, parse_edge, parse_edges
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, TrackNamespace
 
@@ -172,7 +171,7 @@ class LiveRelay:
         loop = asyncio.get_running_loop()
         self._forget_idle()
         if len(self._assets) >= MOST_LIVE:
-            raise RequestError("too many live assets at a time", code=RequestCode.EXCESSIVE_LOAD, retry_after_s=1.0)
+            raise RequestError("too many live assets at a time", reason=Reason.BUSY, retry_after_s=1.0)
         # Its news show whether the live catalog is still that of the production under way.
         answer = self._catalogs.last(namespace, LIVE_TRACK) or await self._catalogs.get(namespace, LIVE_TRACK)
         asset = await loop.run_in_executor(decoders(), RelayedAsset, answer.publication, self._groups, loop.time())
@@ -228,8 +227,8 @@ class LiveRelay:
         try:
             return parse_edge(await read_all(self._upstream.request(request, _URGENT)))
         except RequestError as error:
-            lost = isinstance(error, NotFoundError) and error.code != RequestCode.INVALID_RANGE
-            if lost or is_unauthorized(error) or error.code == RequestCode.MALFORMED_TRACK:
+            lost = isinstance(error, NotFoundError) and error.reason != Reason.NOT_YET
+            if lost or is_unauthorized(error) or error.reason == Reason.WRONG:
                 raise
         except TransportError as error:
             if is_unauthorized(error):

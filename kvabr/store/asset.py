@@ -17,7 +17,9 @@ import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, Self
+from typing import Annotated, Protocol, Self
+
+from msgspec import Meta
 
 from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
@@ -33,11 +35,13 @@ from kvabr.types.errors import (
 )
 from kvabr.types.naming import chain, prefix_key
 from kvabr.types.passage import passage_chain
+from kvabr.types.records import decode, read_schema
 
 CATALOG = "catalog.json"
 PROFILE = "profile.safetensors"
 PROMPT = "prompt.json"
 
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 _PROMPT_SCHEMA = "kvabr.prompt/1"
 _MAX_PROMPT_BYTES = 64 << 20
 _AGAIN = "encode the asset again"
@@ -47,9 +51,9 @@ _AGAIN = "encode the asset again"
 class Prompt:
     """The token ids that an asset was made from."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[TokenId, ...]
     """The prompt, whose cache the asset is."""
-    continuation: tuple[int, ...]
+    continuation: tuple[TokenId, ...]
     """The tokens that followed; the loss of a cache is measured on them."""
     seal: str | None = None
     """Ties a salted prompt to its asset, see `sealed`."""
@@ -79,14 +83,9 @@ class Prompt:
 
         Raises `FormatError` if it is not such JSON, another version, or ids that are not token ids.
         """
-        try:
-            value = json.loads(text)
-            if not isinstance(value, dict) or value.get("schema") != _PROMPT_SCHEMA:
-                raise FormatError(f"prompt: not {_PROMPT_SCHEMA!r}; written by another version of kvabr?")
-            seal = value.get("seal")
-            return cls(_ids(value["tokens"]), _ids(value["continuation"]), None if seal is None else str(seal))
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise FormatError(f"prompt: not a prompt of token ids ({error!r})") from error
+        data = text.encode(errors="replace") if isinstance(text, str) else text
+        read_schema(data, "prompt", _PROMPT_SCHEMA)
+        return decode(data, cls, "prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,9 +415,3 @@ def _sized(data: bytes, size: int, where: str) -> bytes:
     if len(data) > size:
         raise FormatError(f"{where}: longer than the {size} bytes that the catalog says; {_AGAIN}")
     return data
-
-
-def _ids(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 1 << 32 for token in value):
-        raise FormatError("prompt: token ids must be a list of whole numbers from 0 to 2**32 - 1")
-    return tuple(value)

@@ -48,8 +48,7 @@ from kvabr.store.files import (
 from kvabr.store.folder_notes import check_expiry, remove_folder_asset
 from kvabr.store.quota import FolderQuota
 from kvabr.types.arguments import checked
-from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
-from kvabr.types.catalog_json import SCHEMAS
+from kvabr.types.catalog import MAX_CATALOG_BYTES, SCHEMAS, Catalog
 from kvabr.types.digests import SHA256
 from kvabr.types.errors import AssetError, FormatError, MissingAssetError, UsageError
 from kvabr.types.naming import check_track_name

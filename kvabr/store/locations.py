@@ -1,4 +1,4 @@
-"""Opens stores by path or URL. Register a scheme here to add a kind of store."""
+"""Opens stores by path or URL. Object stores are those of `kvabr.store.objects.url.SCHEMES`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 from kvabr.store.asset import Asset, AssetStore
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.group_store import FolderGroupStore, LocalGroupStore
+from kvabr.store.objects import url
 from kvabr.store.shared_groups import SCHEME, SharedGroupStore, shared_path
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
@@ -20,22 +21,22 @@ Location = str | Path
 """A folder, or a URL whose scheme is in `SCHEMES`."""
 
 
-def _folder(url: str) -> AssetStore:
-    parts = urlsplit(url)
-    return _objects(url) if parts.query else FolderAssetStore(Path(unquote(parts.path)))
+def _folder(location: str) -> AssetStore:
+    parts = urlsplit(location)
+    return _objects(location) if parts.query else FolderAssetStore(Path(unquote(parts.path)))
 
 
-def _objects(url: str) -> AssetStore:
+def _objects(location: str) -> AssetStore:
     from kvabr.store.objects.asset_store import ObjectAssetStore  # noqa: PLC0415  # needs an extra
 
-    return ObjectAssetStore(url)
+    return ObjectAssetStore(location)
 
 
 SCHEMES: dict[str, Callable[[str], AssetStore]] = {
     "file": _folder,
-    **dict.fromkeys(("s3", "gs", "az", "memory"), _objects),
+    **{scheme: _objects for scheme in url.SCHEMES if scheme not in ("file", *url.WEB)},
 }
-"""Stores by URL scheme; each takes the URL. Import a client library inside the function."""
+"""Stores by URL scheme; each takes the URL."""
 
 
 def is_store(location: Location) -> bool:

@@ -28,9 +28,6 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import AssetError, KvabrError
 from kvabr.types.naming import prefix_key
 
-NOT_MEASURED = "not measured"
-"""Start of `Catalog.loss_method` in what engines publish."""
-
 _NAME = re.compile(r"[0-9a-f]{64}")
 _SLACK = 0.05
 """Share of the bound after which the folder is read again, because others may publish into it too. As much more than
@@ -155,7 +152,7 @@ class FolderQuota:
             stored_s, used_s = (path / CATALOG).stat().st_mtime, path.stat().st_mtime
         except (KvabrError, OSError):
             return _Known(0, 0.0, 0.0)
-        size = folder_bytes(path) if catalog.loss_method.startswith(NOT_MEASURED) else 0
+        size = folder_bytes(path) if catalog.estimated else 0
         # Of windows and states, each asset has what continuing its own end takes.
         shared = catalog.chunks if catalog.every_token else catalog.chunks[-1:]
         keys = b"".join(map(prefix_key, shared))

@@ -28,7 +28,7 @@ from kvabr.store.asset import (
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.eviction import DEFAULT_ORDER, Candidate, Order, ReuseTable, parts_of, victims
 from kvabr.store.folder_notes import pin_end_s
-from kvabr.store.quota import NOT_MEASURED, remove_asset
+from kvabr.store.quota import remove_asset
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, KvabrError, UsageError
 from kvabr.types.naming import prefix_key
@@ -255,7 +255,7 @@ class TieredAssetStore:
             if asset is None or asset.version != version:
                 continue  # nobody serves it yet
             catalog = asset.catalog
-            if catalog.namespace.prompt != name or not catalog.loss_method.startswith(NOT_MEASURED):
+            if catalog.namespace.prompt != name or not catalog.estimated:
                 self._known.pop(name, None)
                 continue
             size = sum(sum(track.bytes) for track in catalog.published.values())

@@ -12,10 +12,9 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from kvabr.moqt.codes import RequestCode
 from kvabr.store.memory import GROUPS
 from kvabr.types.digests import has_digest
-from kvabr.types.errors import RequestError
+from kvabr.types.errors import Reason, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
 
@@ -41,8 +40,8 @@ class GroupRequest:
     """The group's digest (`kvabr.types.digests`), if a catalog told it."""
     wait_s: float = 0.0
     """Seconds for which the peer may hold the request until the group is published; 0: it answers at once. A group that
-    was not published in time, or a peer that holds no requests, ends the transfer with `NotFoundError`, whose code is
-    INVALID_RANGE."""
+    was not published in time, or a peer that holds no requests, ends the transfer with `NotFoundError`, whose reason is
+    NOT_YET."""
     groups: int = 1
     """Consecutive groups that are wanted, as far as they exist: their bytes come one behind the other."""
 
@@ -233,7 +232,7 @@ class GroupTransfer:
 
     def unread(self) -> None:
         """End, as nobody reads it any more."""
-        self.reject(RequestError(f"{self.request}: cancelled", code=RequestCode.INTERNAL_ERROR))
+        self.reject(RequestError(f"{self.request}: cancelled", reason=Reason.INTERNAL))
 
     def has_digest(self, digest: str) -> bool:
         """Return whether `data`, which must be complete, has this digest. Takes time: call it in a thread."""
@@ -309,7 +308,7 @@ class GroupTransfer:
         """Fail; nothing of a group that is too long is of any use."""
         self.data, self._buffer = memoryview(b""), ReceiveBuffer(0)
         longer = f"{self.request}: longer than the {self.request.limit} bytes expected"
-        self.reject(RequestError(longer, code=RequestCode.MALFORMED_TRACK))
+        self.reject(RequestError(longer, reason=Reason.WRONG))
 
     def restart(self, carrier: Carrier) -> None:
         """Let another carrier bring it, again from its first byte; readers hear of what is beyond what they know."""

@@ -1,8 +1,10 @@
 """The catalog of an asset: its tracks with their bytes, expected loss and digests, group by group. Versioned JSON.
 
-A player decides by the catalog alone and never looks into a group. A catalog may come from a network, so every field is
-checked when it is read. Where a model has several layer classes, "group" means a unit (`kvabr.types.units`): each track
-lists all units, in their order, and is published as a track per class.
+A player decides by the catalog alone and never looks into a group. A catalog may come from a network: its annotations
+are what is checked when it is read or made (`kvabr.types.records`). A field is added here alone: to `Catalog`, or to
+`CommonFacts` if assets that are found in a bucket by their spans must have it as well. Where a model has several layer
+classes, "group" means a unit (`kvabr.types.units`): each track lists all units, in their order, and is published as a
+track per class.
 
 Loss is the expected KL divergence against the exact cache, in nats per generated token, given per group and track, and
 attributed such that the losses of the played groups add up to the loss of the whole cache.
@@ -11,104 +13,132 @@ attributed such that the losses of the played groups add up to the loss of the w
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from kvabr.types.catalog_json import MAX_GROUPS, MAX_TRACKS, check_schema, read_fields, schema_of
+from msgspec import Meta
+
 from kvabr.types.cost import PrefillCost
-from kvabr.types.digests import kind_of
+from kvabr.types.digests import BLAKE3, SHA256, kind_of
 from kvabr.types.errors import AssetError, FormatError, MissingAssetError, UsageError, did_you_mean
-from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import PassageNotes
+from kvabr.types.records import IN_MEMORY, Sha256, check, read_members, to_json
 from kvabr.types.tails import losses_behind, share_behind, tails_behind
-from kvabr.types.tracks import Mix, Quality, Track, check_track, groups_of, track_from_json, track_to_json
+from kvabr.types.tracks import Mix, Quality, Track, check_tracks, groups_of
 from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_units, units_of
 
-__all__ = ["MAX_CATALOG_BYTES", "MAX_PROFILE_BYTES", "RECOMPUTED", "Catalog", "Mix", "Quality", "Track"]
+__all__ = [
+    "MAX_CATALOG_BYTES",
+    "MAX_GROUPS",
+    "MAX_PROFILE_BYTES",
+    "MAX_TRACKS",
+    "RECOMPUTED",
+    "Catalog",
+    "CommonFacts",
+    "Mix",
+    "Quality",
+    "Track",
+]
 
 MAX_CATALOG_BYTES = 32 << 20
 """Bound on every catalog: 11 tracks of a million tokens in groups of 128 take 11 MB."""
 MAX_PROFILE_BYTES = 1 << 29
 """Bytes of a codec profile, wherever it comes from."""
-_MAX_POSITION = 1 << 32
+MAX_GROUPS = 1 << 20
+MAX_TRACKS = 64
+SCHEMAS = {SHA256: "kvabr.catalog/1", BLAKE3: "kvabr.catalog/2"}
+"""Schemas of catalogs by the kind of their groups' digests: older versions refuse a kind that they cannot check."""
+PASSAGE_SCHEMA = "kvabr.catalog/3"
+"""Schema of catalogs of passages, with digests of either kind: older versions would take them for prompts."""
+_ORDER = (
+    *("namespace", "spec", "tokens", "position", "passage", "source", "chunks", "profile", "profile_bytes", "prefill"),
+    *("loss_method", "mixes", "tracks"),
+)
+"""Fields in the order in which they have always been written; others come before them."""
+_ALWAYS = "source", "profile", "profile_bytes", "prefill", "loss_method", "mixes"
+"""Fields that are written even if they are the default."""
+_NOT_MEASURED = "not measured"
+"""Beginning of `CommonFacts.loss_method` in what engines published before there was `CommonFacts.estimated`."""
 RECOMPUTED = "recomputed"
 """Stands in a list of tracks for a group that the engine computed from the groups before it."""
 
 
 @dataclass(frozen=True)
-class Catalog:
+class CommonFacts:
+    """What a catalog says that is true of every asset with the same spec and tracks by the same publisher."""
+
+    profile: Sha256 | None = field(default=None, kw_only=True)
+    """SHA-256 of the codec profile's file, hex; None if no track needs one."""
+    profile_bytes: Annotated[int, Meta(ge=0, le=MAX_PROFILE_BYTES)] = field(default=0, kw_only=True)
+    prefill: PrefillCost | None = field(default=None, kw_only=True)
+    """Prefill cost on the publisher's machine: a default for replays without an engine."""
+    loss_method: Annotated[str, Meta(max_length=1 << 15)] = field(default="", kw_only=True)
+    """How the losses were measured and attributed to groups, in words."""
+    estimated: bool = field(default=False, kw_only=True)
+    """Whether the losses are those of another asset, laid out over the groups, as engines publish them. Such an asset
+    costs no more than its prefill, so it may be evicted, moved, and replaced."""
+
+
+@dataclass(frozen=True)
+class Catalog(CommonFacts):
     """An asset as a player sees it."""
 
     namespace: TrackNamespace
     spec: KVSpec
-    tokens: int
-    chunks: tuple[str, ...]
+    tokens: Annotated[int, Meta(ge=1)]
+    chunks: tuple[Annotated[str, Meta(max_length=64)], ...]
     """Chained prompt digest of each group, see `kvabr.types.naming.chain`."""
-    tracks: tuple[Track, ...]
-    profile: str | None = None
-    """SHA-256 of the codec profile's file, hex; None if no track needs one."""
-    profile_bytes: int = 0
-    prefill: PrefillCost | None = None
-    """Prefill cost on the publisher's machine: a default for replays without an engine."""
-    loss_method: str = ""
-    """How the losses were measured and attributed to groups, in words."""
-    mixes: tuple[Mix, ...] = ()
-    source: str = ""
+    tracks: Annotated[tuple[Track, ...], Meta(min_length=1, max_length=MAX_TRACKS)]
+    mixes: Annotated[tuple[Mix, ...], Meta(max_length=256)] = ()
+    source: Annotated[str, Meta(max_length=1 << 15)] = ""
     """What the asset was made from, in words."""
-    position: int = 0
+    position: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
     """Tokens of the prompt that come before this asset's first; more than 0 if it is a piece that goes by a key, or a
     passage that is played (`at`)."""
     passage: PassageNotes | None = None
     """If this is a passage, what there is to know of it; None: a prompt from its beginning, or a piece of one."""
-    offset: int = 0
-    """Published groups before this catalog's first: its group ``g`` is published as ``offset + g``. Not in the JSON."""
-    chosen: tuple[Unit, ...] | None = None
-    """The units that it has, if some of its tokens' are left out because a play does not need them. Not in the JSON."""
-    sources: tuple[Catalog, ...] = ()
+    offset: int = field(default=0, metadata=IN_MEMORY)
+    """Published groups before this catalog's first: its group ``g`` is published as ``offset + g``."""
+    chosen: tuple[Unit, ...] | None = field(default=None, metadata=IN_MEMORY)
+    """The units that it has, if some of its tokens' are left out because a play does not need them."""
+    sources: tuple[Catalog, ...] = field(default=(), metadata=IN_MEMORY)
     """The passages that it is joined from (`kvabr.types.joined`). Its groups are the units in `chosen`, of any length,
-    with a chunk for each; what lies between passages is a unit, too. Not in the JSON."""
-    tail: int = 0
+    with a chunk for each; what lies between passages is a unit, too."""
+    tail: int = field(default=0, metadata=IN_MEMORY)
     """Tokens that an engine computes behind its last one, as it reads the question: its losses are those behind these.
-    Not in the JSON."""
-    whole: Catalog | None = field(default=None, compare=False, repr=False)
-    """The catalog that its units were chosen from. Not in the JSON."""
+    """
+    whole: Catalog | None = field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
+    """The catalog that its units were chosen from."""
 
     def __post_init__(self) -> None:
-        chunks = self.spec.groups(self.tokens) if self.tokens > 0 else 0
+        check(self, "catalog")
+        chunks = self.spec.groups(self.tokens)
         if self.sources and self.chosen is not None:
             chunks = len(self.chosen)
         if not 0 < chunks <= MAX_GROUPS:
             raise FormatError(f"catalog: {self.tokens} tokens make {chunks} groups; 1 to {MAX_GROUPS} are allowed")
         if self.spec.part_of is not None:
             raise FormatError("catalog: its spec is that of one layer class alone")
-        self._check_place()
-        if not 0 <= self.profile_bytes <= MAX_PROFILE_BYTES:
-            raise FormatError(f"catalog: a profile of {self.profile_bytes} bytes, not 0 to {MAX_PROFILE_BYTES}")
-        if any(not (math.isfinite(mix.predicted) and math.isfinite(mix.measured)) for mix in self.mixes):
-            raise FormatError("catalog: a mix has a loss that is not a number")
-        if len(self.chunks) != chunks:
-            raise FormatError(f"catalog: {chunks} groups but {len(self.chunks)} prompt digests")
-        if not 0 < len(self.tracks) <= MAX_TRACKS:
-            raise FormatError(f"catalog: {len(self.tracks)} tracks; 1 to {MAX_TRACKS} are allowed")
-        seen: set[str] = set()
-        for track in self.tracks:
-            check_track(track, self.groups, seen)
-            seen.add(track.name)
-        if all(track.refines is not None for track in self.tracks):
-            raise FormatError("catalog: every track refines another; one must stand alone")
-
-    def _check_place(self) -> None:
-        if not 0 <= self.position <= (_MAX_POSITION if self.every_token else 0):
+        if self.position and not self.every_token:
             raise FormatError(f"catalog: {self.spec.model}: an asset cannot begin at token {self.position} of a prompt")
         if self.passage is not None:
             self.passage.check(self.spec, self.tokens)
+        if len(self.chunks) != chunks:
+            raise FormatError(f"catalog: {chunks} groups but {len(self.chunks)} prompt digests")
+        check_tracks(self.tracks, "catalog")
+        for track in self.tracks:
+            if not len(track.bytes) == len(track.loss) == len(track.digests) == self.groups:
+                raise FormatError(
+                    f"catalog: track {track.name} must list bytes, loss and digest of each of {self.groups} groups"
+                )
+        if all(track.refines is not None for track in self.tracks):
+            raise FormatError("catalog: every track refines another; one must stand alone")
 
     @cached_property
     def groups(self) -> int:
@@ -447,26 +477,16 @@ class Catalog:
             chosen=units,
         )
 
+    @property
+    def schema(self) -> str:
+        """Schema of its JSON."""
+        return SCHEMAS[self.digest_kind] if self.passage is None else PASSAGE_SCHEMA
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; equal catalogs give equal values. A `UsageError` if it is joined from several."""
         if self.sources:
             raise UsageError("a prompt that is joined from passages is not published")
-        return {
-            "schema": schema_of(self.digest_kind, passage=self.passage is not None),
-            "namespace": {"model": self.namespace.model, "prompt": self.namespace.prompt},
-            "spec": self.spec.to_json(),
-            "tokens": self.tokens,
-            **({"position": self.position} if self.position else {}),
-            **({} if self.passage is None else {"passage": self.passage.to_json()}),
-            "source": self.source,
-            "chunks": list(self.chunks),
-            "profile": self.profile,
-            "profile_bytes": self.profile_bytes,
-            "prefill": None if self.prefill is None else self.prefill.to_json(),
-            "loss_method": self.loss_method,
-            "mixes": [{"tracks": list(m.tracks), "predicted": m.predicted, "measured": m.measured} for m in self.mixes],
-            "tracks": [track_to_json(track) for track in self.tracks],
-        }
+        return {"schema": self.schema, **to_json(self, *_ALWAYS, last=_ORDER)}
 
     def dumps(self) -> str:
         """Return the catalog as JSON text."""
@@ -476,40 +496,16 @@ class Catalog:
     def loads(cls, text: str | bytes) -> Catalog:
         """Parse the output of `dumps` from an untrusted source; raise a `FormatError` if a field is bad.
 
-        Other threads run meanwhile, whatever the text is: none of it is decoded in long calls (`JsonPieces`).
+        Other threads run meanwhile (`kvabr.types.records.read_members`).
         """
         if len(text) > MAX_CATALOG_BYTES:
             raise FormatError(f"catalog: {len(text)} bytes, more than the {MAX_CATALOG_BYTES} allowed")
-        try:
-            pieces = JsonPieces(text.encode() if isinstance(text, str) else text, "catalog")
-            value = read_fields(pieces)
-            pieces.finish()
-            return cls._from_fields(value)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise FormatError(f"catalog: a field is missing or has the wrong type ({error!r})") from error
-
-    @classmethod
-    def _from_fields(cls, value: dict[str, Any]) -> Catalog:
-        check_schema(value.get("schema"))
-        prefill, profile = value["prefill"], value["profile"]
-        catalog = cls(
-            namespace=TrackNamespace(str(value["namespace"]["model"]), str(value["namespace"]["prompt"])),
-            spec=KVSpec.from_json(value["spec"]),
-            tokens=int(value["tokens"]),
-            position=int(value.get("position", 0)),
-            passage=value.get("passage"),
-            source=str(value["source"]),
-            chunks=value["chunks"],
-            profile=None if profile is None else str(profile),
-            profile_bytes=int(value["profile_bytes"]),
-            prefill=None if prefill is None else PrefillCost.from_json(prefill),
-            loss_method=str(value["loss_method"]),
-            mixes=tuple(Mix(*each) for each in value["mixes"]),
-            tracks=tuple(map(track_from_json, value["tracks"])),
-        )
-        if value["schema"] != (due := schema_of(catalog.digest_kind, passage=catalog.passage is not None)):
+        data = text.encode(errors="replace") if isinstance(text, str) else text
+        members, schema = read_members(data, cls, "catalog", *SCHEMAS.values(), PASSAGE_SCHEMA)
+        catalog = cls(**members | {"estimated": is_estimated(members.get("estimated"), members.get("loss_method", ""))})
+        if schema != catalog.schema:
             what = "a passage" if catalog.passage is not None else f"{catalog.digest_kind} digests"
-            raise FormatError(f"catalog: with {what} it has the schema {due!r}")
+            raise FormatError(f"catalog: with {what} it has the schema {catalog.schema!r}")
         if catalog.passage is not None and catalog.position:
             raise FormatError(f"catalog: a passage has no position, but it says {catalog.position}")
         return catalog
@@ -530,3 +526,8 @@ class Catalog:
 
 def _with_losses(track: Track, losses: tuple[float, ...]) -> Track:
     return replace(track, loss=losses)
+
+
+def is_estimated(said: bool | None, loss_method: str) -> bool:
+    """Return `CommonFacts.estimated` of a catalog or an offer; older ones do not say it (None), but in words."""
+    return loss_method.startswith(_NOT_MEASURED) if said is None else said

@@ -11,15 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
 
 from kvabr.types.arguments import check_type, checked
 from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.records import check
 
 MISS_PENALTY = 0.5
 """Cost of a missed deadline in addition to its lateness, nats per generated token."""
-_MOST_S = 1e100
-"""Most that a constant of a prefill's cost may be."""
+_Constant = Annotated[float, Meta(ge=0, le=1e100)]
+"""A constant of a prefill's cost."""
 
 
 def objective(
@@ -55,17 +58,17 @@ def objective(
 class PrefillCost:
     """Seconds that an engine takes to compute the KV of new tokens."""
 
-    constant_s: float
+    constant_s: _Constant
     """Seconds per call, regardless of its size."""
-    per_token_s: float
+    per_token_s: _Constant
     """Seconds per new token."""
-    attention_s: float = 0.0
+    attention_s: _Constant = 0.0
     """Seconds per pair of a new token and a token it attends to, times 2; see the formula of this module."""
 
     def __post_init__(self) -> None:
-        values = (self.constant_s, self.per_token_s, self.attention_s)
-        if not all(isinstance(v, int | float) and 0 <= v <= _MOST_S for v in values) or sum(values) <= 0:
-            raise FormatError(f"prefill cost {values}: the three constants must be finite, not negative, not all zero")
+        check(self, "prefill cost")
+        if not self.constant_s + self.per_token_s + self.attention_s > 0:
+            raise FormatError("prefill cost: the three constants are all zero")
 
     def seconds(self, before: int, tokens: int) -> float:
         """Return the seconds to compute ``tokens`` tokens after ``before`` cached ones; 0.0 for no tokens."""
@@ -112,11 +115,3 @@ class PrefillCost:
     def to_json(self) -> dict[str, float]:
         """Return plain JSON values."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Any) -> PrefillCost:
-        """Parse the output of `to_json` from an untrusted source; raise a `FormatError` if it is not."""
-        try:
-            return cls(**value)
-        except TypeError as error:
-            raise FormatError(f"prefill cost: {error}") from error

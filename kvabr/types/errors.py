@@ -10,6 +10,7 @@ import codecs
 import errno
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 
 
 class KvabrError(Exception):
@@ -83,17 +84,35 @@ class TransportError(KvabrError):
     """A peer is unreachable, refuses, closes the connection, or violates the protocol."""
 
 
+class Reason(Enum):
+    """Why a request failed, whatever it was sent over."""
+
+    INTERNAL = auto()
+    """Something went wrong, or the request was cancelled."""
+    UNAUTHORIZED = auto()
+    MALFORMED_TOKEN = auto()
+    EXPIRED_TOKEN = auto()
+    TIMEOUT = auto()
+    UNSUPPORTED = auto()
+    AWAY = auto()
+    """The peer is going away."""
+    BUSY = auto()
+    MISSING = auto()
+    """There is no such thing, or nothing that this connection may read."""
+    NOT_YET = auto()
+    """A track that grows does not have it so far."""
+    WRONG = auto()
+    """What came is not what was asked for."""
+    OTHER = auto()
+
+
 class RequestError(TransportError):
     """The peer refused or reset one request; the connection stays open."""
 
-    def __init__(self, message: str, *, code: int = 0, retry_after_s: float | None = None) -> None:
-        """Describe the failure.
-
-        ``code`` is the REQUEST_ERROR or reset code of moq-transport. A retry may succeed after ``retry_after_s``
-        seconds; None: do not retry.
-        """
+    def __init__(self, message: str, *, reason: Reason = Reason.INTERNAL, retry_after_s: float | None = None) -> None:
+        """Describe the failure. A retry may succeed after ``retry_after_s`` seconds; None: do not retry."""
         super().__init__(message)
-        self.code = code
+        self.reason = reason
         self.retry_after_s = retry_after_s
 
 

@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvabr.types.catalog import RECOMPUTED, Catalog, Track
+from kvabr.types.catalog import RECOMPUTED, Catalog, CommonFacts, Track
 from kvabr.types.digests import unknown
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part, Passage, PassageNotes
+from kvabr.types.records import fields_of
 from kvabr.types.tails import losses_behind
 from kvabr.types.units import COMPUTED, Unit
 
@@ -113,16 +114,14 @@ def join(
         raise FormatError("passages with different codec profiles cannot be joined")
     chunks = tuple("0" * 64 if unit.source == COMPUTED else sources[unit.source].chunks[unit.group] for unit in units)
     profile, profile_bytes = next(iter(profiles.items()), (None, 0))
+    said = {"profile": profile, "profile_bytes": profile_bytes, "loss_method": "joined from passages"}
     return Catalog(
         namespace=TrackNamespace(spec.model, _name(spec, units, chunks)),
         spec=spec,
         tokens=done,
         chunks=chunks,
         tracks=_common(units, sources, 0.0),
-        profile=profile,
-        profile_bytes=profile_bytes,
-        prefill=sources[0].prefill,
-        loss_method="joined from passages",
+        **fields_of(sources[0], CommonFacts) | said,
         chosen=tuple(units),
         sources=tuple(sources),
     )

@@ -14,11 +14,12 @@ import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta, Raw, Struct
 
 from kvabr.types.arguments import checked
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.layer_class import (
     DTYPES,
     ITEM_BYTES,
@@ -31,6 +32,7 @@ from kvabr.types.layer_class import (
     RopeSpec,
     check_whole,
 )
+from kvabr.types.records import decode
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +57,6 @@ FP16_MAX = 65504.0
 """FP16's largest number."""
 MAX_MODELS_BYTES = 1 << 20
 """Bound on a list of models."""
-_MAX_MODELS = 4096
 _MAX_CLASSES = 16
 
 
@@ -328,19 +329,14 @@ class KVSpec:
         return hashlib.sha256(b"kvabr.spec/1\0" + canonical.encode()).digest()[:16]
 
 
+class _Models(Struct):
+    models: Annotated[list[Raw], Meta(max_length=4096)]
+
+
 def specs_from_json(data: bytes) -> list[KVSpec]:
     """Parse ``{"models": [...]}``, the models of an origin, from an untrusted source; `FormatError` if it is not that.
 
     Other threads run meanwhile, whatever the text is.
     """
-    pieces = JsonPieces(data, "list of models")
-    specs: list[KVSpec] | None = None
-    for name in pieces.members():
-        if name == "models":
-            specs = [KVSpec.from_json(pieces.value()) for _ in pieces.elements(_MAX_MODELS)]
-        else:
-            pieces.skip()
-    pieces.finish()
-    if specs is None:
-        raise FormatError('list of models: has no "models"')
-    return specs
+    found = decode(data, _Models, "list of models").models
+    return [KVSpec.from_json(decode(each, dict[str, Any], "list of models")) for each in found]

@@ -10,18 +10,18 @@ producer stopped. All of them carry the live catalog's key, so that the news of 
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Annotated, Any, cast
+
+from msgspec import Meta, Struct
 
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, Track
-from kvabr.types.digests import is_digest, kind_of, unknown
+from kvabr.types.digests import DIGEST, kind_of, unknown
 from kvabr.types.errors import FormatError
-from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.naming import TrackNamespace
+from kvabr.types.records import Positive, check, convert, decode, read_schema
 from kvabr.types.tails import losses_behind
 from kvabr.types.units import Unit, prefix_units, units_by_chunk, units_of
 
@@ -32,13 +32,24 @@ MAX_LIVE_BYTES = MAX_CATALOG_BYTES
 """Most bytes of a live catalog."""
 UNKNOWN = unknown()
 """Stands for a SHA-256 that is not known yet; see `kvabr.types.digests.unknown` for those of another kind."""
+_SPARE_VALUES = 64
+"""Values of a live catalog's first line besides the times."""
 _NEWS_BYTES, _FRAME_NEWS_BYTES = 1 << 10, 256
 """Most bytes of news, and of what they say of one frame."""
 _MAX_FRAME = 1 << 40
 _MOST_BEGUN = 0.25
 """Share of the published groups that a shorter asset does without because only their base was encoded."""
-_KEY = re.compile(r"[0-9a-f]{16}")
+Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+"""16 hex digits, another for each production."""
+_Frame = tuple[Annotated[int, Meta(ge=1, le=_MAX_FRAME)], Annotated[str, Meta(pattern=rf"^{DIGEST}\Z")]]
 _DECODER = json.JSONDecoder()
+
+
+class _Head(Struct):
+    """First line of a live catalog."""
+
+    key: Key
+    seconds: tuple[Positive, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +58,18 @@ class LiveCatalog:
 
     catalog: Catalog
     """Its sizes and losses are expected ones; its digests are unknown, and only say of which kind they will be."""
-    seconds: tuple[float, ...]
+    seconds: tuple[Positive, ...]
     """For each group of tokens, when it should be published, seconds since the producer began; ascending."""
-    key: str
-    """16 hex digits, another for each production."""
+    key: Key
 
     def __post_init__(self) -> None:
-        if not _KEY.fullmatch(self.key):
-            raise FormatError(f"live catalog: the key is {self.key[:80]!r}, not 16 hex digits")
+        check(self, "live catalog")
         if self.catalog.passage is not None:
             raise FormatError("live catalog: a passage is published when it is complete")
         if len(self.seconds) != len(self.catalog.chunks):
             raise FormatError(f"live catalog: {len(self.seconds)} times for {len(self.catalog.chunks)} groups")
-        if not all(0 <= time_s < math.inf for time_s in self.seconds[:1] + self.seconds[-1:]) or any(
-            not later >= sooner for sooner, later in pairwise(self.seconds)
-        ):
-            raise FormatError("live catalog: the times of the groups must be finite, and ascend from zero")
+        if any(later < sooner for sooner, later in pairwise(self.seconds)):
+            raise FormatError("live catalog: the times of the groups must ascend")
 
     def dumps(self) -> str:
         """Return it as text: a line of JSON, and the catalog's JSON."""
@@ -78,37 +85,25 @@ class LiveCatalog:
         if not newline:
             raise FormatError("live catalog: it has no second line")
         catalog = Catalog.loads(rest)
-        value: dict[str, Any] = {}
-        try:
-            pieces = JsonPieces(head, "live catalog")
-            for name in pieces.members():
-                if name == "seconds":
-                    value[name] = tuple(map(float, pieces.scalars({int, float}, len(catalog.chunks))))
-                elif name in {"schema", "key"}:
-                    value[name] = pieces.value()
-                    if name == "schema" and value[name] != LIVE_SCHEMA:
-                        raise FormatError(f"live catalog: schema is {str(value[name])[:80]!r}, not {LIVE_SCHEMA!r}")
-                else:
-                    pieces.skip()
-            pieces.finish()
-            _ = value["schema"]
-            return cls(catalog, value["seconds"], str(value["key"]))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise FormatError(f"live catalog: a field is missing or has the wrong type ({error!r})") from error
+        if head.count(b",") > len(catalog.chunks) + _SPARE_VALUES:
+            raise FormatError(f"live catalog: more times than its {len(catalog.chunks)} groups")
+        read_schema(head, "live catalog", LIVE_SCHEMA)
+        found = decode(head, _Head, "live catalog")
+        return cls(catalog, found.seconds, found.key)
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedFrames:
     """News: one more group of tokens is published, or further frames of one that was announced before."""
 
-    key: str
-    group: int
+    key: Key
+    group: Annotated[int, Meta(ge=0)]
     """The group of tokens."""
-    ready_s: float
+    ready_s: Positive
     """When it was published, seconds since the producer began."""
-    frames: Mapping[str, tuple[int, str]]
+    frames: Mapping[str, _Frame]
     """Size and digest of its frames, by the name of the published track. Some tracks may be missing."""
-    rest_s: float | None = None
+    rest_s: Positive | None = None
     """Seconds after which the tracks should follow that no news of the group have named; None: they will not."""
 
     def dumps(self) -> bytes:
@@ -124,7 +119,7 @@ class PublishedFrames:
 class LiveEnd:
     """News: nothing follows."""
 
-    key: str
+    key: Key
     reason: str = ""
     """Why the producer stopped; empty if the cache is complete."""
 
@@ -159,34 +154,16 @@ def parse_edges(data: bytes) -> list[EdgeMessage]:
         while at < len(text):
             value, at = _DECODER.raw_decode(text, at)
             found.append(_message(value))
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise FormatError(f"edge message: a field is missing or has the wrong type ({error!r})") from error
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"edge message: not JSON ({error})") from error
     return found
 
 
 def _message(value: Any) -> EdgeMessage:
-    key = value["key"]
-    if not isinstance(key, str) or not _KEY.fullmatch(key):
-        raise FormatError("edge message: it has no key of 16 hex digits")
-    if "end" in value:
-        if not isinstance(value["end"], str):
-            raise FormatError("edge message: the reason of an end must be text")
-        return LiveEnd(key, value["end"][:500])
-    group, ready_s = value["group"], float(value["ready_s"])
-    rest_s = None if value.get("rest_s") is None else float(value["rest_s"])
-    if type(group) is not int or group < 0 or not all(0 <= time_s < math.inf for time_s in (ready_s, rest_s or 0.0)):
-        raise FormatError("edge message: the group must be a whole number, its times finite ones, from zero")
-    frames = {str(name): _frame(frame) for name, frame in value["frames"].items()}
-    return PublishedFrames(key, group, ready_s, frames, rest_s)
-
-
-def _frame(value: Any) -> tuple[int, str]:
-    size, digest = value
-    if type(size) is not int or not 0 < size <= _MAX_FRAME:
-        raise FormatError(f"edge message: a frame of {str(size)[:40]} bytes")
-    if not is_digest(digest):
-        raise FormatError("edge message: a frame needs a digest of 64 hex digits")
-    return size, digest
+    if not isinstance(value, dict) or "end" not in value:
+        return convert(value, PublishedFrames, "edge message")
+    end = convert({**value, "reason": value["end"]}, LiveEnd, "edge message")
+    return replace(end, reason=end.reason[:500])
 
 
 def check_kind(news: PublishedFrames, kind: str) -> None:

@@ -13,17 +13,18 @@ taken for the other. Its groups hold keys before rotation (`kvabr.codec.base.Gro
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.json_pieces import JsonPieces
 from kvabr.types.kv import GROUP_TOKENS, KVSpec
 from kvabr.types.naming import TrackNamespace, chained
+from kvabr.types.records import check, convert
 
 MAX_PASSAGE_TOKENS = 1 << 17
 """Maximum tokens of a passage: a longer text is several of them."""
@@ -31,9 +32,8 @@ MAX_PARTS = 4096
 """Maximum parts of a prompt."""
 MAX_CONTEXTS = 1 << 16
 """Maximum contexts of a mean."""
-_MAX_FUSION = 64
-_MAX_FUSION_LOSS = 1e6
-_MAX_BASE, _MAX_METHOD = 256, 4096
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_FusionLoss = Annotated[float, Meta(ge=0, le=1e6)]
 _ORDER_BYTES = 1536
 """Bytes of the order in one string of the JSON."""
 
@@ -107,33 +107,20 @@ def check_movable(spec: KVSpec) -> None:
 class PassageNotes:
     """What a catalog says about a passage, besides what it says about every asset."""
 
-    base: str
+    base: Annotated[str, Meta(min_length=1, max_length=256)]
     """How its cache was computed: ``alone``; ``behind``, behind another text; or ``mean``, averaged over contexts."""
-    contexts: int = 0
+    contexts: Annotated[int, Meta(ge=0, le=MAX_CONTEXTS)] = 0
     """Number of contexts that were averaged."""
-    order: bytes = b""
+    order: Annotated[bytes, Meta(max_length=MAX_PASSAGE_TOKENS)] = b""
     """A rank for each token, 255 for those that are worth most when computed again; empty if not known."""
-    fusion: tuple[tuple[float, float], ...] = ()
+    fusion: Annotated[tuple[tuple[_Share, _FusionLoss], ...], Meta(max_length=64)] = ()
     """Pairs (share of its tokens that are computed again, fusion loss of the prompt), shares ascending; measured behind
     contexts that are not among those of the base. Empty if not measured."""
-    method: str = ""
+    method: Annotated[str, Meta(max_length=4096)] = ""
     """How it was measured, in words."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base, str) or not 0 < len(self.base) <= _MAX_BASE:
-            raise FormatError(f"passage: its base must be named in 1 to {_MAX_BASE} characters")
-        if type(self.contexts) is not int or not 0 <= self.contexts <= MAX_CONTEXTS:
-            raise FormatError(f"passage: {str(self.contexts)[:40]} contexts, not 0 to {MAX_CONTEXTS}")
-        if not isinstance(self.method, str) or len(self.method) > _MAX_METHOD:
-            raise FormatError(f"passage: its method must be told in at most {_MAX_METHOD} characters")
-        if len(self.order) > MAX_PASSAGE_TOKENS:
-            raise FormatError(
-                f"passage: an order of {len(self.order)} tokens, at most {MAX_PASSAGE_TOKENS} are allowed"
-            )
-        if len(self.fusion) > _MAX_FUSION:
-            raise FormatError(f"passage: {len(self.fusion)} fusion losses, at most {_MAX_FUSION} are allowed")
-        if not all(0 <= share <= 1 and 0 <= loss <= _MAX_FUSION_LOSS for share, loss in self.fusion):
-            raise FormatError("passage: a fusion loss needs a share from 0 to 1, and must be a number, not negative")
+        check(self, "passage")
         if any(one[0] >= other[0] for one, other in pairwise(self.fusion)):
             raise FormatError("passage: the shares of its fusion losses must ascend")
 
@@ -159,7 +146,7 @@ class PassageNotes:
         return self.fusion[-1][1] if self.fusion[-1][0] == 1 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; `read_notes` reads them back."""
+        """Return plain JSON values; `from_json` reads them back."""
         cuts = range(0, len(self.order), _ORDER_BYTES)
         return {
             "base": self.base,
@@ -169,25 +156,16 @@ class PassageNotes:
             "order": [base64.b64encode(self.order[cut : cut + _ORDER_BYTES]).decode() for cut in cuts],
         }
 
-
-def read_notes(pieces: JsonPieces) -> PassageNotes:
-    """Read the notes of a passage from an untrusted catalog."""
-    value: dict[str, Any] = {"order": []}
-    for name in pieces.members():
-        if name == "order":
-            value[name] = pieces.scalars({str}, -(-MAX_PASSAGE_TOKENS // _ORDER_BYTES))
-        elif name == "fusion":
-            value[name] = [pieces.scalars({int, float}, 2) for _ in pieces.elements(_MAX_FUSION)]
-        elif name in {"base", "contexts", "method"}:
-            value[name] = pieces.value()
-        else:
-            pieces.skip()
-    try:
-        order = b"".join(base64.b64decode(each, validate=True) for each in value["order"])
-    except binascii.Error as error:
-        raise FormatError(f"passage: its order is not base64 ({error})") from error
-    pairs = [(float(share), float(loss)) for share, loss in value["fusion"]]
-    return PassageNotes(value["base"], value["contexts"], order, tuple(pairs), value["method"])
+    @classmethod
+    def from_json(cls, value: Any) -> PassageNotes:
+        """Parse the output of `to_json` from an untrusted source; raise a `FormatError` if a field is wrong."""
+        fields = convert(value, dict[str, Any], "catalog", ".passage")
+        listed = convert(fields.get("order", []), list[str], "catalog", ".passage.order")
+        try:
+            order = b"".join(base64.b64decode(each, validate=True) for each in listed)
+        except ValueError as error:
+            raise FormatError(f"passage: its order is not base64 ({error})") from error
+        return convert({**fields, "order": order}, cls, "catalog", ".passage")
 
 
 def _ids(ids: Iterable[int]) -> tuple[int, ...]:

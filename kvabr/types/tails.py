@@ -14,52 +14,42 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
 
 from kvabr.types.errors import FormatError
 
 TAILS = (16, 128, 512)
 """Lengths of tails behind which losses are measured, tokens."""
-_MOST_TAILS, _MOST_TOKENS, _MOST_SPREAD = 16, 1 << 20, 20.0
 _LEAST_SHARE = 1e-6
 """Least share of a loss that a tail leaves."""
 MOST_LOSS = 1e6
 """The most that a group may lose, nats per generated token."""
+Loss = Annotated[float, Meta(ge=0, le=MOST_LOSS)]
 
 
 class TailLoss(NamedTuple):
     """What is left of the loss of a whole cache on one track."""
 
-    tokens: int
+    tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
     """Length of the tail: tokens behind the cache that were computed on it."""
-    share: float
+    share: Loss
     """Loss behind it, as a share of the loss right behind the prefix (`Track.total_loss`)."""
-    spread: float = 0.0
+    spread: Annotated[float, Meta(ge=0, le=20)] = 0.0
     """Standard deviation of the logarithm of that loss, over what may follow; 0.0 if it was not measured."""
 
 
+Tails = Annotated[tuple[TailLoss, ...], Meta(max_length=16)]
+
+
 def check_tails(tails: Sequence[TailLoss], what: str) -> None:
-    """Raise a `FormatError`, about ``what``, unless tails are few, ascending, and their losses are numbers.
+    """Raise a `FormatError`, about ``what``, unless tails ascend.
 
     A longer tail may lose more than a shorter one: measurements do. `share_behind` takes the least of the shorter ones.
     """
-    if len(tails) > _MOST_TAILS:
-        raise FormatError(f"{what} has losses behind {len(tails)} tails; at most {_MOST_TAILS} are allowed")
-    before = 0
-    for tail in tails:
-        if not before < tail.tokens <= _MOST_TOKENS:
-            raise FormatError(f"{what} has losses behind tails that do not ascend, or are too long")
-        before = tail.tokens
-        if not (0 <= tail.share <= MOST_LOSS and 0 <= tail.spread <= _MOST_SPREAD):
-            raise FormatError(f"{what} has a loss behind a tail of {tail.tokens} tokens that is negative or no number")
-
-
-def tails_from_json(value: Any) -> tuple[TailLoss, ...]:
-    """Return what `Track.tails` was written from; `TypeError` or `ValueError` if it is no list of such."""
-    found = [TailLoss(tokens, float(share), float(spread)) for tokens, share, spread in value]
-    if any(type(tail.tokens) is not int for tail in found):
-        raise TypeError("a tail's tokens are a whole number")
-    return tuple(found)
+    if any(one.tokens >= other.tokens for one, other in pairwise(tails)):
+        raise FormatError(f"{what} has losses behind tails that do not ascend")
 
 
 def share_behind(tails: Sequence[TailLoss], tokens: int) -> float:

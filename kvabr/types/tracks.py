@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from kvabr.types.catalog_json import all_within
+from msgspec import Meta
+
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import check_track_name
-from kvabr.types.tails import MOST_LOSS, TailLoss, check_tails
+from kvabr.types.records import Number, Positive, check, fields_of, to_json
+from kvabr.types.tails import Loss, Tails, check_tails
+
+T = TypeVar("T")
+
+_ORDER = ("name", "refines", "decode_s", "measured", "tails", "bytes", "loss", "digests")
+"""Fields of a track in the order in which they have always been written; others come before them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
     """Quality of the whole cache on one track, as measured with the real model."""
 
-    kl: float
+    kl: Number
     """Mean KL divergence against the exact cache, nats per token of the continuation."""
-    dnll: float
+    dnll: Number
     """Change of the mean negative log-likelihood of the true continuation, nats per token."""
-    top1: float
+    top1: Number
     """Share of continuation tokens where the most likely next token is the same."""
-    kl8: float | None = None
+    kl8: Number | None = None
     """The KL divergence over the first 8 tokens of the continuation; None if it is not longer, or of an older asset."""
-    kl32: float | None = None
+    kl32: Number | None = None
     """The same over the first 32 tokens."""
+
+    def __post_init__(self) -> None:
+        check(self, "measured quality")
 
     @property
     def loss(self) -> float:
@@ -40,23 +49,38 @@ class Quality:
 
 
 @dataclass(frozen=True)
-class Track:
-    """One compression level of one asset."""
+class Level:
+    """A level of compression: what a track is, whichever groups it has."""
 
     name: str
-    bytes: tuple[int, ...]
-    """Size of each group's frame, including its header."""
-    loss: tuple[float, ...]
-    """Expected loss of each group on this track (including the layers below, if it refines one)."""
-    digests: tuple[str, ...]
-    """Digest of each group's frame, see `kvabr.types.digests`; all are of one kind."""
-    refines: str | None = None
+    refines: str | None = field(default=None, kw_only=True)
     """The track that must be in place for this one to decode; None for a track that stands alone."""
-    decode_s: float = 0.0
+    decode_s: Positive = field(default=0.0, kw_only=True)
     """Seconds that one worker of the publisher took to verify and decode a full group; 0.0 if it was not measured."""
-    measured: Quality | None = None
-    tails: tuple[TailLoss, ...] = ()
+    tails: Tails = field(default=(), kw_only=True)
     """What is left of the loss where an engine computes tokens behind the cache, see `kvabr.types.tails`."""
+
+    def __post_init__(self) -> None:
+        check_track_name(self.name)
+        check(self, f"track {self.name}")
+        check_tails(self.tails, f"track {self.name}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return to_json(self, "refines", "decode_s", "measured", last=_ORDER)
+
+
+@dataclass(frozen=True)
+class Track(Level):
+    """One compression level of one asset."""
+
+    bytes: tuple[Annotated[int, Meta(ge=1, le=1 << 40)], ...]
+    """Size of each group's frame, including its header."""
+    loss: tuple[Loss, ...]
+    """Expected loss of each group on this track (including the layers below, if it refines one)."""
+    digests: tuple[Annotated[str, Meta(max_length=80)], ...]
+    """Digest of each group's frame, see `kvabr.types.digests`; all are of one kind."""
+    measured: Quality | None = field(default=None, kw_only=True)
 
     @cached_property  # policies ask at every decision
     def total_bytes(self) -> int:
@@ -73,54 +97,38 @@ class Track:
 class Mix:
     """A cache made of groups from several tracks: predicted loss against measured loss."""
 
-    tracks: tuple[str, ...]
+    tracks: tuple[Annotated[str, Meta(max_length=64)], ...]
     """Track of each group; ``recomputed`` if the model computed the group from those before it."""
-    predicted: float
-    measured: float
+    predicted: Number
+    measured: Number
+
+    def __post_init__(self) -> None:
+        check(self, "mix")
+
+
+def level_of(track: Level) -> Level:
+    """Return what a track is, without its groups."""
+    return Level(**fields_of(track, Level))
 
 
 def groups_of(track: Track, groups: Sequence[int], alike: Sequence[int]) -> Track:
     """Return some groups of a track, with the losses of those that are ``alike``."""
-    sizes, digests = tuple(track.bytes[group] for group in groups), tuple(track.digests[group] for group in groups)
-    return replace(track, bytes=sizes, loss=tuple(track.loss[each] for each in alike), digests=digests, measured=None)
+    sizes, digests, loss = _some(track.bytes, groups), _some(track.digests, groups), _some(track.loss, alike)
+    return replace(track, bytes=sizes, loss=loss, digests=digests, measured=None)
 
 
-def check_track(track: Track, groups: int, before: set[str]) -> None:
-    """Raise a `FormatError` unless a track fits an asset with ``groups`` groups and these tracks ``before`` it."""
-    name = check_track_name(track.name)
-    if name in before:
-        raise FormatError(f"catalog: track {name} is listed twice")
-    if track.refines is not None and track.refines not in before:
-        raise FormatError(f"catalog: track {name} refines {track.refines!r}, which is not listed before it")
-    if not len(track.bytes) == len(track.loss) == len(track.digests) == groups:
-        raise FormatError(f"catalog: track {name} must list bytes, loss and digest of each of {groups} groups")
-    if not all_within(track.bytes, 1, 1 << 40):
-        raise FormatError(f"catalog: track {name} has a group whose size is not positive")
-    if not all_within(track.loss, 0, MOST_LOSS):
-        raise FormatError(f"catalog: track {name} has a group whose loss is negative or not a number")
-    if not (math.isfinite(track.decode_s) and track.decode_s >= 0):
-        raise FormatError(f"catalog: track {name} has a decode time that is negative or not a number")
-    quality = track.measured
-    if quality is not None and not all(math.isfinite(value) for value in astuple(quality) if value is not None):
-        raise FormatError(f"catalog: track {name} has a measured quality that is not a number")
-    check_tails(track.tails, f"catalog: track {name}")
+def _some(values: Sequence[T], places: Sequence[int]) -> tuple[T, ...]:
+    if isinstance(places, range) and places.step == 1:
+        return tuple(values[places.start : places.stop])  # a long prompt has thousands
+    return tuple(values[place] for place in places)
 
 
-def track_to_json(track: Track) -> dict[str, Any]:
-    """Return plain JSON values."""
-    quality = track.measured
-    return {
-        "name": track.name,
-        "refines": track.refines,
-        "decode_s": track.decode_s,
-        "measured": None if quality is None else {k: v for k, v in asdict(quality).items() if v is not None},
-        **({"tails": [list(tail) for tail in track.tails]} if track.tails else {}),
-        "bytes": list(track.bytes),
-        "loss": list(track.loss),
-        "digests": list(track.digests),
-    }
-
-
-def track_from_json(value: dict[str, Any]) -> Track:
-    """Return the track with the fields that `kvabr.types.catalog_json` has read."""
-    return Track(**value | {"measured": None if value["measured"] is None else Quality(*value["measured"])})
+def check_tracks(tracks: Sequence[Level], what: str) -> None:
+    """Raise a `FormatError` unless each of some levels is there once, and behind the one that it refines."""
+    seen: set[str] = set()
+    for track in tracks:
+        if track.name in seen:
+            raise FormatError(f"{what}: track {track.name} is listed twice")
+        if track.refines is not None and track.refines not in seen:
+            raise FormatError(f"{what}: track {track.name} refines {track.refines!r}, which is not listed before it")
+        seen.add(track.name)

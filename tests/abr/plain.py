@@ -20,7 +20,7 @@ TRACKS = (("A", 1000, 0.1, None), ("B", 2000, 0.01, None), ("C", 4000, 0.001, No
 def offer(groups: int = 10, tracks=TRACKS) -> Catalog:
     """Every group alike; nothing takes time to decode."""
     made = tuple(
-        Track(name, (size,) * groups, (loss,) * groups, ("0" * 64,) * groups, refines, 0.0)
+        Track(name, (size,) * groups, (loss,) * groups, ("0" * 64,) * groups, refines=refines)
         for name, size, loss, refines in tracks
     )
     tokens = groups * SPEC.group_tokens

@@ -26,7 +26,6 @@ import structlog
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, Played
-from kvabr.moqt.codes import RequestCode
 from kvabr.quic.connect import connect, dial
 from kvabr.quic.options import DialOptions
 from kvabr.server.certificates import check, development
@@ -40,7 +39,7 @@ from kvabr.store.live_folder import LIVE, LiveFolderWriter
 from kvabr.transfer.interface import Connection, read_all
 from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import NotFoundError, TransportError
+from kvabr.types.errors import NotFoundError, Reason, TransportError
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames, parse_edge, published_catalog
 from kvabr.types.naming import (
     CATALOG_TRACK,
@@ -155,7 +154,7 @@ class Decoder:
             try:
                 return await self.get(track, group, wait_s=_HELD_S)
             except NotFoundError as error:
-                if error.code != RequestCode.INVALID_RANGE:
+                if error.reason != Reason.NOT_YET:
                     return None
 
     async def play(self, process) -> int:

@@ -16,7 +16,6 @@ from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError
-from kvabr.moqt.codes import RequestCode
 from kvabr.moqt.wire import DRAFTS
 from kvabr.quic.connect import connect
 from kvabr.quic.request_queue import MAX_HELD, MAX_IN_FLIGHT
@@ -28,7 +27,7 @@ from kvabr.server.server import Server, Watcher
 from kvabr.store.live_folder import LiveFolderWriter, new_key
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.transfer import GroupRequest
-from kvabr.types.errors import NotFoundError
+from kvabr.types.errors import NotFoundError, Reason
 from kvabr.types.events import GroupsPublished
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames, parse_edges
 from kvabr.types.naming import EDGE_TRACK
@@ -249,7 +248,7 @@ async def test_what_the_peer_holds_takes_no_room_from_the_rest(asset, root, tls,
             for task in waiting:
                 with pytest.raises(NotFoundError) as caught:
                     await task
-                assert caught.value.code == RequestCode.INVALID_RANGE
+                assert caught.value.reason == Reason.NOT_YET
             return
         (peer,) = server.peers
         await until(lambda: len(peer._waiting.held) == MAX_HELD)

@@ -13,12 +13,11 @@ from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
 from kvabr.client.origins import dialling
 from kvabr.client.result import IncompleteError, NothingCached
-from kvabr.moqt.codes import RequestCode
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.objects.bucket import Bucket
 from kvabr.transfer.interface import read_all
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import ConnectionLostError, NotFoundError, PlayError, RequestError, TransportError
+from kvabr.types.errors import ConnectionLostError, NotFoundError, PlayError, Reason, RequestError, TransportError
 from tests.client.served import LIMIT_S
 from tests.client.stored import Fault, WebServer, memory_url, put_asset
 from tests.client.test_play import close
@@ -208,7 +207,7 @@ async def test_a_store_that_is_too_busy_says_so_in_the_words_of_the_protocol(sto
         await connection.finder.find(SPEC, short.chunks, any_dtype=False)
         with pytest.raises(RequestError) as caught:
             await read_all(connection.fetch(short.namespace, "FP16", 0, limit=1 << 20))
-    assert caught.value.code == RequestCode.EXCESSIVE_LOAD
+    assert caught.value.reason == Reason.BUSY
     assert caught.value.retry_after_s
 
 

@@ -165,7 +165,7 @@ async def test_tokens(root, tls, fingerprint, catalog, quic, draft):
             for prompt in (catalog.namespace.prompt, "f" * 64):
                 with pytest.raises(NotFoundError) as caught:
                     await play_asset(connection, type(catalog.namespace)(SPEC.model, prompt), deadline=LIMIT_S)
-                missing.append((caught.value.code, str(caught.value).replace(prompt, "DIGEST")))
+                missing.append((caught.value.reason, str(caught.value).replace(prompt, "DIGEST")))
         assert missing[0] == missing[1]  # nothing tells what there is from what there is not
 
         async with connect("all") as connection:

@@ -27,7 +27,8 @@ from kvabr.store.eviction import ORDERS
 from kvabr.store.managing.bucket_library import BucketLibrary
 from kvabr.store.managing.protocol import Inventory
 from kvabr.store.managing.rules import Rules, total_bytes
-from kvabr.store.objects.guard import AsyncPublishGuard, finish
+from kvabr.store.objects.blocking import blocked
+from kvabr.store.objects.guard import PublishGuard
 from kvabr.store.objects.layout import MovedOffer, catalog_key, offer_key, pointer_key, span_key
 from kvabr.store.objects.leases import LeaseTiming, Note, Runtime, tombstone_key, touch
 from kvabr.store.objects.spans import encode_pointer
@@ -194,7 +195,7 @@ def _managed(work: Callable[[BucketLibrary], Awaitable[T]], objects: dict[str, t
     """Return what managing a copy of a bucket returns; None if it refuses."""
     copy = _Objects(objects)
     try:
-        return finish(work(copy.managed()))  # type: ignore[arg-type]  # of a coroutine
+        return blocked(work(copy.managed()))  # type: ignore[arg-type]  # of a coroutine
     except (AssetError, FormatError, NotFoundError, TransportError):
         return None
 
@@ -209,7 +210,7 @@ def _manage(how: int, objects: dict[str, tuple[bytes, float]]) -> bool:
         order=ORDERS[(how >> 2) % 3], keep_measured=not how & 16,
     )  # fmt: skip
     try:
-        done = finish(copy.managed().collect(rules, dry_run=bool(how & 32), cache_ttl_s=7200.0))
+        done = blocked(copy.managed().collect(rules, dry_run=bool(how & 32), cache_ttl_s=7200.0))
     except KvabrError:
         done = None
     _still_there(objects, copy.objects, found)
@@ -224,7 +225,7 @@ def _manage(how: int, objects: dict[str, tuple[bytes, float]]) -> bool:
         lambda library: library.expired(),
     ):
         try:
-            finish(work(_Objects(objects).managed()))  # type: ignore[arg-type]  # of a coroutine
+            blocked(work(_Objects(objects).managed()))  # type: ignore[arg-type]  # of a coroutine
         except KvabrError:
             continue
     _publish(_Objects(objects), catalog)
@@ -259,7 +260,7 @@ def _still_there(
 
 def _publish(objects: _Objects, catalog: str) -> None:
     async def publish() -> None:
-        guard = AsyncPublishGuard(
+        guard = PublishGuard(
             objects, model=made().spec.model, catalog=catalog, spans=stored().keys, timing=_TIMING,
             runtime=objects.runtime(),
         )  # fmt: skip
@@ -269,7 +270,7 @@ def _publish(objects: _Objects, catalog: str) -> None:
         await touch(objects, catalog)
 
     try:
-        finish(publish())
+        blocked(publish())
     except KvabrError:
         return
 

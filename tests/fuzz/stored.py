@@ -21,13 +21,14 @@ from kvabr.store.folder_notes import (
 )
 from kvabr.store.managing.bucket_library import BucketLayout
 from kvabr.store.objects import spans
-from kvabr.store.objects.layout import OfferedTrack, StoredCatalog, StoreOffer, span_key, span_names
+from kvabr.store.objects.layout import StoredCatalog, StoreOffer, span_key, span_names
 from kvabr.store.objects.leases import Note
 from kvabr.store.objects.url import StoreUrl, split_asset
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError
 from kvabr.types.kv import KVSpec
+from kvabr.types.tracks import Level
 from tests.client.classes import HYBRID
 from tests.fuzz.files import folder
 from tests.fuzz.target import Target, family, refused
@@ -91,11 +92,14 @@ def identified(data: bytes) -> bytes:
     """Return an offer with the right ID, if it says what that depends on."""
     try:
         value = json.loads(data)
-        tracks = tuple(OfferedTrack(str(each["name"]), each["refines"], 0.0) for each in value["tracks"][:300])
+        tracks = tuple(Level(str(each["name"]), refines=each["refines"]) for each in value["tracks"][:300])
         known = StoreOffer(
-            KVSpec.from_json(value["spec"]), tracks, value["profile"], 0, None, "", value["span_groups"],
-            value["digest"],
-        )  # fmt: skip
+            KVSpec.from_json(value["spec"]),
+            tracks,
+            profile=value["profile"],
+            span_groups=value["span_groups"],
+            digest=value["digest"],
+        )
         return json.dumps({**value, "id": known.id}).encode()
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, RecursionError, KvabrError):
         return data

@@ -20,7 +20,9 @@ def offer(groups=3, seed=0, *, layered=True, decode=1.0, short=0):
     def track(name, share, loss, refines=None):
         sizes = tuple(int(size * share * dice.uniform(0.7, 1.4)) + 50 for size in exact)
         losses = tuple(loss * dice.uniform(0.3, 2.0) / groups for _ in exact)
-        return Track(name, sizes, losses, ("0" * 64,) * groups, refines, decode * dice.uniform(0.001, 0.01))
+        return Track(
+            name, sizes, losses, ("0" * 64,) * groups, refines=refines, decode_s=decode * dice.uniform(0.001, 0.01)
+        )
 
     tracks = [track("wide", 0.5, 0.001), track("base", 0.1, 0.2)]
     if layered:

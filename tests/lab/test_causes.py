@@ -8,12 +8,9 @@ from kvabr.abr.plugins import policies
 from kvabr.player.session_types import TIME_PRICE, PlayerConfig
 from kvabr.replay.experiment import ReplayOptions
 from kvabr.types.cost import PrefillCost
-<<<<<<< HEAD
+from kvabr.types.tails import TailLoss
 from kvabr_lab.causes import CAUSES
 from kvabr_lab.cell import CellPlayer
-=======
-from kvabr.types.tails import TailLoss
->>>>>>> i-b
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
 

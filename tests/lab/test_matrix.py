@@ -1,11 +1,6 @@
 import pytest
 
-<<<<<<< HEAD
-=======
 from kvabr.abr.tail import MOST_TAIL
-from kvabr.lab.matrix import EngineSpec, build, read_toml, varying
-from kvabr.lab.results_folder import load_matrix, save_axes
->>>>>>> i-b
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE
 from kvabr.types.errors import AssetError, KvabrError, UsageError
 from kvabr_lab.matrix import EngineSpec, build, read_toml, varying

@@ -72,7 +72,13 @@ def publish(kv=KV, salt=b"", *, passage=False):
         loss = LOSS.get(name, 1e-6)
         refines = "Int4" if name == "residual" else None
         tracks.append(
-            Track(name, tuple(map(len, mine)), (loss,) * 4, tuple(hashlib.sha256(f).hexdigest() for f in mine), refines)
+            Track(
+                name,
+                tuple(map(len, mine)),
+                (loss,) * 4,
+                tuple(hashlib.sha256(f).hexdigest() for f in mine),
+                refines=refines,
+            )
         )
     notes = PassageNotes("alone") if passage else None
     name = TrackNamespace(SHAPE.model, chunks[-1])

@@ -99,7 +99,7 @@ def test_neither_is_junk_nor_nothing(tmp_path):
     path = tmp_path / "toy.json"
     for junk in ("", "[]", "{", "3", "null"):
         path.write_text(junk)
-        with pytest.raises(FormatError, match="no fusion losses"):
+        with pytest.raises(FormatError, match="fusion losses: "):
             FusionLosses.read(path)
     with pytest.raises(AssetError, match="nowhere"):
         FusionLosses.read(tmp_path / "nowhere.json")

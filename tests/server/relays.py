@@ -10,7 +10,6 @@ import hashlib
 import structlog
 import structlog.testing
 
-from kvabr.moqt.codes import RequestCode
 from kvabr.quic.connect import connect, dial
 from kvabr.quic.options import DialOptions
 from kvabr.server.certificates import check
@@ -21,7 +20,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.relay import Relay
 from kvabr.server.server import Server
 from kvabr.transfer.interface import read_all
-from kvabr.types.errors import RequestError, TransportError, UnauthorizedError
+from kvabr.types.errors import Reason, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
 from tests.memory_transport import MemoryConnection
 
@@ -135,7 +134,7 @@ def grant(token):
 def says_unauthorized(error):
     """Whether an error says that a token is refused: that of a request, or of a connection that was closed for it."""
     if isinstance(error, RequestError):
-        return error.code in (RequestCode.UNAUTHORIZED, RequestCode.EXPIRED_AUTH_TOKEN)
+        return error.reason in (Reason.UNAUTHORIZED, Reason.EXPIRED_TOKEN)
     return isinstance(error, UnauthorizedError)
 
 

@@ -98,7 +98,7 @@ def test_an_answer_is_what_it_was():
 )  # fmt: skip
 def test_what_is_no_answer(change):
     value = {**json.loads(Changes(5, (ONE,)).dumps()), **change}
-    with pytest.raises(FormatError, match="changes: not kvabr"):
+    with pytest.raises(FormatError, match=r"changes: (Expected|schema)"):
         Changes.loads(json.dumps(value).encode())
 
 

@@ -17,7 +17,7 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.relay import Relay
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
-from kvabr.types.errors import NotFoundError, RequestError, TransportError
+from kvabr.types.errors import NotFoundError, Reason, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace, chain, prefix_track
 from tests.assets import make_asset
 from tests.memory_transport import Fault
@@ -99,7 +99,7 @@ async def test_an_origin_that_stays_away_is_told(asset, tls, monkeypatch):
         first.lose("killed")
         with pytest.raises(RequestError) as away:
             await get(connection, namespace, "FP16", 1)
-        assert away.value.code == RequestCode.TIMEOUT
+        assert away.value.reason == Reason.TIMEOUT
         assert away.value.retry_after_s
         assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
 
@@ -143,7 +143,7 @@ async def test_a_refusal_is_passed_on(asset, tls):
     async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
         with pytest.raises(RequestError) as refused:
             await get(connection, asset.catalog.namespace, "FP16")
-        assert refused.value.code == RequestCode.EXCESSIVE_LOAD
+        assert refused.value.reason == Reason.BUSY
         assert refused.value.retry_after_s
         assert await get(connection, asset.catalog.namespace, "Int4") == asset.frame(0, "Int4")
 

@@ -147,7 +147,7 @@ async def test_a_token_opens_its_own_and_nothing_else(root, tmp_path):
                         await fetch(connection, namespace, track)
                     said = str(caught.value).replace(namespace.prompt, "DIGEST")
                     said = said.replace(namespace.prompt[:16], "DIGEST")
-                    answers.append((caught.value.code, said, caught.value.retry_after_s))
+                    answers.append((caught.value.reason, said, caught.value.retry_after_s))
             assert answers[:4] == answers[4:]
 
             # Taken away while the connection is open.

@@ -32,7 +32,7 @@ from kvabr.store import asset as assets
 from kvabr.store import asset_folder, shared_folder
 from kvabr.store.objects import asset_store, bucket, group_store, layout, spans, tries
 from kvabr.telemetry import prometheus
-from kvabr.types import catalog, json_pieces, kv, naming
+from kvabr.types import catalog, kv, naming, records
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 DEFAULTS = ServerLimits()
@@ -120,8 +120,11 @@ ROWS = {
         f"counted as {lookup._LEAST_GROUPS:,} at least",
     ],
     "every catalog": [size(catalog.MAX_CATALOG_BYTES), f"{catalog.MAX_TRACKS} tracks", "2^20 groups"],
-    "of a catalog decoded at once": [size(json_pieces.PIECE_BYTES)],
-    "list of models": [size(kv.MAX_MODELS_BYTES), f"{kv._MAX_MODELS:,} models"],
+    "of a catalog": [
+        f"{records._SPARE_VALUES:,} and 1 per {records._VALUE_BYTES} bytes", f"{records.MAX_OBJECTS:,}",
+        size(records.MAX_SKIPPED_BYTES),
+    ],
+    "list of models": [size(kv.MAX_MODELS_BYTES), "4,096 models"],
     "codec profile": [size(catalog.MAX_PROFILE_BYTES), f"its header {size(profile._MAX_HEADER_BYTES)}"],
     "prompt.json": [size(assets._MAX_PROMPT_BYTES)],
     "object store: offers of a tenant": [f"{layout.MAX_OFFERS}", size(layout.MAX_OFFER_BYTES)],

@@ -101,7 +101,7 @@ def test_what_was_removed_is_published_again(tmp_path):
 def test_measured_assets_and_foreign_files_are_left_alone(tmp_path):
     offer(tmp_path, 1, age_s=300.0)
     measured = tmp_path / name(1) / "catalog.json"
-    measured.write_text(measured.read_text().replace("not measured", "measured"))
+    measured.write_text(measured.read_text().replace('"estimated": true', '"estimated": false'))
     (tmp_path / ("f" * 64)).write_text("a file of somebody's")
     (tmp_path / "notes").mkdir()
     most = 11 * size(tmp_path / name(1)) // 10

@@ -16,7 +16,6 @@ from kvabr.server.moving import moving
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.store.locations import open_store
-from kvabr.store.quota import NOT_MEASURED
 from kvabr.store.tiers import TieredAssetStore
 from kvabr.types.errors import AssetError, UsageError
 from kvabr.types.naming import CATALOG_TRACK
@@ -51,7 +50,7 @@ class Tiers:
     @staticmethod
     def put(store, number):
         """Publish a prompt as an engine does."""
-        return put(store, PLAIN, list(range(1000 * number, 1000 * number + 256)), method=NOT_MEASURED)[0]
+        return put(store, PLAIN, list(range(1000 * number, 1000 * number + 256)), estimated=True)[0]
 
     def settle(self):
         """Look, move, look."""
@@ -145,7 +144,7 @@ def test_what_is_worth_less_stays_down(tiers):
 
 def test_measured_assets_and_other_names_stay(tiers):
     measured, _ = put(tiers.warm, PLAIN, list(range(256)))
-    named = put(tiers.warm, PLAIN, list(range(7, 263)), method=NOT_MEASURED)[0]
+    named = put(tiers.warm, PLAIN, list(range(7, 263)), estimated=True)[0]
     (tiers.warm.root / named.namespace.prompt).rename(tiers.warm.root / "book")
     for number in (1, 2, 3):
         tiers.put(tiers.warm, number)
@@ -188,7 +187,7 @@ def test_other_bytes_of_a_prompt_are_another_version(tmp_path):
     """The cold store has the prompt from another publisher, with other tracks: they replace what goes down."""
     tiers = Tiers(tmp_path, 2, order="lru")
     old = tiers.put(tiers.cold, 1)
-    other = put(tiers.warm, PLAIN, list(range(1000, 1256)), method=NOT_MEASURED, tracks=("FP16",))[0]
+    other = put(tiers.warm, PLAIN, list(range(1000, 1256)), estimated=True, tracks=("FP16",))[0]
     for number in (2, 3, 4):
         tiers.put(tiers.warm, number)
     tiers.served.refresh()

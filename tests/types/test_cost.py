@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from kvabr.types.cost import MISS_PENALTY, PrefillCost, objective
 from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.records import convert
 
 SHAPES = [(0, 16), (0, 128), (0, 1024), (1024, 128), (4096, 128), (4096, 1024)]
 constants = st.floats(0, 0.1), st.floats(1e-6, 1e-2), st.floats(0, 1e-6)
@@ -46,10 +47,10 @@ def test_impossible_rates_are_refused(rate):
 def test_impossible_costs_and_timings_are_refused():
     for value in ({"constant_s": -1.0, "per_token_s": 1.0}, {"constant_s": 0, "per_token_s": 0}, {"nonsense": 1}):
         with pytest.raises(FormatError):
-            PrefillCost.from_json(value)
+            convert(value, PrefillCost, "prefill")
     with pytest.raises(UsageError, match="three"):
         PrefillCost.fit([(0, 1, 1.0), (0, 2, 2.0)])
-    assert PrefillCost.from_json(PrefillCost(0.1, 0.2, 0.3).to_json()) == PrefillCost(0.1, 0.2, 0.3)
+    assert PrefillCost(**PrefillCost(0.1, 0.2, 0.3).to_json()) == PrefillCost(0.1, 0.2, 0.3)
 
 
 def test_the_objective_adds_loss_time_engine_and_lateness():

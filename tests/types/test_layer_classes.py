@@ -281,7 +281,9 @@ def catalog(tokens=70):
     sizes = tuple(1000 * unit.part + unit.group + 1 for unit in units)
     sums = tuple(f"{unit.part:032x}{unit.group:032x}" for unit in units)
     losses = tuple(0.001 * (1 + index) for index in range(len(units)))
-    tracks = tuple(Track(name, sizes, losses, sums, lower) for name, lower in (("Int8", None), ("finer", "Int8")))
+    tracks = tuple(
+        Track(name, sizes, losses, sums, refines=lower) for name, lower in (("Int8", None), ("finer", "Int8"))
+    )
     chunks = chain(list(range(tokens)), model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16)
     return Catalog(TrackNamespace(SPEC.model, chunks[-1]), SPEC, tokens, tuple(chunks), tracks)
 

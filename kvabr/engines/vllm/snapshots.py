@@ -9,7 +9,6 @@ follows, so the worker copies it right after that step, and keeps it by the dige
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 
 from kvabr.engines.vllm.plays import SnapshotRequest
 from kvabr.engines.vllm.windows import Tables
+from kvabr.store.lru import ByteLru
 
 
 class Boundaries:
@@ -75,19 +75,14 @@ class KeptStates:
 
     def __init__(self, most_bytes: int) -> None:
         """Start empty."""
-        self._most_bytes, self._bytes = most_bytes, 0
-        self._kept: OrderedDict[str, dict[int, torch.Tensor]] = OrderedDict()
+        self._kept: ByteLru[str, dict[int, torch.Tensor]] = ByteLru(
+            most_bytes, lambda parts: sum(part.nbytes for part in parts.values())
+        )
 
     def keep(self, chunk: str, parts: dict[int, torch.Tensor]) -> None:
         """Keep a snapshot: a tensor for each class of states, which no one changes."""
-        if chunk in self._kept:
-            self._kept.move_to_end(chunk)
-            return
-        self._kept[chunk] = parts
-        self._bytes += sum(part.nbytes for part in parts.values())
-        while self._bytes > self._most_bytes:
-            _, gone = self._kept.popitem(last=False)
-            self._bytes -= sum(part.nbytes for part in gone.values())
+        if self._kept.get(chunk) is None:
+            self._kept.add(chunk, parts)
 
     def take(self, chunk: str) -> dict[int, torch.Tensor] | None:
         """Return a snapshot, a tensor for each class; None if it is not kept."""

@@ -8,7 +8,6 @@ with the same beginning, which vLLM does not compute again, finds them there.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from kvabr.engines.vllm.caches import EngineCaches
 from kvabr.engines.vllm.plays import KeepRequest
+from kvabr.store.lru import ByteLru
 
 Tables = Callable[[str], Sequence[Sequence[int]]]
 """Returns the block tables of a request, given its id."""
@@ -71,30 +71,26 @@ class Completed:
         return tuple(run if group in passing else () for group, run in enumerate(runs))
 
 
+def _bytes(parts: Sequence[torch.Tensor]) -> int:
+    return sum(part.nbytes for part in parts)
+
+
 class KeptWindows:
     """In a worker: groups of layers with windows, by digest; those used longest ago go first."""
 
     def __init__(self, most_bytes: int) -> None:
         """Start empty."""
-        self._most_bytes, self._bytes = most_bytes, 0
-        self._kept: OrderedDict[str, tuple[torch.Tensor, ...]] = OrderedDict()
+        self._kept: ByteLru[str, tuple[torch.Tensor, ...]] = ByteLru(
+            most_bytes, lambda kept: sum(p.nbytes for p in kept)
+        )
 
     def lacks(self, chunks: Sequence[str]) -> bool:
         """Return whether a group is not kept; those that are count as used."""
-        for chunk in chunks:
-            if chunk in self._kept:
-                self._kept.move_to_end(chunk)
-        return any(chunk not in self._kept for chunk in chunks)
+        return None in [self._kept.get(chunk) for chunk in chunks]
 
     def keep(self, chunk: str, parts: Sequence[torch.Tensor]) -> None:
         """Keep a group: a tensor for each class with a window, [layer, K/V, head, token, dim], which no one changes."""
-        if chunk in self._kept:
-            return
-        self._kept[chunk] = tuple(parts)
-        self._bytes += sum(part.nbytes for part in parts)
-        while self._bytes > self._most_bytes:
-            _, gone = self._kept.popitem(last=False)
-            self._bytes -= sum(part.nbytes for part in gone)
+        self._kept.add(chunk, tuple(parts))
 
     def take(self, chunks: Sequence[str]) -> tuple[tuple[torch.Tensor, ...], ...] | None:
         """Return groups, for each class with a window its groups in order; None if one is not kept."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from kvabr.store.managing.checking import BucketCheck
 from kvabr.store.managing.collect import Collected, Collector
@@ -14,8 +15,6 @@ from kvabr.store.managing.protocol import Damage, Inventory, silent
 from kvabr.store.managing.rules import Rules
 from kvabr.store.managing.survey import Manifest, Progress, survey
 from kvabr.store.objects import leases
-from kvabr.store.objects.bucket import Bucket
-from kvabr.store.objects.fields import whole
 from kvabr.store.objects.layout import (
     MAX_SPAN_BYTES,
     MovedOffer,
@@ -28,14 +27,32 @@ from kvabr.store.objects.layout import (
     span_key,
 )
 from kvabr.store.objects.leases import CATALOGS, OFFERS, Runtime
+from kvabr.store.objects.protocol import Objects
 from kvabr.store.objects.spans import encode_pointer, head_bytes, parse_head, parse_pointer
-from kvabr.store.quota import NOT_MEASURED
-from kvabr.types.catalog_json import MAX_GROUPS
+from kvabr.types.catalog import MAX_GROUPS, is_estimated
 from kvabr.types.errors import FormatError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
+from kvabr.types.records import decode
 
 LANES = 32
 """Requests at once."""
+
+
+class _Sizes(Struct):
+    name: str
+    bytes: tuple[Annotated[int, Meta(ge=1, le=MAX_SPAN_BYTES)], ...]
+
+
+class _Outline(Struct):
+    """What a manifest takes of a catalog."""
+
+    spec: dict[str, Any]
+    tokens: Annotated[int, Meta(ge=1)]
+    chunks: tuple[str, ...]
+    tracks: tuple[_Sizes, ...]
+    profile: str | None
+    loss_method: str
+    estimated: bool | None = None
 
 
 class BucketLayout:
@@ -44,22 +61,21 @@ class BucketLayout:
     def manifest(self, key: str, data: bytes | memoryview) -> Manifest:
         """See `ObjectFormat.manifest`. The catalog itself is not checked: gc has to read thousands of them."""
         stored = StoredCatalog.loads(data)
-        try:
-            value = json.loads(stored.catalog)
-            spec, profile = KVSpec.from_json(value["spec"]), value["profile"]
-            return Manifest(
-                model=spec.model,
-                tokens=whole(value["tokens"], 1, MAX_GROUPS * spec.group_tokens),
-                spans=tuple(stored.keys),
-                profile=None if profile is None else profile_key(str(profile)),
-                pointers=tuple(pointer_key(stored.offer, str(digest)) for digest in value["chunks"]),
-                tracks={str(track["name"]): sum(map(_frame_bytes, track["bytes"])) for track in value["tracks"]},
-                span_tokens=spec.group_tokens * stored.span_groups,
-                span_groups=stored.span_groups,
-                measured=not str(value["loss_method"]).startswith(NOT_MEASURED),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise FormatError(f"{key}: its catalog is damaged ({error!r})") from error
+        found = decode(stored.catalog, _Outline, f"{key}: its catalog is damaged")
+        spec = KVSpec.from_json(found.spec)
+        if found.tokens > MAX_GROUPS * spec.group_tokens:
+            raise FormatError(f"{key}: its catalog is damaged: it has {found.tokens} tokens")
+        return Manifest(
+            model=spec.model,
+            tokens=found.tokens,
+            spans=tuple(stored.keys),
+            profile=None if found.profile is None else profile_key(found.profile),
+            pointers=tuple(pointer_key(stored.offer, digest) for digest in found.chunks),
+            tracks={track.name: sum(track.bytes) for track in found.tracks},
+            span_tokens=spec.group_tokens * stored.span_groups,
+            span_groups=stored.span_groups,
+            measured=not is_estimated(found.estimated, found.loss_method),
+        )
 
     def head_bytes(self, data: bytes | memoryview) -> int:
         """See `ObjectFormat.head_bytes`."""
@@ -98,15 +114,11 @@ class BucketLayout:
         return offer_key(number), MovedOffer(turn + 1).dumps()
 
 
-def _frame_bytes(value: Any) -> int:
-    return whole(value, 1, MAX_SPAN_BYTES)
-
-
 class BucketLibrary:
     """A `Library` over a bucket."""
 
     def __init__(
-        self, bucket: Bucket, runtime: Runtime | None = None, timing: leases.LeaseTiming = leases.TIMING
+        self, bucket: Objects, runtime: Runtime | None = None, timing: leases.LeaseTiming = leases.TIMING
     ) -> None:
         """Take the bucket; nothing is asked for yet."""
         self._bucket, self._runtime, self._timing = bucket, runtime or Runtime(lanes=LANES), timing

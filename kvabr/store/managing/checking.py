@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from kvabr.store.managing.protocol import Damage
 from kvabr.store.managing.survey import FIRST_BYTES, MAX_SMALL_BYTES, Progress, Survey, check_size
-from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.layout import MAX_STORED_CATALOG_BYTES, StoredCatalog, profile_key, span_key
 from kvabr.store.objects.leases import CATALOGS, Runtime
+from kvabr.store.objects.protocol import Objects
 from kvabr.store.objects.spans import SpanHead, head_bytes, parse_head, parse_pointer
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import has_digest
@@ -25,7 +25,7 @@ _UNREAD = "upgrade kvabr if a newer version publishes here; otherwise remove the
 class BucketCheck:
     """A check of all catalogs of a survey, and what it found. Spans that no catalog names are not looked at."""
 
-    bucket: Bucket
+    bucket: Objects
     found: Survey
     runtime: Runtime
     progress: Progress
@@ -102,7 +102,7 @@ class BucketCheck:
             self.damages.append(Damage(key, what))
 
 
-async def _checked_span(bucket: Bucket, key: str, *, deep: bool) -> SpanHead:
+async def _checked_span(bucket: Objects, key: str, *, deep: bool) -> SpanHead:
     """Return the head of a span; raise `FormatError` if something is wrong with it."""
     first = await bucket.get(key, 0, FIRST_BYTES, limit=FIRST_BYTES)
     size = head_bytes(first)
@@ -136,7 +136,7 @@ def _pieces(head: SpanHead) -> Iterator[tuple[int, int, list[tuple[int, int, str
     yield run[0][0], run[-1][1], run
 
 
-async def _check_catalog(bucket: Bucket, key: str, heads: dict[str, SpanHead], wrong: dict[str, str]) -> None:
+async def _check_catalog(bucket: Objects, key: str, heads: dict[str, SpanHead], wrong: dict[str, str]) -> None:
     stored = StoredCatalog.loads(await bucket.get(key, limit=MAX_STORED_CATALOG_BYTES))
     catalog = stored.parsed()
     if catalog.namespace.prompt != key.removeprefix(CATALOGS):

@@ -51,7 +51,6 @@ from kvabr.store.objects.leases import (
     TIMING,
     LeaseTiming,
     Note,
-    Objects,
     Runtime,
     Sweep,
     is_young,
@@ -59,6 +58,7 @@ from kvabr.store.objects.leases import (
     offer_note,
     store_time,
 )
+from kvabr.store.objects.protocol import Objects
 from kvabr.types.errors import FormatError, NotFoundError, UsageError
 
 _NAMES_AT_ONCE = 20_000

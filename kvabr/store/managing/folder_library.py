@@ -32,7 +32,6 @@ from kvabr.store.managing.collect import Collected
 from kvabr.store.managing.protocol import REPAIR, Damage, Inventory, silent
 from kvabr.store.managing.rules import Eviction, Holding, Rules, evictions, total_bytes
 from kvabr.store.managing.survey import Progress
-from kvabr.store.quota import NOT_MEASURED
 from kvabr.types.errors import AssetError, FormatError, KvabrError, NotFoundError, UsageError, VersionError
 
 _NANO = 1e-9
@@ -175,7 +174,7 @@ class FolderLibrary:
             bytes=size,
             own_bytes=size,
             pinned_until_s=pin_end_s(self._root, name),
-            measured=not catalog.loss_method.startswith(NOT_MEASURED),
+            measured=not catalog.estimated,
             parts=tuple(parts),
             tracks={track.name: track.total_bytes for track in catalog.tracks},
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.store.locations import Location, open_store
 from kvabr.store.managing.folder_library import FolderLibrary
@@ -27,10 +25,9 @@ def _opened(location: Location, *, everybody: bool) -> list[Library]:
         return [FolderLibrary(store)]
     from kvabr.store.managing.bucket_library import BucketLibrary  # noqa: PLC0415 - only who has a bucket needs it
     from kvabr.store.objects.asset_store import ObjectAssetStore  # noqa: PLC0415
-    from kvabr.store.objects.bucket import Bucket  # noqa: PLC0415
 
     if isinstance(store, ObjectAssetStore):
         bucket = store.bucket
         names = bucket.tenants_sync() if everybody else (bucket.where.tenant,)
-        return [BucketLibrary(Bucket(replace(bucket.where, tenant=name))) for name in names]
+        return [BucketLibrary(bucket.of_tenant(name)) for name in names]
     raise UsageError(f"{location}: this kind of store cannot be managed")

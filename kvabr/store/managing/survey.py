@@ -24,14 +24,13 @@ from kvabr.store.objects.leases import (
     SPANS,
     LeaseTiming,
     Note,
-    Objects,
     Runtime,
-    StoredObject,
     is_young,
     listing,
     read_note,
     tombstones,
 )
+from kvabr.store.objects.protocol import Objects, StoredObject
 from kvabr.types.errors import FormatError, NotFoundError
 
 FIRST_BYTES = 16 << 10

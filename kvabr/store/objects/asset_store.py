@@ -13,9 +13,11 @@ from cachetools import TTLCache
 
 from kvabr.store.asset import CATALOG, PROFILE, PROMPT, Asset, AssetListing, AssetVersion, FrameReader, LoadedFrame
 from kvabr.store.eviction import DEFAULT_ORDER, Order
-from kvabr.store.objects.bucket import Bucket, ObjectInfo
-from kvabr.store.objects.guard import blocking_touch
+from kvabr.store.objects.blocking import blocked
+from kvabr.store.objects.bucket import open_objects
 from kvabr.store.objects.layout import catalog_key, profile_key
+from kvabr.store.objects.leases import touch
+from kvabr.store.objects.protocol import StoredObject
 from kvabr.store.objects.reading import as_asset_errors, read_catalog
 from kvabr.store.objects.spans import SpanHead, head_of, units_by_span
 from kvabr.store.objects.threads import each
@@ -121,7 +123,7 @@ class ObjectAssetStore:
     def __init__(self, url: str) -> None:
         """Take a URL, see `kvabr.store.objects.url`; nothing is asked for yet."""
         where, self._only = split_asset(url)
-        self.bucket = Bucket.open(str(where))
+        self.bucket = open_objects(str(where))
         self.profiles: set[str] = set()
         """SHA-256 of the profiles that were checked."""
         self._sizes: TTLCache[str, int] = TTLCache(_KNOWN_SPANS, _FOUND_S)
@@ -201,7 +203,7 @@ class ObjectAssetStore:
             self._touched.clear()
         self._touched[prompt] = now
         with contextlib.suppress(KvabrError):
-            blocking_touch(self.bucket, prompt)
+            blocked(touch(self.bucket, prompt))
 
     def quota(self, max_bytes: int, order: Order = DEFAULT_ORDER) -> NoReturn:  # noqa: ARG002  # of the protocol
         """Raise `UsageError`: many publishers share an object store, so none of them counts its bytes."""
@@ -242,5 +244,5 @@ class ObjectAssetStore:
         raise MissingAssetError(f"{self.location if name == '.' else self.bucket.where.below(name)}: no such asset")
 
 
-def _version(info: ObjectInfo) -> AssetVersion:
+def _version(info: StoredObject) -> AssetVersion:
     return AssetVersion(info.etag, int(info.modified_s * 1e9))

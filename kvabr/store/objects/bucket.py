@@ -2,8 +2,8 @@
 
 Keys are those of `kvabr.store.objects.layout`; the URL's prefix, the version of the layout and the tenant come before
 them. Requests fail with subclasses of `TransportError` (`kvabr.store.objects.failures`), after at most two more tries.
-There are two ways to ask: methods to be awaited, and those for threads, whose names end in ``_sync``. For the first
-byte and between two pieces, reads wait 30 seconds; who has less time cancels them.
+Each is a coroutine with a twin that blocks (`kvabr.store.objects.protocol.Objects`). For the first byte and between two
+pieces, reads wait 30 seconds; a caller with less time cancels them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from kvabr.store.objects.blocking import blocks, pause
 from kvabr.store.objects.failures import UNREADABLE, Failure
 from kvabr.store.objects.leases import PROBES
 from kvabr.store.objects.listing import Listing
 from kvabr.store.objects.obstore_clients import endpoint_of, load_obstore, make_client
+from kvabr.store.objects.protocol import PART_BYTES, Objects
 from kvabr.store.objects.threads import each, interruptible
 from kvabr.store.objects.tries import TRIES, Tries
 from kvabr.store.objects.url import WEB, StoreUrl, is_tenant
@@ -49,8 +51,6 @@ _RENEW_S = 1.0
 _DELETED_AT_ONCE = 1000
 _PROBERS = 6
 _SIGNED_FOR = timedelta(hours=1)
-PART_BYTES = 32 << 10
-"""Pieces of a stream have at least as many bytes, but for the last one."""
 IMMUTABLE = "public, max-age=31536000, immutable"
 _CACHE_CONTROL = {
     "a": "public, max-age=5",
@@ -77,14 +77,12 @@ class ObjectInfo:
     """When it was written by the store's clock, seconds since 1970."""
 
 
-class Bucket:
-    """The objects of one tenant behind one URL. Its methods may be called from any thread."""
+class Bucket(Objects):
+    """The objects of one tenant behind one URL, through obstore."""
 
     def __init__(self, where: StoreUrl) -> None:
         """Take a parsed URL; nothing is asked for yet."""
         self.where = where
-        self.url = str(where)
-        """Has no secrets."""
         self.prefix = where.root
         """Comes before every key."""
         self._stores: dict[int, ObstoreClient] = {}
@@ -119,7 +117,7 @@ class Bucket:
             return True
 
     def close(self) -> None:
-        """Let go of all connections, once nothing is asked for any more; asking again opens others."""
+        """See `Objects.close`."""
         with self._lock:
             self._stores.clear()
 
@@ -128,18 +126,18 @@ class Bucket:
     async def get(
         self, key: str, start: int = 0, end: int | None = None, *, limit: int, wait_s: float | None = None
     ) -> memoryview:
-        """Return bytes ``start`` to ``end`` of an object, or fewer if it ends before.
-
-        Raises `NotFoundError` if there is no such object, `RequestError` if it has more than ``limit`` bytes in that
-        range, ends before it, or if not all of it came; and `ConnectionLostError`, without another try, where nothing
-        comes for ``wait_s`` seconds (None: for as long as reads wait).
-        """
-        clock = asyncio.get_running_loop().time
+        """See `Objects.get`."""
 
         async def once() -> memoryview:
+            path, options = self._path(key), _range(start, end)
+            if blocks():
+                result = await _ask("get", self._reader(), path, options=options)
+                self._check(key, result, start, end, limit)
+                return self._whole(key, result, memoryview(interruptible(result.bytes)))
+            clock = asyncio.get_running_loop().time
             try:
                 async with asyncio.timeout(wait_s) as timer:
-                    result = await load_obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
+                    result = await _ask("get", self._reader(), path, options=options)
                     self._check(key, result, start, end, limit)
                     timer.reschedule(wait_s and clock() + wait_s)
                     if result.range[1] - result.range[0] <= PART_BYTES:
@@ -154,27 +152,14 @@ class Bucket:
 
         return await self._tried(key, "cannot be read", once)
 
-    def get_sync(self, key: str, start: int = 0, end: int | None = None, *, limit: int) -> memoryview:
-        """See `get`."""
-
-        def once() -> memoryview:
-            result = load_obstore().get(self._reader(), self._path(key), options=_range(start, end))
-            self._check(key, result, start, end, limit)
-            return self._whole(key, result, memoryview(result.bytes()))
-
-        return self._tried_sync(key, "cannot be read", once)
-
     async def stream(
         self, key: str, start: int, end: int, *, part_bytes: int = PART_BYTES
     ) -> AsyncGenerator[memoryview, None]:
-        """Yield bytes ``start`` to ``end`` of an object as they come; raises as `get`. Closing it ends the request.
-
-        Nothing is tried again: who plays knows whether that is worth it.
-        """
+        """See `Objects.stream`."""
         tries = Tries(self, 1)
         while True:
             try:
-                result = await load_obstore().get_async(self._reader(), self._path(key), options=_range(start, end))
+                result = await _ask("get", self._reader(), self._path(key), options=_range(start, end))
                 break
             except Exception as error:  # noqa: BLE001  # raised again unless the credentials may be new
                 tries.failed(key, "cannot be read", error)
@@ -192,48 +177,33 @@ class Bucket:
             raise RequestError(f"{self.below(key)}: {abs(due)} bytes {'are missing' if due > 0 else 'too many'}")
 
     async def head(self, key: str) -> ObjectInfo | None:
-        """Return what is known of an object; None if there is none."""
+        """See `Objects.head`."""
 
         async def once() -> ObjectInfo:
-            return self._info(await load_obstore().head_async(self._reader(), self._path(key)))
+            return self._info(await _ask("head", self._reader(), self._path(key)))
 
         try:
             return await self._tried(key, "cannot be looked for", once)
         except NotFoundError:
             return None
 
-    def head_sync(self, key: str) -> ObjectInfo | None:
-        """See `head`."""
-        try:
-            return self._tried_sync(
-                key, "cannot be looked for", lambda: self._info(load_obstore().head(self._reader(), self._path(key)))
-            )
-        except NotFoundError:
-            return None
-
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Yield all objects whose keys begin with ``prefix``, which ends in a slash, or is empty: all."""
+        """See `Objects.list`."""
         listing = Listing(partial(self._listing, prefix))
         while found := await self._tried(prefix, "cannot be listed", listing.more):
             for meta in found:
                 yield self._info(meta)
 
-    def list_sync(self, prefix: str) -> Iterator[ObjectInfo]:
-        """See `list`."""
-        listing = Listing(partial(self._listing, prefix))
-        while found := self._tried_sync(prefix, "cannot be listed", listing.more_sync):
-            for meta in found:
-                yield self._info(meta)
+    def of_tenant(self, name: str) -> Bucket:
+        """See `Objects.of_tenant`."""
+        return Bucket(replace(self.where, tenant=name))
 
-    def tenants_sync(self) -> Sequence[str]:
-        """Return the names of the tenants behind the URL's prefix, whatever its own tenant is."""
+    async def tenants(self) -> Sequence[str]:
+        """See `Objects.tenants`."""
         above = self.prefix.removesuffix(f"{self.where.tenant}/")
-
-        def once() -> list[str]:
-            found = load_obstore().list_with_delimiter(self._reader(), above)
-            return [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
-
-        return sorted(name for name in self._tried_sync("", "cannot be listed", once) if is_tenant(name))
+        found = await self._tried("", "cannot be listed", lambda: _ask("list_with_delimiter", self._reader(), above))
+        names = [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+        return sorted(filter(is_tenant, names))
 
     @property
     def is_direct(self) -> bool:
@@ -263,29 +233,15 @@ class Bucket:
     # ------------------------------------------------------- writing
 
     async def put_new(self, key: str, data: bytes | memoryview) -> bool:
-        """Write an object unless there is one of that name; return whether it was written.
-
-        After a connection that broke, False may also mean that this very object was written before it did.
-        """
+        """See `Objects.put_new`."""
         return await self._tried(key, "cannot be written", lambda: self._put(key, data, "create"))
 
-    def put_new_sync(self, key: str, data: bytes | memoryview) -> bool:
-        """See `put_new`."""
-        return self._tried_sync(key, "cannot be written", lambda: self._put_sync(key, data, "create"))
-
     async def put(self, key: str, data: bytes | memoryview) -> None:
-        """Write an object, over what is there."""
+        """See `Objects.put`."""
         await self._tried(key, "cannot be written", lambda: self._put(key, data, "overwrite"))
 
-    def put_sync(self, key: str, data: bytes | memoryview) -> None:
-        """See `put`."""
-        self._tried_sync(key, "cannot be written", lambda: self._put_sync(key, data, "overwrite"))
-
     async def replace(self, key: str, data: bytes | memoryview, etag: str | None) -> bool:
-        """Write an object in the place of the version ``etag`` (None: of nothing); return whether it was written.
-
-        Raises `UsageError` where a store cannot do that, as folders cannot: plays and publishers must not need it.
-        """
+        """See `Objects.replace`."""
         if etag is None:
             return await self.put_new(key, data)
         try:
@@ -294,7 +250,7 @@ class Bucket:
             return False
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; those that do not exist are none to delete."""
+        """See `Objects.delete`."""
         for first in range(0, len(keys), _DELETED_AT_ONCE):
             some = keys[first : first + _DELETED_AT_ONCE]
             try:
@@ -304,19 +260,8 @@ class Bucket:
                     with suppress(NotFoundError):
                         await self._delete_some([key])
 
-    def delete_sync(self, keys: Sequence[str]) -> None:
-        """See `delete`."""
-        for first in range(0, len(keys), _DELETED_AT_ONCE):
-            some = keys[first : first + _DELETED_AT_ONCE]
-            try:
-                self._delete(some)
-            except NotFoundError:
-                for key in some:  # a folder stops at the first that is gone
-                    with suppress(NotFoundError):
-                        self._delete([key])
-
     def probe_sync(self) -> None:
-        """Raise `StoreError` if the store does not honour conditional writes; asks once per process and URL.
+        """See `Objects.probe_sync`; asks once per process and URL.
 
         kvabr relies on them: of several publishers of one name, exactly one must win.
         """
@@ -352,14 +297,6 @@ class Bucket:
         with _LOCK:
             _PROBED.add(self.url)
 
-    def silent(self, key: str, seconds: float) -> ConnectionLostError:
-        """Return the error of a request that has brought nothing for so long."""
-        return ConnectionLostError(f"{self.below(key)}: the store has sent nothing for {seconds:.3g} s")
-
-    def below(self, key: str) -> str:
-        """Return what to call an object in messages."""
-        return f"{self.url.partition('?')[0].rstrip('/')}: {self.prefix.removeprefix(self.where.prefix + '/')}{key}"
-
     # ------------------------------------------------------- one try
 
     def _listing(self, prefix: str, after: str | None, at_once: int) -> Any:
@@ -367,14 +304,7 @@ class Bucket:
 
     async def _put(self, key: str, data: bytes | memoryview, mode: Any) -> bool:
         try:
-            await load_obstore().put_async(self._writer(len(data)), self._path(key), data, **self._how(key, mode))
-        except Exception as error:  # noqa: BLE001  # raised again unless a condition did not hold
-            return self._lost_race(mode, error)
-        return True
-
-    def _put_sync(self, key: str, data: bytes | memoryview, mode: Any) -> bool:
-        try:
-            load_obstore().put(self._writer(len(data)), self._path(key), data, **self._how(key, mode))
+            await _ask("put", self._writer(len(data)), self._path(key), data, **self._how(key, mode))
         except Exception as error:  # noqa: BLE001  # raised again unless a condition did not hold
             return self._lost_race(mode, error)
         return True
@@ -396,11 +326,7 @@ class Bucket:
 
     async def _delete_some(self, keys: Sequence[str]) -> None:
         paths = [self._path(key) for key in keys]
-        await self._tried(keys[0], "cannot be deleted", lambda: load_obstore().delete_async(self._writer(0), paths))
-
-    def _delete(self, keys: Sequence[str]) -> None:
-        paths = [self._path(key) for key in keys]
-        self._tried_sync(keys[0], "cannot be deleted", lambda: load_obstore().delete(self._writer(0), paths))
+        await self._tried(keys[0], "cannot be deleted", lambda: _ask("delete", self._writer(0), paths))
 
     # ------------------------------------------------------- checks and failures
 
@@ -430,16 +356,7 @@ class Bucket:
                 return await once()
             except Exception as error:  # noqa: BLE001  # raised again unless it may pass
                 delay_s = tries.failed(key, what, error)
-            await asyncio.sleep(delay_s)
-
-    def _tried_sync(self, key: str, what: str, once: Callable[[], T]) -> T:
-        tries = Tries(self)
-        while True:
-            try:
-                return interruptible(once)
-            except Exception as error:  # noqa: BLE001  # raised again unless it may pass
-                delay_s = tries.failed(key, what, error)
-            time.sleep(delay_s)
+            await pause(delay_s)
 
     def failed(self, key: str, what: str, error: Exception) -> Exception:
         """Return the error to raise where ``what`` has failed."""
@@ -481,6 +398,34 @@ class Bucket:
                     limits["read_timeout"], limits["timeout"] = f"{WAIT_S}s", "1d"
                 self._stores[most_s] = make_client(self.where, limits, writes=bool(most_s))
             return self._stores[most_s]
+
+
+OPENED_BY: dict[str, Callable[[str], Objects]] = {}
+"""What opens a URL, by its scheme, if obstore does not speak that."""
+
+
+def open_objects(url: str) -> Objects:
+    """Return the objects at a URL; errors as `Bucket.open`."""
+    return OPENED_BY.get(url.partition("://")[0], Bucket.open)(url)
+
+
+def _ask(what: str, *args: Any, **options: Any) -> Awaitable[Any]:
+    """Call a function of obstore's, in whichever way is right here.
+
+    No coroutine: an error would keep its frame, and with that a store's connections.
+    """
+    obstore = load_obstore()
+    if blocks():
+        return _now(partial(getattr(obstore, what), *args, **options))
+    answer: Awaitable[Any] = getattr(obstore, f"{what}_async")(*args, **options)
+    return answer
+
+
+async def _now(call: Callable[[], Any]) -> Any:
+    try:
+        return interruptible(call)
+    finally:
+        del call  # an error keeps this frame, and the call a store's connections
 
 
 def _range(start: int, end: int | None) -> GetOptions | None:

@@ -15,8 +15,9 @@ from contextlib import suppress
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from kvabr.store.objects.bucket import PART_BYTES, Bucket
+from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.failures import Failure
+from kvabr.store.objects.protocol import PART_BYTES, Objects
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
 
 _MOST_HEAD_BYTES = 16 << 10
@@ -55,9 +56,9 @@ class DirectReader:
         """Connections so far."""
 
     @classmethod
-    def of(cls, bucket: Bucket) -> DirectReader | None:
+    def of(cls, bucket: Objects) -> DirectReader | None:
         """Return a reader of a bucket; None if it cannot be read without TLS, or behind a proxy."""
-        return cls(bucket) if bucket.is_direct else None
+        return cls(bucket) if isinstance(bucket, Bucket) and bucket.is_direct else None
 
     async def receive(
         self, key: str, begin: int, end: int, sink: Sink, *, part_bytes: int = PART_BYTES, urgent: bool = True

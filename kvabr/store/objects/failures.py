@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from kvabr.moqt.codes import RequestCode
 from kvabr.store.objects.url import CREDENTIALS
 from kvabr.types.errors import (
     ConnectionLostError,
     ForbiddenError,
     NotFoundError,
+    Reason,
     RequestError,
     StoreError,
     TransportError,
@@ -141,7 +141,7 @@ class Failure:
         """Return the error to raise: ``what`` failed, for example "cannot be read", at the URL ``where``."""
         told = f" ({self.told})" if self.told else ""
         if self.kind == "absent":
-            return NotFoundError(f"{where}: there is no such object", code=RequestCode.DOES_NOT_EXIST)
+            return NotFoundError(f"{where}: there is no such object", reason=Reason.MISSING)
         if self.kind == "bucket":
             return StoreError(f"{where}: the bucket does not exist{told}; make it, or correct the URL or the endpoint")
         if (why := _UNAUTHORIZED.get(self.kind)) is not None:
@@ -153,7 +153,7 @@ class Failure:
             )
         if self.kind == "busy":
             told = f"{where}: {what}: the store is overloaded{told}; try again later"
-            return RequestError(told, code=RequestCode.EXCESSIVE_LOAD, retry_after_s=5.0)
+            return RequestError(told, reason=Reason.BUSY, retry_after_s=5.0)
         if self.kind == "lost":
             why = "cannot be reached" if self.cause else "did not answer, or the connection broke"
             return ConnectionLostError(f"{where}: {what}: the store {why}{told}")

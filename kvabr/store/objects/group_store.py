@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 
 from kvabr.store.group_store import LocalGroupStore
 from kvabr.store.lru import ByteLru
-from kvabr.store.objects.bucket import Bucket
+from kvabr.store.objects.bucket import open_objects
 from kvabr.store.objects.layout import group_key
 from kvabr.types.errors import NotFoundError, TransportError
 
@@ -43,7 +43,7 @@ class ObjectGroupStore(LocalGroupStore[int]):
             on_failure: hears why the store cannot be used, once for each pause in which it is left alone.
         """
         super().__init__(ByteLru(max_bytes, lambda size: size), executor)
-        self._bucket, self._on_failure = Bucket.open(url), on_failure
+        self._bucket, self._on_failure = open_objects(url), on_failure
         self._again_s = 0.0
 
     async def get(

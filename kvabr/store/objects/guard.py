@@ -8,86 +8,30 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from collections.abc import Iterable
+from typing import Self
 
+from kvabr.store.objects.blocking import blocking
 from kvabr.store.objects.leases import (
     CATALOGS,
     INTENTS,
     TIMING,
     LeaseTiming,
     Note,
-    Objects,
     Runtime,
-    StoredObject,
     read_note,
     tombstone_key,
-    touch,
     unswept,
 )
+from kvabr.store.objects.protocol import Objects
 from kvabr.types.errors import AssetError
 
-T = TypeVar("T")
 
+class PublishGuard:
+    """Keeps collectors from what a publisher is about to name; a context manager around uploading and committing.
 
-class BlockingBucket(Protocol):
-    """A bucket's methods for threads, see `kvabr.store.objects.bucket.Bucket`."""
-
-    def get_sync(self, key: str, start: int = 0, end: int | None = None, *, limit: int) -> memoryview:
-        """See `Objects.get`."""
-
-    def head_sync(self, key: str) -> StoredObject | None:
-        """See `Objects.head`."""
-
-    def put_new_sync(self, key: str, data: bytes) -> bool:
-        """See `Objects.put_new`."""
-
-    def put_sync(self, key: str, data: bytes) -> None:
-        """See `Objects.put`."""
-
-    def delete_sync(self, keys: Sequence[str]) -> None:
-        """See `Objects.delete`."""
-
-    def list_sync(self, prefix: str) -> Iterator[StoredObject]:
-        """See `Objects.list`."""
-
-
-class BlockingObjects:
-    """`Objects` whose methods block, and never suspend: for coroutines that `finish` runs without an event loop."""
-
-    def __init__(self, bucket: BlockingBucket) -> None:
-        """Take the bucket."""
-        self._bucket = bucket
-
-    async def get(self, key: str, start: int = 0, end: int | None = None, *, limit: int) -> memoryview:
-        """See `Objects.get`."""
-        return self._bucket.get_sync(key, start, end, limit=limit)
-
-    async def head(self, key: str) -> StoredObject | None:
-        """See `Objects.head`."""
-        return self._bucket.head_sync(key)
-
-    async def put_new(self, key: str, data: bytes) -> bool:
-        """See `Objects.put_new`."""
-        return self._bucket.put_new_sync(key, data)
-
-    async def put(self, key: str, data: bytes) -> None:
-        """See `Objects.put`."""
-        self._bucket.put_sync(key, data)
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        """See `Objects.delete`."""
-        self._bucket.delete_sync(keys)
-
-    async def list(self, prefix: str) -> AsyncIterator[StoredObject]:
-        """See `Objects.list`."""
-        for found in self._bucket.list_sync(prefix):
-            yield found
-
-
-class AsyncPublishGuard:
-    """Keeps collectors from what a publisher is about to name; a context manager around uploading and committing."""
+    ``with``, and `check_sync`, are for writers that block.
+    """
 
     def __init__(
         self,
@@ -172,74 +116,11 @@ class AsyncPublishGuard:
                 f"{self._model}: caches from before its expiry (kvabr store expire) are not published; compute it again"
             )
 
-
-class PublishGuard:
-    """`AsyncPublishGuard` for a writer that blocks."""
-
-    def __init__(
-        self,
-        bucket: BlockingBucket,
-        *,
-        model: str,
-        catalog: str,
-        spans: Iterable[str],
-        age_s: float = 0.0,
-        computed_s: float = math.inf,
-        timing: LeaseTiming = TIMING,
-    ) -> None:
-        """See `AsyncPublishGuard`."""
-        runtime = Runtime(sleep=_blocking_sleep)
-        self._guard = AsyncPublishGuard(
-            BlockingObjects(bucket),
-            model=model,
-            catalog=catalog,
-            spans=spans,
-            age_s=age_s,
-            computed_s=computed_s,
-            timing=timing,
-            runtime=runtime,
-        )
-
-    def __enter__(self) -> Self:
-        finish(self._guard.__aenter__())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        finish(self._guard.__aexit__())
-
     @property
     def is_choosy(self) -> bool:
         """Whether there are times for which `may_reuse` says no."""
         return not self.may_reuse(-math.inf)
 
-    def may_reuse(self, modified_s: float) -> bool:
-        """See `AsyncPublishGuard.may_reuse`."""
-        return self._guard.may_reuse(modified_s)
-
-    def stale_message(self, key: str) -> str:
-        """See `AsyncPublishGuard.stale_message`."""
-        return self._guard.stale_message(key)
-
-    def check(self) -> None:
-        """See `AsyncPublishGuard.check`."""
-        finish(self._guard.check())
-
-
-def finish(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never suspends, without an event loop."""
-    try:
-        work.send(None)
-    except StopIteration as done:
-        result: T = done.value
-        return result
-    work.close()
-    raise RuntimeError("a coroutine over blocking objects has suspended")
-
-
-async def _blocking_sleep(seconds: float) -> None:
-    time.sleep(seconds)  # noqa: ASYNC251 - of a coroutine that runs without a loop
-
-
-def blocking_touch(bucket: BlockingBucket, catalog: str) -> None:
-    """See `kvabr.store.objects.leases.touch`."""
-    finish(touch(BlockingObjects(bucket), catalog))
+    __enter__ = blocking(__aenter__)
+    __exit__ = blocking(__aexit__)
+    check_sync = blocking(check)

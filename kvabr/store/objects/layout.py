@@ -24,17 +24,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated
 
-from kvabr.store.objects.fields import HEX16, HEX64, check_schema, json_object, list_of, whole
-from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_PROFILE_BYTES, Catalog
-from kvabr.types.catalog_json import MAX_GROUPS, MAX_TRACKS
-from kvabr.types.cost import PrefillCost
+from msgspec import Meta, Struct
+
+from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_GROUPS, MAX_TRACKS, Catalog, CommonFacts, is_estimated
 from kvabr.types.digests import KINDS, SHA256
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import LOOKUP_RUN, check_track_name
-from kvabr.types.tails import TailLoss, check_tails, tails_from_json
+from kvabr.types.naming import LOOKUP_RUN
+from kvabr.types.records import check, decode, fields_of, read_members, read_schema, to_json
+from kvabr.types.tracks import Level, check_tracks, level_of
 
 SPAN_GROUPS = LOOKUP_RUN
 """Groups of tokens in a span."""
@@ -45,15 +45,16 @@ MAX_OFFERS = 256
 MAX_STORED_CATALOG_BYTES = MAX_CATALOG_BYTES + (8 << 20)
 _MAX_FRONT_BYTES = 8 << 20
 MAX_SPAN_GROUPS = 256
-_MAX_WORDS = 4096
 
 OFFER_SCHEMA = "kvabr.offer/1"
 MOVED_SCHEMA = "kvabr.moved-offer/1"
 CATALOG_SCHEMA = "kvabr.stored-catalog/1"
 
-SPAN_NAME = re.compile(r"[0-9a-f]{16}(\.end)?")
+SPAN_NAME = r"[0-9a-f]{16}(\.end)?"
+"""Pattern of a span's name."""
 _OFFER_KEY = re.compile(r"o/(0|[1-9][0-9]{0,2})(?:\.([1-9][0-9]{0,8}))?")
-_MAX_TURNS = 10**9
+_ORDER = "id", "span_groups", "digest", "spec", "tracks", "profile", "profile_bytes", "prefill", "loss_method"
+"""Fields of an offer in the order in which they have always been written; others come before them."""
 
 
 # ------------------------------------------------------- names
@@ -118,50 +119,20 @@ def span_names(spec: KVSpec, chunks: Sequence[str], span_groups: int = SPAN_GROU
 # ------------------------------------------------------- offers
 
 
-class OfferedTrack(NamedTuple):
-    """A level that an offer's spans have."""
-
-    name: str
-    refines: str | None
-    decode_s: float
-    tails: tuple[TailLoss, ...] = ()
-    """See `Track.tails`."""
-
-
 @dataclass(frozen=True)
-class StoreOffer:
-    """What all spans of one folder ``s/<id>`` have in common: a spec, and the tracks."""
+class StoreOffer(CommonFacts):
+    """What all spans of one folder ``s/<id>`` have in common: a spec, the tracks, and what else their assets share."""
 
     spec: KVSpec
-    tracks: tuple[OfferedTrack, ...]
+    tracks: Annotated[tuple[Level, ...], Meta(min_length=1, max_length=MAX_TRACKS)]
     """Levels, each after the one that it refines; base first."""
-    profile: str | None = None
-    """SHA-256 of the codec profile."""
-    profile_bytes: int = 0
-    prefill: PrefillCost | None = None
-    loss_method: str = ""
-    span_groups: int = SPAN_GROUPS
+    span_groups: Annotated[int, Meta(ge=1, le=MAX_SPAN_GROUPS)] = SPAN_GROUPS
     digest: str = SHA256
     """Kind of the frames' digests."""
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.tracks) <= MAX_TRACKS:
-            raise FormatError(f"offer: {len(self.tracks)} tracks; 1 to {MAX_TRACKS} are allowed")
-        seen: set[str] = set()
-        for track in self.tracks:
-            check_track_name(track.name)
-            if track.name in seen or not (track.refines is None or track.refines in seen):
-                raise FormatError(f"offer: track {track.name} is there twice, or refines none that stands before it")
-            if not 0 <= track.decode_s < 1e9:
-                raise FormatError(f"offer: track {track.name} has a decode time that is negative or not a number")
-            check_tails(track.tails, f"offer: track {track.name}")
-            seen.add(track.name)
-        if not 0 < self.span_groups <= MAX_SPAN_GROUPS:
-            raise FormatError(f"offer: spans of {self.span_groups} groups; 1 to {MAX_SPAN_GROUPS} are allowed")
-        if self.profile is not None and not HEX64.fullmatch(self.profile):
-            raise FormatError("offer: the profile's digest is not 64 hex digits")
-        if not 0 <= self.profile_bytes <= MAX_PROFILE_BYTES:
-            raise FormatError(f"offer: a profile of {self.profile_bytes} bytes")
+        check(self, "offer")
+        check_tracks(self.tracks, "offer")
         if self.digest not in KINDS:
             raise FormatError(
                 f"offer: digests of kind {self.digest[:40]!r}, which this version does not know; upgrade kvabr"
@@ -170,17 +141,8 @@ class StoreOffer:
     @classmethod
     def of(cls, catalog: Catalog) -> StoreOffer:
         """Return the offer of an asset."""
-        return cls(
-            spec=catalog.spec,
-            tracks=tuple(
-                OfferedTrack(track.name, track.refines, track.decode_s, track.tails) for track in catalog.tracks
-            ),
-            profile=catalog.profile,
-            profile_bytes=catalog.profile_bytes,
-            prefill=catalog.prefill,
-            loss_method=catalog.loss_method[:_MAX_WORDS],
-            digest=catalog.digest_kind,
-        )
+        tracks = tuple(map(level_of, catalog.tracks))
+        return cls(catalog.spec, tracks, digest=catalog.digest_kind, **fields_of(catalog, CommonFacts))
 
     @cached_property
     def id(self) -> str:
@@ -201,51 +163,28 @@ class StoreOffer:
 
     def dumps(self) -> bytes:
         """Return the offer as an object."""
-        value: dict[str, Any] = {
-            "schema": OFFER_SCHEMA,
-            "id": self.id,
-            "span_groups": self.span_groups,
-            "digest": self.digest,
-            "spec": self.spec.to_json(),
-            "tracks": [track._asdict() for track in self.tracks],
-            "profile": self.profile,
-            "profile_bytes": self.profile_bytes,
-            "prefill": None if self.prefill is None else self.prefill.to_json(),
-            "loss_method": self.loss_method,
-        }
-        return json.dumps(value, indent=1).encode() + b"\n"
+        always = ("span_groups", "digest", "profile", "profile_bytes", "prefill", "loss_method")
+        value = {"schema": OFFER_SCHEMA, **to_json(self, *always, last=_ORDER)}
+        return json.dumps({**value, "id": self.id}, indent=1).encode() + b"\n"
 
     @classmethod
     def loads(cls, data: bytes | memoryview) -> StoreOffer:
         """Parse what `dumps` returned, from an untrusted source."""
-        value = json_object(data, MAX_OFFER_BYTES, "offer")
-        check_schema(value, OFFER_SCHEMA, "offer")
-        try:
-            profile, prefill = value["profile"], value["prefill"]
-            tracks = list_of(value["tracks"], MAX_TRACKS, "offer")
-            made = cls(
-                spec=KVSpec.from_json(value["spec"]),
-                tracks=tuple(
-                    OfferedTrack(
-                        str(one["name"]),
-                        None if one["refines"] is None else str(one["refines"]),
-                        float(one["decode_s"]),
-                        tails_from_json(one.get("tails", ())),
-                    )
-                    for one in tracks
-                ),
-                profile=None if profile is None else str(profile),
-                profile_bytes=int(value["profile_bytes"]),
-                prefill=None if prefill is None else PrefillCost.from_json(prefill),
-                loss_method=str(value["loss_method"])[:_MAX_WORDS],
-                span_groups=int(value["span_groups"]),
-                digest=str(value["digest"]),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise FormatError(f"offer: a field is missing or has the wrong type ({error!r})") from error
-        if made.spec.part_of is not None or made.id != value.get("id"):
+        if len(data) > MAX_OFFER_BYTES:
+            raise FormatError(f"offer: {len(data)} bytes, more than the {MAX_OFFER_BYTES} allowed")
+        members, _ = read_members(bytes(data), cls, "offer", OFFER_SCHEMA)
+        made = cls(**members | {"estimated": is_estimated(members.get("estimated"), members.get("loss_method", ""))})
+        if made.spec.part_of is not None or made.id != decode(data, _Named, "offer").id:
             raise FormatError("offer: its id is not that of its spec and tracks")
         return made
+
+
+class _Named(Struct):
+    """What `parse_offer` and `StoreOffer.loads` ask of an offer besides its fields."""
+
+    schema: str = ""
+    id: str = ""
+    turn: Annotated[int, Meta(ge=1, le=10**9)] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,13 +200,24 @@ class MovedOffer:
 
 def parse_offer(data: bytes | memoryview) -> StoreOffer | MovedOffer:
     """Parse what the key of an offer holds, from an untrusted source."""
-    value = json_object(data, MAX_OFFER_BYTES, "offer")
-    if value.get("schema") != MOVED_SCHEMA:
-        return StoreOffer.loads(data)
-    return MovedOffer(whole(value.get("turn"), 1, _MAX_TURNS))
+    if len(data) > MAX_OFFER_BYTES:
+        raise FormatError(f"offer: {len(data)} bytes, more than the {MAX_OFFER_BYTES} allowed")
+    found = decode(data, _Named, "offer")
+    return MovedOffer(found.turn) if found.schema == MOVED_SCHEMA else StoreOffer.loads(data)
 
 
 # ------------------------------------------------------- catalogs
+
+
+class _Front(Struct):
+    """First line of a stored catalog."""
+
+    offer: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+    span_groups: Annotated[int, Meta(ge=1, le=MAX_SPAN_GROUPS)]
+    spans: Annotated[
+        tuple[Annotated[str, Meta(pattern=rf"^{SPAN_NAME}\Z")], ...], Meta(min_length=1, max_length=MAX_GROUPS)
+    ]
+    begins: Annotated[tuple[Annotated[int, Meta(ge=1, le=MAX_SPAN_BYTES)], ...], Meta(max_length=MAX_GROUPS)]
 
 
 @dataclass(frozen=True)
@@ -308,22 +258,13 @@ class StoredCatalog:
         front, newline, rest = bytes(data).partition(b"\n")
         if not newline:
             raise FormatError("stored catalog: truncated, or no catalog")
-        value = json_object(front, _MAX_FRONT_BYTES, "stored catalog")
-        check_schema(value, CATALOG_SCHEMA, "stored catalog")
-        try:
-            span_groups = whole(value["span_groups"], 1, MAX_SPAN_GROUPS)
-            spans = list_of(value["spans"], MAX_GROUPS, "stored catalog")
-            begins = tuple(
-                whole(at, 1, MAX_SPAN_BYTES) for at in list_of(value["begins"], MAX_GROUPS, "stored catalog")
-            )
-            offer = str(value["offer"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"stored catalog: a field is missing or has the wrong type ({error!r})") from error
-        if not HEX16.fullmatch(offer) or not all(isinstance(each, str) and SPAN_NAME.fullmatch(each) for each in spans):
-            raise FormatError("stored catalog: names no offer, or a span that cannot be one")
-        if not 0 < len(spans) == len(begins):
-            raise FormatError("stored catalog: has no spans, or not a begin of each")
-        return cls(offer, tuple(spans), begins, span_groups, rest)
+        if len(front) > _MAX_FRONT_BYTES:
+            raise FormatError(f"stored catalog: a front of {len(front)} bytes")
+        read_schema(front, "stored catalog", CATALOG_SCHEMA)
+        found = decode(front, _Front, "stored catalog")
+        if len(found.spans) != len(found.begins):
+            raise FormatError("stored catalog: has not a begin of each span")
+        return cls(found.offer, found.spans, found.begins, found.span_groups, rest)
 
     def parsed(self) -> Catalog:
         """Return the catalog; raise `FormatError` if it is damaged, or does not fit the spans."""

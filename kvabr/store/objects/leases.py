@@ -27,11 +27,16 @@ import math
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError, VersionError
+from msgspec import Meta
+
+from kvabr.store.objects.blocking import pause
+from kvabr.store.objects.protocol import Objects, StoredObject
+from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError
+from kvabr.types.records import check_schema, convert
 
 T = TypeVar("T")
 
@@ -45,44 +50,6 @@ CATALOGS, SPANS, POINTERS, PROFILES, OFFERS, GROUPS = "a/", "s/", "i/", "p/", "o
 MAX_NOTE_BYTES = 8 << 20
 DELETED_AT_ONCE = 1000
 _SCHEMA = "kvabr.note/1"
-
-
-class StoredObject(Protocol):
-    """An object in a listing."""
-
-    @property
-    def key(self) -> str:
-        """Its name, below the tenant's."""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-
-    @property
-    def modified_s(self) -> float:
-        """When it was written, by the store's clock, seconds since 1970."""
-
-
-class Objects(Protocol):
-    """The objects of one tenant, as `kvabr.store.objects.bucket.Bucket` has them."""
-
-    async def get(self, key: str, start: int = 0, end: int | None = None, *, limit: int) -> bytes | memoryview:
-        """Return bytes of an object, at most ``limit``; `NotFoundError` if there is none."""
-
-    async def head(self, key: str) -> StoredObject | None:
-        """Return size and age of an object; None if there is none."""
-
-    async def put_new(self, key: str, data: bytes) -> bool:
-        """Write an object unless there is one; return whether it was written."""
-
-    async def put(self, key: str, data: bytes) -> None:
-        """Write an object, over another one if there is one."""
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, in no particular order; those that are gone already do not matter."""
-
-    def list(self, prefix: str) -> AsyncIterator[StoredObject]:
-        """Yield all objects whose names begin with ``prefix``, which ends in a slash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +85,7 @@ class Runtime:
 
     now: Callable[[], float] = time.monotonic
     """Monotonic seconds."""
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    sleep: Callable[[float], Awaitable[None]] = pause
     lanes: int = 1
     """Requests at once; more than 1 needs an event loop."""
 
@@ -150,7 +117,7 @@ class Note:
     model: str = ""
     until_s: float = 0.0
     """Of a pin, when it ends; of a tombstone, the time before which everything is expired."""
-    uses: int = 0
+    uses: Annotated[int, Meta(ge=0, lt=1 << 53)] = 0
     """Of a lease, how often its asset was used."""
 
     def dumps(self) -> bytes:
@@ -162,20 +129,14 @@ class Note:
     def loads(cls, data: bytes | memoryview) -> Note:
         """Parse what `dumps` returned, from an untrusted source; raise `FormatError` if it is something else."""
         try:
-            value = json.loads(bytes(data))
-            if value["schema"] != _SCHEMA:
-                raise VersionError(
-                    f"note: {value['schema']!r} is not {_SCHEMA!r}; written by a newer version of kvabr?"
-                )
-            keys, model = value.get("keys", []), value.get("model", "")
-            until_s, uses = float(value.get("until_s", 0.0)), value.get("uses", 0)
-            sound = isinstance(keys, list) and all(isinstance(key, str) for key in keys) and isinstance(model, str)
-            sound = sound and not math.isnan(until_s) and type(uses) is int and 0 <= uses < 1 << 53
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-            raise FormatError(f"note: not {_SCHEMA} ({error!r})") from error
-        if not sound:
+            value = json.loads(bytes(data))  # which also knows infinity, as the end of a pin
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"note: not {_SCHEMA} ({error})") from error
+        check_schema(value.get("schema") if isinstance(value, dict) else None, "note", _SCHEMA)
+        note = convert(value, cls, "note")
+        if math.isnan(note.until_s):
             raise FormatError(f"note: not {_SCHEMA}")
-        return cls(tuple(keys), model, until_s, uses)
+        return note
 
 
 @dataclass(frozen=True, slots=True)

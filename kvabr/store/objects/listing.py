@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvabr.store.objects.blocking import blocks
 from kvabr.store.objects.failures import UNREADABLE
+from kvabr.store.objects.threads import interruptible
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -29,15 +31,9 @@ class Listing:
         """Return the next page, empty behind the last."""
         while True:
             try:
+                if blocks():
+                    return self._came(interruptible(lambda: next(iter(self._open()), None)))
                 return self._came(await anext(aiter(self._open()), None))
-            except Exception as error:  # noqa: BLE001  # raised again unless it is of one object
-                self._failed(error)
-
-    def more_sync(self) -> Sequence[ObjectMeta]:
-        """See `more`."""
-        while True:
-            try:
-                return self._came(next(iter(self._open()), None))
             except Exception as error:  # noqa: BLE001  # raised again unless it is of one object
                 self._failed(error)
 

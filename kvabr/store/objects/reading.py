@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.layout import (
     MAX_OFFER_BYTES,
     MAX_OFFERS,
@@ -17,6 +16,7 @@ from kvabr.store.objects.layout import (
     offer_key,
     parse_offer,
 )
+from kvabr.store.objects.protocol import Objects
 from kvabr.store.objects.spans import HEAD_BYTES, MAX_HEAD_BYTES, SpanHead, head_bytes, parse_head
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, TransportError
 
@@ -30,7 +30,7 @@ def as_asset_errors() -> Iterator[None]:
         raise AssetError(str(error)) from error
 
 
-def read_head(bucket: Bucket, key: str) -> tuple[SpanHead, bytes]:
+def read_head(bucket: Objects, key: str) -> tuple[SpanHead, bytes]:
     """Return the head of a span, and the bytes before its first frame.
 
     Raises `NotFoundError` if there is no such span, `FormatError` if its head is damaged or of a newer version.
@@ -45,7 +45,7 @@ def read_head(bucket: Bucket, key: str) -> tuple[SpanHead, bytes]:
         raise type(error)(f"{bucket.below(key)}: {error}") from error
 
 
-def read_offers(bucket: Bucket) -> Iterator[tuple[str, StoreOffer | FormatError | None]]:
+def read_offers(bucket: Objects) -> Iterator[tuple[str, StoreOffer | FormatError | None]]:
     """Yield all offers by their key, in the order of their numbers.
 
     Instead of one comes what is wrong with it, as with those of a newer version; or None where one was collected, and
@@ -68,7 +68,7 @@ def read_offers(bucket: Bucket) -> Iterator[tuple[str, StoreOffer | FormatError 
             yield key, found
 
 
-def read_catalog(bucket: Bucket, prompt: str) -> StoredCatalog:
+def read_catalog(bucket: Objects, prompt: str) -> StoredCatalog:
     """Return the stored catalog of a prompt, not checked further; `NotFoundError` if there is none."""
     key = catalog_key(prompt)
     data = bucket.get_sync(key, limit=MAX_STORED_CATALOG_BYTES)

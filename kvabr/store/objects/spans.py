@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated
 
-from kvabr.store.objects.fields import check_magic, digests_of, json_object, list_of, whole
+from msgspec import Meta
+
 from kvabr.store.objects.layout import MAX_SPAN_BYTES, MAX_SPAN_GROUPS, SPAN_GROUPS, SPAN_NAME, StoreOffer
-from kvabr.types.catalog import Catalog
-from kvabr.types.catalog_json import MAX_GROUPS, MAX_TRACKS
-from kvabr.types.digests import is_digest, kind_of
-from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.catalog import MAX_GROUPS, MAX_TRACKS, Catalog
+from kvabr.types.digests import DIGEST, kind_of
+from kvabr.types.errors import FormatError, UsageError, VersionError
 from kvabr.types.naming import check_track_name
+from kvabr.types.records import IN_MEMORY, Sha256, decode, to_json
+from kvabr.types.tails import Loss
 from kvabr.types.units import Unit, units_of
 
 HEAD_BYTES = 16 << 10
@@ -31,7 +34,8 @@ MAX_HEAD_BYTES = 512 << 10
 """Bytes of a span's header and packed head."""
 _MAX_HEAD_JSON = 2 << 20
 MAX_POINTER_BYTES = MAX_HEAD_BYTES + (1 << 10)
-_MAX_POSITION = 1 << 32
+_Few = Meta(max_length=MAX_SPAN_GROUPS)
+_Number = Annotated[int, Meta(ge=0, le=MAX_GROUPS)]
 
 _SPAN = struct.Struct("<4sHHIQ32s")
 """Magic, version, 0, bytes of the packed head, bytes of the whole object, SHA-256 of the packed head."""
@@ -47,29 +51,29 @@ class SpanTrack:
     """The units of one published track in one span, in order."""
 
     name: str
-    first: int
+    first: _Number
     """Number of the first unit among those of its class."""
-    bytes: tuple[int, ...]
-    digests: tuple[str, ...]
+    bytes: Annotated[tuple[Annotated[int, Meta(ge=1, le=MAX_SPAN_BYTES)], ...], _Few]
+    digests: Annotated[tuple[Annotated[str, Meta(pattern=rf"^{DIGEST}\Z")], ...], _Few]
     """Digest of each frame, see `kvabr.types.digests`."""
-    loss: tuple[float, ...]
+    loss: Annotated[tuple[Loss, ...], _Few]
 
 
 @dataclass(frozen=True)
 class SpanHead:
     """What a span has, and where."""
 
-    digests: tuple[str, ...]
+    digests: Annotated[tuple[Sha256, ...], Meta(min_length=1, max_length=MAX_SPAN_GROUPS)]
     """Chained prompt digest of each group of tokens."""
-    first: int
+    first: _Number
     """Number of the first group of tokens, a multiple of the offer's ``span_groups``."""
-    tokens: int
+    tokens: Annotated[int, Meta(ge=1, le=1 << 40)]
     """Tokens of all its groups."""
-    position: int
+    position: Annotated[int, Meta(ge=0, le=1 << 32)]
     """Tokens of the prompt before the asset that it belongs to, see `Catalog.position`."""
-    tracks: tuple[SpanTrack, ...]
+    tracks: Annotated[tuple[SpanTrack, ...], Meta(min_length=1, max_length=MAX_TRACKS * 16)]
     """Published tracks, base first, in the order of their frames. A class without units here is left out."""
-    begin: int = 0
+    begin: int = field(default=0, metadata=IN_MEMORY)
     """Bytes before the first frame."""
 
     @cached_property
@@ -113,23 +117,7 @@ def encode_span(head: SpanHead, frames: Sequence[bytes | memoryview]) -> bytes:
 
 def encode_head(head: SpanHead) -> bytes:
     """Return what comes before a span's frames: header and packed head. `SpanHead.begin` is not read."""
-    value = {
-        "digests": head.digests,
-        "first": head.first,
-        "tokens": head.tokens,
-        "position": head.position,
-        "tracks": [
-            {
-                "name": track.name,
-                "first": track.first,
-                "bytes": track.bytes,
-                "digests": track.digests,
-                "loss": track.loss,
-            }
-            for track in head.tracks
-        ],
-    }
-    packed = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 9)
+    packed = zlib.compress(json.dumps(to_json(head), separators=(",", ":")).encode(), 9)
     begin = _SPAN.size + len(packed)
     total = begin + sum(sum(track.bytes) for track in head.tracks)
     if len(packed) > MAX_HEAD_BYTES or total > MAX_SPAN_BYTES:
@@ -153,31 +141,11 @@ def parse_head(data: bytes | memoryview) -> SpanHead:
         raise FormatError(f"span: truncated, {len(packed)} of {length} bytes of its head")
     if hashlib.sha256(packed).digest() != digest:
         raise FormatError("span: its head is damaged (SHA-256 differs)")
-    value = json_object(_unpacked(packed), _MAX_HEAD_JSON, "span")
-    try:
-        tracks = list_of(value["tracks"], MAX_TRACKS * 16, "span")
-        head = SpanHead(
-            digests=digests_of(value["digests"], MAX_SPAN_GROUPS),
-            first=whole(value["first"], 0, MAX_GROUPS),
-            tokens=whole(value["tokens"], 1, 1 << 40),
-            position=whole(value["position"], 0, _MAX_POSITION),
-            tracks=tuple(
-                SpanTrack(
-                    check_track_name(one["name"]),
-                    whole(one["first"], 0, MAX_GROUPS),
-                    tuple(whole(size, 1, MAX_SPAN_BYTES) for size in list_of(one["bytes"], MAX_SPAN_GROUPS, "span")),
-                    tuple(_digest(each) for each in list_of(one["digests"], MAX_SPAN_GROUPS, "span")),
-                    tuple(_loss(each) for each in list_of(one["loss"], MAX_SPAN_GROUPS, "span")),
-                )
-                for one in tracks
-            ),
-            begin=_SPAN.size + length,
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise FormatError(f"span: a field is missing or has the wrong type ({error!r})") from error
-    if not head.digests or not head.tracks or len(head.by_name) < len(head.tracks):
-        raise FormatError("span: has no group, no track, or one twice")
+    head = replace(decode(_unpacked(packed), SpanHead, "span"), begin=_SPAN.size + length)
+    if len(head.by_name) < len(head.tracks):
+        raise FormatError("span: has a track twice")
     for track in head.tracks:
+        check_track_name(track.name)
         if not 0 < len(track.bytes) == len(track.digests) == len(track.loss) <= len(head.digests):
             raise FormatError(f"span: track {track.name} must list bytes, digest and loss of each of its groups")
     if head.total != total:
@@ -277,9 +245,9 @@ def parse_pointer(data: bytes | memoryview) -> tuple[str, SpanHead]:
     if len(data) < _POINTER.size or len(data) > MAX_POINTER_BYTES:
         raise FormatError(f"pointer: {len(data)} bytes cannot be one")
     magic, version, length = _POINTER.unpack_from(data)
-    check_magic(magic, version, _POINTER_MAGIC, _POINTER_VERSION, "pointer")
+    _check_magic(magic, version, _POINTER_MAGIC, _POINTER_VERSION, "pointer")
     name = bytes(data[_POINTER.size : _POINTER.size + length]).decode("ascii", "replace")
-    if not SPAN_NAME.fullmatch(name):
+    if not re.fullmatch(SPAN_NAME, name):
         raise FormatError("pointer: names no span")
     head = parse_head(data[_POINTER.size + length :])
     if not name.startswith(head.digests[-1][:16]):
@@ -291,10 +259,19 @@ def _span_header(data: bytes | memoryview) -> tuple[int, int, bytes]:
     if len(data) < _SPAN.size:
         raise FormatError(f"span: truncated, {len(data)} bytes")
     magic, version, _, length, total, digest = _SPAN.unpack_from(data)
-    check_magic(magic, version, _SPAN_MAGIC, _SPAN_VERSION, "span")
+    _check_magic(magic, version, _SPAN_MAGIC, _SPAN_VERSION, "span")
     if not 0 < length <= MAX_HEAD_BYTES or not _SPAN.size + length < total <= MAX_SPAN_BYTES:
         raise FormatError(f"span: a head of {length} bytes in an object of {total} cannot be")
     return length, total, digest
+
+
+def _check_magic(magic: bytes, version: int, ours: bytes, newest: int, what: str) -> None:
+    if magic != ours:
+        raise FormatError(f"{what}: begins with {magic!r}, so it is none")
+    if version != newest:
+        raise VersionError(
+            f"{what}: version {version}, this one reads {newest}; it was written by another kvabr, upgrade"
+        )
 
 
 def _unpacked(packed: bytes) -> bytes:
@@ -306,15 +283,3 @@ def _unpacked(packed: bytes) -> bytes:
     if not reader.eof or reader.unused_data:
         raise FormatError("span: its head is truncated, too long, or followed by something else")
     return data
-
-
-def _digest(value: Any) -> str:
-    if not is_digest(value):
-        raise FormatError("span: what should be the digest of a frame is none")
-    return str(value)
-
-
-def _loss(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= 1e6:
-        raise FormatError("span: a loss is negative or not a number")
-    return float(value)

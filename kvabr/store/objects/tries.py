@@ -45,6 +45,9 @@ class Tries:
         if self._left and failure.passes:
             return _BACKOFF_S * 2.0 ** (TRIES - self._left) * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
         told = self._bucket.failed(key, what, error)
-        if told is error:
-            raise error
-        raise told from error
+        try:
+            if told is error:
+                raise error
+            raise told from error
+        finally:
+            del told, error  # they know this frame: the two would keep each other, and with them a store's connections

@@ -15,7 +15,7 @@ CLOUDS = {"s3": "S3", "gs": "GCS", "az": "Azure"}
 """Schemes with a bucket, and what obstore calls their stores."""
 WEB = ("http", "https")
 """Schemes of caches in front of a store, which are only read."""
-_OPTIONS = {
+SCHEMES = {
     "s3": {"tenant", "endpoint", "region", "anonymous"},
     "gs": {"tenant", "endpoint", "anonymous"},
     "az": {"tenant", "endpoint", "anonymous", "account"},
@@ -24,6 +24,8 @@ _OPTIONS = {
     "http": {"tenant"},
     "https": {"tenant"},
 }
+"""Schemes of object stores, and the options that their URLs may have. What is here is served, managed and played from;
+`kvabr.store.objects.bucket.OPENED_BY` says by which class if obstore does not speak it."""
 _MAX_URL = 2048
 _TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
@@ -65,7 +67,7 @@ class StoreUrl:
             _ = parts.port
         except ValueError as error:
             raise UsageError(f"{_shown(url)}: not a URL ({error})") from error
-        if parts.scheme not in _OPTIONS or len(url) > _MAX_URL:
+        if parts.scheme not in SCHEMES or len(url) > _MAX_URL:
             raise UsageError(f"{_shown(url)}: not the URL of an object store, as s3://BUCKET/PREFIX is")
         if "@" in host:
             raise UsageError(f"{_shown(url)}: a URL must not have credentials; {CREDENTIALS}")
@@ -139,7 +141,7 @@ def split_asset(url: str) -> tuple[StoreUrl, str | None]:
 
 
 def _options(url: str, scheme: str, query: str) -> dict[str, str]:
-    known, options = _OPTIONS[scheme], dict[str, str]()
+    known, options = SCHEMES[scheme], dict[str, str]()
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), max_num_fields=16)
     except ValueError as error:

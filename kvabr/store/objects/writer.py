@@ -18,8 +18,8 @@ from io import BufferedRandom
 from typing import ClassVar, Self, TypeVar
 
 from kvabr.store.asset import Prompt
-from kvabr.store.objects.bucket import Bucket
-from kvabr.store.objects.guard import PublishGuard, blocking_touch
+from kvabr.store.objects.blocking import blocked
+from kvabr.store.objects.guard import PublishGuard
 from kvabr.store.objects.layout import (
     MAX_OFFERS,
     StoredCatalog,
@@ -31,7 +31,8 @@ from kvabr.store.objects.layout import (
     span_key,
     span_names,
 )
-from kvabr.store.objects.leases import TIMING, LeaseTiming, offer_note
+from kvabr.store.objects.leases import TIMING, LeaseTiming, offer_note, touch
+from kvabr.store.objects.protocol import Objects
 from kvabr.store.objects.reading import as_asset_errors, read_head, read_offers
 from kvabr.store.objects.spans import (
     SpanHead,
@@ -82,7 +83,7 @@ class ObjectAssetWriter:
     """How long it and collectors believe each other; all who use a bucket need the same."""
 
     def __init__(
-        self, bucket: Bucket, prompt: str | None, *, force: bool = False, computed_s: float = math.inf
+        self, bucket: Objects, prompt: str | None, *, force: bool = False, computed_s: float = math.inf
     ) -> None:
         """Prepare to write the asset of a prompt digest, None: of the one that the catalog has.
 
@@ -187,7 +188,7 @@ class ObjectAssetWriter:
             self._refuse_expired(guard, spans)
             self._put_pointers(offer, spans, names)
             stored = self._stored(catalog, offer, spans, names)
-            guard.check()
+            guard.check_sync()
             if self._force:
                 bucket.put_sync(catalog_key(prompt), stored)
                 self.published = True
@@ -196,7 +197,7 @@ class ObjectAssetWriter:
             if self.published:
                 self._keep(catalog, offer, spans, names, stored)
             else:
-                blocking_touch(bucket, prompt)
+                blocked(touch(bucket, prompt))
 
     def _refuse_expired(self, guard: PublishGuard, spans: Sequence[_Span]) -> None:
         """Raise `AssetError` if a span that was there is from before its model's expiry."""

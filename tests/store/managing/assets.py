@@ -7,7 +7,6 @@ import random
 import secrets
 
 from kvabr.store.locations import open_store
-from kvabr.store.quota import NOT_MEASURED
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.naming import TrackNamespace
 from tests.assets import digests, spec
@@ -45,7 +44,7 @@ def publish(place, tokens, *, model=MODEL, measured=False, frame_of=noise, force
                 tuple(tracks),
                 profile=hashlib.sha256(profile).hexdigest() if profile else None,
                 profile_bytes=len(profile),
-                loss_method="measured" if measured else NOT_MEASURED,
+                estimated=not measured,
             )
         )
     return chunks[-1]

@@ -9,7 +9,7 @@ import types
 from dataclasses import dataclass
 
 from kvabr.store.managing.survey import Manifest
-from kvabr.store.objects.guard import AsyncPublishGuard
+from kvabr.store.objects.guard import PublishGuard
 from kvabr.store.objects.leases import CATALOGS, LeaseTiming, Runtime, offer_note, touch
 from kvabr.types.errors import AssetError, FormatError, NotFoundError
 
@@ -209,7 +209,7 @@ async def publish(made, catalog, spans, *, guarded=True):
     """Publish as `kvabr.store.objects.writer` does; return the asset, None if it could not."""
     keys = list(map(span_of, spans))
     what = {"model": MODEL, "catalog": catalog, "spans": [offer_note(OFFER), *keys, PROFILE]}
-    guard = AsyncPublishGuard(made, **what, timing=TIMING, runtime=made.runtime)
+    guard = PublishGuard(made, **what, timing=TIMING, runtime=made.runtime)
     try:
         if guarded:
             await guard.__aenter__()

@@ -25,8 +25,8 @@ def catalog_of(spec: KVSpec | None, tokens: int) -> Catalog:
             tuple(len(frame(name, unit)) for unit in units),
             tuple(unit / 7 for unit in units),
             tuple(hashlib.sha256(frame(name, unit)).hexdigest() for unit in units),
-            below,
-            0.25,
+            refines=below,
+            decode_s=0.25,
         )
         for name, below in (("Int8", None), ("AC-L0", None), ("AC-L1", "AC-L0"))
     ]

@@ -25,7 +25,7 @@ def cache_of(spec: KVSpec, tokens: list[int]):
     return cache
 
 
-def put(store, spec: KVSpec, tokens: list[int], *, loss: float = 0.1, tracks=TRACKS, method="made up", **options):
+def put(store, spec: KVSpec, tokens: list[int], *, loss: float = 0.1, tracks=TRACKS, estimated=False, **options):
     """Publish the cache of some tokens; return the catalog as encoded, and the writer."""
     store = open_store(store) if isinstance(store, str) else store
     chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
@@ -33,7 +33,7 @@ def put(store, spec: KVSpec, tokens: list[int], *, loss: float = 0.1, tracks=TRA
         frames = FrameEncoder(spec, chunks, len(tokens), tracks, None, writer)
         frames.encode(cache_of(spec, tokens))
         losses = {track: (loss,) * len(frames.units) for track in tracks}
-        catalog = frames.catalog(losses, dict.fromkeys(tracks, 0.0), loss_method=method, source="")
+        catalog = frames.catalog(losses, dict.fromkeys(tracks, 0.0), estimated=estimated)
         writer.commit(catalog)
     return catalog, writer
 

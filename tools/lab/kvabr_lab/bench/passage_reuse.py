@@ -31,7 +31,7 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
 from kvabr.store.asset_folder import FolderAssetWriter
-from kvabr.store.quota import NOT_MEASURED, FolderQuota
+from kvabr.store.quota import FolderQuota
 from kvabr.transfer.interface import Connection
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.passage import Passage, PassageNotes, passage_chain
@@ -120,7 +120,9 @@ class _Shelf:
             frames = FrameEncoder(SPEC, chunks, len(passage.ids), (_TRACK,), None, writer, passage=PassageNotes("mean"))
             frames.encode((torch.zeros(SPEC.shape(len(passage.ids))),))
             loss = {_TRACK: [0.0] * len(chunks)}
-            writer.commit(frames.catalog(loss, {_TRACK: 0.0}, loss_method=NOT_MEASURED, source="a bench"))
+            writer.commit(
+                frames.catalog(loss, {_TRACK: 0.0}, loss_method="not measured", estimated=True, source="a bench")
+            )
         return sum(file.stat().st_size for file in path.iterdir())
 
 

@@ -1,0 +1,168 @@
+"""A store that obstore does not speak is one class: assets are published into it, and played from it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.managing.bucket_library import BucketLibrary
+from kvabr.store.objects.asset_store import ObjectAssetStore
+from kvabr.store.objects.blocking import blocked, blocks, pause
+from kvabr.store.objects.bucket import OPENED_BY
+from kvabr.store.objects.protocol import PART_BYTES, Objects
+from kvabr.store.objects.url import SCHEMES, StoreUrl
+from kvabr.types.errors import NotFoundError, RequestError
+from tests.client.served import LIMIT_S
+from tests.client.test_play import close
+from tests.toymodel import SPEC, prompt
+
+
+@dataclass
+class Item:
+    """An object on a shelf."""
+
+    key: str
+    data: bytes
+    etag: str
+    modified_s: float
+
+    @property
+    def size(self):
+        return len(self.data)
+
+
+class Shelf(Objects):
+    """Objects in a dictionary; every request waits for a moment, in whichever way its caller does."""
+
+    def __init__(self, url):
+        self.where, self.items, self._etags = StoreUrl.parse(url), {}, itertools.count()
+        self.waited = {True: 0, False: 0}
+
+    async def _wait(self):
+        self.waited[blocks()] += 1
+        await pause(0.0)
+
+    async def get(self, key, start=0, end=None, *, limit, wait_s=None):
+        await self._wait()
+        if key not in self.items:
+            raise NotFoundError(f"{self.below(key)}: there is no such object")
+        data = self.items[key].data[start:end]
+        if len(data) > limit:
+            raise RequestError(f"{self.below(key)}: too large")
+        return memoryview(data)
+
+    async def stream(self, key, start, end, *, part_bytes=PART_BYTES):
+        data = await self.get(key, start, end, limit=end - start)
+        for first in range(0, len(data), part_bytes):
+            yield data[first : first + part_bytes]
+
+    async def head(self, key):
+        await self._wait()
+        return self.items.get(key)
+
+    async def list(self, prefix):
+        for key in sorted(self.items):
+            await self._wait()
+            if key.startswith(prefix):
+                yield self.items[key]
+
+    async def put_new(self, key, data):
+        if key in self.items:
+            return False
+        await self.put(key, data)
+        return True
+
+    async def put(self, key, data):
+        await self._wait()
+        self.items[key] = Item(key, bytes(data), str(next(self._etags)), time.time())
+
+    async def replace(self, key, data, etag):
+        if (self.items[key].etag if key in self.items else None) != etag:
+            return False
+        await self.put(key, data)
+        return True
+
+    async def delete(self, keys):
+        await self._wait()
+        for key in keys:
+            self.items.pop(key, None)
+
+    def of_tenant(self, name):
+        raise NotImplementedError
+
+
+@pytest.fixture
+def shelf(monkeypatch):
+    monkeypatch.setitem(SCHEMES, "shelf", {"tenant"})
+    made = Shelf("shelf://one/models")
+    monkeypatch.setitem(OPENED_BY, "shelf", lambda _url: made)
+    return made
+
+
+async def test_assets_are_published_played_and_managed_there(shelf, root):
+    asset = FolderAsset.open(root / "long")
+
+    def publish():
+        with ObjectAssetStore(shelf.url).writer(asset.catalog.namespace.prompt) as writer:
+            for name, track in asset.catalog.published.items():
+                for group in range(len(track.bytes)):
+                    writer.frame(group, name, asset.frame(group, name))
+            if asset.catalog.profile is not None:
+                writer.profile(asset.profile_bytes())
+            writer.commit(asset.catalog)
+
+    await asyncio.to_thread(publish)
+    assert shelf.waited[True]
+    assert not shelf.waited[False]
+    async with AsyncClient(shelf.url) as client:
+        got = await client.play(prompt(160).tokens, deadline=LIMIT_S, model=SPEC)
+    assert got.tokens == 160
+    assert close(got.kv, prompt(160).tokens)
+    assert shelf.waited[False]
+    (held,) = (await BucketLibrary(shelf).inventory()).holdings
+    assert held.name == asset.catalog.namespace.prompt
+
+
+def test_a_request_has_a_twin_that_blocks(shelf):
+    assert shelf.put_new_sync("a/1", b"one")
+    assert not shelf.put_new_sync("a/1", b"two")
+    shelf.put_sync("a/2", b"three")
+    assert bytes(shelf.get_sync("a/2", 1, 3, limit=2)) == b"hr"
+    assert [each.key for each in shelf.list_sync("a/")] == ["a/1", "a/2"]
+    shelf.delete_sync(["a/1"])
+    assert shelf.head_sync("a/1") is None
+    with pytest.raises(NotFoundError, match="shelf://one"):
+        shelf.get_sync("a/1", limit=2)
+    assert not shelf.waited[False]
+    assert not blocks()
+
+
+async def test_twins_block_also_where_an_event_loop_runs_and_coroutines_do_not(shelf):
+    shelf.put_sync("a/1", b"one")
+    assert bytes(await shelf.get("a/1", limit=3)) == b"one"
+    assert shelf.waited == {True: 1, False: 1}
+
+
+def test_a_coroutine_that_suspends_though_it_should_block_is_a_mistake_that_is_told():
+    async def suspends():
+        await asyncio.sleep(0)
+
+    with pytest.raises(RuntimeError, match="has suspended"):
+        blocked(suspends())
+    assert not blocks()
+
+
+def test_errors_of_what_blocks_are_its_callers(shelf):
+    async def fails():
+        await pause(0.0)
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        blocked(fails())
+    assert not blocks()

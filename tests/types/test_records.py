@@ -1,0 +1,271 @@
+"""Records, and the roads that the fields of a catalog and of its tracks take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import pytest
+from msgspec import Meta
+
+from kvabr.client.span_search import found_prefix
+from kvabr.publish.frames import FrameEncoder, MemoryFrames
+from kvabr.store.objects import spans
+from kvabr.store.objects.layout import StoreOffer
+from kvabr.types.catalog import Catalog, CommonFacts, Mix, Quality, Track
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import FormatError, VersionError
+from kvabr.types.joined import join
+from kvabr.types.live import LiveCatalog
+from kvabr.types.passage import Exact, Passage, PassageNotes
+from kvabr.types.records import IN_MEMORY, MAX_SKIPPED_BYTES, check, decode, read, to_json
+from kvabr.types.tails import TailLoss
+from kvabr.types.tracks import Level
+from tests.catalogs import SPEC, catalog
+from tests.store.objects.publishing import cache_of
+
+OLD = Path(__file__).parent / "old_catalogs"
+ENGINES = ("engine",)
+"""Catalogs of engines, which an older version marked in words only."""
+
+
+# ------------------------------------------------------- a field is added in one place
+
+
+@dataclass(frozen=True)
+class WiderTrack(Track):
+    """A track with one more field, of which nothing else knows."""
+
+    rank: Annotated[int, Meta(ge=0, le=9)] = 0
+
+
+@dataclass(frozen=True)
+class WiderCatalog(Catalog):
+    """A catalog with one more field, of which nothing else knows."""
+
+    tracks: Annotated[tuple[WiderTrack, ...], Meta(min_length=1)]
+    priority: Annotated[int, Meta(ge=0, le=9)] = 0
+
+
+def wider():
+    made = full()
+    tracks = tuple(WiderTrack(**vars(track), rank=3) for track in made.tracks)
+    own = {each.name: getattr(made, each.name) for each in fields(made)}
+    return WiderCatalog(**own | {"tracks": tracks, "priority": 7})
+
+
+def test_a_field_that_is_added_to_the_definition_is_written_read_and_checked():
+    made = wider()
+    assert WiderCatalog.loads(made.dumps()) == made
+    assert WiderCatalog.loads(catalog(2).dumps()).priority == 0  # an older asset has its default
+    assert [track.rank for track in made.prefix(1).tracks] == [3] * len(made.tracks)
+    assert made.suffix(1).priority == 7
+    value = json.loads(made.dumps())
+    value["tracks"][1]["rank"] = 10
+    with pytest.raises(FormatError, match=r"<= 9, at tracks\[1\].rank"):
+        WiderCatalog.loads(json.dumps(value))
+    with pytest.raises(FormatError, match="<= 9, at priority"):
+        replace(made, priority=10)
+    # A version that does not know the fields reads the rest.
+    assert Catalog.loads(made.dumps()) == full()
+
+
+# ------------------------------------------------------- every field takes every road
+
+
+def full(groups=2):
+    """A catalog in which no field that is published has its default."""
+    made = catalog(groups)
+    tails = TailLoss(16, 0.3, 0.1), TailLoss(128, 1e-05)
+    tracks = tuple(
+        replace(track, decode_s=0.25, tails=tails, measured=Quality(1.5e-05, -0.25, 1.0, 2e-7, 0.1))
+        for track in made.tracks
+    )
+    refined = replace(tracks[-1], name="finer", refines=tracks[-1].name)
+    return replace(
+        made,
+        tracks=(*tracks, refined),
+        mixes=(Mix((tracks[0].name,) * groups, 0.1, 1e-7),),
+        source="a text",
+        position=640,
+        **FACTS,
+    )
+
+
+FACTS = {
+    "profile": "ab" * 32,
+    "profile_bytes": 12345,
+    "prefill": PrefillCost(0.25, 1e-05, 1e-09),
+    "loss_method": "of another asset",
+    "estimated": True,
+}
+NOTES = PassageNotes("mean", 32, bytes(range(256)), ((0.0, 0.25), (0.5, 1e-05)), "behind 8 contexts")
+
+
+def published(kind):
+    return {each.name: each for each in fields(kind) if each.metadata != IN_MEMORY}
+
+
+def test_the_fields_that_are_tried_here_are_all_that_there_are():
+    made = full()
+    plain = {name for name, each in published(Catalog).items() if getattr(made, name) == each.default}
+    assert plain == {"passage"}  # a passage has no position
+    assert not [name for name, each in published(Track).items() if getattr(made.tracks[-1], name) == each.default]
+    assert FACTS.keys() == published(CommonFacts).keys()
+
+
+def test_the_road_of_the_json():
+    made = full()
+    assert Catalog.loads(made.dumps()) == made
+    passage = replace(made, position=0, passage=NOTES)
+    assert Catalog.loads(passage.dumps()) == passage
+
+
+def test_the_road_of_a_live_record():
+    made = LiveCatalog(full(), (0.5, 1.25), "0123456789abcdef")
+    assert LiveCatalog.loads(made.dumps().encode()) == made
+
+
+def test_the_road_of_spans_in_a_bucket():
+    """What a prompt finds by its spans is what was published, but for what is true of one asset as a whole."""
+    made = full()
+    found = StoreOffer.loads(StoreOffer.of(made).dumps())
+    assert {name: getattr(found, name) for name in FACTS} == FACTS
+    assert found == StoreOffer.of(made)
+    heads = [spans.head_of(made, 0, spans.units_by_span(made)[0])]
+    prefix = found_prefix(found, heads).catalog
+    assert prefix == replace(
+        made, mixes=(), source="", tracks=tuple(replace(track, measured=None) for track in made.tracks)
+    )
+    assert {name: getattr(prefix.tracks[-1], name) for name in published(Level)} == {
+        name: getattr(made.tracks[-1], name) for name in published(Level)
+    }
+
+
+def test_the_road_of_joined_passages():
+    ids = tuple(range(256))
+    passage = replace(full(), position=0, passage=NOTES)
+    joined = join([Exact((1, 2, 3)), Passage(ids)], {Passage(ids): passage}, SPEC)
+    own = {"loss_method": "joined from passages"}
+    assert {name: getattr(joined, name) for name in FACTS} == FACTS | own
+    lost = {"measured": None, "tails": ()}  # they were measured without other passages
+    for track, whole in zip(joined.tracks, passage.tracks, strict=True):
+        for name in published(Level):
+            assert getattr(track, name) == lost.get(name, getattr(whole, name))
+
+
+def test_the_road_of_an_encoder():
+    ids = list(range(256))
+    frames = FrameEncoder(SPEC, catalog(2).chunks, 256, ("FP16",), None, MemoryFrames())
+    frames.encode(cache_of(SPEC, ids))
+    facts = {name: value for name, value in FACTS.items() if "profile" not in name} | {"source": "a text"}
+    made = frames.catalog({"FP16": (0.1, 0.2)}, {"FP16": 0.25}, measured={"FP16": Quality(0.1, 0.2, 0.3)}, **facts)
+    assert {name: getattr(made, name) for name in facts} == facts
+    with pytest.raises(FormatError, match="at source"):
+        frames.catalog({"FP16": (0.1, 0.2)}, {"FP16": 0.25}, source=7)
+
+
+# ------------------------------------------------------- what older versions wrote
+
+
+@pytest.mark.parametrize("path", sorted(OLD.glob("*[a-z0-9].json")), ids=lambda path: path.name)
+def test_what_older_versions_wrote_is_read_and_written_alike(path):
+    """Digests and users of published assets may depend on the bytes."""
+    text = path.read_text()
+    if ".offer" in path.name:
+        found = StoreOffer.loads(text.encode())
+        again = json.loads(found.dumps())
+        for track in again["tracks"]:
+            track.setdefault("tails", [])  # which are left out where nothing is known
+        assert again == json.loads(text) | ({"estimated": True} if found.estimated else {})
+    else:
+        found = Catalog.loads(text)
+        assert found.dumps().replace(' "estimated": true,\n', "") == text
+    assert found.estimated == path.name.startswith(ENGINES)
+
+
+def test_a_live_record_of_an_older_version_is_read():
+    found = LiveCatalog.loads((OLD / "engine.live").read_bytes())
+    assert found.seconds == (0.5, 1.123457)
+    assert found.catalog.estimated
+    assert found.catalog.tracks[0].tails == (TailLoss(16, 0.3, 0.1), TailLoss(128, 1e-05))
+
+
+# ------------------------------------------------------- records
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A record of a test."""
+
+    count: Annotated[int, Meta(ge=1, le=5)]
+    names: tuple[str, ...] = ()
+    inner: Quality | None = None
+    away: int = 0
+
+    made: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check(self, "sample")
+
+
+def test_a_record_is_read_with_its_defaults_and_null():
+    assert read(b'{"count": 3, "inner": null, "new": [1]}', Sample, "sample") == Sample(3)
+    assert to_json(Sample(3), "away", last=("count",)) == {"away": 0, "count": 3}
+    assert read(json.dumps(to_json(Sample(3, ("a",), Quality(1, 2, 3)))).encode(), Sample, "sample") == Sample(
+        3, ("a",), Quality(1.0, 2.0, 3.0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b'{"names": []}', "sample: a field is missing, count"),
+        (b'{"count": 0}', "sample: Expected `int` >= 1, at count"),
+        (b'{"count": 1.0}', "sample: Expected `int`, got `float`, at count"),
+        (b'{"count": true}', "sample: Expected `int`, got `bool`, at count"),
+        (b'{"count": 1, "names": ["a", 2]}', "sample: Expected `str`, got `int`, at names[1]"),
+        (b'{"count": 1, "inner": {"kl": "x"}}', "sample: Expected `float`, got `str`, at inner.kl"),
+        (b'{"count": 1, "inner": {"kl": 1, "dnll": 1, "top1": NaN}}', "sample: not JSON"),
+        (b'{"count": 1e999}', "sample: Number out of range, at count"),
+        (b'{"count": 1', "sample: not JSON"),
+        (b'{"count": 1} 2', "sample: not JSON"),
+        (b"\xff", "sample: not JSON"),
+        (b'{"count": 1, "names": ["\xff"]}', "sample: not JSON"),
+        (b"[]", "sample: Expected `object`, got `array`"),
+        (b"[" * 100_000, "sample:"),
+        (b'{"names":' + b"[" * 100_000, "values are nested too deeply"),
+        (b'{"count": 1' + b" " * MAX_SKIPPED_BYTES + b"}", "bytes of what this version does not know"),
+        (b'{"count": 1, "new": [' + b"1," * 9000 + b"1]}", "nothing but small values"),
+        (b'{"count": 1, "new": [' + b'{"abcdefgh":12345678},' * 5000 + b"1]}", "nothing but small values"),
+    ],
+)
+def test_what_is_no_such_record_is_refused_with_the_place(text, says):
+    with pytest.raises(FormatError) as told:
+        read(text, Sample, "sample")
+    assert says in str(told.value)
+
+
+def test_the_schema_is_looked_at_before_what_another_version_may_have_changed():
+    with pytest.raises(VersionError, match="upgrade kvabr"):
+        read(b'{"schema": "kvabr.sample/2", "count": "many"}', Sample, "sample", "kvabr.sample/1")
+    with pytest.raises(FormatError, match="is this a sample"):
+        read(b'{"count": 1}', Sample, "sample", "kvabr.sample/1")
+    assert read(b'{"schema": "kvabr.sample/1", "count": 1}', Sample, "sample", "kvabr.sample/1") == Sample(1)
+
+
+def test_what_is_made_here_is_held_to_the_same_bounds():
+    with pytest.raises(FormatError, match="sample: Expected `int` <= 5, at count"):
+        Sample(6)
+    with pytest.raises(FormatError, match=r"names\[0\]"):
+        Sample(1, (2,))  # type: ignore[arg-type]
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(FormatError, match="measured quality"):
+            Quality(wrong, 0.0, 0.0)
+
+
+def test_a_place_in_a_larger_text_is_told():
+    with pytest.raises(FormatError, match=r"news: Expected `int`, got `str`, at list\[3\]\[1\]"):
+        decode(b'[1, "x"]', tuple[int, ...], "news", ".list[3]")
