@@ -11,18 +11,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from cachetools import TTLCache
 
 from kvabr.abr.tail import MAX_TAIL
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
+from kvabr.engines.settings import EngineSettings
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.cost import PrefillCost
-
-if TYPE_CHECKING:
-    from kvabr.engines.chunk_store import KeyedSettings
 
 _MOST_PROMISED, _PROMISED_S = 1 << 16, 60.0
 """Keys of promised caches that are remembered, and for how many seconds: an engine asks again before it fetches."""
@@ -40,7 +38,7 @@ class PromisedPlace(NamedTuple):
 class KeyedTails:
     """Chooses tails for the requests of one engine, on one event loop."""
 
-    def __init__(self, settings: KeyedSettings, step_tokens: int, least: int) -> None:
+    def __init__(self, settings: EngineSettings, step_tokens: int, least: int) -> None:
         """Start; the engine computes at most ``step_tokens`` in a step, and fetches none of fewer than ``least``."""
         self._settings, self._step_tokens, self._least = settings, step_tokens, least
         self._recent: deque[tuple[float, int]] = deque()
