@@ -21,7 +21,7 @@ import kvabr_lab
 ROOTS = tuple(Path(package.__file__).parent for package in (kvabr, kvabr_lab))
 LAB = ("lab.policies", "lab.route", "lab.day", "lab", "lab.report", "lab.bench", "lab.cli")
 FLOORS = (
-    *("types", "codec", "abr", "blend", "player", "moqt", "store", "transfer", "quic", "telemetry"),
+    *("types", "codec", "abr", "blend", "player", "moqt", "store", "transfer", "link", "telemetry"),
     *("client", "publish", "server", "engines", "replay", "cli", *LAB),
 )
 """From the ground up."""
@@ -103,7 +103,17 @@ def test_only_transports_and_servers_speak_moqt():
     speakers = {
         room(name) for name in modules() if any(room(target) == "moqt" for target in imports(name, typing=True))
     }
-    assert speakers <= {"moqt", "quic", "server"}
+    assert speakers <= {"moqt", "link", "server"}
+
+
+def test_client_and_server_do_not_know_each_other():
+    pair = {"client", "server"}
+    assert not [
+        f"{name} -> {target}"
+        for name in modules()
+        for target in imports(name, typing=True)
+        if {room(name), room(target)} == pair
+    ]
 
 
 def test_no_files_import_each_other_in_a_circle():

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from kvabr.cli.main import parse
-from kvabr.client.metrics import ClientMetrics
 from kvabr.server.metrics import Metrics
 from kvabr.telemetry import PlayerMetrics
+from kvabr.telemetry.client_metrics import ClientMetrics
 
 DEPLOY = Path(__file__).resolve().parent.parent / "docs" / "deploy"
 SYSTEMD = shutil.which("systemd-analyze")

@@ -76,7 +76,7 @@ CLIENT = {
     "play",
     "play_asset",
 }
-HEAVY = {"torch", "numpy", "aioquic", "qh3", "asyncio", "prometheus_client", "kvabr.client", "kvabr.quic"}
+HEAVY = {"torch", "numpy", "aioquic", "qh3", "asyncio", "prometheus_client", "kvabr.client", "kvabr.link.quic"}
 
 
 def test_the_exported_names():

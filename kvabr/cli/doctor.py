@@ -214,7 +214,7 @@ def _shared_memory() -> Finding:
 
 def _extras() -> Iterator[Finding]:
     from kvabr.cli.commands import INSTALL_LAB
-    from kvabr.quic.backend import installed_libraries
+    from kvabr.link.quic.backend import installed_libraries
 
     libraries = installed_libraries("auto")
     if "qh3" in libraries:

@@ -11,7 +11,7 @@ from kvabr.cli.options import add_quic_option
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvabr.quic.backend import Quic
+    from kvabr.link.quic.backend import Quic
 
 
 class ConnectionOptions(TypedDict):
@@ -54,7 +54,7 @@ def add_options(
 
 
 def options(args: argparse.Namespace, prefix: str = "") -> ConnectionOptions:
-    """Return the keyword arguments of `kvabr.quic.connect.connect` and `kvabr.client.async_client.AsyncClient`.
+    """Return the keyword arguments of `kvabr.link.quic.connect.connect` and `kvabr.client.async_client.AsyncClient`.
 
     Raises:
         UsageError: A file cannot be read, or holds no token.
@@ -78,7 +78,7 @@ def options(args: argparse.Namespace, prefix: str = "") -> ConnectionOptions:
 
 
 def _token(token: str | None) -> str | None:
-    from kvabr.quic.options import check_token
+    from kvabr.link.quic.options import check_token
 
     token = token or os.environ.get("KVABR_TOKEN")
     return check_token(token, "the token") if token else None
@@ -90,8 +90,8 @@ def read_token(path: Path, option: str = "--token-file", *, least: int = 1) -> s
     Raises:
         UsageError: The file cannot be read, or holds no token.
     """
-    from kvabr.quic.options import MAX_TOKEN_BYTES
-    from kvabr.quic.options import read_token as read
+    from kvabr.link.quic.options import MAX_TOKEN_BYTES
+    from kvabr.link.quic.options import read_token as read
 
     try:
         token = read(path)

@@ -25,7 +25,6 @@ import torch
 from kvabr.abr.tail import TailOffer
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_catalog, fetch_models
-from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import (
     Limits,
     PlayOptions,
@@ -45,19 +44,21 @@ from kvabr.client.play_connection import PlayConnection
 from kvabr.client.plugin_limits import PluginLimit
 from kvabr.client.preparing import lookup_time, tail_choices
 from kvabr.client.profiles import PROFILES, ProfileCache
-from kvabr.client.resources import decoders, in_thread, measure_prefill
+from kvabr.client.resources import in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
 from kvabr.client.shortening import known_link
 from kvabr.client.warming import warm_in_background
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
+from kvabr.link.quic.backend import Quic
 from kvabr.player.builder import choose_tail
-from kvabr.quic.backend import Quic
 from kvabr.store.files import sweep
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.store.locations import open_groups
+from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
+from kvabr.transfer.work import decoders
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost

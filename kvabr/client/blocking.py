@@ -19,10 +19,10 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import PlayOptions
 from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.result import NothingCached, Played
+from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import ConnectionStats
 from kvabr.types.arguments import checked
 from kvabr.types.errors import ConnectionLostError, PlayError, UsageError, told_if_exhausted

@@ -18,7 +18,7 @@ from typing import Any
 from kvabr.client.decode_speeds import on_one_core
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
-from kvabr.client.resources import SMALL_BYTES, cancel_all, decoders, on_engine, timed
+from kvabr.client.resources import on_engine, timed
 from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.player.assembler import Assembler, Layer, Placement
@@ -38,6 +38,7 @@ from kvabr.player.session_types import (
 )
 from kvabr.transfer.interface import Connection
 from kvabr.transfer.transfer import GroupReader
+from kvabr.transfer.work import SMALL_BYTES, cancel_all, decoders
 from kvabr.types.engine import Engine, prefill_classes
 from kvabr.types.errors import (
     ConnectionLostError,

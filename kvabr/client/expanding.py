@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from kvabr.client.decode_speeds import on_one_core
-from kvabr.client.resources import decoders
 from kvabr.codec.block_slots import Place
 from kvabr.codec.paged import CodedGroup, expand
+from kvabr.transfer.work import decoders
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

@@ -17,11 +17,11 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from kvabr.client.lookup import fetch_catalog
-from kvabr.client.resources import cancel_all, decoders
 from kvabr.player.goals.live import EdgeChanges
 from kvabr.player.priorities import DEARER
 from kvabr.transfer.interface import Connection, read_all
 from kvabr.transfer.transfer import GroupReader, GroupRequest
+from kvabr.transfer.work import cancel_all, decoders
 from kvabr.types.backoff import Backoff
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import ConnectionLostError, FormatError, NotFoundError, Reason, RequestError, TransportError

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from kvabr.client.resources import decoders
 from kvabr.codec.base import codec
 from kvabr.transfer.interface import Connection, PrefixFinder, read_view
+from kvabr.transfer.work import decoders
 from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_TRACKS, Catalog
 from kvabr.types.digests import require
 from kvabr.types.errors import (

@@ -15,10 +15,10 @@ from kvabr.abr.policies import DEFAULT
 from kvabr.abr.tail import MAX_TAIL
 from kvabr.blend.selectors import DEFAULT as DEFAULT_SELECTOR
 from kvabr.blend.selectors import load_selector
-from kvabr.client.metrics import ClientMetrics
 from kvabr.client.resources import known_cost
 from kvabr.client.snapshot import Watch
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, BlendGoal, PlayerConfig
+from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.telemetry.hub import Telemetry
 from kvabr.types.arguments import check_fields
 from kvabr.types.cost import MISS_PENALTY, PrefillCost

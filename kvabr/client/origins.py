@@ -1,6 +1,6 @@
 """Where caches are played from, by the scheme of a URL: origins and relays, object stores, HTTP caches before these.
 
-    moqt://HOST[:PORT]/                          an origin or a relay (`kvabr.quic.connect`)
+    moqt://HOST[:PORT]/                          an origin or a relay (`kvabr.link.quic.connect`)
     s3://BUCKET/PREFIX, gs://..., az://...       an object store; its credentials come from the environment
     http://HOST/PREFIX, https://...              the same objects through any HTTP cache
     file:///PATH?layout=objects, memory://NAME   the same objects in a folder, or in this process (tests)
@@ -15,9 +15,9 @@ import os
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 
-from kvabr.client.store_connection import StoreConnection
-from kvabr.quic.backend import Quic
-from kvabr.quic.connect import asset_of, connect, parse_namespace, parse_url
+from kvabr.link.objects.connection import StoreConnection
+from kvabr.link.quic.backend import Quic
+from kvabr.link.quic.connect import asset_of, connect, parse_namespace, parse_url
 from kvabr.store.objects.bucket import open_objects
 from kvabr.store.objects.url import SCHEMES, WEB, split_asset
 from kvabr.transfer.interface import PeerConnection
@@ -54,7 +54,7 @@ def dialling(
     timeout_s: float = 5.0,
     needed: bool = True,
 ) -> Dialling:
-    """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.quic.connect`.
+    """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.link.quic.connect`.
 
     Raises:
         UsageError: the URL or an option is wrong. From ``async with``:

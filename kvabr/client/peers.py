@@ -10,10 +10,10 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from kvabr.client.lookup import Found, Unplayable, fetch_models, find_prefix
-from kvabr.client.metrics import ClientMetrics
 from kvabr.client.origins import Dialling
 from kvabr.client.shared_transfers import SharedTransfers
 from kvabr.store.group_store import TieredGroupStore
+from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
 from kvabr.transfer.redial import UnreachedConnection
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError

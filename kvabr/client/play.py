@@ -34,7 +34,7 @@ from kvabr.client.play_connection import PlayConnection
 from kvabr.client.plugin_limits import PluginLimit, limited_estimator
 from kvabr.client.preparing import Clock, Prepared, pays, tail_choices
 from kvabr.client.profiles import ProfileCache
-from kvabr.client.resources import decoders, on_engine
+from kvabr.client.resources import on_engine
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
 from kvabr.client.runner import R, Turn
 from kvabr.client.shared_bandwidth import estimating, link_of
@@ -59,6 +59,7 @@ from kvabr.player.session_types import (
     WholeGoal,
 )
 from kvabr.store.memory import CACHES
+from kvabr.transfer.work import decoders
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, prefill_classes

@@ -14,11 +14,11 @@ from pathlib import Path
 from cachetools import LRUCache
 
 from kvabr.client.lookup import fetch_view
-from kvabr.client.resources import decoders
 from kvabr.codec.profile import Profile
 from kvabr.data.profiles import shipped_bytes
 from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, write_file
 from kvabr.transfer.interface import Connection
+from kvabr.transfer.work import decoders
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.kv import KVSpec

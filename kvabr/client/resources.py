@@ -11,13 +11,11 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from kvabr.codec.threads import decoder_threads
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, time_prefills
 from kvabr.types.errors import ModelError
@@ -37,30 +35,11 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 """Of engines; those that have ended may be among them."""
 
 
-@cache
-def decoders() -> ThreadPoolExecutor:
-    """Return the threads that decode for every play of this process."""
-    return ThreadPoolExecutor(decoder_threads(), thread_name_prefix="kvabr-decode")
-
-
 def timed(clock: Callable[[], float], work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, float]:
     """Return what ``work`` returns, and the seconds that it took on a clock."""
     began = clock()
     made = work(*args, **kwargs)
     return made, clock() - began
-
-
-async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks, and wait until they are over."""
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
-
-
-SMALL_BYTES = 32 << 10
-"""What takes less memory is checked and decoded on the event loop's own thread: a thread needs more time, 5 ms, only to
-get hold of Python beside a busy event loop."""
 
 
 async def in_thread(work: Callable[[], T]) -> T:

@@ -9,15 +9,15 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from kvabr.client.metrics import ClientMetrics
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.preparing import Clock
-from kvabr.client.resources import cancel_all
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.scheduling import Admission, EdfScheduler, wire_priority
 from kvabr.client.upgrades import Upgrades
+from kvabr.telemetry.client_metrics import ClientMetrics
+from kvabr.transfer.work import cancel_all
 from kvabr.types.errors import BusyError, PlayError, told_if_exhausted
 
 R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)

@@ -20,8 +20,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-from kvabr.client.metrics import ClientMetrics
 from kvabr.player.priorities import DEARER, LEAST_URGENT
+from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.errors import BusyError
 
 K = TypeVar("K")

@@ -11,13 +11,13 @@ import asyncio
 import threading
 
 from kvabr.client.host_carrier import HostCarrier
-from kvabr.client.metrics import ClientMetrics
-from kvabr.client.resources import SMALL_BYTES, cancel_all, decoders
 from kvabr.client.shared_bandwidth import link_of
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.store.shared_groups import SharedGroupStore
+from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import PeerConnection
 from kvabr.transfer.transfer import GroupRequest, GroupTransfer, TransferListener
+from kvabr.transfer.work import SMALL_BYTES, cancel_all, decoders
 from kvabr.types.errors import ConnectionLostError
 
 TURN_S = 0.25

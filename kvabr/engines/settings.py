@@ -24,8 +24,8 @@ from kvabr.client.blocking import Client
 from kvabr.client.options import Limits
 from kvabr.client.origins import check_url
 from kvabr.engines.generation import Generation, VersionFile
+from kvabr.link.quic.backend import Quic
 from kvabr.player.session_types import TIME_PRICE
-from kvabr.quic.backend import Quic
 from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.types.digests import SHA256, check_kind
 from kvabr.types.errors import KvabrError, UsageError

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain
 
+from kvabr.link.quic.backend import QuicLibrary
+from kvabr.link.quic.endpoint import Endpoint
 from kvabr.moqt.codes import PublishDoneCode, RequestCode, ResetCode, SessionCode, name_of
 from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Stopped, Updated
 from kvabr.moqt.messages import Fetch, JoiningFetch, Subscribe, SubscribeNamespace, TrackStatus
@@ -15,8 +17,6 @@ from kvabr.moqt.parameters import SetupOptions
 from kvabr.moqt.responder import Responder
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft
-from kvabr.quic.backend import QuicLibrary
-from kvabr.quic.endpoint import Endpoint
 from kvabr.server.access import Access, Denial
 from kvabr.server.budgets import Host, Room
 from kvabr.server.fetch_range import FetchRange, InvalidRangeError, LeftOutError, last_object

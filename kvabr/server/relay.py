@@ -12,8 +12,6 @@ import hashlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Self
 
-from kvabr.client.metrics import ClientMetrics
-from kvabr.client.resources import decoders
 from kvabr.server.changes import MAX_CHANGES_BYTES, ChangeLog, Changes, changes_track, mark_of, position_in
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.metrics import Metrics
@@ -23,8 +21,10 @@ from kvabr.server.relay_groups import RelayGroups
 from kvabr.server.relay_live import LiveRelay, RelayedAsset, relayed_asset_of
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.store.locations import Location, open_groups
+from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, read_all
 from kvabr.transfer.transfer import GroupRequest
+from kvabr.transfer.work import decoders
 from kvabr.types.backoff import Backoff
 from kvabr.types.errors import (
     AssetError,
@@ -80,8 +80,8 @@ class Relay:
         """Prepare an empty cache, or open the one on disk.
 
         Args:
-            upstream: the connection to the origin; it should redial by itself, as that of `kvabr.quic.connect` does.
-                It is not closed with the relay.
+            upstream: the connection to the origin; it should redial by itself, as `kvabr.link.quic.connect` does. It is
+                not closed with the relay.
             log: receives events.
             metrics: receives counts; the downloads' metrics are registered with it.
             memory_bytes: bound on groups in memory. Catalogs and lookups take up to an eighth of it in addition, at

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from kvabr.client.resources import decoders
 from kvabr.server.changes import mark_of
 from kvabr.server.publication import BytesPublication
 from kvabr.store.asset_index import check_names
 from kvabr.store.lru import ByteLru
 from kvabr.transfer.interface import Connection
+from kvabr.transfer.work import decoders
 from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import RAW_BYTES, from_raw, raw, require
 from kvabr.types.errors import (

@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import count
 
-from kvabr.client.metrics import ClientMetrics
-from kvabr.client.resources import decoders
 from kvabr.codec.container import ObjectSpan
 from kvabr.server.publication import ArrivingGroup, PublishedGroup
 from kvabr.store.group_store import TieredGroupStore
+from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection
 from kvabr.transfer.transfer import GroupReader, GroupRequest, GroupTransfer, TransferListener
+from kvabr.transfer.work import decoders
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import TrackNamespace
 

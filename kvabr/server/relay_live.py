@@ -11,13 +11,13 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvabr.client.resources import decoders
 from kvabr.server.live_tracks import EdgeTrack, GrowingAsset, LiveLevel, PublishedFrame
 from kvabr.server.publication import ArrivingGroup, BytesPublication, Publication
 from kvabr.server.relay_catalogs import Catalogs, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
 from kvabr.transfer.interface import Connection, read_all
 from kvabr.transfer.transfer import GroupRequest
+from kvabr.transfer.work import decoders
 from kvabr.types.errors import AssetError, NotFoundError, Reason, RequestError, TransportError
 from kvabr.types.live import MAX_EDGE_BYTES, EdgeMessage, LiveCatalog, news_bytes, parse_edge, parse_edges
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, TrackNamespace

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self
 
+from kvabr.link.quic.backend import NoTokens, Quic, RetryTokens, installed_libraries, library, load_certificates
+from kvabr.link.quic.endpoint import protocol_class
 from kvabr.moqt.wire import DRAFTS, Draft
-from kvabr.quic.backend import NoTokens, Quic, RetryTokens, installed_libraries, library, load_certificates
-from kvabr.quic.endpoint import protocol_class
 from kvabr.server.budgets import Host
 from kvabr.server.certificates import ServerTls
 from kvabr.server.limits import ServerLimits

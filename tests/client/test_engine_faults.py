@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvabr.client.resources import decoders
+from kvabr.transfer.work import decoders
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError, PlayError
 from tests.client.playing import play

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from kvabr.client.metrics import ClientMetrics
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.shared_transfers import SharedTransfers
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
+from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import ConnectionLostError, NotFoundError
 from tests.client.virtual import virtual

@@ -7,12 +7,14 @@ import time
 
 import pytest
 
-from kvabr.client import lanes, store_connection, store_index
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
 from kvabr.client.origins import dialling
 from kvabr.client.result import IncompleteError, NothingCached
+from kvabr.link.objects import connection as store_connection
+from kvabr.link.objects import index as store_index
+from kvabr.link.objects import lanes
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.objects.bucket import Bucket
 from kvabr.transfer.interface import read_all

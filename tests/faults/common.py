@@ -12,8 +12,8 @@ from pathlib import Path
 
 import structlog
 
+from kvabr.link.quic.connect import connect as dial
 from kvabr.publish.encoder import publish
-from kvabr.quic.connect import connect as dial
 from kvabr.replay.live.lane import Conditions
 from kvabr.replay.live.shaper import Shaper
 from kvabr.server.certificates import ServerTls

@@ -7,11 +7,11 @@ import socket
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 
+from kvabr.link.quic.backend import library, load_certificates
+from kvabr.link.quic.endpoint import Endpoint, protocol_class
 from kvabr.moqt.objects import FetchWriter
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import DRAFTS, Location
-from kvabr.quic.backend import library, load_certificates
-from kvabr.quic.endpoint import Endpoint, protocol_class
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.peer import Peer

@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from kvabr.link.quic.backend import REQUESTS_CONNECTION_WINDOW, REQUESTS_STREAM_WINDOW
 from kvabr.moqt.events import Ready
 from kvabr.moqt.parameters import Parameters
-from kvabr.quic.backend import REQUESTS_CONNECTION_WINDOW, REQUESTS_STREAM_WINDOW
 from kvabr.server import send_queue
 from kvabr.store import asset_folder
 from kvabr.types.errors import TransportError

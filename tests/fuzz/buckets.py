@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from kvabr.cli.store_actions import _pin, _row, _shared
 from kvabr.client import lookup
-from kvabr.client.store_index import StoreIndex
+from kvabr.link.objects.index import StoreIndex
 from kvabr.store.eviction import ORDERS
 from kvabr.store.managing.bucket_library import BucketLibrary
 from kvabr.store.managing.protocol import Inventory

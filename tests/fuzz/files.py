@@ -17,7 +17,7 @@ from kvabr.cli.config import VARIABLE, Config
 from kvabr.cli.fetch import _read_tokens
 from kvabr.cli.options import CommandParser
 from kvabr.client import decode_speeds, peer_history
-from kvabr.quic.options import read_token
+from kvabr.link.quic.options import read_token
 from kvabr.replay import readers
 from kvabr.replay.readers import native
 from kvabr.replay.trace import describe, sparkline

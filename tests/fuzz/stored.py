@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from kvabr.client.store_index import _parsed_catalog
+from kvabr.link.objects.index import _parsed_catalog
 from kvabr.store.folder_notes import (
     check_expiry,
     expire_folder_model,

@@ -10,10 +10,10 @@ import pytest
 import structlog
 import torch
 
+from kvabr.link.quic.connect import dial
+from kvabr.link.quic.options import DialOptions
 from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.player.assembler import Assembler
-from kvabr.quic.connect import dial
-from kvabr.quic.options import DialOptions
 from kvabr.replay.verify import load_profile
 from kvabr.server.certificates import development
 from kvabr.server.limits import ServerLimits

@@ -146,7 +146,7 @@ def test_a_plain_replay_needs_neither_torch_nor_a_transport():
         "from kvabr.replay.synth import synthesise\n"
         "trace = synthesise('markov', mean_mbps=50, duration_s=20)\n"
         "replay(Matrix(default_catalog(), (trace,), ('anytime',), ReplayOptions(4.0)), jobs=1)\n"
-        "names = 'torch', 'aioquic', 'qh3', 'kvabr.client.driver', 'kvabr.quic'\n"
+        "names = 'torch', 'aioquic', 'qh3', 'kvabr.client.driver', 'kvabr.link.quic'\n"
         "print([name for name in names if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603

@@ -9,8 +9,8 @@ import pytest
 import structlog
 import structlog.testing
 
+from kvabr.link.quic.connect import connect
 from kvabr.moqt.codes import RequestCode
-from kvabr.quic.connect import connect
 from kvabr.server import relay_groups
 from kvabr.server.grants import EVERYTHING, Grants
 from kvabr.server.metrics import Metrics

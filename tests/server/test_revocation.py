@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvabr.quic.connect import connect
+from kvabr.link.quic.connect import connect
 from kvabr.server import send_queue
 from kvabr.server import server as server_module
 from kvabr.server.changes import Changes, changes_track

@@ -9,9 +9,9 @@ import pytest
 from kvabr.client import host_carrier, live_feed, lookup
 from kvabr.client.options import Limits
 from kvabr.codec import profile
+from kvabr.link.quic import backend, endpoint, request_queue
+from kvabr.link.quic import options as dialling
 from kvabr.moqt import encoding, requester, responder, session, wire
-from kvabr.quic import backend, endpoint, request_queue
-from kvabr.quic import options as dialling
 from kvabr.server import (
     budgets,
     changes,

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 import pytest
 from msgspec import Meta
 
-from kvabr.client.span_search import found_prefix
+from kvabr.link.objects.span_search import found_prefix
 from kvabr.publish.frames import FrameEncoder, MemoryFrames
 from kvabr.store.objects import spans
 from kvabr.store.objects.layout import StoreOffer

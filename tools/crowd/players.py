@@ -19,7 +19,7 @@ from crowd.assets import GROUP_TOKENS, Truth
 from crowd.machine import raise_files
 
 from kvabr import AsyncClient, Played, PlayOptions
-from kvabr.client.store_connection import StoreConnection
+from kvabr.link.objects.connection import StoreConnection
 from kvabr.transfer.redial import RedialledConnection
 from kvabr.types.events import PlayEvent, RequestDone, RequestFailed
 

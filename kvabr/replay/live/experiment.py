@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.lookup import fetch_catalog
+from kvabr.link.quic.connect import Connecting, connect
 from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
-from kvabr.quic.connect import Connecting, connect
 from kvabr.replay.experiment import Experiment
 from kvabr.replay.live.child import Usage
 from kvabr.replay.live.lane import LEAST_QUEUE_BYTES, Conditions

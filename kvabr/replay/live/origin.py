@@ -12,7 +12,7 @@ import os
 import sys
 from multiprocessing.connection import Connection
 
-from kvabr.quic.backend import Quic
+from kvabr.link.quic.backend import Quic
 from kvabr.replay.live.child import Child, Usage
 from kvabr.types.arguments import checked
 from kvabr.types.errors import KvabrError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvabr.store.managing.survey as survey_module
-from kvabr.client.store_index import StoreIndex
+from kvabr.link.objects.index import StoreIndex
 from kvabr.store.asset_folder import FolderAssetStore, frame_path
 from kvabr.store.folder_notes import folder_time
 from kvabr.store.locations import open_store

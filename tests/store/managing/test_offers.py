@@ -9,7 +9,7 @@ import pytest
 import kvabr.store.objects.layout as layout_module
 import kvabr.store.objects.reading as reading_module
 import kvabr.store.objects.writer as writer_module
-from kvabr.client.store_index import StoreIndex
+from kvabr.link.objects.index import StoreIndex
 from kvabr.store.managing.opening import open_library
 from kvabr.store.managing.rules import Rules
 from kvabr.store.objects.bucket import Bucket

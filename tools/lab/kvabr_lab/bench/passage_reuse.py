@@ -23,8 +23,8 @@ import structlog
 import torch
 
 from kvabr.client.passages import find_passages
+from kvabr.link.quic.connect import connect
 from kvabr.publish.frames import FrameEncoder
-from kvabr.quic.connect import connect
 from kvabr.server.certificates import ServerTls, check, make
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics

@@ -24,9 +24,9 @@ from kvabr.engines.transformers.cache import new_cache
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.engines.transformers.publish import cache_publisher, prefill_live, publish_cache, runs
+from kvabr.link.quic.backend import Quic
 from kvabr.publish.encoding_threads import SHARE
 from kvabr.publish.live_publisher import LivePublisher
-from kvabr.quic.backend import Quic
 from kvabr.replay.live.child import Child
 from kvabr.replay.live.lane import Conditions
 from kvabr.replay.live.shaper import Shaper

@@ -1,4 +1,4 @@
-"""A `Connection` over QUIC in Python, by aioquic or qh3, in MoQT. `kvabr.quic.connect.dial` makes it."""
+"""A `Connection` over QUIC in Python, by aioquic or qh3, in MoQT. `kvabr.link.quic.connect.dial` makes it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from kvabr.link.quic.backend import QuicLibrary
+from kvabr.link.quic.bottleneck import LimitWatch
+from kvabr.link.quic.endpoint import Endpoint
+from kvabr.link.quic.fetch import QuicFetch
+from kvabr.link.quic.options import DialOptions, check_pinned, why_refused
+from kvabr.link.quic.request_queue import RequestQueue
 from kvabr.moqt.codes import RequestCode, SessionCode, name_of
 from kvabr.moqt.events import Closed, Ended, Event, GoingAway, Ready, Received, Refused, Requested
 from kvabr.moqt.messages import PublishNamespace, SubscribeNamespace
 from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
-from kvabr.quic.backend import QuicLibrary
-from kvabr.quic.bottleneck import LimitWatch
-from kvabr.quic.endpoint import Endpoint
-from kvabr.quic.fetch import QuicFetch
-from kvabr.quic.options import DialOptions, check_pinned, why_refused
-from kvabr.quic.request_queue import RequestQueue
 from kvabr.transfer.interface import ConnectionStats, PeerConnection
 from kvabr.transfer.transfer import GroupTransfer
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError

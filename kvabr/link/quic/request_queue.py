@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from kvabr.quic.fetch import QuicFetch
+from kvabr.link.quic.fetch import QuicFetch
 
 MAX_IN_FLIGHT = 64
 """Maximum requests in flight; more wait, the most urgent first. Both libraries allow about 100 streams."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvabr.client.lanes import KEEP_BYTES, LEAST_BYTES, MOST_BYTES, Lanes
+from kvabr.link.objects.lanes import KEEP_BYTES, LEAST_BYTES, MOST_BYTES, Lanes
 
 K = 1 << 10
 NEEDED, DEARER, UPGRADE = 10, 70, 200

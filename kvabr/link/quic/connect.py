@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Any, TypeVar, get_args
 from urllib.parse import unquote, urlsplit
 
+from kvabr.link.quic.backend import LibraryName, Quic, QuicLibrary, installed_libraries, library
+from kvabr.link.quic.connection import QuicConnection
+from kvabr.link.quic.endpoint import protocol_class
+from kvabr.link.quic.options import DRAFTS, DialOptions, Names, fingerprint_of, read_token, trust, trusted_itself
 from kvabr.moqt.wire import DRAFTS as KNOWN_DRAFTS
-from kvabr.quic.backend import LibraryName, Quic, QuicLibrary, installed_libraries, library
-from kvabr.quic.connection import QuicConnection
-from kvabr.quic.endpoint import protocol_class
-from kvabr.quic.options import DRAFTS, DialOptions, Names, fingerprint_of, read_token, trust, trusted_itself
 from kvabr.transfer.interface import PeerConnection
 from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
 from kvabr.types.errors import FormatError, TransportError, UnauthorizedError, UsageError

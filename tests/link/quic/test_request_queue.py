@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.quic.fetch import QuicFetch
-from kvabr.quic.request_queue import MAX_HELD, MAX_IN_FLIGHT, RequestQueue
+from kvabr.link.quic.fetch import QuicFetch
+from kvabr.link.quic.request_queue import MAX_HELD, MAX_IN_FLIGHT, RequestQueue
 from kvabr.transfer.transfer import GroupRequest, GroupTransfer
 from kvabr.types.naming import TrackNamespace
 from tests.counting import lines

@@ -18,15 +18,15 @@ from functools import cached_property, partial
 
 from cachetools import LRUCache, TTLCache
 
-from kvabr.client.hedging import first_answer
-from kvabr.client.lanes import LANES, SPARE_LANES
-from kvabr.client.resources import cancel_all, decoders
-from kvabr.client.span_search import Ask, SpanSearch, found_prefix, parsed_heads
+from kvabr.link.objects.hedging import first_answer
+from kvabr.link.objects.lanes import LANES, SPARE_LANES
+from kvabr.link.objects.span_search import Ask, SpanSearch, found_prefix, parsed_heads
 from kvabr.store.objects import layout, spans
 from kvabr.store.objects.layout import StoredCatalog, StoreOffer
 from kvabr.store.objects.protocol import Objects, StoredObject
 from kvabr.store.objects.spans import SpanHead
 from kvabr.transfer.interface import FoundPrefix
+from kvabr.transfer.work import cancel_all, decoders
 from kvabr.types.errors import ForbiddenError, FormatError, NotFoundError, RequestError, UnauthorizedError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LOOKUP_RUN, MAX_PREFIX_DIGESTS, TrackNamespace, parse_prefix_track

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from kvabr.quic import bottleneck
-from kvabr.quic.bottleneck import LimitWatch
+from kvabr.link.quic import bottleneck
+from kvabr.link.quic.bottleneck import LimitWatch
 
 
 class Path:

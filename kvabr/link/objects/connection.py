@@ -1,7 +1,7 @@
 """A connection to an object store, or to an HTTP cache in front of one: requests for groups become ranges of spans.
 
 There is no peer to talk to, so what QUIC and an origin do otherwise is done here: which range goes when
-(`kvabr.client.lanes`), lookups (`kvabr.client.store_index`), timers for the first byte and for silence, and what
+(`kvabr.link.objects.lanes`), lookups (`kvabr.link.objects.index`), timers for the first byte and for silence, and what
 limited a transfer. A request that fails leaves nothing behind that must be dialled again: the next one uses another
 connection of the pool, or opens one.
 """
@@ -15,15 +15,15 @@ import random
 import time
 from collections.abc import Callable, Coroutine
 
-from kvabr.client.lanes import LANES, SPARE_LANES, Lanes, Piece, RangeTransfer
-from kvabr.client.resources import cancel_all
-from kvabr.client.store_index import StoreIndex
-from kvabr.quic.bottleneck import LimitWatch
+from kvabr.link.objects.index import StoreIndex
+from kvabr.link.objects.lanes import LANES, SPARE_LANES, Lanes, Piece, RangeTransfer
+from kvabr.link.quic.bottleneck import LimitWatch
 from kvabr.store.objects.direct import DirectReader
 from kvabr.store.objects.layout import profile_key
 from kvabr.store.objects.protocol import PART_BYTES, Objects
 from kvabr.transfer.interface import ConnectionStats, PeerConnection
 from kvabr.transfer.transfer import GroupTransfer
+from kvabr.transfer.work import cancel_all
 from kvabr.types.errors import (
     ConnectionLostError,
     NotFoundError,

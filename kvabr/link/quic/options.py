@@ -27,7 +27,7 @@ DRAFTS = tuple(draft.alpn for draft in wire.DRAFTS)
 
 @dataclass(frozen=True, slots=True)
 class DialOptions:
-    """One peer, and how to connect to it; `kvabr.quic.connect.connect` explains the options."""
+    """One peer, and how to connect to it; `kvabr.link.quic.connect.connect` explains the options."""
 
     host: str
     port: int

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from kvabr.client.span_search import SpanSearch
+from kvabr.link.objects.span_search import SpanSearch
 from kvabr.store.objects.spans import SpanHead, SpanTrack
 
 SIZE = 16

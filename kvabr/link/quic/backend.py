@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from kvabr.quic.udp import BatchTransport
+from kvabr.link.quic.udp import BatchTransport
 from kvabr.types.errors import TransportError
 
 LibraryName = Literal["aioquic", "qh3"]

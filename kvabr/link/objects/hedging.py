@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from kvabr.client.resources import cancel_all
+from kvabr.transfer.work import cancel_all
 from kvabr.types.errors import ConnectionLostError
 
 T = TypeVar("T")

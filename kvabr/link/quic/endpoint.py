@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from kvabr.link.quic.backend import STILL_S, QuicLibrary
 from kvabr.moqt.codes import SessionCode, name_of
 from kvabr.moqt.events import Close, Event, Reset, Stop, Write
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, by_alpn
-from kvabr.quic.backend import STILL_S, QuicLibrary
 
 _CRYPTO_ERROR = 0x100
 """First of the QUIC error codes that are TLS alerts (RFC 9001, section 4.8)."""

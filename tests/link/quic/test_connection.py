@@ -12,13 +12,13 @@ from dataclasses import replace
 import pytest
 import structlog
 
+from kvabr.link.quic import connect as quic
+from kvabr.link.quic.fetch import QuicFetch
+from kvabr.link.quic.options import DialOptions
+from kvabr.link.quic.request_queue import MAX_IN_FLIGHT
 from kvabr.moqt.codes import SessionCode
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS, by_alpn
-from kvabr.quic import connect as quic
-from kvabr.quic.fetch import QuicFetch
-from kvabr.quic.options import DialOptions
-from kvabr.quic.request_queue import MAX_IN_FLIGHT
 from kvabr.server import server as quicserver
 from kvabr.server.certificates import check, development
 from kvabr.server.limits import ServerLimits

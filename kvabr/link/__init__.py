@@ -1,0 +1,1 @@
+"""Transports, side by side: MoQT over QUIC, and object stores. Each carries the transfers of `kvabr.transfer`."""

@@ -1,0 +1,29 @@
+"""Work beside the event loop: the threads that check and decode groups, and the end of tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+from kvabr.codec.threads import decoder_threads
+
+SMALL_BYTES = 32 << 10
+"""What takes less memory is checked and decoded on the event loop's own thread: a thread needs more time, 5 ms, only to
+get hold of Python beside a busy event loop."""
+
+
+@cache
+def decoders() -> ThreadPoolExecutor:
+    """Return the threads that decode for every play of this process."""
+    return ThreadPoolExecutor(decoder_threads(), thread_name_prefix="kvabr-decode")
+
+
+async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait until they are over."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
