@@ -96,8 +96,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="S",
-        help="if nothing of the prompt is cached, wait this long for somebody to begin to prefill it; the deadline "
-        "counts meanwhile",
+        help="if nothing of the prompt is cached, wait up to S seconds for a producer to start (counts against the "
+        "deadline)",
     )
     which.add_argument("--no-live", action="store_true", help="do not play a cache that is still being prefilled")
     add_salt_option(parser)
@@ -229,8 +229,7 @@ def _check_wait(args: argparse.Namespace, *, named: bool) -> None:
         raise UsageError(f"{wait}: waits for a prompt, not for a name; give --text or --prompt instead of the name")
     if args.wait_for_producer >= args.deadline:
         raise UsageError(
-            f"{wait}: comes out of the deadline, which is {args.deadline:g} s; give a longer --deadline, for the "
-            "prefill as well"
+            f"{wait}: must be shorter than --deadline ({args.deadline:g} s), which also has to cover the prefill"
         )
 
 
@@ -415,7 +414,9 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
     if record.damaged:
         lines.append(_damage(record.damaged))
     if played.limited_by is not None:
-        lines.append(f"more of the prompt is cached, but of its class {played.limited_by} no snapshot at its end")
+        lines.append(
+            f"more of the prompt is cached, but there is no snapshot of layer class {played.limited_by} at that point"
+        )
     if (live := played.live) is not None:
         if live.complete_s is not None:
             after_s = max(0.0, played.ttft_s - played.lookup_s - live.complete_s)
@@ -424,7 +425,7 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
             why = "it was too late" if live.stopped is None else live.stopped
             lines.append(f"prefilled meanwhile, up to group {live.published} of {groups}: {why}")
         if live.sooner_alone_s is not None:
-            lines.append(f"this engine alone should have been {live.sooner_alone_s:.2f} s sooner than the producer")
+            lines.append(f"computing it here would have finished {live.sooner_alone_s:.2f} s earlier")
     for who, text in (("cpu", "this machine's processor"), ("publisher", "the publisher")):
         if held := record.bytes_held_up.get(who):
             lines.append(f"{text} was the limit for {held:,} bytes, not the network")

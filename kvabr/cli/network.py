@@ -32,7 +32,7 @@ def add_options(
     """Declare the options, with a prefix if they are not the only ones; `options` reads them."""
     network = parser.add_argument_group(title)
     token = network.add_mutually_exclusive_group()
-    shown = "token for the origin; everyone on this machine can see it in the list of processes, so rather use"
+    shown = "token for the origin; visible to every user in the process list, so prefer"
     token.add_argument(
         f"--{prefix}token", metavar="T", help=f"{shown} --{prefix}token-file (default: the environment's KVABR_TOKEN)"
     )

@@ -57,10 +57,10 @@ class FeedListener(Protocol):
     """Takes what a feed has found out."""
 
     def published(self, edge: int, changes: EdgeChanges) -> None:
-        """Take that the first ``edge`` groups exist, and what else has changed; see `Session.published`."""
+        """Note that the first ``edge`` groups exist, and what else has changed; see `Session.published`."""
 
     def stopped(self, reason: str) -> None:
-        """Take that no more groups will exist, and why."""
+        """Note that no more groups will exist, and why."""
 
 
 class _Ahead:
@@ -193,7 +193,7 @@ class LiveFeed:
                 return
 
     def _take(self, messages: Iterable[EdgeMessage], listener: FeedListener) -> bool:
-        """Take news in their order, and return whether nothing follows."""
+        """Handle news in their order, and return whether nothing follows."""
         growing, before = self.growing, self.growing.edge
         end: LiveEnd | None = None
         fault: FormatError | None = None

@@ -54,7 +54,7 @@ class PlayOptions:
     """Play caches that are still being prefilled, too: groups come as they are published. A complete cache of as many
     tokens is preferred."""
     wait_for_producer_s: float = 0.0
-    """If nothing of a prompt is cached, seconds for which to wait for somebody to begin to prefill it. They come out of
+    """If nothing of a prompt is cached, seconds for which to wait for a producer to start. They come out of
     the deadline; an engine that must begin to be in time begins."""
     max_loss: float = MISS_PENALTY
     """Expected loss above which a prompt in parts is not joined from passages but computed, nats per generated token;

@@ -112,7 +112,7 @@ class PeerHistory:
             self._known = _newest(self._known | {peer: record})
 
     def refresh(self) -> None:
-        """Take in what other processes have written meanwhile; never raises."""
+        """Read what other processes have written meanwhile; never raises."""
         merged = self._read()
         with self._lock:
             merged |= {

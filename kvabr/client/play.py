@@ -532,7 +532,7 @@ class Play:
         place = options.out[:, :, :, :tokens]
         if tuple(place.shape) != spec.shape(tokens):
             have, needed = tuple(options.out.shape), spec.shape(tokens)
-            raise UsageError(f"the tensor to assemble in is {have}, too small for {needed}")
+            raise UsageError(f"`out` is {have}, too small for {needed}")
         check_wanted(place.dtype, spec)
         convert(parts[0], place, spec)
         return (place,)

@@ -300,7 +300,7 @@ class MessageParser:
         return len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Take in bytes and yield the type and payload of each complete message."""
+        """Handle bytes and yield the type and payload of each complete message."""
         self._buffer += data
         at = 0
         while (found := self._draft.varint.peek(self._buffer, at)) is not None:

@@ -170,7 +170,7 @@ class Requester:
         return self._requests.get(number)
 
     def receive_answers(self, stream: int, data: bytes, *, fin: bool) -> None:
-        """Take in bytes of a request's own stream; those for a request that is over are ignored."""
+        """Handle bytes of a request's own stream; those for a request that is over are ignored."""
         request = self._by_stream.get(stream)
         if request is None:
             return
@@ -279,7 +279,7 @@ class Requester:
         self._by_data[stream] = None
 
     def begin_objects(self, stream: int, of: SubgroupHeader | int, data: memoryview, *, fin: bool) -> None:
-        """Take in the first objects on a stream, of a subgroup or of the FETCH with that ID."""
+        """Handle the first objects on a stream, of a subgroup or of the FETCH with that ID."""
         header = None if isinstance(of, int) else of
         request = self.by_id(of) if isinstance(of, int) else self._by_alias.get(of.track_alias)
         if request is None and header is not None and self._early:
@@ -310,7 +310,7 @@ class Requester:
         return stream in self._by_data
 
     def receive_objects(self, stream: int, data: bytes | memoryview, *, fin: bool) -> None:
-        """Take in more objects of a stream."""
+        """Handle more objects of a stream."""
         found = self._by_data[stream]
         if isinstance(found, _Held):
             self._hold(stream, found, data, fin=fin)

@@ -113,7 +113,7 @@ class MoqtSession:
     # ------------------------------------------------------------------ called by the connection
 
     def receive(self, stream: int, data: bytes, *, fin: bool = False) -> None:
-        """Take in bytes from a stream."""
+        """Handle bytes from a stream."""
         if self.closed is not None:
             return
         try:

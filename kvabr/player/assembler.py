@@ -120,7 +120,7 @@ class Assembler:
         elif len(shapes) > 1:
             raise UsageError(f"a cache of several layer classes ({', '.join(catalog.spec.names)}) is not one tensor")
         elif tuple(out.shape) != shapes[0] or not out.is_floating_point():
-            raise UsageError(f"the tensor to assemble in is {tuple(out.shape)} {out.dtype}, not floats of {shapes[0]}")
+            raise UsageError(f"`out` is {tuple(out.shape)} {out.dtype}, expected floats of {shapes[0]}")
         else:
             self._outs = (out,)
         for made, part in zip(self._outs, () if coded else catalog.spec.parts, strict=True):

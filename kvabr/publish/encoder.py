@@ -234,7 +234,7 @@ def publish(
         exact = tuple(torch.nan_to_num(part, nan=0.0, posinf=_FP16_MAX, neginf=-_FP16_MAX) for part in exact)
     for track, count in frames.aside.items():
         if count:
-            tell(f"{track} keeps {count:,} of {len(prompt.tokens):,} tokens aside, which stand out")
+            tell(f"{track} stores {count:,} outliers of {len(prompt.tokens):,} tokens separately")
     decode_s = {}
     for index, track in enumerate(tracks):
         decode_s[track] = frames.decode_seconds(track)

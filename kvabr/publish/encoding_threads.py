@@ -32,7 +32,7 @@ class EncodingBudget:
         self._share, self._taken_s, self._steps = share, 0.0, 0
 
     def spend(self, cpu_s: float, wall_s: float) -> None:
-        """Take one step: its processor time, and how long it took.
+        """Handle one step: its processor time, and how long it took.
 
         It has taken no more from the engine than its processor time, and no more than it had to wait itself: who never
         waits for a processor uses one that is idle.

@@ -198,7 +198,7 @@ class TrackCosts:
         self._spent: dict[str, tuple[float, int]] = {}
 
     def add(self, track: str, seconds: float, elements: int) -> None:
-        """Take one measurement."""
+        """Handle one measurement."""
         before, of = self._spent.get(track, (0.0, 0))
         self._spent[track] = before + seconds, of + elements
 

@@ -142,7 +142,7 @@ class Production:
     # ------------------------------------------------------- the encoding threads, one at a time
 
     def spent(self, cpu_s: float, wall_s: float, *, patient: bool) -> None:
-        """Take what a step took: processor time, and time; ``patient``: in the patient thread."""
+        """Note what a step took: processor time, and time; ``patient``: in the patient thread."""
 
     def step(self) -> None:
         """Do one group's work; the outcome is there once all is done. Never raises."""

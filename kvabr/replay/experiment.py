@@ -134,7 +134,9 @@ class ReplayOptions:
             raise UsageError(f"a batch takes {self.decode_latency_s} s: give a finite time, and one decoder")
         check_decoders(self.decoders)
         if self.producer is not None and (self.cost is not None or self.sharing is not None or self.cold):
-            raise UsageError("a cache that is still being prefilled is replayed warm, alone, and without an engine")
+            raise UsageError(
+                "a cache that is still being prefilled cannot be replayed cold, with rivals, or with an engine"
+            )
         self._check_question()
         if self.blend is not None and (self.producer is not None or self.mode != "hole"):
             raise UsageError("a prompt joined from passages takes an engine of mode 'hole', and published passages")

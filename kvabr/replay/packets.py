@@ -57,7 +57,7 @@ class Stream(ABC):
 
     @abstractmethod
     def receive(self, size: int, now: float) -> None:
-        """Take bytes that have arrived."""
+        """Handle bytes that have arrived."""
 
 
 @dataclass(slots=True, eq=False)
@@ -212,7 +212,7 @@ class Sender:
         heapify(self._open)
 
     def acknowledged(self, packet: _Packet, now: float) -> None:
-        """Take an acknowledgement."""
+        """Handle an acknowledgement."""
         self._in_flight -= packet.size
         if self._window < self._threshold:
             self._window += packet.size

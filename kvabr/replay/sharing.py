@@ -163,7 +163,7 @@ class Player:
         return priority if self._client is None else self._client.place(self, priority)
 
     def receive(self, stream: _Answer, size: int, now: float) -> None:
-        """Take bytes of a stream."""
+        """Handle bytes of a stream."""
         if stream.request.request not in self._streams:
             self.ghost_bytes += size
             return

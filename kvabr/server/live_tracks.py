@@ -164,7 +164,7 @@ class GrowingAsset(ABC):
         return self.edge if name == EDGE_TRACK else self.levels.get(name)
 
     def take(self, message: EdgeMessage) -> None:
-        """Take the next message.
+        """Handle the next message.
 
         Raises:
             FormatError: as `NewsOrder.take`; or there are too many.

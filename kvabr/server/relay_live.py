@@ -199,7 +199,7 @@ class LiveRelay:
             await asyncio.gather(*asked.values(), return_exceptions=True)
 
     async def _catch_up(self, asset: RelayedAsset) -> None:
-        """Take the news that exist already, many at a time; raises as `_news`."""
+        """Handle the news that exist already, many at a time; raises as `_news`."""
         most = MAX_EDGE_BYTES // news_bytes(len(asset.levels))
         while not asset.over:
             request = GroupRequest(asset.namespace, EDGE_TRACK, asset.order.messages, MAX_EDGE_BYTES, groups=most)

@@ -34,7 +34,7 @@ class Listener(ABC):
 
     @abstractmethod
     def hear(self, heard: Heard) -> None:
-        """Take one event.
+        """Handle one event.
 
         It may block and it may raise: no play waits for it. Events that come faster than they are taken are dropped,
         so any event may be the first of a play; `PlayEnded` is dropped last.

@@ -64,7 +64,7 @@ class _Spans:
         self._decision: events.DecisionMade | None = None
 
     def hear(self, now: int, event: events.PlayEvent) -> None:
-        """Take one event; ``now`` is nanoseconds since 1970."""
+        """Handle one event; ``now`` is nanoseconds since 1970."""
         if self._root is None:
             self._root = self._tracer.start_span("kvabr.play", start_time=now, attributes={"kvabr.sid": self._sid})
             self._below = self._trace.set_span_in_context(self._root)
@@ -88,7 +88,7 @@ class _Spans:
                 self._course(now, event)
 
     def _course(self, now: int, event: events.PlayEvent) -> None:
-        """Take an event of the whole play, or one without a span of its own."""
+        """Handle an event of the whole play, or one without a span of its own."""
         match event:
             case events.PlayCalled():
                 self._begin(_LOOKUP, now)

@@ -35,8 +35,8 @@ _LOOK_S, _LONGEST_LOOK_S = 0.1, 1.0
 a busy peer is not probed all the time."""
 _SIGN_S, _SIGN_RTT, _LONGEST_SIGN_S = 0.25, 4.0, 4.0
 """Seconds, and round trips or times of the last answer, that the answer to a probe may take; the probe may be lost and
-sent again. A late answer makes for no more patience than the last of these. Requests that are answered sooner halve
-what it is believed to take, each of them, so that a peer that was slow once is soon known to be quick."""
+sent again. However late the last answer was, never more than the last of these. Each request that is answered sooner
+halves what an answer is believed to take, so that a peer that was slow once is soon known to be quick."""
 _FORGOTTEN_S, _FORGOTTEN_SIGNS = 3.0, 4.0
 """Seconds, and times of what the answer to a probe may take, after which a peer that answers probes, but no request, is
 dialled anew; the seconds are doubled each time. It may also be slow: a store may be, or a relay that waits for its

@@ -259,7 +259,7 @@ class NewsOrder:
             raise FormatError("a message of another production")
 
     def take(self, news: PublishedFrames) -> None:
-        """Take the next message.
+        """Handle the next message.
 
         Raises:
             FormatError: it is of another production; of another group than the next one, or one with more to come; or
@@ -359,7 +359,7 @@ class GrowingCatalog:
         return [self.seconds[self.catalog.unit(group).chunk] for group in range(self.catalog.groups)]
 
     def publish(self, news: PublishedFrames) -> list[tuple[int, str]]:
-        """Take the next news, and return what they add to groups (units) that were published: these, and the tracks.
+        """Handle the next news, and return what they add to groups (units) that were published: these, and the tracks.
 
         News of groups that are not played change nothing.
 
@@ -398,7 +398,7 @@ class GrowingCatalog:
         return {group: self.coming.get(group) for group in changed}
 
     def end(self) -> None:
-        """Take that nothing follows."""
+        """Note that nothing follows."""
         self._changed.update(self.coming)
         self.coming.clear()
 

@@ -148,7 +148,7 @@ def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
         (("--name", "NAME", "--policy", "hope"), 2, "unknown policy"),
         (("--name", "NAME", "--wait-for-producer", "1"), 2, "not for a name"),
         (("--prompt", "TOKENS", "--wait-for-producer", "1", "--no-live"), 2, "with --no-live"),
-        (("--prompt", "TOKENS", "--wait-for-producer", "2"), 2, "give a longer --deadline"),
+        (("--prompt", "TOKENS", "--wait-for-producer", "2"), 2, "must be shorter than --deadline"),
         (("--prompt", "TOKENS", "--wait-for-producer", "-1"), 2, "must be 0 or more seconds"),
         (("--prompt", "NONE", "--wait-for-producer", "0.1"), 1, "and nobody has begun to prefill it"),
         (("--name", "m/" + "0" * 64), 1, "no such asset m/" + "0" * 64),

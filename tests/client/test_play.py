@@ -135,7 +135,7 @@ async def test_the_cache_lands_in_the_callers_tensor(origin):
         again = await play(link, range(50), deadline=2.0, engine=ToyModel(), prefill_cost=COST, out=out)
         assert again.kv.data_ptr() == out.data_ptr()
         assert close(out[:, :, :, :50], range(50), 1e-5)
-        with pytest.raises(UsageError, match="tensor to assemble in"):
+        with pytest.raises(UsageError, match="`out` is"):
             await play(link, TOKENS, deadline=2.0, spec=SPEC, out=torch.zeros(SPEC.shape(60)))
 
 

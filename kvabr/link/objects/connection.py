@@ -42,8 +42,8 @@ asks again for what stands still much sooner; these are for what no player watch
 _TRIES, _PAUSE_S = 3, 0.05
 """GETs for the same bytes, and the pause before the next where the store is too busy; doubled each time."""
 _PART_S, _MOST_PART_BYTES = 0.005, 1 << 20
-"""Bytes are told of in pieces of as many seconds, and at most of as many bytes: each piece takes the processor a while,
-and estimators want to know when bytes came."""
+"""Progress is reported at most every this many seconds or bytes: each report takes the processor a while, and
+estimators want to know when bytes came."""
 _LATE_S, _LATE_SHARE = 0.05, 2.0
 """A first byte is late that came later than the soonest ones by this many seconds and this factor, while nothing else
 came either: then the store was slow, not the link."""
@@ -82,7 +82,7 @@ class StoreConnection(PeerConnection):
         self._rate = 0.0
         """Of the last transfer, bytes per second."""
         self._soonest = (math.inf, -math.inf)
-        """Seconds to the soonest first byte of late, and when it came."""
+        """The fastest recent time to first byte, seconds, and when that was."""
         # Only what it knows of this processor is of use here: HTTP has no PING.
         self._watch = LimitWatch(lambda: None, lambda: None)
         self.gets = 0
@@ -131,7 +131,7 @@ class StoreConnection(PeerConnection):
                 self._end(carrying)
 
     def stats(self) -> ConnectionStats:
-        """See `Connection.stats`; the round trip is the time to the soonest first byte of late."""
+        """See `Connection.stats`; the round trip is the fastest recent time to first byte."""
         seconds = self._soonest[0]
         return ConnectionStats(rtt_s=seconds if math.isfinite(seconds) else None, bytes_received=self._bytes)
 
@@ -324,7 +324,7 @@ class StoreConnection(PeerConnection):
     # ---------------------------------------------------------- what is seen of the path
 
     def received(self, count: int, *, late: bool = False) -> Limit:
-        """Take that bytes came, ``late`` if the store kept them waiting; return what limited them."""
+        """Note that bytes came, ``late`` if the store kept them waiting; return what limited them."""
         self._bytes += count
         self._heard_s = time.monotonic()
         self.trouble = None
@@ -332,12 +332,12 @@ class StoreConnection(PeerConnection):
         return "publisher" if late else self._watch.limit
 
     def _answered(self, count: int, seconds: float) -> None:
-        """Take that a small object came, or the answer that there is none."""
+        """Note that a small object came, or the answer that there is none."""
         self.received(count)
         self._sooner(seconds)
 
     def first_byte(self, begun_s: float, now: float) -> float:
-        """Take the first byte of a transfer, and return until when the store is what limits it."""
+        """Note the first byte of a transfer, and return until when the store is what limits it."""
         usual = self._soonest[0]
         quiet = now - max(begun_s, self._heard_s)
         self._sooner(now - begun_s)

@@ -48,7 +48,7 @@ class QuicFetch:
         return self.transfer.held
 
     def take(self, items: list[Item], limit: Limit) -> None:
-        """Take objects that have come, and what limited them."""
+        """Handle objects that have come, and what limited them."""
         transfer, request = self.transfer, self.transfer.request
         for item in items:
             if isinstance(item, memoryview):

@@ -77,7 +77,7 @@ class Lane:
         self.carried = self.carried_bytes = self.overflowed = self.lost = 0
 
     def admit(self, now: float, payload: int) -> float | None:
-        """Take a packet of ``payload`` bytes of UDP.
+        """Handle a packet of ``payload`` bytes of UDP.
 
         Returns:
             When it arrives at the other end, never before an earlier packet; None if it is dropped.

@@ -81,7 +81,7 @@ class PublishGuard:
         await self._objects.put(self._key, Note(self._keys).dumps())
         found = await self._objects.head(self._key)
         if found is None:
-            raise AssetError(f"{self._key}: was written, and is gone; does the bucket expire objects at once?")
+            raise AssetError(f"{self._key}: vanished right after it was written; check the bucket's lifecycle rules")
         self._written_s = found.modified_s
         if not await unswept(self._objects, self._keys, self._written_s, self._timing, self._runtime):
             raise AssetError("a collector has been deleting what is to be published for too long; try again")

@@ -230,7 +230,7 @@ async def store_time(objects: Objects) -> float:
     found = await objects.head(key)
     await objects.delete([key])
     if found is None:
-        raise AssetError(f"{key}: was written, and is gone; does the bucket expire objects at once?")
+        raise AssetError(f"{key}: vanished right after it was written; check the bucket's lifecycle rules")
     return found.modified_s
 
 
