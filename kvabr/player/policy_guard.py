@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, get_args
 
 from kvabr.abr.plugins import where
-from kvabr.abr.policy import Decision, Policy
+from kvabr.abr.policy import Decision, Kind, Policy
 from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import View
 from kvabr.types.errors import EndlessError, PolicyError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_KINDS = frozenset({"fetch", "upgrade", "recompute", "wait", "finish", "deliver"})
+_KINDS = frozenset(get_args(Kind))
 
 
 class CallLimit(Protocol):
