@@ -7,9 +7,8 @@ known by its first block, named by all tokens up to that block's end.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-
-from cachetools import LRUCache
 
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import chain
@@ -21,8 +20,8 @@ class LossyGroups:
     def __init__(self, spec: KVSpec, block: int, most: int) -> None:
         """Remember the latest ``most`` groups of a model, whose engine shares blocks of ``block`` tokens."""
         self._spec, self._block, self.most = spec, block, most
-        self._groups: LRUCache[str, None] = LRUCache(most)
-        self._blocks: LRUCache[str, None] = LRUCache(most)
+        self._groups: OrderedDict[str, None] = OrderedDict()
+        self._blocks: OrderedDict[str, None] = OrderedDict()
         """Their first blocks."""
 
     def __len__(self) -> int:
@@ -43,6 +42,9 @@ class LossyGroups:
         for place in lossy:
             for kept, digest in ((self._groups, groups[place // size]), (self._blocks, blocks[place // self._block])):
                 kept[digest] = None
+                kept.move_to_end(digest)
+                if len(kept) > self.most:
+                    kept.popitem(last=False)
 
     def before(self, tokens: Sequence[int], salt: bytes) -> bool:
         """Return whether the engine may have computed any of a prompt's tokens behind a lossy group, or not at all."""
