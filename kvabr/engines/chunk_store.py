@@ -416,14 +416,19 @@ class ChunkStore:
         found = await self.find(key, positions)
         if found is None:
             return None
-        began_s, left_s = time.monotonic(), due_s - loop.time()
+        began_s, left_s, place = time.monotonic(), due_s - loop.time(), self._tails.place(text)
         if self._pause.active:
             left_s = min(left_s, _PAUSED_SHARE * settings.deadline_s)
         try:
             played = await self.client.play_coded(
                 found,
                 deadline=max(left_s, 1e-3),
-                options=PlayOptions(policy=settings.policy, time_price=settings.time_price, patience=settings.patience),
+                options=PlayOptions(
+                    policy=settings.policy,
+                    time_price=settings.time_price / place.beside,
+                    patience=settings.patience,
+                    question_tokens=place.following,
+                ),
             )
         except KvabrError as error:
             if not isinstance(error, BusyError):

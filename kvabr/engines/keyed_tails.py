@@ -11,10 +11,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cachetools import TTLCache
 
+from kvabr.abr.tail import MAX_TAIL
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.types.catalog import Catalog, Track
@@ -27,6 +28,15 @@ _MOST_PROMISED, _PROMISED_S = 1 << 16, 60.0
 """Keys of promised caches that are remembered, and for how many seconds: an engine asks again before it fetches."""
 
 
+class PromisedPlace(NamedTuple):
+    """Where a cache is in a prompt."""
+
+    following: int
+    """Tokens that follow it."""
+    beside: int
+    """Caches that are fetched at the same time: a second is waited for all of them."""
+
+
 class KeyedTails:
     """Chooses tails for the requests of one engine, on one event loop."""
 
@@ -35,7 +45,11 @@ class KeyedTails:
         self._settings, self._step_tokens, self._least = settings, step_tokens, least
         self._recent: deque[tuple[float, int]] = deque()
         """Tails under way: when they should be computed at the latest, and their tokens."""
-        self._promised: TTLCache[str, None] = TTLCache(_MOST_PROMISED, _PROMISED_S)
+        self._promised: TTLCache[str, PromisedPlace] = TTLCache(_MOST_PROMISED, _PROMISED_S)
+
+    def place(self, key: str) -> PromisedPlace:
+        """Return where a cache is in the prompt for which it was promised last; alone, if it was not."""
+        return self._promised.get(key, PromisedPlace(0, 1))
 
     async def leading(
         self, client: AsyncClient, keys: Sequence[str], found: Sequence[Catalog], *, following: int
@@ -59,8 +73,11 @@ class KeyedTails:
             if left * whole.spec.group_tokens >= self._least and left < kept:
                 self._recent.append((time.monotonic() + self._settings.deadline_s, tail))
                 kept = left
-        for key in keys[:kept]:
-            self._promised[key] = None
+        if not again:
+            following += sum(one.tokens for one in found[kept:])
+            for key, one in zip(reversed(keys[:kept]), reversed(found[:kept]), strict=True):
+                self._promised[key] = PromisedPlace(min(MAX_TAIL, following), kept)
+                following += one.tokens
         return kept
 
     async def _tail(self, client: AsyncClient, whole: Catalog, following: int) -> int:

@@ -128,8 +128,8 @@ class EngineSettings(BaseModel):
     profile: FilePath | None = None
     """Codec profile of the model, for publishing the AC tracks. None: the one that kvabr ships, if it fits."""
     prior: FilePath | None = None
-    """Catalog of the same model with measured losses, for those of what is published. None: the one that kvabr
-    ships."""
+    """Catalog of the same model with measured losses, also behind tails, for those of what is published: the
+    ``catalog.json`` of any asset that `kvabr encode` made. None: the one that kvabr ships."""
     tracks: Names | None = None
     """Tracks to publish. None: the adapter's default."""
     digest: Annotated[Text, _checked(check_kind)] = SHA256

@@ -82,6 +82,24 @@ def test_what_another_prompt_was_promised_does_not_count(reader):
     assert leading([*KEYS[:kept], "another page"]) < kept
 
 
+def test_plays_count_with_what_follows_and_share_the_price_of_time(loop, origin):
+    """A page far from the end of its prompt loses less than one near to it, on the same track."""
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 60.0}
+    store = opened(loop, **reach)
+    try:
+        alone = loop.call(store.play(KEYS[0]))
+        assert loop.call(store.leading(KEYS)) == PAGES
+        place = store._tails.place(store._text(KEYS[5]))
+        assert (place.following, place.beside) == (2 * PAGE + PAGE // 2, PAGES)
+        far, near = loop.call(store.play(KEYS[0])), loop.call(store.play(KEYS[7]))
+        assert 0 < far.loss < near.loss
+        assert near.loss != alone.loss
+        assert loop.call(store.leading(KEYS[:3])) == 3  # asked again: nothing has changed
+        assert store._tails.place(store._text(KEYS[5])) == place
+    finally:
+        loop.call(store.close())
+
+
 @pytest.mark.parametrize("how", [{}, {"prefill_rate": FAST, "tail": 0}, {"prefill_rate": SLOW}])
 def test_all_is_fetched_if_no_tail_is_worth_it(reader, how):
     assert reader(**how)(KEYS) == PAGES

@@ -84,7 +84,8 @@ class World(VllmWorld):
     def reference(self):
         """The same by transformers: passages joined, none of their tokens computed again."""
         parts = [Exact(self.system), *map(Passage, self.passages), Exact(self.question)]
-        options = kvabr.PlayOptions(policy="fixed:FP16", prefill_cost=PrefillCost.from_rate(500.0), max_loss=0.5)
+        cost = PrefillCost.from_rate(500.0)
+        options = kvabr.PlayOptions(policy="fixed:FP16", prefill_cost=cost, max_loss=0.5, tail=0)
         url = f"moqt://127.0.0.1:{self.origin.port}/"
         with kvabr.Client(
             url, fingerprint=self.origin.fingerprint, engine=self.transformers, options=options
