@@ -61,9 +61,9 @@ class PlayRunner:
 
     async def close(self) -> None:
         """End all plays and upgrades; plays that wait for their turn are refused."""
-        self._closing = True
+        first, self._closing = not self._closing, True
         self._admission.close()
-        for task in self._plays:
+        for task in self._plays if first else ():  # each is cancelled once
             task.cancel()
         if self._plays:
             await asyncio.wait(self._plays.values())
@@ -112,16 +112,16 @@ class PlayRunner:
     @contextmanager
     def _until_closed(self) -> Iterator[None]:
         """Let `close` end what is done meanwhile, as a timeout would."""
+        if self._closing:  # its turn came in the very moment
+            raise asyncio.CancelledError
         task = asyncio.current_task()
         assert task is not None  # noqa: S101  # a coroutine runs in one
         over = self._plays[task] = asyncio.get_running_loop().create_future()
         try:
             yield
-        except asyncio.CancelledError:
+        finally:
             if self._closing:
                 task.uncancel()
-            raise
-        finally:
             del self._plays[task]
             over.set_result(None)
 
