@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -324,6 +325,23 @@ async def test_closing_twice_ends_a_play_once():
     await runner.close()
     await closing
     assert await serving == 0
+
+
+@virtual
+async def test_closing_goes_on_if_another_peer_is_named_meanwhile(origin):
+    @asynccontextmanager
+    async def dialling():
+        yield link
+        await asyncio.sleep(1.0)
+
+    async with origin() as link, origin() as other:
+        client = AsyncClient(link)
+        peer = client._peers["slow to close"] = ClientPeer("slow to close", dialling(), client.store, client.metrics)
+        await client.connect(peer)
+        closing = soon(client.close())
+        await asyncio.sleep(0.5)
+        await client.connect(other)
+        await closing
 
 
 @virtual
