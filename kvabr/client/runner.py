@@ -112,8 +112,6 @@ class PlayRunner:
     @contextmanager
     def _until_closed(self) -> Iterator[None]:
         """Let `close` end what is done meanwhile, as a timeout would."""
-        if self._closing:  # its turn came in the very moment
-            raise asyncio.CancelledError
         task = asyncio.current_task()
         assert task is not None  # noqa: S101  # a coroutine runs in one
         over = self._plays[task] = asyncio.get_running_loop().create_future()
@@ -131,6 +129,8 @@ class PlayRunner:
         loop = asyncio.get_running_loop()
         async with self._admission.enter(clock.deadline_s):
             transfers = await peer.transfers_within(max(0.0, _DIAL_SHARE * clock.left()))
+            if self._closing:  # its turn came in the moment of closing, when nobody knew of its task
+                raise asyncio.CancelledError
             connection = PlayConnection(transfers, self._place)
             # A loop that stood still may have used up the deadline: the play then gets what comes at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
