@@ -531,7 +531,7 @@ class AsyncClient:
     async def close(self) -> None:
         """End all plays and connections; plays that wait for their turn are refused."""
         await self._runner.close()
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):  # somebody may still ask for another one
             await peer.close()
         await self.store.close()
 

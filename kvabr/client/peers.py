@@ -50,7 +50,7 @@ class ClientPeer:
         self._dialling: asyncio.Task[SharedTransfers] | None = None
 
     async def transfers(self) -> SharedTransfers:
-        """Return the downloads of the connection, which is dialled if there is none; callers share one dial.
+        """Return the transfers of the connection, which is dialled if there is none; callers share one dial.
 
         Raises:
             TransportError: the peer cannot be reached, or does not let us in. The next call dials again.
@@ -64,7 +64,7 @@ class ClientPeer:
         return self._transfers
 
     async def transfers_within(self, seconds: float) -> SharedTransfers:
-        """Return `transfers`; if the peer cannot be reached in time, a stub whose downloads all fail."""
+        """Return `transfers`; if the peer cannot be reached in time, a stub whose transfers all fail."""
         try:
             async with asyncio.timeout(seconds):
                 return await self.transfers()
@@ -137,7 +137,7 @@ class ClientPeer:
             self._transfers.connection.relieve()
 
     async def close(self) -> None:
-        """End all downloads, and the connection if this dialled it."""
+        """End all transfers, and the connection if this dialled it."""
         if self._dialling is not None:
             self._dialling.cancel()
             await asyncio.wait({self._dialling})
@@ -191,7 +191,7 @@ class ClientPeer:
         return self._models
 
     async def _dial(self) -> SharedTransfers:
-        assert self._connecting is not None  # noqa: S101  # or there were downloads from the start
+        assert self._connecting is not None  # noqa: S101  # or there were transfers from the start
         connection = await self._stack.enter_async_context(self._connecting)
         self._transfers = SharedTransfers(connection, self._store, self._metrics)
         self._metrics.peers.inc()

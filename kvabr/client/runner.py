@@ -61,9 +61,9 @@ class PlayRunner:
 
     async def close(self) -> None:
         """End all plays and upgrades; plays that wait for their turn are refused."""
-        self._closing = True
+        first, self._closing = not self._closing, True
         self._admission.close()
-        for task in self._plays:
+        for task in self._plays if first else ():  # each is cancelled once
             task.cancel()
         if self._plays:
             await asyncio.wait(self._plays.values())
@@ -117,11 +117,9 @@ class PlayRunner:
         over = self._plays[task] = asyncio.get_running_loop().create_future()
         try:
             yield
-        except asyncio.CancelledError:
+        finally:
             if self._closing:
                 task.uncancel()
-            raise
-        finally:
             del self._plays[task]
             over.set_result(None)
 
@@ -131,6 +129,8 @@ class PlayRunner:
         loop = asyncio.get_running_loop()
         async with self._admission.enter(clock.deadline_s):
             transfers = await peer.transfers_within(max(0.0, _DIAL_SHARE * clock.left()))
+            if self._closing:  # its turn came in the moment of closing, when nobody knew of its task
+                raise asyncio.CancelledError
             connection = PlayConnection(transfers, self._place)
             # A loop that stood still may have used up the deadline: the play then gets what comes at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())

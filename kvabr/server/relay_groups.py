@@ -324,7 +324,7 @@ class RelayGroups:
                 self.release(transfer)
 
     async def _from_origin(self, transfer: RelayTransfer) -> memoryview:
-        """GroupReader a group, again if the connection is lost: groups do not change."""
+        """Download a group, again if the connection is lost: groups do not change."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + PATIENCE_S
         refused: set[TrackNamespace] = set()
@@ -350,7 +350,7 @@ class RelayGroups:
                 await asyncio.sleep(_PAUSE_S)
 
     async def _download(self, transfer: RelayTransfer) -> memoryview:
-        """GroupReader a group once, check it, and keep it.
+        """Download a group once, check it, and keep it.
 
         Raises:
             TransportError: it failed, or is a wrong one.

@@ -72,7 +72,7 @@ class Connection(ABC):
     """A connection to one origin or relay; an async context manager."""
 
     backend: str
-    """``memory``, ``aioquic`` or ``qh3``."""
+    """``aioquic`` or ``qh3``; the scheme of a store's URL; another name of the transport."""
     protocol: str
     """Negotiated protocol: ``moqt-18``, another draft, or another name of the transport."""
     peer: str | None = None

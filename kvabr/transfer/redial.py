@@ -276,7 +276,7 @@ class RedialledConnection(PeerConnection):
         if (error := task.exception()) is not None:
             kind = UnauthorizedError if isinstance(error, UnauthorizedError) else ConnectionLostError
             self._tell(kind(f"the connection was lost, and dialling again failed: {error}"))
-        elif self._waiting and not self._usable():
+        elif self._waiting and not (self.closed or self._usable()):
             self._redial()  # a request came as the last dial ended
 
     async def _dial_until_there(self) -> None:

@@ -305,7 +305,9 @@ class GroupTransfer:
                 self.source.drop(self)
 
     def too_long(self) -> None:
-        """Fail; nothing of a group that is too long is of any use."""
+        """Fail; nothing of a group that is too long is of any use. One that is complete already stays as it is."""
+        if self.over:
+            return
         self.data, self._buffer = memoryview(b""), ReceiveBuffer(0)
         longer = f"{self.request}: longer than the {self.request.limit} bytes expected"
         self.reject(RequestError(longer, reason=Reason.WRONG))

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import asynccontextmanager
 
 import pytest
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.options import Limits
+from kvabr.client.options import Limits, PlayOptions
+from kvabr.client.peers import ClientPeer
+from kvabr.client.runner import PlayRunner
 from kvabr.store.files import STALE_S
+from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
+from kvabr.telemetry.client_metrics import ClientMetrics
+from kvabr.transfer.redial import UnreachedConnection
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import BusyError, PlayError, UsageError
 from tests.client.playing import play
@@ -277,6 +283,65 @@ async def test_closing_ends_every_play(origin, short):
         await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC)
     assert link.downloads == 0
     await link.close()
+
+
+@virtual
+async def test_closing_ends_a_play_whose_turn_comes_in_that_moment(origin, short):
+    async with origin(rate=short.fp16_bytes) as link:
+        client = AsyncClient(link, model=SPEC, limits=Limits(plays=1))
+        first = soon(client.play(TOKENS, deadline=2.0))
+        second = soon(client.play(prompt(40).tokens, deadline=60.0))
+        assert (await first).met
+        await client.close()
+        with pytest.raises(PlayError, match="closed"):
+            await asyncio.wait_for(second, 1.0)
+        assert client.metrics.value("kvabr_client_plays_total", result="aborted") == 1
+
+
+@virtual
+async def test_closing_twice_ends_a_play_once():
+    """What a play cleans up takes time; who closes the client again meanwhile must not cancel the play's task."""
+    runner = PlayRunner(Limits(), metrics := ClientMetrics())
+    peer = ClientPeer("away", UnreachedConnection("away"), TieredGroupStore(MemoryGroupStore(1 << 20)), metrics)
+    begun = asyncio.Event()
+
+    async def play_slowly():
+        async with runner.play(peer, 60.0, PlayOptions()):
+            begun.set()
+            try:
+                await asyncio.sleep(30.0)
+            finally:
+                await asyncio.sleep(1.0)
+
+    async def serve():
+        with pytest.raises(PlayError, match="closed"):
+            await play_slowly()
+        return asyncio.current_task().cancelling()
+
+    serving = soon(serve())
+    await begun.wait()
+    closing = soon(runner.close())
+    await asyncio.sleep(0.5)
+    await runner.close()
+    await closing
+    assert await serving == 0
+
+
+@virtual
+async def test_closing_goes_on_if_another_peer_is_named_meanwhile(origin):
+    @asynccontextmanager
+    async def dialling():
+        yield link
+        await asyncio.sleep(1.0)
+
+    async with origin() as link, origin() as other:
+        client = AsyncClient(link)
+        peer = client._peers["slow to close"] = ClientPeer("slow to close", dialling(), client.store, client.metrics)
+        await client.connect(peer)
+        closing = soon(client.close())
+        await asyncio.sleep(0.5)
+        await client.connect(other)
+        await closing
 
 
 @virtual

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvabr.transfer.interface import read_all
-from kvabr.transfer.redial import RedialledConnection
+from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
 from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ConnectionLostError, PlayError, TransportError
@@ -320,3 +320,25 @@ async def test_a_request_that_may_wait_for_ever_is_no_reason_to_dial(origin, sho
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asked.read(), 60.0)
         assert len(peer.made) == 1
+
+
+@virtual
+async def test_nobody_dials_for_a_request_that_comes_as_the_connection_is_closed(origin, short):
+    """A dial fails when nothing waits for it any more; at that very moment there is another request, and the end."""
+    loop, dialled, closing = asyncio.get_running_loop(), [], []
+
+    async def dial():
+        dialled.append(loop.time())
+        first.cancel()
+        loop.call_soon(ask)
+        closing.append(loop.create_task(link.close()))
+        raise TransportError("nobody answers")
+
+    def ask():
+        return link.fetch(short.namespace, "Int8", 0, limit=10_000)
+
+    link = RedialledConnection(UnreachedConnection("nobody answers"), dial)
+    first = ask()
+    await asyncio.sleep(60.0)
+    await closing[0]
+    assert len(dialled) == 1

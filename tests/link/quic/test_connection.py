@@ -25,7 +25,7 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.transfer.interface import read_all
-from kvabr.transfer.transfer import Carrier, GroupRequest, GroupTransfer
+from kvabr.transfer.transfer import Carrier, GroupReader, GroupRequest, GroupTransfer
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
 from tests.assets import make_asset
@@ -321,6 +321,18 @@ def test_a_gap_or_a_foreign_group_ends_a_download():
         assert connection.dropped == 1
         with pytest.raises(RequestError, match=words):
             raise transfer.error
+
+
+async def test_what_comes_behind_a_complete_group_takes_nothing_from_it():
+    """A peer may send more before it hears that the group is complete here."""
+    request = GroupRequest(TrackNamespace("m", "0" * 64), "FP16", 3, 5, exact=True)
+    reader = GroupReader(transfer := GroupTransfer(request), 0)
+    fetch = QuicFetch(transfer, (b"a",))
+    fetch.take([ObjectHeader(3, 0, 0, 128, 5), memoryview(b"whole")], "network")
+    await asyncio.sleep(0)
+    assert transfer.complete
+    fetch.take([ObjectHeader(3, 0, 1, 128, 6), memoryview(b"beyond")], "network")
+    assert await read_all(reader) == b"whole"
 
 
 # ---------------------------------------------------------------- several addresses
