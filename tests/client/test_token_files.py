@@ -56,7 +56,7 @@ def test_the_help_says_who_sees_a_token(capsys, command):
         main([command, "--help"])
     said = "".join(capsys.readouterr().out.split())  # lines may end at a hyphen
     prefix = "upstream-" if command == "relay" else ""
-    assert f"canseeitinthelistofprocesses,soratheruse--{prefix}token-file" in said
+    assert f"visibletoeveryuserintheprocesslist,soprefer--{prefix}token-file" in said
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_the_pace_is_that_of_the_prefill_and_the_time_is_kept():
 
 @pytest.mark.parametrize(
     ("options", "what"),
-    [({"cost": PrefillCost(0.0, 0.001)}, "without an engine"), ({"cold": True}, "warm")],
+    [({"cost": PrefillCost(0.0, 0.001)}, "or with an engine"), ({"cold": True}, "cold")],
 )
 def test_what_is_not_simulated_is_refused(options, what):
     with pytest.raises(UsageError, match=what):

@@ -200,8 +200,8 @@ def test_the_command_plays_compares_and_reports(asset, tmp_path, capsys):
         (["--live", "--asset", "ASSET", "--rivals", "2"], "--rivals"),
         (["--live", "--asset", "ASSET", "--producer", "1"], "--producer"),
         (["--producer", "0"], "prefill of 0"),
-        (["--producer", "1", "--cold"], "warm"),
-        (["--producer", "1", "--prefill-rate", "100"], "without an engine"),
+        (["--producer", "1", "--cold"], "replayed cold"),
+        (["--producer", "1", "--prefill-rate", "100"], "with an engine"),
     ],
 )
 def test_options_that_make_no_sense(asset, options, says, capsys):
