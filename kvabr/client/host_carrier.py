@@ -108,7 +108,7 @@ class HostCarrier(Carrier):
                     request, wait_s = transfer.request, self._patience_s(transfer)
                     self._begin(transfer, await self._store.claim(request.digest or "", request.limit, wait_s))
         except Exception as error:  # noqa: BLE001  # the store's, whatever it is: it is for the readers
-            transfer.fail(error)
+            transfer.reject(error)
 
     def _begin(self, transfer: GroupTransfer, found: GroupClaim | NeighbourGroup | None) -> None:
         """Have the peer send it, or look at what another process does."""
