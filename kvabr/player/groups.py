@@ -216,14 +216,14 @@ class Groups(dict[int, GroupProgress]):
 
     def settle(self, group: int) -> None:
         """Tell the policy that a group can be upgraded, unless more of it is in flight."""
-        if self._stages[group] in (Stage.ARRIVED, Stage.PLACED) and not self[group].flying:
+        if self.stage(group) in (Stage.ARRIVED, Stage.PLACED) and not self[group].flying:
             self._view.settled.add(group)
 
     def fall_back(self, group: int) -> None:
         """Tell the policy what a group has after a loss: nothing, or the best that is in place or has arrived."""
         view, progress = self._view, self[group]
         self.restage((group,))
-        stage = self._stages[group]
+        stage = self.stage(group)
         if stage in (Stage.COMPUTING, Stage.COMPUTED):
             view.track_of[group] = RECOMPUTED
             return

@@ -18,7 +18,7 @@ from kvabr.types.errors import Reason, RequestError
 from kvabr.types.events import Limit
 from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
 
-LEAST_URGENT = 255
+_LEAST_URGENT = 255
 _BY_WEIGHT: tuple[Limit, ...] = ("kept", "cpu", "publisher")
 """If several of these held up what one read returns, the first is reported."""
 _MIN_ROOM = 16 << 10
@@ -162,7 +162,7 @@ class GroupTransfer:
     def __init__(self, request: GroupRequest) -> None:
         """Begin without readers; `begin` gives it to a carrier."""
         self.request = request
-        self.priority = LEAST_URGENT
+        self.priority = _LEAST_URGENT
         """That of its most urgent reader, 0 (most urgent) to 255."""
         self.data = memoryview(b"")
         """Everything that may be read: contiguous and read-only."""
@@ -222,7 +222,7 @@ class GroupTransfer:
 
     def reprioritise(self) -> bool:
         """Be as urgent as the most urgent reader; return whether that is a change."""
-        priority = min((reader.wire_priority for reader in self.readers), default=LEAST_URGENT)
+        priority = min((reader.wire_priority for reader in self.readers), default=_LEAST_URGENT)
         if priority == self.priority or self.over:
             return False
         self.priority = priority
