@@ -17,7 +17,7 @@ from kvabr.player.builder import choose_tail, new_estimator, new_session, openin
 from kvabr.player.decode_rates import DecodeRates, family
 from kvabr.player.policy_guard import CallLimit, at_once
 from kvabr.player.session import Session
-from kvabr.player.session_types import WHOLE, BlendGoal, PlayerConfig, PlayRecord, check_decoders
+from kvabr.player.session_types import WHOLE, BlendGoal, PlayerConfig, PlayRecord, PrefixGoal, check_decoders
 from kvabr.replay.blend_bound import BlendClairvoyant
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
 from kvabr.replay.frontier import Frontier
@@ -31,7 +31,7 @@ from kvabr.replay.link import (
     running_sums,
 )
 from kvabr.replay.live_bound import LiveClairvoyant
-from kvabr.replay.outcome import NO_CACHE_LOSS, PlayOutcome, computed_whole, rounded, run_line, shift, valued
+from kvabr.replay.outcome import NO_CACHE_LOSS, PlayOutcome, computed_rest, computed_whole, rounded, run_line, shift, valued
 from kvabr.replay.producer import Producer
 from kvabr.replay.simulator import LinkUse, Machine, Simulator
 from kvabr.replay.trace import Trace
@@ -120,6 +120,8 @@ class ReplayOptions:
     """Tokens that the engine computes behind the cache in any case, such as a question's."""
     tail: int = MOST_TAIL
     """Tokens of the cache at its end that it may compute with them, if there are any; see `kvabr.abr.tail`."""
+    prefix: bool = False
+    """Whether a play delivers a prefix, behind which the engine computes the rest by itself, as vLLM and SGLang do."""
 
     def __post_init__(self) -> None:
         if not 0 < self.deadline_s <= MOST_DEADLINE_S:
@@ -138,6 +140,8 @@ class ReplayOptions:
                 "a cache that is still being prefilled cannot be replayed cold, with rivals, or with an engine"
             )
         self._check_question()
+        if self.prefix and (self.cost is None or self.mode != "suffix" or self.blend is not None):
+            raise UsageError("a play of a prefix takes an engine of mode 'suffix', and no passages")
         if self.blend is not None and (self.producer is not None or self.mode != "hole"):
             raise UsageError("a prompt joined from passages takes an engine of mode 'hole', and published passages")
         if self.blend is not None and self.cost is None:
@@ -513,7 +517,7 @@ class Experiment:
             self._time_for(lookup_s),
             policy,
             estimator,
-            goal=options.blend or WHOLE,
+            goal=options.blend or (PrefixGoal() if options.prefix else WHOLE),
             cost=options.cost,
             mode=options.mode,
             config=replace(options.config, decoders=options.decoders, together=options.decode_latency_s > 0),
@@ -588,6 +592,8 @@ class Experiment:
         record, cost = session.record, self.options.cost
         if record.gave_up is not None and self.catalog.sources and cost is not None:
             computed_whole(record, self.catalog, cost, session.view.now, self._time_for(lookup_s))
+        if self.options.prefix and cost is not None and record.delivered_s is not None:
+            computed_rest(record, self.catalog, cost, self._time_for(lookup_s))
         if self.tail is not None and record.delivered_s is not None:
             record.tail, record.tail_s = self.tail.tokens, self.tail.engine_s
             record.recompute_s += self.tail.engine_s

@@ -62,6 +62,29 @@ def computed_whole(record: PlayRecord, catalog: Catalog, cost: PrefillCost, now:
     record.blend = BlendRecord(fusion_loss=0.0)
 
 
+def computed_rest(record: PlayRecord, catalog: Catalog, cost: PrefillCost, deadline_s: float) -> None:
+    """Have the engine compute what a play of a prefix did not deliver, as soon as that is there."""
+    if not record.missing or record.delivered_s is None:
+        return
+    first = catalog.cut(record.missing[0])
+    begin, begins_s = catalog.tokens_before(first), record.delivered_s
+    seconds = cost.seconds(begin, catalog.tokens - begin)
+    record.delivered_s = begins_s + seconds
+    record.met = record.delivered_s <= deadline_s
+    record.bytes_wasted += sum(group.bytes for group in record.groups[first:])
+    record.groups = [
+        *record.groups[:first],
+        *(
+            GroupRecord(group, RECOMPUTED, requested_s=begins_s, ready_s=record.delivered_s, source=RECOMPUTED)
+            for group in range(first, catalog.groups)
+        ),
+    ]
+    record.tokens_recomputed += catalog.tokens - begin
+    record.recompute_s += seconds
+    record.steps = [step for step in record.steps if step[1] < first]
+    record.steps.append(("compute", first, catalog.groups))
+
+
 def valued(catalog: Catalog, config: PlayerConfig, deadline_s: float, record: PlayRecord) -> tuple[float, float]:
     """Return loss and objective of a finished play, nats per token."""
     ends_s, loss = record.delivered_s, NO_CACHE_LOSS
