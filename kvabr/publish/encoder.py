@@ -242,7 +242,7 @@ def publish(
     prefill: PrefillCost | None = None
     if time_engine and len(prompt.tokens) >= 128:
         prefill = time_prefills(engine, prompt.tokens)
-        prefill = PrefillCost(*(six(value) for value in prefill.to_json().values()))
+        prefill = PrefillCost(**{name: six(value) for name, value in prefill.to_json().items()})
     progress("time", len(tracks) + 1, len(tracks) + 1)
     before = None if passage is None else passage.before
     reference = Reference(engine, exact, prompt.continuation, before=before)

@@ -101,7 +101,7 @@ def parts_of(
         if (group + 1) % _PART_GROUPS and key not in ends and group < len(keys) - 1:
             continue
         end = min(tokens, (group + 1) * group_tokens)
-        takes = 0.0 if seconds is None else seconds.seconds(first, end - first) - seconds.constant_s
+        takes = 0.0 if seconds is None else seconds.added_s(first, end - first)
         found.append(Part(key, 0, end - first, takes))
         first = end
     return tuple(found)

@@ -1,28 +1,43 @@
 """What things cost: a prefill, and a play as a whole.
 
-Cost of a prefill: t(L, x) = c + b x + a (2 L x + x^2) seconds for x tokens after L tokens of cache.
+Cost of a prefill: t(L, x) = max(f, c + b x + d L + a (2 L x + x^2)) seconds for x tokens after L tokens of cache.
 
-The form follows from the work: a constant per call, a linear part (projections, MLP), and attention, where token i
-attends to the L + i tokens before it. The three constants are fitted to a few timed prefills.
+The form follows from the work: a constant per call, a linear part (projections, MLP), a part that is linear in what is
+cached (its upload, or reading it), and attention, where token i attends to the L + i tokens before it. An accelerator
+takes its floor f whatever the number of tokens, until they keep it busy. All are fitted to timed prefills.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
 from kvabr.types.arguments import check_type, checked
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.records import check
+from kvabr.types.records import check, to_json
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
+
+    Array = NDArray[np.float64]
 
 MISS_PENALTY = 0.5
 """Cost of a missed deadline in addition to its lateness, nats per generated token."""
 _Constant = Annotated[float, Meta(ge=0, le=1e100)]
 """A constant of a prefill's cost."""
+_EXACT, _FAR = 0.005, 0.1
+"""Relative errors of a fit: no cost is known better than to the first; timings that are off by more than the second
+count less and less."""
+_ROUNDS, _MOST_SPLITS = 12, 16
+_LEAST_S, _MOST_S = 1e-12, 1e9
+_ANCHORS = ((0, 128), (0, 1024), (0, 8192), (0, 65536), (8192, 128), (8192, 1024), (32768, 128), (32768, 2048))
+"""Sizes, as (tokens before, new tokens), at which a fit looks at what was known before."""
+_ANCHOR_WEIGHT, _NEAREST = 0.01, 5
 
 
 def objective(
@@ -56,30 +71,54 @@ def objective(
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Seconds that an engine takes to compute the KV of new tokens."""
+    """Seconds that an engine takes to compute the KV of new tokens; see the formula of this module."""
 
     constant_s: _Constant
     """Seconds per call, regardless of its size."""
     per_token_s: _Constant
     """Seconds per new token."""
     attention_s: _Constant = 0.0
-    """Seconds per pair of a new token and a token it attends to, times 2; see the formula of this module."""
+    """Seconds per pair of a new token and a token it attends to, times 2."""
+    before_s: _Constant = 0.0
+    """Seconds per token that is cached before the new ones."""
+    floor_s: _Constant = 0.0
+    """Seconds that a call takes at least."""
 
     def __post_init__(self) -> None:
         check(self, "prefill cost")
-        if not self.constant_s + self.per_token_s + self.attention_s > 0:
-            raise FormatError("prefill cost: the three constants are all zero")
+        if not any(astuple(self)):
+            raise FormatError("prefill cost: computing takes no time; its constants are all zero")
 
     def seconds(self, before: int, tokens: int) -> float:
         """Return the seconds to compute ``tokens`` tokens after ``before`` cached ones; 0.0 for no tokens."""
         if tokens <= 0:
             return 0.0
+        return max(self.floor_s, self.constant_s + self.before_s * before + self.added_s(before, tokens))
+
+    def added_s(self, before: int, tokens: int) -> float:
+        """Return the seconds that ``tokens`` more tokens after ``before`` others add to a call that takes long."""
         pairs = 2.0 * before * tokens + float(tokens) * tokens
-        return self.constant_s + self.per_token_s * tokens + self.attention_s * pairs
+        return self.per_token_s * tokens + self.attention_s * pairs
+
+    def seconds_many(self, before: ArrayLike, tokens: ArrayLike) -> Array:
+        """Return `seconds` of each of many calls; the arguments broadcast."""
+        import numpy as np  # noqa: PLC0415  # it loads slowly
+
+        first, new = np.asarray(before, np.float64), np.asarray(tokens, np.float64)
+        added = self.per_token_s * new + self.attention_s * (2.0 * first * new + new * new)
+        return np.where(new > 0, np.maximum(self.floor_s, self.constant_s + self.before_s * first + added), 0.0)
 
     def behind(self, tokens: int) -> PrefillCost:
         """Return the cost of a prompt whose first ``tokens`` tokens are in place and not counted."""
-        return replace(self, per_token_s=self.per_token_s + 2.0 * self.attention_s * tokens)
+        return replace(
+            self,
+            constant_s=self.constant_s + self.before_s * tokens,
+            per_token_s=self.per_token_s + 2.0 * self.attention_s * tokens,
+        )
+
+    def scaled(self, factor: float) -> PrefillCost:
+        """Return the cost of an engine that takes ``factor`` times as long for everything."""
+        return PrefillCost(*(factor * each for each in astuple(self)))
 
     @classmethod
     @checked
@@ -90,28 +129,104 @@ class PrefillCost:
         return cls(0.0, 1.0 / tokens_per_second)
 
     @classmethod
-    def fit(cls, timings: Iterable[tuple[int, int, float]]) -> PrefillCost:
-        """Fit the constants to at least three timings, given as (tokens before, new tokens, seconds).
+    def fit(cls, timings: Iterable[tuple[int, int, float]], prior: PrefillCost | None = None) -> PrefillCost:
+        """Fit the constants to timings, given as (tokens before, new tokens, seconds).
 
-        Non-negative least squares on relative errors.
+        Non-negative least squares on relative errors, in which timings that are far off count little.
+
+        Args:
+            timings: at least three, or one if there is a ``prior``.
+            prior: what was known before, perhaps of a similar engine. It says what the timings leave open, as many
+                times as slow as they are.
+
+        Raises:
+            UsageError: there are too few timings, or they are not of at least one token and a time each.
         """
-        import numpy as np  # noqa: PLC0415  # only fitting needs them, and they load slowly
-        from scipy.optimize import nnls  # noqa: PLC0415
+        import numpy as np  # noqa: PLC0415  # only fitting needs it, and it loads slowly
 
         check_type("PrefillCost.fit: timings", timings, Iterable)
         rows = list(timings)
         check_type("PrefillCost.fit: timings", rows, Sequence[tuple[int, int, float]])
-        if len(rows) < 3 or any(x <= 0 or s <= 0 or before < 0 for before, x, s in rows):
-            raise UsageError("fitting a prefill cost takes at least three timings of at least one token each")
-        seconds = np.array([s for _, _, s in rows])
-        design = np.array([[1.0, x, 2.0 * before * x + float(x) * x] for before, x, _ in rows])
-        # Weighting by 1/seconds makes each timing count by its relative error, not its absolute one.
-        weighted = design / seconds[:, None]
-        norms = np.linalg.norm(weighted, axis=0)
-        solution, _ = nnls(weighted / norms, np.ones(len(rows)))
-        constant, linear, attention = (solution / norms).tolist()
-        return cls(constant, linear, attention)
+        least = "three timings" if prior is None else "one timing"
+        if len(rows) < (3 if prior is None else 1) or any(
+            before < 0 or new <= 0 or not 0 < seconds <= _MOST_S for before, new, seconds in rows
+        ):
+            raise UsageError(f"fitting a prefill cost takes at least {least} of at least one token each")
+        before, new, seconds = np.array(rows, np.float64).T
+        weights, start = np.ones(len(rows)), seconds
+        if prior is not None:
+            known = prior.seconds_many(before, new)
+            first, more = np.array(_ANCHORS, np.float64).T
+            anchors = prior.seconds_many(first, more)
+            apart = np.abs(np.log(np.concatenate([known, anchors])[:, None] / known))
+            nearest = np.argsort(apart, axis=1, kind="stable")[:, :_NEAREST]
+            ratios = np.median((seconds / known)[nearest], axis=1)
+            start = np.concatenate([known, anchors]) * ratios
+            seconds = np.concatenate([seconds, start[len(rows) :]])
+            weights = np.concatenate([weights, np.full(len(_ANCHORS), _ANCHOR_WEIGHT)])
+            before, new = np.concatenate([before, first]), np.concatenate([new, more])
+        return _Fit(before, new, seconds, weights, start).best()
 
     def to_json(self) -> dict[str, float]:
         """Return plain JSON values."""
-        return asdict(self)
+        return to_json(self, "attention_s")
+
+
+class _Fit:
+    """Finds the cost that explains timings best: their constants, and which of them take the floor."""
+
+    def __init__(self, before: Array, new: Array, seconds: Array, weights: Array, start: Array) -> None:
+        import numpy as np  # noqa: PLC0415
+
+        self._design = np.column_stack([np.ones(len(new)), new, 2.0 * before * new + new * new, before])
+        self._before, self._new, self._seconds, self._weights, self._start = before, new, seconds, weights, start
+
+    def best(self) -> PrefillCost:
+        """Return the best cost, without a floor unless that explains clearly more."""
+        import numpy as np  # noqa: PLC0415
+
+        nothing = np.zeros(len(self._seconds), bool)
+        plain = self._robust(nothing)
+        found, least = plain, self._misfit(plain)
+        work = np.argsort(plain.seconds_many(self._before, self._new), kind="stable")
+        price = math.log(float(self._weights.sum()) + 1.0)
+        for last in sorted({round(each) for each in np.linspace(1, len(work) - 1, _MOST_SPLITS)} - {len(work), 0}):
+            floored = nothing.copy()
+            floored[work[:last]] = True
+            one = self._robust(floored)
+            if (misfit := self._misfit(one) + price) < least:
+                found, least = one, misfit
+        return found
+
+    def _robust(self, floored: NDArray[np.bool_]) -> PrefillCost:
+        """Return the cost if the ``floored`` timings take the floor, as long as it says so itself."""
+        import numpy as np  # noqa: PLC0415
+        from scipy.optimize import nnls  # noqa: PLC0415
+
+        expected = self._start
+        for _ in range(_ROUNDS):
+            off = np.log(self._seconds / expected) / _FAR
+            # A timing counts by its relative error; by that of the larger, so that none counts without bound.
+            rows = np.sqrt(self._weights / (1.0 + off * off)) / np.maximum(self._seconds, expected)
+            floor = 0.0
+            if floored.any():
+                squares = rows[floored] ** 2
+                floor = float((squares * self._seconds[floored]).sum() / squares.sum())
+            weighted = self._design[~floored] * rows[~floored, None]
+            norms = np.linalg.norm(weighted, axis=0)
+            norms[norms == 0] = 1.0
+            solution, _ = nnls(weighted / norms, (rows * self._seconds)[~floored])
+            constant, linear, attention, behind = (solution / norms).tolist()
+            found = PrefillCost(constant, linear, attention, behind, floor if floor > constant else 0.0)
+            expected = np.maximum(found.seconds_many(self._before, self._new), _LEAST_S)
+            if floored.any() and (again := expected <= floor).any() and not again.all():
+                floored = again
+        return found
+
+    def _misfit(self, cost: PrefillCost) -> float:
+        """Return how badly a cost explains the timings: minus twice their log-likelihood, or so."""
+        import numpy as np  # noqa: PLC0415
+
+        off = np.log(self._seconds / np.maximum(cost.seconds_many(self._before, self._new), _LEAST_S)) / _FAR
+        mean = float((self._weights * np.log1p(off * off)).sum() / self._weights.sum())
+        return float(self._weights.sum()) * math.log(mean + (_EXACT / _FAR) ** 2)

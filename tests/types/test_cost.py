@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,11 +46,20 @@ def test_impossible_rates_are_refused(rate):
 
 
 def test_impossible_costs_and_timings_are_refused():
-    for value in ({"constant_s": -1.0, "per_token_s": 1.0}, {"constant_s": 0, "per_token_s": 0}, {"nonsense": 1}):
+    for value in (
+        {"constant_s": -1.0, "per_token_s": 1.0},
+        {"constant_s": 0, "per_token_s": 0},
+        {"nonsense": 1},
+        {"constant_s": 0, "per_token_s": 1, "floor_s": float("nan")},
+        {"constant_s": 0, "per_token_s": 1, "before_s": -1},
+    ):
         with pytest.raises(FormatError):
             convert(value, PrefillCost, "prefill")
     with pytest.raises(UsageError, match="three"):
         PrefillCost.fit([(0, 1, 1.0), (0, 2, 2.0)])
+    for wrong in ((-1, 1, 1.0), (0, 0, 1.0), (0, 1, 0.0), (0, 1, float("inf")), (0, 1, -1.0), (0, 1, float("nan"))):
+        with pytest.raises(UsageError, match="timing"):
+            PrefillCost.fit([wrong], PrefillCost(0.1, 0.2))
     assert PrefillCost(**PrefillCost(0.1, 0.2, 0.3).to_json()) == PrefillCost(0.1, 0.2, 0.3)
 
 
@@ -60,6 +70,69 @@ def test_the_objective_adds_loss_time_engine_and_lateness():
     assert objective(0.2, 1.5, 2.0, met=True, engine_s=3.0, time_price=0.0, gpu_price=float("inf")) == 0.2
 
 
-def test_the_cost_behind_tokens_that_are_in_place():
-    cost = PrefillCost(0.5, 0.01, 1e-4)
-    assert cost.behind(100).seconds(30, 7) == pytest.approx(cost.seconds(130, 7))
+@given(
+    *constants, st.floats(0, 1e-4), st.floats(0, 1.0), st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 99)
+)
+def test_the_cost_behind_tokens_that_are_in_place(constant, linear, attention, uploads, floor, skipped, before, new):
+    cost = PrefillCost(constant, linear, attention, uploads, floor)
+    assert cost.behind(skipped).seconds(before, new) == pytest.approx(cost.seconds(skipped + before, new))
+
+
+def test_many_seconds_are_those_of_each_call():
+    cost = PrefillCost(0.001, 1e-5, 1e-9, 1e-6, 0.02)
+    before, new = np.array([0, 0, 5000, 70000]), np.array([0, 1, 4096, 128])
+    assert cost.seconds_many(before, new).tolist() == [
+        pytest.approx(cost.seconds(*each), abs=0) for each in zip(before.tolist(), new.tolist(), strict=True)
+    ]
+
+
+def test_what_one_more_group_adds_is_neither_the_calls_own_nor_the_floor():
+    cost = PrefillCost(0.5, 0.01, 1e-4, 0.001, 2.0)
+    assert cost.added_s(100, 900) == pytest.approx(cost.seconds(100, 900) - 0.5 - 0.1)
+
+
+GPU = [
+    PrefillCost(0.004, 30e-6, 3e-10, floor_s=0.03),
+    PrefillCost(0.004, 30e-6, 3e-10, 1.7e-6, 0.02),
+    PrefillCost(0.018, 3e-7, 9e-11),
+    PrefillCost(0.03, 2.3e-4, 3e-9, 1e-5),
+]
+SIZES = [(0, n) for n in (64, 128, 512, 1024, 2048, 4096, 16384)] + [(2048, 256), (16384, 512), (30000, 4000)]
+ASKED = [(0, 1 << n) for n in range(7, 17)] + [(2048, 128), (60000, 128), (60000, 2048)]
+
+
+@pytest.mark.parametrize("true", GPU)
+def test_a_kink_and_uploads_are_found(true):
+    found = PrefillCost.fit([(before, new, true.seconds(before, new)) for before, new in SIZES])
+    for shape in ASKED:
+        assert found.seconds(*shape) == pytest.approx(true.seconds(*shape), rel=1e-3)
+
+
+@pytest.mark.parametrize("true", GPU)
+def test_wild_timings_among_good_ones_count_little(true):
+    rng = np.random.default_rng(0)
+    rows = [(*size, true.seconds(*size) * factor) for size in SIZES for factor in rng.normal(1, 0.02, 3)]
+    wild = [(0, 1024, 1e3), (0, 4096, 1e-7), (2048, 256, 30 * true.seconds(2048, 256))]
+    found = PrefillCost.fit(rows + wild, true.scaled(1.2))
+    for shape in ASKED:
+        assert found.seconds(*shape) == pytest.approx(true.seconds(*shape), rel=0.05)
+
+
+def test_one_timing_says_how_many_times_as_slow_as_another_an_engine_is():
+    known, true = GPU[1], GPU[1].scaled(3.0)
+    found = PrefillCost.fit([(0, 2010, true.seconds(0, 2010))], known)
+    for shape in ASKED:
+        assert found.seconds(*shape) == pytest.approx(true.seconds(*shape), rel=0.01)
+
+
+def test_timings_win_over_what_was_known_before():
+    true = GPU[3]
+    found = PrefillCost.fit([(*size, true.seconds(*size)) for size in SIZES], GPU[2])
+    for shape in ASKED:
+        assert found.seconds(*shape) == pytest.approx(true.seconds(*shape), rel=0.03)
+
+
+def test_published_costs_keep_their_form():
+    assert PrefillCost(0.1, 0.2).to_json() == {"constant_s": 0.1, "per_token_s": 0.2, "attention_s": 0.0}
+    whole = PrefillCost(0.1, 0.2, 0.3, 0.4, 0.5)
+    assert convert(whole.to_json(), PrefillCost, "prefill") == whole
