@@ -1,16 +1,19 @@
-"""What a policy gives to an engine with spare time, besides the groups that the network cannot deliver in time.
+"""The one rule for what an engine computes: the division of the work between network and engine that costs least.
 
-A second of the engine has a price in nats per token (`View.gpu_price`): almost none if the engine is idle, a high one
-if others wait for it. A group that the network delivers costs its remaining loss, plus the bytes that other groups do
-not get; the policy computes this cost (`Worth`). If the engine is cheaper, it computes the group.
+The engine goes on behind what is in place. For every group at which it could stop, the rule adds up what the rest would
+lose on the tracks that the network can bring, when network and engine would be done, and the price of the engine's time
+(`kvabr.abr.time_planner.TimePlanner.divide`); the least sum wins. To stop at once is to play everything, to go on to the
+end is to compute everything.
 
-- ``hole``: while groups are missing, the engine computes from the front and the network loads from the back. Groups
-  between the engine and the meeting point are reserved for it. The point moves as both rates become known, so groups
-  that the engine would reach too late are fetched after all. While the next group is on its way, and once all are in
-  place, the engine recomputes those in place that gain most per second. Recomputed groups inherit errors from the
-  groups before them, see `kvabr.types.catalog`.
-- ``suffix``: the engine needs everything in front and computes from there to the end. Once all groups are in place, it
-  gets the tail that gains most, at the last possible moment: until then the network may still improve it.
+- ``hole``: the engine computes from the front while the network loads the others from the back, so the later of the two
+  counts. Groups in between, even those in flight or in place, belong to the engine if it is sooner.
+- ``suffix``: the engine needs everything in front, and computes from there to the end. So both times count, one after
+  the other. A play of a prefix is cut there.
+
+While no rate is known, the rule takes the mean over a spread of rates. Calls are as long as their constant part asks
+for, and otherwise so short that a wrong rate can be corrected. The engine does not compute behind groups for which an
+upgrade is in flight, whose errors would stay. Once all that is missing is on its way, it recomputes groups in place that
+gain more per second than it costs (`kvabr.types.loss` says what they inherit).
 """
 
 from __future__ import annotations
@@ -18,63 +21,101 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 from kvabr.abr.policy import Decision
+from kvabr.abr.tail import LOADS
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.loss import INHERITED
 
+if TYPE_CHECKING:
+    from kvabr.abr.time_planner import TimePlanner
+
+_SAME_RATE, _SAME_TIME = 0.05, 0.01
+"""A plan holds while the rate changes by no more than this share, and for this share of the deadline."""
+_GROWTH = 1.5
+"""Growth of the rate until a request has an effect, in slow start."""
+_SLOW_SHARE, _RECOVERY = 0.3, 0.5
+"""Share of the best rate so far below which a link may recover; and the share that is hoped for then."""
+_BETTER = 0.03
+"""Share by which another division must be better than the last one."""
+_CALL = 5.0
+"""Length of a call at least, as a multiple of its constant part."""
+_LEAST_CALL = 3.0
+"""The same while little is known of the rate."""
+_CALL_SHARE = 0.1
+"""Length of a call at most, as a share of the deadline, if it need not be longer."""
+_UNKNOWN_WAIT_S = 0.04
+"""Seconds until the first bytes come, where nothing is known of the peer."""
+_MOST_WAIT = 1.05
+"""Cost of a wait for a better known rate at most, as a multiple of the least cost of the play."""
+_LEAST_WAIT_S, _GROWN = 0.02, 3.0
+"""Seconds until something is known of the rate, at least; and until slow start has shown more, in times to first byte.
+"""
+_HOPED = 4.0
+"""A whole prompt is computed in one call if that were best at this multiple of the rate, too."""
+_MOST_STOPS = 128
+_NEAR = 8
+"""Number of preceding groups that are considered for inherited loss."""
 _LOOKED_AT = 4
 """Number of groups in place that are examined to find one worth computing."""
 _PAUSE_SHARE = 1 / 50
 """Share of the deadline to pause after a search that found nothing."""
-_BLIND_SHARE = 0.5
-"""Share of the remaining time for which groups are reserved for the engine while no rate is known."""
 _SAFETY = 1.1
 """Safety margin: a computation on a complete cache must fit the remaining time this many times."""
-_TAIL = 24
-"""Maximum tail length in groups; bounds decision time."""
-_NEAR = 8
-"""Number of preceding groups that are considered for inherited loss."""
+_AT_ONCE_S = 1e-6
+"""Seconds that are none."""
+_LAST_TICKS = 1.5 / 50
+"""Share of the deadline before the last moment at which an engine that needs a prefix is started."""
 
 Worth = Callable[[int, str | None], float]
 """Cost in nats per token of leaving a group to the network, given its current track or None."""
 
 
 class ComputePlanner:
-    """Decides what the engine of one play computes in its spare time."""
+    """Decides what the engine of one play computes."""
 
-    def __init__(self, view: View, worth: Worth) -> None:
+    def __init__(self, view: View, times: TimePlanner, worth: Worth) -> None:
         """Start a play that has an engine; ``worth``: cost of leaving a group to the network."""
         catalog, cost = view.catalog, view.cost
         assert cost is not None  # noqa: S101  # callers check that there is an engine
-        self._worth, self._tail_first = worth, view.front_first
-        groups, ends = range(view.groups), [catalog.tokens_before(group) for group in range(view.groups + 1)]
-        self._seconds = [cost.seconds(begin, end - begin) for begin, end in pairwise(ends)]
+        self._times, self._worth, self._suffix = times, worth, view.front_first
+        self._tokens = [catalog.tokens_before(group) for group in range(view.groups + 1)]
+        self._seconds = [cost.seconds(begin, end - begin) for begin, end in pairwise(self._tokens)]
         """Seconds to compute each group alone."""
-        self._until = list(accumulate(self._seconds, initial=0.0))
-        """Seconds to compute all groups before this one, one after the other."""
         base = view.ladder.tracks[0]
-        self._each = base.total_bytes / view.groups
-        everything = sum(base.loss)
-        near = accumulate((base.loss[group] for group in reversed(groups)), initial=0.0)
-        self._near = [sum_ / everything if everything > 0 else 1.0 for sum_ in near][: _NEAR + 1]
+        near = list(accumulate(reversed(base.loss), initial=0.0))
+        self._near = [sum_ / near[-1] if near[-1] > 0 else 1.0 for sum_ in near]
         """Share of a group's inherited loss that comes from the n groups right before it, by n."""
-        self._placed: set[int] = set()
         self._solid = 0
-        """All groups before this one are in place."""
+        """All groups before this one are in place, or were."""
         self._offers: list[tuple[float, int, str]] = []
         """Heap of the groups in place with all before them in place: loss per second, negated, group and track."""
         self._behind: dict[int, tuple[float, int, str]] = {}
         """Other groups in place, alike."""
         self._again_s = 0.0
         self.reserved = range(0)
-        """Groups reserved for the engine."""
+        """Groups reserved for the engine: nothing is requested for them."""
+        self.reserved_s = 0.0
+        """Seconds until the engine is done with what it does and with these."""
+        self._best_rate, self._fast_s = 0.0, 0.0
+        """The best rate so far, and when the link was last about as fast."""
+        self._computed = 0
+        """All groups before this one are computed, so that what is behind them is exact."""
+        self._target = 0
+        """Where the engine should stop in the end."""
+        self._planned: tuple[tuple[int, int], float, float, int] | None = None
+        """Where the engine went on, the rate, the time, and the groups that had settled, when that was planned."""
+        self._network_s = 0.0
+        """Seconds that the network is given for its part."""
+        self._waits, self._most = False, view.groups
+        """Whether better knowledge of the rate is worth its wait; and up to where not, as an engine may well compute."""
+        self._why = ""
 
     def settled(self, group: int, track: str, loss: float) -> None:
         """Note that a group is in place on a track, with its loss."""
-        self._placed.add(group)
-        if self._tail_first or loss <= 0:
+        if self._suffix or loss <= 0:
             return
         offer = (-loss / self._seconds[group], group, track)
         if group < self._solid:
@@ -82,71 +123,241 @@ class ComputePlanner:
         else:
             self._behind[group] = offer
 
+    # ------------------------------------------------------------------- the rule
+
     def plan(self, view: View) -> None:
-        """Estimate where engine and network will meet."""
-        first = view.first_missing()
-        if first is None or self._tail_first or view.cost is None or not self._pays(view, first, None):
-            self.reserved = range(0)
+        """Divide the work between network and engine."""
+        if view.cost is None or view.coming:
+            self.reserved, self.reserved_s, self._target = range(0), 0.0, 0
             return
-        behind = next(reversed(view.missing_groups)) + 1
-        reached_s = view.engine_backlog_s - self._until[first]
-        left_s, each_s, begins_s = view.time_left, 0.0, 0.0
-        if view.rate <= 0:
-            left_s *= _BLIND_SHARE
+        if (first := self._front(view)) == view.groups and view.track_of[-1] == RECOMPUTED:
+            self.reserved, self.reserved_s, self._target, self._planned = range(0), view.engine_backlog_s, 0, None
+            return
+        if (last := self._planned) is not None:
+            front, rate, then, heard = last
+            same = abs(view.rate - rate) <= _SAME_RATE * rate and view.now - then <= _SAME_TIME * view.deadline_s
+            # What is behind may be best left to the engine at once.
+            arrived = self._suffix and view.solid >= self.reserved.start and len(view.settled.history) > heard
+            if same and front == (first, self._exact(view)) and not arrived:
+                return
+        self._planned = (first, self._exact(view)), view.rate, view.now, len(view.settled.history)
+        self._times.sync(view)
+        first, stop = self._divide(view, first, self.reserved if last is not None and last[1] > 0 else None)
+        if self._suffix:
+            self.reserved, self.reserved_s = range(view.groups if self._waits else stop, view.groups), 0.0
         else:
-            each_s = self._each / view.rate
-            begins_s = max(view.ttfb_s, view.outstanding_bytes / view.rate)
-        # While no rate is known the last group is left to the network: without a request it stays unknown.
-        low, high = first, behind - (view.rate <= 0 and not view.in_flight)
-        while low < high:  # binary search: the last group before which the engine is no later than the network
-            middle = (low + high + 1) // 2
-            engine_s = reached_s + self._until[middle]
-            network_s = begins_s + each_s * (behind - middle) if each_s else left_s
-            if engine_s <= min(left_s, network_s):
-                low = middle
+            self.reserved = range(first, stop)
+            self.reserved_s = view.engine_backlog_s + self._call_s(view, first, stop)
+            self._target = stop
+            if view.rate <= 0 or view.growing:  # the network is to show what it can
+                self.reserved = range(first, self._last(view, first, stop) or first)
+
+    def outside(self, view: View) -> bool:
+        """Return whether the network is to bring groups that are missing."""
+        missing, reserved = view.missing_groups, self.reserved
+        if not missing or not reserved:
+            return bool(missing)
+        first, last = missing.first(), missing.last()
+        return (first is not None and first < reserved.start) or (last is not None and last >= reserved.stop)
+
+    def _front(self, view: View) -> int:
+        """Return the first group that is neither in place nor left to the engine; the number of groups: there is none."""
+        first, track_of = view.solid, view.track_of
+        while first < view.groups and track_of[first] == RECOMPUTED:
+            first += 1
+        return first
+
+    def _exact(self, view: View) -> int:
+        """Return the first group that the engine has not computed, or is not about to."""
+        while self._computed < view.groups and view.track_of[self._computed] == RECOMPUTED:
+            self._computed += 1
+        return self._computed
+
+    def _call_s(self, view: View, first: int, stop: int) -> float:
+        assert view.cost is not None  # noqa: S101  # see `plan`
+        return view.cost.seconds(self._tokens[first], self._tokens[stop] - self._tokens[first])
+
+    def _divide(self, view: View, front: int, last: range | None) -> tuple[int, int]:
+        """Return where the engine goes on, and where it stops; or begins, if it computes the rest.
+
+        Args:
+            view: the play.
+            front: the first group that is missing.
+            last: what was reserved so far, if the rate was known.
+        """
+        import numpy as np  # noqa: PLC0415  # slow to load
+
+        catalog = view.catalog
+        rates = [view.rate]
+        if view.rate >= _SLOW_SHARE * self._best_rate:
+            self._best_rate, self._fast_s = max(self._best_rate, view.rate), view.now
+        slow = view.rate < _SLOW_SHARE * self._best_rate  # perhaps for a moment
+        unsure = view.rate <= 0 or view.growing or slow
+        if slow and view.rate > 0:
+            rates = [view.rate, _RECOVERY * self._best_rate]
+        elif unsure:
+            # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
+            fp16, left_s = catalog.fp16_bytes, max(view.time_left, _SAME_TIME * view.deadline_s)
+            rates = [max(_GROWTH * view.rate, load * fp16 / left_s) for load in LOADS]
+        # What is in place right behind what is exact may be taken over.
+        ways = [self._ways(view, start, rates) for start in sorted({front, self._exact(view)})]
+        if self._suffix:
+            ways = ways[:1]
+        stops, costs = (np.concatenate([way[part] for way in ways], axis=-1) for part in (0, 1))
+        least = costs.min(axis=1, keepdims=True)
+        regret = (costs / least).mean(axis=0)
+        best = int(regret.argmin())
+        if last is not None:  # what is under way for the last plan counts
+            same = np.flatnonzero(stops == (last.start if self._suffix else last.stop))
+            kept = int(same[regret[same].argmin()]) if same.size else best
+            if float(regret[kept]) <= (1.0 + _BETTER) * float(regret[best]):
+                best = kept
+        first, index = (0, best) if best < len(ways[0][0]) else (1, best - len(ways[0][0]))
+        start = front if len(ways) == 1 else (self._computed, front)[first]
+        self._waits, self._most = False, view.groups
+        if unsure:
+            # What has come by then is decided better.
+            since_s = view.now - self._fast_s if slow else view.now
+            waited_s = max(_LEAST_WAIT_S if view.ttfb_s > 0 else _UNKNOWN_WAIT_S, _GROWN * view.ttfb_s, since_s)
+            waiting = float((1.0 + view.time_price * waited_s / least).mean())
+            if self._suffix:
+                most = float((1.0 + view.time_price * waited_s / least).max())
+                self._waits = waiting < float(regret[best]) and (slow or most <= _MOST_WAIT)
             else:
-                high = middle - 1
-        self.reserved = range(first, low)
+                later = np.minimum.accumulate(ways[first][1][:, ::-1], axis=1)[:, ::-1]
+                begun = np.flatnonzero((later / least).mean(axis=0) <= waiting)
+                self._most = int(ways[first][0][begun[-1]]) if begun.size else start
+        engine_s, self._network_s = (float(each[index]) for each in ways[first][2:])
+        self._why = f"takes {engine_s:.3g} s beside {self._network_s:.3g} s of the network"
+        return start, int(stops[best])
+
+    def _ways(self, view: View, first: int, rates: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return where the engine may stop, and for each what that costs by rate, and the seconds of both."""
+        import numpy as np  # noqa: PLC0415  # slow to load
+
+        cost, catalog, groups = view.cost, view.catalog, view.groups
+        assert cost is not None  # noqa: S101  # see `plan`
+        tokens = np.array(self._tokens)
+        if self._suffix:
+            least = view.solid if view.prefix else 0
+            stops = np.array([stop for stop in range(least, groups + 1) if stop == groups or catalog.cut(stop) == stop])
+        else:
+            stops = np.arange(first, groups + 1)
+        if len(stops) > _MOST_STOPS:
+            stops = stops[np.unique(np.linspace(0, len(stops) - 1, _MOST_STOPS).astype(int))]
+        if self._suffix:
+            took, inherited = cost.seconds_many(tokens[stops], tokens[-1] - tokens[stops]), np.zeros(len(stops))
+        else:
+            took = cost.seconds_many(tokens[first], tokens[stops] - tokens[first])
+            inherited = self._inherited(view, first)[stops - first]
+        engine_s = view.engine_backlog_s + took
+        spent = view.gpu_price * took if np.isfinite(view.gpu_price) else np.where(took > 0, np.inf, 0.0)
+        found = [self._times.divide(view, rate, first, stops, engine_s, inherited) for rate in rates]
+        return stops, np.array([each.objective + spent for each in found]), engine_s, found[-1].network_s
+
+    def _inherited(self, view: View, first: int) -> np.ndarray:
+        """Return the loss that groups from ``first`` on inherit if they are computed, by where the engine stops."""
+        import numpy as np  # noqa: PLC0415  # slow to load
+
+        groups, before = view.groups, first - 1
+        total = np.zeros(groups - first + 1)
+        while before >= 0 and view.track_of[before] == RECOMPUTED:
+            before -= 1
+        track = view.track_of[before] if before >= 0 else None
+        if track is not None:
+            losses, near = np.array(view.catalog.by_name[track].loss), np.array(self._near)
+            index = np.arange(first, groups)
+            lossy = near[index] - near[index - before - 1]
+            share = np.divide(lossy, near[index], out=np.zeros(len(index)), where=near[index] > 0)
+            total[1:] = np.cumsum(INHERITED * losses[index] * share)
+        return total
+
+    # ------------------------------------------------------------------- its calls
 
     def next(self, view: View) -> Decision | None:
         """Return what an idle engine should compute now, if anything."""
         if view.cost is None or view.engine_backlog_s > 0:
             return None
         self._look(view)
-        if self._solid < view.groups:
-            if self._tail_first:
-                return None
-            if (front := self._front(view)) is not None:
-                return front
+        if self._suffix:
+            return self._rest(view)
+        if self._target > self.reserved.start and (call := self._call(view)) is not None:
+            return call
         if view.now < self._again_s:
             return None
-        found = self._tail(view) if self._tail_first else self._best(view)
+        found = self._best(view)
         if found is None:
             self._again_s = view.now + _PAUSE_SHARE * view.deadline_s
         return found
 
+    def _call(self, view: View) -> Decision | None:
+        """Return the next call behind what is in place."""
+        first, stop = self.reserved.start, self._target
+        if first > view.solid or self._unsettled_before(view, first):
+            return None
+        if (last := self._last(view, first, stop)) is None:
+            return None
+        return Decision.recompute(first, f"computing up to group {stop - 1} {self._why}", last=last)
+
+    @staticmethod
+    def _unsettled_before(view: View, group: int) -> bool:
+        """Return whether an upgrade is in flight right before a group, whose errors would stay in what is computed."""
+        flying = view.in_flight.groups
+        return bool(flying) and any(before in flying for before in range(group - _NEAR, group))
+
+    def _last(self, view: View, first: int, stop: int) -> int | None:
+        """Return the end of a call; None if none should begin."""
+        whole_s = self._call_s(view, first, stop)
+        constant_s = 0.0
+        if first + 2 <= view.groups:
+            constant_s = max(0.0, 2 * self._call_s(view, first, first + 1) - self._call_s(view, first, first + 2))
+        unsure = view.rate <= 0 or view.growing
+        most_s = max(_LEAST_WAIT_S, view.ttfb_s) if unsure else _CALL_SHARE * view.deadline_s
+        wanted_s = max(_CALL * constant_s, min(whole_s / 2, most_s))
+        last = stop
+        if whole_s > wanted_s:
+            last = self._within(view, first, stop, wanted_s)
+            if self._call_s(view, last, stop) <= wanted_s / 2:
+                last = stop
+        if last > self._most:
+            last = self._most
+            if last <= first or self._call_s(view, first, last) < min(_LEAST_CALL * constant_s, whole_s):
+                return None  # a better known rate may say something else
+        if self._call_s(view, first, last) > view.time_left:
+            last = self._within(view, first, last, view.time_left)
+            if self._call_s(view, first, last) > view.time_left:
+                return None
+        return last
+
+    def _within(self, view: View, first: int, stop: int, seconds: float) -> int:
+        """Return the end of the longest call within a time, of one group at least."""
+        low, high = first + 1, stop
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._call_s(view, first, middle) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _rest(self, view: View) -> Decision | None:
+        """Have the engine compute the rest, or the play be cut, once the best prefix is in place."""
+        cut = self.reserved.start
+        if not self.reserved or cut > view.solid:
+            return None
+        last_s = view.time_left - self._call_s(view, cut, view.groups) - _LAST_TICKS * view.deadline_s
+        if self._network_s > _AT_ONCE_S and last_s > 0:
+            return None
+        return Decision.recompute(cut, f"computing what is behind group {cut} {self._why}")
+
+    # ---------------------------------------------------------- what is in place
+
     def _look(self, view: View) -> None:
-        """Find out up to where all groups are in place."""
-        track_of, placed, groups = view.track_of, self._placed, view.groups
-        if (lost := view.first_missing()) is not None and lost < self._solid:
-            self._solid = lost  # it had arrived, and could not be decoded
-        if lost is not None:
-            placed.discard(lost)
-        while self._solid < groups and (self._solid in placed or track_of[self._solid] == RECOMPUTED):
+        """Take in up to where all groups are in place."""
+        while self._solid < view.solid:
             if (offer := self._behind.pop(self._solid, None)) is not None:
                 heappush(self._offers, offer)
             self._solid += 1
-
-    def _pays(self, view: View, group: int, track: str | None) -> bool:
-        return self._worth(group, track) > view.gpu_price * self._seconds[group]
-
-    def _front(self, view: View) -> Decision | None:
-        group = self._solid
-        if group not in view.missing_groups or self._seconds[group] > view.time_left:
-            return None
-        if not self._pays(view, group, None):
-            return None
-        return Decision.recompute(group, f"the engine computes from the front, up to group {self.reserved.stop}")
 
     def _best(self, view: View) -> Decision | None:
         """Pick the group in place, with all before it, whose recomputation gains most per second."""
@@ -163,6 +374,8 @@ class ComputePlanner:
             if group not in settled or track_of[group] != track:
                 continue  # it returns to the heap once it is in place on another track
             looked.append(offer)
+            if self._unsettled_before(view, group):
+                continue
             seconds = self._seconds[group]
             gain = self._gain(view, group, track) / seconds
             if gain > max(most, price) and _SAFETY * seconds <= left_s:
@@ -172,27 +385,6 @@ class ComputePlanner:
         if best < 0:
             return None
         return Decision.recompute(best, f"computing it saves {most * self._seconds[best]:.1e} nats")
-
-    def _tail(self, view: View) -> Decision | None:
-        """Pick the tail that gains most, if it must start now."""
-        cost, catalog = view.cost, view.catalog
-        assert cost is not None  # noqa: S101  # see `next`
-        gained = most = seconds = 0.0
-        best = -1
-        for group in range(view.groups - 1, max(-1, view.groups - 1 - _TAIL), -1):
-            track = view.track_of[group]
-            if track is None or track == RECOMPUTED:
-                break
-            gained += self._gain(view, group, track)
-            begin = catalog.tokens_before(group)
-            takes_s = cost.seconds(begin, catalog.tokens - begin)
-            if _SAFETY * takes_s > view.time_left:
-                break
-            if group in view.settled and catalog.cut(group) == group and gained - view.gpu_price * takes_s > most:
-                most, best, seconds = gained - view.gpu_price * takes_s, group, takes_s
-        if best < 0 or view.time_left - _SAFETY * seconds > 3 * _PAUSE_SHARE * view.deadline_s:
-            return None
-        return Decision.recompute(best, f"computing the tail saves {most:.1e} nats more than it costs")
 
     def _gain(self, view: View, group: int, track: str) -> float:
         """Return the nats per token that recomputing a group saves: its present cost less the loss it would inherit."""

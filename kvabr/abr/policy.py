@@ -47,6 +47,8 @@ class Decision:
     track: str | None = None
     alternatives: Mapping[str, float] | None = None
     """What else was on offer, for the log: track to bytes, or to whatever number the policy compared."""
+    last: int | None = None
+    """To recompute several groups in one call: the group behind them; None: one group."""
 
     @staticmethod
     def fetch(group: int, track: str, reason: str, alternatives: Mapping[str, float] | None = None) -> Decision:
@@ -59,12 +61,13 @@ class Decision:
         return Decision("upgrade", reason, group, track, alternatives)
 
     @staticmethod
-    def recompute(group: int, reason: str) -> Decision:
-        """Leave a group to the engine, whether missing or upgradable; rejected if the play has no engine.
+    def recompute(group: int, reason: str, last: int | None = None) -> Decision:
+        """Leave a group to the engine, or all from it to before ``last`` in one call; rejected without an engine.
 
-        In suffix mode the engine also computes all groups behind it, in place or not.
+        The group must be missing or upgradable. What is in flight for those behind it is cancelled when the engine
+        begins. In suffix mode the engine computes all groups behind it, in place or not.
         """
-        return Decision("recompute", reason, group)
+        return Decision("recompute", reason, group, last=last)
 
     @staticmethod
     def wait(reason: str) -> Decision:

@@ -28,7 +28,7 @@ _MOST_OFFERS = 8
 _LEAST_S, _SPARE = 1e-3, 1.25
 _BLIND_SHARE = 0.02
 """Share of the time left that a tail may take while no rate is known: all of it may come in a moment."""
-_LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Rates that are considered while none is known: shares of the exact cache that come by the deadline."""
 
 
@@ -162,7 +162,7 @@ def tail_costs(
     rates = [rate]
     if rate <= 0:  # as long as nothing is known, the link is trusted to carry the base in time
         base = min(track.total_bytes for track in whole.tracks if track.refines is None)
-        rates = [max(load * whole.fp16_bytes, _SPARE * base) / left_s for load in _LOADS]
+        rates = [max(load * whole.fp16_bytes, _SPARE * base) / left_s for load in LOADS]
     costs = []
     for offer in offers:
         ways = (

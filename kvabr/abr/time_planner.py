@@ -15,11 +15,20 @@ import numpy.typing as npt
 
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED
+from kvabr.types.cost import MISS_PENALTY
 
 Array = npt.NDArray[np.float64]
 
 _LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
 """Shares of the price of time that the link gets; the decoders get the rest."""
+_FREE_LEVELS: Array = np.array([1.0, 0.3, 0.1, 0.0])
+"""Shares of the price of time that link and decoders get together, if the engine may take longer."""
+_ENGINE_LEVELS, _DEADLINE_LEVELS = (0.3, 0.1), (4.0, 16.0, 64.0, 256.0, 1024.0, 1e9)
+"""Prices of time that are tried to divide work, as multiples of the real one, if the engine may take longer, and if the
+deadline comes sooner."""
+_FEW_SHARES: Array = np.array([1.0, 0.6, 0.3])
+_LEAST_PRICE = 1e-4
+"""What these are multiples of at least, nats per second."""
 _WASTE = 6.0
 """Price of a byte that is replaced, as a multiple of that of a byte to request: others could have used it."""
 _DISCARD = 1.0
@@ -45,6 +54,25 @@ class TimePlan(NamedTuple):
     """Nats per byte."""
     decode_price: float
     """Nats per second of decoding."""
+
+
+class _Picked(NamedTuple):
+    """What groups get at several prices; all by price and group."""
+
+    tracks: npt.NDArray[np.intp]
+    bytes: Array
+    work: Array
+    """Seconds of decoding, with all decoders."""
+    loss: Array
+
+
+class Divisions(NamedTuple):
+    """What divisions of the work between network and engine come to."""
+
+    objective: Array
+    """Loss, priced time and penalty, nats per generated token, without the price of the engine's time."""
+    network_s: Array
+    """Seconds until the network has brought its part."""
 
 
 class TimePlanner:
@@ -190,43 +218,131 @@ class TimePlanner:
             if track in self._stacks[name] and self._moves[number, group]:
                 self._loss[number, group] = _NEVER
 
-    def plan(self, view: View, rate: float) -> TimePlan:
-        """Return the best plan at a rate, bytes per second."""
-        price, decoders = view.time_price, view.decoders
-        decode: Array = np.array([view.decode_s(name) for name in self.names]) / decoders
-        work = decode[:, None] * self._share * self._moves
-        queued_s = view.decode_backlog_s
-        if (flying := self._flying[self._flying >= 0]).size:
-            queued_s += float(decode[flying].sum())
-        link = price * _LINK_SHARES[:, None, None] / rate
-        cost = (
-            self._loss
-            + link * self._bytes
-            + np.maximum(_WASTE * link, _DISCARD * price * view.deadline_s / self._whole) * self._waste
-            + price * (1.0 - _LINK_SHARES[:, None, None]) * work
-        )
-        picks = cost.argmin(axis=1)
-        groups = np.arange(picks.shape[1])
-        nbytes = self._bytes[picks, groups].sum(axis=1)
-        works = work[picks, groups]
+    def plan(self, view: View, rate: float, computed: range = range(0), computed_s: float = 0.0) -> TimePlan:
+        """Return the best plan at a rate.
+
+        Args:
+            view: the play.
+            rate: of the link, bytes per second.
+            computed: groups that the engine is to compute: nothing is planned for them.
+            computed_s: seconds until it is done with what it does and with these. Until then network and decoders are
+                for nothing else, so what ends sooner costs no time.
+        """
+        price = view.time_price
+        shares, levels = _LINK_SHARES, np.ones(1)
+        if computed_s > 0:
+            levels = _FREE_LEVELS
+        share, level = (each.ravel() for each in np.meshgrid(shares, levels))
+        picked = self._pick(view, rate, price * level * share, price * level * (1.0 - share))
+        outside = np.ones(len(self._missing))
+        outside[computed.start : computed.stop] = 0.0
+        nbytes = picked.bytes @ outside
+        works = picked.work * outside
         wait_s = 0.0 if view.in_flight else view.ttfb_s
         arrives_s = (view.outstanding_bytes + nbytes) / rate + (nbytes > 0) * wait_s
         # What comes last is decoded after it has come, in a batch at least.
         batch_s = max(map(view.decode_latency_s, self.names))
-        last_s = arrives_s + works.max(axis=1)
-        if view.decodes_last:
-            last_s = arrives_s + works.sum(axis=1)
-        ends_s = np.maximum(last_s, queued_s + works.sum(axis=1)) + batch_s
-        totals = self._loss[picks, groups].sum(axis=1) + price * ends_s
+        worked_s = works.sum(axis=1)
+        last_s = arrives_s + (worked_s if view.decodes_last else works.max(axis=1))
+        ends_s = np.maximum(last_s, self._queued_s(view) + worked_s) + batch_s
+        totals = picked.loss @ outside + price * np.maximum(ends_s, computed_s)
         best = int(totals.argmin())
-        share = float(_LINK_SHARES[best])
         idle = np.inf
-        if not self._missing.any():
-            idle = float(self._stay.sum()) + price * max(view.outstanding_bytes / rate, queued_s)
+        if not (self._missing * outside).any():
+            idle = float(self._stay @ outside) + price * max(
+                view.outstanding_bytes / rate, view.decode_backlog_s + self._flying_s(view), computed_s
+            )
+        paid = price * float(level[best])
         return TimePlan(
-            picks[best].tolist(), float(totals[best]), float(idle), float(nbytes[best]), float(ends_s[best]),
-            price * share / rate, price * (1.0 - share) / decoders,
+            picked.tracks[best].tolist(), float(totals[best]), float(idle), float(nbytes[best]), float(ends_s[best]),
+            paid * float(share[best]) / rate, paid * (1.0 - float(share[best])) / view.decoders,
         )  # fmt: skip
+
+    def _pick(self, view: View, rate: float, link: Array, decoding: Array) -> _Picked:
+        """Return the cheapest track of each group at several prices of a second of link and decoders."""
+        decode: Array = np.array([view.decode_s(name) for name in self.names]) / view.decoders
+        work = decode[:, None] * self._share * self._moves
+        discard = _DISCARD * (link + decoding)[:, None, None] * view.deadline_s / self._whole
+        link = link[:, None, None] / rate
+        cost = (
+            self._loss
+            + link * self._bytes
+            + np.maximum(_WASTE * link, discard) * self._waste
+            + decoding[:, None, None] * work
+        )
+        picks = cost.argmin(axis=1)
+        groups = np.arange(picks.shape[1])
+        return _Picked(picks, self._bytes[picks, groups], work[picks, groups], self._loss[picks, groups])
+
+    def _flying_s(self, view: View) -> float:
+        """Return the seconds that decoding what is in flight takes."""
+        flying = self._flying[self._flying >= 0]
+        if not flying.size:
+            return 0.0
+        decode: Array = np.array([view.decode_s(name) for name in self.names]) / view.decoders
+        return float(decode[flying].sum())
+
+    def _queued_s(self, view: View) -> float:
+        return view.decode_backlog_s + self._flying_s(view)
+
+    def divide(
+        self, view: View, rate: float, first: int, stops: npt.NDArray[np.intp], engine_s: Array, inherited: Array
+    ) -> Divisions:
+        """Return what each division of the work between network and engine comes to, all at once.
+
+        An engine that fills holes computes groups ``first`` to a stop while the network brings the others. One that
+        needs a prefix computes what is behind a stop once the network has brought what is before it.
+
+        Args:
+            view: the play.
+            rate: of the link, bytes per second.
+            first: the group at which the engine goes on.
+            stops: where the engine stops, or the network does, ascending.
+            engine_s: seconds until the engine is done, by stop.
+            inherited: loss of what the engine computes, by stop.
+        """
+        least = max(view.time_price, _LEAST_PRICE)
+        prices = [(view.time_price, _LINK_SHARES)]
+        if not view.front_first:  # where the engine takes longer, the network's time is worth less
+            prices += [(level * view.time_price, _LINK_SHARES) for level in _ENGINE_LEVELS]
+        prices += [(level * least, _FEW_SHARES) for level in _DEADLINE_LEVELS]
+        link = np.concatenate([price * shares for price, shares in prices])
+        decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
+        picked = self._pick(view, rate, link, decoding)
+        held = np.zeros(len(self._missing))
+        for transfer in view.in_flight.values():
+            held[transfer.group] += transfer.remaining
+
+        def brought(each: Array) -> Array:
+            """Return the sums over the groups that the network brings, by prices and stop."""
+            sums = np.concatenate([np.zeros((*each.shape[:-1], 1)), np.cumsum(each, axis=-1)], axis=-1)
+            if view.front_first:
+                return sums[..., stops]
+            return sums[..., -1:] - sums[..., stops] + sums[..., first : first + 1]
+
+        works, nbytes, flying = brought(picked.work), brought(picked.bytes), brought(held)
+        wait_s = 0.0 if view.in_flight else view.ttfb_s
+        arrives_s = (nbytes + flying) / rate + (nbytes > 0) * wait_s
+        batch_s = max(map(view.decode_latency_s, self.names))
+        last_s = arrives_s + (works if view.decodes_last else picked.work.max(axis=1)[:, None] * (nbytes > 0))
+        queued_s = view.decode_backlog_s + (flying > 0) * self._flying_s(view)
+        network_s = np.maximum(last_s, queued_s + works) + batch_s * (works > 0)
+        if view.front_first:
+            lacking = stops > view.solid
+        else:
+            lacking = stops < len(held)
+        network_s *= lacking | (nbytes > 0)
+        together_s = network_s + engine_s if view.front_first else np.maximum(network_s, engine_s)
+        late_s = together_s - view.time_left
+        objective = (
+            brought(picked.loss)
+            + inherited
+            + view.time_price * together_s
+            + (late_s > 0) * (MISS_PENALTY + late_s / view.deadline_s)
+        )
+        best = objective.argmin(axis=0)
+        columns = np.arange(len(stops))
+        return Divisions(objective[best, columns], network_s[best, columns])
 
     def bytes_to(self, group: int, number: int) -> float:
         """Return the bytes that a group still needs for a track."""

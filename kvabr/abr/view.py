@@ -191,6 +191,8 @@ class View:
     """Prefill cost of the engine; None if nothing can be recomputed."""
     front_first: bool = False
     """Whether the earliest groups are needed first: the engine must recompute everything behind a miss."""
+    prefix: bool = False
+    """Whether a play delivers a prefix: then the engine takes what is in place as it is."""
     in_order: bool = False
     """Whether an idle engine has work on groups in place, once everything before them is in place, too."""
     gpu_price: float = 0.0
@@ -253,6 +255,8 @@ class View:
     """Track of each group that is in place or arriving; ``recomputed`` if the engine computes it; None if missing."""
     changes: list[int] = field(default_factory=list)
     """Every group whose track, or whether it has settled, may have changed, once per time; see `Settled.history`."""
+    solid: int = 0
+    """All groups before this one are in place."""
     missing_groups: GroupSet = field(init=False)
     """Groups that exist and are neither in place, nor in flight, nor left to the engine; the player updates it."""
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
 from kvabr.abr.group_set import GroupSet
 from kvabr.abr.recompute_planner import Plan, Rest
 from kvabr.abr.view import View
-from kvabr.player.session_types import GroupRecord
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 
@@ -33,8 +32,8 @@ class ComputeQueue:
         """The groups that the engine computes now: the first, and the one after the last."""
         self.started_s = 0.0
         self._free_s = 0.0
-        self._solid = 0
-        """All groups before this one are in place."""
+        self._asked = False
+        """Whether the policy chose any of them."""
         self._waiting, self._waiting_s = 0, 0.0
         """How many of `chosen` the engine has not begun, and the seconds that they take one by one."""
         self._found: Plan | None = None
@@ -85,8 +84,9 @@ class ComputeQueue:
         else:
             self.left.discard(group)
 
-    def choose(self, groups: Iterable[int]) -> None:
-        """Leave groups to the engine for good."""
+    def choose(self, groups: Iterable[int], *, asked: bool = False) -> None:
+        """Leave groups to the engine for good; ``asked``: as the policy wants, so a tail need not wait."""
+        self._asked = self._asked or asked
         for group in groups:
             if group not in self.chosen:
                 self.chosen.add(group)
@@ -131,7 +131,7 @@ class ComputeQueue:
         return 1e9 * late_s >= absent.total("seconds", self._each)
 
     def ready(
-        self, now: float, absent: GroupSet, records: Sequence[GroupRecord], *, at_once: bool = False
+        self, now: float, absent: GroupSet, *, at_once: bool = False
     ) -> tuple[int, int] | None:
         """Return the groups that the engine should start now: everything before them is in place. Or None.
 
@@ -146,13 +146,14 @@ class ComputeQueue:
             return None
         if self._mode == "suffix":
             first = self._view.catalog.cut(first)
-        while self._solid < first and records[self._solid].ready_s is not None:
-            self._solid += 1
-        if self._solid < first:
+        if self._view.solid < first:
             return None
         if self._mode == "hole":
+            if first in self.chosen:
+                return first, self.chosen.gap(first)  # what a policy wants in one go
             return first, self._run_end(first, now, absent)
-        return (first, len(records)) if at_once or self._last_call(first, now) else None
+        at_once = at_once or (self._asked and first == self.tail)
+        return (first, self._view.groups) if at_once or self._last_call(first, now) else None
 
     def start(self, first: int, last: int, now: float) -> None:
         """Note that the engine starts groups ``first`` to ``last`` - 1."""

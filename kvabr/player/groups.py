@@ -197,6 +197,8 @@ class Groups(dict[int, GroupProgress]):
                 view.missing_groups.add(group)
             elif before == Stage.MISSING:
                 view.missing_groups.discard(group)
+        while view.solid < view.groups and stages[view.solid] >= Stage.PLACED:
+            view.solid += 1
 
     def _found(self, group: int) -> Stage:
         engine, placed, progress = self.engine, self._records.track(group), self.get(group)

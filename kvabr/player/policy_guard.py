@@ -11,6 +11,7 @@ from kvabr.abr.plugins import where
 from kvabr.abr.policy import Decision, Kind, Policy
 from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import View
+from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import EndlessError, PolicyError
 
 P = ParamSpec("P")
@@ -108,7 +109,11 @@ class PolicyGuard(PolicyCalls):
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < view.groups:
             return f"asked for group {group!r}; there are 0 to {view.groups - 1}"
         if kind == "recompute":
-            possible = view.cost is not None and (group in view.missing or group in view.settled)
+            last: Any = group + 1 if decision.last is None else decision.last
+            if isinstance(last, bool) or not isinstance(last, int) or not group < last <= view.groups:
+                return f"wants groups {group} to {last!r} recomputed; there are 0 to {view.groups - 1}"
+            here = group in view.missing or view.track_of[group] not in {None, RECOMPUTED}
+            possible = view.cost is not None and here
             return None if possible else f"wants group {group} recomputed, which is not possible here"
         return self._track_fault(decision, group)
 

@@ -165,6 +165,7 @@ class Session:
     def _aim(self, goal: Goal, mode: EngineMode) -> WholeAim:
         match goal:
             case PrefixGoal():
+                self.view.prefix = True
                 return PrefixAim(self, mode)
             case UpgradeGoal():
                 return UpgradeAim(self, goal)
@@ -486,7 +487,7 @@ class Session:
                 self.content = not self.view.missing
         elif kind == "recompute" and group is not None:
             self.events.decision(decision, now)
-            self._leave_to_engine(group, now)
+            self._leave_to_engine(range(group, group + 1 if decision.last is None else decision.last), now, asked=True)
         elif group is not None and decision.track is not None:
             self._fetch(group, decision.track, decision, now)
 
@@ -508,7 +509,7 @@ class Session:
                 now, f"{self.catalog.title(group)} failed on every track, and there is no engine to compute it"
             )
         else:
-            self._leave_to_engine(group, now)
+            self._leave_to_engine(range(group, group + 1), now)
 
     def request(
         self, group: int, layers: Sequence[str], decision: Decision, now: float, *, upgrade: bool, pushed: bool = False
@@ -544,14 +545,15 @@ class Session:
         self.groups.restage((group,))
         self._decoders.moved(group)
 
-    def _leave_to_engine(self, group: int, now: float) -> None:
+    def _leave_to_engine(self, groups: range, now: float, *, asked: bool = False) -> None:
         lane = self.engine
         if lane is not None:
             tail = lane.tail
-            lane.choose((group,))
-            self.view.settled.discard(group)
+            lane.choose(groups, asked=asked)
+            for group in groups:
+                self.view.settled.discard(group)
             self.view.engine_backlog_s = lane.backlog_s(now)
-            self.groups.restage((group, *_between(tail, lane.tail)))
+            self.groups.restage((*groups, *_between(tail, lane.tail)))
             self._use_engine(lane, now)
 
     def _use_engine(self, lane: ComputeQueue, now: float) -> None:
@@ -568,7 +570,7 @@ class Session:
                 self.groups.restage(changed)
         # What a producer that has stopped did not publish cannot come any more.
         at_once = alone or self.stopped is not None
-        if (ready := lane.ready(now, self.groups.absent, self.record.groups, at_once=at_once)) is None:
+        if (ready := lane.ready(now, self.groups.absent, at_once=at_once)) is None:
             return
         first, last = ready
         if not self.aim.computes(now, first, last, self.lacking() if at_once and not alone else None):

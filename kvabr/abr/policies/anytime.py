@@ -147,33 +147,40 @@ class Anytime(Policy):
         """Bytes of all upgrades requested."""
         self._byte_price = 0.0
         """Value of a byte, nats per token."""
-        self._planner = None if view.cost is None else ComputePlanner(view, self._cost)
+        self._planner: ComputePlanner | None = None
         self._saver: TimeSaver | None = None
-        if view.time_price > 0:
-            self._saver = TimeSaver(view, base, ahead_ttfb=self._ahead_ttfb, sure=self._sure)
+        if view.time_price > 0 or view.cost is not None:
+            from kvabr.abr.time_planner import TimePlanner  # noqa: PLC0415  # loads NumPy, slowly
+
+            times = TimePlanner(view)
+            if view.time_price > 0:
+                self._saver = TimeSaver(view, base, times, ahead_ttfb=self._ahead_ttfb, sure=self._sure)
+            if view.cost is not None:
+                self._planner = ComputePlanner(view, times, self._cost)
 
     def decide(self, view: View) -> Decision:
         """Use an idle engine first, then request the base of every group, then upgrades."""
         decision = self._decide(view)
         first = view.first_missing()
-        idle = not view.in_flight and view.engine_backlog_s <= 0
-        if decision.kind in {"wait", "finish"} and first is not None and idle:
+        if decision.kind not in {"wait", "finish", "deliver"} or first is None:
+            return decision
+        if not view.in_flight and view.engine_backlog_s <= 0:
             # Whatever was planned for the engine, it does not come to it.
             return Decision.fetch(first, self._base.name, "nothing is under way, and this is missing")
-        return decision
+        return decision if decision.kind == "wait" else Decision.wait("the engine computes the rest")
 
     def _decide(self, view: View) -> Decision:
         self._listen(view)
-        reserved = 0
+        missing, saver = bool(view.missing_groups), self._saver
         if (planner := self._planner) is not None:
-            reserved = len(planner.reserved)
-            spend = self._to_spend(view, view.rate, reserved) if view.rate else _BLIND * self._base.total_bytes
+            spend = self._to_spend(view, view.rate, planner.reserved) if view.rate else _BLIND * self._base.total_bytes
             self._byte_price = view.ladder.price(spend)
             planner.plan(view)
             if (decision := planner.next(view)) is not None:
                 return decision
-            reserved = len(planner.reserved)
-        missing, saver = len(view.missing_groups) > reserved, self._saver
+            missing = planner.outside(view)
+            if saver is not None:
+                saver.share(planner.reserved, planner.reserved_s)
         if view.coming and not missing:
             return self._upgrade(view)  # what comes before the last group exists costs no time
         if not missing and (sooner := self._hasten(view)) is not None:
@@ -188,9 +195,9 @@ class Anytime(Policy):
 
     # ---------------------------------------------------------- what bytes cost
 
-    def _to_spend(self, view: View, rate: float, reserved: int = 0) -> float:
+    def _to_spend(self, view: View, rate: float, reserved: range = range(0)) -> float:
         """Return the bytes available for all upgrades at ``rate`` until the deadline, past upgrades included."""
-        base = (len(view.missing_groups) - reserved) * self._base.total_bytes / view.groups
+        base = max(0, len(view.missing_groups) - len(reserved)) * self._base.total_bytes / view.groups
         return self._spent + rate * view.time_left - view.outstanding_bytes - base
 
     def _cost(self, group: int, current: str | None) -> float:
@@ -350,6 +357,7 @@ class Anytime(Policy):
         begins_s = max(view.ttfb_s, view.outstanding_bytes / rate) if rate > 0 else float("inf")
         decoded_s = view.decode_backlog_s + view.flying_decode_s() / view.decoders
         too_late: list[_Offer] = []
+        reserved = range(0) if self._planner is None else self._planner.reserved
         found: _Offer | None = None
         while found is None and offers and len(too_late) < _LOOKED_AT:
             if staking and offers[0].saving < self._stake:
@@ -359,6 +367,9 @@ class Anytime(Policy):
             if group not in settled or track_of[group] != offer.below:
                 continue  # already taken; what builds on it is offered once it is in place
             if offer.replaces and self._gain < self._waste:
+                continue
+            if group in reserved:
+                too_late.append(offer)  # unless the engine does not come to it
                 continue
             if offer.saving >= self._stake:
                 arrives_s = 0.0  # the minimum time to first byte says little where all requests queue

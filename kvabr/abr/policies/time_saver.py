@@ -24,7 +24,7 @@ from kvabr.abr.view import View
 from kvabr.types.catalog import Track
 
 if TYPE_CHECKING:
-    from kvabr.abr.time_planner import TimePlan
+    from kvabr.abr.time_planner import TimePlan, TimePlanner
 
 _LEAST_FLYING = 2
 """Minimum number of requests in flight while there is something to request."""
@@ -73,11 +73,13 @@ _FREE = 1e-12
 class TimeSaver:
     """Decides for one play. A decision of None leaves it to `anytime`'s own order."""
 
-    def __init__(self, view: View, base: Track, *, ahead_ttfb: float, sure: float) -> None:
+    def __init__(self, view: View, base: Track, times: TimePlanner, *, ahead_ttfb: float, sure: float) -> None:
         """Begin a play; ``ahead_ttfb`` and ``sure`` are parameters of `Anytime`."""
-        from kvabr.abr.time_planner import TimePlanner  # noqa: PLC0415  # loads NumPy, slowly
-
-        self._times = TimePlanner(view)
+        self._times = times
+        self._computed, self._computed_s = range(0), 0.0
+        """Groups that are left to the engine, and the seconds until it is done."""
+        self._stale = False
+        """Whether these have changed since the plan was made."""
         self._base, self._ahead_ttfb, self._sure = base, ahead_ttfb, sure
         self._plan: TimePlan | None = None
         self._planned_rate = self._planned_s = self._best_rate = 0.0
@@ -100,6 +102,12 @@ class TimeSaver:
         """For how many more questions that holds, and `_flying_saves`."""
         self._flying_saves = 0.0
         """Loss that what is in flight spares."""
+
+    def share(self, computed: range, computed_s: float) -> None:
+        """Note the groups that are left to the engine, and the seconds until it is done with all it does."""
+        if computed != self._computed:
+            self._stale, self._kept = True, {}
+        self._computed, self._computed_s = computed, computed_s
 
     def request(self, view: View) -> Decision | None:
         """Request a missing group on its final track, or wait; None: its base is next."""
@@ -169,6 +177,7 @@ class TimeSaver:
         plan, heard = self._plan, len(view.settled.history)
         if (
             plan is None
+            or self._stale
             or missing != self._planned_missing
             or abs(view.rate - self._planned_rate) > _SAME_RATE * self._planned_rate
             or view.now - self._planned_s > _SAME_TIME * view.deadline_s
@@ -176,10 +185,13 @@ class TimeSaver:
             or (heard - self._heard > (0 if fresh else view.keeps) and not missing)
         ):
             self._times.sync(view)
-            plan = self._plan = self._times.plan(view, view.rate * (_GROWTH if view.growing else 1.0))
+            plan = self._plan = self._plan_at(view, view.rate * (_GROWTH if view.growing else 1.0))
             self._planned_rate, self._planned_s, self._planned_missing = view.rate, view.now, missing
-            self._followed, self._heard = 0, heard
+            self._followed, self._heard, self._stale = 0, heard, False
         return plan
+
+    def _plan_at(self, view: View, rate: float) -> TimePlan:
+        return self._times.plan(view, rate, self._computed, self._computed_s)
 
     def _follow(self, group: int, track: str) -> None:
         self._followed += 1
@@ -248,7 +260,7 @@ class TimeSaver:
         """Return the plan for another rate than the present one; it holds for a while, see `View.keeps`."""
         left, plan = self._kept.get(case, (0, None))
         if plan is None or left == 0:
-            left, plan = view.keeps + 1, self._times.plan(view, rate)
+            left, plan = view.keeps + 1, self._plan_at(view, rate)
         self._kept[case] = (left - 1, plan)
         return plan
 
@@ -298,7 +310,7 @@ class TimeSaver:
     def _worth(self, view: View, plan: TimePlan, group: int) -> float:
         """Return what the planned upgrade of a group saves, as a multiple of its price; 0.0 if there is none."""
         target, current = plan.targets[group], view.track_of[group]
-        if current not in view.catalog.by_name or self._times.stays(group, target):
+        if current not in view.catalog.by_name or self._times.stays(group, target) or group in self._computed:
             return 0.0
         if current == self._times.names[target]:
             return 0.0  # it has that by now
