@@ -42,19 +42,19 @@ _BETTER = 0.03
 """Share by which another division must be better than the last one."""
 _CALL = 5.0
 """Length of a call at least, as a multiple of its constant part."""
-_LEAST_CALL = 3.0
-"""The same while little is known of the rate."""
+_LEAST_CALL_S = 0.02
+"""Seconds of a call at least while the rate is not known well."""
 _CALL_SHARE = 0.1
 """Length of a call at most, as a share of the deadline, if it need not be longer."""
 _UNKNOWN_WAIT_S = 0.04
 """Seconds until the first bytes come, where nothing is known of the peer."""
 _MOST_WAIT = 1.05
 """Cost of a wait for a better known rate at most, as a multiple of the least cost of the play."""
-_LEAST_WAIT_S, _GROWN = 0.02, 3.0
+_WINDOW = 14_600
+"""Bytes of the first round trip in slow start (RFC 9002, section 7.2)."""
+_LEAST_WAIT_S, _GROWN = 0.02, 1.0
 """Seconds until something is known of the rate, at least; and until slow start has shown more, in times to first byte.
 """
-_HOPED = 4.0
-"""A whole prompt is computed in one call if that were best at this multiple of the rate, too."""
 _MOST_STOPS = 128
 _NEAR = 8
 """Number of preceding groups that are considered for inherited loss."""
@@ -69,6 +69,8 @@ _AT_ONCE_S = 1e-6
 _LAST_TICKS = 1.5 / 50
 """Share of the deadline before the last moment at which an engine that needs a prefix is started."""
 
+_Way = tuple["np.ndarray", "np.ndarray", "np.ndarray", "np.ndarray"]
+"""Where the engine may stop, what each costs by rate, and the seconds of engine and network for each."""
 Worth = Callable[[int, str | None], float]
 """Cost in nats per token of leaving a group to the network, given its current track or None."""
 
@@ -109,8 +111,10 @@ class ComputePlanner:
         """Where the engine went on, the rate, the time, and the groups that had settled, when that was planned."""
         self._network_s = 0.0
         """Seconds that the network is given for its part."""
-        self._waits, self._most = False, view.groups
-        """Whether better knowledge of the rate is worth its wait; and up to where not, as an engine may well compute."""
+        self._waits = False
+        """Whether better knowledge of the rate is worth its wait."""
+        self._begin: int | None = None
+        """Where the next call ends while the rate is not known well, the first group if none should begin; else None."""
         self._why = ""
 
     def settled(self, group: int, track: str, loss: float) -> None:
@@ -188,7 +192,7 @@ class ComputePlanner:
         import numpy as np  # noqa: PLC0415  # slow to load
 
         catalog = view.catalog
-        rates = [view.rate]
+        rates, ramp = [view.rate], None
         if view.rate >= _SLOW_SHARE * self._best_rate:
             self._best_rate, self._fast_s = max(self._best_rate, view.rate), view.now
         slow = view.rate < _SLOW_SHARE * self._best_rate  # perhaps for a moment
@@ -199,8 +203,10 @@ class ComputePlanner:
             # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
             fp16, left_s = catalog.fp16_bytes, max(view.time_left, _SAME_TIME * view.deadline_s)
             rates = [max(_GROWTH * view.rate, load * fp16 / left_s) for load in LOADS]
+            round_s = view.ttfb_s or _UNKNOWN_WAIT_S
+            ramp = max(view.rate, _WINDOW / round_s), round_s
         # What is in place right behind what is exact may be taken over.
-        ways = [self._ways(view, start, rates) for start in sorted({front, self._exact(view)})]
+        ways = [self._ways(view, start, rates, ramp) for start in sorted({front, self._exact(view)})]
         if self._suffix:
             ways = ways[:1]
         stops, costs = (np.concatenate([way[part] for way in ways], axis=-1) for part in (0, 1))
@@ -214,24 +220,43 @@ class ComputePlanner:
                 best = kept
         first, index = (0, best) if best < len(ways[0][0]) else (1, best - len(ways[0][0]))
         start = front if len(ways) == 1 else (self._computed, front)[first]
-        self._waits, self._most = False, view.groups
+        self._waits, self._begin = False, None
         if unsure:
             # What has come by then is decided better.
-            since_s = view.now - self._fast_s if slow else view.now
+            since_s = view.now - self._fast_s if slow else (0.0 if view.growing else view.now)
             waited_s = max(_LEAST_WAIT_S if view.ttfb_s > 0 else _UNKNOWN_WAIT_S, _GROWN * view.ttfb_s, since_s)
             waiting = float((1.0 + view.time_price * waited_s / least).mean())
             if self._suffix:
                 most = float((1.0 + view.time_price * waited_s / least).max())
                 self._waits = waiting < float(regret[best]) and (slow or most <= _MOST_WAIT)
             else:
-                later = np.minimum.accumulate(ways[first][1][:, ::-1], axis=1)[:, ::-1]
-                begun = np.flatnonzero((later / least).mean(axis=0) <= waiting)
-                self._most = int(ways[first][0][begun[-1]]) if begun.size else start
+                self._begin = self._first_call(view, ways[first], start, least, waiting)
         engine_s, self._network_s = (float(each[index]) for each in ways[first][2:])
         self._why = f"takes {engine_s:.3g} s beside {self._network_s:.3g} s of the network"
         return start, int(stops[best])
 
-    def _ways(self, view: View, first: int, rates: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _first_call(self, view: View, way: _Way, start: int, least: np.ndarray, waiting: float) -> int:
+        """Return where the next call ends, so that what follows may be decided better; ``start``: none should begin."""
+        import numpy as np  # noqa: PLC0415  # slow to load
+
+        stops, costs, engine_s = way[:3]
+        again = self._constant_s(view, start) * (view.time_price + min(view.gpu_price, 1.0))
+        behind = np.minimum.accumulate(costs[:, ::-1], axis=1)[:, ::-1]
+        behind = np.concatenate([behind[:, 1:] + again, np.full((len(costs), 1), np.inf)], axis=1)
+        begun = (np.minimum(costs, behind) / least).mean(axis=0)
+        begun[engine_s - view.engine_backlog_s < min(_LEAST_CALL_S, float(engine_s[-1]))] = np.inf
+        best = int(begun.argmin())
+        return int(stops[best]) if begun[best] <= waiting else start
+
+    def _constant_s(self, view: View, first: int) -> float:
+        """Return the seconds that a call takes whatever it computes."""
+        if first + 2 > view.groups:
+            return 0.0
+        return max(0.0, 2 * self._call_s(view, first, first + 1) - self._call_s(view, first, first + 2))
+
+    def _ways(
+        self, view: View, first: int, rates: list[float], ramp: tuple[float, float] | None
+    ) -> _Way:
         """Return where the engine may stop, and for each what that costs by rate, and the seconds of both."""
         import numpy as np  # noqa: PLC0415  # slow to load
 
@@ -252,7 +277,7 @@ class ComputePlanner:
             inherited = self._inherited(view, first)[stops - first]
         engine_s = view.engine_backlog_s + took
         spent = view.gpu_price * took if np.isfinite(view.gpu_price) else np.where(took > 0, np.inf, 0.0)
-        found = [self._times.divide(view, rate, first, stops, engine_s, inherited) for rate in rates]
+        found = [self._times.divide(view, rate, first, stops, engine_s, inherited, ramp=ramp) for rate in rates]
         return stops, np.array([each.objective + spent for each in found]), engine_s, found[-1].network_s
 
     def _inherited(self, view: View, first: int) -> np.ndarray:
@@ -307,22 +332,19 @@ class ComputePlanner:
 
     def _last(self, view: View, first: int, stop: int) -> int | None:
         """Return the end of a call; None if none should begin."""
-        whole_s = self._call_s(view, first, stop)
-        constant_s = 0.0
-        if first + 2 <= view.groups:
-            constant_s = max(0.0, 2 * self._call_s(view, first, first + 1) - self._call_s(view, first, first + 2))
-        unsure = view.rate <= 0 or view.growing
-        most_s = max(_LEAST_WAIT_S, view.ttfb_s) if unsure else _CALL_SHARE * view.deadline_s
-        wanted_s = max(_CALL * constant_s, min(whole_s / 2, most_s))
         last = stop
-        if whole_s > wanted_s:
+        if self._begin is not None:
+            last = self._begin
+        elif (whole_s := self._call_s(view, first, stop)) > (
+            wanted_s := max(
+                _CALL * self._constant_s(view, first), min(whole_s / 2, _CALL_SHARE * view.deadline_s)
+            )
+        ):
             last = self._within(view, first, stop, wanted_s)
             if self._call_s(view, last, stop) <= wanted_s / 2:
                 last = stop
-        if last > self._most:
-            last = self._most
-            if last <= first or self._call_s(view, first, last) < min(_LEAST_CALL * constant_s, whole_s):
-                return None  # a better known rate may say something else
+        if last <= first:
+            return None
         if self._call_s(view, first, last) > view.time_left:
             last = self._within(view, first, last, view.time_left)
             if self._call_s(view, first, last) > view.time_left:

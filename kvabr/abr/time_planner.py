@@ -8,6 +8,7 @@ link so fast that they do not. A group's options are every track above the one t
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -111,6 +112,9 @@ class TimePlanner:
                 self._offers[state, state] = self.losses[state]
         self._bytes: Array = self._steps[-1].copy()
         self._loss: Array = self._offers[-1].copy()
+        """Loss of what can be requested now, by track and group."""
+        self._later: Array = self._loss.copy()
+        """The same of what can be requested once what is in flight has arrived."""
         self._waste: Array = np.zeros(shape)
         self._moves: Array = np.ones(shape)
         """1.0 where an option must be decoded."""
@@ -140,11 +144,13 @@ class TimePlanner:
             self._moves[:, group], self._waste[:, group] = 1.0, 0.0
             if computed or track is not None:  # the engine has it: nothing to fetch, whatever is chosen
                 self._bytes[:, group] = self._loss[:, group] = self._moves[:, group] = 0.0
+            self._later[:, group] = self._loss[:, group]
             self._stays_at(group, 0.0 if computed or track is not None else _NEVER)
             return
         state = self._number[track]
         self._bytes[:, group], self._moves[:, group] = self._steps[state, :, group], 1.0
         self._waste[:, group] = self._discards[state, :, group]
+        self._later[:, group] = self._offers[state, :, group]
         self._loss[:, group] = _NEVER if flying else self._offers[state, :, group]
         self._loss[state, group], self._moves[state, group] = self.losses[state, group], 0.0
         self._stays_at(group, float(self.losses[state, group]))
@@ -216,7 +222,7 @@ class TimePlanner:
             return
         for number, name in enumerate(self.names):
             if track in self._stacks[name] and self._moves[number, group]:
-                self._loss[number, group] = _NEVER
+                self._loss[number, group] = self._later[number, group] = _NEVER
 
     def plan(self, view: View, rate: float, computed: range = range(0), computed_s: float = 0.0) -> TimePlan:
         """Return the best plan at a rate.
@@ -233,7 +239,7 @@ class TimePlanner:
         if computed_s > 0:
             levels = _FREE_LEVELS
         share, level = (each.ravel() for each in np.meshgrid(shares, levels))
-        picked = self._pick(view, rate, price * level * share, price * level * (1.0 - share))
+        picked = self._pick(view, rate, price * level * share, price * level * (1.0 - share), self._loss)
         outside = np.ones(len(self._missing))
         outside[computed.start : computed.stop] = 0.0
         nbytes = picked.bytes @ outside
@@ -258,21 +264,21 @@ class TimePlanner:
             paid * float(share[best]) / rate, paid * (1.0 - float(share[best])) / view.decoders,
         )  # fmt: skip
 
-    def _pick(self, view: View, rate: float, link: Array, decoding: Array) -> _Picked:
+    def _pick(self, view: View, rate: float, link: Array, decoding: Array, losses: Array) -> _Picked:
         """Return the cheapest track of each group at several prices of a second of link and decoders."""
         decode: Array = np.array([view.decode_s(name) for name in self.names]) / view.decoders
         work = decode[:, None] * self._share * self._moves
         discard = _DISCARD * (link + decoding)[:, None, None] * view.deadline_s / self._whole
         link = link[:, None, None] / rate
         cost = (
-            self._loss
+            losses
             + link * self._bytes
             + np.maximum(_WASTE * link, discard) * self._waste
             + decoding[:, None, None] * work
         )
         picks = cost.argmin(axis=1)
         groups = np.arange(picks.shape[1])
-        return _Picked(picks, self._bytes[picks, groups], work[picks, groups], self._loss[picks, groups])
+        return _Picked(picks, self._bytes[picks, groups], work[picks, groups], losses[picks, groups])
 
     def _flying_s(self, view: View) -> float:
         """Return the seconds that decoding what is in flight takes."""
@@ -286,7 +292,15 @@ class TimePlanner:
         return view.decode_backlog_s + self._flying_s(view)
 
     def divide(
-        self, view: View, rate: float, first: int, stops: npt.NDArray[np.intp], engine_s: Array, inherited: Array
+        self,
+        view: View,
+        rate: float,
+        first: int,
+        stops: npt.NDArray[np.intp],
+        engine_s: Array,
+        inherited: Array,
+        *,
+        ramp: tuple[float, float] | None = None,
     ) -> Divisions:
         """Return what each division of the work between network and engine comes to, all at once.
 
@@ -300,6 +314,7 @@ class TimePlanner:
             stops: where the engine stops, or the network does, ascending.
             engine_s: seconds until the engine is done, by stop.
             inherited: loss of what the engine computes, by stop.
+            ramp: in slow start, the rate that the link begins with, and the seconds in which that doubles.
         """
         least = max(view.time_price, _LEAST_PRICE)
         prices = [(view.time_price, _LINK_SHARES)]
@@ -308,7 +323,7 @@ class TimePlanner:
         prices += [(level * least, _FEW_SHARES) for level in _DEADLINE_LEVELS]
         link = np.concatenate([price * shares for price, shares in prices])
         decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
-        picked = self._pick(view, rate, link, decoding)
+        picked = self._pick(view, rate, link, decoding, self._later)
         held = np.zeros(len(self._missing))
         for transfer in view.in_flight.values():
             held[transfer.group] += transfer.remaining
@@ -323,6 +338,12 @@ class TimePlanner:
         works, nbytes, flying = brought(picked.work), brought(picked.bytes), brought(held)
         wait_s = 0.0 if view.in_flight else view.ttfb_s
         arrives_s = (nbytes + flying) / rate + (nbytes > 0) * wait_s
+        if ramp is not None and rate > ramp[0]:
+            begin, doubled_s = ramp[0], ramp[1] / math.log(2.0)
+            grown_s, grown = doubled_s * math.log(rate / begin), doubled_s * (rate - begin)
+            early_s = doubled_s * np.log1p(np.minimum(nbytes + flying, grown) / (doubled_s * begin))
+            late_s = grown_s + (nbytes + flying - grown) / rate
+            arrives_s = np.where(nbytes + flying <= grown, early_s, late_s) + (nbytes > 0) * wait_s
         batch_s = max(map(view.decode_latency_s, self.names))
         last_s = arrives_s + (works if view.decodes_last else picked.work.max(axis=1)[:, None] * (nbytes > 0))
         queued_s = view.decode_backlog_s + (flying > 0) * self._flying_s(view)
