@@ -352,7 +352,7 @@ class TimePlanner:
             lacking = stops > view.solid
         else:
             lacking = stops < len(held)
-        network_s *= lacking | (nbytes > 0)
+        network_s *= lacking | (nbytes + flying > 0)
         together_s = network_s + engine_s if view.front_first else np.maximum(network_s, engine_s)
         late_s = together_s - view.time_left
         objective = (
