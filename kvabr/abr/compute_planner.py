@@ -18,6 +18,7 @@ gain more per second than it costs (`kvabr.types.loss` says what they inherit).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
@@ -50,6 +51,8 @@ _UNKNOWN_WAIT_S = 0.04
 """Seconds until the first bytes come, where nothing is known of the peer."""
 _MOST_WAIT = 1.05
 """Cost of a wait for a better known rate at most, as a multiple of the least cost of the play."""
+_RAMP_ROUNDS, _RAMP = 1.5, 1.3
+"""A link whose rate was lower by this factor as many times to first byte ago is in slow start."""
 _WINDOW = 14_600
 """Bytes of the first round trip in slow start (RFC 9002, section 7.2)."""
 _LEAST_WAIT_S, _GROWN = 0.02, 1.0
@@ -101,6 +104,10 @@ class ComputePlanner:
         """Groups reserved for the engine: nothing is requested for them."""
         self.reserved_s = 0.0
         """Seconds until the engine is done with what it does and with these."""
+        self._rates: deque[tuple[float, float]] = deque()
+        """Times and rates of the last round trips."""
+        self._growing = False
+        """Whether the link may be in slow start."""
         self._best_rate, self._fast_s = 0.0, 0.0
         """The best rate so far, and when the link was last about as fast."""
         self._computed = 0
@@ -153,7 +160,7 @@ class ComputePlanner:
             self.reserved = range(first, stop)
             self.reserved_s = view.engine_backlog_s + self._call_s(view, first, stop)
             self._target = stop
-            if view.rate <= 0 or view.growing:  # the network is to show what it can
+            if view.rate <= 0 or self._growing:  # the network is to show what it can
                 self.reserved = range(first, self._last(view, first, stop) or first)
 
     def outside(self, view: View) -> bool:
@@ -196,7 +203,7 @@ class ComputePlanner:
         if view.rate >= _SLOW_SHARE * self._best_rate:
             self._best_rate, self._fast_s = max(self._best_rate, view.rate), view.now
         slow = view.rate < _SLOW_SHARE * self._best_rate  # perhaps for a moment
-        unsure = view.rate <= 0 or view.growing or slow
+        unsure = self._grows(view) or view.rate <= 0 or slow
         if slow and view.rate > 0:
             rates = [view.rate, _RECOVERY * self._best_rate]
         elif unsure:
@@ -223,7 +230,7 @@ class ComputePlanner:
         self._waits, self._begin = False, None
         if unsure:
             # What has come by then is decided better.
-            since_s = view.now - self._fast_s if slow else (0.0 if view.growing else view.now)
+            since_s = view.now - self._fast_s if slow else (0.0 if self._growing else view.now)
             waited_s = max(_LEAST_WAIT_S if view.ttfb_s > 0 else _UNKNOWN_WAIT_S, _GROWN * view.ttfb_s, since_s)
             waiting = float((1.0 + view.time_price * waited_s / least).mean())
             if self._suffix:
@@ -234,6 +241,16 @@ class ComputePlanner:
         engine_s, self._network_s = (float(each[index]) for each in ways[first][2:])
         self._why = f"takes {engine_s:.3g} s beside {self._network_s:.3g} s of the network"
         return start, int(stops[best])
+
+    def _grows(self, view: View) -> bool:
+        """Return whether the link may be in slow start: its rate was clearly lower a few round trips ago, or unknown."""
+        if view.rate > 0:
+            self._rates.append((view.now, view.rate))
+        while len(self._rates) > 1 and self._rates[1][0] <= view.now - _RAMP_ROUNDS * view.ttfb_s:
+            self._rates.popleft()
+        known = bool(self._rates) and self._rates[0][0] <= view.now - _RAMP_ROUNDS * view.ttfb_s
+        self._growing = view.growing or not known or view.rate > _RAMP * self._rates[0][1]
+        return self._growing
 
     def _first_call(self, view: View, way: _Way, start: int, least: np.ndarray, waiting: float) -> int:
         """Return where the next call ends, so that what follows may be decided better; ``start``: none should begin."""
