@@ -58,6 +58,8 @@ _WINDOW = 14_600
 _LEAST_WAIT_S, _GROWN = 0.02, 1.0
 """Seconds until something is known of the rate, at least; and until slow start has shown more, in times to first byte.
 """
+_TINY = 1e-6
+"""Cost of a play at least, nats per token, where others are multiples of it."""
 _MOST_STOPS = 128
 _NEAR = 8
 """Number of preceding groups that are considered for inherited loss."""
@@ -217,7 +219,7 @@ class ComputePlanner:
         if self._suffix:
             ways = ways[:1]
         stops, costs = (np.concatenate([way[part] for way in ways], axis=-1) for part in (0, 1))
-        least = costs.min(axis=1, keepdims=True)
+        least = np.maximum(costs.min(axis=1, keepdims=True), _TINY)
         regret = (costs / least).mean(axis=0)
         best = int(regret.argmin())
         if last is not None:  # what is under way for the last plan counts

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvabr.abr.view import View
+from kvabr.abr.view import Transfer, View
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import MISS_PENALTY
 
@@ -55,6 +55,17 @@ class TimePlan(NamedTuple):
     """Nats per byte."""
     decode_price: float
     """Nats per second of decoding."""
+
+
+class _Options(NamedTuple):
+    """What can be chosen for each group, all by track and group."""
+
+    loss: Array
+    bytes: Array
+    moves: Array
+    """1.0 where an option must be decoded."""
+    waste: Array
+    """Bytes that an option makes useless."""
 
 
 class _Picked(NamedTuple):
@@ -239,7 +250,8 @@ class TimePlanner:
         if computed_s > 0:
             levels = _FREE_LEVELS
         share, level = (each.ravel() for each in np.meshgrid(shares, levels))
-        picked = self._pick(view, rate, price * level * share, price * level * (1.0 - share), self._loss)
+        now = _Options(self._loss, self._bytes, self._moves, self._waste)
+        picked = self._pick(view, rate, price * level * share, price * level * (1.0 - share), now)
         outside = np.ones(len(self._missing))
         outside[computed.start : computed.stop] = 0.0
         nbytes = picked.bytes @ outside
@@ -264,21 +276,42 @@ class TimePlanner:
             paid * float(share[best]) / rate, paid * (1.0 - float(share[best])) / view.decoders,
         )  # fmt: skip
 
-    def _pick(self, view: View, rate: float, link: Array, decoding: Array, losses: Array) -> _Picked:
+    def _later_options(self, view: View) -> _Options:
+        """Return what can be chosen once what is in flight has arrived, and upgrades in flight may also be dropped."""
+        loss, nbytes, moves, waste = self._later, self._bytes, self._moves, self._waste
+        if view.in_flight.upgrades:
+            loss, nbytes, moves, waste = loss.copy(), nbytes.copy(), moves.copy(), waste.copy()
+        flying: dict[int, list[Transfer]] = {}
+        for transfer in view.in_flight.upgrades.values():
+            flying.setdefault(transfer.group, []).append(transfer)
+        for group, transfers in flying.items():
+            if view.track_of[group] not in self._number:
+                continue
+            below = self._number[view.catalog.by_name[transfers[0].track].refines or view.ladder.cheapest]
+            loss[:, group], moves[:, group] = self._offers[below, :, group], 1.0
+            nbytes[:, group], moves[below, group] = self._steps[below, :, group], 0.0
+            waste[:, group] = self._discards[below, :, group]
+            for transfer in transfers:
+                for number, name in enumerate(self.names):
+                    if transfer.track in self._stacks[name]:
+                        nbytes[number, group] -= transfer.received
+        return _Options(loss, nbytes, moves, waste)
+
+    def _pick(self, view: View, rate: float, link: Array, decoding: Array, options: _Options) -> _Picked:
         """Return the cheapest track of each group at several prices of a second of link and decoders."""
         decode: Array = np.array([view.decode_s(name) for name in self.names]) / view.decoders
-        work = decode[:, None] * self._share * self._moves
+        work = decode[:, None] * self._share * options.moves
         discard = _DISCARD * (link + decoding)[:, None, None] * view.deadline_s / self._whole
         link = link[:, None, None] / rate
         cost = (
-            losses
-            + link * self._bytes
-            + np.maximum(_WASTE * link, discard) * self._waste
+            options.loss
+            + link * options.bytes
+            + np.maximum(_WASTE * link, discard) * options.waste
             + decoding[:, None, None] * work
         )
         picks = cost.argmin(axis=1)
         groups = np.arange(picks.shape[1])
-        return _Picked(picks, self._bytes[picks, groups], work[picks, groups], losses[picks, groups])
+        return _Picked(picks, options.bytes[picks, groups], work[picks, groups], options.loss[picks, groups])
 
     def _flying_s(self, view: View) -> float:
         """Return the seconds that decoding what is in flight takes."""
@@ -323,9 +356,9 @@ class TimePlanner:
         prices += [(level * least, _FEW_SHARES) for level in _DEADLINE_LEVELS]
         link = np.concatenate([price * shares for price, shares in prices])
         decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
-        picked = self._pick(view, rate, link, decoding, self._later)
+        picked = self._pick(view, rate, link, decoding, self._later_options(view))
         held = np.zeros(len(self._missing))
-        for transfer in view.in_flight.values():
+        for transfer in view.in_flight.required.values():
             held[transfer.group] += transfer.remaining
 
         def brought(each: Array) -> Array:

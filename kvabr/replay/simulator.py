@@ -321,7 +321,7 @@ class Simulator:
             if served.received >= served.size - _WHOLE:
                 del self._flows[served.request]
                 session.done(served.request, now)
-            elif due:
+            elif due or following is not served:  # what a more urgent one interrupts is reported by then
                 self._tell_progress(served, now)
 
     def _tell_progress(self, flow: _Flow, now: float) -> None:
