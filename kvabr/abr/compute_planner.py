@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _SAME_RATE, _SAME_TIME = 0.05, 0.01
 """A plan holds while the rate changes by no more than this share, and for this share of the deadline."""
+_BUSY = 4.0
+"""How many times as long, and as much, while the engine is busy."""
 _GROWTH = 1.5
 """Growth of the rate until a request has an effect, in slow start."""
 _SLOW_SHARE, _RECOVERY = 0.3, 0.5
@@ -71,6 +73,9 @@ _SAFETY = 1.1
 """Safety margin: a computation on a complete cache must fit the remaining time this many times."""
 _AT_ONCE_S = 1e-6
 """Seconds that are none."""
+_LATE = 0.25
+"""Lateness of the rest, as a share of the deadline, beyond which an engine does not begin with it while the link carries
+anything."""
 _LAST_TICKS = 1.5 / 50
 """Share of the deadline before the last moment at which an engine that needs a prefix is started."""
 
@@ -85,10 +90,13 @@ class ComputePlanner:
 
     def __init__(self, view: View, times: TimePlanner, worth: Worth) -> None:
         """Start a play that has an engine; ``worth``: cost of leaving a group to the network."""
+        import numpy as np  # noqa: PLC0415  # slow to load
+
         catalog, cost = view.catalog, view.cost
         assert cost is not None  # noqa: S101  # callers check that there is an engine
         self._times, self._worth, self._suffix = times, worth, view.front_first
         self._tokens = [catalog.tokens_before(group) for group in range(view.groups + 1)]
+        self._ends = np.array(self._tokens)
         self._seconds = [cost.seconds(begin, end - begin) for begin, end in pairwise(self._tokens)]
         """Seconds to compute each group alone."""
         base = view.ladder.tracks[0]
@@ -118,6 +126,8 @@ class ComputePlanner:
         """Where the engine should stop in the end."""
         self._planned: tuple[tuple[int, int], float, float, int] | None = None
         """Where the engine went on, the rate, the time, and the groups that had settled, when that was planned."""
+        self._holds = 0
+        """For how many more decisions that holds in any case, see `View.keeps`."""
         self._network_s = 0.0
         """Seconds that the network is given for its part."""
         self._waits = False
@@ -146,13 +156,18 @@ class ComputePlanner:
         if (first := self._front(view)) == view.groups and view.track_of[-1] == RECOMPUTED:
             self.reserved, self.reserved_s, self._target, self._planned = range(0), view.engine_backlog_s, 0, None
             return
+        self._holds -= 1
         if (last := self._planned) is not None:
             front, rate, then, heard = last
-            same = abs(view.rate - rate) <= _SAME_RATE * rate and view.now - then <= _SAME_TIME * view.deadline_s
+            busy = _BUSY if view.engine_backlog_s > 0 and rate > 0 else 1.0  # the engine will ask when it is done
+            same = abs(view.rate - rate) <= busy * _SAME_RATE * rate
+            same = same and view.now - then <= busy * _SAME_TIME * view.deadline_s
             # What is behind may be best left to the engine at once.
             arrived = self._suffix and view.solid >= self.reserved.start and len(view.settled.history) > heard
-            if same and front == (first, self._exact(view)) and not arrived:
+            idle = view.engine_backlog_s <= 0 and not self._suffix
+            if (same and front == (first, self._exact(view)) and not arrived) or (self._holds > 0 and not idle):
                 return
+        self._holds = view.keeps
         self._planned = (first, self._exact(view)), view.rate, view.now, len(view.settled.history)
         self._times.sync(view)
         first, stop = self._divide(view, first, self.reserved if last is not None and last[1] > 0 else None)
@@ -281,10 +296,12 @@ class ComputePlanner:
 
         cost, catalog, groups = view.cost, view.catalog, view.groups
         assert cost is not None  # noqa: S101  # see `plan`
-        tokens = np.array(self._tokens)
+        tokens = self._ends
         if self._suffix:
             least = view.solid if view.prefix else 0
-            stops = np.array([stop for stop in range(least, groups + 1) if stop == groups or catalog.cut(stop) == stop])
+            stops = np.arange(least, groups + 1)
+            if not catalog.every_token:
+                stops = np.array([stop for stop in stops if stop == groups or catalog.cut(stop) == stop])
         else:
             stops = np.arange(first, groups + 1)
         if len(stops) > _MOST_STOPS:
@@ -386,9 +403,12 @@ class ComputePlanner:
         cut = self.reserved.start
         if not self.reserved or cut > view.solid:
             return None
-        last_s = view.time_left - self._call_s(view, cut, view.groups) - _LAST_TICKS * view.deadline_s
+        rest_s = self._call_s(view, cut, view.groups)
+        last_s = view.time_left - rest_s - _LAST_TICKS * view.deadline_s
         if self._network_s > _AT_ONCE_S and last_s > 0:
             return None
+        if view.rate > 0 and rest_s > view.time_left + _LATE * view.deadline_s:
+            return None  # it could not be shortened any more, and the link may recover
         return Decision.recompute(cut, f"computing what is behind group {cut} {self._why}")
 
     # ---------------------------------------------------------- what is in place

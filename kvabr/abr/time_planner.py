@@ -22,18 +22,21 @@ Array = npt.NDArray[np.float64]
 
 _LINK_SHARES: Array = np.array([1.0, 0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0])
 """Shares of the price of time that the link gets; the decoders get the rest."""
-_FREE_LEVELS: Array = np.array([1.0, 0.3, 0.1, 0.0])
+_FREE_LEVELS = (0.25, 0.0)
 """Shares of the price of time that link and decoders get together, if the engine may take longer."""
-_ENGINE_LEVELS, _DEADLINE_LEVELS = (0.3, 0.1), (4.0, 16.0, 64.0, 256.0, 1024.0, 1e9)
+_ENGINE_LEVELS, _DEADLINE_LEVELS = (0.2,), (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1e9)
 """Prices of time that are tried to divide work, as multiples of the real one, if the engine may take longer, and if the
 deadline comes sooner."""
-_FEW_SHARES: Array = np.array([1.0, 0.6, 0.3])
+_FEW_SHARES: Array = np.array([1.0, 0.6, 0.3, 0.0])
+_TWO_SHARES: Array = np.array([1.0, 0.4])
 _LEAST_PRICE = 1e-4
 """What these are multiples of at least, nats per second."""
 _WASTE = 6.0
 """Price of a byte that is replaced, as a multiple of that of a byte to request: others could have used it."""
 _DISCARD = 1.0
 """Least price of replacing everything, as a share of that of the deadline: on fast links bytes cost next to none."""
+_MOST_PARTS = 128
+"""Parts of a long prompt that get a track each, where work is divided."""
 _NEVER = 1e9
 """Loss of an option that is not to be had, nats."""
 
@@ -246,12 +249,11 @@ class TimePlanner:
                 for nothing else, so what ends sooner costs no time.
         """
         price = view.time_price
-        shares, levels = _LINK_SHARES, np.ones(1)
-        if computed_s > 0:
-            levels = _FREE_LEVELS
-        share, level = (each.ravel() for each in np.meshgrid(shares, levels))
+        share, level = _LINK_SHARES, np.ones(len(_LINK_SHARES))
+        for free in _FREE_LEVELS if computed_s > 0 else ():
+            share, level = np.append(share, _FEW_SHARES), np.append(level, np.full(len(_FEW_SHARES), free))
         now = _Options(self._loss, self._bytes, self._moves, self._waste)
-        picked = self._pick(view, rate, price * level * share, price * level * (1.0 - share), now)
+        picked = self._pick(view, rate, price * level * share, price * level * (1.0 - share), now, self._share)
         outside = np.ones(len(self._missing))
         outside[computed.start : computed.stop] = 0.0
         nbytes = picked.bytes @ outside
@@ -297,10 +299,12 @@ class TimePlanner:
                         nbytes[number, group] -= transfer.received
         return _Options(loss, nbytes, moves, waste)
 
-    def _pick(self, view: View, rate: float, link: Array, decoding: Array, options: _Options) -> _Picked:
+    def _pick(
+        self, view: View, rate: float, link: Array, decoding: Array, options: _Options, share: Array
+    ) -> _Picked:
         """Return the cheapest track of each group at several prices of a second of link and decoders."""
         decode: Array = np.array([view.decode_s(name) for name in self.names]) / view.decoders
-        work = decode[:, None] * self._share * options.moves
+        work = decode[:, None] * share * options.moves
         discard = _DISCARD * (link + decoding)[:, None, None] * view.deadline_s / self._whole
         link = link[:, None, None] / rate
         cost = (
@@ -350,41 +354,49 @@ class TimePlanner:
             ramp: in slow start, the rate that the link begins with, and the seconds in which that doubles.
         """
         least = max(view.time_price, _LEAST_PRICE)
-        prices = [(view.time_price, _LINK_SHARES)]
+        prices = [(view.time_price, _FEW_SHARES)]
         if not view.front_first:  # where the engine takes longer, the network's time is worth less
-            prices += [(level * view.time_price, _LINK_SHARES) for level in _ENGINE_LEVELS]
-        prices += [(level * least, _FEW_SHARES) for level in _DEADLINE_LEVELS]
+            prices += [(level * view.time_price, _FEW_SHARES) for level in _ENGINE_LEVELS]
+        prices += [(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS]
         link = np.concatenate([price * shares for price, shares in prices])
         decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
-        picked = self._pick(view, rate, link, decoding, self._later_options(view))
-        held = np.zeros(len(self._missing))
+        options, share, held = self._later_options(view), self._share, np.zeros(len(self._missing))
         for transfer in view.in_flight.required.values():
             held[transfer.group] += transfer.remaining
+        edges = np.union1d(np.append(stops, first), np.arange(0, len(held), max(1, len(held) // _MOST_PARTS)))
+        ends = np.searchsorted(edges, stops)
+        begin = int(np.searchsorted(edges, first))
+        if len(starts := edges[edges < len(held)]) < len(held):  # groups of a long prompt are taken together
+            options = _Options(*(np.add.reduceat(each, starts, axis=1) for each in (
+                options.loss, options.bytes, options.moves * share, options.waste)))
+            held, share = np.add.reduceat(held, starts), np.ones(len(starts))
+        picked = self._pick(view, rate, link, decoding, options, share)
 
         def brought(each: Array) -> Array:
             """Return the sums over the groups that the network brings, by prices and stop."""
             sums = np.concatenate([np.zeros((*each.shape[:-1], 1)), np.cumsum(each, axis=-1)], axis=-1)
             if view.front_first:
-                return sums[..., stops]
-            return sums[..., -1:] - sums[..., stops] + sums[..., first : first + 1]
+                return sums[..., ends]
+            return sums[..., -1:] - sums[..., ends] + sums[..., begin : begin + 1]
 
         works, nbytes, flying = brought(picked.work), brought(picked.bytes), brought(held)
         wait_s = 0.0 if view.in_flight else view.ttfb_s
         arrives_s = (nbytes + flying) / rate + (nbytes > 0) * wait_s
         if ramp is not None and rate > ramp[0]:
-            begin, doubled_s = ramp[0], ramp[1] / math.log(2.0)
-            grown_s, grown = doubled_s * math.log(rate / begin), doubled_s * (rate - begin)
-            early_s = doubled_s * np.log1p(np.minimum(nbytes + flying, grown) / (doubled_s * begin))
+            slow, doubled_s = ramp[0], ramp[1] / math.log(2.0)
+            grown_s, grown = doubled_s * math.log(rate / slow), doubled_s * (rate - slow)
+            early_s = doubled_s * np.log1p(np.minimum(nbytes + flying, grown) / (doubled_s * slow))
             late_s = grown_s + (nbytes + flying - grown) / rate
             arrives_s = np.where(nbytes + flying <= grown, early_s, late_s) + (nbytes > 0) * wait_s
         batch_s = max(map(view.decode_latency_s, self.names))
-        last_s = arrives_s + (works if view.decodes_last else picked.work.max(axis=1)[:, None] * (nbytes > 0))
+        decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
+        last_s = arrives_s + (works if view.decodes_last else decode_s * (nbytes > 0))
         queued_s = view.decode_backlog_s + (flying > 0) * self._flying_s(view)
         network_s = np.maximum(last_s, queued_s + works) + batch_s * (works > 0)
         if view.front_first:
             lacking = stops > view.solid
         else:
-            lacking = stops < len(held)
+            lacking = stops < len(self._missing)
         network_s *= lacking | (nbytes + flying > 0)
         together_s = network_s + engine_s if view.front_first else np.maximum(network_s, engine_s)
         late_s = together_s - view.time_left

@@ -103,9 +103,11 @@ class TimeSaver:
         self._flying_saves = 0.0
         """Loss that what is in flight spares."""
 
-    def share(self, computed: range, computed_s: float) -> None:
+    def share(self, view: View, computed: range, computed_s: float) -> None:
         """Note the groups that are left to the engine, and the seconds until it is done with all it does."""
-        if computed != self._computed:
+        # What it has begun is nothing to plan for any more.
+        here, before = (each.start if view.front_first else each.stop for each in (computed, self._computed))
+        if abs(here - before) > view.keeps or bool(computed) != bool(self._computed):
             self._stale, self._kept = True, {}
         self._computed, self._computed_s = computed, computed_s
 
