@@ -1,28 +1,32 @@
 """The one rule for what an engine computes: the division of the work between network and engine that costs least.
 
-The engine goes on behind what is in place. For every group at which it could stop, the rule adds up what the rest would
-lose on the tracks that the network can bring, when network and engine would be done, and the price of the engine's time
-(`kvabr.abr.time_planner.TimePlanner.divide`); the least sum wins. To stop at once is to play everything, to go on to the
-end is to compute everything.
+The engine goes on behind what is in place. For every group at which it could stop, the rule adds up what the others
+lose on the tracks that the network can bring, the price of the time until both are done, and that of the engine's time
+(`TimePlanner.divide`); the least sum wins. To stop at once is to play everything, to go on to the end to compute it.
 
 - ``hole``: the engine computes from the front while the network loads the others from the back, so the later of the two
-  counts. Groups in between, even those in flight or in place, belong to the engine if it is sooner.
+  counts. Groups in between belong to the engine if it is sooner, also those in flight or in place.
 - ``suffix``: the engine needs everything in front, and computes from there to the end. So both times count, one after
   the other. A play of a prefix is cut there.
 
-While no rate is known, the rule takes the mean over a spread of rates. Calls are as long as their constant part asks
-for, and otherwise so short that a wrong rate can be corrected. The engine does not compute behind groups for which an
-upgrade is in flight, whose errors would stay. Once all that is missing is on its way, it recomputes groups in place that
-gain more per second than it costs (`kvabr.types.loss` says what they inherit).
+While no rate is known, or in slow start, the rule weighs a spread of rates: the division with the least mean of costs,
+each over the least at that rate. A call is as long as its constant part asks for, and otherwise so short that a wrong
+rate can be corrected; while the rate is not known well, none begins that is worth less than to wait for a better known
+one. The engine does not compute behind groups for which an upgrade is in flight, whose errors would stay. With nothing
+else to do it recomputes groups in place that gain more than that costs (`kvabr.types.loss`: what they inherit).
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvabr.abr.policy import Decision
 from kvabr.abr.tail import LOADS
@@ -57,9 +61,10 @@ _RAMP_ROUNDS, _RAMP = 1.5, 1.3
 """A link whose rate was lower by this factor as many times to first byte ago is in slow start."""
 _WINDOW = 14_600
 """Bytes of the first round trip in slow start (RFC 9002, section 7.2)."""
-_LEAST_WAIT_S, _GROWN = 0.02, 1.0
-"""Seconds until something is known of the rate, at least; and until slow start has shown more, in times to first byte.
-"""
+_LEAST_WAIT_S = 0.02
+"""Seconds until more is known of the rate, at least."""
+_NEVER = 1e6
+"""Cost of what is not to be done, nats per token."""
 _TINY = 1e-6
 """Cost of a play at least, nats per token, where others are multiples of it."""
 _MOST_STOPS = 128
@@ -74,15 +79,29 @@ _SAFETY = 1.1
 _AT_ONCE_S = 1e-6
 """Seconds that are none."""
 _LATE = 0.25
-"""Lateness of the rest, as a share of the deadline, beyond which an engine does not begin with it while the link carries
-anything."""
+"""Lateness, as a share of the deadline, with which no engine begins with the rest while the link carries anything."""
 _LAST_TICKS = 1.5 / 50
 """Share of the deadline before the last moment at which an engine that needs a prefix is started."""
 
-_Way = tuple["np.ndarray", "np.ndarray", "np.ndarray", "np.ndarray"]
-"""Where the engine may stop, what each costs by rate, and the seconds of engine and network for each."""
 Worth = Callable[[int, str | None], float]
 """Cost in nats per token of leaving a group to the network, given its current track or None."""
+
+
+Array = npt.NDArray[np.float64]
+
+
+class _Ways(NamedTuple):
+    """The ways to divide the work if the engine goes on at one group."""
+
+    start: int
+    stops: npt.NDArray[np.intp]
+    """Where the engine stops; or where it begins, if it computes the rest."""
+    costs: Array
+    """What each costs, by rate and stop, nats per generated token."""
+    engine_s: Array
+    """Seconds until the engine is done, by stop."""
+    network_s: Array
+    """The same of the network, at the last of the rates."""
 
 
 class ComputePlanner:
@@ -90,8 +109,6 @@ class ComputePlanner:
 
     def __init__(self, view: View, times: TimePlanner, worth: Worth) -> None:
         """Start a play that has an engine; ``worth``: cost of leaving a group to the network."""
-        import numpy as np  # noqa: PLC0415  # slow to load
-
         catalog, cost = view.catalog, view.cost
         assert cost is not None  # noqa: S101  # callers check that there is an engine
         self._times, self._worth, self._suffix = times, worth, view.front_first
@@ -116,8 +133,8 @@ class ComputePlanner:
         """Seconds until the engine is done with what it does and with these."""
         self._rates: deque[tuple[float, float]] = deque()
         """Times and rates of the last round trips."""
-        self._growing = False
-        """Whether the link may be in slow start."""
+        self._growing = self._slow = False
+        """Whether the link may be in slow start; and whether it is much slower than it was."""
         self._best_rate, self._fast_s = 0.0, 0.0
         """The best rate so far, and when the link was last about as fast."""
         self._computed = 0
@@ -132,8 +149,8 @@ class ComputePlanner:
         """Seconds that the network is given for its part."""
         self._waits = False
         """Whether better knowledge of the rate is worth its wait."""
-        self._begin: int | None = None
-        """Where the next call ends while the rate is not known well, the first group if none should begin; else None."""
+        self._call_to: int | None = None
+        """Where the next call ends while the rate is not known well; where it would begin, if it should not."""
         self._why = ""
 
     def settled(self, group: int, track: str, loss: float) -> None:
@@ -150,7 +167,7 @@ class ComputePlanner:
 
     def plan(self, view: View) -> None:
         """Divide the work between network and engine."""
-        if view.cost is None or view.coming:
+        if view.cost is None:
             self.reserved, self.reserved_s, self._target = range(0), 0.0, 0
             return
         if (first := self._front(view)) == view.groups and view.track_of[-1] == RECOMPUTED:
@@ -170,7 +187,10 @@ class ComputePlanner:
         self._holds = view.keeps
         self._planned = (first, self._exact(view)), view.rate, view.now, len(view.settled.history)
         self._times.sync(view)
-        first, stop = self._divide(view, first, self.reserved if last is not None and last[1] > 0 else None)
+        kept = None
+        if last is not None and last[1] > 0:
+            kept = self.reserved.start if self._suffix else self.reserved.stop
+        first, stop = self._divide(view, first, kept)
         if self._suffix:
             self.reserved, self.reserved_s = range(view.groups if self._waits else stop, view.groups), 0.0
         else:
@@ -189,7 +209,7 @@ class ComputePlanner:
         return (first is not None and first < reserved.start) or (last is not None and last >= reserved.stop)
 
     def _front(self, view: View) -> int:
-        """Return the first group that is neither in place nor left to the engine; the number of groups: there is none."""
+        """Return the first group that is neither in place nor left to the engine, or the number of groups."""
         first, track_of = view.solid, view.track_of
         while first < view.groups and track_of[first] == RECOMPUTED:
             first += 1
@@ -205,82 +225,87 @@ class ComputePlanner:
         assert view.cost is not None  # noqa: S101  # see `plan`
         return view.cost.seconds(self._tokens[first], self._tokens[stop] - self._tokens[first])
 
-    def _divide(self, view: View, front: int, last: range | None) -> tuple[int, int]:
+    def _divide(self, view: View, front: int, kept: int | None) -> tuple[int, int]:
         """Return where the engine goes on, and where it stops; or begins, if it computes the rest.
 
         Args:
             view: the play.
             front: the first group that is missing.
-            last: what was reserved so far, if the rate was known.
+            kept: where it stops by the last plan, if the rate was known.
         """
-        import numpy as np  # noqa: PLC0415  # slow to load
+        rates, ramp = self._rates_of(view)
+        # What is in place right behind what is exact may be taken over.
+        starts = [front] if self._suffix else sorted({front, self._exact(view)})
+        ways = [self._ways(view, start, rates, ramp) for start in starts]
+        least = np.maximum(np.min([way.costs.min(axis=1) for way in ways], axis=0)[:, None], _TINY)
+        regrets = [(way.costs / least).mean(axis=0) for way in ways]
+        number = int(np.argmin([regret.min() for regret in regrets]))
+        way, regret = ways[number], regrets[number]
+        best = int(regret.argmin())
+        if kept is not None:  # what is under way for the last plan counts
+            same = int(np.searchsorted(way.stops, kept))
+            if same < len(way.stops) and float(regret[same]) <= (1.0 + _BETTER) * float(regret[best]):
+                best = same
+        self._waits, self._call_to = False, None
+        if len(rates) > 1:
+            waited_s = self._better_known_s(view)
+            waiting = 1.0 + view.time_price * waited_s / least
+            if self._suffix:
+                affordable = self._slow or float(waiting.max()) <= _MOST_WAIT
+                self._waits = affordable and float(waiting.mean()) < float(regret[best])
+            else:
+                self._call_to = self._first_call(view, way, least, float(waiting.mean()))
+        self._network_s = float(way.network_s[best])
+        self._why = f"takes {float(way.engine_s[best]):.3g} s beside {self._network_s:.3g} s of the network"
+        return way.start, int(way.stops[best])
 
-        catalog = view.catalog
-        rates, ramp = [view.rate], None
+    def _rates_of(self, view: View) -> tuple[list[float], tuple[float, float] | None]:
+        """Return the rates to weigh, bytes per second; and in slow start, that at which the link begins to double."""
         if view.rate >= _SLOW_SHARE * self._best_rate:
             self._best_rate, self._fast_s = max(self._best_rate, view.rate), view.now
-        slow = view.rate < _SLOW_SHARE * self._best_rate  # perhaps for a moment
-        unsure = self._grows(view) or view.rate <= 0 or slow
-        if slow and view.rate > 0:
-            rates = [view.rate, _RECOVERY * self._best_rate]
-        elif unsure:
-            # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
-            fp16, left_s = catalog.fp16_bytes, max(view.time_left, _SAME_TIME * view.deadline_s)
-            rates = [max(_GROWTH * view.rate, load * fp16 / left_s) for load in LOADS]
-            round_s = view.ttfb_s or _UNKNOWN_WAIT_S
-            ramp = max(view.rate, _WINDOW / round_s), round_s
-        # What is in place right behind what is exact may be taken over.
-        ways = [self._ways(view, start, rates, ramp) for start in sorted({front, self._exact(view)})]
-        if self._suffix:
-            ways = ways[:1]
-        stops, costs = (np.concatenate([way[part] for way in ways], axis=-1) for part in (0, 1))
-        least = np.maximum(costs.min(axis=1, keepdims=True), _TINY)
-        regret = (costs / least).mean(axis=0)
-        best = int(regret.argmin())
-        if last is not None:  # what is under way for the last plan counts
-            same = np.flatnonzero(stops == (last.start if self._suffix else last.stop))
-            kept = int(same[regret[same].argmin()]) if same.size else best
-            if float(regret[kept]) <= (1.0 + _BETTER) * float(regret[best]):
-                best = kept
-        first, index = (0, best) if best < len(ways[0][0]) else (1, best - len(ways[0][0]))
-        start = front if len(ways) == 1 else (self._computed, front)[first]
-        self._waits, self._begin = False, None
-        if unsure:
-            # What has come by then is decided better.
-            since_s = view.now - self._fast_s if slow else (0.0 if self._growing else view.now)
-            waited_s = max(_LEAST_WAIT_S if view.ttfb_s > 0 else _UNKNOWN_WAIT_S, _GROWN * view.ttfb_s, since_s)
-            waiting = float((1.0 + view.time_price * waited_s / least).mean())
-            if self._suffix:
-                most = float((1.0 + view.time_price * waited_s / least).max())
-                self._waits = waiting < float(regret[best]) and (slow or most <= _MOST_WAIT)
-            else:
-                self._begin = self._first_call(view, ways[first], start, least, waiting)
-        engine_s, self._network_s = (float(each[index]) for each in ways[first][2:])
-        self._why = f"takes {engine_s:.3g} s beside {self._network_s:.3g} s of the network"
-        return start, int(stops[best])
+        self._slow, self._growing = view.rate < _SLOW_SHARE * self._best_rate, self._grows(view)
+        if self._slow and view.rate > 0:  # perhaps for a moment
+            return [view.rate, _RECOVERY * self._best_rate], None
+        if view.rate > 0 and not self._growing:
+            return [view.rate], None
+        # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
+        left_s = max(view.time_left, _SAME_TIME * view.deadline_s)
+        round_s = view.ttfb_s or _UNKNOWN_WAIT_S
+        rates = [max(_GROWTH * view.rate, load * view.catalog.fp16_bytes / left_s) for load in LOADS]
+        return rates, (max(view.rate, _WINDOW / round_s), round_s)
 
     def _grows(self, view: View) -> bool:
-        """Return whether the link may be in slow start: its rate was clearly lower a few round trips ago, or unknown."""
+        """Return whether the link may be in slow start: its rate was clearly lower a round trip ago, or not known."""
         if view.rate > 0:
             self._rates.append((view.now, view.rate))
-        while len(self._rates) > 1 and self._rates[1][0] <= view.now - _RAMP_ROUNDS * view.ttfb_s:
+        before_s = view.now - _RAMP_ROUNDS * view.ttfb_s
+        while len(self._rates) > 1 and self._rates[1][0] <= before_s:
             self._rates.popleft()
-        known = bool(self._rates) and self._rates[0][0] <= view.now - _RAMP_ROUNDS * view.ttfb_s
-        self._growing = view.growing or not known or view.rate > _RAMP * self._rates[0][1]
-        return self._growing
+        known = bool(self._rates) and self._rates[0][0] <= before_s
+        return view.growing or not known or view.rate > _RAMP * self._rates[0][1]
 
-    def _first_call(self, view: View, way: _Way, start: int, least: np.ndarray, waiting: float) -> int:
-        """Return where the next call ends, so that what follows may be decided better; ``start``: none should begin."""
-        import numpy as np  # noqa: PLC0415  # slow to load
+    def _better_known_s(self, view: View) -> float:
+        """Return the seconds until the rate is known better; the longer it was waited for already, the longer."""
+        since_s = view.now - self._fast_s if self._slow else 0.0 if self._growing else view.now
+        return max(_LEAST_WAIT_S if view.ttfb_s > 0 else _UNKNOWN_WAIT_S, view.ttfb_s, since_s)
 
-        stops, costs, engine_s = way[:3]
-        again = self._constant_s(view, start) * (view.time_price + min(view.gpu_price, 1.0))
-        behind = np.minimum.accumulate(costs[:, ::-1], axis=1)[:, ::-1]
-        behind = np.concatenate([behind[:, 1:] + again, np.full((len(costs), 1), np.inf)], axis=1)
-        begun = (np.minimum(costs, behind) / least).mean(axis=0)
-        begun[engine_s - view.engine_backlog_s < min(_LEAST_CALL_S, float(engine_s[-1]))] = np.inf
+    def _first_call(self, view: View, way: _Ways, least: Array, waiting: float) -> int:
+        """Return where the next call ends, so that what follows may be decided better; the start: none should begin.
+
+        Args:
+            view: the play.
+            way: what each length costs, if the engine stops there; it may also go on in another call.
+            least: the least cost at each rate.
+            waiting: what it costs to wait for a better known rate, as a multiple of that.
+        """
+        again = self._constant_s(view, way.start) * (view.time_price + min(view.gpu_price, 1.0))
+        behind = np.minimum.accumulate(way.costs[:, ::-1], axis=1)[:, ::-1]
+        behind = np.concatenate([behind[:, 1:] + again, np.full((len(behind), 1), np.inf)], axis=1)
+        begun = (np.minimum(way.costs, behind) / least).mean(axis=0)
+        took = way.engine_s - view.engine_backlog_s
+        begun[took < min(_LEAST_CALL_S, float(took[-1]))] = np.inf
         best = int(begun.argmin())
-        return int(stops[best]) if begun[best] <= waiting else start
+        return int(way.stops[best]) if begun[best] <= waiting else way.start
 
     def _constant_s(self, view: View, first: int) -> float:
         """Return the seconds that a call takes whatever it computes."""
@@ -288,38 +313,30 @@ class ComputePlanner:
             return 0.0
         return max(0.0, 2 * self._call_s(view, first, first + 1) - self._call_s(view, first, first + 2))
 
-    def _ways(
-        self, view: View, first: int, rates: list[float], ramp: tuple[float, float] | None
-    ) -> _Way:
-        """Return where the engine may stop, and for each what that costs by rate, and the seconds of both."""
-        import numpy as np  # noqa: PLC0415  # slow to load
-
-        cost, catalog, groups = view.cost, view.catalog, view.groups
+    def _ways(self, view: View, start: int, rates: list[float], ramp: tuple[float, float] | None) -> _Ways:
+        """Return what each division of the work costs at each rate."""
+        cost, catalog, groups, ends = view.cost, view.catalog, view.groups, self._ends
         assert cost is not None  # noqa: S101  # see `plan`
-        tokens = self._ends
-        if self._suffix:
-            least = view.solid if view.prefix else 0
-            stops = np.arange(least, groups + 1)
-            if not catalog.every_token:
-                stops = np.array([stop for stop in stops if stop == groups or catalog.cut(stop) == stop])
-        else:
-            stops = np.arange(first, groups + 1)
+        first = (view.solid if view.prefix else 0) if self._suffix else start
+        stops = np.arange(first, groups + 1)
+        if self._suffix and not catalog.every_token:
+            stops = np.array([stop for stop in stops if stop == groups or catalog.cut(stop) == stop])
         if len(stops) > _MOST_STOPS:
             stops = stops[np.unique(np.linspace(0, len(stops) - 1, _MOST_STOPS).astype(int))]
         if self._suffix:
-            took, inherited = cost.seconds_many(tokens[stops], tokens[-1] - tokens[stops]), np.zeros(len(stops))
+            took, inherited = cost.seconds_many(ends[stops], ends[-1] - ends[stops]), np.zeros(len(stops))
         else:
-            took = cost.seconds_many(tokens[first], tokens[stops] - tokens[first])
-            inherited = self._inherited(view, first)[stops - first]
+            took = cost.seconds_many(ends[start], ends[stops] - ends[start])
+            inherited = self._inherited(view, start)[stops - start]
         engine_s = view.engine_backlog_s + took
-        spent = view.gpu_price * took if np.isfinite(view.gpu_price) else np.where(took > 0, np.inf, 0.0)
-        found = [self._times.divide(view, rate, first, stops, engine_s, inherited, ramp=ramp) for rate in rates]
-        return stops, np.array([each.objective + spent for each in found]), engine_s, found[-1].network_s
+        # An infinite price is a rule: the engine computes only what the network does not bring.
+        spent = view.gpu_price * took if math.isfinite(view.gpu_price) else np.where(took > 0, _NEVER, 0.0)
+        found = [self._times.divide(view, rate, start, stops, engine_s, inherited, ramp=ramp) for rate in rates]
+        costs = np.array([each.objective for each in found]) + spent
+        return _Ways(start, stops, costs, engine_s, found[-1].network_s)
 
-    def _inherited(self, view: View, first: int) -> np.ndarray:
+    def _inherited(self, view: View, first: int) -> Array:
         """Return the loss that groups from ``first`` on inherit if they are computed, by where the engine stops."""
-        import numpy as np  # noqa: PLC0415  # slow to load
-
         groups, before = view.groups, first - 1
         total = np.zeros(groups - first + 1)
         while before >= 0 and view.track_of[before] == RECOMPUTED:
@@ -356,6 +373,8 @@ class ComputePlanner:
         first, stop = self.reserved.start, self._target
         if first > view.solid or self._unsettled_before(view, first):
             return None
+        if view.track_of[first] is None and first not in view.missing_groups and first < view.edge:
+            return None  # the player has left it to the engine already
         if (last := self._last(view, first, stop)) is None:
             return None
         return Decision.recompute(first, f"computing up to group {stop - 1} {self._why}", last=last)
@@ -369,16 +388,15 @@ class ComputePlanner:
     def _last(self, view: View, first: int, stop: int) -> int | None:
         """Return the end of a call; None if none should begin."""
         last = stop
-        if self._begin is not None:
-            last = self._begin
-        elif (whole_s := self._call_s(view, first, stop)) > (
-            wanted_s := max(
-                _CALL * self._constant_s(view, first), min(whole_s / 2, _CALL_SHARE * view.deadline_s)
-            )
-        ):
-            last = self._within(view, first, stop, wanted_s)
-            if self._call_s(view, last, stop) <= wanted_s / 2:
-                last = stop
+        if self._call_to is not None:
+            last = self._call_to
+        else:
+            whole_s = self._call_s(view, first, stop)
+            wanted_s = max(_CALL * self._constant_s(view, first), min(whole_s / 2, _CALL_SHARE * view.deadline_s))
+            if whole_s > wanted_s:
+                last = self._within(view, first, stop, wanted_s)
+                if self._call_s(view, last, stop) <= wanted_s / 2:
+                    last = stop
         if last <= first:
             return None
         if self._call_s(view, first, last) > view.time_left:
@@ -403,6 +421,8 @@ class ComputePlanner:
         cut = self.reserved.start
         if not self.reserved or cut > view.solid:
             return None
+        if view.track_of[cut] is None and cut not in view.missing_groups and cut < view.edge:
+            return None  # the player has left it to the engine already
         rest_s = self._call_s(view, cut, view.groups)
         last_s = view.time_left - rest_s - _LAST_TICKS * view.deadline_s
         if self._network_s > _AT_ONCE_S and last_s > 0:

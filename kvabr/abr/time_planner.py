@@ -112,18 +112,7 @@ class TimePlanner:
         """Each track with the layers below it."""
         self._offers: Array = np.full((len(states), *shape), _NEVER)
         """Loss of what can be had from a state, alike."""
-        sizes = {track.name: np.array(track.bytes) for track in tracks}
-        for state, current in enumerate(states):
-            for number, track in enumerate(tracks):
-                self._steps[state, number] = sum(sizes[layer] for layer in view.layers(track.name, current))
-                better = np.ones(groups, bool) if current is None else self.losses[number] < self.losses[state]
-                self._offers[state, number] = np.where(better, self.losses[number], _NEVER)
-            if current is not None:
-                self._steps[state, state] = 0.0
-                for number, track in enumerate(tracks):
-                    if current not in view.ladder.stacks[track.name]:
-                        self._discards[state, number] = sum(sizes[layer] for layer in view.ladder.stacks[current])
-                self._offers[state, state] = self.losses[state]
+        self._weigh(view, states)
         self._bytes: Array = self._steps[-1].copy()
         self._loss: Array = self._offers[-1].copy()
         """Loss of what can be requested now, by track and group."""
@@ -148,6 +137,22 @@ class TimePlanner:
         """Track that is in flight for each group, or -1."""
         self._added = 0
         """See `View.added`."""
+
+    def _weigh(self, view: View, states: list[str | None]) -> None:
+        """Work out what each step costs and brings."""
+        tracks, groups = view.catalog.tracks, view.catalog.groups
+        sizes = {track.name: np.array(track.bytes) for track in tracks}
+        for state, current in enumerate(states):
+            for number, track in enumerate(tracks):
+                self._steps[state, number] = sum(sizes[layer] for layer in view.layers(track.name, current))
+                better = np.ones(groups, bool) if current is None else self.losses[number] < self.losses[state]
+                self._offers[state, number] = np.where(better, self.losses[number], _NEVER)
+            if current is not None:
+                self._steps[state, state] = 0.0
+                for number, track in enumerate(tracks):
+                    if current not in view.ladder.stacks[track.name]:
+                        self._discards[state, number] = sum(sizes[layer] for layer in view.ladder.stacks[current])
+                self._offers[state, state] = self.losses[state]
 
     def set(self, group: int, track: str | None, *, flying: bool = False, computed: bool = False) -> None:
         """Note that a group now has a track, or will have once what is in flight arrives; None: it is missing."""
@@ -299,9 +304,7 @@ class TimePlanner:
                         nbytes[number, group] -= transfer.received
         return _Options(loss, nbytes, moves, waste)
 
-    def _pick(
-        self, view: View, rate: float, link: Array, decoding: Array, options: _Options, share: Array
-    ) -> _Picked:
+    def _pick(self, view: View, rate: float, link: Array, decoding: Array, options: _Options, share: Array) -> _Picked:
         """Return the cheapest track of each group at several prices of a second of link and decoders."""
         decode: Array = np.array([view.decode_s(name) for name in self.names]) / view.decoders
         work = decode[:, None] * share * options.moves
@@ -367,8 +370,12 @@ class TimePlanner:
         ends = np.searchsorted(edges, stops)
         begin = int(np.searchsorted(edges, first))
         if len(starts := edges[edges < len(held)]) < len(held):  # groups of a long prompt are taken together
-            options = _Options(*(np.add.reduceat(each, starts, axis=1) for each in (
-                options.loss, options.bytes, options.moves * share, options.waste)))
+            options = _Options(
+                *(
+                    np.add.reduceat(each, starts, axis=1)
+                    for each in (options.loss, options.bytes, options.moves * share, options.waste)
+                )
+            )
             held, share = np.add.reduceat(held, starts), np.ones(len(starts))
         picked = self._pick(view, rate, link, decoding, options, share)
 
@@ -380,24 +387,18 @@ class TimePlanner:
             return sums[..., -1:] - sums[..., ends] + sums[..., begin : begin + 1]
 
         works, nbytes, flying = brought(picked.work), brought(picked.bytes), brought(held)
-        wait_s = 0.0 if view.in_flight else view.ttfb_s
-        arrives_s = (nbytes + flying) / rate + (nbytes > 0) * wait_s
-        if ramp is not None and rate > ramp[0]:
-            slow, doubled_s = ramp[0], ramp[1] / math.log(2.0)
-            grown_s, grown = doubled_s * math.log(rate / slow), doubled_s * (rate - slow)
-            early_s = doubled_s * np.log1p(np.minimum(nbytes + flying, grown) / (doubled_s * slow))
-            late_s = grown_s + (nbytes + flying - grown) / rate
-            arrives_s = np.where(nbytes + flying <= grown, early_s, late_s) + (nbytes > 0) * wait_s
+        arrives_s = _carried_s(nbytes + flying, rate, ramp) + (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
         batch_s = max(map(view.decode_latency_s, self.names))
         decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
         last_s = arrives_s + (works if view.decodes_last else decode_s * (nbytes > 0))
         queued_s = view.decode_backlog_s + (flying > 0) * self._flying_s(view)
         network_s = np.maximum(last_s, queued_s + works) + batch_s * (works > 0)
-        if view.front_first:
-            lacking = stops > view.solid
-        else:
-            lacking = stops < len(self._missing)
+        lacking = stops > view.solid if view.front_first else stops < len(self._missing)
         network_s *= lacking | (nbytes + flying > 0)
+        if view.coming and view.ready_s is not None:  # what is not published yet
+            last = stops if view.front_first else np.where(stops < len(self._missing), len(self._missing), 0)
+            ready = np.array([view.ready_s(int(stop) - 1) if stop > view.edge else view.now for stop in last])
+            network_s = np.maximum(network_s, ready - view.now + (ready > view.now) * view.ttfb_s / 2)
         together_s = network_s + engine_s if view.front_first else np.maximum(network_s, engine_s)
         late_s = together_s - view.time_left
         objective = (
@@ -417,3 +418,13 @@ class TimePlanner:
     def stays(self, group: int, number: int) -> bool:
         """Return whether a track is the one that a group has."""
         return not self._moves[number, group]
+
+
+def _carried_s(nbytes: Array, rate: float, ramp: tuple[float, float] | None) -> Array:
+    """Return the seconds that a link needs for some bytes; ``ramp``: see `TimePlanner.divide`."""
+    if ramp is None or rate <= ramp[0]:
+        return nbytes / rate
+    begins, doubles_s = ramp[0], ramp[1] / math.log(2.0)
+    grown_s, grown = doubles_s * math.log(rate / begins), doubles_s * (rate - begins)
+    early_s = doubles_s * np.log1p(np.minimum(nbytes, grown) / (doubles_s * begins))
+    return np.where(nbytes <= grown, early_s, grown_s + (nbytes - grown) / rate)

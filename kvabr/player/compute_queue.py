@@ -130,9 +130,7 @@ class ComputeQueue:
         self._add_up()
         return 1e9 * late_s >= absent.total("seconds", self._each)
 
-    def ready(
-        self, now: float, absent: GroupSet, *, at_once: bool = False
-    ) -> tuple[int, int] | None:
+    def ready(self, now: float, absent: GroupSet, *, at_once: bool = False) -> tuple[int, int] | None:
         """Return the groups that the engine should start now: everything before them is in place. Or None.
 
         With ``at_once``, a tail that could still be shortened is not held back: the policy alone says what is computed.

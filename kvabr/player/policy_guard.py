@@ -108,14 +108,16 @@ class PolicyGuard(PolicyCalls):
             return f"wants to finish while {len(view.missing)} groups are missing" if view.missing else None
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < view.groups:
             return f"asked for group {group!r}; there are 0 to {view.groups - 1}"
-        if kind == "recompute":
-            last: Any = group + 1 if decision.last is None else decision.last
-            if isinstance(last, bool) or not isinstance(last, int) or not group < last <= view.groups:
-                return f"wants groups {group} to {last!r} recomputed; there are 0 to {view.groups - 1}"
-            here = group in view.missing or view.track_of[group] not in {None, RECOMPUTED}
-            possible = view.cost is not None and here
-            return None if possible else f"wants group {group} recomputed, which is not possible here"
-        return self._track_fault(decision, group)
+        return self._compute_fault(decision, group) if kind == "recompute" else self._track_fault(decision, group)
+
+    def _compute_fault(self, decision: Decision, group: int) -> str | None:
+        view, last = self._view, group + 1 if decision.last is None else decision.last
+        if isinstance(last, bool) or not isinstance(last, int) or not group < last <= view.groups:
+            return f"wants groups {group} to {last!r} recomputed; there are 0 to {view.groups - 1}"
+        here = group in view.missing or group >= view.edge or view.track_of[group] not in {None, RECOMPUTED}
+        if view.cost is None or not here:
+            return f"wants group {group} recomputed, which is not possible here"
+        return None
 
     def _track_fault(self, decision: Decision, group: int) -> str | None:
         view, track = self._view, decision.track

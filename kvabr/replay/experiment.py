@@ -31,7 +31,16 @@ from kvabr.replay.link import (
     running_sums,
 )
 from kvabr.replay.live_bound import LiveClairvoyant
-from kvabr.replay.outcome import NO_CACHE_LOSS, PlayOutcome, computed_rest, computed_whole, rounded, run_line, shift, valued
+from kvabr.replay.outcome import (
+    NO_CACHE_LOSS,
+    PlayOutcome,
+    computed_rest,
+    computed_whole,
+    rounded,
+    run_line,
+    shift,
+    valued,
+)
 from kvabr.replay.producer import Producer
 from kvabr.replay.simulator import LinkUse, Machine, Simulator
 from kvabr.replay.trace import Trace

@@ -290,36 +290,32 @@ def test_whatever_it_costs_an_engine_computes_what_the_network_will_not_bring_in
     assert run["recompute_s"] > 0
 
 
-def test_engine_and_network_meet_where_both_arrive_at_the_same_time():
+def test_the_faster_the_link_the_less_an_engine_computes():
     offer = catalog(64, layered=True)
-    few = PlayerConfig(least_ahead_bytes=3 * offer.track("base").bytes[0] + 1, gpu_price=0.0)
-    play = session(offer, 2.0, cost=PrefillCost(0.0, 0.02 / 128), config=few)
+    config, cost = PlayerConfig(), PrefillCost(0.0, 0.02 / 128)
+    play = Session(Ladder(offer), 2.0, load_policy("anytime")(), DualEwma(), config=config, cost=cost)
     play.start(0.0)
-    planner, view = play.guard.policy._planner, play.view
-    assert planner.reserved.start == 1  # the first one it computes
-    blind = planner.reserved.stop
-    size = offer.track("base").bytes[0]
+    planner, view, size = play.guard.policy._planner, play.view, offer.track("base").bytes[0]
     reached = []
-    for seconds in (0.002, 0.02, 0.3):  # to bring a group
-        view.rate, view.outstanding_bytes = size / seconds, 0
-        planner.plan(view)
-        last = max(view.missing) + 1
-        meeting = planner.reserved.stop
-        engine_s, network_s = 0.02 * meeting, seconds * (last - meeting)
-        assert abs(engine_s - network_s) <= seconds + 0.02 + 1e-9
-        reached.append(meeting)
-    assert reached == sorted(reached)
-    assert reached[0] < blind < reached[2]
+    for number, seconds in enumerate((0.0002, 0.02, 0.3)):  # to bring a group
+        view.now, view.rate, view.outstanding_bytes, view.ttfb_s = 0.3 * (number + 1), size / seconds, 0, 0.001
+        for _ in range(2):  # a rate that has just become known may still grow
+            view.now += 0.1
+            planner.plan(view)
+        reached.append(planner.reserved.stop)
+    assert reached[0] < 32 < min(reached[1:])
 
 
 def test_groups_that_an_engine_fails_to_compute_are_fetched_after_all():
-    play = session(catalog(8, layered=True), 2.0, cost=PrefillCost(0.0, 0.25 / 128))
+    offer, cost = catalog(8, layered=True), PrefillCost(0.0, 0.02 / 128)
+    play = Session(Ladder(offer), 2.0, load_policy("anytime")(), DualEwma(), config=PlayerConfig(), cost=cost)
     play.start(0.0)
     actions = play.actions()
-    assert [(one.first, one.last) for one in of(actions, Recompute)] == [(0, 1)]
     asked = {fetch.group for fetch in of(actions, FetchGroup)}
-    assert 0 not in asked
     assert 7 in asked
+    computed = [group for one in of(actions, Recompute) for group in range(one.first, one.last)]
+    assert computed[0] == 0
+    assert not asked & set(computed)
     play.compute_failed("out of memory", 0.3)
     assert asked | {fetch.group for fetch in of(play.actions(), FetchGroup)} == set(range(8))
 
@@ -344,13 +340,13 @@ def test_what_is_in_place_is_computed_if_that_gains_most():
         if track.name in {"base", "layer-1", "Int4"}
     )
     offer = dataclasses.replace(offer, tracks=heavy)
-    cost = PrefillCost(0.0, 0.3 / 128)
+    cost = PrefillCost(0.0, 0.1 / 128)
     play = session(offer, 1.0, cost=cost, config=PlayerConfig(gpu_price=1e-3))
     link = Capacity(world("flat", [sum(offer.track("base").bytes) / 0.3]), 0.0, 0.01, slow_start=False)
     record = Simulator(play, offer, link, rtt_s=0.01, cost=cost).run()
     assert record.met
-    assert record.groups[7].track in {"recomputed", "layer-1"}
-    assert [step for step in record.steps if step[0] == "compute"]
+    assert record.groups[7].track == "recomputed"
+    assert ("compute", 7, 8) in record.steps[1:]
 
 
 def test_a_suffix_engine_computes_a_tail_once_and_only_if_it_is_worth_it():

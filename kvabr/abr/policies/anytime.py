@@ -25,7 +25,6 @@ from heapq import heappop, heappush
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from kvabr.abr.compute_planner import ComputePlanner
 from kvabr.abr.policies.time_saver import TimeSaver
 from kvabr.abr.policy import Decision, Parameter, Policy
 from kvabr.abr.view import View
@@ -34,6 +33,8 @@ from kvabr.types.catalog import Track
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from kvabr.abr.compute_planner import ComputePlanner
 
 _LEAST_FLYING = 2
 """Minimum number of requests in flight while there is something to request."""
@@ -150,11 +151,12 @@ class Anytime(Policy):
         self._planner: ComputePlanner | None = None
         self._saver: TimeSaver | None = None
         if view.time_price > 0 or view.cost is not None:
-            from kvabr.abr.time_planner import TimePlanner  # noqa: PLC0415  # loads NumPy, slowly
+            from kvabr.abr.compute_planner import ComputePlanner  # noqa: PLC0415  # they load NumPy, slowly
+            from kvabr.abr.time_planner import TimePlanner  # noqa: PLC0415
 
             times = TimePlanner(view)
             if view.time_price > 0:
-                self._saver = TimeSaver(view, base, times, ahead_ttfb=self._ahead_ttfb, sure=self._sure)
+                self._saver = TimeSaver(base, times, ahead_ttfb=self._ahead_ttfb, sure=self._sure)
             if view.cost is not None:
                 self._planner = ComputePlanner(view, times, self._cost)
 

@@ -73,7 +73,7 @@ _FREE = 1e-12
 class TimeSaver:
     """Decides for one play. A decision of None leaves it to `anytime`'s own order."""
 
-    def __init__(self, view: View, base: Track, times: TimePlanner, *, ahead_ttfb: float, sure: float) -> None:
+    def __init__(self, base: Track, times: TimePlanner, *, ahead_ttfb: float, sure: float) -> None:
         """Begin a play; ``ahead_ttfb`` and ``sure`` are parameters of `Anytime`."""
         self._times = times
         self._computed, self._computed_s = range(0), 0.0
