@@ -320,7 +320,7 @@ class ComputePlanner:
         first = (view.solid if view.prefix else 0) if self._suffix else start
         stops = np.arange(first, groups + 1)
         if self._suffix and not catalog.every_token:
-            stops = np.array([stop for stop in stops if stop == groups or catalog.cut(stop) == stop])
+            stops = np.array([one for one in range(first, groups + 1) if one == groups or catalog.cut(one) == one])
         if len(stops) > _MOST_STOPS:
             stops = stops[np.unique(np.linspace(0, len(stops) - 1, _MOST_STOPS).astype(int))]
         if self._suffix:

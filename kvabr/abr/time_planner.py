@@ -382,9 +382,8 @@ class TimePlanner:
         def brought(each: Array) -> Array:
             """Return the sums over the groups that the network brings, by prices and stop."""
             sums = np.concatenate([np.zeros((*each.shape[:-1], 1)), np.cumsum(each, axis=-1)], axis=-1)
-            if view.front_first:
-                return sums[..., ends]
-            return sums[..., -1:] - sums[..., ends] + sums[..., begin : begin + 1]
+            behind: Array = sums[..., ends]
+            return behind if view.front_first else sums[..., -1:] - behind + sums[..., begin : begin + 1]
 
         works, nbytes, flying = brought(picked.work), brought(picked.bytes), brought(held)
         arrives_s = _carried_s(nbytes + flying, rate, ramp) + (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)

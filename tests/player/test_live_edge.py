@@ -280,7 +280,7 @@ def test_an_engine_computes_at_once_what_a_producer_that_stopped_did_not_publish
 
 
 def test_a_prefix_ends_where_its_producer_stopped():
-    cost = PrefillCost.from_rate(1000.0)
+    cost = PrefillCost.from_rate(1.0)
     options = {"cost": cost, "goal": PrefixGoal(), "expected_s": EXPECTED}
     play = new_session(Ladder(catalog(4)), 60.0, "anytime", DualEwma(), **options)
     play.start()
