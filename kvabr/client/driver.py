@@ -18,7 +18,7 @@ from typing import Any
 from kvabr.client.decode_speeds import on_one_core
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
-from kvabr.client.resources import on_engine, timed
+from kvabr.client.resources import on_engine, timed, timings_of
 from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.player.assembler import Assembler, Layer, Placement
@@ -489,12 +489,13 @@ class Driver:
 
         async def compute() -> None:
             try:
-                await on_engine(engine, work)
+                _, seconds = await on_engine(engine, partial(timed, self._loop.time, work))
             except Exception as error:  # noqa: BLE001  # engines raise whatever they like
                 self.engine_error = error
                 self._tell(self.session.compute_failed, said(error))
             else:
                 self._tell(self.session.computed, action.first, action.last)
+                timings_of(engine).note(begin, end - begin, seconds)
 
         self._begin(compute())
 

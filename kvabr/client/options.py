@@ -15,7 +15,7 @@ from kvabr.abr.policies import DEFAULT
 from kvabr.abr.tail import MAX_TAIL
 from kvabr.blend.selectors import DEFAULT as DEFAULT_SELECTOR
 from kvabr.blend.selectors import load_selector
-from kvabr.client.resources import known_cost
+from kvabr.client.engine_costs import EngineCosts
 from kvabr.client.snapshot import Watch
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, BlendGoal, PlayerConfig
 from kvabr.telemetry.client_metrics import ClientMetrics
@@ -41,7 +41,8 @@ class PlayOptions:
     recompute: bool = True
     """Let the engine, if there is one, compute what would be late, or everything if nothing is cached."""
     prefill_cost: PrefillCost | None = None
-    """Cost of the engine's prefill; None: as measured, see `AsyncClient.measure_prefill`."""
+    """Cost of the engine's prefill; None: as its computations took, here and in earlier processes. Until there was one,
+    what the cache's publisher measured, or a guess by the device; see also `AsyncClient.measure_prefill`."""
     mode: EngineMode | None = None
     """What the engine can recompute; None: what it says itself."""
     gpu_price: float = GPU_PRICE
@@ -69,7 +70,7 @@ class PlayOptions:
     tail: int | None = None
     """Tokens at the end of what is cached that the engine may compute with these, on the coded cache, instead of having
     them fetched: most of a coded cache's loss sits there. The play takes what it is worth. 0: none. None: up to
-    `MOST_TAIL` if the cost of the engine's prefill is known, else none."""
+    `MOST_TAIL` if there is an engine, else none."""
     salt: bytes = b""
     """Secret of the tenant, see `kvabr.types.naming.chain`."""
     out: torch.Tensor | None = None
@@ -182,17 +183,13 @@ def guard_s(deadline_s: float) -> float:
     return min(_MAX_GUARD_S, _GUARD_SHARE * deadline_s)
 
 
-def engine_of(engine: Engine | None, options: PlayOptions) -> tuple[Engine | None, PrefillCost | None]:
-    """Return the engine of a play, and what its prefill costs; two None if none may compute."""
+def engine_of(
+    engine: Engine | None, options: PlayOptions, costs: EngineCosts
+) -> tuple[Engine | None, PrefillCost | None]:
+    """Return the engine of a play, and what its prefill costs as far as is known; two None if none may compute."""
     if engine is None or not options.recompute:
         return None, None
-    cost = options.prefill_cost or known_cost(engine)
-    if cost is None:
-        raise UsageError(
-            "the cost of the engine's prefill is not known: await client.measure_prefill(engine) once, or give "
-            "PlayOptions(prefill_cost=...)"
-        )
-    return engine, cost
+    return engine, options.prefill_cost or costs.of(engine).cost()
 
 
 def model_of(model: KVSpec | str | None, engine: Engine | None) -> tuple[KVSpec | str | None, bool]:

@@ -24,6 +24,7 @@ from kvabr.abr.plugins import load_policy
 from kvabr.abr.tail import TailOffer
 from kvabr.client.decode_speeds import DecodeSpeeds
 from kvabr.client.driver import LIVE, Driver
+from kvabr.client.engine_costs import EngineCosts
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
 from kvabr.client.lookup import Found, most_frame_bytes, playable
@@ -34,7 +35,7 @@ from kvabr.client.play_connection import PlayConnection
 from kvabr.client.plugin_limits import PluginLimit, limited_estimator
 from kvabr.client.preparing import Clock, Prepared, pays, tail_choices
 from kvabr.client.profiles import ProfileCache
-from kvabr.client.resources import on_engine
+from kvabr.client.resources import on_engine, timed
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
 from kvabr.client.runner import R, Turn
 from kvabr.client.shared_bandwidth import estimating, link_of
@@ -103,6 +104,8 @@ class Play:
     """What the client knows of its peers."""
     speeds: DecodeSpeeds
     """How fast this machine decodes."""
+    costs: EngineCosts
+    """What the prefills of engines take here."""
     engine: Engine | None
     """Computes what would be late."""
     cost: PrefillCost | None
@@ -129,6 +132,8 @@ class Play:
             UsageError: everything is skipped.
         """
         catalog = found.catalog.to_play
+        if self.engine is not None and self.options.prefill_cost is None:
+            self.cost = self.costs.of(self.engine).cost(catalog.prefill)
         profile, why = await self._profile_of(catalog)
         catalog = playable(catalog, profile=profile is not None or catalog.profile is None, why=why)
         end, cut = catalog.first_token + catalog.tokens, None
@@ -329,7 +334,10 @@ class Play:
         options.note(RecomputeStarted(0.0, 0, groups))
         try:
             async with asyncio.timeout(patience_s):
-                parts = await on_engine(engine, partial(prefill_classes, engine, tokens))
+                work = partial(timed, asyncio.get_running_loop().time, prefill_classes, engine, tokens)
+                parts, engine_s = await on_engine(engine, work)
+            self.costs.of(engine).note(0, len(tokens), engine_s)
+            self._save_costs()
             parts = self._placed(parts, spec)
         except TimeoutError as error:
             raise ModelError(f"nothing was fetched, and the engine did not end within {patience_s:.1f} s") from error
@@ -449,6 +457,7 @@ class Play:
                 again=again,
             )
             await driver.run()
+        self._save_costs()
         if self.history.path is not None:
             # Not in the decoders' threads: they must not wait for a disk.
             asyncio.get_running_loop().run_in_executor(None, self.history.save)
@@ -457,6 +466,10 @@ class Play:
             # Only now: a play must not wait for it.
             asyncio.get_running_loop().run_in_executor(None, self.speeds.measure, catalog, profile, self._device)
         return driver
+
+    def _save_costs(self) -> None:
+        if self.engine is not None:
+            asyncio.get_running_loop().run_in_executor(None, self.costs.save_engine, self.engine)
 
     def _upgrade(self, ladder: Ladder, played: Driver, after_s: float) -> Upgrades:
         """Begin the upgrades of a cache that was handed over."""

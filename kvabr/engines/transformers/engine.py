@@ -66,6 +66,11 @@ class TransformersEngine:
         return device
 
     @property
+    def weights(self) -> int:
+        """Number of the model's weights, by which kvabr guesses what its first prefill takes."""
+        return sum(each.numel() for each in self.model.parameters())
+
+    @property
     def dtype(self) -> torch.dtype:
         """Element type in which the model computes and returns caches."""
         dtype: torch.dtype = self.model.dtype
