@@ -69,6 +69,28 @@ class ClassEngine(Engine, Protocol):
         """
 
 
+class ResidentCache(Protocol):
+    """Room on an engine's device for the cache of one prompt. It is freed with the last reference to it."""
+
+    def place(self, first: int, kv: torch.Tensor) -> None:
+        """Copy the KV of tokens from ``first`` on, [layer, K/V, head, token, dim], any float dtype, to their places."""
+
+    def prefill(self, tokens: Sequence[int], first: int) -> torch.Tensor:
+        """Compute the KV of ``tokens`` from ``first`` on, behind what is in place; keep it, and return it as well.
+
+        Raises:
+            ModelError: as `Engine.prefill`.
+        """
+
+
+@runtime_checkable
+class ResidentEngine(Engine, Protocol):
+    """An engine that keeps the cache of a play where it computes, so that nothing is copied there twice."""
+
+    def reside(self, tokens: int) -> ResidentCache | None:
+        """Return room for a prompt of ``tokens`` tokens; None: there is none, or not for such a model."""
+
+
 @runtime_checkable
 class BlendEngine(Engine, Protocol):
     """An engine that can recompute any tokens of a cache, such as one that was joined from passages."""
