@@ -43,7 +43,7 @@ from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.play import Play
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.plugin_limits import PluginLimit
-from kvabr.client.preparing import lookup_time, tail_choices
+from kvabr.client.preparing import loadable, lookup_time, tail_choices
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
@@ -276,7 +276,7 @@ class AsyncClient:
                     found, spec = await lookup(play.connection)
                 if isinstance(found, Unplayable):
                     limit = found.limited_by
-                elif found is not None:
+                elif found is not None and (found := loadable(found, options)) is not None:
                     prepared = await play.prepare(found, behind=len(tokens) - found.catalog.tokens)
             except (TransportError, FormatError, TimeoutError) as error:
                 reason = str(error) or play.with_trouble(f"no answer within {clock.now():.2g} s")

@@ -71,6 +71,11 @@ class PlayOptions:
     """Tokens at the end of what is cached that the engine may compute with these, on the coded cache, instead of having
     them fetched: most of a coded cache's loss sits there. The play takes what it is worth. 0: none. None: up to
     `MOST_TAIL` if there is an engine, else none."""
+    min_load_tokens: int = 0
+    """Tokens that must be cached of a prompt for any of them to be loaded; of fewer, all are computed."""
+    max_load_tokens: int | None = None
+    """Most tokens of a prompt that are loaded, whole groups from its beginning; the rest is computed. Passages of a
+    prompt in parts are not counted. None: all that are cached."""
     salt: bytes = b""
     """Secret of the tenant, see `kvabr.types.naming.chain`."""
     out: torch.Tensor | None = None
@@ -106,6 +111,7 @@ class PlayOptions:
         for name in ("question_tokens", "tail"):
             if (count := getattr(self, name)) is not None and not 0 <= count <= MAX_TAIL:
                 raise UsageError(f"{name} is {count:,}; give 0 to {MAX_TAIL:,} tokens")
+        check_load_tokens(self.min_load_tokens, self.max_load_tokens)
         # Raise for unknown names and prices here, before anything is asked of the network.
         PlayerConfig(gpu_price=self.gpu_price, time_price=self.time_price)
         BlendGoal(max_loss=self.max_loss)
@@ -152,6 +158,14 @@ class Limits:
             raise UsageError(f"plays is {self.plays}; at least one must be let in")
         if not 0 <= self.wait_share <= 1:
             raise UsageError(f"wait_share is {self.wait_share}; it is a share, 0 to 1")
+
+
+def check_load_tokens(least: int, most: int | None) -> None:
+    """Raise `UsageError` unless at least and at most so many tokens can be loaded."""
+    if least < 0:
+        raise UsageError(f"min_load_tokens is {least:,}; give 0 or more tokens")
+    if most is not None and not max(1, least) <= most:
+        raise UsageError(f"max_load_tokens is {most:,}; give at least 1, and min_load_tokens ({least:,})")
 
 
 def check_deadline(deadline_s: float) -> None:
