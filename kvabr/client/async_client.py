@@ -144,6 +144,8 @@ class AsyncClient:
         self._history = history_at(None if folder is None else folder / "peers.json")
         self._speeds = speeds_at(None if folder is None else folder / SPEEDS_FILE)
         self._costs = costs_at(None if folder is None else folder / COSTS_FILE)
+        if engine is not None and self.options.recompute:
+            self._costs.of(engine).cost()  # fitted to what earlier processes timed, which takes some milliseconds
         self._runner = PlayRunner(bounds, self.metrics)
         self._peers: dict[object, ClientPeer] = {}
         self._origin: ClientPeer | None = None

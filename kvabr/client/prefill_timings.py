@@ -24,8 +24,9 @@ MOST = 96
 """Timings that are kept."""
 _MOST_ALIKE = 5
 _MAX_S, _MAX_TOKENS = 1e5, 1 << 24
-_FIRST = 4.0
-"""How many times as slow as expected the first call of a process counts at most: it also loads and compiles."""
+_FEW, _FEW_TIMES = 4, 4.0
+"""Of fewer timings than the first none counts as more times as slow as expected than the second: the first call of an
+engine also loads and compiles, and nothing tells yet that a machine was busy."""
 _CREDIBLE = 30.0
 """A publisher's cost that differs from the guess by a larger factor is not believed."""
 _TYPICAL = 2048
@@ -76,7 +77,6 @@ class PrefillTimings:
         """By size, those used last at the end."""
         self._cost: PrefillCost | None = None
         """What was fitted to them; None: it must be fitted again."""
-        self._began = False
         self.news = False
         """Whether there are timings that `rows` has not told."""
 
@@ -89,8 +89,6 @@ class PrefillTimings:
         """Note what a computation took; what cannot be is ignored."""
         if not sound((before, tokens, seconds)):
             return
-        if not self._began:
-            self._began, seconds = True, min(seconds, _FIRST * self.cost().seconds(before, tokens))
         with self._lock:
             self._add((before, tokens, seconds))
             self.news = True
@@ -99,7 +97,7 @@ class PrefillTimings:
         """Note what was timed on an idle engine, and return the cost, which is now known without a guess."""
         rows = list(timings)
         with self._lock:
-            self._began, self._prior = True, PrefillCost.fit(rows)
+            self._prior = PrefillCost.fit(rows)
             for row in rows:
                 self._add(row)
             self.news = True
@@ -125,6 +123,8 @@ class PrefillTimings:
                 self._prior, self._cost = said, None
             if self._cost is None:
                 rows = [row for alike in self._alike.values() for row in alike]
+                if len(rows) < _FEW:
+                    rows = [(b, n, min(s, _FEW_TIMES * self._prior.seconds(b, n))) for b, n, s in rows]
                 self._cost = PrefillCost.fit(rows, self._prior) if rows else self._prior
             return self._cost
 

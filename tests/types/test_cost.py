@@ -122,7 +122,9 @@ def test_one_timing_says_how_many_times_as_slow_as_another_an_engine_is():
     known, true = GPU[1], GPU[1].scaled(3.0)
     found = PrefillCost.fit([(0, 2010, true.seconds(0, 2010))], known)
     for shape in ASKED:
-        assert found.seconds(*shape) == pytest.approx(true.seconds(*shape), rel=0.01)
+        if known.seconds(*shape) > 2 * known.floor_s:
+            assert found.seconds(*shape) == pytest.approx(true.seconds(*shape), rel=0.01)
+    assert found.seconds(0, 128) == pytest.approx(known.floor_s, rel=0.05)  # of which a long call tells nothing
 
 
 def test_timings_win_over_what_was_known_before():

@@ -25,7 +25,7 @@ from kvabr.engines.transformers.cache import (
     whole_cache,
 )
 from kvabr.engines.transformers.identity import state_of
-from kvabr.engines.transformers.resident import ResidentCache, fits
+from kvabr.engines.transformers.resident import RoomyCache, fits
 from kvabr.engines.transformers.weight_files import check_finite
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import ModelError
@@ -103,12 +103,12 @@ class TransformersEngine:
         self.extend(cache, ids, start)
         return read_cache(cache, self.spec, start, start + len(tokens))
 
-    def reside(self, tokens: int) -> ResidentCache | None:
+    def reside(self, tokens: int) -> RoomyCache | None:
         """Return room for a prompt on the device; see `kvabr.types.engine.ResidentEngine.reside`."""
         if not fits(self.spec, tokens, self.dtype, self.device):
             return None
         try:
-            return ResidentCache(self, tokens)
+            return RoomyCache(self.spec, tokens, self.dtype, self.device, self.ids_of, self.extend)
         except RuntimeError:  # there is no memory
             return None
 

@@ -6,9 +6,9 @@ would also be copied to the device for each, although most of it was computed or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,8 +16,8 @@ from kvabr.engines.adapters import require
 from kvabr.engines.transformers.cache import is_plain, read_cache
 from kvabr.types.kv import KVSpec
 
-if TYPE_CHECKING:
-    from kvabr.engines.transformers.engine import TransformersEngine
+IdsOf = Callable[[Sequence[int], int], torch.Tensor]
+Extend = Callable[[Any, torch.Tensor, int], None]
 
 _MOST_SHARE = 0.5
 """Share of a GPU's free memory that one prompt may take."""
@@ -25,14 +25,19 @@ _MOST_BYTES = 8 << 30
 """Bytes that one prompt may take in the memory of the processor, where it is besides the cache that is played."""
 
 
-class ResidentCache:
+class RoomyCache:
     """The cache of one prompt; see `kvabr.types.engine.ResidentCache`."""
 
-    def __init__(self, engine: TransformersEngine, tokens: int) -> None:
-        """Make room for ``tokens`` tokens; `fits` says whether there is any."""
-        self._engine, spec = engine, engine.spec
+    def __init__(
+        self, spec: KVSpec, tokens: int, dtype: torch.dtype, device: torch.device, ids_of: IdsOf, extend: Extend
+    ) -> None:
+        """Make room for ``tokens`` tokens; `fits` says whether there is any.
+
+        ``ids_of`` and ``extend`` are those of the engine.
+        """
+        self._spec, self._ids_of, self._extend = spec, ids_of, extend
         shape = spec.shape(tokens)
-        self._room = torch.empty((*shape[:2], 1, *shape[2:]), dtype=engine.dtype, device=engine.device)
+        self._room = torch.empty((*shape[:2], 1, *shape[2:]), dtype=dtype, device=device)
         """[layer, K/V, 1, head, token, dim]."""
 
     def place(self, first: int, kv: torch.Tensor) -> None:
@@ -41,14 +46,14 @@ class ResidentCache:
 
     def prefill(self, tokens: Sequence[int], first: int) -> torch.Tensor:
         """Compute tokens behind the first ones, which are in place, and keep them here."""
-        return self.compute(self._engine.ids_of(tokens, first), first)
+        return self.compute(self._ids_of(tokens, first), first)
 
     @torch.inference_mode()
     def compute(self, ids: torch.Tensor, first: int) -> torch.Tensor:
         """Do as `prefill` for ids that were checked, [1, token]."""
         past = require("transformers").Cache(layers=[_layer_class()(*pair, first) for pair in self._room])
-        self._engine.extend(past, ids, first)
-        return read_cache(past, self._engine.spec, first, first + ids.shape[1])[0]
+        self._extend(past, ids, first)
+        return read_cache(past, self._spec, first, first + ids.shape[1])[0]
 
 
 def fits(spec: KVSpec, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:

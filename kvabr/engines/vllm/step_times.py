@@ -84,7 +84,10 @@ class StepTimes:
         self._costs.save(self._timings, self._key)
 
     def _event(self) -> Any:
-        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)) if self._on_gpu else None
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return torch.cuda.current_stream().record_event(event)
 
     def _note(self, prefill: tuple[int, int], seconds: float) -> None:
         self._timings.note(*prefill, seconds)

@@ -12,7 +12,7 @@ import torch
 from kvabr.client.engine_cache import EngineCache
 from kvabr.engines.transformers import engine as engines
 from kvabr.engines.transformers.engine import CHUNK, TransformersEngine
-from kvabr.engines.transformers.resident import ResidentCache
+from kvabr.engines.transformers.resident import RoomyCache
 from kvabr.player.assembler import Assembler
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.types.catalog import RECOMPUTED
@@ -30,9 +30,9 @@ class Watched(TransformersEngine):
     def __init__(self, engine: TransformersEngine) -> None:
         super().__init__(engine.model, engine.spec, context=engine.context)
         self.placed: list[tuple[int, int]] = []
-        self.rooms: list[weakref.ref[ResidentCache]] = []
+        self.rooms: list[weakref.ref[RoomyCache]] = []
 
-    def reside(self, tokens: int) -> ResidentCache | None:
+    def reside(self, tokens: int) -> RoomyCache | None:
         room = super().reside(tokens)
         assert room is not None
         self.rooms.append(weakref.ref(room))

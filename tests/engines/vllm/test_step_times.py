@@ -67,7 +67,7 @@ def test_a_gpus_steps_are_timed_by_events_and_nobody_waits(monkeypatch: pytest.M
     assert cost is not None
     assert times.told() is None
     for shape in [(0, 128), (0, 2048), (0, 16384), (8192, 128), (32768, 2048)]:
-        assert cost.seconds(*shape) == pytest.approx(TRUE.seconds(*shape), rel=0.15)
+        assert cost.seconds(*shape) == pytest.approx(TRUE.seconds(*shape), rel=0.25)
     times.close()
     again = step_times_of(tmp_path, "cuda")
     told = again.told()
