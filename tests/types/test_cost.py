@@ -123,7 +123,7 @@ def test_one_timing_says_how_many_times_as_slow_as_another_an_engine_is():
     found = PrefillCost.fit([(0, 2010, true.seconds(0, 2010))], known)
     for shape in ASKED:
         if known.seconds(*shape) > 2 * known.floor_s:
-            assert found.seconds(*shape) == pytest.approx(true.seconds(*shape), rel=0.01)
+            assert found.seconds(*shape) == pytest.approx(true.seconds(*shape), rel=0.05)
     assert found.seconds(0, 128) == pytest.approx(known.floor_s, rel=0.05)  # of which a long call tells nothing
 
 
