@@ -87,6 +87,9 @@ _PROFILE_SHARE = 0.3
 _MIN_SHARE, _MIN_PREFIX_SHARE = 0.1, 0.05
 """Share of the deadline that a play gets even after a lookup that took longer, as far as the play may be late."""
 _MIN_LEFT_S = 1e-3
+_FIRST_CALL_S, _FIRST_CALL_TIMES = 60.0, 20.0
+"""Seconds, or multiples of a guess, for which an engine is waited for of which nothing was timed: a first call may load
+and compile, and the guess be wrong."""
 _MIN_HUGE_BYTES = 4 << 20
 """Smaller tensors do not fill huge pages."""
 
@@ -330,7 +333,7 @@ class Play:
             raise UsageError("there is no engine to recompute with")
         spec, lookup_s = engine.spec, clock.now()
         groups = spec.groups(len(tokens))
-        patience_s = self._patience_s() + ENGINE_PATIENCE * self._engine_s(0, len(tokens))
+        patience_s = self._patience_s() + ENGINE_PATIENCE * self._engine_s(0, len(tokens)) + self._doubt_s()
         options.note(RecomputeStarted(0.0, 0, groups))
         try:
             async with asyncio.timeout(patience_s):
@@ -393,7 +396,7 @@ class Play:
             raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
         deadline_s, least, end_s = self.clock.deadline_s, _MIN_PREFIX_SHARE, self.clock.left()
         if not isinstance(goal, PrefixGoal):
-            least, end_s = _MIN_SHARE, self._patience_s() - self.clock.now()
+            least, end_s = _MIN_SHARE, self._patience_s() + self._doubt_s() - self.clock.now()
         # At most half of the deadline is set aside for the rest: a worse cache would not make up for more.
         rates = self.speeds.rates(catalog, self._device)
         if coded:  # it is expanded when it is there
@@ -466,6 +469,12 @@ class Play:
             # Only now: a play must not wait for it.
             asyncio.get_running_loop().run_in_executor(None, self.speeds.measure, catalog, profile, self._device)
         return driver
+
+    def _doubt_s(self) -> float:
+        """Return the seconds for which an engine is waited for beyond what it should take: many for its first call."""
+        if self.engine is None or self.options.prefill_cost is not None or not self.costs.of(self.engine).empty:
+            return 0.0
+        return max(_FIRST_CALL_S, _FIRST_CALL_TIMES * self._engine_s(0, len(self.tokens)))
 
     def _save_costs(self) -> None:
         if self.engine is not None:

@@ -166,3 +166,11 @@ async def test_a_play_learns_what_its_engine_takes_and_times_nothing_before(orig
             break
         await asyncio.sleep(0.01)
     assert EngineCosts(tmp_path / COSTS_FILE).of(Slow()).cost().seconds(0, 70) == pytest.approx(learnt_s, rel=0.5)
+
+
+async def test_an_engine_that_takes_much_longer_than_was_guessed_is_waited_for_once(origin) -> None:
+    tokens = prompt(70).tokens[::-1]
+    async with origin() as link, AsyncClient(link, engine=Slow()) as client:
+        played = await play(client, tokens, deadline=0.02)
+    assert played.record.tokens_recomputed == len(tokens)
+    assert not played.met
