@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,8 @@ class EngineCosts:
 
     def of(self, engine: Engine) -> PrefillTimings:
         """Return what the engine's prefills took, in this process and in earlier ones."""
-        return self.restored(timings_of(engine), engine_key(engine))
+        timings = timings_of(engine)
+        return self.restored(timings, engine_key(engine)) if timings.empty else timings
 
     def restored(self, timings: PrefillTimings, key: str) -> PrefillTimings:
         """Return timings, completed by those that the file has under a key if there are none."""
@@ -66,8 +68,8 @@ def engine_key(engine: Engine) -> str:
 
 def cost_key(model: str, engine: str, device: torch.device | None) -> str:
     """Return the key of a model on an engine and a device; None: the processor."""
+    where = f"{'cpu' if device is None else device.type} {torch.get_num_threads()}"
     if device is not None and device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
-    else:
-        where = f"{'cpu' if device is None else device.type} {torch.get_num_threads()}"
+        with contextlib.suppress(RuntimeError):  # it is there no more
+            where = torch.cuda.get_device_name(device)
     return f"{model}:{engine}:{where}"

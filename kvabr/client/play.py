@@ -339,9 +339,9 @@ class Play:
             async with asyncio.timeout(patience_s):
                 work = partial(timed, asyncio.get_running_loop().time, prefill_classes, engine, tokens)
                 parts, engine_s = await on_engine(engine, work)
+            parts = self._placed(parts, spec)
             self.costs.of(engine).note(0, len(tokens), engine_s)
             self._save_costs()
-            parts = self._placed(parts, spec)
         except TimeoutError as error:
             raise ModelError(f"nothing was fetched, and the engine did not end within {patience_s:.1f} s") from error
         except KvabrError:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvabr.engines.adapters import require
-from kvabr.engines.transformers.cache import is_plain, read_cache
+from kvabr.engines.transformers.cache import is_plain
 from kvabr.types.kv import KVSpec
 
 IdsOf = Callable[[Sequence[int], int], torch.Tensor]
@@ -35,7 +35,7 @@ class RoomyCache:
 
         ``ids_of`` and ``extend`` are those of the engine.
         """
-        self._spec, self._ids_of, self._extend = spec, ids_of, extend
+        self._ids_of, self._extend = ids_of, extend
         shape = spec.shape(tokens)
         self._room = torch.empty((*shape[:2], 1, *shape[2:]), dtype=dtype, device=device)
         """[layer, K/V, 1, head, token, dim]."""
@@ -46,14 +46,15 @@ class RoomyCache:
 
     def prefill(self, tokens: Sequence[int], first: int) -> torch.Tensor:
         """Compute tokens behind the first ones, which are in place, and keep them here."""
-        return self.compute(self._ids_of(tokens, first), first)
+        computed = self.compute(self._ids_of(tokens, first), first)
+        return computed.clone() if computed.data_ptr() == self._room.data_ptr() else computed
 
     @torch.inference_mode()
     def compute(self, ids: torch.Tensor, first: int) -> torch.Tensor:
-        """Do as `prefill` for ids that were checked, [1, token]."""
+        """Do as `prefill` for ids that were checked, [1, token]. On a CPU what is returned may be the room itself."""
         past = require("transformers").Cache(layers=[_layer_class()(*pair, first) for pair in self._room])
         self._extend(past, ids, first)
-        return read_cache(past, self._spec, first, first + ids.shape[1])[0]
+        return self._room[:, :, 0, :, first : first + ids.shape[1]].contiguous().cpu()
 
 
 def fits(spec: KVSpec, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
