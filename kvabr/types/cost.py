@@ -160,9 +160,9 @@ class PrefillCost:
         before, new, seconds = np.array(rows, np.float64).T
         weights, start = np.ones(len(rows)), seconds
         if prior is not None:
-            known = prior.seconds_many(before, new)
+            known = np.maximum(prior.seconds_many(before, new), _LEAST_S)
             first, more = np.array(_ANCHORS, np.float64).T
-            anchors = prior.seconds_many(first, more)
+            anchors = np.maximum(prior.seconds_many(first, more), _LEAST_S)
             apart = np.abs(np.log(np.concatenate([known, anchors])[:, None] / known))
             nearest = np.argsort(apart, axis=1, kind="stable")[:, :_NEAREST]
             # The lower median: what is off is late as a rule, since other work only adds time.

@@ -134,6 +134,18 @@ def test_timings_win_over_what_was_known_before():
         assert found.seconds(*shape) == pytest.approx(true.seconds(*shape), rel=0.03)
 
 
+TIMINGS = st.lists(
+    st.tuples(st.integers(0, 1 << 20), st.integers(1, 1 << 20), st.floats(1e-9, 1e9)), min_size=3, max_size=30
+)
+ANY = st.builds(PrefillCost, *(st.sampled_from([0.0, 1e-12, 1e-3, 1e50]) for _ in range(4)), st.floats(1e-9, 10.0))
+
+
+@given(TIMINGS, st.one_of(st.none(), ANY, st.just(PrefillCost(0.0, 0.0, 0.0, 1e-9))))
+def test_whatever_was_timed_has_a_cost(timings, prior):
+    found = PrefillCost.fit(timings, prior)
+    assert 0 < found.seconds(1000, 1000) < float("inf")
+
+
 def test_published_costs_keep_their_form():
     assert PrefillCost(0.1, 0.2).to_json() == {"constant_s": 0.1, "per_token_s": 0.2, "attention_s": 0.0}
     whole = PrefillCost(0.1, 0.2, 0.3, 0.4, 0.5)
