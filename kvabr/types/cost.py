@@ -34,7 +34,7 @@ _FAR = 0.1
 """Relative error from which on a timing counts less and less."""
 _FLOOR_PRICE = 3.0
 """How much better timings must be explained by a floor that was not known before, see `_Fit._misfit`."""
-_LIKELY, _SURPRISE_PRICE = 1.5, 8.0
+_LIKELY, _SURPRISE_PRICE = 2.2, 8.0
 """How many times what was expected of the smallest call a floor may be, and the price of a higher one: more than what
 explaining a single timing that is off is worth."""
 _ROUNDS, _MOST_SPLITS, _SAME = 12, 8, 1e-4
