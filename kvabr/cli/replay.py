@@ -120,6 +120,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     how = engine.add_mutually_exclusive_group()
     how.add_argument("--prefill-rate", type=float, metavar="TOK/S", help="recompute rate (default: the asset's own)")
+    how.add_argument("--engine", metavar="NAME", help="as a measured engine takes: h200-8b, h200-70b or cpu-smollm2")
+    how.add_argument(
+        "--prefill",
+        metavar="C:B[:D[:A[:F]]]",
+        help="as these constants say, seconds: per call, per token, per token cached before, per pair of tokens, and "
+        "the least of a call",
+    )
     how.add_argument("--no-recompute", action="store_true", help="there is no engine: every group must be fetched")
     mode = "suffix: all behind the first miss, as vLLM; hole: any missing group (default: hole)"
     add_old_name(
@@ -189,7 +196,7 @@ def _add_live_options(parser: argparse.ArgumentParser) -> None:
         "a real link",
         "Play real bytes: an origin, a link shaped by the trace and the player run as three processes over QUIC. The "
         "trace counts whole packets. The same plays are simulated as well, and the two compared. There is no recompute "
-        "unless --prefill-rate is given; then a stand-in for the engine takes the time and computes nothing.",
+        "unless an engine is given; then a stand-in for it takes the time and computes nothing.",
     )
     live.add_argument(
         "--live",
@@ -294,6 +301,7 @@ def _blend(args: argparse.Namespace) -> BlendGoal | None:
 
 def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
     from kvabr.data import traces_folder
+    from kvabr.replay.engines import engine_cost, parse_cost
     from kvabr.replay.experiment import ReplayOptions
     from kvabr.replay.readers import find, read
     from kvabr.replay.run import Matrix
@@ -306,9 +314,13 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         cost = None
     elif args.prefill_rate is not None:
         cost = PrefillCost.from_rate(args.prefill_rate)
+    elif args.engine is not None:
+        cost = engine_cost(args.engine, "--engine")
+    elif args.prefill is not None:
+        cost = parse_cost(args.prefill, "--prefill")
     question = 0 if args.question is None or args.passages is not None else args.question
     if args.tail is not None and (not question or cost is None):
-        raise UsageError("--tail is about an engine that computes a --question: give that, and a --prefill-rate")
+        raise UsageError("--tail is about an engine that computes a --question: give that, and an --engine")
     options = ReplayOptions(
         deadline_s=args.deadline,
         rtt_s=None if args.rtt is None else args.rtt / 1000.0,

@@ -24,6 +24,7 @@ import torch
 
 from kvabr.abr.tail import TailOffer
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
+from kvabr.client.engine_costs import COSTS_FILE, costs_at
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_catalog, fetch_models
 from kvabr.client.options import (
     Limits,
@@ -42,7 +43,7 @@ from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.play import Play
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.plugin_limits import PluginLimit
-from kvabr.client.preparing import lookup_time, tail_choices
+from kvabr.client.preparing import loadable, lookup_time, tail_choices
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
@@ -111,12 +112,11 @@ class AsyncClient:
             timeout_s: seconds that connecting may take.
             model: the model whose caches are played, by its spec or by its name at the origin. None: the engine's, or
                 the only one that the origin has.
-            engine: computes what would be late, and what is not cached. Entering the client measures its prefill
-                unless the options have its cost.
+            engine: computes what would be late, and what is not cached. What its prefill costs is learnt as it does.
             options: how to play, for plays that do not say otherwise.
             limits: what all plays together may use.
-            cache: folder in which codec profiles, the speed of peers, and how fast this machine decodes outlive the
-                process; None: memory only.
+            cache: folder in which codec profiles, the speed of peers, how fast this machine decodes and what prefills
+                cost outlive the process; None: memory only.
             metrics: counts what happens; `kvabr.telemetry.prometheus.ScrapeServer` serves it.
 
         Raises:
@@ -143,6 +143,9 @@ class AsyncClient:
         self._profiles = ProfileCache(None if folder is None else folder / PROFILES, tell)
         self._history = history_at(None if folder is None else folder / "peers.json")
         self._speeds = speeds_at(None if folder is None else folder / SPEEDS_FILE)
+        self._costs = costs_at(None if folder is None else folder / COSTS_FILE)
+        if engine is not None and self.options.recompute:
+            self._costs.of(engine).cost()  # fitted to what earlier processes timed, which takes some milliseconds
         self._runner = PlayRunner(bounds, self.metrics)
         self._peers: dict[object, ClientPeer] = {}
         self._origin: ClientPeer | None = None
@@ -199,7 +202,7 @@ class AsyncClient:
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
         """Return the cost of an engine's prefill; the first call for an engine runs and times a few prefills.
 
-        Entering the client does this for the client's engine. A play never does: its deadline would already count.
+        No play needs this: every computation is timed. It is for those who want the first one to know the cost.
 
         Args:
             engine: the engine; None: the client's.
@@ -212,7 +215,9 @@ class AsyncClient:
         engine = engine or self.engine
         if engine is None:
             raise UsageError("measure_prefill: there is no engine; give one here or to the client")
-        return await in_thread(partial(measure_prefill, engine, tokens))
+        cost = await in_thread(partial(measure_prefill, engine, tokens))
+        await asyncio.get_running_loop().run_in_executor(None, self._costs.save_engine, engine)
+        return cost
 
     # ------------------------------------------------------------------ plays
 
@@ -256,7 +261,7 @@ class AsyncClient:
         """
         options = options or self.options
         wanted, any_size = model_of(model or self._model, engine or self.engine)
-        computing, cost = engine_of(engine or self.engine, options)
+        computing, cost = engine_of(engine or self.engine, options, self._costs)
         prompt = PassagePrompt.of(parts, tokens, wanted, computing, options, question, share)
         tokens = tokens if prompt is None else prompt.tokens
         check_prompt(tokens)
@@ -273,7 +278,7 @@ class AsyncClient:
                     found, spec = await lookup(play.connection)
                 if isinstance(found, Unplayable):
                     limit = found.limited_by
-                elif found is not None:
+                elif found is not None and (found := loadable(found, options)) is not None:
                     prepared = await play.prepare(found, behind=len(tokens) - found.catalog.tokens)
             except (TransportError, FormatError, TimeoutError) as error:
                 reason = str(error) or play.with_trouble(f"no answer within {clock.now():.2g} s")
@@ -320,7 +325,7 @@ class AsyncClient:
             raise UsageError("play_asset: to recompute, an engine needs the prompt: tokens=...")
         if len(tokens):
             check_prompt(tokens)
-        computing, cost = engine_of(engine or self.engine, options) if len(tokens) else (None, None)
+        computing, cost = engine_of(engine or self.engine, options, self._costs) if len(tokens) else (None, None)
         name = parse_namespace(asset) if isinstance(asset, str) else asset
 
         async with self._play(deadline, options, peer, computing, cost, tokens) as play:
@@ -536,8 +541,6 @@ class AsyncClient:
         await self.store.close()
 
     async def __aenter__(self) -> Self:
-        if self.engine is not None and self.options.recompute and self.options.prefill_cost is None:
-            await self.measure_prefill()
         return self
 
     async def __aexit__(
@@ -584,4 +587,4 @@ class AsyncClient:
     ) -> AsyncIterator[Play]:
         check_deadline(deadline)
         async with self._runner.play(self._peer(peer), deadline, options) as turn:
-            yield Play(turn, self._profiles, self._history, self._speeds, engine, cost, tokens)
+            yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)

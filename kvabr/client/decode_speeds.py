@@ -1,15 +1,11 @@
 """How fast this machine decodes: measured once per model and device, off the path of every play, and kept in a file.
 
-The file belongs to one machine, and to one version of kvabr and torch; another's is measured anew. It is JSON with a
-checksum, written whole or not at all. Until a model is measured, and if it cannot be, plays begin with what the catalog
-says, and correct it.
+Until a model is measured, and if it cannot be, plays begin with what the catalog says, and correct it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import math
 import threading
 import time
@@ -22,8 +18,7 @@ from typing import Any
 import torch
 from cachetools import LRUCache
 
-from kvabr import __version__
-from kvabr.client.peer_history import this_host
+from kvabr.client.machine_file import MAX_MODELS, MachineFile
 from kvabr.codec.base import GroupContext
 from kvabr.codec.block_slots import TensorPlace
 from kvabr.codec.builtin import BUILTIN
@@ -32,9 +27,8 @@ from kvabr.codec.native.coder import active_path
 from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
 from kvabr.codec.sample_frames import CHUNK, SampleFrames
-from kvabr.codec.threads import CORES, decoder_threads
+from kvabr.codec.threads import CORES
 from kvabr.player.decode_rates import DecodeRates, family
-from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, read_text, write_text
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.digests import digest_of
 from kvabr.types.errors import FormatError, KvabrError
@@ -42,11 +36,7 @@ from kvabr.types.errors import FormatError, KvabrError
 SPEEDS_FILE = "decode-rates.json"
 """Name of the file in the folder of a client or user."""
 SCHEMA = "kvabr.decode-rates/1"
-MAX_BYTES = 1 << 18
-MAX_MODELS = 64
-"""Models that are kept; the ones measured first make room."""
 _MAX_TRACKS = 64
-_MOST_NAME = 300
 _MAX_S = 10.0
 """Longest plausible time for one token."""
 BUDGET_S, _GPU_BUDGET_S = 0.05, 0.5
@@ -274,9 +264,8 @@ class DecodeSpeeds:
 
     def __init__(self, path: Path | None = None) -> None:
         """Read the file if it exists; never raises. Without a path nothing is measured, only corrected."""
-        self.path = path
+        self._file = MachineFile(path, SCHEMA, _tracks)
         self._lock = threading.Lock()
-        self._known = self._read()
         self._tried: set[ModelKey] = set()
         self._rates: LRUCache[tuple[object, ...], DecodeRates] = LRUCache(MAX_MODELS)
 
@@ -284,8 +273,8 @@ class DecodeSpeeds:
         """Return the decode rates for a play; plays of one model share them, and what they observe."""
         key = ModelKey.of(catalog, device)
         times = tuple((track.name, track.decode_s) for track in catalog.tracks)
+        known = self._file.get(str(key))
         with self._lock:
-            known = self._known.get(str(key))
             found: DecodeRates | None = self._rates.get((key, times, known is None))
             if found is None:
                 latencies = {name.removeprefix(BATCH): s for name, s in (known or {}).items() if name.startswith(BATCH)}
@@ -299,9 +288,8 @@ class DecodeSpeeds:
     def lacks(self, catalog: Catalog, device: torch.device | None = None) -> bool:
         """Return whether `measure` has something to do: there is a file, and it does not know the model yet."""
         key = ModelKey.of(catalog, device)
-        with self._lock:
-            wanted = self.path is not None or _is_gpu(device)  # nobody else knows a GPU
-            return wanted and str(key) not in self._known and key not in self._tried
+        wanted = self._file.path is not None or _is_gpu(device)  # nobody else knows a GPU
+        return wanted and key not in self._tried and self._file.get(str(key)) is None
 
     def measure(self, catalog: Catalog, profile: Profile | None, device: torch.device | None = None) -> None:
         """Measure a model's decode times, and write the file if there is one; never raises. Takes `BUDGET_S`, or so."""
@@ -311,52 +299,14 @@ class DecodeSpeeds:
                 return
             self._tried.add(key)
         per_token = measure(catalog, profile, device=device)
-        if not per_token:
-            return
-        if self.path is None:
-            with self._lock:
-                self._known[str(key)] = per_token
-            return
-        with self._lock:
-            # Other processes may have written meanwhile. If two write at once, the other measures again some day.
-            merged = {**self._read(), **self._known}
-            merged.pop(str(key), None)
-            merged[str(key)] = per_token
-            self._known = dict(list(merged.items())[-MAX_MODELS:])
-            text = _dumps(self._known)
-        with contextlib.suppress(OSError, KvabrError):  # then it is measured again by the next process
-            self.path.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-            write_text(self.path, text, mode=PRIVATE)
-
-    def _read(self) -> dict[str, dict[str, float]]:
-        if self.path is None or not self.path.exists():
-            return {}
-        try:
-            return _loads(read_text(self.path, MAX_BYTES, unreadable=FormatError, unfit=FormatError))
-        except (FormatError, OSError):
-            return {}  # whatever it is, it is measured and written anew
+        if per_token:
+            self._file.keep(str(key), per_token)
 
 
 @cache
 def speeds_at(path: Path | None) -> DecodeSpeeds:
     """Return the one `DecodeSpeeds` of this process for a file."""
     return DecodeSpeeds(path)
-
-
-@cache
-def this_machine() -> dict[str, str | int]:
-    """Return what decode times depend on: host, processor, versions, and the threads that decode at once."""
-    processor = ""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")[: 1 << 14].splitlines()
-        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return {
-        "host": this_host(),
-        "processor": processor,
-        "kvabr": __version__,
-        "torch": torch.__version__,
-        "threads": decoder_threads(),
-    }
 
 
 def _is_gpu(device: torch.device | None) -> bool:
@@ -367,28 +317,7 @@ def _sound(seconds: object) -> bool:
     return type(seconds) is float and 0 < seconds <= _MAX_S  # NaN compares false
 
 
-def _digest(models: Any) -> str:
-    return hashlib.sha256(json.dumps(models, sort_keys=True).encode()).hexdigest()
-
-
-def _dumps(models: dict[str, dict[str, float]]) -> str:
-    whole = {"schema": SCHEMA, "machine": this_machine(), "sha256": _digest(models), "models": models}
-    return json.dumps(whole, indent=1) + "\n"
-
-
-def _loads(text: str) -> dict[str, dict[str, float]]:
-    """Parse a file; leave out models with implausible times, which are then measured anew."""
-    try:
-        whole = json.loads(text)
-        if whole["schema"] != SCHEMA or whole["machine"] != this_machine():
-            raise FormatError("of another machine or version")
-        models = whole["models"]
-        if whole["sha256"] != _digest(models) or len(models) > MAX_MODELS:
-            raise FormatError("damaged")
-        return {
-            key: dict(tracks)
-            for key, tracks in models.items()
-            if len(key) <= _MOST_NAME and 0 < len(tracks) <= _MAX_TRACKS and all(map(_sound, tracks.values()))
-        }
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise FormatError(f"not a file of {SCHEMA} ({error!r})") from error
+def _tracks(found: Any) -> dict[str, float] | None:
+    """Return the seconds per token of one model's tracks; None if they are implausible."""
+    tracks = dict(found)
+    return tracks if 0 < len(tracks) <= _MAX_TRACKS and all(map(_sound, tracks.values())) else None

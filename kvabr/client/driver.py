@@ -16,9 +16,10 @@ from heapq import heappop, heappush
 from typing import Any
 
 from kvabr.client.decode_speeds import on_one_core
+from kvabr.client.engine_cache import EngineCache
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
-from kvabr.client.resources import on_engine, timed
+from kvabr.client.resources import on_engine, timed, timings_of
 from kvabr.client.snapshot import Snapshot, Watch
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.player.assembler import Assembler, Layer, Placement
@@ -39,7 +40,7 @@ from kvabr.player.session_types import (
 from kvabr.transfer.interface import Connection
 from kvabr.transfer.transfer import GroupReader
 from kvabr.transfer.work import SMALL_BYTES, cancel_all, decoders
-from kvabr.types.engine import Engine, prefill_classes
+from kvabr.types.engine import Engine
 from kvabr.types.errors import (
     ConnectionLostError,
     FormatError,
@@ -108,6 +109,7 @@ class Driver:
         self.session, self.assembler = session, assembler
         self._connection, self._catalog = connection, session.view.catalog
         self._engine, self._tokens = engine, tokens
+        self._computed: EngineCache | None = None
         self._hook, self._watch, self._feed, self._again = hook, watch, feed, again
         self._reads: dict[int, tuple[asyncio.Task[None], GroupReader]] = {}
         self._later: list[tuple[int, int, FetchGroup]] = []
@@ -154,6 +156,7 @@ class Driver:
                 download.cancel()
                 self._tasks.add(task)
             await cancel_all(self._tasks)
+            self._computed = None  # the engine's memory is for the next play
         self._show()
         return self.session.record
 
@@ -482,19 +485,19 @@ class Driver:
             raise KvabrError("this play has a cost of recompute but no engine")
         begin, end = map(self._catalog.tokens_before, (action.first, action.last))
 
-        def work() -> None:
-            before = self.assembler.before_classes(action.first) if action.first else None
-            parts = prefill_classes(engine, self._tokens[begin:end], before)
-            self.assembler.put_computed(action.first, action.last, *parts)
+        if self._computed is None:
+            self._computed = EngineCache(engine, self._catalog, self._tokens, self.assembler)
+        work = partial(self._computed.compute, action.first, action.last)
 
         async def compute() -> None:
             try:
-                await on_engine(engine, work)
+                _, seconds = await on_engine(engine, partial(timed, self._loop.time, work))
             except Exception as error:  # noqa: BLE001  # engines raise whatever they like
                 self.engine_error = error
                 self._tell(self.session.compute_failed, said(error))
             else:
                 self._tell(self.session.computed, action.first, action.last)
+                timings_of(engine).note(begin, end - begin, seconds)
 
         self._begin(compute())
 

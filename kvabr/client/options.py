@@ -15,7 +15,7 @@ from kvabr.abr.policies import DEFAULT
 from kvabr.abr.tail import MAX_TAIL
 from kvabr.blend.selectors import DEFAULT as DEFAULT_SELECTOR
 from kvabr.blend.selectors import load_selector
-from kvabr.client.resources import known_cost
+from kvabr.client.engine_costs import EngineCosts
 from kvabr.client.snapshot import Watch
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, BlendGoal, PlayerConfig
 from kvabr.telemetry.client_metrics import ClientMetrics
@@ -41,7 +41,8 @@ class PlayOptions:
     recompute: bool = True
     """Let the engine, if there is one, compute what would be late, or everything if nothing is cached."""
     prefill_cost: PrefillCost | None = None
-    """Cost of the engine's prefill; None: as measured, see `AsyncClient.measure_prefill`."""
+    """Cost of the engine's prefill; None: as its computations took, here and in earlier processes. Until there was one,
+    what the cache's publisher measured, or a guess by the device; see also `AsyncClient.measure_prefill`."""
     mode: EngineMode | None = None
     """What the engine can recompute; None: what it says itself."""
     gpu_price: float = GPU_PRICE
@@ -69,7 +70,12 @@ class PlayOptions:
     tail: int | None = None
     """Tokens at the end of what is cached that the engine may compute with these, on the coded cache, instead of having
     them fetched: most of a coded cache's loss sits there. The play takes what it is worth. 0: none. None: up to
-    `MOST_TAIL` if the cost of the engine's prefill is known, else none."""
+    `MOST_TAIL` if there is an engine, else none."""
+    min_load_tokens: int = 0
+    """Tokens that must be cached of a prompt for any of them to be loaded; of fewer, all are computed."""
+    max_load_tokens: int | None = None
+    """Most tokens of a prompt that are loaded, whole groups from its beginning; the rest is computed. Passages of a
+    prompt in parts are not counted. None: all that are cached."""
     salt: bytes = b""
     """Secret of the tenant, see `kvabr.types.naming.chain`."""
     out: torch.Tensor | None = None
@@ -105,6 +111,7 @@ class PlayOptions:
         for name in ("question_tokens", "tail"):
             if (count := getattr(self, name)) is not None and not 0 <= count <= MAX_TAIL:
                 raise UsageError(f"{name} is {count:,}; give 0 to {MAX_TAIL:,} tokens")
+        check_load_tokens(self.min_load_tokens, self.max_load_tokens)
         # Raise for unknown names and prices here, before anything is asked of the network.
         PlayerConfig(gpu_price=self.gpu_price, time_price=self.time_price)
         BlendGoal(max_loss=self.max_loss)
@@ -153,6 +160,14 @@ class Limits:
             raise UsageError(f"wait_share is {self.wait_share}; it is a share, 0 to 1")
 
 
+def check_load_tokens(least: int, most: int | None) -> None:
+    """Raise `UsageError` unless at least and at most so many tokens can be loaded."""
+    if least < 0:
+        raise UsageError(f"min_load_tokens is {least:,}; give 0 or more tokens")
+    if most is not None and not max(1, least) <= most:
+        raise UsageError(f"max_load_tokens is {most:,}; give at least 1, and min_load_tokens ({least:,})")
+
+
 def check_deadline(deadline_s: float) -> None:
     """Raise `UsageError` unless a deadline is a positive, finite number of seconds."""
     if not 0 < deadline_s < math.inf:
@@ -182,17 +197,13 @@ def guard_s(deadline_s: float) -> float:
     return min(_MAX_GUARD_S, _GUARD_SHARE * deadline_s)
 
 
-def engine_of(engine: Engine | None, options: PlayOptions) -> tuple[Engine | None, PrefillCost | None]:
-    """Return the engine of a play, and what its prefill costs; two None if none may compute."""
+def engine_of(
+    engine: Engine | None, options: PlayOptions, costs: EngineCosts
+) -> tuple[Engine | None, PrefillCost | None]:
+    """Return the engine of a play, and what its prefill costs as far as is known; two None if none may compute."""
     if engine is None or not options.recompute:
         return None, None
-    cost = options.prefill_cost or known_cost(engine)
-    if cost is None:
-        raise UsageError(
-            "the cost of the engine's prefill is not known: await client.measure_prefill(engine) once, or give "
-            "PlayOptions(prefill_cost=...)"
-        )
-    return engine, cost
+    return engine, options.prefill_cost or costs.of(engine).cost()
 
 
 def model_of(model: KVSpec | str | None, engine: Engine | None) -> tuple[KVSpec | str | None, bool]:

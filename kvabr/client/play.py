@@ -24,6 +24,7 @@ from kvabr.abr.plugins import load_policy
 from kvabr.abr.tail import TailOffer
 from kvabr.client.decode_speeds import DecodeSpeeds
 from kvabr.client.driver import LIVE, Driver
+from kvabr.client.engine_costs import EngineCosts
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
 from kvabr.client.lookup import Found, most_frame_bytes, playable
@@ -34,7 +35,7 @@ from kvabr.client.play_connection import PlayConnection
 from kvabr.client.plugin_limits import PluginLimit, limited_estimator
 from kvabr.client.preparing import Clock, Prepared, pays, tail_choices
 from kvabr.client.profiles import ProfileCache
-from kvabr.client.resources import on_engine
+from kvabr.client.resources import on_engine, timed
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
 from kvabr.client.runner import R, Turn
 from kvabr.client.shared_bandwidth import estimating, link_of
@@ -86,6 +87,9 @@ _PROFILE_SHARE = 0.3
 _MIN_SHARE, _MIN_PREFIX_SHARE = 0.1, 0.05
 """Share of the deadline that a play gets even after a lookup that took longer, as far as the play may be late."""
 _MIN_LEFT_S = 1e-3
+_FIRST_CALL_S, _FIRST_CALL_TIMES = 60.0, 20.0
+"""Seconds, or multiples of a guess, for which an engine is waited for of which nothing was timed: a first call may load
+and compile, and the guess be wrong."""
 _MIN_HUGE_BYTES = 4 << 20
 """Smaller tensors do not fill huge pages."""
 
@@ -103,6 +107,8 @@ class Play:
     """What the client knows of its peers."""
     speeds: DecodeSpeeds
     """How fast this machine decodes."""
+    costs: EngineCosts
+    """What the prefills of engines take here."""
     engine: Engine | None
     """Computes what would be late."""
     cost: PrefillCost | None
@@ -129,6 +135,8 @@ class Play:
             UsageError: everything is skipped.
         """
         catalog = found.catalog.to_play
+        if self.engine is not None and self.options.prefill_cost is None:
+            self.cost = self.costs.of(self.engine).cost(catalog.prefill)
         profile, why = await self._profile_of(catalog)
         catalog = playable(catalog, profile=profile is not None or catalog.profile is None, why=why)
         end, cut = catalog.first_token + catalog.tokens, None
@@ -325,12 +333,15 @@ class Play:
             raise UsageError("there is no engine to recompute with")
         spec, lookup_s = engine.spec, clock.now()
         groups = spec.groups(len(tokens))
-        patience_s = self._patience_s() + ENGINE_PATIENCE * self._engine_s(0, len(tokens))
+        patience_s = self._patience_s() + ENGINE_PATIENCE * self._engine_s(0, len(tokens)) + self._doubt_s()
         options.note(RecomputeStarted(0.0, 0, groups))
         try:
             async with asyncio.timeout(patience_s):
-                parts = await on_engine(engine, partial(prefill_classes, engine, tokens))
+                work = partial(timed, asyncio.get_running_loop().time, prefill_classes, engine, tokens)
+                parts, engine_s = await on_engine(engine, work)
             parts = self._placed(parts, spec)
+            self.costs.of(engine).note(0, len(tokens), engine_s)
+            self._save_costs()
         except TimeoutError as error:
             raise ModelError(f"nothing was fetched, and the engine did not end within {patience_s:.1f} s") from error
         except KvabrError:
@@ -385,7 +396,7 @@ class Play:
             raise PlayError(f"no memory for a cache of {catalog.fp16_bytes:,} bytes: {error}") from error
         deadline_s, least, end_s = self.clock.deadline_s, _MIN_PREFIX_SHARE, self.clock.left()
         if not isinstance(goal, PrefixGoal):
-            least, end_s = _MIN_SHARE, self._patience_s() - self.clock.now()
+            least, end_s = _MIN_SHARE, self._patience_s() + self._doubt_s() - self.clock.now()
         # At most half of the deadline is set aside for the rest: a worse cache would not make up for more.
         rates = self.speeds.rates(catalog, self._device)
         if coded:  # it is expanded when it is there
@@ -449,6 +460,7 @@ class Play:
                 again=again,
             )
             await driver.run()
+        self._save_costs()
         if self.history.path is not None:
             # Not in the decoders' threads: they must not wait for a disk.
             asyncio.get_running_loop().run_in_executor(None, self.history.save)
@@ -457,6 +469,16 @@ class Play:
             # Only now: a play must not wait for it.
             asyncio.get_running_loop().run_in_executor(None, self.speeds.measure, catalog, profile, self._device)
         return driver
+
+    def _doubt_s(self) -> float:
+        """Return the seconds for which an engine is waited for beyond what it should take: many for its first call."""
+        if self.engine is None or self.options.prefill_cost is not None or not self.costs.of(self.engine).empty:
+            return 0.0
+        return max(_FIRST_CALL_S, _FIRST_CALL_TIMES * self._engine_s(0, len(self.tokens)))
+
+    def _save_costs(self) -> None:
+        if self.engine is not None:
+            asyncio.get_running_loop().run_in_executor(None, self.costs.save_engine, self.engine)
 
     def _upgrade(self, ladder: Ladder, played: Driver, after_s: float) -> Upgrades:
         """Begin the upgrades of a cache that was handed over."""

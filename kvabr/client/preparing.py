@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.tail import MOST_TAIL, TailOffer, tail_costs, tail_offers
-from kvabr.client.lookup import playable
+from kvabr.client.lookup import Found, playable
 from kvabr.client.options import PlayOptions, guard_s
 from kvabr.codec.profile import Profile
 from kvabr.types.catalog import Catalog
@@ -62,6 +62,19 @@ class Prepared:
     def catalog(self) -> Catalog:
         """The tracks that can be decoded here."""
         return self.ladder.catalog
+
+
+def loadable(found: Found, options: PlayOptions) -> Found | None:
+    """Return what of a prompt's cache is loaded, by the options' limits; None: nothing."""
+    catalog, most = found.catalog, options.max_load_tokens
+    if catalog.tokens < options.min_load_tokens:
+        return None
+    if most is None or catalog.tokens <= most or catalog.sources:
+        return found
+    groups, limit = catalog.playable(most // catalog.spec.group_tokens)
+    if not groups:
+        return None
+    return replace(found, catalog=catalog.prefix(groups), limited_by=limit)
 
 
 def pays(catalog: Catalog) -> bool:

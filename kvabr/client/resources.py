@@ -1,4 +1,4 @@
-"""Threads of plays, and what is remembered of each engine: a lock, and the cost of its prefill. Loads no torch.
+"""Threads of plays, and what is remembered of each engine: a lock, and what its prefills took. Loads no torch.
 
 Decoding takes milliseconds and runs in a few threads that all plays share. A prefill may take long or never end, so
 each has a thread of its own that nobody waits for. A lock per engine makes it do one thing at a time.
@@ -16,16 +16,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
+from kvabr.client.prefill_timings import PrefillTimings, Timing, guess_of
 from kvabr.types.cost import PrefillCost
-from kvabr.types.engine import Engine, time_prefills
+from kvabr.types.engine import SHORT, Engine, time_prefills
 from kvabr.types.errors import ModelError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MIN_TOKENS, _MAX_TOKENS = 128, 1024
-"""Tokens that a prefill is timed on: as many as the model takes of the larger number, to tell the three constants of
-its cost apart."""
+_MIN_TOKENS, _MAX_TOKENS = 128, 16384
+"""Tokens that a prefill is timed on: as many as the model takes of the larger number."""
 _ANY_TOKENS = range(64)
 """Token ids that every model has."""
 _EXIT_S = 10.0
@@ -86,9 +86,9 @@ async def on_engine(engine: Engine, work: Callable[[], T]) -> T:
         unwanted.set()
 
 
-def known_cost(engine: Engine) -> PrefillCost | None:
-    """Return the cost of the engine's prefill if it was measured."""
-    return _of(engine).cost
+def timings_of(engine: Engine) -> PrefillTimings:
+    """Return what the engine's prefills took in this process."""
+    return _of(engine).timings
 
 
 def measure_prefill(engine: Engine, tokens: Sequence[int] = ()) -> PrefillCost:
@@ -96,37 +96,36 @@ def measure_prefill(engine: Engine, tokens: Sequence[int] = ()) -> PrefillCost:
 
     Args:
         engine: the engine.
-        tokens: ids of any text, repeated to 1024; which, and how many, does not matter. Empty: a few small ids.
+        tokens: ids of any text, repeated as often as needed; which does not matter. Empty: a few small ids.
 
     Raises:
         ModelError: the tokens do not fit the model.
     """
     kept = _of(engine)
     with kept.lock:
-        if kept.cost is None:
+        if not kept.measured:
             some = list(tokens) or list(_ANY_TOKENS)
-            some = (some * -(-_MAX_TOKENS // len(some)))[:_MAX_TOKENS]
-            kept.cost = _timed(engine, some)
-        return kept.cost
+            kept.timings.timed(_timed(engine, (some * -(-_MAX_TOKENS // len(some)))[:_MAX_TOKENS]))
+            kept.measured = True
+        return kept.timings.cost()
 
 
-def _timed(engine: Engine, tokens: list[int]) -> PrefillCost:
-    """Time prefills of all sizes, whatever the engine's group size; of fewer tokens if the model takes no more."""
-    size = len(tokens)
-    step = size // 4
-    shapes = [(0, 8), (0, step), (0, 3 * step), (size - step, step), (size - 8, 8)]
+def _timed(engine: Engine, tokens: list[int]) -> list[Timing]:
+    """Time prefills of all sizes; of fewer tokens if the model takes no more."""
     try:
-        return time_prefills(engine, tokens, shapes=shapes)
+        return time_prefills(engine, tokens)
     except ModelError:
-        if size // 2 < _MIN_TOKENS:
+        fewer = min(len(tokens), SHORT) // 2
+        if fewer < _MIN_TOKENS:
             raise
-    return _timed(engine, tokens[: size // 2])
+    return _timed(engine, tokens[:fewer])
 
 
 @dataclass(slots=True)
 class _OfEngine:
+    timings: PrefillTimings
     lock: threading.Lock = field(default_factory=threading.Lock)
-    cost: PrefillCost | None = None
+    measured: bool = False
 
 
 _ENGINES: weakref.WeakKeyDictionary[Engine, _OfEngine] = weakref.WeakKeyDictionary()
@@ -135,4 +134,7 @@ _ENGINES_LOCK = threading.Lock()
 
 def _of(engine: Engine) -> _OfEngine:
     with _ENGINES_LOCK:
-        return _ENGINES.setdefault(engine, _OfEngine())
+        found = _ENGINES.get(engine)
+        if found is None:
+            found = _ENGINES[engine] = _OfEngine(PrefillTimings(guess_of(engine)))
+        return found

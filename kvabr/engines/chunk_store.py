@@ -312,7 +312,7 @@ class ChunkStore:
         found = await asyncio.gather(*map(self.find, keys, positions or repeat(None)))
         catalogs = [one.catalog for one in takewhile(lambda one: one is not None, found) if one is not None]
         if not catalogs or (goes_on and len(catalogs) == len(keys)):
-            return len(catalogs)
+            return self._tails.at_most(catalogs)
         # Of what follows the last key, which is not a whole cache, nothing is known but that it is not empty.
         size = catalogs[0].tokens
         rest = max(1, size // 2) if self._min_tokens == self._max_tokens else 1

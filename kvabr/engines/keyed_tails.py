@@ -8,9 +8,11 @@ must have room for the tails of all requests that are under way.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from cachetools import TTLCache
@@ -20,7 +22,6 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.engines.settings import EngineSettings
 from kvabr.types.catalog import Catalog, Track
-from kvabr.types.cost import PrefillCost
 
 _MOST_PROMISED, _PROMISED_S = 1 << 16, 60.0
 """Keys of promised caches that are remembered, and for how many seconds: an engine asks again before it fetches."""
@@ -40,7 +41,7 @@ class KeyedTails:
 
     def __init__(self, settings: EngineSettings, step_tokens: int, least: int) -> None:
         """Start; the engine computes at most ``step_tokens`` in a step, and fetches none of fewer than ``least``."""
-        self._settings, self._step_tokens, self._least = settings, step_tokens, least
+        self._settings, self._step_tokens, self._least = settings, step_tokens, max(least, settings.min_load_tokens)
         self._recent: deque[tuple[float, int]] = deque()
         """Tails under way: when they should be computed at the latest, and their tokens."""
         self._promised: TTLCache[str, PromisedPlace] = TTLCache(_MOST_PROMISED, _PROMISED_S)
@@ -63,9 +64,9 @@ class KeyedTails:
         Raises:
             TransportError, PolicyError: as `AsyncClient.tail_of`.
         """
-        kept = len(found)
+        kept = self._loadable(found)
         again = kept == len(keys) and kept > 0 and keys[-1] in self._promised
-        if not again and kept > 1 and (whole := as_one(found)) is not None:
+        if not again and kept > 1 and (whole := as_one(found[:kept])) is not None:
             tail = await self._tail(client, whole, following)
             left = (whole.tokens - tail) // whole.spec.group_tokens if tail else kept
             if left * whole.spec.group_tokens >= self._least and left < kept:
@@ -78,14 +79,24 @@ class KeyedTails:
                 following += one.tokens
         return kept
 
+    def _loadable(self, found: Sequence[Catalog]) -> int:
+        """Return how many of the first caches are loaded by the settings' limits."""
+        kept = self.at_most(found)
+        return kept if sum(one.tokens for one in found[:kept]) >= self._settings.min_load_tokens else 0
+
+    def at_most(self, found: Sequence[Catalog]) -> int:
+        """Return how many of the first caches have ``max_load_tokens`` tokens at most."""
+        most = self._settings.max_load_tokens
+        return len(found) if most is None else bisect_right(list(accumulate(one.tokens for one in found)), most)
+
     async def _tail(self, client: AsyncClient, whole: Catalog, following: int) -> int:
         settings, now = self._settings, time.monotonic()
         while self._recent and self._recent[0][0] <= now:
             self._recent.popleft()
         room = self._step_tokens - following - sum(tokens for _, tokens in self._recent)
         cost = whole.prefill
-        if settings.prefill_rate is not None:
-            cost = PrefillCost.from_rate(settings.prefill_rate / (1 + len(self._recent)))
+        if settings.prefill_cost is not None:
+            cost = settings.prefill_cost.scaled(1 + len(self._recent))
         if cost is None or room <= 0:
             return 0
         options = PlayOptions(policy=settings.policy, time_price=settings.time_price, tail=min(settings.tail, room))

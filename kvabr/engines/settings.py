@@ -13,7 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import ErrorDetails
 
 from kvabr.abr.plugins import load_estimator, load_policy
@@ -27,6 +36,7 @@ from kvabr.engines.generation import Generation, VersionFile
 from kvabr.link.quic.backend import Quic
 from kvabr.player.session_types import TIME_PRICE
 from kvabr.store.eviction import DEFAULT_ORDER, Order
+from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256, check_kind
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
@@ -106,12 +116,18 @@ class EngineSettings(BaseModel):
     policy: PolicyName = DEFAULT
     """ABR policy, see `kvabr policies`."""
     prefill_rate: Seconds | None = None
-    """Tokens per second that the engine prefills, for deciding what to leave to it. None: vLLM's is measured while it
-    serves; of others the catalogs may tell it, and where they do not there is no ``tail``."""
+    """Tokens per second that the engine prefills, for deciding what to leave to it. None: what vLLM's prefills cost is
+    measured while it serves, also on a GPU; of others the catalogs may tell it, and where they do not there is no
+    ``tail``."""
     tail: Annotated[int, Field(ge=0, le=MAX_TAIL)] = MOST_TAIL
     """Most tokens at the end of what is cached that the engine computes with the question, on the coded cache, where
     that is worth its time: most of the loss sits there. They are whole blocks, pages or chunks, and at most what a step
     has room for, shared by the requests that wait. 0: none."""
+    min_load_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens of a request that must be cached, besides those that the engine has, for any of them to be loaded; of
+    fewer, all are computed."""
+    max_load_tokens: Count | None = None
+    """Most tokens of a request that are loaded; the engine computes those behind. None: all that are cached."""
     time_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] = TIME_PRICE
     """Price of a second before the first token, nats per generated token. 0: only the deadline counts."""
     model: ModelName | None = None
@@ -156,8 +172,8 @@ class EngineSettings(BaseModel):
     disk_mib: Annotated[int, Field(ge=0)] = 16384
     """Size of the folder or the shared memory ``disk``, MiB."""
     cache: FilePath | None = None
-    """Folder that keeps codec profiles and the speed of the origin's link from one process to the next. None: they are
-    not kept."""
+    """Folder that keeps codec profiles, the speed of the origin's link and what prefills cost from one process to the
+    next. None: they are not kept."""
     plays: Count = 256
     """Caches that may be fetched at once."""
     queue: Count = 64
@@ -167,6 +183,13 @@ class EngineSettings(BaseModel):
     publish_evict: Order = DEFAULT_ORDER
     """Which caches are removed first: the least valuable (``value``: cost to recompute times measured reuse, per byte),
     the least recently used (``lru``), or the least often used (``lfu``)."""
+
+    @field_validator("max_load_tokens")
+    @classmethod
+    def _check_load_tokens(cls, most: int | None, info: ValidationInfo) -> int | None:
+        if most is not None and most < (least := info.data.get("min_load_tokens", 0)):
+            raise ValueError(f"it must be at least min_load_tokens, {least}")
+        return most
 
     def grouped(self, spec: KVSpec) -> KVSpec:
         """Return ``spec`` with the group size that the user set."""
@@ -178,6 +201,11 @@ class EngineSettings(BaseModel):
         Raises `UsageError` if the file with the version cannot be read.
         """
         return Generation(told if self.version_file is None else VersionFile(self.version_file))
+
+    @property
+    def prefill_cost(self) -> PrefillCost | None:
+        """The cost of a prefill at ``prefill_rate``; None without one."""
+        return None if self.prefill_rate is None else PrefillCost.from_rate(self.prefill_rate)
 
     @property
     def publish_bytes(self) -> int | None:

@@ -241,7 +241,7 @@ def publish(
         progress("time", index + 1, len(tracks) + 1)
     prefill: PrefillCost | None = None
     if time_engine and len(prompt.tokens) >= 128:
-        prefill = time_prefills(engine, prompt.tokens)
+        prefill = PrefillCost.fit(time_prefills(engine, prompt.tokens))
         prefill = PrefillCost(**{name: six(value) for name, value in prefill.to_json().items()})
     progress("time", len(tracks) + 1, len(tracks) + 1)
     before = None if passage is None else passage.before

@@ -258,15 +258,16 @@ def _behind(catalog: Catalog, cost: PrefillCost, count: int) -> tuple[Array, Arr
         of all is among them, and if not; infinite where that cannot be.
     """
     size, last = catalog.spec.group_tokens, catalog.group_tokens(catalog.groups - 1)
-    last_s = cost.seconds(catalog.tokens - last, last)
+    last_s = cost.added_s(catalog.tokens - last, last)
     before: Array = np.arange(1, count + 1, dtype=float) * size  # right behind it a group is cheapest to compute
     tokens: Array = np.arange(count, 0, -1, dtype=float) * size
 
-    def seconds(tokens: Array) -> Array:
+    def seconds(tokens: Array, more_s: float = 0.0) -> Array:
         pairs = 2.0 * before * tokens + tokens * tokens
-        return cost.constant_s + cost.per_token_s * tokens + cost.attention_s * pairs
+        added_s = cost.per_token_s * tokens + cost.attention_s * pairs + more_s
+        return np.maximum(cost.floor_s, cost.constant_s + cost.before_s * before + added_s)
 
-    with_last = seconds(tokens - size) - cost.constant_s + last_s  # all in one call
+    with_last = seconds(tokens - size, last_s)  # all in one call
     without = seconds(tokens) if count < catalog.groups - 1 else np.full(count, np.inf)
     return with_last, without
 

@@ -30,14 +30,19 @@ MISS_PENALTY = 0.5
 """Cost of a missed deadline in addition to its lateness, nats per generated token."""
 _Constant = Annotated[float, Meta(ge=0, le=1e100)]
 """A constant of a prefill's cost."""
-_EXACT, _FAR = 0.005, 0.1
-"""Relative errors of a fit: no cost is known better than to the first; timings that are off by more than the second
-count less and less."""
-_ROUNDS, _MOST_SPLITS = 12, 16
-_LEAST_S, _MOST_S = 1e-12, 1e9
+_FAR = 0.1
+"""Relative error from which on a timing counts less and less."""
+_FLOOR_PRICE = 3.0
+"""How much better timings must be explained by a floor that was not known before, see `_Fit._misfit`."""
+_LIKELY, _SURPRISE_PRICE = 2.2, 8.0
+"""How many times what was expected of the smallest call a floor may be, and the price of a higher one: more than what
+explaining a single timing that is off is worth."""
+_ROUNDS, _MOST_SPLITS, _SAME = 12, 8, 1e-4
+_LEAST_S, _MOST_S, _RIDGE = 1e-12, 1e9, 1e-12
 _ANCHORS = ((0, 128), (0, 1024), (0, 8192), (0, 65536), (8192, 128), (8192, 1024), (32768, 128), (32768, 2048))
 """Sizes, as (tokens before, new tokens), at which a fit looks at what was known before."""
-_ANCHOR_WEIGHT, _NEAREST = 0.01, 5
+_ANCHOR_WEIGHT, _NEAREST = 0.3, 5
+"""What one of these counts beside a single timing; beside many it counts as much less."""
 
 
 def objective(
@@ -155,17 +160,22 @@ class PrefillCost:
         before, new, seconds = np.array(rows, np.float64).T
         weights, start = np.ones(len(rows)), seconds
         if prior is not None:
-            known = prior.seconds_many(before, new)
+            known = np.maximum(prior.seconds_many(before, new), _LEAST_S)
             first, more = np.array(_ANCHORS, np.float64).T
-            anchors = prior.seconds_many(first, more)
+            anchors = np.maximum(prior.seconds_many(first, more), _LEAST_S)
             apart = np.abs(np.log(np.concatenate([known, anchors])[:, None] / known))
             nearest = np.argsort(apart, axis=1, kind="stable")[:, :_NEAREST]
-            ratios = np.median((seconds / known)[nearest], axis=1)
+            # The lower median: what is off is late as a rule, since other work only adds time.
+            ratios = np.quantile((seconds / known)[nearest], 0.5, axis=1, method="lower")
+            if not (known <= prior.floor_s).any():  # long calls tell nothing of the floor
+                ratios[len(rows) :][anchors <= prior.floor_s] = 1.0
             start = np.concatenate([known, anchors]) * ratios
             seconds = np.concatenate([seconds, start[len(rows) :]])
-            weights = np.concatenate([weights, np.full(len(_ANCHORS), _ANCHOR_WEIGHT)])
+            weights = np.concatenate([weights, np.full(len(_ANCHORS), _ANCHOR_WEIGHT / len(rows))])
             before, new = np.concatenate([before, first]), np.concatenate([new, more])
-        return _Fit(before, new, seconds, weights, start).best()
+        return _Fit(before, new, seconds, weights, start).best(
+            0.0 if prior is not None and prior.floor_s else _FLOOR_PRICE
+        )
 
     def to_json(self) -> dict[str, float]:
         """Return plain JSON values."""
@@ -181,27 +191,26 @@ class _Fit:
         self._design = np.column_stack([np.ones(len(new)), new, 2.0 * before * new + new * new, before])
         self._before, self._new, self._seconds, self._weights, self._start = before, new, seconds, weights, start
 
-    def best(self) -> PrefillCost:
-        """Return the best cost, without a floor unless that explains clearly more."""
+    def best(self, price: float) -> PrefillCost:
+        """Return the best cost, without a floor unless that explains more by a ``price``."""
         import numpy as np  # noqa: PLC0415
 
         nothing = np.zeros(len(self._seconds), bool)
         plain = self._robust(nothing)
         found, least = plain, self._misfit(plain)
         work = np.argsort(plain.seconds_many(self._before, self._new), kind="stable")
-        price = math.log(float(self._weights.sum()) + 1.0)
         for last in sorted({round(each) for each in np.linspace(1, len(work) - 1, _MOST_SPLITS)} - {len(work), 0}):
             floored = nothing.copy()
             floored[work[:last]] = True
             one = self._robust(floored)
-            if (misfit := self._misfit(one) + price) < least:
+            own = price if one.floor_s <= _LIKELY * self._start.min() else _SURPRISE_PRICE
+            if (misfit := self._misfit(one) + own) < least:
                 found, least = one, misfit
         return found
 
     def _robust(self, floored: NDArray[np.bool_]) -> PrefillCost:
         """Return the cost if the ``floored`` timings take the floor, as long as it says so itself."""
         import numpy as np  # noqa: PLC0415
-        from scipy.optimize import nnls  # noqa: PLC0415
 
         expected = self._start
         for _ in range(_ROUNDS):
@@ -213,12 +222,11 @@ class _Fit:
                 squares = rows[floored] ** 2
                 floor = float((squares * self._seconds[floored]).sum() / squares.sum())
             weighted = self._design[~floored] * rows[~floored, None]
-            norms = np.linalg.norm(weighted, axis=0)
-            norms[norms == 0] = 1.0
-            solution, _ = nnls(weighted / norms, (rows * self._seconds)[~floored])
-            constant, linear, attention, behind = (solution / norms).tolist()
+            constant, linear, attention, behind = _least_squares(weighted, (rows * self._seconds)[~floored]).tolist()
             found = PrefillCost(constant, linear, attention, behind, floor if floor > constant else 0.0)
-            expected = np.maximum(found.seconds_many(self._before, self._new), _LEAST_S)
+            before, expected = expected, np.maximum(found.seconds_many(self._before, self._new), _LEAST_S)
+            if np.abs(expected / before - 1).max() < _SAME:
+                break
             if floored.any() and (again := expected <= floor).any() and not again.all():
                 floored = again
         return found
@@ -228,5 +236,21 @@ class _Fit:
         import numpy as np  # noqa: PLC0415
 
         off = np.log(self._seconds / np.maximum(cost.seconds_many(self._before, self._new), _LEAST_S)) / _FAR
-        mean = float((self._weights * np.log1p(off * off)).sum() / self._weights.sum())
-        return float(self._weights.sum()) * math.log(mean + (_EXACT / _FAR) ** 2)
+        return float((self._weights * np.log1p(off * off)).sum())
+
+
+def _least_squares(design: Array, target: Array) -> Array:
+    """Return the best solution without negative numbers, of a few columns: the best over all subsets of them."""
+    import numpy as np  # noqa: PLC0415
+
+    norms = np.linalg.norm(design, axis=0)
+    norms[norms == 0] = 1.0
+    scaled = design / norms
+    count = scaled.shape[1]
+    gram, right = scaled.T @ scaled + _RIDGE * np.eye(count), scaled.T @ target
+    used = (np.arange(1, 1 << count)[:, None] >> np.arange(count) & 1).astype(float)
+    each = gram * used[:, :, None] * used[:, None, :] + np.eye(count) * (1 - used)[:, :, None]
+    found = np.linalg.solve(each, (right * used)[:, :, None])[:, :, 0]
+    gained = np.where((found >= 0).all(axis=1), found @ right, -np.inf)
+    best: Array = found[int(gained.argmax())] / norms
+    return best

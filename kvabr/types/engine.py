@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import UsageError
+from kvabr.types.errors import ModelError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.units import computed_shape
 
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 EngineMode = Literal["hole", "suffix"]
 """What an engine can compute: any group with everything before it in place, or only from the first miss to the end."""
 
+
+BUDGET_S = 2.0
+"""Seconds that timing long prefills may take."""
+SHORT, _LONG = 1024, (4096, 16384)
+"""Tokens of prefills that are timed in any case, and of those that tell the rate of a GPU."""
 
 AttentionReduction = Literal["sum", "max"]
 """How the weights of heads and of a question's tokens become one number, see `BlendEngine.attention`."""
@@ -62,6 +67,28 @@ class ClassEngine(Engine, Protocol):
         That of a state, [layer, 1, head, row, column], is the snapshot behind the tokens. In ``before`` it may hold
         several, one behind the other in the axis of the rows, of which the last counts.
         """
+
+
+class ResidentCache(Protocol):
+    """Room on an engine's device for the cache of one prompt. It is freed with the last reference to it."""
+
+    def place(self, first: int, kv: torch.Tensor) -> None:
+        """Copy the KV of tokens from ``first`` on, [layer, K/V, head, token, dim], any float dtype, to their places."""
+
+    def prefill(self, tokens: Sequence[int], first: int) -> torch.Tensor:
+        """Compute the KV of ``tokens`` from ``first`` on, behind what is in place; keep it, and return it as well.
+
+        Raises:
+            ModelError: as `Engine.prefill`.
+        """
+
+
+@runtime_checkable
+class ResidentEngine(Engine, Protocol):
+    """An engine that keeps the cache of a play where it computes, so that nothing is copied there twice."""
+
+    def reside(self, tokens: int) -> ResidentCache | None:
+        """Return room for a prompt of ``tokens`` tokens; None: there is none, or not for such a model."""
 
 
 @runtime_checkable
@@ -125,28 +152,42 @@ def prefill_classes(
 
 
 def time_prefills(
-    engine: Engine,
-    tokens: Sequence[int],
-    *,
-    shapes: Sequence[tuple[int, int]] | None = None,
-    repeats: int = 2,
-) -> PrefillCost:
-    """Time a few real prefills and fit their cost on this machine.
+    engine: Engine, tokens: Sequence[int], *, repeats: int = 2, budget_s: float = BUDGET_S
+) -> list[tuple[int, int, float]]:
+    """Time a few real prefills; return their tokens before, new tokens and seconds, for `PrefillCost.fit`.
 
     Args:
         engine: the engine to time.
-        tokens: ids of any real text, at least 128; its length bounds the shapes.
-        shapes: pairs (tokens before, new tokens) to time; by default five that determine the three constants.
-        repeats: runs of each shape, of which the fastest counts: other work on the machine only adds time.
+        tokens: ids of any real text, at least 128; the more, the longer are those that are timed.
+        repeats: runs of each, of which the fastest counts: other work on the machine only adds time.
+        budget_s: seconds that long ones may take; short ones, of up to 1,024 tokens, are timed in any case.
+
+    Raises:
+        UsageError: there are too few tokens.
+        ModelError: the tokens of a short one do not fit the model.
     """
-    size = len(tokens)
-    if size < 128:
-        raise UsageError(f"timing a prefill needs at least 128 tokens of text, not {size}")
-    if shapes is None:
-        step = min(engine.spec.group_tokens, size // 4)
-        shapes = [(0, 8), (0, step), (0, 3 * step), (size - step, step), (size - 8, 8)]
-    if any(before < 0 or new <= 0 or before + new > size for before, new in shapes):
-        raise UsageError(f"a shape to time does not fit {size} tokens: {list(shapes)}")
+    if len(tokens) < 128:
+        raise UsageError(f"timing a prefill needs at least 128 tokens of text, not {len(tokens)}")
+    size = min(SHORT, len(tokens))
+    step = size // 4
+    shapes = [(0, 8), (0, step), (0, 3 * step), (size - step, step), (size - 8, 8)]
+    timings = _timed(engine, tokens, shapes, repeats)
+    for longer in sorted({length for length in (*_LONG, len(tokens)) if size < length <= len(tokens)}):
+        for shape in ((longer - step, step), (0, longer), (longer - longer // 4, longer // 4)):
+            budget_s -= (expected_s := repeats * PrefillCost.fit(timings).seconds(*shape))
+            if budget_s < 0:
+                budget_s += expected_s
+                continue
+            try:
+                timings += _timed(engine, tokens, [shape], repeats)
+            except ModelError:  # it does not take as many
+                return timings
+    return timings
+
+
+def _timed(
+    engine: Engine, tokens: Sequence[int], shapes: Sequence[tuple[int, int]], repeats: int
+) -> list[tuple[int, int, float]]:
     # The cache's values do not affect the timing, so zeros save the prefill that a real cache would need.
     probes, most = prefill_classes(engine, tokens[:1]), max(before for before, _ in shapes)
     parts = engine.spec.parts
@@ -162,4 +203,4 @@ def time_prefills(
             prefill_classes(engine, tokens[before : before + new], tuple(behind) if before else None)
             best = min(best, time.perf_counter() - start)
         timings.append((before, new, best))
-    return PrefillCost.fit(timings)
+    return timings

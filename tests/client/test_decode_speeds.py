@@ -16,18 +16,8 @@ import torch
 
 from kvabr.client import decode_speeds
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.decode_speeds import (
-    MAX_BYTES,
-    MAX_MODELS,
-    SCHEMA,
-    DecodeSpeeds,
-    ModelKey,
-    _digest,
-    complete,
-    measure,
-    on_one_core,
-    this_machine,
-)
+from kvabr.client.decode_speeds import SCHEMA, DecodeSpeeds, ModelKey, complete, measure, on_one_core
+from kvabr.client.machine_file import MAX_BYTES, MAX_MODELS, digest, this_machine
 from kvabr.player.decode_rates import DecodeRates
 from kvabr.types.catalog import Catalog
 from tests.catalogs import catalog
@@ -50,7 +40,7 @@ def unmeasured(offer: Catalog, **changes: float) -> Catalog:
 def written(path: Path, models: Any = None, **changes: Any) -> Path:
     """A file as `DecodeSpeeds.measure` would have written it, but for ``changes``."""
     models = {str(ModelKey.of(catalog())): PER_TOKEN} if models is None else models
-    whole = {"schema": SCHEMA, "machine": this_machine(), "sha256": _digest(models), "models": models, **changes}
+    whole = {"schema": SCHEMA, "machine": this_machine(), "sha256": digest(models), "models": models, **changes}
     path.write_text(json.dumps(whole))
     return path
 

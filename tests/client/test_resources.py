@@ -50,8 +50,8 @@ class Clocked:
     spec = SPEC
     cost = PrefillCost(0.02, 3e-4, 2e-8)
 
-    def __init__(self, window: int) -> None:
-        self.now, self.window = 0.0, window
+    def __init__(self, window: int, cost: PrefillCost = cost) -> None:
+        self.now, self.window, self.cost = 0.0, window, cost
         self.seen: set[tuple[int, int]] = set()
 
     def perf_counter(self) -> float:
@@ -70,15 +70,34 @@ class Clocked:
 
 
 @pytest.mark.parametrize("tokens", [(), range(50), range(5000)])
-@pytest.mark.parametrize(("window", "longest"), [(1 << 20, 1024), (700, 512)])
+@pytest.mark.parametrize(("window", "longest"), [(1 << 20, 16384), (2000, 1024), (700, 512)])
 def test_a_prefill_is_timed_on_short_and_long_prompts(monkeypatch, window, longest, tokens) -> None:
     engine = Clocked(window)
     monkeypatch.setattr(engines, "time", engine)
     cost = measure_prefill(engine, tokens)
     assert max(cached + new for cached, new in engine.seen) == longest
-    assert {8, longest * 3 // 4} <= {new for _, new in engine.seen}
+    assert {8, min(longest, 1024) * 3 // 4} <= {new for _, new in engine.seen}
     for before, new in ((0, 100), (0, 8000), (7000, 1000)):
         assert cost.seconds(before, new) == pytest.approx(engine.cost.seconds(before, new), rel=1e-3)
+
+
+def test_a_gpus_rate_and_floor_are_found_by_long_prefills(monkeypatch) -> None:
+    true = PrefillCost(0.004, 30e-6, 3e-10, 1e-6, 0.03)
+    engine = Clocked(1 << 20, true)
+    monkeypatch.setattr(engines, "time", engine)
+    cost = measure_prefill(engine)
+    for shape in ((0, 128), (0, 2010), (0, 65536), (32768, 128), (32768, 4096)):
+        assert cost.seconds(*shape) == pytest.approx(true.seconds(*shape), rel=0.01)
+
+
+def test_timing_long_prefills_has_a_budget(monkeypatch) -> None:
+    engine = Clocked(1 << 20, PrefillCost(0.0, 3e-3))
+    monkeypatch.setattr(engines, "time", engine)
+    measure_prefill(engine)
+    assert engine.now < 20
+    before = engine.now
+    measure_prefill(engine)
+    assert engine.now == before
 
 
 def test_a_model_that_takes_hardly_any_tokens_cannot_be_timed() -> None:

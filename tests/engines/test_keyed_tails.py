@@ -153,3 +153,14 @@ def test_catalogs_that_do_not_follow_each_other_are_not_joined():
 def test_numbers_that_make_no_sense_are_refused(bad):
     with pytest.raises(UsageError, match=next(iter(bad))):
         KeyedSettings.read({"url": "moqt://origin.example/", **bad}, "here")
+
+
+def test_no_more_is_loaded_than_allowed_and_nothing_of_too_little(reader):
+    leading = reader(max_load_tokens=3 * PAGE + 5)
+    assert leading(KEYS) == 3
+    assert leading(KEYS[:3]) == 3
+    assert leading(KEYS, goes_on=True) == 3
+    assert reader(min_load_tokens=PAGES * PAGE)(KEYS) == PAGES
+    assert reader(min_load_tokens=PAGES * PAGE)(KEYS[:-1]) == 0
+    fast = reader(prefill_rate=1e6, min_load_tokens=3 * PAGE)(KEYS)
+    assert 3 <= fast <= PAGES

@@ -88,6 +88,8 @@ def test_of_caches_by_key(key, value, says):
     ("key", "value", "says"),
     [
         ("lookup_share", 1, "lookup_share is 1: it must be less than 1"),
+        ("min_load_tokens", -1, "min_load_tokens is -1: it must be greater than or equal to 0"),
+        ("max_load_tokens", 0, "max_load_tokens is 0: it must be greater than or equal to 1"),
         ("prefill_rate", -1, "prefill_rate is -1: it must be greater than 0"),
         ("estimator", "none", "estimator is 'none': "),
         ("policy", "cake", "policy is 'cake': it has the engine compute from the front"),
@@ -96,6 +98,13 @@ def test_of_caches_by_key(key, value, says):
 def test_of_vllm(key, value, says):
     with pytest.raises(UsageError, match=f"here: {says}"):
         VllmSettings.read(URL | {key: value}, "here")
+
+
+def test_limits_of_what_is_loaded_that_contradict_each_other():
+    given = URL | {"min_load_tokens": 512, "max_load_tokens": 256}
+    for kind in (KeyedSettings, VllmSettings):
+        with pytest.raises(UsageError, match="here: max_load_tokens is 256: it must be at least min_load_tokens, 512"):
+            kind.read(given, "here")
 
 
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800"])

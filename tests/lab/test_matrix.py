@@ -2,6 +2,7 @@ import pytest
 
 from kvabr.abr.tail import MOST_TAIL
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE
+from kvabr.replay.engines import ENGINES
 from kvabr.types.errors import AssetError, KvabrError, UsageError
 from kvabr_lab.matrix import EngineSpec, build, read_toml, varying
 from kvabr_lab.results_folder import load_matrix, save_axes
@@ -20,6 +21,7 @@ def trace_file(path, rate=1.0):
     [
         ("none", "none", 0.0, "hole"), ("asset", "asset", 0.0, "hole"), ("2x", "x", 2.0, "hole"),
         ("0.5x:suffix", "x", 0.5, "suffix"), ("1500/s:hole", "/s", 1500.0, "hole"),
+        ("h200-70b:suffix", "h200-70b", 0.0, "suffix"),
     ],
 )  # fmt: skip
 def test_engines(text, kind, number, mode):
@@ -51,6 +53,7 @@ def test_what_engines_cost():
     offer = catalog(8)
     assert EngineSpec.parse("none").cost(offer, 2.0) is None
     assert EngineSpec.parse("2x").cost(offer, 1.5).seconds(0, offer.tokens) == pytest.approx(3.0)
+    assert EngineSpec.parse("h200-8b").cost(offer, 2.0) == ENGINES["h200-8b"]
     assert EngineSpec.parse("100/s").cost(offer, 2.0).seconds(0, 50) == pytest.approx(0.5)
     with pytest.raises(UsageError, match="does not say"):
         EngineSpec.parse("asset").cost(offer, 2.0)

@@ -3,11 +3,12 @@
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.replay.clairvoyant import Clairvoyant
+from kvabr.replay.clairvoyant import Clairvoyant, _behind
 from kvabr.replay.link import Capacity
 from kvabr.replay.trace import Trace
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
@@ -98,6 +99,13 @@ def test_more_of_a_resource_never_costs_more_and_a_higher_price_never_less(share
     assert one.best(link, 2.0, **PRICES).objective <= near
     for prices in ({"time_price": 0.01 * more, "gpu_price": 0.01}, {"time_price": 0.01, "gpu_price": 0.01 * more}):
         assert found.objective <= 1.01 * one.best(link, 1.0, **prices).objective + 1e-6
+
+
+def test_what_is_computed_together_takes_one_call():
+    offer, cost = catalog(3), PrefillCost(0.01, 1e-3, 0.0, 1e-4, 0.5)
+    with_last, without = _behind(offer, cost, 2)
+    assert with_last[0] <= cost.seconds(128, 256) == 0.5
+    assert without[0] == np.inf
 
 
 def test_the_end_is_where_the_next_step_is_not_worth_its_time():

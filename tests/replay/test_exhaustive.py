@@ -155,7 +155,10 @@ def instance(dice, mode, *, tracks=None, scale=None):
     if mode != "none":
         size, takes_s = offer.tokens, dice.uniform(0.3, 4.0)
         attention = dice.choice([0.0, 0.3]) * takes_s / size**2
-        cost = PrefillCost(dice.choice([0.0, 0.01, 0.1]), takes_s / size, attention)
+        constant, before, floor = (
+            dice.choice([0.0, low, high]) for low, high in ((0.01, 0.1), (1e-4, 1e-3), (0.1, 0.5))
+        )
+        cost = PrefillCost(constant, takes_s / size, attention, before, floor)
     return Instance(
         offer, link, rtt_s, cost, "hole" if mode == "none" else mode,
         dice.choice([0.0, 1.0, 20.0, 100.0]) if scale is None else scale, dice.choice([1, 2]),

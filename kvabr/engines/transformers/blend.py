@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers.cache import is_plain
-from kvabr.engines.transformers.engine import CHUNK, TransformersEngine
+from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.types.engine import AttentionReduction
 from kvabr.types.errors import ModelError, UsageError
 from kvabr.types.kv import KVSpec
@@ -105,8 +105,9 @@ class TransformersBlendEngine(TransformersEngine):
     ) -> None:
         """Compute tokens, whose keys and values replace those in ``work``, with as many layers as that has."""
         ids, places = (torch.tensor(list(each), device=self.device) for each in (tokens, at))
-        for first in range(0, len(at), CHUNK):
-            here = places[first : first + CHUNK]
+        step = self.pass_tokens(len(tokens))
+        for first in range(0, len(at), step):
+            here = places[first : first + step]
             seen = int(here[-1]) + 1
             # One layer more than there is room for: its update ends the pass, if the model has that layer.
             every = [*work, (None, None)]

@@ -181,6 +181,16 @@ def replace_states(cache: Any) -> None:
             layer.update_recurrent_state = update
 
 
+def rewind(cache: Any, spec: KVSpec, tokens: int) -> bool:
+    """Have a cache of all tokens forget those behind the first ones; return False if it keeps what cannot go back."""
+    if any(each.kind == "state" or each.role for each in spec.classes):
+        return False
+    for layer in cache.layers:
+        if layer.is_initialized:
+            layer.keys, layer.values = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
+    return True
+
+
 def _number(role: str) -> int:
     """Return which of its layer's states of one kind a role means."""
     base = next((name for name in (RECURRENT, SCAN, CONVOLUTION) if role.startswith(name)), None)

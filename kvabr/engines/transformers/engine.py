@@ -21,9 +21,11 @@ from kvabr.engines.transformers.cache import (
     new_cache,
     read_cache,
     replace_states,
+    rewind,
     whole_cache,
 )
 from kvabr.engines.transformers.identity import state_of
+from kvabr.engines.transformers.resident import RoomyCache, fits
 from kvabr.engines.transformers.weight_files import check_finite
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import ModelError
@@ -32,6 +34,10 @@ from kvabr.types.units import computed_shape
 
 CHUNK = 512
 """Tokens per forward pass: enough to keep a CPU's matrix units busy, few enough to bound memory."""
+_GPU_CHUNK = 8192
+"""The same of a GPU, which takes as long for a pass of a few hundred tokens as for one."""
+_MASK_ELEMENTS = 1 << 28
+"""Elements of an attention mask, new tokens by all tokens, that a pass may need; it has fewer tokens then."""
 
 SCORE_CHUNK = 128
 """Tokens of a continuation scored at once: logits over a whole vocabulary are large."""
@@ -51,6 +57,7 @@ class TransformersEngine:
         """transformers takes a cache as it is, so any run of tokens can be filled in."""
         self.cache_argument = cache_argument(model)
         """What the model calls its cache."""
+        self._most_tokens = _GPU_CHUNK
         self._takes_positions = "position_ids" in signature(model.base_model.forward).parameters
         warm_in_background(spec, self.device, self.dtype)
 
@@ -64,6 +71,11 @@ class TransformersEngine:
         """Device on which the model computes."""
         device: torch.device = self.model.device
         return device
+
+    @property
+    def weights(self) -> int:
+        """Number of the model's weights, by which kvabr guesses what its first prefill takes."""
+        return sum(each.numel() for each in self.model.parameters())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,16 +93,46 @@ class TransformersEngine:
         self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Compute the KV of ``tokens``; see `kvabr.types.engine.ClassEngine.prefill_classes`."""
-        ids, cache, start = self._begin(tokens, before)
+        ids, before, start = self._checked(tokens, before)
+        room = self.reside(start + len(tokens))
+        if room is not None:
+            if before is not None:
+                room.place(0, before[0])
+            return (room.compute(ids, start),)
+        cache = self._cache(before)
         self.extend(cache, ids, start)
         return read_cache(cache, self.spec, start, start + len(tokens))
+
+    def reside(self, tokens: int) -> RoomyCache | None:
+        """Return room for a prompt on the device; see `kvabr.types.engine.ResidentEngine.reside`."""
+        if not fits(self.spec, tokens, self.dtype, self.device):
+            return None
+        try:
+            return RoomyCache(self.spec, tokens, self.dtype, self.device, self.ids_of, self.extend)
+        except RuntimeError:  # there is no memory
+            return None
 
     @torch.no_grad()
     def extend(self, cache: Any, ids: torch.Tensor, start: int) -> None:
         """Prefill tokens, [1, token], behind the ``start`` ones of a transformers cache, which grows by them."""
-        # The body without the language model's head: a prefill needs no logits.
-        for first in range(0, ids.shape[1], CHUNK):
-            self.model.base_model(**self._given(cache, ids[:, first : first + CHUNK], start + first))
+        first, tokens = 0, ids.shape[1]
+        while first < tokens:
+            size = self.pass_tokens(start + tokens)
+            try:
+                # The body without the language model's head: a prefill needs no logits.
+                self.model.base_model(**self._given(cache, ids[:, first : first + size], start + first))
+            except torch.OutOfMemoryError:
+                if size <= CHUNK or not rewind(cache, self.spec, start + first):
+                    raise
+                self._most_tokens = size // 2
+            else:
+                first += size
+
+    def pass_tokens(self, seen: int) -> int:
+        """Return how many tokens are computed in one pass, of a prompt of ``seen`` tokens."""
+        if self.device.type == "cpu":
+            return CHUNK
+        return max(CHUNK, min(self._most_tokens, _MASK_ELEMENTS // seen))
 
     def _given(self, cache: Any, ids: torch.Tensor, start: int) -> dict[str, Any]:
         """Return a model's arguments for tokens behind ``start`` others; not all models take positions from a cache."""
@@ -190,15 +232,29 @@ class TransformersEngine:
 
     def _begin(self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, Any, int]:
         """Return the ids as a batch of one, a transformers cache with a copy of ``before``, and its length."""
-        parts = self.spec.parts
-        ids = torch.tensor([list(tokens)], dtype=torch.long, device=self.device)
-        if before is None:
-            self.check(tokens)
+        ids, before, start = self._checked(tokens, before)
+        return ids, self._cache(before), start
+
+    def _cache(self, before: tuple[torch.Tensor, ...] | None) -> Any:
+        return new_cache(self.model, whole=True) if before is None else whole_cache(before, self.spec, self.model)
+
+    def ids_of(self, tokens: Sequence[int], start: int = 0) -> torch.Tensor:
+        """Return the ids of tokens that follow ``start`` others, as a batch of one; raise as `check`."""
+        self.check(tokens, start)
+        if not start:
             self.check_unchanged()
-            return ids, new_cache(self.model, whole=True), 0
+        return torch.tensor([list(tokens)], dtype=torch.long, device=self.device)
+
+    def _checked(
+        self, tokens: Sequence[int], before: tuple[torch.Tensor, ...] | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None, int]:
+        """Return the ids as a batch of one, the cache before them, and its length; raise if they do not fit."""
+        parts = self.spec.parts
+        if before is None:
+            return self.ids_of(tokens), None, 0
         # Of a model with nothing but states, nobody knows how many tokens there were.
         start = next((int(kv.shape[-2]) for kv, part in zip(before, parts, strict=False) if not is_state(part)), 0)
-        self.check(tokens, start)
+        ids = self.ids_of(tokens, start)
         shapes = [computed_shape(part, start) for part in parts]
         given = [tuple(kv.shape) for kv in before]
         if len(given) == len(parts):  # the last of several snapshots counts
@@ -208,7 +264,7 @@ class TransformersEngine:
             )
         if [tuple(kv.shape) for kv in before] != shapes:
             raise ModelError(f"not a cache of {self.spec.model}: shape {given}, not {shapes}")
-        return ids, whole_cache(before, self.spec, self.model), start
+        return ids, before, start
 
     def check_unchanged(self) -> None:
         """Raise a `ModelError` if the model's adapters or weights have changed since the engine was made.

@@ -83,7 +83,7 @@ def play_cache(
     """Get the cache of a prompt, blocking.
 
     Args:
-        client: finds and plays it. If its own engine is another one, call `Client.measure_prefill` for this one first.
+        client: finds and plays it; its own engine may be another one.
         engine: the model. If it has states, all but the last token of the prompt are played: a state cannot be
             shortened, and ``generate()`` needs a token to begin with.
         tokens: the prompt: ids, or ``input_ids`` of a batch of one.

@@ -36,11 +36,13 @@ from kvabr.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvabr.engines.vllm.plays import Step, leave_client, take_client
 from kvabr.engines.vllm.publishing import Publishers
 from kvabr.engines.vllm.scheduler import SchedulerHalf
+from kvabr.engines.vllm.step_times import computed_before
 from kvabr.engines.vllm.worker import WorkerHalf
 from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.publisher import Publisher
 from kvabr.types.catalog import Catalog
+from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, UsageError
 
 _PerEngine = dict[int, list[object]]
@@ -64,16 +66,16 @@ class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Carries the plays that have ended, and how fast the engine is, from the workers to the scheduler."""
 
-    def __init__(self, placed: list[tuple[int, int]], rate: float) -> None:
+    def __init__(self, placed: list[tuple[int, int]], cost: PrefillCost | None) -> None:
         self.placed = placed
         """For each play and worker, the token after the last in place."""
-        self.rate = rate
-        """Tokens per second that the engine prefills; 0.0: no news."""
+        self.cost = cost
+        """What the engine's prefill costs; None: no news."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add what another worker reports."""
         assert isinstance(other, KvabrPlaced)  # noqa: S101  # all workers have the same connector
-        return KvabrPlaced(self.placed + other.placed, self.rate or other.rate)
+        return KvabrPlaced(self.placed + other.placed, self.cost or other.cost)
 
 
 class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -171,9 +173,9 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return the plays that have ended, and the engine's rate, for the scheduler."""
-        placed, rate = self._worker.placed(), self._worker.measured()
-        return KvabrPlaced(placed, rate) if placed or rate else None
+        """Return the plays that have ended, and what a prefill costs, for the scheduler."""
+        placed, cost = self._worker.placed(), self._worker.measured()
+        return KvabrPlaced(placed, cost) if placed or cost else None
 
     def on_new_request(self, request: Any) -> None:
         """Begin the lookup of a request."""
@@ -190,15 +192,15 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the requests to the workers."""
         preempted = bool(getattr(scheduler_output, "preempted_req_ids", None))
-        scheduled = scheduler_output.num_scheduled_tokens
-        return KvabrMetadata(self._scheduler.step(scheduled, self._tables, preempted=preempted))
+        scheduled, before = scheduler_output.num_scheduled_tokens, computed_before(scheduler_output)
+        return KvabrMetadata(self._scheduler.step(scheduled, self._tables, before=before, preempted=preempted))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Note the loads and plays that have ended."""
         self._scheduler.received(set(connector_output.finished_recving or ()))
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KvabrPlaced):
-            self._scheduler.measured(meta.rate)
+            self._scheduler.measured(meta.cost)
             for play, end in meta.placed:
                 self._scheduler.placed(play, end)
 

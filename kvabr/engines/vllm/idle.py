@@ -28,11 +28,11 @@ class IdleScheduler:
     def allocated(self, request: Any, blocks: object, external: int) -> None:
         """Ignore blocks."""
 
-    def step(self, _scheduled: Mapping[str, int], _tables: object, *, preempted: bool = False) -> Step:  # noqa: ARG002
+    def step(self, _scheduled: Mapping[str, int], _tables: object, **_more: object) -> Step:
         """Return a step without requests."""
         return Step()
 
-    def measured(self, rate: float) -> None:
+    def measured(self, cost: object) -> None:
         """Do nothing."""
 
     def placed(self, play: int, end: int) -> None:
@@ -72,9 +72,8 @@ class IdleWorker:
         """Return that nothing has ended."""
         return set(), set()
 
-    def measured(self) -> float:
+    def measured(self) -> None:
         """Return no news."""
-        return 0.0
 
     def placed(self) -> list[tuple[int, int]]:
         """Return that no play has ended."""

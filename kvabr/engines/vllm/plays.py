@@ -18,13 +18,9 @@ from kvabr.client.joined_prefix import find_joined
 from kvabr.client.lookup import Found
 from kvabr.engines.settings import open_client
 from kvabr.engines.vllm.config import VllmSettings
-from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError
 from kvabr.types.kv import KVSpec
 from kvabr.types.passage import Part, Passage
-
-DEFAULT_RATE = 1000.0
-"""Prefill rate before anything was measured, tokens per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +147,8 @@ class Step:
     publications: list[PublishRequest] = field(default_factory=list)
     scheduled: int = 0
     """Tokens that the step computes."""
+    prefill: tuple[int, int] | None = None
+    """The prefill of one prompt that is as much work: tokens before it, and new ones. None: it is not known."""
     asking: bool = False
     """Whether a lookup is under way, whose end only the scheduler sees."""
 
@@ -183,22 +181,6 @@ async def find_parts(
     async with asyncio.timeout(within_s):
         origin = await client.connect()
         return await find_joined(origin, parts, spec, salt=salt, max_loss=max_loss, any_dtype=True, refused=refused)
-
-
-def cost_of(rate: float, found: Found, first: int, last: int, playing: int = 1) -> PrefillCost:
-    """Return the cost of an engine's prefill, of which one of ``playing`` requests has its share.
-
-    Args:
-        rate: tokens per second that it prefills; 0.0: not known, so its publisher's is taken.
-        found: the cache.
-        first: first token that is wanted.
-        last: token after the last.
-        playing: requests that share the engine.
-    """
-    prefill = found.catalog.prefill
-    if not rate and prefill is not None:
-        rate = (last - first) / prefill.seconds(first, last - first)
-    return PrefillCost.from_rate((rate or DEFAULT_RATE) / playing)
 
 
 def cut(found: Found, last: int) -> Found:

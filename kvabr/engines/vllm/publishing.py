@@ -29,6 +29,7 @@ from kvabr.engines.vllm.windows import KeptWindows
 from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.live_publisher import LivePublisher, LiveSlot
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
+from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, UsageError
 
 _log = logging.getLogger("vllm.kvabr")
@@ -46,8 +47,8 @@ class PublishingWorker(Protocol):
         """The engine's blocks."""
 
     @property
-    def rate(self) -> float:
-        """Tokens per second that the engine prefills."""
+    def cost(self) -> PrefillCost:
+        """What the engine's prefill costs."""
 
     lossy: LossyGroups
 
@@ -147,10 +148,10 @@ class Publications:
         """Begin a growing asset; return None if there is none."""
         live = self._publishers.live
         assert live is not None  # noqa: S101  # nothing grows otherwise
-        rate = max(1.0, self._engine.rate)
+        cost = self._engine.cost
         size, chunk = self._model.spec.group_tokens, max(1, grown.step)
         ends = range(size, len(grown.tokens) + 1, size)
-        pace = [max(0, -(-(end - grown.had) // chunk)) * chunk / rate for end in ends]
+        pace = [cost.seconds(grown.had, -(-(end - grown.had) // chunk) * chunk) for end in ends]
         why = "failed"
         try:
             if self._engine.lossy.before(grown.tokens, grown.salt):  # so that the rest is not exact either

@@ -20,12 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client, Handle
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
+from kvabr.client.prefill_timings import guess
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.origin_pause import OriginPause
 from kvabr.engines.settings import TroubleLog
@@ -36,7 +38,6 @@ from kvabr.engines.vllm.plays import (
     LoadRequest,
     PublishRequest,
     Step,
-    cost_of,
     cut,
     find_cache,
     find_parts,
@@ -45,8 +46,10 @@ from kvabr.engines.vllm.promises import Promises
 from kvabr.engines.vllm.requests import PassageRequests, blended, params, salt_of, unfit, wants_passage
 from kvabr.engines.vllm.snapshots import Boundaries
 from kvabr.engines.vllm.stats import ConnectorCounts
+from kvabr.engines.vllm.step_times import prefill_of
 from kvabr.engines.vllm.windows import Completed, Tables
 from kvabr.types.catalog import Catalog
+from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, TransportError
 from kvabr.types.naming import chain
 from kvabr.types.passage import Passage
@@ -125,8 +128,8 @@ class SchedulerHalf:
         self._arrived: set[str] = set()
         """Requests that may be published."""
         self.counts = ConnectorCounts()
-        self._rate = 0.0
-        """Tokens per second that the engine prefills; 0.0: the workers have not told."""
+        self._cost: PrefillCost | None = None
+        """What the engine's prefill costs; None: the workers have not told."""
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
         self._trouble = TroubleLog(_log)
         self._passages = PassageRequests(model, self._trouble)
@@ -184,6 +187,8 @@ class SchedulerHalf:
             self._continue(lookup, lookup.joined, computed)
         if computed % self._model.block or lookup.found is None:
             return 0, False
+        if lookup.last - computed < self._settings.min_load_tokens:
+            return 0, False
         if self._promises is None:
             return max(0, lookup.last - computed), lookup.last > computed
         if self._model.prefix_caching and time.monotonic() < lookup.due_s and self._comes(lookup.found, computed):
@@ -220,14 +225,22 @@ class SchedulerHalf:
             self._pending.loads.append(self._load(next(self._numbers), name, lookup, first, last, taken, left_s))
         lookup.over()
 
-    def step(self, scheduled: Mapping[str, int], tables: Tables, *, preempted: bool = False) -> Step:
+    def step(
+        self,
+        scheduled: Mapping[str, int],
+        tables: Tables,
+        *,
+        before: Mapping[str, int] = MappingProxyType({}),
+        preempted: bool = False,
+    ) -> Step:
         """Return the requests to the workers with the next step, which computes ``scheduled`` tokens of requests.
 
-        ``preempted`` says whether vLLM has taken blocks away from any.
+        Those of which it says how many tokens were computed ``before`` are timed. ``preempted`` says whether vLLM has
+        taken blocks away from any.
         """
         step, self._pending = self._pending, Step()
         step.preempted = preempted
-        step.scheduled = sum(scheduled.values())
+        step.scheduled, step.prefill = sum(scheduled.values()), prefill_of(scheduled, before)
         step.kept = self._completed.step(scheduled, tables)
         step.snapshots = self._boundaries.step(scheduled, tables, self._model.caches.states)
         if self._growth is not None:
@@ -248,9 +261,9 @@ class SchedulerHalf:
         if self._promises is not None:
             self._promises.report(play, end)
 
-    def measured(self, rate: float) -> None:
-        """Note how many tokens per second the engine prefills; 0.0: there is no news."""
-        self._rate = rate or self._rate
+    def measured(self, cost: PrefillCost | None) -> None:
+        """Note what the engine's prefill costs; None: there is no news."""
+        self._cost = cost or self._cost
 
     def received(self, requests: set[str]) -> None:
         """Note loads that have ended."""
@@ -378,17 +391,17 @@ class SchedulerHalf:
 
         Runs on the client's event loop. The tails of all requests that wait fit into a step.
         """
-        settings, last = self._settings, self._usable(found, len(lookup.tokens) - 1)
+        settings, last = self._settings, self._usable(found, self._most(lookup))
         if not last:
             return found
         behind, whole = len(lookup.tokens) - last, cut(found, last)
         room = self._model.step_tokens - behind - sum(each.tail for each in list(self._lookups.values()))
         lookup.tail = max(0, min(settings.tail, room))
-        rate = settings.prefill_rate or self._rate
+        cost = settings.prefill_cost or self._cost or whole.catalog.prefill or guess(self._model.spec)
         tail = await client.tail_of(
             whole.catalog,
             deadline=max(_MIN_LEFT_S, lookup.deadline_s - (time.monotonic() - lookup.began_s)),
-            cost=cost_of(rate, whole, 0, last),
+            cost=cost,
             behind=behind,
             block=self._model.block,
             options=PlayOptions(policy=settings.policy, time_price=settings.time_price, tail=lookup.tail),
@@ -462,7 +475,7 @@ class SchedulerHalf:
                     self.counts.add("lookups_joined")
                 else:
                     # vLLM must compute at least one token.
-                    lookup.last = self._usable(found, len(lookup.tokens) - 1)
+                    lookup.last = self._usable(found, self._most(lookup))
                     lookup.found = cut(found, lookup.last) if lookup.last else None
                 least_s = time.monotonic() + _MIN_PLAY_SHARE * lookup.deadline_s
                 lookup.due_s = max(lookup.began_s + lookup.deadline_s, least_s)
@@ -475,9 +488,14 @@ class SchedulerHalf:
         run = joined.catalog.run(computed)
         if run is None:
             return
-        last = whole_blocks(min(run.first_token + run.tokens, len(lookup.tokens) - 1), self._model.block)
+        most = computed + (self._settings.max_load_tokens or len(lookup.tokens))
+        last = whole_blocks(min(run.first_token + run.tokens, most, len(lookup.tokens) - 1), self._model.block)
         if last > computed:
             lookup.last, lookup.found = last, cut(replace(joined, catalog=run), last)
+
+    def _most(self, lookup: _Lookup) -> int:
+        """Return how many tokens of a prompt may be loaded at most, if vLLM has none."""
+        return min(len(lookup.tokens) - 1, self._settings.max_load_tokens or len(lookup.tokens))
 
     def _usable(self, found: Found, most: int) -> int:
         """Return how many tokens of a cache, at most ``most``, vLLM can begin with: whole blocks, and its states."""

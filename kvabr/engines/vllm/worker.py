@@ -29,9 +29,11 @@ from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.copier import Copier
 from kvabr.engines.vllm.lossy import LossyGroups
-from kvabr.engines.vllm.plays import DEFAULT_RATE, CopyRequest, LoadRequest, Step, cost_of, cut, find_cache
+from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, Step, cut, find_cache
 from kvabr.engines.vllm.publishing import Publications, Publishers
 from kvabr.engines.vllm.stats import ConnectorCounts
+from kvabr.engines.vllm.step_times import StepTimes
+from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, PlayError
 
 _log = logging.getLogger("vllm.kvabr")
@@ -39,8 +41,6 @@ _log = logging.getLogger("vllm.kvabr")
 _NAP_S, _SHORT_NAP_S = 0.01, 0.002
 """Seconds that a step without computation waits for plays and publications: vLLM would poll, and occupy a core that
 decoding needs. The end of a lookup is noticed by polling only."""
-_MIN_TIMED_TOKENS = 64
-"""Tokens that a step must compute for its time to count as that of a prefill."""
 _HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
 """Seconds plus deadlines after which a play that does not end is cancelled: no request may wait forever."""
 _MOST_LOSSY = 4096
@@ -79,9 +79,9 @@ class WorkerHalf:
         self._plays: dict[int, _Playing] = {}
         self._placed: list[tuple[int, int]] = []
         """Plays before the promise that have ended, and the token after the last that came."""
-        self._began_s: float | None = None
         self._scheduled, self._nap_s = 0, _NAP_S
-        self._rate = self._told = 0.0
+        kind = f"{model.dtype} {model.ranks}"
+        self._times = StepTimes(kind, model.shard, settings.cache, self._copier.submit)
         self.lossy = LossyGroups(model.spec, model.block, _MOST_LOSSY)
         self._publications: Publications | None = None
         if publishers is not None:
@@ -98,6 +98,7 @@ class WorkerHalf:
         self.lossy.most = max(_MOST_LOSSY, 4 * self._blocks.tokens // self._model.spec.group_tokens)
         self._copier.use(self._blocks.device)
         self._loader.use(self._blocks.device)
+        self._times.use(self._blocks.device)
         if self._client is not None:
             spec, dtype, blocks = self._model.shard, self._model.dtype, self._blocks
             self._client.begin(lambda client: client.warm(spec, blocks.device, dtype, blocks.layers))
@@ -106,7 +107,8 @@ class WorkerHalf:
 
     def begin(self, step: Step) -> None:
         """Begin a step."""
-        self._began_s, self._scheduled = time.perf_counter(), step.scheduled
+        self._scheduled = step.scheduled
+        self._times.begin(step.prefill)
         self._nap_s = _SHORT_NAP_S if step.asking else _NAP_S
         if step.loads or step.copies:
             self._loader.mark()
@@ -129,17 +131,9 @@ class WorkerHalf:
 
     def computed(self) -> None:
         """End the computation of a step; copy what it has computed, and what vLLM will drop."""
-        if self._began_s is not None and self._scheduled >= _MIN_TIMED_TOKENS and self._times:
-            rate = self._scheduled / max(1e-6, time.perf_counter() - self._began_s)
-            self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
-        self._began_s = None
+        self._times.end(alone=not self._loader.busy)
         if self._publications is not None:
             self._publications.computed()
-
-    @property
-    def _times(self) -> bool:
-        """Whether a step's time is that of a prefill: it ends when the step does, and nobody else uses the cores."""
-        return not self._copier.on_gpu and not self._loader.busy
 
     def collect(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
         """Return the requests whose publications, and whose loads, have ended; cancel loads of ``finished`` ones."""
@@ -163,10 +157,9 @@ class WorkerHalf:
             placed, self._placed = self._placed, []
         return placed
 
-    def measured(self) -> float:
-        """Return, once, the tokens per second that the engine was last measured to prefill; 0.0: there is no news."""
-        told, self._told = self._told, self._rate
-        return 0.0 if told == self._rate else self._rate
+    def measured(self) -> PrefillCost | None:
+        """Return, once, what a prefill costs, now that more is known of it; None: there is no news."""
+        return self._times.told()
 
     def failed_blocks(self) -> set[int]:
         """Return, once, the blocks that collected loads did not fill."""
@@ -188,14 +181,15 @@ class WorkerHalf:
             play.handle.cancel()
         self._loader.close()
         self._copier.close()
+        self._times.close()
         if self._publications is not None:
             self._publications.close()
         self._blocks = None
 
     @property
-    def rate(self) -> float:
-        """Tokens per second that the engine prefills."""
-        return self._settings.prefill_rate or self._rate or DEFAULT_RATE
+    def cost(self) -> PrefillCost:
+        """What the engine's prefill costs."""
+        return self._settings.prefill_cost or self._times.cost(None)
 
     def gone(self, request: str) -> None:
         """Give the blocks of a request that has ended back to vLLM."""
@@ -233,7 +227,7 @@ class WorkerHalf:
             return await client.play_prefix(
                 found,
                 deadline=max(1e-3, due_s - time.monotonic()),
-                cost=cost_of(settings.prefill_rate or self._rate, load.found, load.first, load.last, playing),
+                cost=(settings.prefill_cost or self._times.cost(load.found.catalog.prefill)).scaled(playing),
                 skip=skip,
                 behind=load.behind,
                 block=self._model.block,

@@ -13,6 +13,7 @@ from kvabr.codec.rope import rotate
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers import spec_of
 from kvabr.engines.transformers.model_loader import engine_of, load_model
+from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, time_prefills
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec, RopeSpec
@@ -99,7 +100,7 @@ def test_what_does_not_fit_is_refused(tiny):
 
 
 def test_timed_prefills_fit_a_cost(tiny):
-    cost = time_prefills(tiny.engine, [1] * 600, repeats=1)
+    cost = PrefillCost.fit(time_prefills(tiny.engine, [1] * 600, repeats=1))
     assert 0 < cost.seconds(0, 128) < 10
 
 

@@ -236,7 +236,7 @@ def test_an_engine_goes_on_behind_its_own_snapshots(name):
     assert all(torch.equal(one, other) for one, other in zip(more, again, strict=True))
     with pytest.raises(ModelError, match="not a cache of"):
         engine.prefill_classes(second, tuple(kv[..., :-1, :] for kv in before))
-    cost = time_prefills(engine, [1] * 128, shapes=[(0, 8), (0, 24), (64, 8), (100, 8)], repeats=1)
+    cost = PrefillCost.fit(time_prefills(engine, [1] * 128, repeats=1))
     assert cost.seconds(0, 100) > 0
 
 

@@ -354,6 +354,18 @@ def test_what_cannot_begin_is_computed(bench):
     assert bench.worker.counts.take()["plays_failed"] == 1
 
 
+@pytest.mark.parametrize("mode", ["play-first", "promise-first"])
+def test_limits_of_what_is_loaded(served, mode):
+    for limits, count in (({"max_load_tokens": 40}, 40), ({"min_load_tokens": 64}, 64), ({"min_load_tokens": 65}, 0)):
+        bench = Bench(served, mode=mode, **limits)
+        try:
+            assert bench.matched(request()) == (count, count > 0)
+            if "min_load_tokens" in limits:
+                assert bench.matched(request("other"), 16) == (0, False)  # the engine has the rest
+        finally:
+            bench.close()
+
+
 def test_a_lookup_begins_when_a_request_comes(bench):
     asked = request()
     bench.scheduler.arrived(asked)

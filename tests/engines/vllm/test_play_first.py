@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvabr.codec.container import pack, unpack
+from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256, digest_of
 from kvabr.types.errors import PlayError
 from tests.client.served import LIMIT_S, Served
@@ -121,13 +122,22 @@ def test_the_scheduler_is_told_how_fast_the_engine_is(served, tmp_path):
     bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40, mode="promise-first", deadline_s=0.5)
     try:
         counts = []
-        for rate in (10.0, 1e6, 0.0):
-            bench.scheduler.measured(rate)
+        for rate in (10.0, 1e6, None):
+            bench.scheduler.measured(None if rate is None else PrefillCost.from_rate(rate))
             counts.append(bench.matched(request(f"r{rate}"))[0])
         assert counts == [64, 32, 32]
-        assert bench.worker.measured() == 0.0
-        bench.worker._rate = 500.0
-        assert (bench.worker.measured(), bench.worker.measured()) == (500.0, 0.0)
+        assert bench.worker.measured() is None
+        for prefill in ({"r": 63}, {"r": 500}):
+            step = bench.scheduler.step(prefill, bench.tables.get, before={"r": 1000})
+            assert step.prefill == (1000, prefill["r"])
+            bench.worker.begin(step)
+            time.sleep(0.05)
+            bench.worker.computed()
+        bench.worker._copier.wait()
+        cost = bench.worker.measured()
+        assert bench.worker.measured() is None
+        assert cost.seconds(1000, 500) == pytest.approx(0.05, rel=0.9)
+        assert bench.worker.cost == cost
     finally:
         bench.close()
 

@@ -19,6 +19,7 @@ from kvabr.abr.policies import DEFAULT
 from kvabr.abr.tail import MOST_TAIL
 from kvabr.data import default_catalog
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, BlendGoal, PlayerConfig
+from kvabr.replay.engines import ENGINES
 from kvabr.replay.experiment import ReplayOptions
 from kvabr.replay.passages import EXACT, QUESTION, prompt_of
 from kvabr.replay.readers import find, read
@@ -29,7 +30,9 @@ from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import AssetError, PolicyError, UsageError
 
-_ENGINE = re.compile(r"(?:(none)|(asset)|([0-9.eE+-]+)(x|/s))(?:@([0-9.eE+-]+|inf))?(?::(suffix|hole))?")
+_ENGINE = re.compile(
+    rf"(?:(none)|(asset|{'|'.join(ENGINES)})|([0-9.eE+-]+)(x|/s))(?:@([0-9.eE+-]+|inf))?(?::(suffix|hole))?"
+)
 _MOST_PLAYS = 10_000_000
 SHIPPED = "smollm2-8k"
 """Name of the default asset, which comes with the package."""
@@ -48,7 +51,8 @@ class EngineSpec:
     text: str
     """As the user wrote it."""
     kind: str
-    """``none``, ``asset`` (as its publisher measured), ``x`` (times the deadline) or ``/s`` (tokens per second)."""
+    """``none``, ``asset`` (as its publisher measured), ``x`` (times the deadline), ``/s`` (tokens per second) or a
+    name of `kvabr.replay.engines.ENGINES`."""
     number: float
     mode: EngineMode
     gpu_price: float = GPU_PRICE
@@ -56,7 +60,7 @@ class EngineSpec:
 
     @classmethod
     def parse(cls, text: str) -> EngineSpec:
-        """Parse ``none``, ``asset``, ``2x`` or ``1500/s``, each optionally with ``@PRICE`` and ``:suffix``.
+        """Parse ``none``, ``asset``, ``2x``, ``1500/s`` or ``h200-8b``, also with ``@PRICE`` and ``:suffix``.
 
         ``2x`` is an engine that takes twice the deadline to compute the whole prompt. With ``2x@0.05``, a second of its
         time costs 0.05 nats per token.
@@ -72,8 +76,8 @@ class EngineSpec:
             number = price = -1.0
         if match is None or number < 0 or (match[3] and not 0 < number < math.inf) or not price >= 0:
             raise UsageError(
-                f"engine {text!r}: give none, asset, 2x (times the deadline) or 1500/s, optionally with @PRICE (nats "
-                "per token and second) and :suffix"
+                f"engine {text!r}: give none, asset, 2x (times the deadline), 1500/s or one of {', '.join(ENGINES)}, "
+                "optionally with @PRICE (nats per token and second) and :suffix"
             )
         kind = match[1] or match[2] or match[4]
         return cls(text, kind, number, "suffix" if match[6] == "suffix" else "hole", price)
@@ -90,6 +94,8 @@ class EngineSpec:
             return PrefillCost(0.0, self.number * deadline_s / catalog.tokens)
         if self.kind == "/s":
             return PrefillCost.from_rate(self.number)
+        if self.kind in ENGINES:
+            return ENGINES[self.kind]
         if catalog.prefill is None:
             raise UsageError("engine 'asset': this asset does not say what its prefill cost; give 2x or 1500/s")
         return catalog.prefill

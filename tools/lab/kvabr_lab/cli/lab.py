@@ -31,7 +31,7 @@ A matrix as a file (options on the command line override it; paths are relative 
   deadlines = [1.0, 2.0]                   # seconds
   loads    = [0.03, 0.1, 0.3]              # fraction of FP16 that the mean rate carries; "own": not scaled
   rtts     = [10, 50, 200]                 # ms; "own": the trace's
-  engines  = ["none", "2x", "2x:suffix"]   # 2x: the whole prompt takes two deadlines; 1500/s; asset
+  engines  = ["none", "2x", "2x:suffix"]   # 2x: the whole prompt takes two deadlines; 1500/s; h200-8b; asset
                                            # 2x@0.05: a second of its time costs 0.05 nats per token
   assets   = ["smollm2-8k", "my.asset"]
   starts   = 4                             # per trace; or per_family = 100: plays per family and cell
@@ -118,7 +118,7 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
         "--engine",
         nargs="+",
         metavar="E",
-        help="none, asset, 2x, 1500/s, 2x@0.05:suffix (default: none; asset for prompts of passages)",
+        help="none, asset, 2x, 1500/s, h200-8b, 2x@0.05:suffix (default: none; asset for prompts of passages)",
     )
     axes.add_argument(
         "--asset",

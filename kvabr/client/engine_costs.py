@@ -1,0 +1,75 @@
+"""What the prefills of a client's engines cost, kept from one process to the next in a file beside the decode rates."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from kvabr.client.machine_file import MachineFile
+from kvabr.client.prefill_timings import PrefillTimings, Timing, read_rows
+from kvabr.client.resources import timings_of
+from kvabr.types.engine import Engine
+
+COSTS_FILE = "prefill-costs.json"
+"""Name of the file in the folder of a client or user."""
+SCHEMA = "kvabr.prefill-costs/1"
+
+
+class EngineCosts:
+    """The file, and the timings of engines that it has completed. May be used from several threads."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Read the file if it exists; never raises. Without a path nothing is kept."""
+        self._file: MachineFile[list[Timing]] = MachineFile(path, SCHEMA, read_rows)
+        self._lock = threading.Lock()
+
+    def of(self, engine: Engine) -> PrefillTimings:
+        """Return what the engine's prefills took, in this process and in earlier ones."""
+        timings = timings_of(engine)
+        return self.restored(timings, engine_key(engine)) if timings.empty else timings
+
+    def restored(self, timings: PrefillTimings, key: str) -> PrefillTimings:
+        """Return timings, completed by those that the file has under a key if there are none."""
+        if timings.empty and (rows := self._file.get(key)):
+            timings.restore(rows)
+        return timings
+
+    def save(self, timings: PrefillTimings, key: str) -> None:
+        """Write timings under a key if there are new ones and there is a file; never raises."""
+        if self._file.path is None:
+            return
+        with self._lock:
+            if timings.news:
+                self._file.keep(key, timings.rows())
+
+    def save_engine(self, engine: Engine) -> None:
+        """Write the timings of an engine, as `save`, and fit its cost to them, which takes a while."""
+        timings = timings_of(engine)
+        self.save(timings, engine_key(engine))
+        timings.cost()
+
+
+@cache
+def costs_at(path: Path | None) -> EngineCosts:
+    """Return the one `EngineCosts` of this process for a file."""
+    return EngineCosts(path)
+
+
+def engine_key(engine: Engine) -> str:
+    """Return what an engine's timings belong to, besides the machine: model, device and kind of engine."""
+    kind, device = type(engine), getattr(engine, "device", None)
+    own = f"{getattr(engine, 'dtype', '')} {getattr(engine, 'weights', '')}"
+    return cost_key(engine.spec.digest().hex(), f"{kind.__module__}.{kind.__qualname__} {own}", device)
+
+
+def cost_key(model: str, engine: str, device: torch.device | None) -> str:
+    """Return the key of a model on an engine and a device; None: the processor."""
+    where = f"{'cpu' if device is None else device.type} {torch.get_num_threads()}"
+    if device is not None and device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # it is there no more
+            where = torch.cuda.get_device_name(device)
+    return f"{model}:{engine}:{where}"

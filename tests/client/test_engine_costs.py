@@ -1,0 +1,176 @@
+"""What an engine's prefills cost: learnt from every computation, kept between processes, and never spoilt by one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.engine_costs import COSTS_FILE, SCHEMA, EngineCosts, costs_at, engine_key
+from kvabr.client.machine_file import digest, this_machine
+from kvabr.client.prefill_timings import MOST, PrefillTimings, guess, guess_of
+from kvabr.types.cost import PrefillCost
+from tests import kvdata
+from tests.client.playing import play
+from tests.toymodel import ToyModel, prompt
+
+TRUE = PrefillCost(0.004, 30e-6, 4.8e-10, 1.7e-6, 0.02)
+GUESS = PrefillCost(0.0, 1e-5, 1e-10, floor_s=0.02)
+SIZES = [(0, 200), (0, 2010), (2010, 500), (0, 8000), (8000, 300), (4000, 4000)]
+
+
+def learnt(timings: PrefillTimings, shape: tuple[int, int] = (0, 4096)) -> float:
+    """How many times the true seconds the cost says."""
+    return timings.cost().seconds(*shape) / TRUE.seconds(*shape)
+
+
+def taught(noise: float = 0.03, seed: int = 1, rounds: int = 3) -> PrefillTimings:
+    timings, dice = PrefillTimings(GUESS), np.random.default_rng(seed)
+    for _ in range(rounds):
+        for shape in SIZES:
+            timings.note(*shape, float(TRUE.seconds(*shape) * dice.normal(1, noise)))
+    return timings
+
+
+def test_the_first_computation_corrects_a_guess() -> None:
+    timings = PrefillTimings(GUESS)
+    assert learnt(timings) < 0.5
+    timings.note(0, 2010, TRUE.seconds(0, 2010))
+    assert learnt(timings) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_few_noisy_computations_tell_the_cost_of_all_sizes(seed: int) -> None:
+    timings = taught(seed=seed)
+    for shape in [(0, 1 << n) for n in range(7, 17)] + [(2048, 128), (32768, 2048)]:
+        assert learnt(timings, shape) == pytest.approx(1, abs=0.15), shape
+
+
+@pytest.mark.parametrize("seconds", [100.0, 1e-7, 0.0, -1.0, math.nan, math.inf, 1e9])
+def test_one_answer_that_was_late_or_a_clock_that_jumped_changes_little(seconds: float) -> None:
+    timings = taught()
+    before = learnt(timings)
+    timings.note(0, 4096, seconds)
+    timings.note(0, 200, seconds)
+    assert learnt(timings) == pytest.approx(before, rel=0.05)
+    assert learnt(timings, (0, 128)) == pytest.approx(1, abs=0.1)
+
+
+def test_the_first_call_of_a_process_also_loads_and_compiles() -> None:
+    timings = PrefillTimings(TRUE)
+    timings.note(0, 2010, 5.0)
+    assert learnt(timings) < 4.5
+    for _ in range(2):
+        timings.note(0, 2010, TRUE.seconds(0, 2010))
+    assert learnt(timings) == pytest.approx(1, abs=0.1)
+
+
+def test_an_engine_that_is_slower_for_good_is_known_soon() -> None:
+    timings = taught()
+    for _ in range(4):
+        for shape in SIZES:
+            timings.note(*shape, 3 * TRUE.seconds(*shape))
+    assert learnt(timings) == pytest.approx(3, rel=0.1)
+    assert len(timings.rows()) <= MOST
+
+
+def test_until_something_was_timed_a_publisher_is_believed_if_that_may_be() -> None:
+    assert PrefillTimings(GUESS).cost(GUESS.scaled(8)) == GUESS.scaled(8)
+    for wrong in (GUESS.scaled(1e6), GUESS.scaled(1e-6)):
+        assert PrefillTimings(GUESS).cost(wrong) == GUESS
+    timings = taught()
+    before = learnt(timings)
+    timings.cost(GUESS.scaled(20))
+    assert learnt(timings) == pytest.approx(before, rel=0.05)
+
+
+def test_guesses_are_of_the_right_size() -> None:
+    big = kvdata.spec(32, 8, 128)
+    card = guess(big, "cuda", 8_000_000_000)
+    assert card.seconds(0, 2048) == pytest.approx(0.062, rel=1.0)
+    assert card.seconds(0, 128) == pytest.approx(0.02)
+    assert guess(big, "cuda").seconds(0, 2048) == pytest.approx(card.seconds(0, 2048), rel=0.1)
+    assert guess(big).seconds(0, 2048) > 100 * card.seconds(0, 2048)
+    engine = ToyModel()
+    engine.weights, engine.device = 8_000_000_000, torch.device("cuda")  # type: ignore[attr-defined]
+    assert guess_of(engine).floor_s > 0
+
+
+class Timed(ToyModel):
+    """An engine that says where it computes."""
+
+    device = torch.device("cpu")
+
+
+def test_costs_are_there_in_the_next_process_for_the_same_engine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, engine = tmp_path / "deeper" / COSTS_FILE, Timed()
+    costs = EngineCosts(path)
+    for shape in SIZES:
+        costs.of(engine).note(*shape, TRUE.seconds(*shape))
+    costs.save_engine(engine)
+    written = path.read_text()
+    costs.save_engine(engine)
+    assert path.read_text() == written
+    again = EngineCosts(path)
+    assert again.of(Timed()).cost() == costs.of(engine).cost()
+    assert again.of(ToyModel()).empty  # another engine
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+    monkeypatch.setattr(Timed, "device", torch.device("cuda"))
+    assert again.of(Timed()).empty
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[], [[0, 0, 1.0]], [[0, 5, -1.0]], [[0, 5, math.nan]], [[0, 5]], [[0, 5, 1]], [[0.0, 5, 1.0]], 7, "x",
+     [[0, 5, 1.0]] * (MOST + 1)],
+)  # fmt: skip
+def test_timings_that_cannot_be_are_not_read(tmp_path: Path, rows: object) -> None:
+    models = {engine_key(Timed()): rows}
+    whole = {"schema": SCHEMA, "machine": this_machine(), "sha256": digest(models), "models": models}
+    path = tmp_path / COSTS_FILE
+    path.write_text(json.dumps(whole))
+    engine, costs = Timed(), EngineCosts(path)
+    assert costs.of(engine).cost() == guess_of(engine)
+
+
+class Slow(Timed):
+    """A toy whose prefill takes a while."""
+
+    def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
+        time.sleep(0.05)
+        return super().prefill(tokens, before)
+
+
+async def test_a_play_learns_what_its_engine_takes_and_times_nothing_before(origin, tmp_path: Path) -> None:
+    tokens = prompt(70).tokens
+    engine = Slow()
+    async with origin() as link, AsyncClient(link, engine=engine, cache=tmp_path) as client:
+        assert engine.prefilled == 0
+        played = await play(client, tokens[::-1], deadline=4.0)
+        assert played.record.tokens_recomputed == len(tokens)
+        assert engine.prefilled == len(tokens)
+    learnt_s = costs_at(tmp_path / COSTS_FILE).of(engine).cost().seconds(0, 70)
+    assert learnt_s > guess_of(engine).seconds(0, 70)
+    for _ in range(200):
+        if (tmp_path / COSTS_FILE).exists():
+            break
+        await asyncio.sleep(0.01)
+    assert EngineCosts(tmp_path / COSTS_FILE).of(Slow()).cost().seconds(0, 70) == pytest.approx(learnt_s, rel=0.5)
+
+
+async def test_an_engine_that_takes_much_longer_than_was_guessed_is_waited_for_once(origin) -> None:
+    tokens = prompt(70).tokens[::-1]
+    async with origin() as link, AsyncClient(link, engine=Slow()) as client:
+        played = await play(client, tokens, deadline=0.02)
+    assert played.record.tokens_recomputed == len(tokens)
+    assert not played.met
