@@ -23,6 +23,7 @@ from typing import Self
 import torch
 
 from kvabr.abr.tail import TailOffer
+from kvabr.client.cpu_limit import limited_step
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_catalog, fetch_models
 from kvabr.client.options import (
@@ -39,15 +40,12 @@ from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
 from kvabr.client.peer_history import history_at
 from kvabr.client.peers import ClientPeer, PeerLike
-from kvabr.client.play import Play
+from kvabr.client.play import Play, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection
-from kvabr.client.plugin_limits import PluginLimit
-from kvabr.client.preparing import lookup_time, tail_choices
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
-from kvabr.client.shortening import known_link
 from kvabr.client.warming import warm_in_background
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
@@ -257,7 +255,9 @@ class AsyncClient:
         options = options or self.options
         wanted, any_size = model_of(model or self._model, engine or self.engine)
         computing, cost = engine_of(engine or self.engine, options)
-        prompt = PassagePrompt.of(parts, tokens, wanted, computing, options, question, share)
+        prompt = None
+        if parts is not None or question is not None or share is not None:
+            prompt = PassagePrompt.of(parts, tokens, wanted, computing, options, question, share)
         tokens = tokens if prompt is None else prompt.tokens
         check_prompt(tokens)
         ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=options.salt, live=options.live)
@@ -441,14 +441,14 @@ class AsyncClient:
 
         def choices() -> tuple[list[TailOffer], list[float]]:
             self._history.refresh()  # another process of the engine may play
-            rate, following = known_link(connection.peer, self._history).rate, behind + options.question_tokens
+            rate, following = self._history.link(connection.peer).rate, behind + options.question_tokens
             return tail_choices(
                 catalog.to_play, cost, options, rate, deadline, following=following, block=block,
                 decoders=decoder_threads(),
             )  # fmt: skip
 
         offers, costs = await asyncio.get_running_loop().run_in_executor(decoders(), choices)
-        return choose_tail(options.policy, offers, costs, PluginLimit(lambda: deadline)).tokens
+        return choose_tail(options.policy, offers, costs, partial(limited_step, lambda: deadline)).tokens
 
     @checked
     async def find(

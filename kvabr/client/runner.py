@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
 from kvabr.client.play_connection import PlayConnection
-from kvabr.client.preparing import Clock
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.scheduling import Admission, EdfScheduler, wire_priority
 from kvabr.client.upgrades import Upgrades
@@ -27,6 +26,23 @@ _DIAL_SHARE = 0.5
 _MIN_LEFT_S = 1e-3
 _LAST = 255
 """Priority of upgrades of caches that are in use, while there are plays."""
+
+
+class Clock:
+    """Seconds since a play was called for, and to its deadline."""
+
+    def __init__(self, deadline_s: float) -> None:
+        """Start, on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._start_s, self.deadline_s = self._loop.time(), deadline_s
+
+    def now(self) -> float:
+        """Return the seconds since the call."""
+        return self._loop.time() - self._start_s
+
+    def left(self) -> float:
+        """Return the seconds to the deadline; negative once it has passed."""
+        return self._start_s + self.deadline_s - self._loop.time()
 
 
 @dataclass(slots=True)
