@@ -583,5 +583,5 @@ class AsyncClient:
         tokens: Sequence[int] = (),
     ) -> AsyncIterator[Play]:
         check_deadline(deadline)
-        async with self._runner.play(self._peer(peer), deadline, options) as turn:
+        async with self._runner.play([self._peer(peer)], deadline, options) as turn:
             yield Play(turn, self._profiles, self._history, self._speeds, engine, cost, tokens)

@@ -16,7 +16,7 @@ import platform
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -92,6 +92,12 @@ class KnownLink(NamedTuple):
     """Rate that it should exceed most of the time, bytes per second; 0.0 if it is unknown."""
     ttfb_s: float
     """Seconds from a request to its first byte."""
+
+    @classmethod
+    def of_all(cls, links: Iterable[KnownLink]) -> KnownLink:
+        """Return what is known of several links together."""
+        known = [link for link in links if link.rate > 0]
+        return cls(sum(link.rate for link in known), min((link.ttfb_s for link in known), default=0.0))
 
 
 class PeerHistory:

@@ -31,7 +31,7 @@ from kvabr.client.lookup import Found, most_frame_bytes, playable
 from kvabr.client.options import PlayOptions, guard_s
 from kvabr.client.passages import PassagePrompt
 from kvabr.client.peer_history import KnownLink, PeerHistory
-from kvabr.client.play_connection import PlayConnection
+from kvabr.client.play_connection import PlaySources
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import on_engine
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
@@ -122,10 +122,10 @@ class Prepared:
 
 @dataclass(slots=True)
 class Play:
-    """One play on one connection."""
+    """One play."""
 
     turn: Turn
-    connection: PlayConnection = field(init=False)
+    connection: PlaySources = field(init=False)
     options: PlayOptions = field(init=False)
     clock: Clock = field(init=False)
     profiles: ProfileCache
@@ -172,7 +172,7 @@ class Play:
         profile, why = await self._profile_of(catalog)
         catalog = playable(catalog, profile=profile is not None or catalog.profile is None, why=why)
         end, cut = catalog.first_token + catalog.tokens, None
-        link = self.history.link(self.connection.shared.peer)
+        link = KnownLink.of_all(self.history.link(source.peer) for source in self.connection.shared)
         if self.cost is not None and behind is not None:
             left_s = self.clock.left() - guard_s(self.clock.deadline_s)
             catalog = shortened(catalog, self.cost, link, left_s, skip=skip, behind=behind, block=block)
@@ -396,7 +396,7 @@ class Play:
 
     def with_trouble(self, message: str) -> str:
         """Return an error message with what the connection knows of the cause."""
-        trouble = self.connection.shared.trouble
+        trouble = self.connection.trouble
         return message if trouble is None or trouble in message else f"{message}; {trouble}"
 
     # -------------------------------------------------------------- internals
@@ -441,7 +441,7 @@ class Play:
             options.log(
                 opening(
                     ladder,
-                    trace=connection.shared.backend,
+                    trace=connection.shared[0].backend,
                     policy=options.policy,
                     estimator=options.estimator or load_policy(options.policy)().estimator,
                     deadline_s=wanted_s,
@@ -451,13 +451,15 @@ class Play:
                     tail_s=prepared.tail_s,
                 )
             )
-        own = self._estimator()
-        with estimating(connection.shared, own, self.history) as estimator:
+        with ExitStack() as links:
             session = new_session(
                 ladder,
                 wanted_s,
                 options.policy,
-                estimator,
+                [
+                    links.enter_context(estimating(source, self._estimator(), self.history))
+                    for source in connection.shared
+                ],
                 goal=goal,
                 cost=self.cost,
                 mode=mode,
@@ -476,6 +478,7 @@ class Play:
                 expected_s=None if prepared.growing is None else prepared.growing.expected_s,
                 log=options.log,
                 limited=self._limit,
+                source_of=self.turn.source_of,
             )
             feed = None if prepared.growing is None else LiveFeed(connection, prepared.growing, ladder.cheapest)
             driver = Driver(
@@ -506,20 +509,23 @@ class Play:
         final = [kinds[view.catalog.unit(group).part].kind == "state" for group in range(view.groups)]
         tracks = zip(played.assembler.coverage, final, strict=True)
         rate = view.rate or played.session.record.bytes_fetched / max(view.now, 1e-3)
-        own = self._estimator()
-        own.prime(Prior(rate, view.ttfb_s))
-        shared = ExitStack()
+        shared, estimators = ExitStack(), []
+        for source in connection.shared:
+            own = self._estimator()
+            own.prime(Prior(rate / len(connection.shared), view.ttfb_s))
+            estimators.append(shared.enter_context(link_of(source).joined(own)))
         session = new_session(
             ladder,
             self.clock.deadline_s,
             options.policy,
-            shared.enter_context(link_of(connection.shared).joined(own)),
+            estimators,
             goal=UpgradeGoal(tuple(RECOMPUTED if stays else track or "" for track, stays in tracks), after_s, rate),
             config=replace(LIVE, decoders=self._decoders),
             cached_groups=connection.cached_groups,
             decode_rates=self.speeds.rates(ladder.catalog, self._device),
             log=None if options.log is None else partial(_late, options.log, view.now),
             limited=self._limit,
+            source_of=self.turn.source_of,
         )
         hook = EngineHook()
         return Upgrades(Driver(session, connection, played.assembler, hook=hook), hook, shared.close)

@@ -131,8 +131,8 @@ class StallDetector:
         self._heard: dict[int, float] = {}
         self._overtaken: dict[int, float] = {}
         """When each transfer was overtaken. Before that it may have been waiting for its turn."""
-        self._leading: dict[int, list[int]] = {}
-        """Heap of the requests that none has overtaken, by priority. It may hold some that are over."""
+        self._leading: dict[tuple[int, int], list[int]] = {}
+        """Heap of the requests that none has overtaken, by source and priority. It may hold some that are over."""
         self._stood: set[tuple[int, str]] = set()
         """Groups and tracks that have stalled before."""
         self._any_s: float | None = None
@@ -140,15 +140,16 @@ class StallDetector:
 
     def asked(self, transfer: Transfer) -> None:
         """Note a new request."""
-        heappush(self._leading.setdefault(transfer.priority, []), transfer.request)
+        heappush(self._leading.setdefault((transfer.source, transfer.priority), []), transfer.request)
 
     def heard(self, transfer: Transfer, now: float) -> None:
-        """Note that bytes of a transfer came: it has overtaken the earlier ones that are more urgent."""
+        """Note that bytes of a transfer came: it has overtaken the earlier ones of its source that are more urgent."""
         self._any_s = self._heard[transfer.request] = now
         if self._overtaken.pop(transfer.request, None) is not None:
             self.asked(transfer)
-        for priority, requests in self._leading.items():
-            while priority < transfer.priority and requests and requests[0] < transfer.request:
+        for (source, priority), requests in self._leading.items():
+            behind = source == transfer.source and priority < transfer.priority
+            while behind and requests and requests[0] < transfer.request:
                 self._overtaken[heappop(requests)] = now
 
     def waited(self, transfers: Iterable[Transfer], now: float) -> None:
