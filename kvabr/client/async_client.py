@@ -50,6 +50,7 @@ from kvabr.client.warming import warm_in_background
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
 from kvabr.link.quic.backend import Quic
+from kvabr.link.quic.options import DialArguments
 from kvabr.player.builder import choose_tail
 from kvabr.store.files import sweep
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
@@ -174,13 +175,13 @@ class AsyncClient:
         Raises:
             UsageError: the URL or an option is wrong.
         """
-        key = (url, token, token_file, ca, fingerprint, insecure, quic, timeout_s)
+        how = DialArguments(
+            token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+        key = (url, *how.values())
         if key not in self._peers:
-            connecting = dialling(
-                url, token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure,
-                quic=quic, timeout_s=timeout_s,
-            )  # fmt: skip
-            self._peers[key] = ClientPeer(url, connecting, self.store, self.metrics)
+            self._peers[key] = ClientPeer(url, dialling(url, **how), self.store, self.metrics)
         return self._peers[key]
 
     @checked
