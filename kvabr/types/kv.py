@@ -15,7 +15,6 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
@@ -164,9 +163,10 @@ class LayerClass:
                 "upgrade kvabr"
             )
         state, layers = self.kind == "state", self.layers
-        if not isinstance(layers, tuple) or not all(type(each) is int and 0 <= each < MAX_LAYERS for each in layers):
+        whole = isinstance(layers, tuple) and set(map(type, layers)) <= {int}
+        if not whole or not 0 <= min(layers, default=0) <= max(layers, default=0) < MAX_LAYERS:
             raise FormatError(f"KV spec: layers of a class must be numbers from 0 to {MAX_LAYERS - 1}")
-        if not layers or any(one >= other for one, other in pairwise(layers)):
+        if not layers or list(layers) != sorted(set(layers)):
             raise FormatError("KV spec: a class must list its layers in ascending order, at least one")
         check_whole("heads", self.heads, 1, MAX_HEADS)
         check_whole("k_dim", self.k_dim, 1, MAX_GROUP_TOKENS if state else MAX_DIM)
@@ -351,11 +351,12 @@ class KVSpec:
             raise FormatError("KV spec: a part is one class of a spec")
 
     def _check_layers(self) -> None:
-        held = Counter((layer, each.role) for each in self.classes for layer in each.layers)
-        if twice := [layer for (layer, _), count in held.items() if count > 1]:
-            raise FormatError(f"KV spec: layer {min(twice)} is in two classes of the same role")
-        missing = set(range(max(layer for layer, _ in held) + 1)) - {layer for layer, _ in held}
-        if missing:
+        held = [(layer, each.role) for each in self.classes for layer in each.layers]
+        if len(set(held)) < len(held):
+            twice = min(layer for (layer, _), count in Counter(held).items() if count > 1)
+            raise FormatError(f"KV spec: layer {twice} is in two classes of the same role")
+        layers = {layer for layer, _ in held}
+        if missing := set(range(max(layers) + 1)) - layers:
             raise FormatError(f"KV spec: layer {min(missing)} is in no class")
 
     @classmethod
