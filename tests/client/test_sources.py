@@ -6,9 +6,11 @@ import pytest
 
 from kvabr.abr.estimators.tracking import Tracking
 from kvabr.abr.ladder import Ladder
+from kvabr.abr.view import Transfer
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.play import Play
+from kvabr.player.abandon import StallDetector
 from kvabr.player.builder import new_session
 from kvabr.player.session_types import FetchGroup
 from kvabr.types.events import RequestSent
@@ -77,6 +79,20 @@ async def test_two_links_bring_what_one_of_them_would_not_in_time(origin, short)
 def first(group, track):
     del group, track
     return 0
+
+
+def test_a_source_that_falls_silent_has_stalled_whatever_another_brings():
+    watch = StallDetector(0.2)
+    asked = {number: Transfer(number, number, "FP16", 100, False, 0.0, source=number % 2) for number in range(4)}
+    for transfer in asked.values():
+        watch.asked(transfer)
+    for step in range(1, 11):
+        watch.heard(asked[0], 0.1 * step)
+        watch.heard(asked[2], 0.1 * step)
+    assert [transfer.request for transfer, _ in watch.stalled(asked, 0.01, 1.0)] == [1, 3]
+    for transfer in asked.values():
+        watch.heard(transfer, 1.0)
+    assert watch.stalled(asked, 0.01, 1.1) == []
 
 
 def test_each_source_is_sampled_by_itself(short):
