@@ -351,7 +351,7 @@ class AsyncClient:
     async def play_coded(
         self, found: Found, *, deadline: float, options: PlayOptions | None = None, peer: PeerLike = None
     ) -> PlayedPrefix:
-        """Play a whole cache, and leave it compressed until its destination is known (`kvabr.client.expanding`).
+        """Play a whole cache, and leave it compressed until its destination is known; see `PlayedPrefix`.
 
         Args:
             found: from `find` or `find_asset`.
