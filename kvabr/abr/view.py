@@ -32,6 +32,8 @@ class Transfer:
     done_s: float | None = None
     priority: int = 128
     """Requested priority, 0 (most urgent) to 255."""
+    source: int = 0
+    """Which of the play's sources brings it."""
 
     @property
     def remaining(self) -> int:
@@ -49,8 +51,10 @@ class InFlight(dict[int, Transfer]):
         self.required: dict[int, Transfer] = {}
         """Those that are no upgrades."""
         self.upgrades: dict[int, Transfer] = {}
-        self.receiving = 0
-        """How many have got their first byte."""
+        self.receiving: dict[int, int] = {}
+        """How many have got their first byte, by source."""
+        self.asked: dict[int, int] = {}
+        """How many there are, by source."""
         self.required_bytes = 0
         """Bytes still to arrive for those that are no upgrades."""
         self.required_floor = 0
@@ -88,9 +92,9 @@ class InFlight(dict[int, Transfer]):
     def clear(self) -> None:
         """Remove all."""
         super().clear()
-        for counts in (self.required, self.upgrades, self._groups, self._tracks):
+        for counts in (self.required, self.upgrades, self._groups, self._tracks, self.receiving, self.asked):
             counts.clear()
-        self.receiving = self.required_bytes = self.required_floor = 0
+        self.required_bytes = self.required_floor = 0
 
     def require(self, transfer: Transfer) -> None:
         """Make a request in flight one that is no upgrade: what it was to replace is lost."""
@@ -101,7 +105,7 @@ class InFlight(dict[int, Transfer]):
     def begun(self, transfer: Transfer, now: float) -> None:
         """Note the first byte of a request in flight."""
         transfer.first_byte_s = now
-        self.receiving += 1
+        _add(self.receiving, transfer.source, 1)
 
     def received(self, transfer: Transfer, nbytes: int) -> None:
         """Note further bytes of a request in flight."""
@@ -110,12 +114,14 @@ class InFlight(dict[int, Transfer]):
             self.required_bytes -= nbytes
 
     def _count(self, transfer: Transfer, by: int) -> None:
-        self.receiving += by * (transfer.first_byte_s is not None)
+        if transfer.first_byte_s is not None:
+            _add(self.receiving, transfer.source, by)
         if not transfer.upgrade:
             self.required_bytes += by * transfer.remaining
             self.required_floor += by * self._floor[transfer.group]
-        for counts, key in ((self._groups, transfer.group), (self._tracks, transfer.track)):
-            _add(counts, key, by)
+        _add(self._groups, transfer.group, by)
+        _add(self._tracks, transfer.track, by)
+        _add(self.asked, transfer.source, by)
 
 
 def _add(counts: dict[Any, int], key: int | str, by: int) -> None:

@@ -5,25 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from kvabr.cli.options import add_quic_option
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvabr.link.quic.backend import Quic
-
-
-class ConnectionOptions(TypedDict):
-    """Where to connect with what."""
-
-    token: str | None
-    token_file: Path | None
-    ca: Path | None
-    fingerprint: str | None
-    insecure: bool
-    quic: Quic
-    timeout_s: float
+    from kvabr.link.quic.options import DialArguments
 
 
 def add_options(
@@ -53,7 +41,7 @@ def add_options(
         )
 
 
-def options(args: argparse.Namespace, prefix: str = "") -> ConnectionOptions:
+def options(args: argparse.Namespace, prefix: str = "") -> DialArguments:
     """Return the keyword arguments of `kvabr.link.quic.connect.connect` and `kvabr.client.async_client.AsyncClient`.
 
     Raises:

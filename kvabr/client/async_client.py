@@ -23,6 +23,7 @@ from typing import Self
 import torch
 
 from kvabr.abr.tail import TailOffer
+from kvabr.client.cpu_limit import limited_step
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.engine_costs import COSTS_FILE, costs_at
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_catalog, fetch_models
@@ -40,19 +41,17 @@ from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
 from kvabr.client.peer_history import history_at
 from kvabr.client.peers import ClientPeer, PeerLike
-from kvabr.client.play import Play
+from kvabr.client.play import Play, loadable, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection
-from kvabr.client.plugin_limits import PluginLimit
-from kvabr.client.preparing import loadable, lookup_time, tail_choices
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
-from kvabr.client.shortening import known_link
 from kvabr.client.warming import warm_in_background
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
 from kvabr.link.quic.backend import Quic
+from kvabr.link.quic.options import DialArguments
 from kvabr.player.builder import choose_tail
 from kvabr.store.files import sweep
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
@@ -179,13 +178,13 @@ class AsyncClient:
         Raises:
             UsageError: the URL or an option is wrong.
         """
-        key = (url, token, token_file, ca, fingerprint, insecure, quic, timeout_s)
+        how = DialArguments(
+            token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+        key = (url, *how.values())
         if key not in self._peers:
-            connecting = dialling(
-                url, token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure,
-                quic=quic, timeout_s=timeout_s,
-            )  # fmt: skip
-            self._peers[key] = ClientPeer(url, connecting, self.store, self.metrics)
+            self._peers[key] = ClientPeer(url, dialling(url, **how), self.store, self.metrics)
         return self._peers[key]
 
     @checked
@@ -262,7 +261,9 @@ class AsyncClient:
         options = options or self.options
         wanted, any_size = model_of(model or self._model, engine or self.engine)
         computing, cost = engine_of(engine or self.engine, options, self._costs)
-        prompt = PassagePrompt.of(parts, tokens, wanted, computing, options, question, share)
+        prompt = None
+        if parts is not None or question is not None or share is not None:
+            prompt = PassagePrompt.of(parts, tokens, wanted, computing, options, question, share)
         tokens = tokens if prompt is None else prompt.tokens
         check_prompt(tokens)
         ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=options.salt, live=options.live)
@@ -355,7 +356,7 @@ class AsyncClient:
     async def play_coded(
         self, found: Found, *, deadline: float, options: PlayOptions | None = None, peer: PeerLike = None
     ) -> PlayedPrefix:
-        """Play a whole cache, and leave it compressed until its destination is known (`kvabr.client.expanding`).
+        """Play a whole cache, and leave it compressed until its destination is known; see `PlayedPrefix`.
 
         Args:
             found: from `find` or `find_asset`.
@@ -446,14 +447,14 @@ class AsyncClient:
 
         def choices() -> tuple[list[TailOffer], list[float]]:
             self._history.refresh()  # another process of the engine may play
-            rate, following = known_link(connection.peer, self._history).rate, behind + options.question_tokens
+            rate, following = self._history.link(connection.peer).rate, behind + options.question_tokens
             return tail_choices(
                 catalog.to_play, cost, options, rate, deadline, following=following, block=block,
                 decoders=decoder_threads(),
             )  # fmt: skip
 
         offers, costs = await asyncio.get_running_loop().run_in_executor(decoders(), choices)
-        return choose_tail(options.policy, offers, costs, PluginLimit(lambda: deadline)).tokens
+        return choose_tail(options.policy, offers, costs, partial(limited_step, lambda: deadline)).tokens
 
     @checked
     async def find(
@@ -586,5 +587,5 @@ class AsyncClient:
         tokens: Sequence[int] = (),
     ) -> AsyncIterator[Play]:
         check_deadline(deadline)
-        async with self._runner.play(self._peer(peer), deadline, options) as turn:
+        async with self._runner.play([self._peer(peer)], deadline, options) as turn:
             yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)

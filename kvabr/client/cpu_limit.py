@@ -4,6 +4,9 @@ One thread of the process looks after all limited calls. It reads the CPU time o
 `EndlessError` in a thread that has used too much. It ends when nothing is called any more. Sleep does not count, nor
 does waiting for a core, so a slow or busy machine ends nothing. A call that holds the interpreter's lock throughout,
 such as one long call into C, cannot be ended.
+
+Only what is not kvabr's own is limited, call by call: what the player itself does is never counted, however long a
+prompt is.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
+from kvabr.abr.estimator import Estimator, Prior
+from kvabr.abr.plugins import shipped
+from kvabr.player.policy_guard import CallLimit
 from kvabr.types.errors import EndlessError, PolicyError
 
 P = ParamSpec("P")
@@ -105,9 +111,14 @@ class _Watch:
         return _AGAIN_S
 
 
-def limited_step(left_s: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Make one call of a real play's policy, see `limited`; ``left_s``: seconds until the play should end."""
-    return limited(min(MOST_STEP_CPU_S, max(LEAST_STEP_CPU_S, left_s)), call, *args, **kwargs)
+def limited_step(left_s: Callable[[], float], call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Make one call of a real play's policy, see `limited`; ``left_s`` says how many seconds the play should go on."""
+    return limited(min(MOST_STEP_CPU_S, max(LEAST_STEP_CPU_S, left_s())), call, *args, **kwargs)
+
+
+def limited_play(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Make one call of a simulated play's policy, see `limited`."""
+    return limited(MOST_PLAY_CPU_S, call, *args, **kwargs)
 
 
 def limited(limit_s: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -130,6 +141,50 @@ def limited(limit_s: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.
         # A session knows the policy and its line. Elsewhere it was an estimator, or kvabr itself.
         said = str(error) if isinstance(error, PolicyError) else f"the play does not end ({running.place})"
         raise PolicyError(f"{said}; it was stopped after {limit_s:g} s of CPU time") from error
+
+
+def limited_estimator(estimator: Estimator, limit: CallLimit) -> Estimator:
+    """Return an estimator whose calls are limited, unless it is kvabr's own."""
+    if shipped(estimator):
+        return estimator
+    cls = type(estimator)
+    made = type(cls.__name__, (_LimitedEstimator,), {"name": getattr(cls, "name", cls.__name__)})
+    limited: Estimator = made(estimator, limit)
+    return limited
+
+
+class _LimitedEstimator(Estimator):
+    """Passes every call on to an estimator."""
+
+    name = "limited"
+
+    def __init__(self, inner: Estimator, limit: CallLimit) -> None:
+        super().__init__()
+        self._inner, self._limit = inner, limit
+
+    def start(self, horizon_s: float) -> None:
+        self._limit(self._inner.start, horizon_s)
+
+    def prime(self, prior: Prior) -> None:
+        self._limit(self._inner.prime, prior)
+
+    def sample(self, nbytes: float, seconds: float, now: float) -> None:
+        self._limit(self._inner.sample, nbytes, seconds, now)
+
+    def waited(self, now: float) -> None:
+        self._limit(self._inner.waited, now)
+
+    def rate(self) -> float:
+        return self._limit(self._inner.rate)
+
+    def lower_bound(self) -> float:
+        return self._limit(self._inner.lower_bound)
+
+    def first_byte(self, seconds: float) -> None:
+        self._limit(self._inner.first_byte, seconds)
+
+    def ttfb(self) -> float:
+        return self._limit(self._inner.ttfb)
 
 
 def _cpu_s(thread: int | None = None) -> float:

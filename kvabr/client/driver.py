@@ -97,7 +97,7 @@ class Driver:
 
         Args:
             session: fresh; only the driver may call it.
-            connection: where the groups are fetched; it outlives the play.
+            connection: where the groups are fetched, or those of several sources; it outlives the play.
             assembler: takes the groups; take the cache from it once `run` has returned.
             engine: computes what the session leaves to it; needed if the session has a cost model.
             tokens: ids of the catalog's tokens, for the engine.
@@ -107,7 +107,7 @@ class Driver:
             again: chooses and computes tokens of passages again; needed if the session has a `BlendGoal` with a cost.
         """
         self.session, self.assembler = session, assembler
-        self._connection, self._catalog = connection, session.view.catalog
+        self._connection, self._sources, self._catalog = connection, connection.sources, session.view.catalog
         self._engine, self._tokens = engine, tokens
         self._computed: EngineCache | None = None
         self._hook, self._watch, self._feed, self._again = hook, watch, feed, again
@@ -264,7 +264,7 @@ class Driver:
         download, before = ahead or (None, 0)
         if download is None:
             track, group = self._catalog.address(action.group, action.track)
-            download = self._connection.fetch(
+            download = self._sources[action.source].fetch(
                 self._catalog.namespace_of(action.group),
                 track,
                 group,

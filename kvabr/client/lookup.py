@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvabr.codec.base import codec
 from kvabr.transfer.interface import Connection, PrefixFinder, read_view
@@ -92,13 +93,8 @@ def catalog_limit(groups: int) -> int:
     return min(MAX_CATALOG_BYTES, _HEAD_BYTES + max(groups, _LEAST_GROUPS) * (MAX_TRACKS + 1) * _ENTRY_BYTES)
 
 
-async def fetch_small(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> bytes:
-    """Fetch a track of one group of at most ``limit`` bytes."""
-    return bytes(await fetch_view(origin, namespace, track, limit))
-
-
 async def fetch_view(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> memoryview:
-    """As `fetch_small`; the bytes are those that all who wait for this download share."""
+    """Fetch a track of one group of at most ``limit`` bytes, which all who wait for this download share."""
     try:
         return await read_view(origin.fetch(namespace, track, priority=_URGENT, limit=limit))
     except ConnectionLostError:  # it may have been dead for a while, and the first request finds out
@@ -109,7 +105,7 @@ async def fetch_view(origin: Connection, namespace: TrackNamespace, track: str, 
 
 async def fetch_models(origin: Connection) -> list[KVSpec]:
     """Return the specs of all models of which we may read an asset; errors as `AsyncClient.models`."""
-    data = await fetch_small(origin, MODELS_NAMESPACE, MODELS_TRACK, MAX_MODELS_BYTES)
+    data = bytes(await fetch_view(origin, MODELS_NAMESPACE, MODELS_TRACK, MAX_MODELS_BYTES))
     try:
         return await asyncio.get_running_loop().run_in_executor(decoders(), specs_from_json, data)
     except FormatError as error:
@@ -199,7 +195,7 @@ class _Answer(NamedTuple):
     """See `Found.limited_by`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Lookup:
     """A lookup of the longest prefix of a prompt, whose chained digests are given."""
 
@@ -212,7 +208,8 @@ class _Lookup:
 
     async def any(self) -> _Answer | None:
         """Return the asset of which the most groups can be played, complete or not; of equals the complete one."""
-        answers = await asyncio.gather(self.complete(), self.live(), return_exceptions=True)
+        live = self._closest(LIVE_PREFIX_TRACK)
+        answers = await asyncio.gather(self.complete(), live, return_exceptions=True)
         best = max((one for one in answers if isinstance(one, _Answer)), key=lambda one: one.groups, default=None)
         if best is None:
             for answer in answers:
@@ -221,33 +218,30 @@ class _Lookup:
                     raise answer
         return best
 
-    async def complete(self) -> _Answer | None:
+    def complete(self) -> Coroutine[Any, Any, _Answer | None]:
         """Return the complete asset of which the most groups can be played."""
-        if self.origin.finder is not None:
-            return await self._found(self.origin.finder)
-        return await self._closest(PREFIX_TRACK)
-
-    async def live(self) -> _Answer | None:
-        """Return the asset that is still being prefilled and shares the most groups."""
-        return await self._closest(LIVE_PREFIX_TRACK)
+        finder = self.origin.finder
+        return self._closest(PREFIX_TRACK) if finder is None else self._found(finder)
 
     async def _closest(self, kind: str) -> _Answer | None:
         """Look up the prompt among one kind of assets; where digests were left out, look again between two of them."""
-        best = await self._ask(kind + self._names())
+        best = await self._ask(kind + self._names)
         shared = 0 if best is None else best.shared
         gap = prefix_gap(shared, len(self.digests), evenly=self._evenly) if shared else range(0)
         if best is not None and gap:
+            between = prefix_track(self.digests, gap.start, gap.stop, evenly=self._evenly).removeprefix(PREFIX_TRACK)
             with contextlib.suppress(TransportError, FormatError):  # then what is known already has to do
-                other = await self._ask(kind + self._names(gap.start, gap.stop))
+                other = await self._ask(kind + between)
                 if other is not None and other.groups > best.groups:
                     best = other
         return best
 
-    def _names(self, first: int = 1, end: int | None = None) -> str:
-        """Return the digests in the name of a lookup; see `prefix_track`."""
-        return prefix_track(self.digests, first, end, evenly=self._evenly).removeprefix(PREFIX_TRACK)
+    @cached_property
+    def _names(self) -> str:
+        """The digests in the name of the first lookup, of either kind; see `prefix_track`."""
+        return prefix_track(self.digests, evenly=self._evenly).removeprefix(PREFIX_TRACK)
 
-    @property
+    @cached_property
     def _evenly(self) -> bool:
         return any(each.kind == "state" for each in self.spec.classes)
 
@@ -344,7 +338,7 @@ def playable(catalog: Catalog, *, profile: bool, why: str = "") -> Catalog:
 
 async def _read(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> Found:
     parse = _parse_live if track.startswith((LIVE_TRACK, LIVE_PREFIX_TRACK)) else _parse
-    data = await fetch_small(origin, namespace, track, limit)
+    data = bytes(await fetch_view(origin, namespace, track, limit))
     return await asyncio.get_running_loop().run_in_executor(decoders(), parse, data)
 
 

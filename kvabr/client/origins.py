@@ -14,10 +14,11 @@ import asyncio
 import os
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
+from typing import Unpack
 
 from kvabr.link.objects.connection import StoreConnection
-from kvabr.link.quic.backend import Quic
 from kvabr.link.quic.connect import asset_of, connect, parse_namespace, parse_url
+from kvabr.link.quic.options import DialArguments, with_defaults
 from kvabr.store.objects.bucket import open_objects
 from kvabr.store.objects.url import SCHEMES, WEB, split_asset
 from kvabr.transfer.interface import PeerConnection
@@ -42,18 +43,7 @@ def check_url(url: str) -> None:
         parse_url(url)
 
 
-def dialling(
-    url: str,
-    *,
-    token: str | None = None,
-    token_file: str | os.PathLike[str] | None = None,
-    ca: str | os.PathLike[str] | None = None,
-    fingerprint: str | None = None,
-    insecure: bool = False,
-    quic: Quic = "auto",
-    timeout_s: float = 5.0,
-    needed: bool = True,
-) -> Dialling:
+def dialling(url: str, *, needed: bool = True, **how: Unpack[DialArguments]) -> Dialling:
     """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.link.quic.connect`.
 
     Raises:
@@ -61,14 +51,13 @@ def dialling(
         TransportError: nothing can be played from there.
     """
     if not is_object_store(url):
-        return connect(
-            url, token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
-            timeout_s=timeout_s, needed=needed,
-        )  # fmt: skip
+        return connect(url, needed=needed, **how)
+    how = with_defaults(how)
+    token, timeout_s = how["token"], how["timeout_s"]
     if not 0 < timeout_s < float("inf"):
         raise UsageError(f"timeout {timeout_s:g} s: must be a positive number of seconds")
     given = token is not None and token != os.environ.get("KVABR_TOKEN")
-    if given or insecure or (token_file, ca, fingerprint) != (None, None, None):
+    if given or how["insecure"] or (how["token_file"], how["ca"], how["fingerprint"]) != (None, None, None):
         raise UsageError(
             f"{url.partition('?')[0]}: tokens and certificates are for moqt:// URLs; the credentials of an object "
             "store come from the environment, and its certificate is checked by the system"

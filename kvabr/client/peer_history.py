@@ -16,12 +16,12 @@ import platform
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvabr.abr.estimator import Prior
 from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, read_text, write_text
@@ -44,6 +44,8 @@ _LONGEST_WAIT_S = 2.0
 _WAIT_S = 0.01
 _NEWEST = 0.5
 """Weight of the last play against all before it."""
+_CAUTION, _LEAST_WEIGHT = 0.8, 0.5
+"""Share of the rate of earlier plays that is counted on; and how fresh they must be, see `Prior.weight`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,21 @@ class PeerRecord:
         return Prior(self.rate, self.ttfb_s, 0.5 ** (max(0.0, age_s) / _HALF_LIFE_S))
 
 
+class KnownLink(NamedTuple):
+    """What is known of the link before a play."""
+
+    rate: float
+    """Rate that it should exceed most of the time, bytes per second; 0.0 if it is unknown."""
+    ttfb_s: float
+    """Seconds from a request to its first byte."""
+
+    @classmethod
+    def of_all(cls, links: Iterable[KnownLink]) -> KnownLink:
+        """Return what is known of several links together."""
+        known = [link for link in links if link.rate > 0]
+        return cls(sum(link.rate for link in known), min((link.ttfb_s for link in known), default=0.0))
+
+
 class PeerHistory:
     """The file, and what this process has learned since. May be used from several threads."""
 
@@ -98,6 +115,13 @@ class PeerHistory:
         with self._lock:
             known = self._known.get(peer)
         return None if known is None else known.prior(time.time() if now is None else now)
+
+    def link(self, peer: str | None) -> KnownLink:
+        """Return what earlier plays told of the link to a peer, if they were not long ago."""
+        prior = None if peer is None else self.of(peer)
+        if prior is None or prior.weight < _LEAST_WEIGHT:
+            return KnownLink(0.0, 0.0)
+        return KnownLink(_CAUTION * prior.rate, prior.ttfb_s)
 
     def heard(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
         """Record the end of a play; implausible values are ignored. Nothing is written before `save`."""

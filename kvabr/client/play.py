@@ -18,10 +18,11 @@ from typing import TypeVar
 
 import torch
 
-from kvabr.abr.estimator import Prior
+from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.plugins import load_policy
-from kvabr.abr.tail import TailOffer
+from kvabr.abr.plugins import load_policy, shipped
+from kvabr.abr.tail import MOST_TAIL, TailOffer, tail_costs, tail_offers
+from kvabr.client.cpu_limit import limited_estimator, limited_step
 from kvabr.client.decode_speeds import DecodeSpeeds
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.engine_costs import EngineCosts
@@ -30,16 +31,13 @@ from kvabr.client.live_feed import LiveFeed
 from kvabr.client.lookup import Found, most_frame_bytes, playable
 from kvabr.client.options import PlayOptions, guard_s
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peer_history import PeerHistory
-from kvabr.client.play_connection import PlayConnection
-from kvabr.client.plugin_limits import PluginLimit, limited_estimator
-from kvabr.client.preparing import Clock, Prepared, pays, tail_choices
+from kvabr.client.peer_history import KnownLink, PeerHistory
+from kvabr.client.play_connection import PlaySources
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import on_engine, timed
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
-from kvabr.client.runner import R, Turn
+from kvabr.client.runner import Clock, R, Turn
 from kvabr.client.shared_bandwidth import estimating, link_of
-from kvabr.client.shortening import known_link, shortened
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.client.upgrades import Upgrades
 from kvabr.client.warming import receive_pinned
@@ -49,6 +47,7 @@ from kvabr.codec.threads import decoder_threads
 from kvabr.player.assembler import Assembler
 from kvabr.player.blend_plan import delivered_loss
 from kvabr.player.builder import choose_tail, new_estimator, new_session, opening
+from kvabr.player.policy_guard import CallLimit
 from kvabr.player.prefixes import PlacedPrefix, prefix_loss
 from kvabr.player.session_types import (
     ENGINE_PATIENCE,
@@ -90,16 +89,47 @@ _MIN_LEFT_S = 1e-3
 _FIRST_CALL_S, _FIRST_CALL_TIMES = 60.0, 20.0
 """Seconds, or multiples of a guess, for which an engine is waited for of which nothing was timed: a first call may load
 and compile, and the guess be wrong."""
+_LOOKUP_SHARE = 0.25
+"""Share of the deadline that a lookup may take although the engine could then not recompute everything in time."""
+_MOST_PREFIXES = 16
+"""Most prefixes that are considered where an engine cannot take over anywhere."""
 _MIN_HUGE_BYTES = 4 << 20
 """Smaller tensors do not fill huge pages."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What was found, ready to be played."""
+
+    ladder: Ladder
+    profile: Profile | None
+    sha256: str
+    """SHA-256 of the catalog as it came, hex."""
+    limited_by: str | None
+    """See `Found.limited_by`."""
+    left_out: int = 0
+    """Tokens at the end of what was found that the engine computes: with the question, or sooner than they come."""
+    cut: str | None = None
+    """Why they are left out; None if there are none."""
+    tail: int = 0
+    """Tokens of these that it computes with the question, on what was fetched."""
+    tail_s: float = 0.0
+    """Seconds by which they make its call longer."""
+    growing: GrowingCatalog | None = None
+    """The catalog of an asset that is still being prefilled; None if it is complete."""
+
+    @property
+    def catalog(self) -> Catalog:
+        """The tracks that can be decoded here."""
+        return self.ladder.catalog
+
+
 @dataclass(slots=True)
 class Play:
-    """One play on one connection."""
+    """One play."""
 
     turn: Turn
-    connection: PlayConnection = field(init=False)
+    connection: PlaySources = field(init=False)
     options: PlayOptions = field(init=False)
     clock: Clock = field(init=False)
     profiles: ProfileCache
@@ -115,9 +145,19 @@ class Play:
     """Of the engine's prefill; a prefix play needs it."""
     tokens: Sequence[int]
     """Ids of the prompt, for the engine."""
+    _device: torch.device | None = field(init=False)
+    """Where the cache is decoded; None: on the processor."""
+    _decoders: int = field(init=False)
+    """How many groups are decoded beside each other; a GPU takes one batch after the other."""
+    _limit: CallLimit = field(init=False)
+    """Makes the calls of policies and estimators that are not kvabr's own."""
 
     def __post_init__(self) -> None:
         self.connection, self.options, self.clock = self.turn.connection, self.turn.options, self.turn.clock
+        out, device = self.options.out, self.options.device
+        self._device = device if out is None else out.device
+        self._decoders = 1 if self._device is not None and self._device.type == "cuda" else decoder_threads()
+        self._limit = partial(limited_step, self._left_s)
 
     def over(self, played: R) -> R:
         """Note what came of the play, and return it."""
@@ -127,7 +167,7 @@ class Play:
         """Fetch the codec profile if that pays and time allows, and leave out what cannot be decoded without it.
 
         The engine has the first ``skip`` groups already. If it computes the ``behind`` tokens of the prompt behind what
-        was found, less may be played than was found (`kvabr.client.shortening`, `kvabr.abr.tail`).
+        was found, less may be played than was found (`shortened`, `kvabr.abr.tail`).
 
         Raises:
             FormatError: none of the asset's tracks can be decoded here.
@@ -140,7 +180,7 @@ class Play:
         profile, why = await self._profile_of(catalog)
         catalog = playable(catalog, profile=profile is not None or catalog.profile is None, why=why)
         end, cut = catalog.first_token + catalog.tokens, None
-        link = known_link(self.connection.shared.peer, self.history)
+        link = KnownLink.of_all(self.history.link(source.peer) for source in self.connection.shared)
         if self.cost is not None and behind is not None:
             left_s = self.clock.left() - guard_s(self.clock.deadline_s)
             catalog = shortened(catalog, self.cost, link, left_s, skip=skip, behind=behind, block=block)
@@ -180,7 +220,7 @@ class Play:
             tail_choices, catalog, self.cost, self.options, rate, left_s, following=behind, skip=skip, block=block,
             decoders=self._decoders,
         )  # fmt: skip
-        return choose_tail(self.options.policy, *await self._in_time(choices), PluginLimit(self._left_s))
+        return choose_tail(self.options.policy, *await self._in_time(choices), self._limit)
 
     async def _profile_of(self, catalog: Catalog) -> tuple[Profile | None, str]:
         """Return the codec profile of an asset if it needs one, fetching it pays, and time allows; else why not."""
@@ -367,7 +407,7 @@ class Play:
 
     def with_trouble(self, message: str) -> str:
         """Return an error message with what the connection knows of the cause."""
-        trouble = self.connection.shared.trouble
+        trouble = self.connection.trouble
         return message if trouble is None or trouble in message else f"{message}; {trouble}"
 
     # -------------------------------------------------------------- internals
@@ -387,7 +427,8 @@ class Play:
             raise UsageError(
                 f"PlayOptions.device ({options.device}) is for what is expanded later; give `out` to play into a GPU"
             )
-        receive_pinned(self._device)
+        if self._device is not None:
+            receive_pinned(self._device)
         catalog = ladder.catalog
         try:
             room = None if coded else self._room(catalog)
@@ -407,11 +448,11 @@ class Play:
         if self.engine is None:
             wanted_s = max(_MIN_LEFT_S, min(wanted_s, end_s))
         mode = options.mode or ("hole" if self.engine is None else self.engine.mode)
-        if not isinstance(goal, PrefixGoal):
-            options.note(
+        if options.log is not None and not isinstance(goal, PrefixGoal):
+            options.log(
                 opening(
                     ladder,
-                    trace=connection.shared.backend,
+                    trace=connection.shared[0].backend,
                     policy=options.policy,
                     estimator=options.estimator or load_policy(options.policy)().estimator,
                     deadline_s=wanted_s,
@@ -421,14 +462,15 @@ class Play:
                     tail_s=prepared.tail_s,
                 )
             )
-        limit = PluginLimit(self._left_s)
-        own = limited_estimator(new_estimator(options.policy, options.estimator), limit)
-        with estimating(connection.shared, own, self.history) as estimator:
+        with ExitStack() as links:
             session = new_session(
                 ladder,
                 wanted_s,
                 options.policy,
-                estimator,
+                [
+                    links.enter_context(estimating(source, self._estimator(), self.history))
+                    for source in connection.shared
+                ],
                 goal=goal,
                 cost=self.cost,
                 mode=mode,
@@ -446,7 +488,8 @@ class Play:
                 decode_rates=rates,
                 expected_s=None if prepared.growing is None else prepared.growing.expected_s,
                 log=options.log,
-                limited=limit,
+                limited=self._limit,
+                source_of=self.turn.source_of,
             )
             feed = None if prepared.growing is None else LiveFeed(connection, prepared.growing, ladder.cheapest)
             driver = Driver(
@@ -488,24 +531,31 @@ class Play:
         final = [kinds[view.catalog.unit(group).part].kind == "state" for group in range(view.groups)]
         tracks = zip(played.assembler.coverage, final, strict=True)
         rate = view.rate or played.session.record.bytes_fetched / max(view.now, 1e-3)
-        limit = PluginLimit(self._left_s)
-        own = limited_estimator(new_estimator(options.policy, options.estimator), limit)
-        own.prime(Prior(rate, view.ttfb_s))
-        shared = ExitStack()
+        shared, estimators = ExitStack(), []
+        for source in connection.shared:
+            own = self._estimator()
+            own.prime(Prior(rate / len(connection.shared), view.ttfb_s))
+            estimators.append(shared.enter_context(link_of(source).joined(own)))
         session = new_session(
             ladder,
             self.clock.deadline_s,
             options.policy,
-            shared.enter_context(link_of(connection.shared).joined(own)),
+            estimators,
             goal=UpgradeGoal(tuple(RECOMPUTED if stays else track or "" for track, stays in tracks), after_s, rate),
             config=replace(LIVE, decoders=self._decoders),
             cached_groups=connection.cached_groups,
             decode_rates=self.speeds.rates(ladder.catalog, self._device),
             log=None if options.log is None else partial(_late, options.log, view.now),
-            limited=limit,
+            limited=self._limit,
+            source_of=self.turn.source_of,
         )
         hook = EngineHook()
         return Upgrades(Driver(session, connection, played.assembler, hook=hook), hook, shared.close)
+
+    def _estimator(self) -> Estimator:
+        """Return a fresh estimator of the link."""
+        own = new_estimator(self.options.policy, self.options.estimator)
+        return own if shipped(own) else limited_estimator(own, self._limit)
 
     def _left_s(self) -> float:
         """Return the seconds until the deadline; once it has passed, until the play ends at the latest."""
@@ -515,16 +565,6 @@ class Play:
     def _patience_s(self) -> float:
         """Return when an incomplete play ends, seconds since the call; an engine may take longer."""
         return self.options.patience * self.clock.deadline_s
-
-    @property
-    def _device(self) -> torch.device | None:
-        """Where the cache is decoded; None: on the processor."""
-        return self.options.device if self.options.out is None else self.options.out.device
-
-    @property
-    def _decoders(self) -> int:
-        """How many groups are decoded beside each other; a GPU takes one batch after the other."""
-        return 1 if self._device is not None and self._device.type == "cuda" else decoder_threads()
 
     def _engine_s(self, before: int, tokens: int) -> float:
         """Return the seconds that the engine needs for ``tokens`` behind ``before`` others; 0.0 without an engine."""
@@ -558,6 +598,118 @@ class Play:
         check_wanted(place.dtype, spec)
         convert(parts[0], place, spec)
         return (place,)
+
+
+def loadable(found: Found, options: PlayOptions) -> Found | None:
+    """Return what of a prompt's cache is loaded, by the options' limits; None: nothing."""
+    catalog, most = found.catalog, options.max_load_tokens
+    if catalog.tokens < options.min_load_tokens:
+        return None
+    if most is None or catalog.tokens <= most or catalog.sources:
+        return found
+    groups, limit = catalog.playable(most // catalog.spec.group_tokens)
+    if not groups:
+        return None
+    return replace(found, catalog=catalog.prefix(groups), limited_by=limit)
+
+
+def pays(catalog: Catalog) -> bool:
+    """Return whether fetching the profile and then the cheapest track beats the cheapest that needs no profile."""
+    try:
+        plain = playable(catalog, profile=False)
+    except FormatError:
+        return True
+    cheapest = min(track.total_bytes for track in catalog.tracks if track.refines is None)
+    return catalog.profile_bytes + cheapest < min(t.total_bytes for t in plain.tracks if t.refines is None)
+
+
+def lookup_time(clock: Clock, cost: PrefillCost | None, tokens: int) -> float:
+    """Return the seconds that a lookup may take: as long as the engine could still recompute everything in time."""
+    left_s = max(_MIN_LEFT_S, clock.left())
+    if cost is None:
+        return left_s
+    return max(left_s - guard_s(clock.deadline_s) - cost.seconds(0, tokens), _LOOKUP_SHARE * left_s)
+
+
+def tail_choices(
+    catalog: Catalog,
+    cost: PrefillCost | None,
+    options: PlayOptions,
+    rate: float,
+    left_s: float,
+    *,
+    following: int,
+    skip: int = 0,
+    block: int = 1,
+    decoders: int = 1,
+) -> tuple[list[TailOffer], list[float]]:
+    """Return how a prefix may be divided between network and engine, and what a play with each offer should cost.
+
+    Args:
+        catalog: the prefix, as a play needs it.
+        cost: of the engine's prefill; None: there is no engine, and a tail only if the options ask for one.
+        options: of the play.
+        rate: of the link, bytes per second; 0.0: it is not known.
+        left_s: seconds to the deadline.
+        following: tokens that the engine computes behind the prefix in any case.
+        skip: leading groups that it has.
+        block: it takes whole blocks of this many tokens.
+        decoders: groups that are decoded at once.
+    """
+    most = (0 if cost is None else MOST_TAIL) if options.tail is None else options.tail
+    offers = tail_offers(catalog, cost, following=following, most=most, skip=skip, block=block)
+    if cost is not None:
+        left_s -= cost.seconds(catalog.first_token + catalog.tokens, following)
+    costs = tail_costs(
+        offers, left_s, rate=rate, time_price=options.time_price, gpu_price=options.gpu_price, decoders=decoders
+    )
+    return offers, costs
+
+
+def shortened(
+    catalog: Catalog, cost: PrefillCost, link: KnownLink, left_s: float, *, skip: int, behind: int, block: int = 1
+) -> Catalog:
+    """Return the prefix of what was found that is worth fetching: the longest with which the engine is in time.
+
+    If none is, the one with which it is soonest. All of it where an engine can take over anywhere, and while nothing is
+    known of the link.
+
+    Args:
+        catalog: what was found, as a play needs it (`Catalog.to_play`).
+        cost: of the engine's prefill.
+        link: what is known of the link.
+        left_s: seconds to the deadline.
+        skip: leading groups of tokens that the engine has.
+        behind: tokens of the prompt that no cache covers.
+        block: the engine takes whole blocks of this many tokens.
+    """
+    kinds = {only.kind for only in catalog.spec.classes}
+    if kinds <= {"full", "latent"} or link.rate <= 0:
+        return catalog
+    groups, size = len(catalog.chunks), catalog.spec.group_tokens
+    counts = {catalog.playable(skip + (groups - skip) * part // _MOST_PREFIXES)[0] for part in range(1, _MOST_PREFIXES)}
+    best, soonest_s = catalog, _prefix_s(catalog, cost, link, skip, catalog.tokens + behind)
+    for count in sorted(counts, reverse=True):
+        end = count * size // block * block
+        if soonest_s <= left_s:
+            break
+        if not skip < count < groups or end <= (count - 1) * size:
+            continue
+        try:
+            shorter = catalog.prefix(count, end)
+        except UsageError:  # there is no snapshot at the end of a block
+            continue
+        seconds = _prefix_s(shorter, cost, link, skip, catalog.tokens + behind)
+        if seconds < soonest_s:
+            best, soonest_s = shorter, seconds
+    return best
+
+
+def _prefix_s(catalog: Catalog, cost: PrefillCost, link: KnownLink, skip: int, tokens: int) -> float:
+    """Return when a prompt of this many tokens is in place, if a prefix is fetched on the cheapest track."""
+    left = catalog.suffix(skip)
+    nbytes = min(track.total_bytes for track in left.tracks if track.refines is None)
+    return link.ttfb_s + nbytes / link.rate + cost.seconds(catalog.tokens, tokens - catalog.tokens)
 
 
 def _ladder(catalog: Catalog) -> Ladder:

@@ -1,7 +1,8 @@
-"""The connection of one play, over what all plays of a client share.
+"""The connections of one play, over what all plays of a client share.
 
 A request is answered from the local store if the group is there, joins another play's transfer of the same group, or
-goes to the peer, at a priority that puts the plays in order of their deadlines.
+goes to the peer, at a priority that puts the plays in order of their deadlines. A play has a connection for each of its
+sources: groups are named by content, so that any source may serve any of them.
 """
 
 from __future__ import annotations
@@ -146,8 +147,8 @@ class PlayConnection(Connection):
     def __init__(self, shared: SharedTransfers, place: Callable[[PlayConnection, int], int]) -> None:
         """Begin without requests.
 
-        ``place`` returns the priority of a request among those of all plays, from the play's connection and the
-        priority among its own requests.
+        ``place`` returns the priority of a request among those of all plays, from this connection and the priority
+        among the play's own requests.
         """
         self._shared, self._place = shared, place
         self.backend, self.protocol = shared.connection.backend, shared.connection.protocol
@@ -159,10 +160,6 @@ class PlayConnection(Connection):
         """Whether the play is over."""
         self.due_s = 0.0
         """When it is due, on the event loop's clock."""
-        self.late = False
-        """Whether its deadline has passed."""
-        self.kept = False
-        """Whether upgrades go on after the play has returned."""
 
     @property
     def shared(self) -> Connection:
@@ -190,9 +187,14 @@ class PlayConnection(Connection):
         return [group for group, digest in enumerate(digests) if digest in here] if here else ()
 
     @property
+    def awaited(self) -> list[PlayReader]:
+        """What should come soon."""
+        return [reader for reader in self._readers if not reader.held]
+
+    @property
     def waits_its_turn(self) -> bool:  # type: ignore[override]
         """See `Connection.waits_its_turn`."""
-        awaited = [reader for reader in self._readers if not reader.held]
+        awaited = self.awaited
         return bool(awaited) and all(reader.waits_its_turn for reader in awaited)
 
     def stats(self) -> ConnectionStats:
@@ -222,3 +224,76 @@ class PlayConnection(Connection):
         self.left = True
         for reader in list(self._readers):
             reader.cancel()
+
+
+class PlaySources(Connection):
+    """The connections of one play, at least one. The peer of the first also answers its lookups."""
+
+    def __init__(self, sources: Sequence[PlayConnection]) -> None:
+        """Begin without requests."""
+        self._first, self._sources = sources[0], tuple(sources)
+        self.backend, self.protocol, self.finder = self._first.backend, self._first.protocol, self._first.finder
+        self.late = False
+        """Whether the play's deadline has passed."""
+        self.kept = False
+        """Whether upgrades go on after the play has returned."""
+
+    @property
+    def sources(self) -> Sequence[PlayConnection]:
+        """See `Connection.sources`."""
+        return self._sources
+
+    @property
+    def shared(self) -> Sequence[Connection]:
+        """Of each source the connection that all plays to its peer share."""
+        return [source.shared for source in self._sources]
+
+    def request(self, request: GroupRequest, priority: int) -> GroupReader:
+        """See `Connection.request`; from the first source."""
+        return self._first.request(request, priority)
+
+    def identify(self, namespace: TrackNamespace, track: str, digests: Sequence[str]) -> None:
+        """See `Connection.identify`."""
+        for source in self._sources:
+            source.identify(namespace, track, digests)
+
+    def cached_groups(self, namespace: TrackNamespace, track: str) -> Collection[int]:
+        """See `Connection.cached_groups`; all sources have the client's store."""
+        return self._first.cached_groups(namespace, track)
+
+    @property
+    def waits_its_turn(self) -> bool:  # type: ignore[override]
+        """See `Connection.waits_its_turn`: on every path from which something should come."""
+        asked = [source for source in self._sources if source.awaited]
+        return bool(asked) and all(source.waits_its_turn for source in asked)
+
+    def stats(self) -> ConnectionStats:
+        """See `Connection.stats`; of the first source, with the bytes of all."""
+        first, *others = (source.stats() for source in self._sources)
+        more = sum(one.bytes_received for one in others)
+        return replace(first, bytes_received=first.bytes_received + more) if more else first
+
+    @property
+    def closed(self) -> bool:  # type: ignore[override]
+        """Whether the play is over, or every shared connection has ended."""
+        return all(source.closed for source in self._sources)
+
+    @property
+    def trouble(self) -> str | None:  # type: ignore[override]
+        """What is known to keep a peer out of reach."""
+        return next((one.trouble for one in self.shared if one.trouble is not None), None)
+
+    def due(self, due_s: float) -> None:
+        """Say when the play is due, on the event loop's clock."""
+        for source in self._sources:
+            source.due_s = due_s
+
+    def reprioritise(self) -> None:
+        """Apply the play's new level to all its requests."""
+        for source in self._sources:
+            source.reprioritise()
+
+    async def close(self) -> None:
+        """Cancel what is left of the play; the shared connections stay."""
+        for source in self._sources:
+            await source.close()

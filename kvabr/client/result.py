@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from kvabr.client.expanding import expand_here
+from kvabr.client.decode_speeds import on_one_core
 from kvabr.client.upgrades import Upgrades
 from kvabr.codec.block_slots import Place, TensorPlace
-from kvabr.codec.paged import CodedGroup
+from kvabr.codec.paged import CodedGroup, expand
 from kvabr.player.session_types import LiveRecord, PlayRecord
 from kvabr.store.files import PRIVATE, replacing, sweep
+from kvabr.transfer.work import decoders
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError, PlayError
@@ -25,6 +27,8 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.units import Span, Unit
 
 FORMAT = "kvabr.cache/1"
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 _MOST_RANGES = 8
 """Most ranges of numbers that a message lists."""
 
@@ -140,7 +144,7 @@ class PlayedPrefix:
 
     spec: KVSpec
     groups: tuple[CodedGroup, ...]
-    """The groups of `units`, verified and compressed, to be expanded where they belong (`kvabr.client.expanding`)."""
+    """The groups of `units`, verified and compressed, to be expanded where they belong (`expand_here`)."""
     dtype: torch.dtype | None
     """Element type of `parts`; None: that of the cache."""
     spans: tuple[Span, ...]
@@ -202,6 +206,19 @@ class PlayedPrefix:
         if len(self.spec.parts) > 1:
             raise FormatError(f"the cache has {len(self.spec.parts)} layer classes; take PlayedPrefix.parts")
         return self.parts[0]
+
+
+def expand_here(groups: Sequence[CodedGroup], places: Sequence[Place]) -> list[Exception | None]:
+    """Decode groups to their places, as `kvabr.codec.paged.expand`; blocks. Not for the threads that decode."""
+    return expand(groups, places, _each)
+
+
+def _each(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterable[_Result]:
+    def alone(item: _Item) -> _Result:
+        on_one_core()
+        return work(item)
+
+    return decoders().map(alone, items)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
-from kvabr.client.play_connection import PlayConnection
-from kvabr.client.preparing import Clock
+from kvabr.client.play_connection import PlayConnection, PlaySources
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.scheduling import Admission, EdfScheduler, wire_priority
 from kvabr.client.upgrades import Upgrades
+from kvabr.player.session_types import SourceOf, first_source
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.work import cancel_all
 from kvabr.types.errors import BusyError, PlayError, told_if_exhausted
@@ -29,15 +29,34 @@ _LAST = 255
 """Priority of upgrades of caches that are in use, while there are plays."""
 
 
+class Clock:
+    """Seconds since a play was called for, and to its deadline."""
+
+    def __init__(self, deadline_s: float) -> None:
+        """Start, on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._start_s, self.deadline_s = self._loop.time(), deadline_s
+
+    def now(self) -> float:
+        """Return the seconds since the call."""
+        return self._loop.time() - self._start_s
+
+    def left(self) -> float:
+        """Return the seconds to the deadline; negative once it has passed."""
+        return self._start_s + self.deadline_s - self._loop.time()
+
+
 @dataclass(slots=True)
 class Turn:
     """The turn of one play."""
 
-    connection: PlayConnection
+    connection: PlaySources
     clock: Clock
     """Runs since the call."""
     options: PlayOptions
     """Those that were asked for, reporting to telemetry."""
+    source_of: SourceOf
+    """Which source is asked for a group."""
     played: Played | NothingCached | PlayedPrefix | None = None
 
     def over(self, played: R) -> R:
@@ -52,7 +71,7 @@ class PlayRunner:
     def __init__(self, limits: Limits, metrics: ClientMetrics) -> None:
         self._fair, self._metrics = limits.fair, metrics
         self._admission = Admission(limits.plays, limits.waiting, limits.wait_share, metrics)
-        self._schedule: EdfScheduler[PlayConnection] = EdfScheduler()
+        self._schedule: EdfScheduler[PlaySources] = EdfScheduler()
         self._plays: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
         """Tasks that play, and what is done once they no longer do."""
         self._upgrades: set[asyncio.Task[None]] = set()
@@ -70,10 +89,17 @@ class PlayRunner:
         await cancel_all(self._upgrades)
 
     @asynccontextmanager
-    async def play(self, peer: ClientPeer, deadline_s: float, options: PlayOptions) -> AsyncIterator[Turn]:
+    async def play(
+        self,
+        peers: Sequence[ClientPeer],
+        deadline_s: float,
+        options: PlayOptions,
+        source_of: SourceOf = first_source,
+    ) -> AsyncIterator[Turn]:
         """Yield a play's turn once it has come; the body plays, and says what came of it by `Turn.over`.
 
-        Closing the client ends the body, not the task that it runs in.
+        Its sources are ``peers``; the first answers its lookups. Closing the client ends the body, not the task that it
+        runs in.
 
         Raises:
             BusyError: there are too many plays.
@@ -81,11 +107,13 @@ class PlayRunner:
         """
         clock, result = Clock(deadline_s), "failed"
         try:
-            with told_if_exhausted(peer.relieve), ExitStack() as reporting:
+            with ExitStack() as reporting:
+                for peer in peers:
+                    reporting.enter_context(told_if_exhausted(peer.relieve))
                 if options.telemetry is not None:
                     options = replace(options, log=reporting.enter_context(options.telemetry.play(options.log)))
-                async with self._connected(peer, clock) as connection:
-                    turn = Turn(connection, clock, options)
+                async with self._connected(peers, clock) as connection:
+                    turn = Turn(connection, clock, options, source_of)
                     with self._until_closed():
                         yield turn
                     played = turn.played
@@ -124,17 +152,25 @@ class PlayRunner:
             over.set_result(None)
 
     @asynccontextmanager
-    async def _connected(self, peer: ClientPeer, clock: Clock) -> AsyncIterator[PlayConnection]:
-        """Wait for a turn, and yield a connection for one play; leaving cancels whatever it still fetches."""
+    async def _connected(self, peers: Sequence[ClientPeer], clock: Clock) -> AsyncIterator[PlaySources]:
+        """Wait for a turn, and yield the connections of one play; leaving cancels whatever it still fetches."""
         loop = asyncio.get_running_loop()
         async with self._admission.enter(clock.deadline_s):
-            transfers = await peer.transfers_within(max(0.0, _DIAL_SHARE * clock.left()))
+            within_s = max(0.0, _DIAL_SHARE * clock.left())
+            dialled = [asyncio.ensure_future(peer.transfers_within(within_s)) for peer in peers[1:]]
+            try:
+                shared = [await peers[0].transfers_within(within_s), *[await one for one in dialled]]
+            finally:
+                for one in dialled:
+                    one.cancel()
             if self._closing:  # its turn came in the moment of closing, when nobody knew of its task
                 raise asyncio.CancelledError
-            connection = PlayConnection(transfers, self._place)
+            connection = PlaySources(
+                [PlayConnection(one, lambda _, own: self._place(connection, own)) for one in shared]
+            )
             # A loop that stood still may have used up the deadline: the play then gets what comes at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
-            connection.due_s = due_s
+            connection.due(due_s)
             self._reprioritise(self._schedule.add(connection, due_s))
             late = loop.call_at(due_s, self._reschedule, connection, due_s + clock.deadline_s)
             try:
@@ -144,7 +180,7 @@ class PlayRunner:
                 if not connection.kept:
                     await self._give_up(connection)
 
-    def _keep(self, connection: PlayConnection, upgrades: Upgrades) -> None:
+    def _keep(self, connection: PlaySources, upgrades: Upgrades) -> None:
         """Leave a connection to the upgrades of a cache in use, behind all plays."""
 
         async def until_over() -> None:
@@ -161,11 +197,11 @@ class PlayRunner:
         self._upgrades.add(task)
         task.add_done_callback(self._upgrades.discard)
 
-    async def _give_up(self, connection: PlayConnection) -> None:
+    async def _give_up(self, connection: PlaySources) -> None:
         await connection.close()
         self._reprioritise(self._schedule.remove(connection))
 
-    def _place(self, connection: PlayConnection, priority: int) -> int:
+    def _place(self, connection: PlaySources, priority: int) -> int:
         # A play that has the link for itself uses all priorities.
         if not self._fair or len(self._schedule) < 2:
             return priority
@@ -173,13 +209,13 @@ class PlayRunner:
             return _LAST
         return wire_priority(self._schedule.level(connection), priority, late=connection.late)
 
-    def _reschedule(self, connection: PlayConnection, due_s: float) -> None:
+    def _reschedule(self, connection: PlaySources, due_s: float) -> None:
         """Change a play's deadline: once it is late, others go before it."""
         connection.late = True
         changed = self._schedule.remove(connection)
         self._reprioritise([*changed, *self._schedule.add(connection, due_s), connection])
 
-    def _reprioritise(self, changed: Iterable[PlayConnection]) -> None:
+    def _reprioritise(self, changed: Iterable[PlaySources]) -> None:
         # The first and the last of several plays had, or now has, the link for itself.
         for connection in changed if len(self._schedule) > 2 else list(self._schedule):
             connection.reprioritise()

@@ -101,6 +101,8 @@ class SharedLink:
 
     def active_beside(self, share: LinkShare) -> int:
         """Return how many other plays are active."""
+        if len(self._members) == 1:
+            return 0
         active = self._of_many(_active)
         if active is None:
             return _active([one for one in self._all() if one is not share])

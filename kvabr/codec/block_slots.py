@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.types.errors import FormatError
+from kvabr.types.kv import FP16_MAX
 
 
 class Place(Protocol):
@@ -152,6 +153,13 @@ class BlockSlots:
         assert isinstance(self.layers, BlockLayers)  # noqa: S101  # see `__post_init__`
         return self.layers
 
+    @classmethod
+    def of_blocks(cls, layers: Sequence[Sequence[torch.Tensor]], numbers: Sequence[int]) -> BlockSlots:
+        """Return the slots of all tokens in some blocks, one after the other."""
+        layers = layers if isinstance(layers, BlockLayers) else BlockLayers(layers)
+        size = layers[0][0].shape[2]
+        return cls(layers, (np.asarray(numbers, np.int64)[:, None] * size + np.arange(size)).reshape(-1))
+
     def fits(self, shape: Sequence[int]) -> bool:
         """Return whether a group of this shape, [layer, K/V, head, token, dim], belongs here."""
         _, heads, _, dim = self.first.shape
@@ -161,15 +169,20 @@ class BlockSlots:
         """Copy a group, [layer, K/V, head, token, dim], or only some of its tokens; the slow way, by torch.
 
         Args:
-            group: in the dtype of the blocks, on any device.
+            group: of any float dtype, on any device; FP16 blocks get its largest number instead of larger ones.
             tokens: offsets in the group of the tokens that ``group`` has; None: all.
+
+        Raises:
+            FormatError: it has another shape.
         """
+        if tokens is None:
+            self._check(group.shape)
         slots = self.slots if tokens is None else self.slots[tokens]
         size, device = self.first.shape[2], self.device
         used = np.flatnonzero(slots >= 0)
         if not len(used):
             return
-        group = group.to(device)
+        group = _cast(group.to(device), self.dtype)
         # Float8 is moved as bytes: torch indexes nothing else of that type.
         codes = group.dtype.itemsize == 1
         blocks = _whole_blocks(slots, used, size)
@@ -187,6 +200,27 @@ class BlockSlots:
         for view, part in self._pairs(group, codes=codes):
             view[block, :, place] = part.transpose(0, 1)
 
+    def read(self, out: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        """Copy the tokens, all of which have slots, into a tensor [layer, K/V, head, token, dim], or one of each layer.
+
+        It may be of any float dtype, as for `write`; a `FormatError` says that its shape is another.
+        """
+        size, device, codes = self.first.shape[2], self.device, self.dtype.itemsize == 1
+        self._check((len(out), *out[0].shape))
+        blocks = _whole_blocks(self.slots, np.arange(len(self.slots)), size) if len(self.slots) else None
+        at = torch.from_numpy(self.slots if blocks is None else blocks).to(device)
+        for views, halves in zip(self.layers, out, strict=True):
+            for view, part in zip(views, halves, strict=True):
+                own, to = (view.view(torch.uint8), part.view(torch.uint8)) if codes else (view, part)
+                if blocks is None:
+                    to.copy_(_cast(own[at // size, :, at % size], to.dtype).transpose(0, 1))
+                else:
+                    to.unflatten(1, (len(blocks), size)).copy_(_cast(own.index_select(0, at), to.dtype).transpose(0, 1))
+
+    def _check(self, shape: Sequence[int]) -> None:
+        if not self.fits(shape):
+            raise FormatError(f"{tuple(shape)} is not the shape of {len(self.slots)} tokens of this cache")
+
     def _pairs(self, group: torch.Tensor, *, codes: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the halves of each layer of the cache and of a group; with ``codes`` as bytes."""
         if codes:
@@ -196,6 +230,14 @@ class BlockSlots:
             for views, halves in zip(self.layers, group, strict=True)
             for view, part in zip(views, halves, strict=True)
         ]
+
+
+def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values in another dtype; FP16 is clamped to its range, since one infinity ruins all attention."""
+    if values.dtype is dtype or values.dtype.itemsize == 1:
+        return values
+    converted = values.to(dtype)
+    return converted.clamp_(-FP16_MAX, FP16_MAX) if dtype is torch.float16 else converted
 
 
 def _whole_blocks(slots: NDArray[np.int64], used: NDArray[np.intp], size: int) -> NDArray[np.int64] | None:

@@ -213,7 +213,7 @@ def _digest(spec: KVSpec, key: str, index: int | None) -> str:
 def places(played: PlayedPrefix, kv: torch.Tensor) -> list[Place]:
     """Return where the groups of a cache belong in a tensor of all of it, [layer, K/V, head, token, dim]; any strides.
 
-    `kvabr.client.expanding.expand_here` decodes them there.
+    `kvabr.client.result.expand_here` decodes them there.
     """
     firsts = [unit.first - played.spans[unit.part].first for unit in played.units]
     pairs = zip(played.units, firsts, strict=True)

@@ -6,16 +6,13 @@ per layer, cut into blocks of some tokens. Only the engine knows which tokens a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
 
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.types.errors import FormatError, UsageError
-
-_FP16_MAX = 65504.0
 
 
 class BlockLayout(Enum):
@@ -63,7 +60,7 @@ def block_layers(
 ) -> BlockLayers:
     """Return layers of a paged cache as groups of ``dtype`` are decoded to them; errors as `keys_and_values`.
 
-    ``split``: dimensions of keys and values. Unlike ones, and one vector per token, are one half; see `PagedBlocks`.
+    ``split``: dimensions of keys and values. Unlike ones, and one vector per token, are one half.
     """
     caches = [cache.view(dtype) if cache.dtype.itemsize == dtype.itemsize == 1 else cache for cache in caches]
     k_dim, v_dim = split
@@ -72,72 +69,6 @@ def block_layers(
     if layout is not BlockLayout.PLAIN and v_dim:
         raise FormatError(f"a transposed cache has keys and values alike, not {k_dim} and {v_dim} dimensions")
     return BlockLayers([(cache,) for cache in caches])
-
-
-@dataclass(frozen=True, slots=True)
-class PagedBlocks:
-    """Some blocks of a paged cache: plays write them, publications read them."""
-
-    layers: Sequence[torch.Tensor]
-    """One tensor per layer, [block, head, token, dim of key and value]."""
-    blocks: Sequence[int]
-    """Numbers of the blocks, in the order of their tokens."""
-    layout: BlockLayout
-    split: tuple[int, int] | None = None
-    """Dimensions of keys and of values; None: half each. See `kvabr.types.kv.LayerClass.split`."""
-
-    def write(self, kv: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        """Copy KV into the blocks.
-
-        Args:
-            kv: [layer, K/V, head, token, dim], or a tensor of each layer, with all tokens of the blocks, any float
-                dtype, any device. Of unlike keys and values, or of one vector per token, the second axis has length 1.
-
-        Raises:
-            FormatError: it has another shape.
-        """
-        numbers = self._numbers()
-        for own, part in self._pairs(kv):
-            own.index_copy_(0, numbers, cast(part.to(own.device), own.dtype).transpose(0, 1))
-
-    def read(self, out: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        """Copy the KV of the blocks into ``out``, of the shape that `write` takes; `FormatError` if it is another."""
-        numbers = self._numbers()
-        for own, part in self._pairs(out):
-            part.copy_(cast(own.index_select(0, numbers), part.dtype).transpose(0, 1))
-
-    def _numbers(self) -> torch.Tensor:
-        return torch.tensor(list(self.blocks), dtype=torch.int64, device=self.layers[0].device)
-
-    def _pairs(self, kv: torch.Tensor | Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the keys, then the values, of each layer's whole cache, with its part of ``kv``, [head, block, ...]."""
-        count, (_, heads, size, both) = len(self.blocks), self.layers[0].shape
-        k_dim, v_dim = self.split or (both // 2, both // 2)
-        alike = k_dim == v_dim
-        one = (2, heads, count * size, k_dim) if alike else (1, heads, count * size, k_dim + v_dim)
-        if len(kv) != len(self.layers):
-            raise FormatError(f"{len(kv)} layers were given, the cache has {len(self.layers)}")
-        for cache, own in zip(self.layers, kv, strict=True):
-            _check(own, one, f"{count} blocks")
-            parts = own.unflatten(2, (count, size))
-            halves = (parts[0], parts[1]) if alike else (parts[0][..., :k_dim], parts[0][..., k_dim:])
-            places = keys_and_values(cache, self.layout, None if self.split is None else k_dim)
-            yield places[0], halves[0]
-            if v_dim:
-                yield places[1], halves[1]
-
-
-def _check(kv: torch.Tensor, wanted: Sequence[int], place: str) -> None:
-    if tuple(kv.shape) != tuple(wanted):
-        raise FormatError(f"{tuple(kv.shape)} is not the shape of {place}, {tuple(wanted)}")
-
-
-def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return values in another dtype; FP16 is clamped to its range, since one infinity ruins all attention."""
-    converted = values.to(dtype)
-    if dtype is torch.float16 and values.dtype is not dtype:
-        converted.clamp_(-_FP16_MAX, _FP16_MAX)
-    return converted
 
 
 def head_shard(heads: int, rank: int, ranks: int) -> range:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 from kvabr.moqt import messages as m
@@ -270,7 +271,7 @@ _CODECS: dict[str, _Codec] = {
 """How to read and write the fields of messages, by name; `decode` knows which parameters a message may carry."""
 
 
-def _field_names(cls: type[m.Message], draft: Draft, *, control: bool = True) -> list[str]:
+def _wire_order(cls: type[m.Message], draft: Draft, *, control: bool = True) -> tuple[str, ...]:
     """Return the fields of a message that a draft has, in wire order."""
     absent = {
         "request_id": (draft.streams and cls in ANSWERS)
@@ -282,7 +283,11 @@ def _field_names(cls: type[m.Message], draft: Draft, *, control: bool = True) ->
         "start": draft.fetch_by_filter,
         "end": cls is m.Fetch and draft.fetch_by_filter,
     }
-    return [each.name for each in fields(cls) if each.name in _CODECS and not absent.get(each.name)]
+    return tuple(each.name for each in fields(cls) if each.name in _CODECS and not absent.get(each.name))
+
+
+_field_names: Callable[..., tuple[str, ...]] = cache(_wire_order)
+"""`_wire_order`, worked out once for each message and draft."""
 
 
 class MessageParser:

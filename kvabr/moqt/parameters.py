@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 from kvabr.moqt.codes import RANGE_FILTERS, Param, SessionCode, SessionFault, SetupOption
@@ -171,6 +172,7 @@ def present(parameters: Parameters | None) -> frozenset[Param]:
     return frozenset(one | {param for param, _ in parameters.range_filters})
 
 
+@cache
 def known_parameters(draft: Draft) -> frozenset[Param]:
     """Return the message parameters that a draft defines."""
     return frozenset(param for param, (_, _, since) in _KINDS.items() if draft.number >= since)

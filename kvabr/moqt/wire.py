@@ -41,6 +41,8 @@ class Varint:
 
     def encode(self, value: int) -> bytes:
         """Encode an integer in as few bytes as possible."""
+        if 0 <= value < 0x40:  # most are
+            return bytes((value,))
         if not 0 <= value <= self.largest:
             raise ValueError(f"integer {value} is outside 0 to {self.largest}")
         if not self.wide:

@@ -131,30 +131,37 @@ class StallDetector:
         self._heard: dict[int, float] = {}
         self._overtaken: dict[int, float] = {}
         """When each transfer was overtaken. Before that it may have been waiting for its turn."""
-        self._leading: dict[int, list[int]] = {}
-        """Heap of the requests that none has overtaken, by priority. It may hold some that are over."""
+        self._leading: dict[tuple[int, int], list[int]] = {}
+        """Heap of the requests that none has overtaken, by source and priority. It may hold some that are over."""
         self._stood: set[tuple[int, str]] = set()
         """Groups and tracks that have stalled before."""
-        self._any_s: float | None = None
-        """When any bytes came last; None while the usual time to first byte is unknown."""
+        self._any_s: dict[int, float] = {}
+        """When any bytes of a source came last."""
+        self._known_s: float | None = None
+        """Since when the usual time to first byte is known: what waits for a first byte may stall from then on."""
+        self._sources: set[int] = set()
+        """Those that were asked for anything."""
 
     def asked(self, transfer: Transfer) -> None:
         """Note a new request."""
-        heappush(self._leading.setdefault(transfer.priority, []), transfer.request)
+        self._sources.add(transfer.source)
+        heappush(self._leading.setdefault((transfer.source, transfer.priority), []), transfer.request)
 
     def heard(self, transfer: Transfer, now: float) -> None:
-        """Note that bytes of a transfer came: it has overtaken the earlier ones that are more urgent."""
-        self._any_s = self._heard[transfer.request] = now
+        """Note that bytes of a transfer came: it has overtaken the earlier ones of its source that are more urgent."""
+        self._any_s[transfer.source] = self._heard[transfer.request] = now
+        self._known_s = now if self._known_s is None else self._known_s
         if self._overtaken.pop(transfer.request, None) is not None:
             self.asked(transfer)
-        for priority, requests in self._leading.items():
-            while priority < transfer.priority and requests and requests[0] < transfer.request:
+        for (source, priority), requests in self._leading.items():
+            behind = source == transfer.source and priority < transfer.priority
+            while behind and requests and requests[0] < transfer.request:
                 self._overtaken[heappop(requests)] = now
 
     def waited(self, transfers: Iterable[Transfer], now: float) -> None:
         """Restart all clocks: until now, other plays used the link."""
-        if self._any_s is not None:
-            self._any_s = now
+        self._any_s = dict.fromkeys(self._any_s, now)
+        self._known_s = None if self._known_s is None else now
         for transfer in transfers:
             if transfer.request in self._heard:
                 self._heard[transfer.request] = now
@@ -174,21 +181,27 @@ class StallDetector:
                 link, a transfer that was overtaken may wait that long for its turn.
         """
         found: list[tuple[Transfer, bool]] = []
-        if self._any_s is None:
+        if self._known_s is None:
             return found
-        nothing_s = now - self._any_s
-        turn_s = max(LEAST_SILENCE_S, drain_s if nothing_s < LEAST_SILENCE_S else 0.0)
-        if nothing_s >= max(self._patience_s, _SILENT_TTFB * ttfb_s, LEAST_SILENCE_S):
+        nothing_s = {source: now - self._any_s.get(source, self._known_s) for source in self._sources}
+        longest_s = max(self._patience_s, _SILENT_TTFB * ttfb_s, LEAST_SILENCE_S)
+        silent = {source for source, seconds in nothing_s.items() if seconds >= longest_s}
+        if len(silent) == len(nothing_s):
             looked_at: Iterable[Transfer] = transfers.values()
-        else:  # only what was overtaken can have stalled
+        else:  # of a source that is not silent, only what was overtaken can have stalled
             self._overtaken = {request: at for request, at in self._overtaken.items() if request in transfers}
             looked_at = [transfers[request] for request in sorted(self._overtaken)]
+            if silent:
+                looked_at = [
+                    one for one in transfers.values() if one.source in silent or one.request in self._overtaken
+                ]
         for transfer in looked_at:
+            turn_s = max(LEAST_SILENCE_S, drain_s if nothing_s[transfer.source] < LEAST_SILENCE_S else 0.0)
             quiet_s = now - self._heard.get(transfer.request, transfer.requested_s)
             if (since := self._overtaken.get(transfer.request)) is not None:
                 if min(quiet_s, now - since) >= max(self._patience_s / 2, _OVERTAKEN_TTFB * ttfb_s, turn_s):
                     found.append((transfer, True))
-            elif quiet_s >= max(self._patience_s, _SILENT_TTFB * ttfb_s, LEAST_SILENCE_S):
+            elif quiet_s >= longest_s:
                 again = (transfer.group, transfer.track) in self._stood
                 found.append((transfer, again and transfer.request in self._heard))
         self._stood.update((transfer.group, transfer.track) for transfer, _ in found)

@@ -1,7 +1,8 @@
 """Assembles groups: in any order, from any track, never half written.
 
-What somebody else expands, where it is needed (`kvabr.codec.paged`), is kept as it came, once every frame has proved
-good. Otherwise there is one contiguous KV tensor per layer class.
+Without a destination groups are kept as they came, once every frame has proved good: somebody else expands them where
+they are needed (`kvabr.codec.paged`). Otherwise they are expanded to their places (`kvabr.player.destination`), by
+default in one contiguous KV tensor per layer class.
 
 A group whose place is empty is decoded into it if that takes little time, and counts as in place only once the whole
 frame has proved good. Every other group is decoded into scratch memory and then copied. A cache can be handed over
@@ -19,12 +20,13 @@ from typing import NamedTuple
 import torch
 
 from kvabr.codec.base import GroupContext, payload_layout
-from kvabr.codec.block_slots import TensorPlace
+from kvabr.codec.block_slots import Place, TensorPlace
 from kvabr.codec.container import HasDigest, unpack
 from kvabr.codec.group import frame_header, payload_of
 from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantised import all_finite, check_wanted, convert
+from kvabr.player.destination import Destination, Tensors
 from kvabr.player.prefixes import PlacedPrefix, longest_prefix
 from kvabr.types.catalog import RECOMPUTED, Catalog, Track
 from kvabr.types.errors import FormatError, HoleError, UsageError
@@ -65,10 +67,12 @@ class _Decoding(NamedTuple):
     group: int
     layers: Sequence[Layer]
     coded: CodedGroup
-    out: torch.Tensor | None
+    out: Place | None
     """Where to; None: it stays coded."""
-    claimed: bool
-    """Whether that is its place."""
+    scratch: torch.Tensor | None = None
+    """The memory of that if it is not the group's place."""
+    claimed: bool = False
+    """Whether it is."""
 
 
 class Assembler:
@@ -79,7 +83,7 @@ class Assembler:
         catalog: Catalog,
         profile: Profile | None = None,
         *,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor | Destination | None = None,
         dtype: torch.dtype | None = None,
         coded: bool = False,
     ) -> None:
@@ -89,7 +93,8 @@ class Assembler:
             catalog: what is played (`Catalog.to_play`), or a suffix of it: groups and tokens are counted from the
                 catalog's first.
             profile: the model's side information, for tracks that need it.
-            out: [layer, K/V, head, token, dim], any float dtype and strides, on the CPU; None: a new tensor.
+            out: [layer, K/V, head, token, dim], any float dtype and strides; or another destination, of which nothing
+                can be computed on, nor single tokens put there. None: a new tensor for each layer class.
             dtype: element type of the new tensor; by default that of the asset. A tensor in float8 holds the codes of
                 the publisher's engine, any other the numbers that they stand for (`kvabr.codec.quantised`).
             coded: keep groups compressed, for `take_coded`; nothing can be computed, or upgraded in place.
@@ -103,30 +108,18 @@ class Assembler:
             profile.check(catalog.spec)
         if not catalog.every_token and catalog.chosen is None:
             raise UsageError(f"{catalog.spec.model}: assemble what a play needs, Catalog.to_play")
-        self._catalog, self._profile, spans = catalog, profile, catalog.spans
-        self.coded = coded
-        """Whether groups stay compressed."""
-        self._outs: tuple[torch.Tensor, ...] = ()
-        shapes = [part.shape(span.tokens) for part, span in zip(catalog.spec.parts, spans, strict=True)]
-        types = [dtype or part.torch_dtype for part in catalog.spec.parts]
-        for kind, part in zip(types, catalog.spec.parts, strict=True):
+        self._catalog, self._profile = catalog, profile
+        for part in catalog.spec.parts:
+            kind = dtype or part.torch_dtype
             if not kind.is_floating_point:
                 raise UsageError(f"a cache in {kind}: its numbers are floats")
             check_wanted(kind, part)
-        if coded:
-            pass
-        elif out is None:
-            self._outs = tuple(torch.zeros(shape, dtype=kind) for shape, kind in zip(shapes, types, strict=True))
-        elif len(shapes) > 1:
-            raise UsageError(f"a cache of several layer classes ({', '.join(catalog.spec.names)}) is not one tensor")
-        elif tuple(out.shape) != shapes[0] or not out.is_floating_point():
-            raise UsageError(f"`out` is {tuple(out.shape)} {out.dtype}, expected floats of {shapes[0]}")
-        else:
-            self._outs = (out,)
-        for made, part in zip(self._outs, () if coded else catalog.spec.parts, strict=True):
-            check_wanted(made.dtype, part)
-        self._begins = tuple(span.first for span in spans)
-        """Per class, the first token of its tensor."""
+        self.coded = coded
+        """Whether groups stay compressed."""
+        self._to: Destination | None = None
+        """Where groups are expanded; None: nowhere yet."""
+        if not coded:
+            self._to = Tensors(catalog, out, dtype) if out is None or isinstance(out, torch.Tensor) else out
         self._tracks: list[str | None] = [None] * catalog.groups
         self._kept: dict[int, dict[str, memoryview]] = {}
         """Frames of the layers in place that others refine, by group and track; where groups stay coded, of all."""
@@ -137,7 +130,7 @@ class Assembler:
         """Guards everything; notified when a group leaves `_direct`."""
         self._direct: set[int] = set()
         """Groups with an empty place that is being decoded into. Nobody else writes there meanwhile."""
-        self._spare: list[list[torch.Tensor]] = [[] for _ in self._outs]
+        self._spare: list[list[torch.Tensor]] = [[] for _ in catalog.spec.parts]
         """Unused scratch tensors, per class. Fresh memory would have to be cleared, page by page, for every group."""
         self._taken = self._open = self._handed = False
         """Whether groups are refused; whether upgrades are taken nevertheless; and whether it has been handed over."""
@@ -146,7 +139,7 @@ class Assembler:
     @property
     def together(self) -> bool:
         """Whether groups are best put in batches: they are decoded on a GPU, or not at all."""
-        return self.coded or self._outs[0].device.type == "cuda"
+        return self._to is None or self._to.device.type == "cuda"
 
     @property
     def coverage(self) -> tuple[str | None, ...]:
@@ -203,7 +196,7 @@ class Assembler:
                         work.append(self._begin(number, group, layers))
                 except Exception as error:  # noqa: BLE001  # whatever it is, one of its frames cannot be used
                     done[number] = error
-            wanted = [(one.coded, TensorPlace(one.out)) for one in work if one.out is not None]
+            wanted = [(one.coded, one.out) for one in work if one.out is not None]
             errors = iter(expand([coded for coded, _ in wanted], [place for _, place in wanted]))
             for one in work:
                 if one.out is not None and (wrong := next(errors)) is not None:
@@ -214,9 +207,9 @@ class Assembler:
             self._release([one.group for one in work if one.claimed])
         done |= {one.number: self._settle(one) for one in work if one.number not in done}
         for one in work:
-            if one.out is not None and not one.claimed:
+            if one.scratch is not None:
                 spare = self._spare[self._catalog.unit(one.group).part]
-                spare[:] = [*spare, one.out][-_MOST_SPARE:]
+                spare[:] = [*spare, one.scratch][-_MOST_SPARE:]
         return [done[number] for number in range(len(asked))]
 
     def _begin(self, number: int, group: int, layers: Sequence[Layer]) -> _Decoding:
@@ -227,9 +220,12 @@ class Assembler:
         except Exception:
             self._release([group] if claimed else [])
             raise
-        if self.coded:
-            return _Decoding(number, group, layers, coded, None, claimed=False)
-        return _Decoding(number, group, layers, coded, self._place(group) if claimed else self._scratch(group), claimed)
+        if self._to is None:
+            return _Decoding(number, group, layers, coded, None)
+        if claimed:
+            return _Decoding(number, group, layers, coded, self._place(group), claimed=True)
+        scratch = self._scratch(group)
+        return _Decoding(number, group, layers, coded, TensorPlace(scratch), scratch)
 
     def _settle(self, one: _Decoding) -> Placement | Exception:
         """Count a group that was decoded as in place, or put it there."""
@@ -241,7 +237,7 @@ class Assembler:
             bottom = self._catalog.track(one.layers[0].track).refines
             if bottom is not None and self._tracks[one.group] != bottom:
                 return FormatError(f"group {one.group} of {one.coded.track}: {bottom} is no longer in place")
-            return self._write(one.group, one.layers, None if one.claimed else one.out)
+            return self._write(one.group, one.layers, one.scratch)
 
     def _release(self, claimed: Sequence[int]) -> None:
         """Let others write to the places of groups that were decoded into."""
@@ -272,9 +268,14 @@ class Assembler:
             verdict = Placement.PLACED if None in self._tracks[first:last] else Placement.REPLACED
             for group in range(first, last):
                 unit = catalog.unit(group)
-                where = 0 if self._is_state(unit.part) else unit.first - catalog.first_token - begin
-                computed = parts[unit.part][:, :, :, where : where + unit.tokens]
-                convert(computed, self._place(group), catalog.spec.parts[unit.part])
+                spec = catalog.spec.parts[unit.part]
+                where = 0 if spec.only.kind == "state" else unit.first - catalog.first_token - begin
+                computed, place = parts[unit.part][:, :, :, where : where + unit.tokens], self._place(group)
+                if place.whole is not None:
+                    convert(computed, place.whole, spec)
+                else:
+                    convert(computed, stored := self._scratch(group), spec)
+                    place.write(stored)
                 self._tracks[group] = RECOMPUTED
                 self._forget(group)
         return verdict
@@ -301,18 +302,7 @@ class Assembler:
         if group < catalog.groups and catalog.cut(group) != group:
             raise UsageError(f"an engine cannot compute from group {group} on: it needs what the play does not have")
         self._no_hole(group)
-        end = catalog.tokens_before(group)
-        if catalog.every_token:
-            return (self._outs[0][:, :, :, :end],)
-        parts = []
-        for part, (spec, out) in enumerate(zip(catalog.spec.parts, self._outs, strict=True)):
-            whole = out.new_zeros(computed_shape(spec, end))
-            if self._is_state(part):
-                whole.copy_(out)
-            elif (begin := self._begins[part]) < end:
-                whole[:, :, :, begin:] = out[:, :, :, : end - begin]
-            parts.append(whole)
-        return tuple(parts)
+        return self._tensors.before(catalog.tokens_before(group), every=catalog.every_token)
 
     def prepare(
         self,
@@ -335,7 +325,8 @@ class Assembler:
         """
         if not self._taken or not self._open:
             raise UsageError("upgrades need a cache that was taken with take(upgrades=True) and is not sealed")
-        offer, ready = self._catalog.track(track), torch.empty_like(self._place(group))
+        offer, place = self._catalog.track(track), self._place(group)
+        ready = torch.empty(self._shape(group), dtype=place.dtype, device=place.device)
         layers = (*below, Layer(track, frame, has_digest))
         (wrong,) = expand([self._coded_layers(group, layers)], [TensorPlace(ready)])
         if wrong is not None:
@@ -361,7 +352,7 @@ class Assembler:
             HoleError: a group is missing.
             FormatError: these are not the numbers of ``len(at)`` tokens, or one is not finite; nothing has changed.
         """
-        spec, out = self._catalog.spec, self._outs[0]
+        spec, out = self._catalog.spec, self._tensors.parts[0]
         check_tokens(computed, spec, len(at))
         stored = torch.empty(computed.shape, dtype=out.dtype)
         convert(computed.cpu(), stored, spec)
@@ -391,7 +382,7 @@ class Assembler:
         return self.take_classes(upgrades=upgrades)[0]
 
     def take_classes(self, *, upgrades: bool = False) -> tuple[torch.Tensor, ...]:
-        """Hand over the cache: a tensor per layer class, with the tokens of `Catalog.spans`.
+        """Hand over the cache: a tensor per layer class, with the tokens of `Catalog.spans`; none if it is elsewhere.
 
         Afterwards nothing is accepted, except through `prepare` if ``upgrades`` is true.
 
@@ -404,7 +395,7 @@ class Assembler:
             self._taken, self._open, self._handed = True, upgrades, True
         if not upgrades:
             self.seal()
-        return self._outs
+        return self._to.parts if isinstance(self._to, Tensors) else ()
 
     def take_coded(self, block: int = 1) -> tuple[tuple[CodedGroup, ...], PlacedPrefix]:
         """Hand over the longest prefix that is in place, compressed, see `longest_prefix`; accept nothing afterwards.
@@ -443,9 +434,11 @@ class Assembler:
         self.seal()
         placed = [track if groups is None or group < groups else None for group, track in enumerate(self._tracks)]
         found = longest_prefix(self._catalog, placed, block)
+        if not isinstance(self._to, Tensors):
+            return (), found
         parts = []
-        for part, (out, span) in enumerate(zip(self._outs, found.spans, strict=True)):
-            begin = 0 if self._is_state(part) else max(0, span.first - self._begins[part])
+        for part, (out, span) in enumerate(zip(self._to.parts, found.spans, strict=True)):
+            begin = 0 if self._to.is_state(part) else max(0, span.first - self._to.begins[part])
             parts.append(out[:, :, :, begin : begin + span.tokens])
         return tuple(parts), found
 
@@ -490,19 +483,26 @@ class Assembler:
             self._direct.add(group)
             return True
 
-    def _place(self, group: int) -> torch.Tensor:
-        """Return a view of a group's place in the cache."""
-        unit = self._catalog.unit(group)
-        begin = 0 if self._is_state(unit.part) else unit.first - self._begins[unit.part]
-        return self._outs[unit.part][:, :, :, begin : begin + unit.tokens]
+    @property
+    def _tensors(self) -> Tensors:
+        """The destination, of which something is to be read; a `UsageError` if it is none that can be read."""
+        if not isinstance(self._to, Tensors):
+            raise UsageError("this cache is not in tensors: nothing can be computed on it before it is handed over")
+        return self._to
 
-    def _is_state(self, part: int) -> bool:
-        return self._catalog.spec.classes[part].kind == "state"
+    def _place(self, group: int) -> Place:
+        """Return a group's place in the cache."""
+        assert self._to is not None  # noqa: S101  # nothing is expanded without a destination
+        return self._to.place(self._catalog.unit(group))
+
+    def _shape(self, group: int) -> tuple[int, int, int, int, int]:
+        unit = self._catalog.unit(group)
+        return self._catalog.spec.parts[unit.part].shape(unit.tokens)
 
     def _scratch(self, group: int) -> torch.Tensor:
         """Return unused scratch memory for a decoded group."""
-        unit = self._catalog.unit(group)
-        spec, out, spare = self._catalog.spec.parts[unit.part], self._outs[unit.part], self._spare[unit.part]
+        unit, out = self._catalog.unit(group), self._place(group)
+        spec, spare = self._catalog.spec.parts[unit.part], self._spare[unit.part]
         need = spec.elements_per_token * unit.tokens
         try:
             whole = spare.pop().view(-1)
@@ -531,7 +531,7 @@ class Assembler:
     def _write(self, group: int, layers: Sequence[Layer], decoded: torch.Tensor | None) -> Placement:
         """Copy a decoded group into place, unless it was decoded there; the caller holds the lock."""
         if decoded is not None:
-            self._place(group).copy_(decoded)
+            self._place(group).write(decoded)
         verdict = Placement.PLACED if self._tracks[group] is None else Placement.REPLACED
         self._tracks[group] = layers[-1].track
         if self._catalog.track(layers[0].track).refines is None:

@@ -14,7 +14,7 @@ from kvabr.abr.view import Future
 from kvabr.player.decode_rates import DecodeRates
 from kvabr.player.policy_guard import CallLimit, PolicyCalls, at_once
 from kvabr.player.session import Session
-from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, UpgradeGoal
+from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, SourceOf, UpgradeGoal, first_source
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
@@ -83,7 +83,7 @@ def new_session(
     ladder: Ladder,
     deadline_s: float,
     policy: str,
-    estimator: Estimator,
+    estimator: Estimator | Sequence[Estimator],
     *,
     goal: Goal = WHOLE,
     cost: PrefillCost | None = None,
@@ -96,6 +96,7 @@ def new_session(
     expected_s: Sequence[float] | None = None,
     log: Log | None = None,
     limited: CallLimit = at_once,
+    source_of: SourceOf = first_source,
 ) -> Session:
     """Build the session of one play.
 
@@ -103,7 +104,7 @@ def new_session(
         ladder: the tracks; its catalog may be a suffix of a published asset (`Catalog.suffix`).
         deadline_s: seconds from `Session.start` to the deadline; for upgrades, how far ahead they are planned.
         policy: name of the policy, as `load_policy` takes it.
-        estimator: fresh, see `new_estimator`.
+        estimator: fresh, see `new_estimator`; of several sources one each, in their order.
         goal: what the play is for.
         cost: what the engine's prefill costs, counted from the first token of the prompt; None for no engine.
         mode: what the engine can recompute. A prefix play is always ``suffix``, and so is one of several layer classes
@@ -117,6 +118,7 @@ def new_session(
             all are.
         log: takes every event.
         limited: makes every call of a policy that is not kvabr's own.
+        source_of: says which source is asked for a group.
 
     Raises:
         PolicyError: there is no such policy.
@@ -155,4 +157,5 @@ def new_session(
         expected_s=expected_s,
         log=log,
         limited=limited,
+        source_of=source_of,
     )

@@ -60,9 +60,11 @@ from kvabr.player.session_types import (
     PlayRecord,
     PrefixGoal,
     Recompute,
+    SourceOf,
     UpgradeGoal,
+    first_source,
 )
-from kvabr.player.throughput_sampler import ChunkedThroughputSampler, ThroughputSampler
+from kvabr.player.throughput_sampler import SourceSamplers
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
@@ -97,7 +99,7 @@ class Session:
         ladder: Ladder,
         deadline_s: float,
         policy: Policy,
-        estimator: Estimator,
+        estimator: Estimator | Sequence[Estimator],
         *,
         goal: Goal = WHOLE,
         cost: PrefillCost | None = None,
@@ -108,6 +110,7 @@ class Session:
         expected_s: Sequence[float] | None = None,
         log: Log | None = None,
         limited: CallLimit = at_once,
+        source_of: SourceOf = first_source,
     ) -> None:
         """Begin with every group absent; arguments and errors are those of `kvabr.player.builder.new_session`."""
         if not 0 < deadline_s < math.inf:
@@ -135,8 +138,9 @@ class Session:
         self.events = EventLog(log, self.view)
         self.guard = PolicyGuard(policy, self.view, limited)
         self.tick_s = self.next_tick_s = min(deadline_s / config.ticks, MAX_TICK_S)
-        meter = ChunkedThroughputSampler if config.chunked else ThroughputSampler
-        self._sampler = meter(estimator, deadline_s, self.events.limited)
+        estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
+        self._sampler = SourceSamplers(estimators, deadline_s, self.events.limited, chunked=config.chunked)
+        self._source_of = source_of
         self._decode_rates = decode_rates
         self.engine = None if cost is None else ComputeQueue(cost, mode, self.view, self.tick_s)
         self.groups.engine = self.engine
@@ -211,7 +215,9 @@ class Session:
         if transfer is not None and transfer.first_byte_s is None:
             self.view.in_flight.begun(transfer, now)
             if limit != "kept":
-                self._sampler.first_byte(None if request in self._pushed else now - transfer.requested_s, now)
+                self._sampler[transfer.source].first_byte(
+                    None if request in self._pushed else now - transfer.requested_s, now
+                )
             self.events.emit(FirstByteReceived, now, request)
 
     def progress(self, request: int, received: int, now: float, limit: Limit = "network") -> None:
@@ -231,7 +237,7 @@ class Session:
             self.heard_s = now
             if self._stalls is not None:
                 self._stalls.heard(transfer, now)
-            self._sampler.received(more, now, limit)
+            self._sampler[transfer.source].received(more, now, limit)
 
     def done(self, request: int, now: float, limit: Limit = "network") -> None:
         """Handle the end of a request: all its bytes are here; ``limit`` says what limited the new ones."""
@@ -245,7 +251,7 @@ class Session:
         progress.land(transfer)
         progress.arrived += (transfer,)
         self.groups.restage((group,))
-        self._sampler.settle(now, idle=self._idle())
+        self._settle(transfer.source, now)
         self.events.emit(RequestDone, now, request, group, transfer.track, transfer.bytes)
         self._count_decoding(group)
         self.groups.settle(group)
@@ -260,7 +266,7 @@ class Session:
         if transfer is not None:
             self.groups[transfer.group].land(transfer)
             self.view.outstanding_bytes -= transfer.remaining
-            self._sampler.settle(now, idle=self._idle())
+            self._settle(transfer.source, now)
             self._lost(transfer, RequestFailed, reason, now, counts=not busy)
             self.advance(now)
 
@@ -356,7 +362,7 @@ class Session:
             self.advance(now)
             return
         self.next_tick_s = now + self.tick_s
-        self._sampler.tick(now, waiting=bool(self.view.in_flight), idle=self._idle())
+        self._sampler.tick(now, self.view.in_flight)
         self.look(now)
         if self.guard.policy.abandons:
             self._abandon(now)
@@ -531,13 +537,16 @@ class Session:
                 self._pushed.add(request)
             size = self.catalog.by_name[track].bytes[group]
             # Only the base of a missing group is required.
-            transfer = Transfer(request, group, track, size, upgrade or track != layers[0], now, priority=priority)
+            source = 0 if pushed else self._source_of(group, track)
+            transfer = Transfer(
+                request, group, track, size, upgrade or track != layers[0], now, priority=priority, source=source
+            )
             view.in_flight[request] = transfer
             self.groups[group].flying += (transfer,)
             if self._stalls is not None:
                 self._stalls.asked(transfer)
             view.outstanding_bytes += size
-            self._actions.append(FetchGroup(request, group, track, size, priority, request in self._pushed))
+            self._actions.append(FetchGroup(request, group, track, size, priority, pushed, source))
             kind = "upgrade" if transfer.upgrade else "fetch"
             self.events.decision(decision, now, request=request, kind=kind, track=track)
             self.events.emit(RequestSent, now, request, group, track, size)
@@ -595,9 +604,9 @@ class Session:
                 self.engine.choose(groups)
             self.groups.restage(range(self.catalog.groups))
 
-    def _idle(self) -> bool:
-        """Return whether no request is receiving bytes."""
-        return not self.view.in_flight.receiving
+    def _settle(self, source: int, now: float) -> None:
+        """Note that a transfer has ended: perhaps the last one that was receiving bytes from a source."""
+        self._sampler[source].settle(now, idle=source not in self.view.in_flight.receiving)
 
     def _dead(self, now: float) -> bool:
         """Return whether requests have brought nothing for so long that the engine should start."""
@@ -719,7 +728,7 @@ class Session:
         self._decoders.moved(transfer.group)
         self.view.outstanding_bytes -= transfer.remaining
         self._actions.append(Cancel(transfer.request))
-        self._sampler.settle(now, idle=self._idle())
+        self._settle(transfer.source, now)
         self._lost(transfer, RequestFailed if failed else RequestCancelled, reason, now)
 
     def _end(self, reason: str, now: float) -> None:

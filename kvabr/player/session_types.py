@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -149,6 +149,16 @@ class PlayerConfig:
 # -------------------------------------------------------------------------- actions
 
 
+SourceOf = Callable[[int, str], int]
+"""Says which of a play's sources is asked for a group, counted from the catalog's first, on a track: its index."""
+
+
+def first_source(group: int, track: str) -> int:
+    """Return the first source, whatever is wanted."""
+    del group, track
+    return 0
+
+
 @dataclass(slots=True)
 class FetchGroup:
     """Request one group of one track."""
@@ -164,6 +174,8 @@ class FetchGroup:
     """MoQT subscriber priority, 0 (most urgent) to 255: of the requests in flight, serve the lowest first."""
     pushed: bool = False
     """Whether the publisher sends it unasked, as the group was published during the play (`Session.published`)."""
+    source: int = 0
+    """Which of the play's sources is asked."""
 
 
 @dataclass(slots=True)

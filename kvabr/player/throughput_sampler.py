@@ -7,12 +7,13 @@ nothing arrives that could say what is at fault.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.plugins import where
+from kvabr.abr.view import InFlight
 from kvabr.types.errors import PolicyError
 from kvabr.types.events import Limit
 
@@ -230,3 +231,40 @@ class ChunkedThroughputSampler(ThroughputSampler):
     def _at_least(self, nbytes: int, seconds: float, now: float) -> None:
         if self._waited_s > 0 and seconds > 0 and nbytes >= _PACKET and nbytes / seconds > self.estimates()[0]:
             self._sample(nbytes, seconds, now)
+
+
+class SourceSamplers:
+    """A sampler for each source of a play. What they estimate is what all sources together should bring."""
+
+    def __init__(
+        self, estimators: Sequence[Estimator], deadline_s: float, limited: Limited | None = None, *, chunked: bool
+    ) -> None:
+        """Begin with an estimator of each source; ``chunked``: bytes are reported some time after they came."""
+        meter = ChunkedThroughputSampler if chunked else ThroughputSampler
+        self._each = [meter(estimator, deadline_s, limited) for estimator in estimators]
+
+    def __getitem__(self, source: int) -> ThroughputSampler:
+        return self._each[source]
+
+    @property
+    def growing(self) -> bool:
+        """See `ThroughputSampler.growing`; of any source."""
+        return any(each.growing for each in self._each)
+
+    def estimates(self) -> tuple[float, float, float]:
+        """Return the rate of all sources, its lower bound, and the soonest first byte; see `ThroughputSampler`."""
+        first, *others = (each.estimates() for each in self._each)
+        for one in others:
+            soonest = min(first[2], one[2]) if first[2] > 0 and one[2] > 0 else first[2] or one[2]
+            first = first[0] + one[0], first[1] + one[1], soonest
+        return first
+
+    def waited(self, now: float) -> None:
+        """See `ThroughputSampler.waited`."""
+        for each in self._each:
+            each.waited(now)
+
+    def tick(self, now: float, in_flight: InFlight) -> None:
+        """See `ThroughputSampler.tick`."""
+        for source, each in enumerate(self._each):
+            each.tick(now, waiting=source in in_flight.asked, idle=source not in in_flight.receiving)

@@ -472,9 +472,9 @@ class Experiment:
         options = self.options
         estimator = new_estimator(policy, options.estimator)
         if not shipped(estimator):
-            from kvabr.client.plugin_limits import PluginLimit, limited_estimator  # noqa: PLC0415  # loads the client
+            from kvabr.client.cpu_limit import limited_estimator, limited_play  # noqa: PLC0415  # loads the client
 
-            estimator = limited_estimator(estimator, PluginLimit())
+            estimator = limited_estimator(estimator, limited_play)
         if options.prior is not None:
             estimator.prime(options.prior)
         if lines is not None:
@@ -517,9 +517,9 @@ class Experiment:
         options = self.options
         limited: CallLimit = at_once
         if not shipped(load_policy(policy)()):
-            from kvabr.client.plugin_limits import PluginLimit  # noqa: PLC0415  # loads the client
+            from kvabr.client.cpu_limit import limited_play  # noqa: PLC0415  # loads the client
 
-            limited = PluginLimit()
+            limited = limited_play
         # Patience is counted in whole deadlines, not in what the lookup left of one.
         return new_session(
             self.ladder,

@@ -88,6 +88,11 @@ class Connection(ABC):
     waits_its_turn: bool = False
     """Whether nothing comes because more urgent requests of others on the same path are served first."""
 
+    @property
+    def sources(self) -> Sequence[Connection]:
+        """The connections that it stands for: this one alone, unless it is that of a play with several sources."""
+        return (self,)
+
     def fetch(
         self,
         namespace: TrackNamespace,

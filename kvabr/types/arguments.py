@@ -129,8 +129,9 @@ def _test(hint: Any) -> _Test:
     origin, parts = get_origin(hint), get_args(hint)
     kind = origin or hint
     if origin in (Union, types.UnionType):
-        tests = tuple(map(_test, parts))
-        return lambda value: any(test(value) for test in tests)
+        plain = tuple(part for part in parts if isinstance(part, type) and _test(part) is _is_of(part))
+        tests = tuple(_test(part) for part in parts if part not in plain)
+        return lambda value: isinstance(value, plain) or any(test(value) for test in tests)
     if origin is Literal:
         return lambda value: any(type(value) is type(part) and value == part for part in parts)
     if kind is tuple and parts:
@@ -142,7 +143,12 @@ def _test(hint: Any) -> _Test:
         return partial(_has, _members(kind))
     own: dict[object, _Test] = {float: _is_number, int: _is_whole, str: _is_text, os.PathLike: _is_path}
     own[Callable] = callable
-    return own.get(kind) or ((lambda value: isinstance(value, kind)) if isinstance(kind, type) else lambda _: True)
+    return own.get(kind) or _is_of(kind)
+
+
+@cache
+def _is_of(kind: Any) -> _Test:
+    return (lambda value: isinstance(value, kind)) if isinstance(kind, type) else lambda _: True
 
 
 def _is_number(value: Any) -> bool:

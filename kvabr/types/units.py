@@ -208,6 +208,8 @@ def with_snapshots_of(spec: KVSpec, other: KVSpec) -> KVSpec:
         return spec
     pairs = zip(spec.classes, other.classes, strict=True)
     intervals = [theirs.interval if mine.kind == theirs.kind else mine.interval for mine, theirs in pairs]
+    if intervals == [own.interval for own in spec.classes]:
+        return spec
     return replace(
         spec, classes=tuple(replace(one, interval=every) for one, every in zip(spec.classes, intervals, strict=True))
     )

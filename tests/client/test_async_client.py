@@ -306,7 +306,7 @@ async def test_closing_twice_ends_a_play_once():
     begun = asyncio.Event()
 
     async def play_slowly():
-        async with runner.play(peer, 60.0, PlayOptions()):
+        async with runner.play([peer], 60.0, PlayOptions()):
             begun.set()
             try:
                 await asyncio.sleep(30.0)

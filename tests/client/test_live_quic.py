@@ -17,7 +17,7 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError
 from kvabr.link.quic.connect import connect
-from kvabr.link.quic.request_queue import MAX_HELD, MAX_IN_FLIGHT
+from kvabr.link.quic.connection import MAX_HELD, MAX_IN_FLIGHT
 from kvabr.moqt.wire import DRAFTS
 from kvabr.server.certificates import check, development
 from kvabr.server.limits import ServerLimits

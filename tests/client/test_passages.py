@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import structlog
 
-from kvabr.client.lookup import fetch_catalog, fetch_small, find_prefix
+from kvabr.client.lookup import fetch_catalog, fetch_view, find_prefix
 from kvabr.client.origins import dialling
 from kvabr.client.passages import find_passages
 from kvabr.client.result import NothingCached
@@ -56,7 +56,7 @@ def test_a_lookup_of_a_prompt_never_finds_a_passage(both):
             # Not even if the passage's own digests are asked for as if they were a prompt's.
             digests = assets.digests(IDS, passage=True)
             with pytest.raises(NotFoundError):
-                await fetch_small(link, TrackNamespace(SPEC.model, digests[0]), prefix_track(digests), 1 << 20)
+                await fetch_view(link, TrackNamespace(SPEC.model, digests[0]), prefix_track(digests), 1 << 20)
 
     check()
 

@@ -7,8 +7,8 @@ import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
-from kvabr.client.peer_history import PeerHistory
-from kvabr.client.shortening import KnownLink, known_link, shortened
+from kvabr.client.peer_history import KnownLink, PeerHistory
+from kvabr.client.play import shortened
 from kvabr.types.cost import PrefillCost
 from tests.client.classes import HYBRID, INDEXED, SLIDING, Computer, link, numbers, published
 from tests.client.virtual import virtual
@@ -68,11 +68,11 @@ def test_it_ends_with_a_block(sliding):
 
 def test_only_what_was_heard_lately_counts():
     history = PeerHistory()
-    assert known_link("peer", history) == known_link(None, history) == (0.0, 0.0)
+    assert history.link("peer") == history.link(None) == (0.0, 0.0)
     history.heard("peer", 1e6, 0.04)
-    assert known_link("peer", history) == (pytest.approx(8e5), 0.04)
+    assert history.link("peer") == (pytest.approx(8e5), 0.04)
     history.heard("old", 1e6, 0.04, now=1e9)
-    assert known_link("old", history) == (0.0, 0.0)
+    assert history.link("old") == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("prefix", [False, True])

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.engines.layouts import BlockLayout, PagedBlocks, head_shard
+from kvabr.engines.layouts import BlockLayout, head_shard
+from tests.engines.paging import paged_blocks
 from tests.examples import examples
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -53,7 +54,7 @@ def test_over_ranks_and_blocks_and_back(world):
         heads = head_shard(world["heads"], rank, world["ranks"])
         layers = paged(world, len(heads))
         mine = slice(heads.start, heads.stop)
-        blocks = PagedBlocks(layers, world["numbers"], world["layout"])
+        blocks = paged_blocks(layers, world["numbers"], world["layout"])
         blocks.write(kv[:, :, mine])
         blocks.read(back[:, :, mine])
         others = [block for block in range(5) if block not in world["numbers"]]
@@ -98,12 +99,12 @@ def test_shards_cover_all_heads_alike(heads, ranks):
 def test_what_is_beyond_fp16_becomes_its_largest_number(layout, own):
     cache = torch.zeros(1, 1, 2, 4, dtype=torch.float16)
     kv = torch.tensor([1e6, -1e6, 1.0, 0.0], dtype=own).view(1, 1, 2, 2).repeat(2, 1, 1, 1)
-    PagedBlocks([cache], [0], layout).write(kv[None])
+    paged_blocks([cache], [0], layout).write(kv[None])
     out = torch.empty_like(kv)
-    PagedBlocks([cache], [0], layout).read(out[None])
+    paged_blocks([cache], [0], layout).read(out[None])
     wanted = torch.tensor([65504.0, -65504.0, 1.0, 0.0]).half().to(own).view(1, 1, 2, 2)
     assert torch.equal(out, wanted.expand(2, 1, 2, 2))
     wide = torch.full((1, 1, 2, 4), 1e6, dtype=own)
     short = torch.empty(2, 1, 2, 2, dtype=torch.float16)
-    PagedBlocks([wide], [0], layout).read(short[None])
+    paged_blocks([wide], [0], layout).read(short[None])
     assert bool((short == 65504.0).all())

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from kvabr.codec.block_slots import TensorPlace
-from kvabr.engines.layouts import BlockLayout, PagedBlocks
+from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.lmcache.chunks import as_kv
 from kvabr.engines.lmcache.chunks import spec_of as chunk_spec
 from kvabr.engines.sglang.pages import LAYOUTS, page_view
 from kvabr.types.errors import FormatError
+from tests.engines.paging import paged_blocks
 
 LAYERS, HEADS, DIM, TOKENS = 3, 2, 4, 16
 
@@ -24,7 +25,7 @@ class View(TensorPlace):
 
 def blocks(layout):
     layers = [torch.full((9, HEADS, 4, 2 * DIM), float("nan"), dtype=torch.bfloat16) for _ in range(LAYERS)]
-    return PagedBlocks(layers, (7, 0, 3, 8), layout)
+    return paged_blocks(layers, (7, 0, 3, 8), layout)
 
 
 def chunk():

@@ -142,7 +142,9 @@ def check(play: Session) -> None:
     assert sorted(view.in_flight.required) == sorted(transfer.request for transfer in required)
     assert view.in_flight.required_bytes == sum(transfer.remaining for transfer in required)
     assert set(view.in_flight.groups) == flying
-    assert view.in_flight.receiving == sum(one.first_byte_s is not None for one in view.in_flight.values())
+    receiving = sum(one.first_byte_s is not None for one in view.in_flight.values())
+    assert sum(view.in_flight.receiving.values()) == receiving
+    assert sum(view.in_flight.asked.values()) == len(view.in_flight)
     counted = [track for tops in play._decoders._counted for track in tops]
     assert abs(view.decode_backlog_s * view.decoders - sum(map(view.decode_s, counted))) < 1e-9
     for group in range(view.groups):

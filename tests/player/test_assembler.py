@@ -5,6 +5,7 @@ import hashlib
 import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 from kvabr.codec import base as registry
 from kvabr.codec import paged
 from kvabr.codec.base import Codec, GroupContext
+from kvabr.codec.block_slots import BlockSlots
 from kvabr.codec.group import encode_group, payload_of
 from kvabr.codec.payload import PayloadReader, raw
 from kvabr.codec.rope import rotate
-from kvabr.player.assembler import Assembler, Placement
+from kvabr.player.assembler import Assembler, Layer, Placement
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import ForeignError, FormatError, HoleError, UsageError
 from kvabr.types.naming import LEVELS, TrackNamespace, chain
@@ -172,10 +174,10 @@ def mutilated():
 def test_what_does_not_belong_is_refused_and_changes_nothing(frame, words):
     play = fresh()
     play.put(1, "Int4", FRAMES[1, "Int4"])
-    before = play._outs[0].clone()
+    before = play._to.parts[0].clone()
     with pytest.raises(FormatError, match=words):
         play.put(1, "Int8", frame)
-    assert torch.equal(play._outs[0], before)
+    assert torch.equal(play._to.parts[0], before)
     assert play.coverage == (None, "Int4", None, None)
     assert play.put(1, "Int8", FRAMES[1, "Int8"]) is Placement.REPLACED
 
@@ -192,7 +194,7 @@ def test_a_well_formed_lie_is_found_by_the_catalogs_digest():
 def test_a_failing_decoder_leaves_the_old_group_whole(monkeypatch):
     play = fresh()
     play.put(0, "Int4", FRAMES[0, "Int4"])
-    before = play._outs[0].clone()
+    before = play._to.parts[0].clone()
 
     def half_way(self, payload, context, out, below=()):
         out[:, 0] = 7.0
@@ -201,7 +203,7 @@ def test_a_failing_decoder_leaves_the_old_group_whole(monkeypatch):
     monkeypatch.setattr("kvabr.codec.affine.Int8.decode", half_way)
     with pytest.raises(FormatError, match="half way"):
         play.put(0, "Int8", FRAMES[0, "Int8"])
-    assert torch.equal(play._outs[0], before)
+    assert torch.equal(play._to.parts[0], before)
 
 
 def test_a_cache_with_a_hole_cannot_be_taken():
@@ -337,7 +339,7 @@ def test_a_bad_frame_in_an_empty_place_leaves_it_empty():
     assert play.coverage == (None,) * 4
     assert play.put(1, "Int8", FRAMES[1, "Int8"]) is Placement.PLACED
     assert play.put(1, "FP16", FRAMES[1, "FP16"]) is Placement.REPLACED
-    assert torch.equal(play._place(1), KV[:, :, :, first:last].half().float())
+    assert torch.equal(play._place(1).whole, KV[:, :, :, first:last].half().float())
 
 
 def test_nobody_writes_into_a_place_that_is_being_decoded_into():
@@ -373,3 +375,61 @@ def test_a_sealed_cache_does_not_change():
     assert verdict == [Placement.LATE]
     assert torch.equal(whole, sealed[0])
     assert play.coverage == (None,) * 4
+
+
+BLOCK = 16
+BLOCKS = list(np.random.default_rng(1).permutation(40)[: -(-TOKENS // BLOCK)])
+
+
+class Paged:
+    """A destination: blocks of a paged cache, [block, head, token, dim] of keys and of values in each layer."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        shape = (40, SHAPE.kv_heads, BLOCK, SHAPE.head_dim)
+        self.layers = [[torch.full(shape, torch.nan) for _ in range(2)] for _ in range(SHAPE.layers)]
+
+    def place(self, unit):
+        tokens = np.arange(unit.first, unit.first + unit.tokens)
+        return BlockSlots(self.layers, np.array(BLOCKS)[tokens // BLOCK] * BLOCK + tokens % BLOCK)
+
+    def whole(self):
+        blocks = torch.tensor(BLOCKS)
+        halves = [[half[blocks].transpose(0, 1).flatten(1, 2) for half in layer] for layer in self.layers]
+        return torch.stack([torch.stack(layer) for layer in halves])[:, :, :, :TOKENS]
+
+
+def test_what_is_in_blocks_is_what_would_be_in_a_tensor():
+    paged, plain, tracks = Paged(), torch.empty(SHAPE.shape(TOKENS)), ("Int8", "Int4", "AC-5x", "Int8")
+    for out in (paged, plain):
+        made = Assembler(CATALOG, SIDE, out=out)
+        came = [(group, [Layer(track, FRAMES[group, track])]) for group, track in enumerate(tracks)]
+        assert made.put_many(came) == [Placement.PLACED] * 4
+        assert made.put(0, "FP16", FRAMES[0, "FP16"]) is Placement.REPLACED
+        assert made.put(3, "Int4", FRAMES[3, "Int4"]) is Placement.STALE
+        assert made.put_computed(1, 2, KV[:, :, :, 128:256].contiguous()) is Placement.REPLACED
+        assert made.take_classes(upgrades=True) == ((plain,) if out is plain else ())
+        write = made.prepare(3, "FP16", FRAMES[3, "FP16"])
+        assert write() is Placement.REPLACED
+        assert made.coverage == ("FP16", "recomputed", "AC-5x", "FP16")
+    assert torch.equal(paged.whole(), plain)
+
+
+def test_a_frame_that_proves_bad_changes_nothing_that_is_in_place():
+    paged = Paged()
+    made = Assembler(CATALOG, SIDE, out=paged)
+    made.put(0, "Int8", FRAMES[0, "Int8"])
+    before = paged.whole()
+    bad = bytearray(FRAMES[0, "FP16"])
+    bad[-1] ^= 1
+    with pytest.raises(FormatError):
+        made.put(0, "FP16", bytes(bad))
+    assert torch.equal(paged.whole()[:, :, :, :128], before[:, :, :, :128])
+
+
+def test_nothing_is_computed_on_what_is_not_in_tensors():
+    made = Assembler(CATALOG, SIDE, out=Paged())
+    made.put(0, "Int8", FRAMES[0, "Int8"])
+    with pytest.raises(UsageError, match="not in tensors"):
+        made.before(1)

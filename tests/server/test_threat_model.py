@@ -9,7 +9,7 @@ import pytest
 from kvabr.client import host_carrier, live_feed, lookup
 from kvabr.client.options import Limits
 from kvabr.codec import profile
-from kvabr.link.quic import backend, endpoint, request_queue
+from kvabr.link.quic import backend, connection, endpoint
 from kvabr.link.quic import options as dialling
 from kvabr.moqt import encoding, requester, responder, session, wire
 from kvabr.server import (
@@ -141,8 +141,8 @@ ROWS = {
     ],
     "group, from its catalog": [f"{lookup._MAX_TIMES_FP16} x FP16 + {size(lookup._SLACK_BYTES)}"],
     "client: received and not read yet": [size(backend.CONNECTION_WINDOW), f"{size(backend.STREAM_WINDOW)} a stream"],
-    "client: requests in flight": [f"{request_queue.MAX_IN_FLIGHT}"],
-    "client: requests that a peer holds": [f"{request_queue.MAX_HELD}"],
+    "client: requests in flight": [f"{connection.MAX_IN_FLIGHT}"],
+    "client: requests that a peer holds": [f"{connection.MAX_HELD}"],
     "client: base of a group whose size": [
         f"{live_feed._TIMES_EXPECTED} x expected + {size(live_feed._SLACK_BYTES)}", f"{live_feed._MOST_UNITS}",
     ],

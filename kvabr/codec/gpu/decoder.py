@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvabr.codec.block_slots import BlockSlots
 from kvabr.codec.gpu import kernels
-from kvabr.codec.gpu.destinations import Destination, check_blocks
+from kvabr.codec.gpu.destinations import WriteTarget, check_blocks
 from kvabr.codec.gpu.staging import Staged, Staging, await_streams, lie_apart, scratch_room, sent_apart, settled
 from kvabr.codec.gpu.tables import (
     COARSE,
@@ -69,7 +69,7 @@ class _Task(NamedTuple):
     """A group to decode, and where to."""
 
     job: DecodeJob
-    into: Destination
+    into: WriteTarget
 
 
 def decode_many(jobs: Sequence[DecodeJob]) -> None:
@@ -80,7 +80,7 @@ def decode_many(jobs: Sequence[DecodeJob]) -> None:
         if out.dtype not in DTYPES:
             out = torch.empty(out.shape, dtype=torch.float32, device=out.device)
             copies.append((job.out.detach(), out))
-        tasks.append(_Task(job, Destination.of_tensor(out)))
+        tasks.append(_Task(job, WriteTarget.of_tensor(out)))
     _decode_all(tasks)
     for whole, out in copies:
         whole.copy_(out)
@@ -95,7 +95,7 @@ def decode_to_blocks(jobs: Sequence[DecodeJob], blocks: Sequence[BlockSlots]) ->
     """
     for job, there in zip(jobs, blocks, strict=True):
         check_blocks(job.out.shape, there)
-    _decode_all([_Task(job, Destination.of_blocks(there)) for job, there in zip(jobs, blocks, strict=True)])
+    _decode_all([_Task(job, WriteTarget.of_blocks(there)) for job, there in zip(jobs, blocks, strict=True)])
 
 
 def _decode_all(tasks: Sequence[_Task]) -> None:
@@ -314,7 +314,7 @@ class _Batch:
     outs: torch.Tensor
     """int64 [group, layer and K/V]: addresses."""
     offsets: torch.Tensor
-    """int64 [group, place]: see `Destination.offsets`."""
+    """int64 [group, place]: see `WriteTarget.offsets`."""
     apart: int
     """A power of two that divides the addresses, in elements, and the offsets."""
     positions: torch.Tensor
@@ -389,7 +389,7 @@ def _shifted(transform: Transform, step: float, shifts: Sequence[Shift], device:
     stride = -(-count // TILE) * TILE
     layers, halves, heads, _, dim = structure.coded.shape(1)
     out = torch.empty((count, layers, halves, heads, dim), device=device)
-    into = Destination.of_tensor(out.permute(1, 2, 3, 0, 4))
+    into = WriteTarget.of_tensor(out.permute(1, 2, 3, 0, 4))
     outs, offsets = (into.address + into.addresses)[None], np.full((1, stride), -1, np.int64)
     offsets[0, :count] = into.offsets
     staging = Staging(device)
@@ -503,7 +503,7 @@ def _read(order: _Order, reading: _Reading, index: torch.Tensor, live: torch.Ten
     return status
 
 
-def _channels_together(dim: int, rope: RopeSpec | None, pairs: int, into: Destination, apart: int) -> int:
+def _channels_together(dim: int, rope: RopeSpec | None, pairs: int, into: WriteTarget, apart: int) -> int:
     """Return how many channels of neighbouring pairs are neighbours in memory, from a multiple of as many on."""
     rotary, interleaved = rope_shape(rope)
     if interleaved or dim % 2 or into.strides[1] != 1:
@@ -522,7 +522,7 @@ def _tokens(tile: _Tile, *, wraps: bool) -> int:
 
 
 def _synthesise(
-    batch: _Batch, tokens_of: torch.Tensor, index: torch.Tensor, into: Destination, *, whole: bool = True
+    batch: _Batch, tokens_of: torch.Tensor, index: torch.Tensor, into: WriteTarget, *, whole: bool = True
 ) -> None:
     """Turn indices, or coefficients if they are not ``whole``, into elements; ``tokens_of``: of each group, int32."""
     device, structure = index.device, batch.transform.structure

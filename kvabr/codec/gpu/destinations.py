@@ -19,7 +19,7 @@ from kvabr.types.errors import FormatError
 
 
 @dataclass(frozen=True, eq=False)
-class Destination:
+class WriteTarget:
     """What the kernels need to know."""
 
     address: int
@@ -34,7 +34,7 @@ class Destination:
     device: torch.device
 
     @classmethod
-    def of_tensor(cls, out: torch.Tensor) -> Destination:
+    def of_tensor(cls, out: torch.Tensor) -> WriteTarget:
         """Describe a tensor [layer, K/V, head, token, dim]."""
         by_layer, by_half, by_head, by_token, by_dim = out.stride()
         size = out.element_size()
@@ -43,7 +43,7 @@ class Destination:
         return cls(out.data_ptr(), addresses, offsets, (by_head, by_dim), out.dtype, out.device)
 
     @classmethod
-    def of_blocks(cls, blocks: BlockSlots) -> Destination:
+    def of_blocks(cls, blocks: BlockSlots) -> WriteTarget:
         """Describe blocks."""
         first = blocks.first
         by_block, by_head, by_token, by_dim = first.stride()

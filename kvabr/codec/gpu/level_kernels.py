@@ -33,7 +33,7 @@ def expand(
     begins,  # int64 [group]: where its own begins, a multiple of 16
     tokens_of,  # int32 [group]
     outs,  # int64 [group, layer and K/V]: addresses
-    offset_of,  # int64 [group, token]: see `Destination.offsets`
+    offset_of,  # int64 [group, token]: see `WriteTarget.offsets`
     status,  # int32 [group]: set to 1 if a number is not finite
     stride_head,
     stride_dim,

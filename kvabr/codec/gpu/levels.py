@@ -17,7 +17,7 @@ import torch
 from kvabr.codec.block_slots import BlockSlots
 from kvabr.codec.builtin import head_blocks
 from kvabr.codec.gpu import level_kernels as kernels
-from kvabr.codec.gpu.destinations import Destination, check_blocks
+from kvabr.codec.gpu.destinations import WriteTarget, check_blocks
 from kvabr.codec.gpu.level_job import LEVELS, LevelJob
 from kvabr.codec.gpu.staging import Staging, await_streams, lie_apart, sent_apart, settled
 from kvabr.codec.gpu.tables import common, divisible
@@ -34,7 +34,7 @@ _TOKENS, _WARPS = 16, 4
 @dataclass(frozen=True, eq=False)
 class _Task:
     job: LevelJob
-    into: Destination
+    into: WriteTarget
 
 
 def expand_many(jobs: Sequence[LevelJob]) -> None:
@@ -45,7 +45,7 @@ def expand_many(jobs: Sequence[LevelJob]) -> None:
     """
     copies = [(job, torch.empty_like(job.out, dtype=torch.float32)) for job in jobs if job.out.dtype not in DTYPES]
     other = {id(job): out for job, out in copies}
-    _run([_Task(job, Destination.of_tensor(other.get(id(job), job.out.detach()))) for job in jobs])
+    _run([_Task(job, WriteTarget.of_tensor(other.get(id(job), job.out.detach()))) for job in jobs])
     for job, out in copies:
         job.out.copy_(out)
     await_streams(out.device for _, out in copies)
@@ -58,7 +58,7 @@ def expand_to_blocks(jobs: Sequence[LevelJob], blocks: Sequence[BlockSlots]) -> 
     """
     for job, there in zip(jobs, blocks, strict=True):
         check_blocks(job.out.shape, there)
-    _run([_Task(job, Destination.of_blocks(there)) for job, there in zip(jobs, blocks, strict=True)])
+    _run([_Task(job, WriteTarget.of_blocks(there)) for job, there in zip(jobs, blocks, strict=True)])
 
 
 def _run(tasks: Sequence[_Task]) -> None:

@@ -183,10 +183,11 @@ def _compare(task: PlacedJob, crowded: bool) -> None:  # a part of the key
 
 def _read(blocks: BlockSlots) -> torch.Tensor:
     """Return the tokens of a group that are in blocks, [layer, K/V, head, token, dim]."""
-    at, size = torch.from_numpy(blocks.slots[blocks.slots >= 0]).to(blocks.device), blocks.first.shape[2]
-    return torch.stack(
-        [torch.stack([view[at // size, :, at % size].transpose(0, 1) for view in layer]) for layer in blocks.layers]
-    )
+    used = BlockSlots(blocks.checked, blocks.slots[blocks.slots >= 0])
+    _, heads, _, dim = used.first.shape
+    out = used.first.new_empty((len(used.layers), len(used.layers[0]), heads, len(used.slots), dim))
+    used.read(out)
+    return out
 
 
 def _bytes(out: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.token_database import ChunkedTokenDatabase
 
-from kvabr.client.expanding import expand_here
+from kvabr.client.result import expand_here
 from kvabr.engines.chunk_store import ChunkStore, KeyedSettings, places
 from kvabr.engines.lmcache import ADAPTER
 from kvabr.engines.lmcache.chunks import PLACES, as_kv, chunk_key, names_of, read_settings, spec_of

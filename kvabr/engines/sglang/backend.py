@@ -19,8 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvabr.client.blocking import LoopThread
-from kvabr.client.expanding import expand_here
-from kvabr.client.result import PlayedPrefix
+from kvabr.client.result import PlayedPrefix, expand_here
 from kvabr.engines.chunk_store import ChunkStore, places, spec_of
 from kvabr.engines.sglang import ADAPTER
 from kvabr.engines.sglang.names import names_of, page_key, step_tokens, weight_version

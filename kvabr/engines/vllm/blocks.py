@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvabr.client.result import PlayedPrefix
 from kvabr.codec.block_slots import BlockLayers, BlockSlots, Place
 from kvabr.codec.paged import CodedGroup
-from kvabr.engines.layouts import BlockLayout, PagedBlocks, block_layers
+from kvabr.engines.layouts import BlockLayout, block_layers
 from kvabr.engines.vllm.caches import Pages
 from kvabr.engines.vllm.config import ServedModel
 from kvabr.engines.vllm.states import StateForm
@@ -40,9 +40,6 @@ class _Shelf:
     layout: BlockLayout
     blocks: BlockLayers
     """The layers, as groups are decoded to them."""
-
-    def at(self, numbers: Sequence[int]) -> PagedBlocks:
-        return PagedBlocks(self.layers, numbers, self.layout, self.part.only.split)
 
     def rows(self, kv: torch.Tensor) -> list[torch.Tensor]:
         """Return the layers of a class's tensor that are kept here, [K/V, head, token, dim] each."""
@@ -262,7 +259,7 @@ class EngineBlocks:
         for shelf in self._shelves:
             kv = out[shelf.pages.part]
             if kv is not None:
-                shelf.at(runs[shelf.pages.group]).read(shelf.rows(kv))
+                BlockSlots.of_blocks(shelf.blocks, runs[shelf.pages.group]).read(shelf.rows(kv))
 
     def snapshot(self, blocks: Mapping[int, int]) -> dict[int, torch.Tensor]:
         """Return copies of the states in a block of each table of states, by layer class."""

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client, Handle
-from kvabr.client.expanding import expand_here
 from kvabr.client.options import PlayOptions
-from kvabr.client.result import PlayedPrefix
+from kvabr.client.result import PlayedPrefix, expand_here
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf
 from kvabr.engines.vllm.config import ServedModel, VllmSettings

@@ -39,6 +39,8 @@ PROTOCOL = "kvabr.objects/1"
 FIRST_BYTE_S, SILENCE_S = 2.0, 2.0
 """Seconds that a GET may take to its first byte, and that may pass without one; doubled for each further try. A player
 asks again for what stands still much sooner; these are for what no player watches."""
+_MOVED_SHARE = 0.1
+"""Share of such a time after which bytes that come prolong it: not every part need."""
 _TRIES, _PAUSE_S = 3, 0.05
 """GETs for the same bytes, and the pause before the next where the store is too busy; doubled each time."""
 _PART_S, _MOST_PART_BYTES = 0.005, 1 << 20
@@ -231,22 +233,21 @@ class StoreConnection(PeerConnection):
     async def _carry(self, transfer: RangeTransfer, patience: float) -> None:
         """Receive the bytes of a transfer; ``patience`` multiplies the timers."""
         error: Exception | None = None
-        silence = Silence(patience * FIRST_BYTE_S, patience * SILENCE_S)
+        arriving = Arriving(self, transfer, asyncio.timeout(patience * FIRST_BYTE_S), patience * SILENCE_S)
         try:
-            await self._receive(transfer, silence)
-        except asyncio.CancelledError:
-            if not silence.over:
-                raise
-            error = ConnectionLostError(f"{transfer.key}: the store has sent nothing for {silence.seconds:.3g} s")
+            async with arriving.silence:
+                await self._receive(transfer, arriving)
         except Exception as failure:  # noqa: BLE001  # whatever it is, it is for the readers
             error = failure
+            if arriving.silence.expired():
+                quiet_s = patience * (SILENCE_S if arriving.heard else FIRST_BYTE_S)
+                error = ConnectionLostError(f"{transfer.key}: the store has sent nothing for {quiet_s:.3g} s")
         finally:
-            silence.close()
             if self._transfers.pop(transfer, None) is not None:
                 self._settle(transfer, error)
 
-    async def _receive(self, transfer: RangeTransfer, silence: Silence) -> None:
-        begun_s, arriving = time.monotonic(), Arriving(self, transfer, silence)
+    async def _receive(self, transfer: RangeTransfer, arriving: Arriving) -> None:
+        begun_s = time.monotonic()
         part_bytes = int(min(_MOST_PART_BYTES, max(PART_BYTES, _PART_S * self._rate)))
         span = transfer.key, transfer.begin, transfer.end
         if self._direct is not None:
@@ -356,41 +357,16 @@ class StoreConnection(PeerConnection):
             self.trouble = str(error)
 
 
-class Silence:
-    """Cancels the running task once nothing has come for too long."""
-
-    def __init__(self, first_s: float, further_s: float) -> None:
-        """Begin to wait: ``first_s`` seconds for the first bytes, then ``further_s`` for more."""
-        self.over = False
-        """Whether it has cancelled the task."""
-        self.seconds = first_s
-        self._further_s, self._parts = further_s, 0
-        self._task = asyncio.current_task()
-        self._timer = asyncio.get_running_loop().call_later(first_s, self._look, 0)
-
-    def heard(self) -> bool:
-        """Note that something has come; return whether it is the first."""
-        self._parts += 1
-        return self._parts == 1
-
-    def close(self) -> None:
-        """Stop waiting."""
-        self._timer.cancel()
-
-    def _look(self, parts: int) -> None:
-        if self._parts > parts:
-            self.seconds = self._further_s
-            self._timer = asyncio.get_running_loop().call_later(self.seconds, self._look, self._parts)
-        elif self._task is not None:
-            self.over = True
-            self._task.cancel()
-
-
 class Arriving:
     """Puts what comes of a transfer where it is wanted: a `Sink` of a `DirectReader`, or with parts of a stream."""
 
-    def __init__(self, owner: StoreConnection, transfer: RangeTransfer, silence: Silence) -> None:
-        self._owner, self._transfer, self._silence = owner, transfer, silence
+    def __init__(
+        self, owner: StoreConnection, transfer: RangeTransfer, silence: asyncio.Timeout, further_s: float
+    ) -> None:
+        """Begin; ``silence`` ends the transfer unless bytes come, and then unless more come within ``further_s``."""
+        self._owner, self._transfer, self.silence, self._further_s = owner, transfer, silence, further_s
+        self.heard = False
+        """Whether anything has come."""
         self._begun_s, self._late_until_s = time.monotonic(), -math.inf
         self._room = memoryview(b"")
 
@@ -407,7 +383,11 @@ class Arriving:
     def took(self, count: int) -> None:
         """See `Sink.took`."""
         now, owner = time.monotonic(), self._owner
-        if self._silence.heard():
+        due_s = asyncio.get_running_loop().time() + self._further_s
+        if not self.silence.expired() and due_s - (self.silence.when() or due_s) > _MOVED_SHARE * self._further_s:
+            self.silence.reschedule(due_s)
+        if not self.heard:
+            self.heard = True
             self._late_until_s = owner.first_byte(self._begun_s, now)
         limit = owner.received(count, late=now < self._late_until_s)
         for piece, own in self._transfer.take(self._room[:count]):

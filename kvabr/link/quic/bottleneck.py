@@ -4,7 +4,7 @@ Only network-limited samples say something about the link, so an estimator must 
 
 - Own CPU: the thread that runs the transport was busy nearly all the time while bytes arrived.
 - Publisher: a request is open and nothing arrives, yet the peer answers a PING: the path is fine, the peer has nothing
-  to send.
+  to send. It is what limits the bytes that end its silence.
 - Network: everything else.
 """
 
@@ -36,6 +36,8 @@ class LimitWatch:
         self._in_flight = 0
         self._bytes = self._bytes_at_probe = 0
         self._probing = False
+        self._silent = False
+        """Whether nothing has come since the publisher proved to be silent."""
         self._closed = False
 
     def asked(self, in_flight: int) -> None:
@@ -51,7 +53,10 @@ class LimitWatch:
         """Note payload that has arrived, bytes."""
         self._bytes += count
         now = time.monotonic()
-        if now - self._wall >= _WINDOW_S:
+        if self._silent:  # what ends a publisher's silence is late because of it, as is what follows at once
+            self._silent = False
+            self._wall, self._cpu = now, time.thread_time()
+        elif now - self._wall >= _WINDOW_S:
             cpu = time.thread_time()
             self.limit = "cpu" if cpu - self._cpu > _BUSY * (now - self._wall) else "network"
             self._wall, self._cpu = now, cpu
@@ -59,7 +64,7 @@ class LimitWatch:
     def alive(self) -> None:
         """Note that the peer has acknowledged a PING."""
         if self._probing and self._bytes == self._bytes_at_probe and self._in_flight:
-            self.limit = "publisher"
+            self.limit, self._silent = "publisher", True
         self._probing = False
 
     def close(self) -> None:

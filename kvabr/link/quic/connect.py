@@ -11,13 +11,23 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, Unpack, get_args
 from urllib.parse import unquote, urlsplit
 
 from kvabr.link.quic.backend import LibraryName, Quic, QuicLibrary, installed_libraries, library
 from kvabr.link.quic.connection import QuicConnection
 from kvabr.link.quic.endpoint import protocol_class
-from kvabr.link.quic.options import DRAFTS, DialOptions, Names, fingerprint_of, read_token, trust, trusted_itself
+from kvabr.link.quic.options import (
+    DRAFTS,
+    DialArguments,
+    DialOptions,
+    Names,
+    fingerprint_of,
+    read_token,
+    trust,
+    trusted_itself,
+    with_defaults,
+)
 from kvabr.moqt.wire import DRAFTS as KNOWN_DRAFTS
 from kvabr.transfer.interface import PeerConnection
 from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
@@ -79,16 +89,10 @@ def parse_namespace(name: str) -> TrackNamespace:
 def connect(
     url: str,
     *,
-    token: str | None = None,
-    token_file: str | os.PathLike[str] | None = None,
-    ca: str | os.PathLike[str] | None = None,
-    fingerprint: str | None = None,
-    insecure: bool = False,
-    quic: Quic = "auto",
     drafts: tuple[str, ...] = DRAFTS,
-    timeout_s: float = 5.0,
     names: Names = "draft",
     needed: bool = True,
+    **how: Unpack[DialArguments],
 ) -> Connecting:
     """Return a context manager that connects to an origin or a relay, for ``async with``.
 
@@ -96,22 +100,18 @@ def connect(
 
     Args:
         url: ``moqt://host[:port][/path][?query]``; the default port is 443.
-        token: access token from the origin's operator; None: the environment's ``KVABR_TOKEN``, if it is set.
-        token_file: file with the token instead; read again for every dial, so that it may be replaced.
-        ca: PEM file of certificates to trust instead of the system's: authorities, or the peer's own certificate.
-        fingerprint: SHA-256 of the only certificate to trust, 64 hex digits, with or without colons.
-        insecure: do not verify the certificate. Anyone who can redirect packets can then read the token and the cache.
-        quic: QUIC library; ``auto`` takes qh3 if it is installed, and aioquic if qh3 cannot talk to the peer.
         drafts: protocols to offer, preferred first.
-        timeout_s: seconds that connecting may take.
         names: how namespaces are written; ``split`` is for peers that cannot carry a slash inside a field.
         needed: fail if the peer does not answer at all, or its name is unknown. Otherwise return a connection that is
             in `Connection.trouble`, and dials again with each request.
+        how: see `DialArguments`.
 
     Raises:
         UsageError: the URL or an option is wrong. From ``async with``:
         TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
     """
+    how = with_defaults(how)
+    token, token_file, quic, timeout_s = how["token"], how["token_file"], how["quic"], how["timeout_s"]
     if not 0 < timeout_s < float("inf"):
         raise UsageError(f"timeout {timeout_s:g} s: must be a positive number of seconds")
     if quic not in get_args(Quic):
@@ -121,9 +121,9 @@ def connect(
         raise UsageError("give a token or a file with one, not both")
     secret = None if token_file is None else Path(token_file)
     token = read_token(secret) if secret is not None else token or os.environ.get("KVABR_TOKEN") or None
-    pinned = None if fingerprint is None else fingerprint_of(fingerprint)
-    roots = None if ca is None else Path(ca)
-    options = DialOptions(host, port, path, token, secret, roots, pinned, insecure, drafts, timeout_s, names)
+    pinned = None if how["fingerprint"] is None else fingerprint_of(how["fingerprint"])
+    roots = None if how["ca"] is None else Path(how["ca"])
+    options = DialOptions(host, port, path, token, secret, roots, pinned, how["insecure"], drafts, timeout_s, names)
     return Connecting(options, quic, needed=needed)
 
 

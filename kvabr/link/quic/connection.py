@@ -1,27 +1,40 @@
-"""A `Connection` over QUIC in Python, by aioquic or qh3, in MoQT. `kvabr.link.quic.connect.dial` makes it."""
+"""A `Connection` over QUIC in Python, by aioquic or qh3, in MoQT. `kvabr.link.quic.connect.dial` makes it.
+
+Each transfer is one FETCH: its objects become the bytes of the transfer, its end becomes that of the transfer. As many
+are under way as the peer's limit of streams allows; the others wait in a `RequestQueue`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 
 from kvabr.link.quic.backend import QuicLibrary
 from kvabr.link.quic.bottleneck import LimitWatch
 from kvabr.link.quic.endpoint import Endpoint
-from kvabr.link.quic.fetch import QuicFetch
 from kvabr.link.quic.options import DialOptions, check_pinned, why_refused
-from kvabr.link.quic.request_queue import RequestQueue
-from kvabr.moqt.codes import RequestCode, SessionCode, name_of
+from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode, name_of, reason_of
 from kvabr.moqt.events import Closed, Ended, Event, GoingAway, Ready, Received, Refused, Requested
 from kvabr.moqt.messages import PublishNamespace, SubscribeNamespace
+from kvabr.moqt.messages import RequestErrorMessage as Refusal
+from kvabr.moqt.objects import Item, ObjectHeader, RangeEnd
 from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
 from kvabr.transfer.interface import ConnectionStats, PeerConnection
 from kvabr.transfer.transfer import GroupTransfer
-from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
-from kvabr.types.naming import MAX_FULL_TRACK_NAME
+from kvabr.types.errors import (
+    ConnectionLostError,
+    NotFoundError,
+    Reason,
+    RequestError,
+    TransportError,
+    UnauthorizedError,
+)
+from kvabr.types.events import Limit
+from kvabr.types.naming import CATALOG_TRACK, MAX_FULL_TRACK_NAME, PROPERTY_GROUP_BYTES
 
 _TOKEN_HINT = "its operator has tokens; give yours with --token-file F, KVABR_TOKEN, or token="  # noqa: S105  # none
 _HOLDS = 18
@@ -30,6 +43,194 @@ _CLOSING_S = 0.25
 """Seconds that closing may take."""
 _BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
 """QUIC error codes of the TLS alerts about certificates (RFC 8446, section 6.2)."""
+MAX_IN_FLIGHT = 64
+"""Maximum requests in flight; more wait, the most urgent first. Both libraries allow about 100 streams."""
+MAX_HELD = 28
+"""Maximum further requests that the peer holds until their groups are published."""
+_NOT_THERE = (RequestCode.DOES_NOT_EXIST, RequestCode.INVALID_RANGE)
+_SAME = {
+    ResetCode.CANCELLED: RequestCode.INTERNAL_ERROR,
+    ResetCode.DELIVERY_TIMEOUT: RequestCode.TIMEOUT,
+    ResetCode.SESSION_CLOSED: RequestCode.GOING_AWAY,
+    ResetCode.GOING_AWAY: RequestCode.GOING_AWAY,
+    ResetCode.TOO_FAR_BEHIND: RequestCode.TIMEOUT,
+    ResetCode.UNKNOWN_OBJECT_STATUS: RequestCode.INTERNAL_ERROR,
+    ResetCode.EXPIRED_AUTH_TOKEN: RequestCode.EXPIRED_AUTH_TOKEN,
+}
+"""What resets of streams mean in the codes of requests, where the same number means something else."""
+
+
+class QuicFetch:
+    """A transfer that a connection has asked for, or will ask for."""
+
+    def __init__(self, transfer: GroupTransfer, fields: tuple[bytes, ...]) -> None:
+        """Begin without bytes; ``fields`` are those of the namespace as the peer is asked for it."""
+        self.transfer, self.request, self.fields = transfer, transfer.request, fields
+        self.number: int | None = None
+        """Request ID; None before it has been asked for."""
+
+    def take(self, items: list[Item], limit: Limit) -> None:
+        """Handle objects that have come, and what limited them."""
+        transfer, request = self.transfer, self.transfer.request
+        for item in items:
+            if isinstance(item, memoryview):
+                transfer.append(item)
+                continue
+            transfer.came(limit)
+            if isinstance(item, RangeEnd):
+                self._wrong("the peer does not have all of it", Reason.INTERNAL)
+            elif not 0 <= item.group - request.group < request.groups:
+                self._wrong(f"objects of group {item.group} came", Reason.WRONG)
+            elif max(item.size, _declared_bytes(item)) > request.limit:
+                transfer.too_long()
+        transfer.came(limit)
+
+    def finish(self, reset: int | None) -> None:
+        """End with the stream, or with the code that reset it."""
+        transfer = self.transfer
+        if reset is not None:
+            reason = name_of(reset, ResetCode)
+            code = next((code for known, code in _SAME.items() if known == reset), reset)
+            transfer.fail(RequestError(f"{self.request}: broken off by the peer ({reason})", reason=reason_of(code)))
+        elif not transfer.received:
+            transfer.fail(NotFoundError(f"{self.request}: nothing there", reason=Reason.MISSING))
+        else:
+            transfer.finish()
+
+    def refuse(self, message: Refusal) -> None:
+        """Fail because the peer has refused the request."""
+        code, request = message.code, self.request
+        said = f": {message.reason}" if message.reason else ""
+        if code in _NOT_THERE:
+            missing = f"{request}: not found{said}"
+            if request.track == CATALOG_TRACK:
+                name = f"{request.namespace.model}/{request.namespace.prompt}"
+                missing = f"no such asset {name}, or none that your token opens"
+            error: RequestError = NotFoundError(missing, reason=reason_of(code))
+        else:
+            retry_s = (message.retry_interval - 1) / 1000 if message.retry_interval else None
+            name = name_of(code, RequestCode)
+            error = RequestError(f"{request}: refused, {name}{said}", reason=reason_of(code), retry_after_s=retry_s)
+        self.transfer.fail(error)
+
+    def _wrong(self, why: str, reason: Reason) -> None:
+        self.transfer.reject(RequestError(f"{self.request}: {why}", reason=reason))
+
+
+def _declared_bytes(header: ObjectHeader) -> int:
+    """Return the bytes of the whole group, where its publisher says so; otherwise 0."""
+    for kind, value in header.properties:
+        if kind == PROPERTY_GROUP_BYTES and isinstance(value, int):
+            return value
+    return 0
+
+
+class RequestQueue:
+    """The requests of one connection that are not over: those under way, and those that wait.
+
+    The most urgent goes first, then the earliest. Nothing here takes longer when more requests wait.
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[int, QuicFetch] = {}
+        self._held: set[int] = set()
+        """Those that the peer may be holding until their groups are published."""
+        self._silent: set[int] = set()
+        """Those whose silence says nothing about the path."""
+        self._places: dict[QuicFetch, int] = {}
+        """Requests that wait, and the numbers of their entries in the heaps that count."""
+        self._heaps: dict[bool, list[tuple[int, int, QuicFetch]]] = {False: [], True: []}
+        """Heaps of the requests that wait, by whether the peer may hold them."""
+        self._entries = 0
+
+    def __iter__(self) -> Iterator[QuicFetch]:
+        return iter((*self._asked.values(), *self.waiting))
+
+    @property
+    def waiting(self) -> list[QuicFetch]:
+        """Requests that wait, in the order in which they came."""
+        return list(self._places)
+
+    @property
+    def waits(self) -> bool:
+        """Whether any request waits."""
+        return bool(self._places)
+
+    @property
+    def awaited(self) -> int:
+        """How many requests under way should bring something soon."""
+        return len(self._asked) - len(self._silent)
+
+    def under_way(self, number: int) -> QuicFetch | None:
+        """Return a request by the number under which the peer was asked; None if it is over."""
+        return self._asked.get(number)
+
+    def wait(self, fetch: QuicFetch) -> None:
+        """Let a request wait, or take in its new priority."""
+        self._entries += 1
+        self._places[fetch] = self._entries
+        heappush(self._heaps[fetch.transfer.held], (fetch.transfer.priority, self._entries, fetch))
+
+    def begin(self, number: int, fetch: QuicFetch) -> None:
+        """Note under which number the peer was asked."""
+        self._asked[number] = fetch
+        if fetch.transfer.held:
+            self._held.add(number)
+        if fetch.transfer.held or fetch.request.standing:
+            self._silent.add(number)
+
+    def heard(self, number: int, fetch: QuicFetch) -> bool:
+        """Note that something came; return whether that shows that the peer has not held the request any more."""
+        if number not in self._held or fetch.transfer.held:
+            return False
+        self._held.discard(number)
+        if not fetch.request.standing:
+            self._silent.discard(number)
+        return True
+
+    def end(self, number: int) -> QuicFetch | None:
+        """Remove a request under way, and return it; None if it is over."""
+        self._held.discard(number)
+        self._silent.discard(number)
+        return self._asked.pop(number, None)
+
+    def leave(self, fetch: QuicFetch) -> None:
+        """Remove a request that waits."""
+        self._places.pop(fetch, None)
+
+    def clear_waiting(self) -> None:
+        """Remove all requests that wait."""
+        self._places.clear()
+        for heap in self._heaps.values():
+            heap.clear()
+
+    def clear(self) -> None:
+        """Remove all requests."""
+        self.clear_waiting()
+        for requests in (self._asked, self._held, self._silent):
+            requests.clear()
+
+    def has_room(self, *, held: bool) -> bool:
+        """Return whether a request may be sent now. What the peer holds takes no room from what it sends."""
+        asked = len(self._asked)
+        if asked < min(MAX_IN_FLIGHT, MAX_HELD):
+            return True
+        mine, most = (len(self._held), MAX_HELD) if held else (asked - len(self._held), MAX_IN_FLIGHT)
+        return mine < most and asked < MAX_IN_FLIGHT + MAX_HELD
+
+    def next(self) -> QuicFetch | None:
+        """Take the request that waits and may be sent now; None if there is none."""
+        first: tuple[int, int, QuicFetch] | None = None
+        for held, heap in self._heaps.items():
+            while heap and self._places.get(heap[0][2]) != heap[0][1]:
+                heappop(heap)
+            if heap and self.has_room(held=held) and (first is None or heap[0] < first):
+                first = heap[0]
+        if first is None:
+            return None
+        heappop(self._heaps[first[2].transfer.held])
+        del self._places[first[2]]
+        return first[2]
 
 
 class QuicConnection(Endpoint, PeerConnection):
@@ -102,7 +303,7 @@ class QuicConnection(Endpoint, PeerConnection):
         else:
             fields = namespace.split_fields() if self._options.names == "split" else namespace.fields()
             fetch = self._fetches[transfer] = QuicFetch(transfer, fields)
-            if self._requests.has_room(held=fetch.held):
+            if self._requests.has_room(held=transfer.held):
                 self._ask(fetch)
                 self.settle_and_send()
             else:
@@ -115,7 +316,7 @@ class QuicConnection(Endpoint, PeerConnection):
             return
         if fetch.number is None:
             self._requests.wait(fetch)
-        elif session is not None and session.requester.update(fetch.number, Parameters(priority=fetch.priority)):
+        elif session is not None and session.requester.update(fetch.number, Parameters(priority=transfer.priority)):
             self.settle_and_send()
 
     def drop(self, transfer: GroupTransfer) -> None:
@@ -204,7 +405,7 @@ class QuicConnection(Endpoint, PeerConnection):
         if request.wait_s > 0 and session.draft.number >= _HOLDS:
             fill_ms = max(1, round(1000 * request.wait_s))
         first, last = Location(request.group, 0), Location(request.group + request.groups - 1, 0)
-        parameters = Parameters(priority=fetch.priority, fill_timeout=fill_ms)
+        parameters = Parameters(priority=fetch.transfer.priority, fill_timeout=fill_ms)
         number = session.fetch(fetch.fields, request.track.encode(), first, last, parameters)
         fetch.number = number
         self._requests.begin(number, fetch)

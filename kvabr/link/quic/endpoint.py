@@ -39,6 +39,8 @@ class Endpoint(ABC):
         self.lib = library
         self.driver: Any = None
         """The library's protocol object, once it exists."""
+        self.quic: Any = None
+        """The library's connection, once it exists."""
         self._given_up = False
         self._looking_again: asyncio.TimerHandle | None = None
         self.underway: set[int] = set()
@@ -54,11 +56,6 @@ class Endpoint(ABC):
             from qh3.quic.connection import QuicConnectionError  # noqa: PLC0415  # only where it is installed
 
             self.broken = (*_GONE, QuicConnectionError)
-
-    @property
-    def quic(self) -> Any:
-        """The library's connection."""
-        return self.driver._quic  # noqa: SLF001  # this is how its own subclasses reach it
 
     # ------------------------------------------------------------------ for subclasses
 
@@ -236,7 +233,7 @@ def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> A
             super().__init__(*args, **kwargs)
             library.prepare(self._quic)
             self.endpoint = attach(self)
-            self.endpoint.driver = self
+            self.endpoint.driver, self.endpoint.quic = self, self._quic
 
         def quic_event_received(self, event: Any) -> None:
             self.endpoint.safely(self.endpoint.quic_event, event)

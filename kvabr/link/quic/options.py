@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import hmac
+import os
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from kvabr.link.quic.backend import Quic
 from kvabr.moqt import wire
 from kvabr.types.errors import TransportError, UsageError
 
@@ -25,9 +27,40 @@ DRAFTS = tuple(draft.alpn for draft in wire.DRAFTS)
 """ALPN identifiers of the moq-transport drafts to offer, preferred first."""
 
 
+class DialArguments(TypedDict, total=False):
+    """How to reach a peer: keyword arguments of `connect` and of all that dial through it. All have defaults."""
+
+    token: str | None
+    """Access token from the origin's operator; None: the environment's ``KVABR_TOKEN``, if it is set."""
+    token_file: str | os.PathLike[str] | None
+    """File with the token instead; read again for every dial, so that it may be replaced."""
+    ca: str | os.PathLike[str] | None
+    """PEM file of certificates to trust instead of the system's: authorities, or the peer's own certificate."""
+    fingerprint: str | None
+    """SHA-256 of the only certificate to trust, 64 hex digits, with or without colons."""
+    insecure: bool
+    """Do not verify the certificate. Anyone who can redirect packets can then read the token and the cache."""
+    quic: Quic
+    """QUIC library; ``auto`` takes qh3 if it is installed, and aioquic if qh3 cannot talk to the peer."""
+    timeout_s: float
+    """Seconds that connecting may take; 5 by default."""
+
+
+_DEFAULTS = DialArguments(
+    token=None, token_file=None, ca=None, fingerprint=None, insecure=False, quic="auto", timeout_s=5.0
+)
+
+
+def with_defaults(how: DialArguments) -> DialArguments:
+    """Return all arguments, in one order; a `TypeError` names one that there is not."""
+    if unknown := how.keys() - _DEFAULTS.keys():
+        raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}; there are {', '.join(_DEFAULTS)}")
+    return _DEFAULTS | how
+
+
 @dataclass(frozen=True, slots=True)
 class DialOptions:
-    """One peer, and how to connect to it; `kvabr.link.quic.connect.connect` explains the options."""
+    """One peer, and how to connect to it; see `DialArguments`, and `kvabr.link.quic.connect.connect`."""
 
     host: str
     port: int

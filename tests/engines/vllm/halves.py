@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from kvabr.data import default_catalog
-from kvabr.engines.layouts import BlockLayout, PagedBlocks
+from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.vllm.blocks import EngineBlocks
 from kvabr.engines.vllm.caches import EngineCaches, Pages
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
@@ -19,6 +19,7 @@ from kvabr.engines.vllm.worker import WorkerHalf
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.publisher import Publisher, with_layers
 from tests.client.served import LIMIT_S
+from tests.engines.paging import paged_blocks
 from tests.toymodel import SPEC, ToyModel, prompt
 
 BLOCK = 8
@@ -151,7 +152,7 @@ class Bench:
     def blocks(self, numbers):
         heads = self.caches[0].shape[1]
         out = torch.empty(SPEC.layers, 2, heads, len(numbers) * BLOCK, SPEC.head_dim)
-        PagedBlocks(self.caches, numbers, BlockLayout.TRANSPOSED).read(out)
+        paged_blocks(self.caches, numbers, BlockLayout.TRANSPOSED).read(out)
         return out
 
     def close(self):

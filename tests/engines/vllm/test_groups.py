@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from kvabr.engines.layouts import BlockLayout, PagedBlocks
+from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.vllm.caches import EngineCaches, Pages
 from kvabr.publish.frames import FrameEncoder
 from kvabr.store.asset_folder import FolderAssetStore
@@ -15,6 +15,7 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import chain
 from tests.client.served import Served
+from tests.engines.paging import paged_blocks
 from tests.engines.vllm.halves import BLOCK, Bench, request
 
 pytestmark = pytest.mark.process
@@ -111,7 +112,7 @@ def check(bench, tables, first, end, kv=None):
         assert begin <= max(first, end - (39 if pages.passing else end))
         wanted = kv[pages.part][list(pages.rows)][:, :, :, begin:end]
         out = torch.empty_like(wanted)
-        PagedBlocks(layers, run[absent:], BlockLayout.TRANSPOSED).read(out)
+        paged_blocks(layers, run[absent:], BlockLayout.TRANSPOSED).read(out)
         assert torch.equal(out, wanted)
         others = [block for block in range(40) if block not in run[absent:]]
         assert all(bool(layer[others].isnan().all()) for layer in layers)
@@ -219,7 +220,7 @@ def prefill(bench, asked, kv, chunk=36):
                     part = kv[pages.part][row : row + 1, :, :, place * BLOCK : min((place + 1) * BLOCK, end)]
                     part = torch.nn.functional.pad(part, (0, 0, 0, BLOCK - part.shape[3]))
                     if block:
-                        PagedBlocks([bench.named[name]], [block], BlockLayout.TRANSPOSED).write(part)
+                        paged_blocks([bench.named[name]], [block], BlockLayout.TRANSPOSED).write(part)
         bench.step()
         asked.num_computed_tokens = end
         for pages, before, after in zip(CACHES.pages, tables, full, strict=True):
@@ -296,7 +297,7 @@ def test_a_later_prompt_finds_there_what_vllm_did_not_compute_again(served, tmp_
         for pages in CACHES.pages:
             rows, run = list(pages.rows), tables_whole(150)[pages.group][:18]
             layers = [bench.named[name] for name in pages.names]
-            PagedBlocks(layers, run, BlockLayout.TRANSPOSED).write(kv[pages.part][rows][:, :, :, :144])
+            paged_blocks(layers, run, BlockLayout.TRANSPOSED).write(kv[pages.part][rows][:, :, :, :144])
         bench.step()
         bench.running = {}
         second.num_computed_tokens = 150

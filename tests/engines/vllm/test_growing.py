@@ -102,10 +102,11 @@ def live(served, folder, **options):
 
 def written(bench, first, last, table=range(1, 30)):
     """Put the toy model's cache into the blocks, as a step of the engine."""
-    from kvabr.engines.layouts import BlockLayout, PagedBlocks
+    from kvabr.engines.layouts import BlockLayout
+    from tests.engines.paging import paged_blocks
 
     numbers = list(table)[first // 8 : last // 8]
-    PagedBlocks(bench.caches, numbers, BlockLayout.TRANSPOSED).write(exact(first, last))
+    paged_blocks(bench.caches, numbers, BlockLayout.TRANSPOSED).write(exact(first, last))
 
 
 def compute(bench, asked, tokens, table=range(1, 30)):

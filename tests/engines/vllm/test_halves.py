@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 
 from kvabr.data import default_catalog
-from kvabr.engines.layouts import BlockLayout, PagedBlocks
+from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.vllm.lossy import LossyGroups
 from kvabr.engines.vllm.plays import CopyRequest, Step
 from kvabr.publish.publisher import Publisher, with_heads
 from kvabr.types.naming import chain
 from tests.client.served import LIMIT_S, Served
+from tests.engines.paging import paged_blocks
 from tests.engines.vllm.halves import BLOCK, LONGEST, TOKENS, Bench, exact, near, request
 from tests.toymodel import SPEC, ToyModel, toy_asset
 
@@ -265,7 +266,7 @@ def test_what_was_computed_is_published_and_played(served, assets):
     kv = ToyModel().prefill(tokens)
     numbers = list(range(3, 12))
     try:
-        PagedBlocks(bench.caches, numbers[:8], BlockLayout.TRANSPOSED).write(kv[:, :, :, :64])
+        paged_blocks(bench.caches, numbers[:8], BlockLayout.TRANSPOSED).write(kv[:, :, :, :64])
         asked = request("p", tokens)
         assert bench.scheduler.finished(asked, [numbers])
         sent, _, _ = bench.steps()

@@ -8,9 +8,10 @@ import torch
 from kvabr.client.profiles import keep
 from kvabr.codec import gpu
 from kvabr.codec.fit import fit
-from kvabr.engines.layouts import BlockLayout, PagedBlocks
+from kvabr.engines.layouts import BlockLayout
 from tests.client.served import Served
 from tests.codec.gpu.conftest import DEVICE, interpreter  # noqa: F401  # a fixture
+from tests.engines.paging import paged_blocks
 from tests.engines.vllm.halves import BLOCK, TOKENS, Bench, request
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
@@ -44,7 +45,7 @@ def played(served, layout, policy, **options):
         assert bench.load(request(tokens=TOKENS[:40]), blocks=NUMBERS) == (32, set())
         heads = bench.caches[0].shape[1]
         out = torch.empty(SPEC.layers, 2, heads, 4 * BLOCK, SPEC.head_dim, device=DEVICE)
-        PagedBlocks(bench.caches, NUMBERS[:4], layout).read(out)
+        paged_blocks(bench.caches, NUMBERS[:4], layout).read(out)
         return out.cpu()
     finally:
         bench.close()

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from kvabr.codec.rope import rotate
-from kvabr.engines.layouts import BlockLayout, PagedBlocks
+from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.vllm.config import VllmSettings
 from kvabr.engines.vllm.requests import PassageRequests, salt_of
 from kvabr.publish.fusion import FusionLosses
 from kvabr.types.catalog import Catalog
 from kvabr.types.passage import Exact, Passage
 from tests.client.served import Served
+from tests.engines.paging import paged_blocks
 from tests.engines.vllm.halves import BLOCK, LONGEST, TOKENS, Bench, near, request
 from tests.toymodel import SPEC, ToyModel, toy_asset, toy_base, toy_passage
 
@@ -282,7 +283,7 @@ def test_a_passage_is_published_without_its_rotation(served, tmp_path, first, gi
     losses = FusionLosses(SPEC, 0, ((0.0, 0.07),), "on paper", "behind" if first else "alone")
     bench.worker._publications._publishers = replace(bench.worker._publications._publishers, fusion=losses)
     try:
-        PagedBlocks(bench.caches, numbers, BlockLayout.TRANSPOSED).write(kv)
+        paged_blocks(bench.caches, numbers, BlockLayout.TRANSPOSED).write(kv)
         asked = request("p", tokens, kv_transfer_params={"publish_passage": given})
         assert bench.matched(asked) == (0, False)  # computed, whatever there is
         assert bench.scheduler.finished(asked, [numbers])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvabr.data import default_catalog
-from kvabr.engines.layouts import BlockLayout, PagedBlocks
+from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.vllm.caches import EngineCaches, Pages
 from kvabr.engines.vllm.config import _whole
 from kvabr.publish.publisher import Publisher, with_heads, with_layers
@@ -16,6 +16,7 @@ from kvabr.types.errors import PlayError
 from kvabr.types.kv import KVSpec, LayerClass
 from tests import kvdata
 from tests.client.served import Served
+from tests.engines.paging import paged_blocks
 from tests.engines.vllm.halves import BLOCK, Bench, request
 from tests.engines.vllm.test_groups import SPEC, TOKENS, numbers, publish
 
@@ -110,7 +111,7 @@ def test_a_stage_plays_its_own_layers(served, layers, mode):
                 wanted = numbers()[part][row : row + 1, :, :, 160 - len(run) * BLOCK :]
                 assert wanted.shape[3] == seen[SPEC.classes[part].kind]
                 out = torch.empty_like(wanted)
-                PagedBlocks([bench.named[name]], run, BlockLayout.TRANSPOSED).read(out)
+                paged_blocks([bench.named[name]], run, BlockLayout.TRANSPOSED).read(out)
                 assert torch.equal(out, wanted)
         own = 2 * sum(48 * each.elements_per_token if each.only.kind == "window" else 160 * each.elements_per_token
                       for each in (with_layers(SPEC, layers) if served.apart else SPEC).parts)  # fmt: skip

@@ -83,3 +83,19 @@ async def test_a_thread_that_never_rests_is_its_own_limit(monkeypatch):
     path.watch.received(1000)
     assert path.watch.limit == "network", "too short a time to judge by"
     path.watch.close()
+
+
+async def test_what_ends_a_silence_of_the_publisher_is_limited_by_it(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(bottleneck, "time", clock)
+    path = Path(answers=True)
+    path.watch.asked(1)
+    await asyncio.wait_for(path.probed.wait(), 300)
+    clock.run(0.3, busy=0.0)
+    limits = []
+    for pause_s in (0.0, 0.02, 0.02, 0.02, 0.06):
+        clock.run(pause_s, busy=0.5)
+        path.watch.received(1000)
+        limits.append(path.watch.limit)
+    assert limits == ["publisher", "publisher", "publisher", "network", "network"]
+    path.watch.close()

@@ -13,9 +13,8 @@ import pytest
 import structlog
 
 from kvabr.link.quic import connect as quic
-from kvabr.link.quic.fetch import QuicFetch
+from kvabr.link.quic.connection import MAX_IN_FLIGHT, QuicFetch
 from kvabr.link.quic.options import DialOptions
-from kvabr.link.quic.request_queue import MAX_IN_FLIGHT
 from kvabr.moqt.codes import SessionCode
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS, by_alpn

@@ -3,8 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.link.quic.fetch import QuicFetch
-from kvabr.link.quic.request_queue import MAX_HELD, MAX_IN_FLIGHT, RequestQueue
+from kvabr.link.quic.connection import MAX_HELD, MAX_IN_FLIGHT, QuicFetch, RequestQueue
 from kvabr.transfer.transfer import GroupRequest, GroupTransfer
 from kvabr.types.naming import TrackNamespace
 from tests.counting import lines
@@ -26,7 +25,7 @@ class Plain:
         self.asked, self.waiting = {}, []
 
     def has_room(self, held):
-        mine = sum(one.held for one in self.asked.values())
+        mine = sum(one.transfer.held for one in self.asked.values())
         asked = len(self.asked)
         if asked < min(MAX_IN_FLIGHT, MAX_HELD):
             return True
@@ -34,7 +33,7 @@ class Plain:
 
     def next(self):
         for entry in sorted(self.waiting, key=lambda entry: entry[:2]):
-            if self.has_room(entry[2].held):
+            if self.has_room(entry[2].transfer.held):
                 self.waiting.remove(entry)
                 return entry[2]
         return None
@@ -68,7 +67,7 @@ def test_it_does_what_looking_at_every_request_would_do(steps):
         elif kind == 5 and plain.asked:
             number = list(plain.asked)[which % len(plain.asked)]
             one = plain.asked[number]
-            was = one.held
+            was = one.transfer.held
             one.transfer.append(b"a")
             assert queue.heard(number, one) == was
         while (found := queue.next()) is not None:
@@ -78,7 +77,7 @@ def test_it_does_what_looking_at_every_request_would_do(steps):
             plain.asked[numbers] = found
         assert plain.next() is None
         assert queue.waits == bool(plain.waiting)
-        assert queue.awaited == sum(not one.held for one in plain.asked.values())
+        assert queue.awaited == sum(not one.transfer.held for one in plain.asked.values())
         assert list(queue) == [*plain.asked.values(), *queue.waiting]
     assert all(queue.under_way(number) is one for number, one in plain.asked.items())
     queue.clear()
