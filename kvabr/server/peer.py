@@ -251,8 +251,7 @@ class Peer(Endpoint):
             self.session.close(grant.session, grant.reason)
             return
         self._server.metrics.connections_total.labels("accepted").inc()
-        if self.session.draft.streams:
-            self.session.start()
+        self.session.start()
         implementation = (options.implementation or b"").decode("utf-8", "replace")[:64]
         alpn = self.session.draft.alpn
         self.log.info("connected", grant=grant.name, token=grant.id, peer=implementation, protocol=alpn)
@@ -399,7 +398,7 @@ class Peer(Endpoint):
             stream = self.session.responder.accept_fetch(number, wanted.end, end_of_track=wanted.end_of_track)
             self._queue.add(
                 Sending(
-                    number, stream, publication, wanted.groups, self.session.draft, grant=grant,
+                    number, stream, publication, wanted.groups, grant=grant,
                     track=message.track.decode(), priority=priority, dense=self._dense, descending=wanted.descending,
                     first=arriving, on_more=self._wake, room=room,
                 )

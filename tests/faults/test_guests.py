@@ -17,7 +17,7 @@ from kvabr.moqt.codes import RequestCode, SessionCode
 from kvabr.moqt.events import Ready, Refused
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import DRAFT_16, DRAFTS, Location
+from kvabr.moqt.wire import DRAFTS, Location, write_varint
 from kvabr.server import limits
 from kvabr.server import send_queue as sending
 from kvabr.server import server as quicserver
@@ -293,7 +293,7 @@ async def test_names_that_are_too_long(root, tls, fingerprint, catalog, draft):
 
 def raw_fetch(draft, number, namespace, track):
     """A FETCH as our own encoder would never write it."""
-    encode = draft.varint.encode
+    encode = write_varint
     name = encode(len(namespace)) + b"".join(encode(len(field)) + field for field in namespace)
     kind, rest = (b"", bytes(1)) if draft.fetch_by_filter else (encode(1), bytes(5))
     body = encode(number) + kind + name + encode(len(track)) + track + rest
@@ -301,10 +301,10 @@ def raw_fetch(draft, number, namespace, track):
 
 
 async def test_answers_that_nobody_reads(root, tls, fingerprint, catalog, monkeypatch):
-    """Draft 16 has one stream for all of them. (What qh3 has sent once it no longer counts.)"""
+    """(What qh3 has sent once it no longer counts.)"""
     monkeypatch.setattr(Peer, "most_unread", 1000)
     async with serving(root, tls, fingerprint) as served:
-        async with rude_client(served.address, draft=DRAFT_16) as end:
+        async with rude_client(served.address) as end:
             await until(lambda: any(isinstance(event, Ready) for event in end.events))
             (peer,) = served.server.peers
             asyncio.get_running_loop().remove_reader(end.driver._transport.get_extra_info("socket").fileno())

@@ -11,7 +11,7 @@ from kvabr.client.options import Limits
 from kvabr.codec import profile
 from kvabr.link.quic import backend, endpoint, request_queue
 from kvabr.link.quic import options as dialling
-from kvabr.moqt import encoding, requester, responder, session, wire
+from kvabr.moqt import encoding, requester, session, wire
 from kvabr.server import (
     budgets,
     changes,
@@ -65,8 +65,6 @@ ROWS = {
     "handshakes before addresses": [f"{servers._HALF_OPEN}"],
     "`requests-per-connection`, `requests`": [f"{DEFAULTS.requests_per_connection:,}, {DEFAULTS.requests:,}"],
     "streams that a peer may have open": ["128 with aioquic, 100 with qh3"],  # see `test_streams`
-    "requests that a peer of draft 16 may have open": [f"{responder.REQUEST_WINDOW}"],
-    "messages of draft 16 that ask for nothing": [f"{session._MAX_IDLE_MESSAGES:,}"],
     "`held-per-connection`, `held-s`": [f"{DEFAULTS.held_per_connection}, {DEFAULTS.held_s:g} s"],
     "origin: assets that grow": [f"{live_assets.MOST_LIVE}; {live_assets.MOST_LIVE}, for {live_assets.LINGER_S:g} s"],
     "origin: news of one asset": [size(live_tracks.MAX_NEWS_BYTES), f"{live_assets.STALLED_S:g} s"],
