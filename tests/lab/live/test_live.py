@@ -15,16 +15,16 @@ from kvabr.cli.main import main
 from kvabr.client.driver import LIVE
 from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
-from kvabr.replay.live.experiment import LiveExperiment, LiveOptions
-from kvabr.replay.live.origin import LiveOrigin
-from kvabr.replay.live.run import decode_speed, replay_live
-from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.run import Matrix
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, PolicyError, TransportError
+from kvabr_lab.live.experiment import LiveExperiment, LiveOptions
+from kvabr_lab.live.origin import LiveOrigin
+from kvabr_lab.live.run import decode_speed, replay_live
+from kvabr_lab.live.shaper import Shaper
 from tests.client.classes import SLIDING, published
+from tests.lab.live.links import trace
 from tests.processes import LIMIT_S, gone, workers_of
-from tests.replay.live.links import trace
 from tests.toymodel import toy_asset
 
 pytestmark = pytest.mark.process

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.trace import Trace
+from kvabr_lab.live.shaper import Shaper
 
 WAIT_S = 300.0
 """Real seconds that something may take on the slowest machine."""

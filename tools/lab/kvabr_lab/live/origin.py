@@ -13,9 +13,9 @@ import sys
 from multiprocessing.connection import Connection
 
 from kvabr.link.quic.backend import Quic
-from kvabr.replay.live.child import Child, Usage
 from kvabr.types.arguments import checked
 from kvabr.types.errors import KvabrError
+from kvabr_lab.live.child import Child, Usage
 
 
 class LiveOrigin(Child):

@@ -29,9 +29,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from kvabr.replay.link import Capacity, running_sums
-from kvabr.replay.live.child import Child, Usage
-from kvabr.replay.live.lane import Conditions, Lane, line_rate
 from kvabr.replay.trace import Trace
+from kvabr_lab.live.child import Child, Usage
+from kvabr_lab.live.lane import Conditions, Lane, line_rate
 
 Address = tuple[str, int]
 

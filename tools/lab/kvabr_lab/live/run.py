@@ -12,16 +12,16 @@ from kvabr.client.options import guard_s
 from kvabr.codec.threads import CORES, decoder_threads
 from kvabr.player.assembler import Assembler
 from kvabr.replay.experiment import Experiment
-from kvabr.replay.live.compare import comparison
-from kvabr.replay.live.experiment import LiveExperiment, LiveOptions
-from kvabr.replay.live.origin import LiveOrigin
-from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.report.timeline import losses
 from kvabr.replay.run import Matrix, Report, finish, tasks
 from kvabr.replay.verify import load_profile
 from kvabr.store.asset import Asset
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import UsageError
+from kvabr_lab.live.compare import comparison
+from kvabr_lab.live.experiment import LiveExperiment, LiveOptions
+from kvabr_lab.live.origin import LiveOrigin
+from kvabr_lab.live.shaper import Shaper
 
 _DECODES = 3
 """Times that a group of each track is decoded to measure this machine; the median counts."""

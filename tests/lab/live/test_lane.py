@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.replay.link import Capacity
-from kvabr.replay.live.lane import HEADER_BYTES, PACKET_BYTES, Conditions, Lane, line_rate
 from kvabr.types.errors import UsageError
-from tests.replay.live.links import trace
+from kvabr_lab.live.lane import HEADER_BYTES, PACKET_BYTES, Conditions, Lane, line_rate
+from tests.lab.live.links import trace
 
 FULL = 1000 - HEADER_BYTES
 """Payload of a packet that has 1,000 bytes on the wire."""

@@ -20,10 +20,6 @@ from kvabr.link.quic.connect import Connecting, connect
 from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
 from kvabr.replay.experiment import Experiment
-from kvabr.replay.live.child import Usage
-from kvabr.replay.live.lane import LEAST_QUEUE_BYTES, Conditions
-from kvabr.replay.live.origin import LiveOrigin
-from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.outcome import PlayOutcome
 from kvabr.replay.trace import Trace
 from kvabr.replay.verify import load_profile
@@ -35,6 +31,10 @@ from kvabr.types.errors import TransportError
 from kvabr.types.events import PlayEvent
 from kvabr.types.kv import KVSpec
 from kvabr.types.units import computed_shape
+from kvabr_lab.live.child import Usage
+from kvabr_lab.live.lane import LEAST_QUEUE_BYTES, Conditions
+from kvabr_lab.live.origin import LiveOrigin
+from kvabr_lab.live.shaper import Shaper
 
 if TYPE_CHECKING:
     import torch

@@ -14,11 +14,11 @@ from aioquic.asyncio.protocol import QuicConnectionProtocol
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.events import StreamDataReceived
 
-from kvabr.replay.live.lane import Conditions
-from kvabr.replay.live.shaper import Shaper
 from kvabr.types.errors import TransportError
+from kvabr_lab.live.lane import Conditions
+from kvabr_lab.live.shaper import Shaper
+from tests.lab.live.links import WAIT_S, ends, trace, udp
 from tests.processes import gone
-from tests.replay.live.links import WAIT_S, ends, trace, udp
 
 pytestmark = pytest.mark.process
 
@@ -152,7 +152,7 @@ def test_a_dead_origin_does_not_hurt_the_shaper():
 
 def test_it_ends_with_its_parent_however_that_dies():
     program = (
-        "import sys, time; from kvabr.replay.live.shaper import Shaper\n"
+        "import sys, time; from kvabr_lab.live.shaper import Shaper\n"
         "if __name__ == '__main__':\n"
         "    shaper = Shaper(('127.0.0.1', 9)); print(shaper.pid, flush=True); time.sleep(3600)"
     )
