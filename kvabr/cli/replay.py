@@ -28,9 +28,9 @@ from kvabr.types.words import counted
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvabr.replay.experiment import LinkSharing
     from kvabr.replay.producer import Producer
     from kvabr.replay.run import Matrix, Report
-    from kvabr.replay.sharing import Sharing
     from kvabr.store.asset import Asset
 
 _EPILOG = """\
@@ -346,13 +346,14 @@ def _queue_bytes(args: argparse.Namespace) -> int | None:
     return None if args.queue is None else int(1000 * args.queue)
 
 
-def _sharing(args: argparse.Namespace) -> Sharing | None:
+def _sharing(args: argparse.Namespace) -> LinkSharing | None:
     if args.live or not (args.rivals or args.one_connection or args.codel or args.queue is not None):
         return None
-    from kvabr.replay.sharing import Sharing
-
-    queue_bytes = _queue_bytes(args)
-    return Sharing(args.rivals, queue_bytes, args.codel, args.one_connection)
+    given = next((name for name in ("rivals", "one_connection", "codel") if getattr(args, name)), "queue")
+    sharing: LinkSharing = part("replay.sharing", f"replay --{given.replace('_', '-')}")(
+        args.rivals, _queue_bytes(args), args.codel, args.one_connection
+    )
+    return sharing
 
 
 def _policies(names: list[str], catalog: Catalog) -> tuple[str, ...]:

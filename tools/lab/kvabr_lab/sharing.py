@@ -5,7 +5,7 @@ which do not know the trace, get them through the queue of a bottleneck:
 
 - Each play is of another prompt. The plays are of a client each, or all of one: then they share a connection, their
   estimates of the link, and the order of their requests, by the same code as the plays of a `kvabr.Client`.
-- Senders, queue and packets are those of `kvabr.replay.packets`. A connection's window begins with ten packets and the
+- Senders, queue and packets are those of `kvabr_lab.packets`. A connection's window begins with ten packets and the
   bytes of the lookup.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from kvabr.abr.estimator import Estimator
 from kvabr.client.scheduling import EdfScheduler, wire_priority
@@ -23,9 +24,9 @@ from kvabr.client.shared_transfers import TURN_S
 from kvabr.player.session import Session
 from kvabr.player.session_types import Action, Cancel, Decode, FetchGroup, Recompute
 from kvabr.replay.link import FIRST_BYTE_S, Capacity
-from kvabr.replay.packets import PACKET, Bottleneck, Sender, Stream, packet_bytes, queue_bytes
 from kvabr.replay.simulator import EPSILON, Machine
 from kvabr.types.errors import UsageError
+from kvabr_lab.packets import PACKET, Bottleneck, Sender, Stream, packet_bytes, queue_bytes
 
 _MOST_RIVALS = 256
 
@@ -48,6 +49,10 @@ class Sharing:
             raise UsageError(f"{self.rivals} rivals; give 0 to {_MOST_RIVALS} plays that share the link")
         if self.queue_bytes is not None and self.queue_bytes < PACKET:
             raise UsageError(f"a queue of {self.queue_bytes} bytes; at least one packet of {PACKET} must fit")
+
+    def plays(self, capacity: Capacity, **how: Any) -> SharedPlays:
+        """Return the plays, none yet; see `SharedPlays`."""
+        return SharedPlays(self, capacity, **how)
 
 
 class _Answer(Stream):

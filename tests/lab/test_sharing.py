@@ -16,12 +16,12 @@ from kvabr.player.session import Session
 from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
-from kvabr.replay.packets import PACKET, Bottleneck, Sender, Stream
-from kvabr.replay.sharing import SharedPlays, Sharing
 from kvabr.replay.simulator import Machine
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.events import ProgressMade
+from kvabr_lab.packets import PACKET, Bottleneck, Sender, Stream
+from kvabr_lab.sharing import SharedPlays, Sharing
 from tests.catalogs import catalog
 from tests.replay.worlds import world
 
