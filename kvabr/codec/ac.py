@@ -113,7 +113,6 @@ class Ac(Codec):
         return NOTHING if coded is None or taken + len(coded) > room + room // 100 else coded
 
     def frame_version(self, payload: bytes | memoryview) -> int:
-        """See `Codec.frame_version`."""
         if payload[:4] == NOTHING:
             return FRAME_VERSION
         chain = read_chain((self.name,), (payload,))

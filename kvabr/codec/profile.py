@@ -170,13 +170,11 @@ class ClassProfile(Profile):
             self.transform.scale(depth.step, depth.gains)
 
     def of(self, spec: KVSpec) -> ClassProfile:
-        """See `Profile.of`."""
         self.check(spec)
         return self
 
     @property
     def tracks(self) -> tuple[str, ...]:
-        """See `Profile.tracks`."""
         return tuple(self.depths)
 
     def depth(self, track: str) -> Depth:
@@ -244,7 +242,6 @@ class ModelProfile(Profile):
             profile.check(part)
 
     def of(self, spec: KVSpec) -> ClassProfile:
-        """See `Profile.of`."""
         for profile in self.classes:
             if spec is profile.spec or spec.same_cache(profile.spec):
                 return profile
@@ -252,7 +249,6 @@ class ModelProfile(Profile):
 
     @property
     def tracks(self) -> tuple[str, ...]:
-        """See `Profile.tracks`."""
         first, *others = (profile.depths for profile in self.classes)
         return tuple(track for track in first if all(track in other for other in others))
 

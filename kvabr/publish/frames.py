@@ -44,15 +44,12 @@ class MemoryFrames:
     profile_data: bytes | None = None
 
     def frame(self, group: int, track: str, frame: bytes) -> None:
-        """See `FrameStore.frame`."""
         self.frames[group, track] = frame
 
     def read_frame(self, group: int, track: str) -> bytes:
-        """See `FrameStore.read_frame`."""
         return self.frames[group, track]
 
     def profile(self, data: bytes) -> None:
-        """See `FrameStore.profile`."""
         self.profile_data = data
 
 

@@ -260,7 +260,6 @@ class LiveProduction(Production):
         return not self._computed and not self._budget.allows(self._clock() - self._began_s)
 
     def spent(self, cpu_s: float, wall_s: float, *, patient: bool) -> None:
-        """See `Production.spent`."""
         if self._computed:
             return
         self._encoding_s += cpu_s
@@ -270,7 +269,6 @@ class LiveProduction(Production):
             self._budget.spend(cpu_s, wall_s)
 
     def has_work(self) -> bool:
-        """See `Production.has_work`."""
         return super().has_work() or (self.outcome is None and bool(self._layers))
 
     def step(self) -> None:

@@ -78,7 +78,6 @@ class Peer(Endpoint):
         return self.session.responder
 
     def make_session(self, draft: Draft) -> MoqtSession | None:
-        """See `Endpoint.make_session`."""
         if self._server.draining:
             self.shut(SessionCode.NO_ERROR, "the server is going away")
             return None
@@ -97,7 +96,6 @@ class Peer(Endpoint):
         return MoqtSession(draft, client=False, options=SetupOptions(implementation=b"kvabr"))
 
     def happened(self, event: Event) -> None:
-        """See `Endpoint.happened`."""
         match event:
             case Requested():
                 self._requested(event)
@@ -116,7 +114,6 @@ class Peer(Endpoint):
                     self.log.warning("connection closed", why=event.reason, code=name_of(event.code, SessionCode))
 
     def ended(self, reason: str, code: int) -> None:
-        """See `Endpoint.ended`."""
         if self._over:
             return
         self._over = True
@@ -135,7 +132,6 @@ class Peer(Endpoint):
         self.log.debug("connection over", why=reason, code=code)
 
     def feed(self) -> None:
-        """See `Endpoint.feed`."""
         if self.underway:
             self._forget_delivered()
         if self._feeding or not len(self._queue):

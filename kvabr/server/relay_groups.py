@@ -82,7 +82,6 @@ class RelayTransfer(GroupTransfer):
             reader.fail(error)
 
     def reprioritise(self) -> bool:
-        """See `GroupTransfer.reprioritise`."""
         changed = super().reprioritise()
         if changed and self.upstream is not None:
             self.upstream.prioritise(self.priority)
@@ -90,7 +89,6 @@ class RelayTransfer(GroupTransfer):
         return changed
 
     def unread(self) -> None:
-        """See `GroupTransfer.unread`."""
         self._groups.forget(self)
 
     def leave(self, reader: TransferListener) -> None:
@@ -120,23 +118,19 @@ class TransferReader(ArrivingGroup, TransferListener):
 
     @property
     def wire_priority(self) -> int:
-        """See `TransferListener.wire_priority`."""
         return self.priority
 
     @property
     def available(self) -> int:
-        """See `ArrivingGroup.available`."""
         error = self._error or self.transfer.error
         if error is not None:
             raise error
         return len(self.transfer.data)
 
     def on_more(self) -> None:
-        """See `TransferListener.on_more`."""
         self.more()
 
     def read(self, begin: int, end: int) -> memoryview:
-        """See `ArrivingGroup.read`."""
         self.has_read = True
         self.transfer.read_s = asyncio.get_running_loop().time()
         return self.transfer.data[begin:end]
@@ -147,7 +141,6 @@ class TransferReader(ArrivingGroup, TransferListener):
         self.more()
 
     def prioritise(self, priority: int) -> None:
-        """See `ArrivingGroup.prioritise`."""
         self.priority = priority
         self.transfer.reprioritise()
 

@@ -57,7 +57,6 @@ class RelayedAsset(GrowingAsset):
         """When somebody asked for something of it last."""
 
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
-        """See `GrowingAsset.open`."""
         if self.gone:
             raise AssetError(_REMOVED)
         frame = level.frame(group)
@@ -65,7 +64,6 @@ class RelayedAsset(GrowingAsset):
         return self._groups.open(request, frame.digest, level.objects(group), priority, on_more)
 
     def loads(self, frame: PublishedFrame) -> int:
-        """See `GrowingAsset.loads`."""
         return 0 if self._groups.has(frame.digest, frame.size) else frame.size
 
     def awaited(self, level: LiveLevel, group: int) -> None:
@@ -87,7 +85,6 @@ class RelayedAsset(GrowingAsset):
             self._groups.release_all(self.namespace)
 
     def abandon(self, reason: str) -> None:
-        """See `GrowingAsset.abandon`."""
         super().abandon(reason)
         self._groups.release_all(self.namespace)
 

@@ -145,18 +145,15 @@ class Sending:
 
     @property
     def dear(self) -> bool:
-        """See `Holder.dear`."""
         return self.publication.dear
 
     def may_park(self) -> bool:
-        """See `Holder.may_park`."""
         try:
             return self._group is not None and self._group.available == self._group.size
         except TransportError:
             return False
 
     def park(self) -> None:
-        """See `Holder.park`."""
         self.close()
 
     @property

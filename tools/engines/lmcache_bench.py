@@ -62,21 +62,21 @@ class OnCpu(GPUConnectorInterface):
         """Take the number of layers; ``width`` is heads x dim."""
         self._layers, self._width = layers, width
 
-    def from_gpu(self, chunk, start, end, **kwargs):  # noqa: ANN001, ANN003, ANN201, D102
+    def from_gpu(self, chunk, start, end, **kwargs):  # noqa: ANN001, ANN003, ANN201
         chunk.tensor.copy_(kwargs["cache"][:, :, start:end])
 
-    def to_gpu(self, chunk, start, end, **kwargs):  # noqa: ANN001, ANN003, ANN201, D102
+    def to_gpu(self, chunk, start, end, **kwargs):  # noqa: ANN001, ANN003, ANN201
         kwargs["cache"][:, :, start:end].copy_(chunk.tensor)
 
-    def batched_from_gpu(self, chunks, starts, ends, **kwargs):  # noqa: ANN001, ANN003, ANN201, D102
+    def batched_from_gpu(self, chunks, starts, ends, **kwargs):  # noqa: ANN001, ANN003, ANN201
         for one in zip(chunks, starts, ends, strict=True):
             self.from_gpu(*one, **kwargs)
 
-    def batched_to_gpu(self, chunks, starts, ends, **kwargs):  # noqa: ANN001, ANN003, ANN201, D102
+    def batched_to_gpu(self, chunks, starts, ends, **kwargs):  # noqa: ANN001, ANN003, ANN201
         for one in zip(chunks, starts, ends, strict=True):
             self.to_gpu(*one, **kwargs)
 
-    def get_shape(self, tokens):  # noqa: ANN001, ANN201, D102
+    def get_shape(self, tokens):  # noqa: ANN001, ANN201
         return torch.Size([2, self._layers, tokens, self._width])
 
 

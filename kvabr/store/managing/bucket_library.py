@@ -78,35 +78,28 @@ class BucketLayout:
         )
 
     def head_bytes(self, data: bytes | memoryview) -> int:
-        """See `ObjectFormat.head_bytes`."""
         return head_bytes(data)
 
     def pointers_of(self, key: str, head: bytes | memoryview) -> tuple[str, ...]:
-        """See `ObjectFormat.pointers_of`."""
         offer = key.split("/")[1]
         return tuple(pointer_key(offer, digest) for digest in parse_head(head).digests)
 
     def pointer_to(self, span: str, head: bytes | memoryview) -> bytes:
-        """See `ObjectFormat.pointer_to`."""
         return encode_pointer(span.split("/")[2], bytes(head))
 
     def target_of(self, key: str, data: bytes | memoryview) -> str:
-        """See `ObjectFormat.target_of`."""
         return span_key(key.split("/")[1], parse_pointer(data)[0])
 
     def offer(self, data: bytes | memoryview) -> tuple[str, str, str | None] | None:
-        """See `ObjectFormat.offer`."""
         found = parse_offer(data)
         if isinstance(found, MovedOffer):
             return None
         return found.id, found.spec.model, None if found.profile is None else profile_key(found.profile)
 
     def first_offer_key(self, key: str) -> str:
-        """See `ObjectFormat.first_offer_key`."""
         return offer_key(parse_offer_key(key)[0])
 
     def after_offer(self, key: str, first: bytes | memoryview) -> tuple[str, bytes] | None:
-        """See `ObjectFormat.after_offer`."""
         number, turn = parse_offer_key(key)
         found = parse_offer(first)
         if (found.turn if isinstance(found, MovedOffer) else 0) != turn:
@@ -125,12 +118,10 @@ class BucketLibrary:
 
     @property
     def location(self) -> str:
-        """See `Library.location`."""
         return self._bucket.url
 
     @property
     def tenant(self) -> str:
-        """See `Library.tenant`."""
         return self._bucket.where.tenant
 
     async def inventory(self, progress: Progress = silent) -> Inventory:
@@ -148,11 +139,9 @@ class BucketLibrary:
         return Inventory(now_s, tuple(held), damaged, unnamed, cached)
 
     async def names(self) -> list[str]:
-        """See `Library.names`."""
         return [key.removeprefix(CATALOGS) for key in await leases.listing(self._bucket, CATALOGS)]
 
     async def time_s(self) -> float:
-        """See `Library.time_s`."""
         await leases.listing(self._bucket, OFFERS)  # some stores make a bucket that is missing as soon as one writes
         try:
             return await leases.store_time(self._bucket)
@@ -160,19 +149,15 @@ class BucketLibrary:
             return time.time()
 
     async def pin(self, name: str, seconds: float) -> float:
-        """See `Library.pin`."""
         return await leases.pin(self._bucket, name, seconds, self._timing, self._runtime)
 
     async def unpin(self, name: str) -> bool:
-        """See `Library.unpin`."""
         return await leases.unpin(self._bucket, name)
 
     async def expire(self, model: str, before_s: float | None = None) -> float:
-        """See `Library.expire`."""
         return await leases.expire(self._bucket, model, before_s)
 
     async def expired(self) -> Mapping[str, float]:
-        """See `Library.expired`."""
         return await leases.tombstones(self._bucket)
 
     async def collect(
@@ -184,7 +169,6 @@ class BucketLibrary:
         take_over: bool = False,
         progress: Progress = silent,
     ) -> Collected:
-        """See `Library.collect`."""
         collector = Collector(
             self._bucket,
             BucketLayout(),
@@ -199,7 +183,6 @@ class BucketLibrary:
         return await collector.run()
 
     async def verify(self, *, deep: bool = False, repair: bool = False, progress: Progress = silent) -> list[Damage]:
-        """See `Library.verify`."""
         found = await survey(self._bucket, BucketLayout(), await self.time_s(), self._runtime, progress)
         checked = BucketCheck(self._bucket, found, self._runtime, progress, deep)
         await checked.run()

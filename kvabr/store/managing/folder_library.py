@@ -46,12 +46,10 @@ class FolderLibrary:
 
     @property
     def location(self) -> str:
-        """See `Library.location`."""
         return self._store.location
 
     @property
     def tenant(self) -> str:
-        """See `Library.tenant`."""
         return ""
 
     async def inventory(self, progress: Progress = silent) -> Inventory:
@@ -67,7 +65,6 @@ class FolderLibrary:
         return Inventory(await self.time_s(), tuple(held), damaged)
 
     async def names(self) -> list[str]:
-        """See `Library.names`."""
         return list(self._store.list().versions)
 
     async def time_s(self) -> float:
@@ -78,7 +75,6 @@ class FolderLibrary:
             return time.time()
 
     async def pin(self, name: str, seconds: float) -> float:
-        """See `Library.pin`."""
         with locked(self._root):
             if asset_version(self._root / name) is None:
                 raise NotFoundError(f"{name}: no such asset in {self._root}")
@@ -87,19 +83,16 @@ class FolderLibrary:
         return until_s
 
     async def unpin(self, name: str) -> bool:
-        """See `Library.unpin`."""
         with locked(self._root):
             return unpin_folder_asset(self._root, name)
 
     async def expire(self, model: str, before_s: float | None = None) -> float:
-        """See `Library.expire`."""
         if not model:
             raise UsageError("name the model whose caches expire")
         with locked(self._root):
             return expire_folder_model(self._root, model, folder_time(self._root) if before_s is None else before_s)
 
     async def expired(self) -> Mapping[str, float]:
-        """See `Library.expired`."""
         return expired_models(self._root)
 
     async def collect(
@@ -138,7 +131,6 @@ class FolderLibrary:
         return done
 
     async def verify(self, *, deep: bool = False, repair: bool = False, progress: Progress = silent) -> list[Damage]:
-        """See `Library.verify`."""
         listing = self._store.list()
         bad = [Damage(name, why, "it may be undamaged") for name, why in sorted(listing.unreadable.items())]
         names = sorted(listing.versions)

@@ -117,7 +117,6 @@ class Bucket(Objects):
             return True
 
     def close(self) -> None:
-        """See `Objects.close`."""
         with self._lock:
             self._stores.clear()
 
@@ -126,8 +125,6 @@ class Bucket(Objects):
     async def get(
         self, key: str, start: int = 0, end: int | None = None, *, limit: int, wait_s: float | None = None
     ) -> memoryview:
-        """See `Objects.get`."""
-
         async def once() -> memoryview:
             path, options = self._path(key), _range(start, end)
             if blocks():
@@ -155,7 +152,6 @@ class Bucket(Objects):
     async def stream(
         self, key: str, start: int, end: int, *, part_bytes: int = PART_BYTES
     ) -> AsyncGenerator[memoryview, None]:
-        """See `Objects.stream`."""
         tries = Tries(self, 1)
         while True:
             try:
@@ -177,8 +173,6 @@ class Bucket(Objects):
             raise RequestError(f"{self.below(key)}: {abs(due)} bytes {'are missing' if due > 0 else 'too many'}")
 
     async def head(self, key: str) -> ObjectInfo | None:
-        """See `Objects.head`."""
-
         async def once() -> ObjectInfo:
             return self._info(await _ask("head", self._reader(), self._path(key)))
 
@@ -188,18 +182,15 @@ class Bucket(Objects):
             return None
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """See `Objects.list`."""
         listing = Listing(partial(self._listing, prefix))
         while found := await self._tried(prefix, "cannot be listed", listing.more):
             for meta in found:
                 yield self._info(meta)
 
     def of_tenant(self, name: str) -> Bucket:
-        """See `Objects.of_tenant`."""
         return Bucket(replace(self.where, tenant=name))
 
     async def tenants(self) -> Sequence[str]:
-        """See `Objects.tenants`."""
         above = self.prefix.removesuffix(f"{self.where.tenant}/")
         found = await self._tried("", "cannot be listed", lambda: _ask("list_with_delimiter", self._reader(), above))
         names = [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
@@ -233,15 +224,12 @@ class Bucket(Objects):
     # ------------------------------------------------------- writing
 
     async def put_new(self, key: str, data: bytes | memoryview) -> bool:
-        """See `Objects.put_new`."""
         return await self._tried(key, "cannot be written", lambda: self._put(key, data, "create"))
 
     async def put(self, key: str, data: bytes | memoryview) -> None:
-        """See `Objects.put`."""
         await self._tried(key, "cannot be written", lambda: self._put(key, data, "overwrite"))
 
     async def replace(self, key: str, data: bytes | memoryview, etag: str | None) -> bool:
-        """See `Objects.replace`."""
         if etag is None:
             return await self.put_new(key, data)
         try:
@@ -250,7 +238,6 @@ class Bucket(Objects):
             return False
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """See `Objects.delete`."""
         for first in range(0, len(keys), _DELETED_AT_ONCE):
             some = keys[first : first + _DELETED_AT_ONCE]
             try:

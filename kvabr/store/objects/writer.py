@@ -102,7 +102,6 @@ class ObjectAssetWriter:
 
     @property
     def location(self) -> str:
-        """See `AssetWriter.location`."""
         return self._bucket.url if self._prompt is None else self._bucket.where.below(self._prompt)
 
     def __enter__(self) -> Self:
@@ -118,7 +117,6 @@ class ObjectAssetWriter:
             self._file = None
 
     def frame(self, group: int, track: str, frame: bytes) -> None:
-        """See `AssetWriter.frame`."""
         file = self._opened()
         try:
             begin = file.seek(0, os.SEEK_END)
@@ -132,12 +130,10 @@ class ObjectAssetWriter:
         self._frames[track, group] = begin, begin + len(frame)
 
     def read_frame(self, group: int, track: str) -> bytes:
-        """See `AssetWriter.read_frame`."""
         begin, end = self._frames[track, group]
         return os.pread(self._opened().fileno(), end - begin, begin)
 
     def profile(self, data: bytes) -> None:
-        """See `AssetWriter.profile`."""
         self._profile = data
 
     def prompt(self, prompt: Prompt) -> None:
