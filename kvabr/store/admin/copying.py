@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvabr.store.admin.protocol import silent
+from kvabr.store.admin.survey import Progress
 from kvabr.store.asset import Asset, AssetStore, is_damage
-from kvabr.store.managing.protocol import silent
-from kvabr.store.managing.survey import Progress
 from kvabr.types.errors import AssetError, KvabrError, UsageError
 
 

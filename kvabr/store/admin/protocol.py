@@ -1,4 +1,4 @@
-"""What managing needs of a store of assets, whatever its kind."""
+"""What store administration needs of a store of assets, whatever its kind."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvabr.store.managing.collect import Collected
-from kvabr.store.managing.rules import Holding, Rules
-from kvabr.store.managing.survey import Progress
+from kvabr.store.admin.collect import Collected
+from kvabr.store.admin.rules import Holding, Rules
+from kvabr.store.admin.survey import Progress
 from kvabr.types.errors import NotFoundError
 
 
@@ -45,8 +45,8 @@ class Damage:
     repaired: bool = False
 
 
-class Library(Protocol):
-    """A store of assets that can be managed."""
+class StoreAdmin(Protocol):
+    """The administration of one store, for one tenant."""
 
     @property
     def location(self) -> str:

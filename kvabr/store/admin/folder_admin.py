@@ -13,6 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvabr.store.admin.collect import Collected
+from kvabr.store.admin.protocol import REPAIR, Damage, Inventory, silent
+from kvabr.store.admin.rules import Eviction, Holding, Rules, evictions, total_bytes
+from kvabr.store.admin.survey import Progress
 from kvabr.store.asset import AssetVersion, is_damage
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore, asset_version
 from kvabr.store.eviction import Part
@@ -28,17 +32,13 @@ from kvabr.store.folder_notes import (
     remove_folder_asset,
     unpin_folder_asset,
 )
-from kvabr.store.managing.collect import Collected
-from kvabr.store.managing.protocol import REPAIR, Damage, Inventory, silent
-from kvabr.store.managing.rules import Eviction, Holding, Rules, evictions, total_bytes
-from kvabr.store.managing.survey import Progress
 from kvabr.types.errors import AssetError, FormatError, KvabrError, NotFoundError, UsageError, VersionError
 
 _NANO = 1e-9
 
 
-class FolderLibrary:
-    """A `Library` over a folder of assets."""
+class FolderAdmin:
+    """A `StoreAdmin` over a folder of assets."""
 
     def __init__(self, store: FolderAssetStore) -> None:
         """Take the folder."""
@@ -53,7 +53,7 @@ class FolderLibrary:
         return ""
 
     async def inventory(self, progress: Progress = silent) -> Inventory:
-        """See `Library.inventory`. Reads all catalogs."""
+        """See `StoreAdmin.inventory`. Reads all catalogs."""
         listing = self._store.list()
         held, damaged, versions = [], dict(listing.unreadable), listing.versions
         for number, (name, version) in enumerate(sorted(versions.items())):
@@ -68,7 +68,7 @@ class FolderLibrary:
         return list(self._store.list().versions)
 
     async def time_s(self) -> float:
-        """See `Library.time_s`: the file system's."""
+        """See `StoreAdmin.time_s`: the file system's."""
         try:
             return folder_time(self._root)
         except AssetError:
@@ -104,7 +104,7 @@ class FolderLibrary:
         take_over: bool = False,  # noqa: ARG002 - of the protocol
         progress: Progress = silent,
     ) -> Collected:
-        """See `Library.collect`. Several at once do no harm; a folder has no single groups (``cache_ttl_s``)."""
+        """See `StoreAdmin.collect`. Several at once do no harm; a folder has no single groups (``cache_ttl_s``)."""
         if cache_ttl_s is not None:
             raise UsageError(f"{self._root}: has no single groups, which only buckets cache (--cache-ttl)")
         found, done = await self.inventory(progress), Collected()

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.store.eviction import Part
-from kvabr.store.managing.rules import (
+from kvabr.store.admin.rules import (
     Holding,
     Rules,
     date,
@@ -20,6 +19,7 @@ from kvabr.store.managing.rules import (
     size,
     total_bytes,
 )
+from kvabr.store.eviction import Part
 from kvabr.types.errors import UsageError
 
 DAY = 86400.0

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvabr.store.managing.protocol import Damage
-from kvabr.store.managing.survey import FIRST_BYTES, MAX_SMALL_BYTES, Progress, Survey, check_size
+from kvabr.store.admin.protocol import Damage
+from kvabr.store.admin.survey import FIRST_BYTES, MAX_SMALL_BYTES, Progress, Survey, check_size
 from kvabr.store.objects.layout import MAX_STORED_CATALOG_BYTES, StoredCatalog, profile_key, span_key
 from kvabr.store.objects.leases import CATALOGS, Runtime
 from kvabr.store.objects.protocol import Objects

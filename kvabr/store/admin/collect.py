@@ -4,7 +4,7 @@ What may go is found by one look at everything (`survey`), and deleted in batche
 it is written, and what may have changed since is looked at again; see `kvabr.store.objects.leases` for why that is
 enough. The order:
 
-1. Catalogs that are no roots any more (`kvabr.store.managing.rules`). A note of what they named keeps that for a grace.
+1. Catalogs that are no roots any more (`kvabr.store.admin.rules`). A note of what they named keeps that for a grace.
 2. Pointers to spans that no catalog, intent or such note names and that are older than the grace; then these spans;
    then offers that have no spans, and profiles.
 3. Notes of processes that have ended.
@@ -22,9 +22,9 @@ from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvabr.store.managing.pointers import read_head, repoint
-from kvabr.store.managing.rules import Eviction, Rules, evictions, total_bytes
-from kvabr.store.managing.survey import (
+from kvabr.store.admin.pointers import read_head, repoint
+from kvabr.store.admin.rules import Eviction, Rules, evictions, total_bytes
+from kvabr.store.admin.survey import (
     MAX_SMALL_BYTES,
     Manifest,
     ObjectFormat,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvabr.store.admin.rules import Holding
 from kvabr.store.eviction import Part
-from kvabr.store.managing.rules import Holding
 from kvabr.store.objects.layout import MAX_STORED_CATALOG_BYTES
 from kvabr.store.objects.leases import (
     CATALOGS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 
-from kvabr.store.managing.survey import FIRST_BYTES, MAX_SMALL_BYTES, ObjectFormat
+from kvabr.store.admin.survey import FIRST_BYTES, MAX_SMALL_BYTES, ObjectFormat
 from kvabr.store.objects.leases import INTENTS, LeaseTiming, Note, Runtime, sweeps
 from kvabr.store.objects.protocol import Objects
 from kvabr.types.errors import FormatError, NotFoundError

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvabr.store.managing.collect import Collector
-from kvabr.store.managing.rules import Rules
+from kvabr.store.admin.collect import Collector
+from kvabr.store.admin.rules import Rules
 from kvabr.store.objects.leases import CATALOGS, expire, pin, touch
 from kvabr.types.errors import KvabrError, NotFoundError, UsageError
-from tests.store.managing.modelbed import (
+from tests.store.admin.modelbed import (
     MODEL,
     TIMING,
     ShortLayout,

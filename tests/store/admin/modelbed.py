@@ -8,7 +8,7 @@ import json
 import types
 from dataclasses import dataclass
 
-from kvabr.store.managing.survey import Manifest
+from kvabr.store.admin.survey import Manifest
 from kvabr.store.objects.guard import PublishGuard
 from kvabr.store.objects.leases import CATALOGS, LeaseTiming, Runtime, offer_note, touch
 from kvabr.types.errors import AssetError, FormatError, NotFoundError

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from kvabr.store.managing.checking import BucketCheck
-from kvabr.store.managing.collect import Collected, Collector
-from kvabr.store.managing.protocol import Damage, Inventory, silent
-from kvabr.store.managing.rules import Rules
-from kvabr.store.managing.survey import Manifest, Progress, survey
+from kvabr.store.admin.checking import BucketCheck
+from kvabr.store.admin.collect import Collected, Collector
+from kvabr.store.admin.protocol import Damage, Inventory, silent
+from kvabr.store.admin.rules import Rules
+from kvabr.store.admin.survey import Manifest, Progress, survey
 from kvabr.store.objects import leases
 from kvabr.store.objects.layout import (
     MAX_SPAN_BYTES,
@@ -107,8 +107,8 @@ class BucketLayout:
         return offer_key(number), MovedOffer(turn + 1).dumps()
 
 
-class BucketLibrary:
-    """A `Library` over a bucket."""
+class BucketAdmin:
+    """A `StoreAdmin` over a bucket."""
 
     def __init__(
         self, bucket: Objects, runtime: Runtime | None = None, timing: leases.LeaseTiming = leases.TIMING
@@ -125,7 +125,7 @@ class BucketLibrary:
         return self._bucket.where.tenant
 
     async def inventory(self, progress: Progress = silent) -> Inventory:
-        """See `Library.inventory`. Lists all objects, and reads all catalogs and leases."""
+        """See `StoreAdmin.inventory`. Lists all objects, and reads all catalogs and leases."""
         now_s = await self.time_s()
         found = await survey(self._bucket, BucketLayout(), now_s, self._runtime, progress, count_uses=True)
         held = [found.holding(catalog) for catalog in sorted(found.manifests)]
