@@ -309,7 +309,7 @@ def _say_gone(done: Collected, *, dry_run: bool) -> None:
         stay = "stays for its grace" if done.waiting == 1 else "stay for their grace"
         plain(f"{counted(done.waiting, 'span')} that nothing names {stay}")
     if done.busy:
-        plain(f"{done.busy:,} {'stays' if done.busy == 1 else 'stay'} because somebody began to use them meanwhile")
+        plain(f"{done.busy:,} {'stays' if done.busy == 1 else 'stay'} because they are in use again")
     if done.excess:
         plain(f"still {human(done.excess)} over --max-bytes: the rest is pinned, new, or was measured (see --measured)")
     if not done.swept:

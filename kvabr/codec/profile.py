@@ -8,7 +8,7 @@ nothing executable.
 
     metadata    kvabr: JSON of format, spec, sinks, outlier, structure, depths {track: step, dead}; and, where it helps,
                 gains [stack] of a depth, quiet {threshold, usual [layer]}, which only encoders read, and seen, see
-                `kvabr.codec.seen`
+                `kvabr.codec.calibration_fingerprint`
     mean        [layer, K/V, head, dim] float16
     norm        [layer, K/V] float32
     spread      [layer] float32
@@ -41,9 +41,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from kvabr.codec.analysis import Analysis
+from kvabr.codec.calibration_fingerprint import Seen
 from kvabr.codec.native.coder_model import MOST_RADIUS, CoderModel, NearTables, Quantiser
 from kvabr.codec.quantiser import nested
-from kvabr.codec.seen import Seen
 from kvabr.codec.transform import NO_MATRIX, Matrices, Quiet, Structure, Transform
 from kvabr.types.catalog import MAX_PROFILE_BYTES
 from kvabr.types.errors import ForeignError, FormatError

@@ -6,7 +6,7 @@ tracks follow, with news of their own, when no group waits for its cheapest one.
 it is they that come later, possibly only after the last token.
 
 Encoding delays the engine by no more than a small share of its time (`kvabr.publish.encoding_threads`): beyond that it
-takes what nobody else wants, and after the last token all that it can get.
+takes idle processor time, and after the last token all that it can get.
 """
 
 from __future__ import annotations

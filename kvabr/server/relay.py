@@ -1,7 +1,7 @@
 """A relay: a cache between an origin and the players near by, which a `Server` serves in place of an origin's library.
 
 Everyone who may enter the relay may read what the relay's own token opens at the origin. The relay asks the origin to
-tell what it takes back (`kvabr.server.changes`), and drops that, also where nobody asks for anything. If the origin
+tell what it takes back (`kvabr.server.changes`), and drops that, even while no player asks for anything. If the origin
 refuses the relay's token, its players lose their connections, so that relays among them learn of it too.
 """
 

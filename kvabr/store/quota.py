@@ -160,7 +160,7 @@ class FolderQuota:
 
 
 def remove_asset(root: Path, name: str, now: float) -> bool:
-    """Remove an asset from a folder; return whether it is gone. One that was pinned meanwhile stays."""
+    """Remove an asset from a folder; return whether it is gone. One that has just been pinned stays."""
     try:
         with locked(root):
             if (pin_end_s(root, name) or -math.inf) > now:

@@ -163,13 +163,13 @@ def error_sums(
     return sums
 
 
-def alike(
+def similarity(
     rows: NDArray[np.float32], which: NDArray[np.intp], tokens: NDArray[np.intp], step: float, most: int = 0
 ) -> NDArray[np.int32]:
-    """Return how alike tokens are in some rows; see `reference.alike`."""
+    """Return how alike tokens are in some rows; see `reference.similarity`."""
     path = active_path()
     if path == "reference":
-        return reference.alike(rows, which, tokens, step, most)
+        return reference.similarity(rows, which, tokens, step, most)
     sums = np.zeros((len(tokens), len(tokens)), np.int32)
     places = np.ascontiguousarray(which, np.uint32), np.ascontiguousarray(tokens, np.uint32)
     _kvcoder.alike(path, np.ascontiguousarray(rows, np.float32), rows.shape[1], *places, step, most, sums)

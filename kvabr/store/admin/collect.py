@@ -91,7 +91,7 @@ class Collected:
     excess: int = 0
     """Bytes by which the quota is still exceeded."""
     busy: int = 0
-    """Catalogs and spans that were left because somebody began to use them meanwhile."""
+    """Catalogs and spans that were kept because they were used again during the collection."""
     swept: bool = True
     """False if no span may be deleted, because there are catalogs that cannot be read."""
 
@@ -211,7 +211,7 @@ class Collector:
             self._done.excess = max(0, left - self._rules.max_bytes)
 
     async def _lacking(self, found: Survey, known: set[str]) -> list[Eviction]:
-        """Return the catalogs of which a span is missing and that nobody is mending; pinned ones are only noted.
+        """Return the catalogs that lack a span and are not being repaired; pinned ones are only noted.
 
         With them come those that are known to be damaged.
         """

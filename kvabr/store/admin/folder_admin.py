@@ -184,7 +184,7 @@ class FolderAdmin:
         return broken
 
     def _remove(self, each: Eviction, now_s: float) -> bool:
-        """Remove an asset unless it was pinned, used or replaced meanwhile."""
+        """Remove an asset unless it has been pinned, used or replaced since it was chosen."""
         held = each.holding
         path = self._root / held.name
         with locked(self._root):

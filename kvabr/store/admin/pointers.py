@@ -31,7 +31,7 @@ async def repoint(
 ) -> set[str]:
     """Let pointers point to spans that stay; return those that do now.
 
-    As a publisher does, this writes an intent first, so that no other collector takes these spans meanwhile.
+    As a publisher does, this writes an intent first, so that no other collector removes these spans.
 
     Args:
         objects: The tenant's objects.

@@ -33,7 +33,7 @@ _TOUCH_EVERY_S = 600.0
 _AT_ONCE = 8
 _KNOWN_SPANS = 1 << 17
 _FOUND_S = 600.0
-"""Seconds after which a span is looked for again: it may be lost meanwhile."""
+"""Seconds after which a span is looked for again: it may have been lost."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from kvabr.codec.side_by_side import side_by_side
+from kvabr.codec.parallel_map import parallel_map
 
 
 @pytest.fixture(params=[1, 2])
@@ -27,13 +27,13 @@ def test_results_come_in_order(threads):
         first.set()
         return number, torch.get_num_threads()
 
-    assert list(side_by_side(work, range(5))) == [(number, 1) for number in range(5)]
+    assert list(parallel_map(work, range(5))) == [(number, 1) for number in range(5)]
     assert torch.get_num_threads() == threads
 
 
 def test_few_items_are_drawn_ahead(threads):
     drawn = []
-    found = side_by_side(lambda number: number, (drawn.append(number) or number for number in range(9)))
+    found = parallel_map(lambda number: number, (drawn.append(number) or number for number in range(9)))
     assert next(found) == 0
     assert len(drawn) <= 3
     found.close()
@@ -41,7 +41,7 @@ def test_few_items_are_drawn_ahead(threads):
 
 
 def test_an_error_is_raised_in_its_place(threads):
-    found = side_by_side(lambda number: 1 / (number - 1), range(5))
+    found = parallel_map(lambda number: 1 / (number - 1), range(5))
     assert next(found) == -1
     with pytest.raises(ZeroDivisionError):
         next(found)

@@ -20,11 +20,11 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def side_by_side(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+def parallel_map(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
     """Yield what ``work`` returns for each item, in order; items are drawn in this thread as they are needed.
 
-    Two are worked on at once, each with half of torch's threads, if torch has two. Meanwhile this thread has half of
-    them, too: threads that wait for its next operation do so busily.
+    Two run at once, each with half of torch's threads, if torch has two. This thread keeps half of them, too: threads
+    that wait for its next operation spin.
     """
     threads = torch.get_num_threads()
     if threads < _AT_ONCE:

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvabr.codec.calibration_fingerprint import MOST_MARKS, RUN, WINDOW, Seen, marks_of
 from kvabr.codec.profile import Profile
-from kvabr.codec.seen import MOST_MARKS, RUN, WINDOW, Seen, marks_of
 from kvabr.types.errors import FormatError
 from tests import kvdata
 
