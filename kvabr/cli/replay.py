@@ -238,7 +238,7 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
     if args.verify:
         out.print(views.verification_table(result))
     if args.live:
-        out.print(views.live_table(result))
+        out.print(part("replay.live.table", "replay --live")(result))
     say(out, views.verdict(result))
     if args.html is not None:
         say(out, f"page: {args.html.resolve()}")

@@ -56,6 +56,7 @@ def test_every_command_and_policy_of_the_laboratory_joins():
         "calibrate.blend",
         "replay.live",
         "replay.live.check",
+        "replay.live.table",
         "replay.sharing",
     }
     assert set(groups["kvabr.policies"]) == POLICIES

@@ -3,8 +3,8 @@
 import pytest
 from rich.console import Console
 
-from kvabr.replay.report import live_table
 from kvabr_lab.live.compare import comparison
+from kvabr_lab.live.table import live_table
 
 
 def run(ttft, tracks, *, family="a", policy="p", met=True, limit="network", regret=None):
