@@ -55,9 +55,6 @@ types. Draft 18 gives REQUEST_OK a second type, 0x1E, as the answer to PUBLISH; 
 FETCHes, which draft 20 no longer has, share a type with the others."""
 _TYPE_OF = {draft: {cls: kind for kind, cls in types.items()} for draft, types in _TYPES.items()}
 
-ANSWERS = (m.RequestOk, m.RequestErrorMessage, m.SubscribeOk, m.PublishDone, m.FetchOk)
-"""Messages without a request ID: their stream identifies the request."""
-
 
 def encode(message: m.Message, draft: Draft) -> bytes:
     """Encode a message with its type and length, or raise ValueError if the draft does not allow it."""
@@ -89,7 +86,7 @@ def decode(kind: int, payload: bytes, draft: Draft, *, control: bool = True) -> 
     if cls is None:
         raise SessionFault(f"unknown message type 0x{kind:x}")
     reader = Reader(payload)
-    values: dict[str, Any] = {"request_id": None} if cls in (*ANSWERS, m.Goaway) else {}
+    values: dict[str, Any] = {}
     names = _field_names(cls, draft, control=control)
     if cls is m.Fetch and not draft.fetch_by_filter:
         cls, values = _fetch_type(reader)
@@ -248,7 +245,7 @@ _CODECS: dict[str, _Codec] = {
 def _field_names(cls: type[m.Message], draft: Draft, *, control: bool = True) -> list[str]:
     """Return the fields of a message that a draft has, in wire order."""
     absent = {
-        "request_id": cls in ANSWERS or (cls is m.Goaway and not (draft.goaway_names_request and control)),
+        "request_id": cls is m.Goaway and not (draft.goaway_names_request and control),
         "start": draft.fetch_by_filter,
         "end": cls is m.Fetch and draft.fetch_by_filter,
     }
@@ -258,8 +255,7 @@ def _field_names(cls: type[m.Message], draft: Draft, *, control: bool = True) ->
 class MessageParser:
     """Split a stream into control messages, holding at most one incomplete message."""
 
-    def __init__(self, draft: Draft) -> None:
-        self._draft = draft
+    def __init__(self) -> None:
         self._buffer = bytearray()
         self.count = 0
         """Messages yielded by `feed` so far."""

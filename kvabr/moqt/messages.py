@@ -43,12 +43,6 @@ class _OfTrack(_Numbered):
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer(Message):
-    request_id: int | None
-    """Not on the wire: its stream identifies the request."""
-
-
-@dataclass(frozen=True, slots=True)
 class Setup(Message):
     """SETUP."""
 
@@ -67,9 +61,8 @@ class Goaway(Message):
 
 @dataclass(frozen=True, slots=True)
 class RequestOk(Message):
-    """REQUEST_OK."""
+    """REQUEST_OK. Answers have no request ID: their stream identifies the request."""
 
-    request_id: int | None = None
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
     """In answer to TRACK_STATUS."""
@@ -88,7 +81,7 @@ class Redirect:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestErrorMessage(_Answer):
+class RequestErrorMessage(Message):
     """REQUEST_ERROR."""
 
     code: int
@@ -117,7 +110,7 @@ class TrackStatus(_OfTrack):
 
 
 @dataclass(frozen=True, slots=True)
-class SubscribeOk(_Answer):
+class SubscribeOk(Message):
     """SUBSCRIBE_OK."""
 
     track_alias: int
@@ -147,7 +140,7 @@ class Publish(_OfTrack):
 
 
 @dataclass(frozen=True, slots=True)
-class PublishDone(_Answer):
+class PublishDone(Message):
     """PUBLISH_DONE."""
 
     code: int
@@ -228,7 +221,7 @@ class JoiningFetch(_Numbered):
 
 
 @dataclass(frozen=True, slots=True)
-class FetchOk(_Answer):
+class FetchOk(Message):
     """FETCH_OK."""
 
     end_of_track: bool

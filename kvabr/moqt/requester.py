@@ -35,7 +35,7 @@ MAX_PARTIAL_BYTES = 1 << 20
 @dataclass(slots=True, eq=False, kw_only=True)
 class _OwnRequest(RequestState):
     message: m.Fetch | m.Subscribe = field(kw_only=False)
-    parser: MessageParser
+    parser: MessageParser = field(default_factory=MessageParser)
     """Parser of the answers on the request's own stream."""
     budget: ObjectBudget = field(default_factory=ObjectBudget)
     streams: set[int] = field(default_factory=set)
@@ -102,7 +102,7 @@ class Requester:
     def request(self, message: m.Fetch | m.Subscribe) -> None:
         """Make a request."""
         number, stream = message.request_id, self._channel.open_bidi()
-        request = _OwnRequest(number, message, stream, parser=MessageParser(self._channel.draft))
+        request = _OwnRequest(number, message, stream)
         self._requests[number] = self._by_stream[stream] = request
         self._channel.write(stream, message)
 
@@ -379,7 +379,7 @@ class Requester:
         self._finish(request)
 
     def _refused(self, request: _OwnRequest, code: int, reason: str) -> None:
-        self._channel.events.append(Refused(request.number, m.RequestErrorMessage(request.number, code, 0, reason)))
+        self._channel.events.append(Refused(request.number, m.RequestErrorMessage(code, 0, reason)))
 
     def _abandon(self, request: _OwnRequest, code: int, reason: str) -> None:
         """Cancel a request whose track cannot be used, such as a malformed one (draft 18, section 2.4.2)."""

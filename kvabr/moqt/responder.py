@@ -117,13 +117,13 @@ class Responder:
             code, reason = RequestCode.NOT_SUPPORTED, "a prefix cannot be changed; make a new request"
             if parameters.namespace_prefix is None:
                 code, reason = RequestCode.INVALID_FILTER, "range filters are not supported"
-            self._channel.write(request.stream, m.RequestErrorMessage(message.request_id, code, 0, reason))
+            self._channel.write(request.stream, m.RequestErrorMessage(code, 0, reason))
             self._cancelled(request, ResetCode.CANCELLED, reset=None)
             return
         if not request.answered:
             request.updates += 1  # the request itself must be answered first
         else:
-            self._channel.write(request.stream, m.RequestOk(message.request_id))
+            self._channel.write(request.stream, m.RequestOk())
         self._channel.events.append(Updated(request.number, parameters))
 
     def stream_gone(self, stream: int, code: int) -> None:
@@ -161,7 +161,7 @@ class Responder:
             KeyError: The request is over; a `Cancelled` event has been reported.
         """
         channel, request = self._channel, self._requests[request_id]
-        self._agree(request, m.FetchOk(request_id, end_of_track, end))
+        self._agree(request, m.FetchOk(end_of_track, end))
         stream = self._open(request)
         channel.commands.append(Write(stream, write_varint(FETCH_HEADER) + write_varint(request_id)))
         return stream
@@ -180,7 +180,7 @@ class Responder:
 
     def accept_subscribe(self, request_id: int, alias: int, largest: Location | None) -> None:
         """Accept a SUBSCRIBE, or raise KeyError if it is over, as the methods below."""
-        self._agree(self._requests[request_id], m.SubscribeOk(request_id, alias, Parameters(largest=largest)))
+        self._agree(self._requests[request_id], m.SubscribeOk(alias, Parameters(largest=largest)))
 
     def push(self, request_id: int, header: SubgroupHeader) -> int:
         """Open a stream for a subgroup of a subscription.
@@ -205,13 +205,13 @@ class Responder:
     def publish_done(self, request_id: int, code: int, reason: str) -> None:
         """End a subscription whose streams have ended; those that have not are reset."""
         request = self._requests[request_id]
-        self._channel.write(request.stream, m.PublishDone(request_id, code, request.pushed, reason))
+        self._channel.write(request.stream, m.PublishDone(code, request.pushed, reason))
         self._finish(request)
 
     def accept(self, request_id: int, parameters: Parameters | None = None) -> None:
         """Accept any other request; this completes a TRACK_STATUS."""
         request = self._requests[request_id]
-        self._agree(request, m.RequestOk(request_id, parameters or Parameters()))
+        self._agree(request, m.RequestOk(parameters or Parameters()))
         if isinstance(request.message, m.TrackStatus):
             self._finish(request)
 
@@ -226,7 +226,7 @@ class Responder:
         request = self._requests.get(request_id)
         if request is not None:
             retry = 0 if retry_ms is None else retry_ms + 1
-            self._channel.write(request.stream, m.RequestErrorMessage(request_id, code, retry, reason))
+            self._channel.write(request.stream, m.RequestErrorMessage(code, retry, reason))
             self._finish(request)
 
     # ------------------------------------------------------------------ internals

@@ -48,7 +48,7 @@ class MoqtSession:
         self._control_in: int | None = None
         self._messages: dict[int, MessageParser | None] = {}
         """Parsers of the peer's bidirectional streams that have not ended; None if the request is over."""
-        self._control_parser = MessageParser(draft)
+        self._control_parser = MessageParser()
         self._headers: dict[int, bytes] = {}
         """Incomplete headers of the peer's unidirectional streams."""
         self._early: dict[int, tuple[bytearray | None, bool]] = {}
@@ -216,7 +216,7 @@ class MoqtSession:
             self._receive_request(stream, data, fin=fin)
 
     def _receive_request(self, stream: int, data: bytes, *, fin: bool) -> None:
-        parser = self._messages.setdefault(stream, MessageParser(self.draft))
+        parser = self._messages.setdefault(stream, MessageParser())
         if parser is not None:
             self._receive_requests(stream, parser, data)
             if fin and parser.buffered:

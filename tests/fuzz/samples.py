@@ -28,16 +28,16 @@ def sample_messages(draft: Draft) -> list[m.Message]:
     out: list[m.Message] = [
         m.Setup(SetupOptions(b"/p", b"h:1", (Token(b"t"),), 100, b"me")),
         m.Goaway(b"", 9, 1 if draft.goaway_names_request else None),
-        m.RequestOk(None, Parameters(expires=5, largest=start), properties),
-        m.RequestErrorMessage(None, 0x10, 5, "none"),
+        m.RequestOk(Parameters(expires=5, largest=start), properties),
+        m.RequestErrorMessage(0x10, 5, "none"),
         m.Subscribe(0, space, b"t", rich),
         m.TrackStatus(0, space, b"t", SOME),
-        m.SubscribeOk(None, 7, Parameters(expires=1, largest=start), properties),
+        m.SubscribeOk(7, Parameters(expires=1, largest=start), properties),
         m.RequestUpdate(2, Parameters(priority=3)),
         m.Publish(0, space, b"t", 7, Parameters(forward=0), properties),
-        m.PublishDone(None, 2, 3, "over"),
+        m.PublishDone(2, 3, "over"),
         m.Fetch(0, space, b"t", start, end, Parameters(priority=1, group_order=1)),
-        m.FetchOk(None, True, end, Parameters(), properties),
+        m.FetchOk(True, end, Parameters(), properties),
         m.PublishNamespace(0, space, SOME),
         m.Namespace((b"x",)),
         m.SubscribeNamespace(0, (), SOME),
@@ -56,7 +56,7 @@ def sample_messages(draft: Draft) -> list[m.Message]:
     else:
         out.append(m.JoiningFetch(2, 0, 3, True))
     to = m.Redirect(b"moqt://h/", space, b"t")
-    return [*out, m.RequestErrorMessage(None, 0x34, 1, "there", to), m.SubscribeTracks(0, space)]
+    return [*out, m.RequestErrorMessage(0x34, 1, "there", to), m.SubscribeTracks(0, space)]
 
 
 @cache

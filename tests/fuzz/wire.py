@@ -43,8 +43,8 @@ def _messages(draft: Draft) -> Target:
 
     def take(data: bytes) -> bool:
         cut, data = data[:1], data[1:]
-        whole = list(MessageParser(draft).feed(data))
-        parser = MessageParser(draft)
+        whole = list(MessageParser().feed(data))
+        parser = MessageParser()
         assert [each for piece in chunks(data, cut[0] if cut else 0) for each in parser.feed(piece)] == whole
         assert parser.buffered <= MAX_MESSAGE_BYTES + 11
         good = [_round_trip(kind, payload, side) for kind, payload in whole[:100] for side in (True, False)]
@@ -56,7 +56,7 @@ def _messages(draft: Draft) -> Target:
             return False
         unusable(getattr(message, "properties", ()))
         if not hasattr(message, "reason"):  # reasons are repaired
-            ((kind, payload),) = MessageParser(draft).feed(encode(message, draft))
+            ((kind, payload),) = MessageParser().feed(encode(message, draft))
             assert decode(kind, payload, draft, control=side) == message
         return True
 

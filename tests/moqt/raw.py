@@ -61,7 +61,7 @@ class Raw:
         """Return the messages that the session has sent."""
         self.collect()
         data = b"".join(command.data for command in self.commands if isinstance(command, Write))
-        return [decode(kind, body, self.draft, control=False) for kind, body in MessageParser(self.draft).feed(data)]
+        return [decode(kind, body, self.draft, control=False) for kind, body in MessageParser().feed(data)]
 
     @property
     def code(self) -> int | None:

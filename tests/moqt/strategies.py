@@ -117,7 +117,6 @@ def ranges(draft: Draft) -> st.SearchStrategy[tuple[Location, Location]]:
 def message(draft: Draft) -> st.SearchStrategy[m.Message]:
     """Any message of a draft; answers have the request ID that decoding yields."""
     number = integers(draft)
-    answered = st.none()
     spaces = namespaces if draft.number >= 17 else full
 
     def given(cls: type[m.Message]) -> st.SearchStrategy[Parameters]:
@@ -134,18 +133,18 @@ def message(draft: Draft) -> st.SearchStrategy[m.Message]:
     props = properties(draft)
     common = [
         st.builds(m.Setup, setups(draft)),
-        st.builds(m.RequestOk, answered, given(m.RequestOk), props),
+        st.builds(m.RequestOk, given(m.RequestOk), props),
         st.builds(
-            m.RequestErrorMessage, answered, number.filter(lambda code: code != RequestCode.REDIRECT), number, reasons
+            m.RequestErrorMessage, number.filter(lambda code: code != RequestCode.REDIRECT), number, reasons
         ),
         st.builds(m.Subscribe, number, spaces, tracks, given(m.Subscribe)),
         st.builds(m.TrackStatus, number, spaces, tracks, given(m.TrackStatus)),
-        st.builds(m.SubscribeOk, answered, number, given(m.SubscribeOk), props),
+        st.builds(m.SubscribeOk, number, given(m.SubscribeOk), props),
         st.builds(m.RequestUpdate, number, given(m.RequestUpdate)),
         st.builds(m.Publish, number, spaces, tracks, number, given(m.Publish), props),
-        st.builds(m.PublishDone, answered, number, number, reasons),
+        st.builds(m.PublishDone, number, number, reasons),
         st.builds(fetch, number, spaces, tracks, ranges(draft), given(m.Fetch)),
-        st.builds(m.FetchOk, answered, st.booleans(), locations(draft), st.just(Parameters()), props),
+        st.builds(m.FetchOk, st.booleans(), locations(draft), st.just(Parameters()), props),
         st.builds(m.PublishNamespace, number, spaces, given(m.PublishNamespace)),
         st.builds(m.Namespace, namespaces),
         st.builds(m.SubscribeNamespace, number, namespaces, given(m.SubscribeNamespace)),
@@ -159,6 +158,6 @@ def message(draft: Draft) -> st.SearchStrategy[m.Message]:
             if draft.fetch_by_filter
             else [st.builds(m.JoiningFetch, number, number, number, st.booleans(), given(m.JoiningFetch))]
         ),
-        st.builds(m.RequestErrorMessage, answered, st.just(0x34), number, reasons, to),
+        st.builds(m.RequestErrorMessage, st.just(0x34), number, reasons, to),
         st.builds(m.SubscribeTracks, number, namespaces, given(m.SubscribeTracks)),
     )

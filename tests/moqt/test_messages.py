@@ -23,7 +23,7 @@ def frame(kind: str, *parts: str) -> bytes:
 
 
 def one(data: bytes, draft, *, control: bool = True) -> m.Message:
-    ((kind, payload),) = MessageParser(draft).feed(data)
+    ((kind, payload),) = MessageParser().feed(data)
     return decode(kind, payload, draft, control=control)
 
 
@@ -253,7 +253,7 @@ def test_what_cannot_be_written():
     with pytest.raises(ValueError, match="URI"):
         encode(m.Goaway(b"x" * 8193, 0, 0), DRAFT_18)
     with pytest.raises(ValueError, match="needs a redirect"):
-        encode(m.RequestErrorMessage(None, 0x34, 0, ""), DRAFT_18)
+        encode(m.RequestErrorMessage(0x34, 0, ""), DRAFT_18)
     with pytest.raises(ValueError, match="no PublishStateNotify"):
         encode(m.PublishStateNotify(), DRAFT_18)
     tokens = (Token(b"x" * 0xFFF0), Token(b"y" * 100))
@@ -262,9 +262,9 @@ def test_what_cannot_be_written():
 
 
 def test_reasons_are_cut_between_letters():
-    message = one(encode(m.RequestErrorMessage(None, 1, 0, "ä" * 600), DRAFT_18), DRAFT_18)
+    message = one(encode(m.RequestErrorMessage(1, 0, "ä" * 600), DRAFT_18), DRAFT_18)
     assert message.reason == "ä" * 512
-    message = one(encode(m.RequestErrorMessage(None, 1, 0, "x" + "ä" * 600), DRAFT_18), DRAFT_18)
+    message = one(encode(m.RequestErrorMessage(1, 0, "x" + "ä" * 600), DRAFT_18), DRAFT_18)
     assert message.reason == "x" + "ä" * 511
 
 
@@ -276,9 +276,9 @@ def test_any_split_gives_the_same_messages(draft):
     @given(st.lists(strategies.message(draft), min_size=1, max_size=5), st.data())
     def check(messages, data):
         whole = b"".join(encode(message, draft) for message in messages)
-        expected = list(MessageParser(draft).feed(whole))
+        expected = list(MessageParser().feed(whole))
         assert len(expected) == len(messages)
-        parser, found, at = MessageParser(draft), [], 0
+        parser, found, at = MessageParser(), [], 0
         while at < len(whole):
             size = data.draw(st.integers(1, len(whole) - at))
             found += parser.feed(whole[at : at + size])
@@ -286,7 +286,7 @@ def test_any_split_gives_the_same_messages(draft):
         assert found == expected
         assert parser.buffered == 0
         assert parser.count == len(messages)
-        single = MessageParser(draft)
+        single = MessageParser()
         assert [each for byte in whole for each in single.feed(bytes([byte]))] == expected
 
     check()
@@ -294,7 +294,7 @@ def test_any_split_gives_the_same_messages(draft):
 
 def test_the_longest_message_byte_by_byte():
     """It is held once, and not copied for every byte."""
-    parser = MessageParser(DRAFT_18)
+    parser = MessageParser()
     parser._buffer = CountingBuffer()
     data = b"\x08\xff\xff" + b"x" * 0xFFFF
     for _ in range(2):
@@ -306,7 +306,7 @@ def test_the_longest_message_byte_by_byte():
 
 def test_many_messages_at_once():
     """What is left is not moved for every message."""
-    parser = MessageParser(DRAFT_18)
+    parser = MessageParser()
     parser._buffer = CountingBuffer()
     data = b"\x08\x00\x01\x00" * 10_000
     assert sum(1 for _ in parser.feed(data)) == 10_000

@@ -50,10 +50,9 @@ def test_a_subscription_is_answered_and_ended(draft):
     pair.server.responder.publish_done(number, 0x2, "over")
     pair.collect()
     sent = b"".join(pair.lanes[(False, 0)].sent[at] or b"" for at in range(len(pair.lanes[(False, 0)].sent)))
-    messages = [decode(kind, body, draft) for kind, body in MessageParser(draft).feed(sent)]
-    mine = None
+    messages = [decode(kind, body, draft) for kind, body in MessageParser().feed(sent)]
     assert messages == [
-        SubscribeOk(mine, 7, Parameters(largest=Location(4, 2))), PublishDone(mine, 0x2, 0, "over"),
+        SubscribeOk(7, Parameters(largest=Location(4, 2))), PublishDone(0x2, 0, "over"),
     ]  # fmt: skip
     assert pair.server.responder._requests == {}
     pair.healthy()
@@ -103,7 +102,7 @@ def test_track_status(draft):
     raw = Raw(draft, client=False)
     raw.ask(0, frame("0d", "00", NAME, "00"))
     raw.session.responder.accept(0, Parameters(largest=Location(3, 1)))
-    assert raw.said() == [RequestOk(None, Parameters(largest=Location(3, 1)))]
+    assert raw.said() == [RequestOk(Parameters(largest=Location(3, 1)))]
     assert len(raw.session.responder) == 0
     assert raw.code is None
 
@@ -115,7 +114,7 @@ def test_publish_namespace(draft):
     (request,) = raw.told(Requested)
     assert isinstance(request.message, PublishNamespace)
     raw.session.responder.accept(1)
-    assert raw.said() == [RequestOk(None)]
+    assert raw.said() == [RequestOk()]
     raw.session.receive_reset(1, 1)
     assert raw.told(Cancelled) == [Cancelled(1, ResetCode.CANCELLED)]
     assert len(raw.session.responder) == 0
@@ -128,7 +127,7 @@ def test_subscribe_namespace(draft):
     stream = subscribed_to_namespaces(draft, raw)
     raw.session.responder.tell_namespace(0, (b"a", b"b"))
     raw.session.responder.tell_namespace(0, ())
-    assert raw.said() == [RequestOk(None), Namespace((b"a", b"b")), Namespace(())]
+    assert raw.said() == [RequestOk(), Namespace((b"a", b"b")), Namespace(())]
     assert {command.stream for command in raw.commands} == {stream}
     raw.session.receive_reset(stream, 1)
     assert raw.told(Cancelled)
@@ -175,7 +174,7 @@ def test_subscribe_tracks_and_joining_fetches_are_heard():
     assert [type(event.message) for event in raw.told(Requested)] == [SubscribeTracks, JoiningFetch]
     for number, code in ((0, RequestCode.NOT_SUPPORTED), (2, RequestCode.INVALID_JOINING_REQUEST_ID)):
         raw.session.responder.refuse(number, code, "")
-        assert raw.said()[-1] == RequestErrorMessage(None, code, 0, "")
+        assert raw.said()[-1] == RequestErrorMessage(code, 0, "")
     assert len(raw.session.responder) == 0
     assert raw.code is None
 

@@ -19,15 +19,15 @@ MESSAGES_18 = [
     ("10", ["03 6d3a2f", "9388", "04"], m.Goaway(b"m:/", 5000, 4)),
     # REQUEST_OK, section 10.5: parameters, properties
     ("07", ["00"], m.RequestOk()),
-    ("07", ["02", "0805", "01 0902"], m.RequestOk(None, Parameters(expires=5, largest=Location(9, 2)))),
-    ("07", ["00", "0464", "07 0161"], m.RequestOk(None, Parameters(), ((4, 100), (11, b"a")))),
+    ("07", ["02", "0805", "01 0902"], m.RequestOk(Parameters(expires=5, largest=Location(9, 2)))),
+    ("07", ["00", "0464", "07 0161"], m.RequestOk(Parameters(), ((4, 100), (11, b"a")))),
     # REQUEST_ERROR, section 10.6.2: code, retry interval, reason
-    ("05", ["10", "00", "046e6f6e65"], m.RequestErrorMessage(None, 0x10, 0, "none")),
-    ("05", ["09", "83e9", "00"], m.RequestErrorMessage(None, 0x9, 1001, "")),
+    ("05", ["10", "00", "046e6f6e65"], m.RequestErrorMessage(0x10, 0, "none")),
+    ("05", ["09", "83e9", "00"], m.RequestErrorMessage(0x9, 1001, "")),
     # ... and Redirect, section 10.6.1: URI, namespace, track name
     ("05", ["34", "01", "00", "03 6d3a2f", NAME, TRACK],
-     m.RequestErrorMessage(None, 0x34, 1, "", m.Redirect(b"m:/", SPACE, b"t"))),
-    ("05", ["34", "00", "00", "00", "00", "00"], m.RequestErrorMessage(None, 0x34, 0, "", m.Redirect(b"", (), b""))),
+     m.RequestErrorMessage(0x34, 1, "", m.Redirect(b"m:/", SPACE, b"t"))),
+    ("05", ["34", "00", "00", "00", "00", "00"], m.RequestErrorMessage(0x34, 0, "", m.Redirect(b"", (), b""))),
     # SUBSCRIBE, section 10.7: request ID, namespace, track name, parameters
     ("03", ["00", NAME, TRACK, "09", "0264", "01 03 03006b", "010a", "0214", "0a01", "1007", "01 0101", "0102",
             "1005"],
@@ -37,8 +37,8 @@ MESSAGES_18 = [
     ("03", ["80fe", "00", "00", "00"], m.Subscribe(254, (), b"")),
     # SUBSCRIBE_OK, section 10.8: alias, parameters, properties
     ("04", ["07", "02", "0805", "01 0902", "0e20"],
-     m.SubscribeOk(None, 7, Parameters(expires=5, largest=Location(9, 2)), ((14, 32),))),
-    ("04", ["8080", "00"], m.SubscribeOk(None, 128)),
+     m.SubscribeOk(7, Parameters(expires=5, largest=Location(9, 2)), ((14, 32),))),
+    ("04", ["8080", "00"], m.SubscribeOk(128)),
     # REQUEST_UPDATE, section 10.9: request ID, parameters
     ("02", ["06", "01", "20 09"], m.RequestUpdate(6, Parameters(priority=9))),
     ("02", ["06", "01", "34" + NAME], m.RequestUpdate(6, Parameters(namespace_prefix=SPACE))),
@@ -46,16 +46,16 @@ MESSAGES_18 = [
     ("1d", ["02", NAME, TRACK, "05", "01", "1000", "3001"],
      m.Publish(2, SPACE, b"t", 5, Parameters(forward=0), ((0x30, 1),))),
     # PUBLISH_DONE, section 10.11: status, stream count, reason
-    ("0b", ["02", "03", "026f6b"], m.PublishDone(None, 2, 3, "ok")),
-    ("0b", ["06", "ff 3fffffffffffffff", "00"], m.PublishDone(None, 6, (1 << 62) - 1, "")),
+    ("0b", ["02", "03", "026f6b"], m.PublishDone(2, 3, "ok")),
+    ("0b", ["06", "ff 3fffffffffffffff", "00"], m.PublishDone(6, (1 << 62) - 1, "")),
     # FETCH, section 10.12: request ID, type, and by the type
     ("16", ["04", "01", NAME, TRACK, "0500", "0600", "03", "0a09", "16 ff", "02 02"],
      m.Fetch(4, SPACE, b"t", Location(5, 0), Location(6, 0), Parameters(fill_timeout=9, priority=255, group_order=2))),
     ("16", ["04", "02", "02", "03", "00"], m.JoiningFetch(4, 2, 3, True)),
     ("16", ["04", "03", "02", "8103", "01", "2040"], m.JoiningFetch(4, 2, 259, False, Parameters(priority=64))),
     # FETCH_OK, section 10.13: end of track in 8 bits, end location, parameters, properties
-    ("18", ["01", "0580c8", "00"], m.FetchOk(None, True, Location(5, 200))),
-    ("18", ["00", "0500", "00", "22 02"], m.FetchOk(None, False, Location(5, 0), Parameters(), ((0x22, 2),))),
+    ("18", ["01", "0580c8", "00"], m.FetchOk(True, Location(5, 200))),
+    ("18", ["00", "0500", "00", "22 02"], m.FetchOk(False, Location(5, 0), Parameters(), ((0x22, 2),))),
     # TRACK_STATUS, section 10.14: as SUBSCRIBE
     ("0d", ["08", NAME, TRACK, "01", "03 03 03006b"], m.TrackStatus(8, SPACE, b"t", Parameters(tokens=(TOKEN,)))),
     # PUBLISH_NAMESPACE, section 10.15
@@ -91,8 +91,8 @@ MESSAGES_20 = [
     ("16", ["04", NAME, TRACK, "01", "21 01 03"],
      m.Fetch(4, SPACE, b"t", ANYWHERE, m.OPEN_END, Parameters(filter=Filter(groups_back=3)))),
     # FETCH_OK: the last location itself
-    ("18", ["01", "0580c7", "00"], m.FetchOk(None, True, Location(5, 200))),
-    ("18", ["00", "05 ffffffffffffffffff", "00"], m.FetchOk(None, False, Location(5, 0))),
+    ("18", ["01", "0580c7", "00"], m.FetchOk(True, Location(5, 200))),
+    ("18", ["00", "05 ffffffffffffffffff", "00"], m.FetchOk(False, Location(5, 0))),
     # REQUEST_UPDATE: draft 20 encodes TRACK_NAMESPACE_PREFIX with a length
     ("02", ["06", "01", "34 06" + NAME], m.RequestUpdate(6, Parameters(namespace_prefix=SPACE))),
 ]  # fmt: skip
