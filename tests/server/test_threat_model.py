@@ -30,7 +30,7 @@ from kvabr.server import server as servers
 from kvabr.server.limits import ServerLimits
 from kvabr.store import asset as assets
 from kvabr.store import asset_folder, shared_folder
-from kvabr.store.objects import asset_store, bucket, group_store, layout, spans, tries
+from kvabr.store.objects import asset_store, bucket, group_store, layout, spans
 from kvabr.telemetry import prometheus
 from kvabr.types import catalog, kv, naming, records
 
@@ -132,7 +132,7 @@ ROWS = {
     ],
     "object store: catalog with": [size(layout.MAX_STORED_CATALOG_BYTES)],
     "object store: assets that a server looks at": [f"{asset_store.MAX_LISTED:,}"],
-    "object store: tries of a request": [f"{tries.TRIES}, {bucket.WAIT_S} s"],
+    "object store: tries of a request": [f"{bucket._TRIES}, {bucket.WAIT_S} s"],
     "object store: groups of relays and clients": [
         f"{size(group_store.MAX_GROUP_BYTES)} each; read {group_store._READ_S:g} s, written {group_store._WRITE_S:g} s",
         f"left alone for {group_store._PAUSE_S:g} s",
