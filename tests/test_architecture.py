@@ -19,7 +19,7 @@ import kvabr
 import kvabr_lab
 
 ROOTS = tuple(Path(package.__file__).parent for package in (kvabr, kvabr_lab))
-LAB = ("lab.policies", "lab.route", "lab.day", "lab", "lab.report", "lab.bench", "lab.cli")
+LAB = ("lab.policies", "lab.route", "lab.day", "lab.live", "lab", "lab.report", "lab.bench", "lab.cli")
 FLOORS = (
     *("types", "codec", "abr", "blend", "player", "moqt", "store", "transfer", "link", "telemetry"),
     *("client", "publish", "server", "engines", "replay", "cli", *LAB),
@@ -142,3 +142,16 @@ def test_files_hold_one_idea():
     """How long an idea is, nobody can measure; a file of a thousand lines holds several."""
     long = {name: lines for name, path in modules().items() if (lines := path.read_text().count("\n")) > 1000}
     assert not long
+
+
+def test_public_methods_are_documented_here_or_by_what_they_override():
+    methods = [
+        (f"{name}.{node.name}.{method.name}", method)
+        for name in modules()
+        for node in tree(name).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        for method in node.body
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and not method.name.startswith("_")
+    ]
+    documented = {method.name for _, method in methods if ast.get_docstring(method) is not None}
+    assert [where for where, method in methods if method.name not in documented] == []

@@ -156,6 +156,10 @@ def test_the_readme_shows_what_the_command_draws(tmp_path):
     assert main(words) == 0
     shipped = Path(__file__).parent.parent / "docs" / "assets" / "play.svg"
     assert path.read_text() == shipped.read_text(), "draw it again: " + " ".join(["kvabr", *words[:-1], str(shipped)])
+    first = " ".join((shipped.parents[2] / "README.md").read_text().partition("![")[0].split())
+    numbers = re.search(r"after ([\d.]+) s .* with ([\d.]+)% of .* loss ([\d.]+) nats", shipped.read_text())
+    assert numbers is not None
+    assert all(each in first for each in (f"{numbers[1]} s", f"{numbers[2]} %", f"{numbers[3]} nats"))
 
 
 def test_less_than_a_second_left_is_not_said(capsys, monkeypatch):

@@ -55,6 +55,14 @@ def test_a_relay_never_loads_torch():
     assert loaded("import sys, kvabr.server.relay\nprint('torch' in sys.modules)") == "False"
 
 
+def test_store_administration_is_loaded_by_its_command_alone():
+    users = (
+        "kvabr.client.async_client, kvabr.server.server, kvabr.server.relay, kvabr.publish.publisher, kvabr.cli.serve"
+    )
+    code = f"import sys, {users}\nprint([name for name in sys.modules if name.startswith('kvabr.store.admin')])"
+    assert loaded(code) == "[]"
+
+
 LISTING = """
 import sys
 from kvabr.cli.main import main

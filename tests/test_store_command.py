@@ -10,7 +10,7 @@ import pytest
 from kvabr.cli.main import main
 from kvabr.store.asset_folder import frame_path
 from kvabr.store.locations import open_store
-from tests.store.managing.assets import LONG, MODEL, new_place, publish
+from tests.store.admin.assets import LONG, MODEL, new_place, publish
 
 
 @pytest.fixture(params=["folder", "memory"])

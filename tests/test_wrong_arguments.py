@@ -19,12 +19,12 @@ from kvabr.publish.encoder import publish
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.passage_publisher import publish_passage
 from kvabr.publish.publisher import Publisher
-from kvabr.replay.live.origin import LiveOrigin
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.locations import open_asset, open_catalog, open_groups, open_store
 from kvabr.telemetry import Telemetry
 from kvabr.types.errors import KvabrError
+from kvabr_lab.live.origin import LiveOrigin
 from kvabr_lab.route import (
     CacheSize,
     PrefillSite,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvabr.types.passage import PassageNotes
 
 EPILOG = """\
-With --passage the text is a passage: its cache is used anywhere in a prompt, behind texts that nobody knows yet. It is
+With --passage the text is a passage: its cache is used anywhere in a prompt, behind texts that are not known yet. It is
 the mean of the caches behind a neutral text and --contexts - 1 others, which comes nearest to the exact one; or the
 cache behind one text (--behind), or of the passage alone (--alone), the worst. Losses of tracks are measured behind
 the neutral text. What joining costs is measured behind three other texts, with and without tokens computed again; or

@@ -235,7 +235,9 @@ def _check_wait(args: argparse.Namespace, *, named: bool) -> None:
 
 def _why_nothing(limited_by: str | None, waited: float) -> str:
     if limited_by is None:
-        return "nothing of this prompt is cached there" + (", and nobody has begun to prefill it" if waited else "")
+        return "nothing of this prompt is cached there" + (
+            ", and no producer has started to prefill it" if waited else ""
+        )
     return f"no snapshot of {limited_by} is cached there that lies within this prompt"
 
 

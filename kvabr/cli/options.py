@@ -218,7 +218,7 @@ def add_time_price_option(parser: argparse._ActionsContainer) -> None:
 
 
 def load(name: str, console: Console, **how: Any) -> LoadedModel:
-    """Load a model as `kvabr.engines.transformers.model_loader.load_model` does, and say so meanwhile."""
+    """Load a model as `kvabr.engines.transformers.model_loader.load_model` does, with a progress line."""
     from kvabr.cli.display import waiting
 
     with waiting("loading the model", console) as say:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.abr.policies import DEFAULT
 from kvabr.abr.tail import MOST_TAIL
-from kvabr.cli.interrupt import run_async
+from kvabr.cli.commands import part
 from kvabr.cli.options import (
     add_deadline_option,
     add_gpu_price_option,
@@ -29,20 +28,11 @@ from kvabr.types.words import counted
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvabr.replay.experiment import LinkSharing
     from kvabr.replay.producer import Producer
     from kvabr.replay.run import Matrix, Report
-    from kvabr.replay.sharing import Sharing
     from kvabr.store.asset import Asset
 
-_ALONE = "has the link to itself"
-_SIMULATED = {
-    "rivals": _ALONE,
-    "one_connection": _ALONE,
-    "codel": _ALONE,
-    "question": "has no engine that would compute it",
-    "producer": "is of what is published",
-}
-"""Options for simulations alone, and why."""
 _EPILOG = """\
 examples:
   kvabr replay traces                                   the default policy over every trace of a folder
@@ -201,7 +191,8 @@ def _add_live_options(parser: argparse.ArgumentParser) -> None:
     live.add_argument(
         "--live",
         action="store_true",
-        help="play real bytes over a real link (needs --asset); caches that are still being prefilled: --producer",
+        help="play real bytes over a real link (needs --asset and kvabr-lab); caches that are still being prefilled: "
+        "--producer",
     )
     live.add_argument("--quic", choices=("aioquic", "qh3"), help="QUIC library (default: aioquic)")
     live.add_argument("--loss", type=float, metavar="PERCENT", help="packets lost at random in each direction")
@@ -212,7 +203,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console(stderr=True)
-    _check_live(args)
+    _check(args)
     catalog, asset = _asset(args.asset) if args.passages is None else (_joined(args, console), None)
     matrix = _matrix(args, catalog)
     check_writable(args.json, args.html, args.svg, args.log, args.perfetto)
@@ -254,7 +245,7 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
     if args.verify:
         out.print(views.verification_table(result))
     if args.live:
-        out.print(views.live_table(result))
+        out.print(part("replay.live.table", "replay --live")(result))
     say(out, views.verdict(result))
     if args.html is not None:
         say(out, f"page: {args.html.resolve()}")
@@ -367,13 +358,14 @@ def _queue_bytes(args: argparse.Namespace) -> int | None:
     return None if args.queue is None else int(1000 * args.queue)
 
 
-def _sharing(args: argparse.Namespace) -> Sharing | None:
+def _sharing(args: argparse.Namespace) -> LinkSharing | None:
     if args.live or not (args.rivals or args.one_connection or args.codel or args.queue is not None):
         return None
-    from kvabr.replay.sharing import Sharing
-
-    queue_bytes = _queue_bytes(args)
-    return Sharing(args.rivals, queue_bytes, args.codel, args.one_connection)
+    given = next((name for name in ("rivals", "one_connection", "codel") if getattr(args, name)), "queue")
+    sharing: LinkSharing = part("replay.sharing", f"replay --{given.replace('_', '-')}")(
+        args.rivals, _queue_bytes(args), args.codel, args.one_connection
+    )
+    return sharing
 
 
 def _policies(names: list[str], catalog: Catalog) -> tuple[str, ...]:
@@ -399,43 +391,21 @@ def _replay(args: argparse.Namespace, matrix: Matrix, asset: Asset | None) -> Re
 
     with PlayBar("replaying", len(matrix.traces) * matrix.starts * len(matrix.policies)) as bar:
         if args.live and asset is not None:
-            return _replay_live(args, matrix, asset, bar.advance)
+            live: Report = part("replay.live", "replay --live")(args, matrix, asset, _queue_bytes(args), bar.advance)
+            return live
         return replay(matrix, jobs=args.jobs, on_progress=bar.advance)
 
 
-def _check_live(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> None:
     """Raise UsageError if options contradict each other or need ``--live``."""
     if args.cold and args.no_slow_start:
         raise UsageError("--cold counts the handshake, --no-slow-start skips the start of a connection; give one")
+    if args.live:
+        part("replay.live.check", "replay --live")(args)
+        return
     given = [name for name in ("quic", "loss") if getattr(args, name) is not None]
-    if given and not args.live:
+    if given:
         raise UsageError(f"--{given[0]} is about a real transport: it needs --live")
-    if args.live and args.passages is not None:
-        raise UsageError("--passages is for simulations: a real play has an asset's groups")
-    if args.live and (args.asset is None or Path(args.asset).is_file()):
-        raise UsageError("--live plays real bytes: `kvabr encode` makes an asset, --asset names its folder")
-    for name, why in _SIMULATED.items():
-        if args.live and getattr(args, name):
-            raise UsageError(f"--{name.replace('_', '-')} is for simulations: a real play {why}")
-    if args.live and args.decode_scale != 1.0:
-        raise UsageError("--decode-scale is for simulations: with --live the groups are really decoded")
-    if args.live and args.decoders != 1:
-        raise UsageError("--decoders is for simulations: a real play decodes in the client's threads")
-
-
-def _replay_live(args: argparse.Namespace, matrix: Matrix, asset: Asset, on_progress: Callable[[int], None]) -> Report:
-    from kvabr.replay.live.experiment import LiveOptions
-    from kvabr.replay.live.run import replay_live
-
-    options = LiveOptions(
-        quic=args.quic or "aioquic",
-        loss=(args.loss or 0.0) / 100.0,
-        queue_bytes=_queue_bytes(args),
-        cold=args.cold,
-        warm=args.no_slow_start,
-        seed=args.seed,
-    )
-    return run_async(replay_live(matrix, asset, options, on_progress=on_progress))
 
 
 def _verify(asset: Asset, report: Report, console: Console) -> None:

@@ -122,7 +122,7 @@ async def _serve(args: argparse.Namespace, root: str, limits: ServerLimits) -> i
     with serving.prepared(args) as setup:
         log, metrics = setup.log, setup.metrics
         if grants is not None and not len(grants):
-            log.warning("no grants", grants=str(args.grants), hint="nobody can connect; see kvabr serve --new-token")
+            log.warning("no grants", grants=str(args.grants), hint="no client can connect; see kvabr serve --new-token")
         library = PublishedAssets(root if args.cold is None else _tiered(root, args), grants, log)
         server = Server(library, setup.host, setup.port, setup.tls, limits, log, metrics, quic=args.quic)
         async with Watcher(library, log, metrics), serving.reloads(setup, server) as files:

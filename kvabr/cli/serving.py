@@ -152,7 +152,7 @@ class ServerSetup:
 
 @contextmanager
 def prepared(args: argparse.Namespace) -> Iterator[ServerSetup]:
-    """Check the options, and yield what they ask for; the metrics are served meanwhile.
+    """Check the options, and yield what they ask for; the metrics are served until the context ends.
 
     Raises:
         UsageError: An option is wrong.

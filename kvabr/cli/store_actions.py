@@ -1,4 +1,4 @@
-"""What `kvabr store` does: runs the library, and shows the result."""
+"""What `kvabr store` does: administers a store, and shows the result."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from kvabr.cli.display import StageBar, human, output, plain, printable, table, write_json
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import check_writable
+from kvabr.store.admin import rules
+from kvabr.store.admin.collect import Collected
+from kvabr.store.admin.copying import copy_assets
+from kvabr.store.admin.opening import open_admin, open_admins
+from kvabr.store.admin.protocol import Inventory, StoreAdmin, full_name
+from kvabr.store.admin.rules import Holding, Rules, evictions, total_bytes
 from kvabr.store.locations import open_store
-from kvabr.store.managing import rules
-from kvabr.store.managing.collect import Collected
-from kvabr.store.managing.copying import copy_assets
-from kvabr.store.managing.opening import open_libraries, open_library
-from kvabr.store.managing.protocol import Inventory, Library, full_name
-from kvabr.store.managing.rules import Holding, Rules, evictions, total_bytes
 from kvabr.types.errors import AssetError, NotFoundError, UsageError
 from kvabr.types.words import counted
 
@@ -39,7 +39,7 @@ _SHOWN = 20
 def ls(args: argparse.Namespace) -> int:
     """List the assets."""
     check_writable(args.json)
-    library, found = _inventory(args)
+    admin, found = _inventory(args)
     held = [each for each in found.holdings if args.model in (None, each.model)]
     shared = _shared(found.holdings)
     rows = [
@@ -61,13 +61,13 @@ def ls(args: argparse.Namespace) -> int:
     if rows:
         output().print(table(None, columns, rows, left=("name",), fold=("model",), spare=spare))
     _say_damaged(found)
-    plain(f"{counted(len(held), 'asset')}, {human(total_bytes(held))}" if held else f"{library.location}: no assets")
+    plain(f"{counted(len(held), 'asset')}, {human(total_bytes(held))}" if held else f"{admin.location}: no assets")
     write_json(
         args.json,
         {
             "schema": "kvabr.store-ls/1",
-            "store": library.location,
-            "tenant": library.tenant,
+            "store": admin.location,
+            "tenant": admin.tenant,
             "now_s": found.now_s,
             "assets": [_row(each, shared) for each in held],
             "damaged": dict(found.damaged),
@@ -79,12 +79,12 @@ def ls(args: argparse.Namespace) -> int:
 def du(args: argparse.Namespace) -> int:
     """Show how many bytes models and tracks take."""
     check_writable(args.json)
-    libraries = open_libraries(args.store) if args.all_tenants else [open_library(args.store)]
+    admins = open_admins(args.store) if args.all_tenants else [open_admin(args.store)]
     tenants = []
-    for library in libraries:
+    for admin in admins:
         with StageBar(_STAGES) as bar:
-            found: Inventory = run_async(library.inventory(bar))
-        tenants.append(_du(library.tenant, found))
+            found: Inventory = run_async(admin.inventory(bar))
+        tenants.append(_du(admin.tenant, found))
     write_json(args.json, {"schema": "kvabr.store-du/1", "store": args.store, "tenants": tenants})
     return 0
 
@@ -128,22 +128,22 @@ def pin(args: argparse.Namespace) -> int:
     """Keep an asset for a time."""
     seconds = rules.duration(args.time) if args.until is None else None
     until_s = None if args.until is None else rules.date(args.until)
-    library = open_library(args.store)
-    name = full_name(run_async(library.names()), args.name)
+    admin = open_admin(args.store)
+    name = full_name(run_async(admin.names()), args.name)
     if seconds is None:
-        seconds = (until_s or 0.0) - run_async(library.time_s())
+        seconds = (until_s or 0.0) - run_async(admin.time_s())
     if seconds <= 0:
         raise UsageError("a pin must end in the future")
-    until_s = run_async(library.pin(name, seconds))
+    until_s = run_async(admin.pin(name, seconds))
     plain(f"{name}: pinned until {_date(until_s)} UTC")
     return 0
 
 
 def unpin(args: argparse.Namespace) -> int:
     """End the pin of an asset."""
-    library = open_library(args.store)
-    name = full_name(run_async(library.names()), args.name)
-    if not run_async(library.unpin(name)):
+    admin = open_admin(args.store)
+    name = full_name(run_async(admin.names()), args.name)
+    if not run_async(admin.unpin(name)):
         raise NotFoundError(f"{name}: is not pinned")
     plain(f"{name}: no longer pinned")
     return 0
@@ -154,7 +154,7 @@ def expire(args: argparse.Namespace) -> int:
     check_writable(args.json)
     before_s = None if args.before is None else rules.date(args.before)
     if args.dry_run:
-        library, found = _inventory(args)
+        admin, found = _inventory(args)
         at_s = found.now_s if before_s is None else before_s
         gone = evictions(found.holdings, Rules(), found.now_s, {args.model: at_s})
         gone = [each for each in gone if each.holding.model == args.model]
@@ -162,12 +162,12 @@ def expire(args: argparse.Namespace) -> int:
         left = [each for each in found.holdings if each.name not in names]
         freed = total_bytes(found.holdings) - total_bytes(left)
         done = Collected(evicted=gone, kept=len(left), bytes=freed)
-        _report(library, done, args)
+        _report(admin, done, args)
         return 0
-    library = open_library(args.store)
-    at_s = run_async(library.expire(args.model, before_s))
+    admin = open_admin(args.store)
+    at_s = run_async(admin.expire(args.model, before_s))
     plain(f"{args.model}: everything from before {_date(at_s)} UTC has expired")
-    done = _collect(library, Rules(), args)
+    done = _collect(admin, Rules(), args)
     if done.busy:
         plain("somebody is publishing some of it at the moment: run `kvabr store gc` again in a while")
     return 0
@@ -186,22 +186,22 @@ def gc(args: argparse.Namespace) -> int:
         keep_measured=not args.measured,
     )
     cache_ttl_s = None if args.cache_ttl is None else rules.duration(args.cache_ttl)
-    library = open_library(args.store)
+    admin = open_admin(args.store)
     if args.deep:
         with StageBar(_STAGES) as bar:
-            bad = run_async(library.verify(deep=True, repair=not args.dry_run, progress=bar))
+            bad = run_async(admin.verify(deep=True, repair=not args.dry_run, progress=bar))
         for each in bad:
             plain(f"{each.name}: {each.what}; {'removed' if each.repaired else each.advice}")
-    _collect(library, kept, args, cache_ttl_s)
+    _collect(admin, kept, args, cache_ttl_s)
     return 0
 
 
 def verify(args: argparse.Namespace) -> int:
     """Check everything."""
     check_writable(args.json)
-    library = open_library(args.store)
+    admin = open_admin(args.store)
     with StageBar(_STAGES) as bar:
-        bad = run_async(library.verify(deep=args.deep, repair=args.repair, progress=bar))
+        bad = run_async(admin.verify(deep=args.deep, repair=args.repair, progress=bar))
     for each in bad:
         plain(f"{each.name}: {each.what}; {'removed' if each.repaired else each.advice}")
     left = [each for each in bad if not each.repaired]
@@ -209,13 +209,13 @@ def verify(args: argparse.Namespace) -> int:
         args.json,
         {
             "schema": "kvabr.store-verify/1",
-            "store": library.location,
+            "store": admin.location,
             "deep": args.deep,
             "damages": [{"name": each.name, "what": each.what, "repaired": each.repaired} for each in bad],
         },
     )
     if left:
-        raise AssetError(f"{library.location}: {len(left)} damaged")
+        raise AssetError(f"{admin.location}: {len(left)} damaged")
     whole = "nothing is damaged" if args.deep else "nothing is missing; the bytes of frames were not read, --deep does"
     rest = "the rest is undamaged" if args.deep else "of the rest nothing is missing"
     plain(whole if not bad else f"{len(bad)} removed, {rest}")
@@ -226,7 +226,7 @@ def copy(args: argparse.Namespace) -> int:
     """Copy assets."""
     check_writable(args.json)
     source, target = open_store(args.store, must_exist=True), open_store(args.target, create=True)
-    expired = run_async(open_library(args.target).expired())
+    expired = run_async(open_admin(args.target).expired())
     names = [full_name(list(source.list().versions), name) for name in args.name]
     with StageBar(_STAGES) as bar:
         done = copy_assets(source, target, names=names, model=args.model, expired=expired, progress=bar)
@@ -253,17 +253,17 @@ def copy(args: argparse.Namespace) -> int:
     return 0
 
 
-def _inventory(args: argparse.Namespace) -> tuple[Library, Inventory]:
-    library = open_library(args.store)
+def _inventory(args: argparse.Namespace) -> tuple[StoreAdmin, Inventory]:
+    admin = open_admin(args.store)
     with StageBar(_STAGES) as bar:
-        found: Inventory = run_async(library.inventory(bar))
-    return library, found
+        found: Inventory = run_async(admin.inventory(bar))
+    return admin, found
 
 
-def _collect(library: Library, kept: Rules, args: argparse.Namespace, cache_ttl_s: float | None = None) -> Collected:
+def _collect(admin: StoreAdmin, kept: Rules, args: argparse.Namespace, cache_ttl_s: float | None = None) -> Collected:
     with StageBar(_STAGES) as bar:
         done = run_async(
-            library.collect(
+            admin.collect(
                 kept,
                 dry_run=args.dry_run,
                 cache_ttl_s=cache_ttl_s,
@@ -271,17 +271,17 @@ def _collect(library: Library, kept: Rules, args: argparse.Namespace, cache_ttl_
                 progress=bar,
             )
         )
-    _report(library, done, args)
+    _report(admin, done, args)
     return done
 
 
-def _report(library: Library, done: Collected, args: argparse.Namespace) -> None:
+def _report(admin: StoreAdmin, done: Collected, args: argparse.Namespace) -> None:
     """Say what was collected, and write it as JSON."""
     _say_gone(done, dry_run=args.dry_run)
     value: dict[str, Any] = {
         "schema": "kvabr.store-gc/1",
-        "store": library.location,
-        "tenant": library.tenant,
+        "store": admin.location,
+        "tenant": admin.tenant,
         "dry_run": args.dry_run,
         "evicted": [{"name": each.holding.name, "reason": each.reason} for each in done.evicted],
         "damaged": done.damaged,
@@ -309,7 +309,7 @@ def _say_gone(done: Collected, *, dry_run: bool) -> None:
         stay = "stays for its grace" if done.waiting == 1 else "stay for their grace"
         plain(f"{counted(done.waiting, 'span')} that nothing names {stay}")
     if done.busy:
-        plain(f"{done.busy:,} {'stays' if done.busy == 1 else 'stay'} because somebody began to use them meanwhile")
+        plain(f"{done.busy:,} {'stays' if done.busy == 1 else 'stay'} because they are in use again")
     if done.excess:
         plain(f"still {human(done.excess)} over --max-bytes: the rest is pinned, new, or was measured (see --measured)")
     if not done.swept:

@@ -113,7 +113,6 @@ class Ac(Codec):
         return NOTHING if coded is None or taken + len(coded) > room + room // 100 else coded
 
     def frame_version(self, payload: bytes | memoryview) -> int:
-        """See `Codec.frame_version`."""
         if payload[:4] == NOTHING:
             return FRAME_VERSION
         chain = read_chain((self.name,), (payload,))
@@ -159,7 +158,7 @@ class Ac(Codec):
         unlike = chain.other is not None or context.spec.only.kind == "state"
         return None if unlike else _decoding(profile, context, chain, out)
 
-    def aside(self, payload: memoryview, context: GroupContext) -> int:
+    def outliers(self, payload: memoryview, context: GroupContext) -> int:
         """Return the number of listed outliers and far tokens, without sinks; all tokens if another codec did it."""
         profile, context = _profile(context, self.name), _coded(context)
         if payload == NOTHING:
@@ -180,7 +179,7 @@ AcL0, AcL1, AcL2, AcL3, Ac5x = (partial(Ac, track) for track in (*LAYERS, SINGLE
 @dataclass(frozen=True, eq=False)
 class _Made:
     payload: bytes
-    aside: NDArray[np.bool_]
+    outliers: NDArray[np.bool_]
     index: NDArray[np.int16] | None
     """None if equal to `_Work.indices`."""
     references: References | None
@@ -201,26 +200,26 @@ class _Work:
     chosen: dict[bytes, tuple[References, bool] | None] = field(default_factory=dict)
     """By which tokens are stored separately."""
 
-    def references(self, aside: NDArray[np.bool_]) -> tuple[References, bool] | None:
+    def references(self, outliers: NDArray[np.bool_]) -> tuple[References, bool] | None:
         """Choose references, see `choose_references`."""
-        key = aside.tobytes()
+        key = outliers.tobytes()
         if key not in self.chosen:
             coarsest = max(self.profile.depths.values(), key=lambda depth: depth.step)
             rows = self.coefficients.rows
-            self.chosen[key] = choose_references(rows, coarsest.step, ~aside, coarsest.coder)
+            self.chosen[key] = choose_references(rows, coarsest.step, ~outliers, coarsest.coder)
         return self.chosen[key]
 
-    def biases(self, track: str, aside: NDArray[np.bool_]) -> NDArray[np.int16] | None:
+    def biases(self, track: str, outliers: NDArray[np.bool_]) -> NDArray[np.int16] | None:
         """Return the biases of values at a depth, see `kvabr.codec.bias`; None if it has none."""
         if track not in UNITS:
             return None
         structure = self.profile.transform.structure
-        return biases(structure, self.coefficients.rows, self.profile.depth(track), ~aside, UNITS[track])
+        return biases(structure, self.coefficients.rows, self.profile.depth(track), ~outliers, UNITS[track])
 
-    def indices(self, track: str, aside: NDArray[np.bool_]) -> NDArray[np.int16]:
+    def indices(self, track: str, outliers: NDArray[np.bool_]) -> NDArray[np.int16]:
         """Quantise the coefficients for a depth, with 0 for tokens that are stored separately."""
         index = indices(self.coefficients.rows, self.profile.depth(track))
-        index[:, aside] = 0
+        index[:, outliers] = 0
         return index
 
 
@@ -274,8 +273,8 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
         # The layers above code multiples of this index, even of tokens that they store, in 16 bits.
         finest = min(profile.depths[track].step for track in LAYERS if track in profile.depths)
         far |= (work.coefficients.largest > _MOST_INDEX * finest).numpy()
-    lower, below_aside, references = _lower(refines, context, work, below)
-    new = far & ~below_aside
+    lower, below_outliers, references = _lower(refines, context, work, below)
+    new = far & ~below_outliers
     sinks = 0
     if refines is None:
         sinks = _sinks(profile, context)
@@ -283,33 +282,33 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
         new |= work.coefficients.outlying.numpy()
         new[context.tokens - context.finer :] = True
         new[:sinks] = True
-    aside = below_aside | new
+    outliers = below_outliers | new
     chosen = None
     if refines is None and depth.coder.near is not None and context.spec.only.kind != "state":
-        chosen = work.references(aside)
+        chosen = work.references(outliers)
     index: NDArray[np.int16] | None = None
     try:
         if lower is None and (refines is None or not new.any()):
             base, rows = None if refines is None else profile.depth(refines), work.coefficients.rows
             references = references if chosen is None else chosen[0]
-            coded = encode_rows(depth.coder, rows, depth, base, ~aside, references)
+            coded = encode_rows(depth.coder, rows, depth, base, ~outliers, references)
             if chosen is not None and not chosen[1]:
-                alone = encode_rows(depth.coder, rows, depth, base, ~aside)
+                alone = encode_rows(depth.coder, rows, depth, base, ~outliers)
                 if len(alone) <= len(coded) + len(MARK) + references_size(context.tokens):
                     coded, references = alone, None
         else:
             # Tokens that overflow only at this depth have indices below.
             if lower is None:
-                lower = work.indices(str(refines), below_aside)
-            index = work.indices(track, aside)
-            index[:, aside] = RATIO * lower[:, aside]
+                lower = work.indices(str(refines), below_outliers)
+            index = work.indices(track, outliers)
+            index[:, outliers] = RATIO * lower[:, outliers]
             coded = coder.encode_indices(depth.coder, index, lower, references)
     except FormatError:
         return None
     tokens = np.flatnonzero(new)
     head = payload_head(coded, references if refines is None else None)
-    payload = head + join_payload(work.group, tokens, far[tokens], sinks, coded, work.biases(track, aside))
-    work.made[track] = _Made(payload, aside, index, references)
+    payload = head + join_payload(work.group, tokens, far[tokens], sinks, coded, work.biases(track, outliers))
+    work.made[track] = _Made(payload, outliers, index, references)
     return payload
 
 
@@ -321,16 +320,16 @@ def _lower(
         return None, np.zeros(context.tokens, dtype=bool), None
     made = work.made.get(refines)
     if made is not None and below and made.payload == below[-1]:
-        return made.index, made.aside, made.references
+        return made.index, made.outliers, made.references
     tracks = tuple(_chain(refines))
     parts = _split_chain(work.profile, context, Chain(tracks, tuple(map(memoryview, below))))
-    aside = np.zeros(context.tokens, dtype=bool)
+    outliers = np.zeros(context.tokens, dtype=bool)
     index: NDArray[np.int16] | None = None
     for track, part in zip(tracks, parts, strict=True):
         model = work.profile.depth(track).coder
         index = coder.decode_indices(model, part.coded, context.tokens, index, parts[0].references)
-        aside[part.tokens] = True
-    return index, aside, parts[0].references
+        outliers[part.tokens] = True
+    return index, outliers, parts[0].references
 
 
 def _rotated_at(context: GroupContext) -> int | None:
@@ -472,11 +471,11 @@ def join_payload(
     parts = [_COUNT.pack(len(listed) | (_HAS_BIASES if biased else 0)), listed.tobytes()]
     if len(tokens):
         chosen = group[:, :, :, torch.from_numpy(tokens).to(group.device)].permute(3, 0, 1, 2, 4)
-        aside = chosen.float().clamp(-FP16_MAX, FP16_MAX).cpu()
-        near = aside[torch.from_numpy(~far)]
+        outliers = chosen.float().clamp(-FP16_MAX, FP16_MAX).cpu()
+        near = outliers[torch.from_numpy(~far)]
         scale = (near.abs().amax(dim=(3, 4)) / 127).clamp(min=2.0**-24).half()
         codes = (near / scale.float()[..., None, None]).round_().clamp_(-127, 127).to(torch.int8)
-        parts += [raw(part) for part in (scale, codes, aside[torch.from_numpy(far)].half()) if part.numel()]
+        parts += [raw(part) for part in (scale, codes, outliers[torch.from_numpy(far)].half()) if part.numel()]
     if biased and biases is not None:
         bits = join_biases(biases)
         parts += [_COUNT.pack(len(bits)), bits]

@@ -82,7 +82,7 @@ class Codec(ABC):
                 return None if known.layout is None else known.layout(spec, tokens)
         return None
 
-    def aside(self, payload: memoryview, context: GroupContext) -> int:  # noqa: ARG002
+    def outliers(self, payload: memoryview, context: GroupContext) -> int:  # noqa: ARG002
         """Return the number of tokens that the encoder found too unusual to code like the others."""
         return 0
 

@@ -59,14 +59,14 @@ def indices(rows: torch.Tensor, quantiser: Quantiser) -> NDArray[np.int16]:
     return out
 
 
-def alike(
+def similarity(
     rows: torch.Tensor, which: NDArray[np.intp], tokens: NDArray[np.intp], step: float, most: int = 0
 ) -> NDArray[np.int32]:
-    """Return how alike tokens are in some rows; see `coder.alike`."""
+    """Return how alike tokens are in some rows; see `coder.similarity`."""
     if gpu.runs_on(rows.device):
         there = (torch.from_numpy(each).to(rows.device) for each in (which[:, None], tokens))
         rows, which, tokens = rows[tuple(there)].cpu(), np.arange(len(which)), np.arange(len(tokens))
-    return coder.alike(rows.numpy(), which, tokens, step, most)
+    return coder.similarity(rows.numpy(), which, tokens, step, most)
 
 
 def error_sums(

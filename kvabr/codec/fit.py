@@ -22,11 +22,11 @@ from kvabr.codec.columns import turned
 from kvabr.codec.fit_references import add_references, tiles_counted
 from kvabr.codec.native.coder_model import Quantiser
 from kvabr.codec.native.references import TILE
+from kvabr.codec.parallel_map import parallel_map
 from kvabr.codec.profile import MAX_SINKS, MAX_STEP, ClassProfile, Depth
 from kvabr.codec.quantised import is_quantised, numbers_of
 from kvabr.codec.quantiser import SymbolCounts, coder_model, count, nested
 from kvabr.codec.rope import rotate
-from kvabr.codec.side_by_side import side_by_side
 from kvabr.codec.transform import (
     LARGEST,
     NO_MATRIX,
@@ -227,7 +227,7 @@ class _Source:
             return work(_Cache(number, _sensible(self.bare(cache)), slope))
 
         seen = 0
-        for found in side_by_side(prepared, given()):
+        for found in parallel_map(prepared, given()):
             yield found
             seen += 1
             self.progress(stage, seen)
@@ -448,7 +448,7 @@ def _stacks(transform: Transform, structure: Structure, source: _Source) -> Tran
             return NO_MATRIX
         return rounded(torch.linalg.eigh(_steady(scatter)).eigenvectors.flip(-1), run=RUN)
 
-    return replace(transform, structure=structure, stack=tuple(side_by_side(principal, scatters)))
+    return replace(transform, structure=structure, stack=tuple(parallel_map(principal, scatters)))
 
 
 def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dict[str, Depth], float | None]:
@@ -477,7 +477,7 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
 
     analysis.prepare()  # once, not in every thread
     copies = [each for found in source.each("tables", counted) for each in found]
-    made = side_by_side(lambda track: coder_model(counts[track], config.classes, small=not config.transform), chain)
+    made = parallel_map(lambda track: coder_model(counts[track], config.classes, small=not config.transform), chain)
     depths = {
         track: Depth(quantisers[track].step, quantisers[track].dead, model, config.gains.get(track, ()))
         for track, model in zip(chain, made, strict=True)

@@ -14,10 +14,10 @@ from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import TOTAL, CoderModel, NearTables, frequencies
 from kvabr.codec.native.reference import near_contexts
 from kvabr.codec.native.references import LANES, TILE, References
+from kvabr.codec.parallel_map import parallel_map
 from kvabr.codec.profile import Depth
 from kvabr.codec.quantiser import RATIO, nested, quantise
 from kvabr.codec.referring import choose_references
-from kvabr.codec.side_by_side import side_by_side
 from kvabr.types.naming import LAYERS
 
 _COARSE = (0, 1, 2, 3, 3, 4, 4, *[5] * 9)
@@ -79,7 +79,7 @@ def add_references(
                 _count(depth.coder, buckets[track], made[track], under, chosen[0], found[track])
         return found
 
-    for found in side_by_side(counted, tiles):
+    for found in parallel_map(counted, tiles):
         for track, own in found.items():
             counts[track] += own
     return {

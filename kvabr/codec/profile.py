@@ -8,7 +8,7 @@ nothing executable.
 
     metadata    kvabr: JSON of format, spec, sinks, outlier, structure, depths {track: step, dead}; and, where it helps,
                 gains [stack] of a depth, quiet {threshold, usual [layer]}, which only encoders read, and seen, see
-                `kvabr.codec.seen`
+                `kvabr.codec.calibration_fingerprint`
     mean        [layer, K/V, head, dim] float16
     norm        [layer, K/V] float32
     spread      [layer] float32
@@ -41,9 +41,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from kvabr.codec.analysis import Analysis
+from kvabr.codec.calibration_fingerprint import Seen
 from kvabr.codec.native.coder_model import MOST_RADIUS, CoderModel, NearTables, Quantiser
 from kvabr.codec.quantiser import nested
-from kvabr.codec.seen import Seen
 from kvabr.codec.transform import NO_MATRIX, Matrices, Quiet, Structure, Transform
 from kvabr.types.catalog import MAX_PROFILE_BYTES
 from kvabr.types.errors import ForeignError, FormatError
@@ -170,13 +170,11 @@ class ClassProfile(Profile):
             self.transform.scale(depth.step, depth.gains)
 
     def of(self, spec: KVSpec) -> ClassProfile:
-        """See `Profile.of`."""
         self.check(spec)
         return self
 
     @property
     def tracks(self) -> tuple[str, ...]:
-        """See `Profile.tracks`."""
         return tuple(self.depths)
 
     def depth(self, track: str) -> Depth:
@@ -244,7 +242,6 @@ class ModelProfile(Profile):
             profile.check(part)
 
     def of(self, spec: KVSpec) -> ClassProfile:
-        """See `Profile.of`."""
         for profile in self.classes:
             if spec is profile.spec or spec.same_cache(profile.spec):
                 return profile
@@ -252,7 +249,6 @@ class ModelProfile(Profile):
 
     @property
     def tracks(self) -> tuple[str, ...]:
-        """See `Profile.tracks`."""
         first, *others = (profile.depths for profile in self.classes)
         return tuple(track for track in first if all(track in other for other in others))
 

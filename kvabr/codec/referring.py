@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.coefficients import alike as alike_in
+from kvabr.codec.coefficients import similarity
 from kvabr.codec.native.coder_model import CoderModel, derived
 from kvabr.codec.native.references import LANES, References, join_references, tiles
 from kvabr.types.errors import FormatError
@@ -56,7 +56,7 @@ def choose_references(
     loud = derived(model, "loud", lambda: _loud(model))
     parts, worth = {}, []
     for tile in tiles(rows.shape[1]):
-        products = alike_in(rows, loud, np.arange(tile.start, tile.stop), step, _LARGEST)
+        products = similarity(rows, loud, np.arange(tile.start, tile.stop), step, _LARGEST)
         gram = (products * keep[tile] * keep[tile, None]).astype(np.float32)
         power = np.maximum(np.diag(gram), 1)
         alike = gram / np.sqrt(power * power[:, None])

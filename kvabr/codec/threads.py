@@ -73,7 +73,7 @@ class SharedCores:
 
     @contextmanager
     def all_taken(self) -> Iterator[None]:
-        """Have every group decoded in one thread meanwhile, as while others are decoded, to time it."""
+        """Decode every group in one thread while this lasts, to time it as if all cores were busy."""
         with self._lock:
             self._groups += _MAX_THREADS
         try:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from kvabr.codec.base import Codec, GroupContext, codec
 from kvabr.codec.centred import CENTRED, Centred, centring_helps
-from kvabr.codec.coefficients import alike
+from kvabr.codec.coefficients import similarity
 from kvabr.codec.native.references import TILE
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
@@ -209,7 +209,9 @@ def likeness(rows: torch.Tensor, step: float, keep: NDArray[np.bool_], sampled: 
     sample, coded = np.arange(0, len(rows), -(-len(rows) // sampled)), np.flatnonzero(keep)
     tiles = [coded[first : first + TILE] for first in range(0, len(coded), TILE)]
     found = [
-        _likeness(alike(rows, sample, tile, step).astype(np.float64)) for tile in tiles if len(tile) >= _LEAST_TOKENS
+        _likeness(similarity(rows, sample, tile, step).astype(np.float64))
+        for tile in tiles
+        if len(tile) >= _LEAST_TOKENS
     ]
     return Likeness(max((it.common for it in found), default=0.0), max((it.copies for it in found), default=0.0))
 

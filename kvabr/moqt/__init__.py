@@ -1,4 +1,4 @@
-"""Media over QUIC Transport (draft-ietf-moq-transport), sans-I/O: wire format and session, drafts 16 to 22.
+"""Media over QUIC Transport (draft-ietf-moq-transport), sans-I/O: wire format and session, drafts 18 to 22.
 
 Stream bytes go in; events and bytes to send come out. There are no sockets, no clock and no QUIC here:
 `kvabr.link.quic` and `kvabr.server` connect a `MoqtSession` to a QUIC library. Input from a peer is hostile: every

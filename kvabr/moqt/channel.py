@@ -24,8 +24,8 @@ class RequestState:
     number: int
     """Request ID."""
     message: Request
-    stream: int | None = None
-    """Bidirectional stream of the request; None where requests share the control stream."""
+    stream: int
+    """Bidirectional stream of the request."""
     answered: bool = False
     updates: int = 0
     """Unanswered REQUEST_UPDATEs."""
@@ -66,15 +66,14 @@ class Channel:
         self.events = [event for event in self.events if not isinstance(event, over) or event.request_id != request_id]
         return True
 
-    def write(self, stream: int | None, message: Message, *, fin: bool = False) -> None:
-        """Send a message on a stream, by default the control stream."""
-        stream = self.control_stream if stream is None else stream
-        assert stream is not None  # noqa: S101  # nothing is sent before SETUP
-        self.commands.append(Write(stream, encode(message, self.draft, client=self.client), fin))
+    def write(self, stream: int, message: Message, *, fin: bool = False) -> None:
+        """Send a message on a stream."""
+        self.commands.append(Write(stream, encode(message, self.draft), fin))
 
     def control(self, message: Message) -> None:
         """Send a message on the control stream."""
-        self.write(None, message)
+        assert self.control_stream is not None  # noqa: S101  # nothing is sent before SETUP
+        self.write(self.control_stream, message)
 
     def check_goaway(self, message: Goaway, *, repeated: bool) -> None:
         """Raise SessionFault for a second GOAWAY, or one with a URI from a client (draft 18, section 10.4)."""
@@ -91,38 +90,23 @@ class Channel:
 class PeerIds:
     """The request IDs that the peer has used; each must have its parity and be new (draft 18, section 10.1).
 
-    Gaps are accepted, because streams overtake each other and a request cancelled early may never arrive. This holds
-    for draft 16 as well, which requires consecutive IDs: there SUBSCRIBE_NAMESPACE has its own stream.
+    Gaps are accepted, because streams overtake each other and a request cancelled early may never arrive.
     """
 
-    def __init__(self, channel: Channel, granted: int) -> None:
-        """Start with no ID used; in draft 16, they must be below `granted`."""
+    def __init__(self, channel: Channel) -> None:
         self._parity = int(channel.client)
-        self._limited = not channel.draft.streams
-        self.granted = granted
         self.next = self._parity
         """The smallest ID above all used ones."""
         self._used = 0
         """One bit for each ID below `next`; the largest ID has the lowest bit."""
-        self._in_order = -1
 
-    def take(self, number: int, *, in_order: bool = False) -> None:
-        """Record that the peer uses an ID, or raise SessionFault.
-
-        On the shared control stream of draft 16 they must come `in_order`.
-        """
+    def take(self, number: int) -> None:
+        """Record that the peer uses an ID, or raise SessionFault."""
         code = SessionCode.INVALID_REQUEST_ID
         if number % 2 != self._parity:
             raise SessionFault(f"request ID {number} has the wrong parity", code)
-        if self._limited and number >= self.granted:
-            reason = f"request ID {number} exceeds the limit of {self.granted}"
-            raise SessionFault(reason, SessionCode.TOO_MANY_REQUESTS)
         if self.used(number):
             raise SessionFault(f"request ID {number} was used before", code)
-        if in_order:
-            if number < self._in_order:
-                raise SessionFault(f"request ID {number} follows {self._in_order}", code)
-            self._in_order = number
         if number < self.next:
             self._used |= 1 << (self.next - number) // 2 - 1
         else:
@@ -137,11 +121,3 @@ class PeerIds:
             return False
         behind = (self.next - number) // 2 - 1
         return behind >= _ID_WINDOW or bool(self._used >> behind & 1)
-
-    def widen(self, window: int, active: int) -> int | None:
-        """Draft 16: return a limit for `window` open requests, of which some are active; None if it is too early."""
-        wanted = self.next + 2 * max(0, window - active)
-        if wanted - self.granted < window:
-            return None
-        self.granted = wanted
-        return wanted

@@ -17,8 +17,6 @@ class SessionCode(IntEnum):
     INVALID_REQUEST_ID = 0x4
     DUPLICATE_TRACK_ALIAS = 0x5
     KEY_VALUE_FORMATTING_ERROR = 0x6
-    TOO_MANY_REQUESTS = 0x7
-    """Draft 16 only."""
     INVALID_PATH = 0x8
     MALFORMED_PATH = 0x9
     GOAWAY_TIMEOUT = 0x10
@@ -70,7 +68,6 @@ class ResetCode(IntEnum):
     DELIVERY_TIMEOUT = 0x2
     SESSION_CLOSED = 0x3
     GOING_AWAY = 0x4
-    """Draft 16: UNKNOWN_OBJECT_STATUS."""
     TOO_FAR_BEHIND = 0x5
     UNKNOWN_OBJECT_STATUS = 0x6
     EXPIRED_AUTH_TOKEN = 0x7
@@ -98,7 +95,6 @@ class Param(IntEnum):
     """Message parameters (draft 18, section 15.7); drafts before 20 do not have all of them."""
 
     OBJECT_DELIVERY_TIMEOUT = 0x02
-    """Draft 16: DELIVERY_TIMEOUT."""
     AUTHORIZATION_TOKEN = 0x03
     RENDEZVOUS_TIMEOUT = 0x04
     SUBGROUP_DELIVERY_TIMEOUT = 0x06
@@ -108,7 +104,7 @@ class Param(IntEnum):
     FORWARD = 0x10
     SUBSCRIBER_PRIORITY = 0x20
     LOCATION_FILTER = 0x21
-    """Drafts 16 and 18: SUBSCRIPTION_FILTER."""
+    """Draft 18: SUBSCRIPTION_FILTER."""
     GROUP_ORDER = 0x22
     FILL_PARAMETERS = 0x23
     SUBGROUP_FILTER = 0x25
@@ -129,11 +125,9 @@ RANGE_FILTERS = frozenset({
 
 
 class SetupOption(IntEnum):
-    """Setup options (draft 18, section 15.4; draft 16 calls them setup parameters)."""
+    """Setup options (draft 18, section 15.4)."""
 
     PATH = 0x01
-    MAX_REQUEST_ID = 0x02
-    """Draft 16 only."""
     AUTHORIZATION_TOKEN = 0x03
     MAX_AUTH_TOKEN_CACHE_SIZE = 0x04
     AUTHORITY = 0x05
@@ -144,7 +138,7 @@ class SetupOption(IntEnum):
 
 
 class Property(IntEnum):
-    """Properties of tracks and objects (draft 18, section 15.8; draft 16 calls them extension headers)."""
+    """Properties of tracks and objects (draft 18, section 15.8)."""
 
     OBJECT_DELIVERY_TIMEOUT = 0x02
     MAX_CACHE_DURATION = 0x04

@@ -32,11 +32,13 @@ from kvabr.moqt.wire import (
     KeyValue,
     Location,
     Reader,
+    peek_varint,
     read_pairs,
     write_location,
     write_namespace,
     write_pairs,
     write_text,
+    write_varint,
 )
 
 MAX_MESSAGE_BYTES = 0xFFFF
@@ -48,28 +50,14 @@ _TYPES_18: dict[int, type[m.Message]] = {
     0x5: m.RequestErrorMessage,
 }  # fmt: skip
 _TYPES_20 = {kind: cls for kind, cls in _TYPES_18.items() if kind != 0x1E} | {0x22: m.PublishStateNotify}
-_TYPES: dict[int, dict[int, type[m.Message]]] = {
-    22: _TYPES_20,
-    20: _TYPES_20,
-    18: _TYPES_18,
-    16: {
-        0x20: m.Setup, 0x21: m.Setup, 0x10: m.Goaway, 0x15: m.MaxRequestId, 0x1A: m.RequestsBlocked, 0x7: m.RequestOk,
-        0x5: m.RequestErrorMessage, 0x3: m.Subscribe, 0x4: m.SubscribeOk, 0x2: m.RequestUpdate, 0xA: m.Unsubscribe,
-        0x1D: m.Publish, 0xB: m.PublishDone, 0x16: m.Fetch, 0x18: m.FetchOk, 0x17: m.FetchCancel, 0xD: m.TrackStatus,
-        0x6: m.PublishNamespace, 0x8: m.Namespace, 0x9: m.PublishNamespaceDone, 0x11: m.SubscribeNamespace,
-    },
-}  # fmt: skip
+_TYPES = {22: _TYPES_20, 20: _TYPES_20, 18: _TYPES_18}
 """Messages by draft and type, without the answers to requests that this end never makes: they are as invalid as unknown
 types. Draft 18 gives REQUEST_OK a second type, 0x1E, as the answer to PUBLISH; it is read, but never sent. Joining
 FETCHes, which draft 20 no longer has, share a type with the others."""
 _TYPE_OF = {draft: {cls: kind for kind, cls in types.items()} for draft, types in _TYPES.items()}
 
-CLIENT_SETUP_16, SERVER_SETUP_16 = 0x20, 0x21
-ANSWERS = (m.RequestOk, m.RequestErrorMessage, m.SubscribeOk, m.PublishDone, m.FetchOk)
-"""Messages without a request ID in draft 18, where their stream identifies the request."""
 
-
-def encode(message: m.Message, draft: Draft, *, client: bool = True) -> bytes:
+def encode(message: m.Message, draft: Draft) -> bytes:
     """Encode a message with its type and length, or raise ValueError if the draft does not allow it."""
     if isinstance(message, m.JoiningFetch) and draft.fetch_by_filter:
         raise ValueError(f"draft {draft.number} has no JoiningFetch")
@@ -77,12 +65,10 @@ def encode(message: m.Message, draft: Draft, *, client: bool = True) -> bytes:
     kind = _TYPE_OF[draft.number].get(cls)
     if kind is None:
         raise ValueError(f"draft {draft.number} has no {cls.__name__}")
-    if kind == SERVER_SETUP_16 and client and not draft.streams:
-        kind = CLIENT_SETUP_16
     payload = _payload(message, draft)
     if len(payload) > MAX_MESSAGE_BYTES:
         raise ValueError(f"message of {len(payload)} bytes; the limit is {MAX_MESSAGE_BYTES}")
-    return draft.varint.encode(kind) + len(payload).to_bytes(2, "big") + payload
+    return write_varint(kind) + len(payload).to_bytes(2, "big") + payload
 
 
 def decode(kind: int, payload: bytes, draft: Draft, *, control: bool = True) -> m.Message:
@@ -100,8 +86,8 @@ def decode(kind: int, payload: bytes, draft: Draft, *, control: bool = True) -> 
     cls = _TYPES[draft.number].get(kind)
     if cls is None:
         raise SessionFault(f"unknown message type 0x{kind:x}")
-    reader = Reader(payload, draft.varint)
-    values: dict[str, Any] = {"request_id": None} if cls in (*ANSWERS, m.Goaway) else {}
+    reader = Reader(payload)
+    values: dict[str, Any] = {}
     names = _field_names(cls, draft, control=control)
     if cls is m.Fetch and not draft.fetch_by_filter:
         cls, values = _fetch_type(reader)
@@ -111,7 +97,7 @@ def decode(kind: int, payload: bytes, draft: Draft, *, control: bool = True) -> 
             values[name] = read_parameters(reader, draft, allowed_parameters(cls, draft))
         else:
             values[name] = _CODECS[name][0](reader, draft)
-    if cls is m.RequestErrorMessage and draft.streams and values["code"] == RequestCode.REDIRECT:
+    if cls is m.RequestErrorMessage and values["code"] == RequestCode.REDIRECT:
         to = reader.text(MAX_URI_BYTES, "URI"), reader.namespace(), reader.text(MAX_NAME_BYTES, "track name")
         values["redirect"] = m.Redirect(*to)
     if draft.fetch_by_filter:
@@ -155,8 +141,6 @@ def _ends_of(cls: type[m.Message], values: dict[str, Any]) -> dict[str, Any]:
 
 def allowed_parameters(cls: type[m.Message], draft: Draft) -> frozenset[Param]:
     """Return the parameters that a message may carry."""
-    if cls is m.SubscribeNamespace and draft.streams:
-        return cls.allowed - {Param.FORWARD}
     if cls is m.SubscribeTracks and draft.number >= 20:
         return m.Subscribe.allowed | m.Subscribe.changed_20 | {Param.TRACK_PROPERTY_FILTER}
     return cls.allowed ^ cls.changed_20 if draft.number >= 20 else cls.allowed
@@ -180,14 +164,13 @@ def _payload(message: m.Message, draft: Draft) -> bytes:
         message = replace(message, end=m.last_before(message.end))
     names = _field_names(type(message), draft, control=control)
     parts = [_CODECS[name][1](getattr(message, name), draft) for name in names]
-    varint = draft.varint
     if isinstance(message, m.Fetch | m.JoiningFetch) and not draft.fetch_by_filter:
-        parts.insert(1, varint.encode(1 if isinstance(message, m.Fetch) else 2 if message.relative else 3))
-    elif isinstance(message, m.RequestErrorMessage) and draft.streams and message.code == RequestCode.REDIRECT:
+        parts.insert(1, write_varint(1 if isinstance(message, m.Fetch) else 2 if message.relative else 3))
+    elif isinstance(message, m.RequestErrorMessage) and message.code == RequestCode.REDIRECT:
         to = message.redirect
         if to is None:
             raise ValueError("a REQUEST_ERROR with code REDIRECT needs a redirect")
-        parts += [write_text(varint, to.uri), write_namespace(varint, to.namespace), write_text(varint, to.track)]
+        parts += [write_text(to.uri), write_namespace(to.namespace), write_text(to.track)]
     return b"".join(parts)
 
 
@@ -195,8 +178,6 @@ def _check_sendable(message: m.Message, draft: Draft) -> None:
     """Raise ValueError for a message that would make the peer close the session."""
     if extra := present(getattr(message, "parameters", None)) - allowed_parameters(type(message), draft):
         raise ValueError(f"a {type(message).__name__} cannot have {', '.join(sorted(param.name for param in extra))}")
-    if getattr(message, "namespace", None) == () and not draft.streams:
-        raise ValueError(f"a namespace needs at least one field in draft {draft.number}")
     if _name_bytes(message) > MAX_NAME_BYTES:
         raise ValueError(f"a full track name is limited to {MAX_NAME_BYTES} bytes")
     if isinstance(message, m.Goaway) and len(message.uri) > MAX_URI_BYTES:
@@ -215,58 +196,49 @@ def _read_flag(reader: Reader, _draft: Draft) -> bool:
     return bool(value)
 
 
-def _write_reason(value: str, draft: Draft) -> bytes:
+def _write_reason(value: str, _draft: Draft) -> bytes:
     """Cut a reason phrase to its limit, between characters."""
-    return write_text(draft.varint, value.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode())
+    return write_text(value.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode())
 
 
 def _read_options(reader: Reader, draft: Draft) -> SetupOptions:
-    return setup_options(read_pairs(reader, None if draft.streams else reader.varint()), draft)
+    return setup_options(read_pairs(reader), draft)
 
 
 def _write_options(value: SetupOptions, draft: Draft) -> bytes:
-    pairs = setup_pairs(value, draft)
-    return (b"" if draft.streams else draft.varint.encode(len(pairs))) + write_pairs(draft.varint, pairs)
+    return write_pairs(setup_pairs(value, draft))
 
 
-def _read_properties(reader: Reader, draft: Draft) -> tuple[KeyValue, ...]:
+def _read_properties(reader: Reader, _draft: Draft) -> tuple[KeyValue, ...]:
     properties = read_pairs(reader)
-    check_track(properties, draft)
+    check_track(properties)
     return properties
 
 
-def _write_text(value: bytes, draft: Draft) -> bytes:
-    return write_text(draft.varint, value)
-
-
-def _write_namespace(value: tuple[bytes, ...], draft: Draft) -> bytes:
-    return write_namespace(draft.varint, value)
-
-
 _Codec = tuple[Callable[[Reader, Draft], Any], Callable[[Any, Draft], bytes]]
-_INTEGER: _Codec = (lambda reader, _: reader.varint(), lambda value, draft: draft.varint.encode(value))
-_PART: _Codec = (lambda reader, _: reader.namespace(), _write_namespace)
-_LOCATION: _Codec = (lambda reader, _: reader.location(), lambda value, draft: write_location(draft.varint, value))
+_INTEGER: _Codec = (lambda reader, _: reader.varint(), lambda value, _: write_varint(value))
+_NAMESPACE: _Codec = (lambda reader, _: reader.namespace(), lambda value, _: write_namespace(value))
+_LOCATION: _Codec = (lambda reader, _: reader.location(), lambda value, _: write_location(value))
 _CODECS: dict[str, _Codec] = {
     **dict.fromkeys(
         (
-            "request_id", "existing", "joining_request_id", "joining_start", "track_alias", "code", "retry_interval",
-            "streams", "subscribe_options", "timeout_ms",
+            "request_id", "joining_request_id", "joining_start", "track_alias", "code", "retry_interval",
+            "streams", "timeout_ms",
         ),
         _INTEGER,
     ),
-    "namespace": (lambda reader, draft: reader.namespace(least=0 if draft.streams else 1), _write_namespace),
-    "prefix": _PART,
-    "suffix": _PART,
-    "track": (lambda reader, _: reader.text(MAX_NAME_BYTES, "track name"), _write_text),
-    "uri": (lambda reader, _: reader.text(MAX_URI_BYTES, "URI"), _write_text),
+    "namespace": _NAMESPACE,
+    "prefix": _NAMESPACE,
+    "suffix": _NAMESPACE,
+    "track": (lambda reader, _: reader.text(MAX_NAME_BYTES, "track name"), lambda value, _: write_text(value)),
+    "uri": (lambda reader, _: reader.text(MAX_URI_BYTES, "URI"), lambda value, _: write_text(value)),
     "reason": (lambda reader, _: reader.reason(), _write_reason),
     "start": _LOCATION,
     "end": _LOCATION,
     "end_of_track": (_read_flag, lambda value, _: bytes([value])),
     "options": (_read_options, _write_options),
     "parameters": (lambda reader, draft: read_parameters(reader, draft, frozenset(Param)), write_parameters),
-    "properties": (_read_properties, lambda value, draft: write_pairs(draft.varint, value)),
+    "properties": (_read_properties, lambda value, _: write_pairs(value)),
 }  # fmt: skip
 """How to read and write the fields of messages, by name; `decode` knows which parameters a message may carry."""
 
@@ -274,12 +246,7 @@ _CODECS: dict[str, _Codec] = {
 def _wire_order(cls: type[m.Message], draft: Draft, *, control: bool = True) -> tuple[str, ...]:
     """Return the fields of a message that a draft has, in wire order."""
     absent = {
-        "request_id": (draft.streams and cls in ANSWERS)
-        or (cls is m.Goaway and not (draft.goaway_names_request and control)),
-        "existing": draft.streams,
-        "subscribe_options": draft.streams,
-        "timeout_ms": not draft.streams,
-        "properties": cls is m.RequestOk and not draft.streams,
+        "request_id": cls is m.Goaway and not (draft.goaway_names_request and control),
         "start": draft.fetch_by_filter,
         "end": cls is m.Fetch and draft.fetch_by_filter,
     }
@@ -293,8 +260,7 @@ _field_names: Callable[..., tuple[str, ...]] = cache(_wire_order)
 class MessageParser:
     """Split a stream into control messages, holding at most one incomplete message."""
 
-    def __init__(self, draft: Draft) -> None:
-        self._draft = draft
+    def __init__(self) -> None:
         self._buffer = bytearray()
         self.count = 0
         """Messages yielded by `feed` so far."""
@@ -308,7 +274,7 @@ class MessageParser:
         """Handle bytes and yield the type and payload of each complete message."""
         self._buffer += data
         at = 0
-        while (found := self._draft.varint.peek(self._buffer, at)) is not None:
+        while (found := peek_varint(self._buffer, at)) is not None:
             kind, body = found
             if len(self._buffer) < body + 2:
                 break

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvabr.moqt.codes import SessionFault
-from kvabr.moqt.wire import MAX_INTEGER, MAX_VALUE_BYTES, Draft, Location, Reader, Varint, write_text
+from kvabr.moqt.wire import MAX_INTEGER, MAX_VALUE_BYTES, Draft, Location, Reader, write_text, write_varint
 
 _NEXT_GROUP, _LARGEST_OBJECT, _ABSOLUTE_START, _ABSOLUTE_RANGE = 1, 2, 3, 4
-"""The kinds of drafts 16 and 18."""
+"""The kinds of draft 18."""
 _NO_FILTER, _RELATIVE, _START, _TO_GROUP, _TO_OBJECT, _NEXT_OBJECT = range(6)
 """The forms of draft 22: how many fields follow, but for the last one, which has none."""
 
@@ -64,21 +64,19 @@ NEXT_GROUP = Filter(groups_back=0)
 
 def write_filter(value: Filter, draft: Draft) -> bytes:
     """Encode a filter as a parameter's value, or raise ValueError if the draft cannot express it."""
-    varint, fields = draft.varint, value._fields  # this module is the filter's own
+    fields = value._fields  # this module is the filter's own
     everything = value == EVERYTHING
     if draft.filters == "form":
         form = _NO_FILTER if everything else len(fields) or _NEXT_OBJECT
-        return _integers(varint, [form, *([] if everything else fields)])
+        return _integers([form, *([] if everything else fields)])
     if draft.filters == "count":  # two zeros stand for the next object
-        return write_text(varint, _integers(varint, [] if everything else fields or [0, 0]))
+        return write_text(_integers([] if everything else fields or [0, 0]))
     if value.groups_back or value.end_object is not None:
         raise ValueError(f"draft {draft.number} has no filter that starts groups back or ends at an object")
     if value.start is None:
-        return write_text(varint, varint.encode(_LARGEST_OBJECT if value.groups_back is None else _NEXT_GROUP))
+        return write_text(write_varint(_LARGEST_OBJECT if value.groups_back is None else _NEXT_GROUP))
     kind = _ABSOLUTE_START if value.end_group is None else _ABSOLUTE_RANGE
-    if value.end_group is not None and draft.number < 17:
-        fields[2] = value.end_group
-    return write_text(varint, _integers(varint, [kind, *fields]))
+    return write_text(_integers([kind, *fields]))
 
 
 def read_filter(reader: Reader, draft: Draft) -> Filter:
@@ -90,8 +88,8 @@ def read_filter(reader: Reader, draft: Draft) -> Filter:
         if form in (_NO_FILTER, _NEXT_OBJECT):
             return EVERYTHING if form == _NO_FILTER else Filter()
         return _filter([reader.varint() for _ in range(form)])
-    inner = Reader(reader.text(MAX_VALUE_BYTES, "parameter"), draft.varint)
-    found = _read_counted(inner) if draft.filters == "count" else _read_kind(inner, draft)
+    inner = Reader(reader.text(MAX_VALUE_BYTES, "parameter"))
+    found = _read_counted(inner) if draft.filters == "count" else _read_kind(inner)
     inner.end()
     return found
 
@@ -107,7 +105,7 @@ def _read_counted(inner: Reader) -> Filter:
     return Filter() if fields == [0, 0] else _filter(fields)
 
 
-def _read_kind(inner: Reader, draft: Draft) -> Filter:
+def _read_kind(inner: Reader) -> Filter:
     kind = inner.varint()
     if kind not in (_NEXT_GROUP, _LARGEST_OBJECT, _ABSOLUTE_START, _ABSOLUTE_RANGE):
         raise SessionFault(f"unknown subscription filter type {kind}")
@@ -115,7 +113,7 @@ def _read_kind(inner: Reader, draft: Draft) -> Filter:
         return NEXT_GROUP if kind == _NEXT_GROUP else Filter()
     fields = [*inner.location()]
     if kind == _ABSOLUTE_RANGE:
-        fields.append(inner.varint() - (fields[0] if draft.number < 17 else 0))
+        fields.append(inner.varint())
     return _filter(fields)
 
 
@@ -129,5 +127,5 @@ def _filter(fields: list[int]) -> Filter:
     return Filter(Location(*fields[:2]), None, end, fields[3] if len(fields) > 3 else None)
 
 
-def _integers(varint: Varint, values: list[int]) -> bytes:
-    return b"".join(map(varint.encode, values))
+def _integers(values: list[int]) -> bytes:
+    return b"".join(map(write_varint, values))

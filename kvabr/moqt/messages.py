@@ -43,14 +43,8 @@ class _OfTrack(_Numbered):
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer(Message):
-    request_id: int | None
-    """None in draft 18, where its stream identifies the request."""
-
-
-@dataclass(frozen=True, slots=True)
 class Setup(Message):
-    """SETUP (18); CLIENT_SETUP and SERVER_SETUP (16)."""
+    """SETUP."""
 
     options: SetupOptions
 
@@ -61,27 +55,17 @@ class Goaway(Message):
 
     uri: bytes = b""
     timeout_ms: int = 0
-    """Draft 18."""
     request_id: int | None = None
     """Draft 18, not draft 20, on the control stream: the first request of the receiver that was not processed."""
 
 
-class MaxRequestId(_Numbered):
-    """MAX_REQUEST_ID (16): the receiver may use request IDs below this."""
-
-
-class RequestsBlocked(_Numbered):
-    """REQUESTS_BLOCKED (16)."""
-
-
 @dataclass(frozen=True, slots=True)
 class RequestOk(Message):
-    """REQUEST_OK."""
+    """REQUEST_OK. Answers have no request ID: their stream identifies the request."""
 
-    request_id: int | None = None
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
-    """Draft 18, in answer to TRACK_STATUS."""
+    """In answer to TRACK_STATUS."""
     allowed = _OF_SUBSCRIPTIONS | {Param.GROUP_ORDER, Param.EXPIRES, Param.LARGEST_OBJECT}
     changed_20 = _OF_SUBSCRIPTIONS | {Param.GROUP_ORDER}
     """In any answer; the session checks further, because it knows the request."""
@@ -89,7 +73,7 @@ class RequestOk(Message):
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """Another place to make a request (18)."""
+    """Another place to make a request."""
 
     uri: bytes
     namespace: tuple[bytes, ...]
@@ -97,7 +81,7 @@ class Redirect:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestErrorMessage(_Answer):
+class RequestErrorMessage(Message):
     """REQUEST_ERROR."""
 
     code: int
@@ -126,7 +110,7 @@ class TrackStatus(_OfTrack):
 
 
 @dataclass(frozen=True, slots=True)
-class SubscribeOk(_Answer):
+class SubscribeOk(Message):
     """SUBSCRIBE_OK."""
 
     track_alias: int
@@ -139,15 +123,9 @@ class SubscribeOk(_Answer):
 class RequestUpdate(_Numbered):
     """REQUEST_UPDATE."""
 
-    existing: int | None = None
-    """Draft 16: the request to change; draft 18 identifies it by the stream."""
     parameters: Parameters = field(default_factory=Parameters)
     allowed = _OF_SUBSCRIPTIONS | _TOKEN | {Param.TRACK_NAMESPACE_PREFIX}
     changed_20 = RANGE_FILTERS | {Param.FILL_PARAMETERS}
-
-
-class Unsubscribe(_Numbered):
-    """UNSUBSCRIBE (16)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +140,7 @@ class Publish(_OfTrack):
 
 
 @dataclass(frozen=True, slots=True)
-class PublishDone(_Answer):
+class PublishDone(Message):
     """PUBLISH_DONE."""
 
     code: int
@@ -243,7 +221,7 @@ class JoiningFetch(_Numbered):
 
 
 @dataclass(frozen=True, slots=True)
-class FetchOk(_Answer):
+class FetchOk(Message):
     """FETCH_OK."""
 
     end_of_track: bool
@@ -253,10 +231,6 @@ class FetchOk(_Answer):
     properties: tuple[KeyValue, ...] = ()
 
 
-class FetchCancel(_Numbered):
-    """FETCH_CANCEL (16)."""
-
-
 @dataclass(frozen=True, slots=True)
 class PublishNamespace(_Numbered):
     """PUBLISH_NAMESPACE."""
@@ -264,10 +238,6 @@ class PublishNamespace(_Numbered):
     namespace: tuple[bytes, ...]
     parameters: Parameters = field(default_factory=Parameters)
     allowed = _TOKEN
-
-
-class PublishNamespaceDone(_Numbered):
-    """PUBLISH_NAMESPACE_DONE (16)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,16 +252,13 @@ class SubscribeNamespace(_Numbered):
     """SUBSCRIBE_NAMESPACE."""
 
     prefix: tuple[bytes, ...]
-    subscribe_options: int = 1
-    """Draft 16: 0 requests PUBLISH, 1 NAMESPACE, 2 both."""
     parameters: Parameters = field(default_factory=Parameters)
-    allowed = _TOKEN | {Param.FORWARD}
-    """FORWARD only in draft 16, where the answers may include PUBLISH."""
+    allowed = _TOKEN
 
 
 @dataclass(frozen=True, slots=True)
 class SubscribeTracks(_Numbered):
-    """SUBSCRIBE_TRACKS (18)."""
+    """SUBSCRIBE_TRACKS."""
 
     prefix: tuple[bytes, ...]
     parameters: Parameters = field(default_factory=Parameters)

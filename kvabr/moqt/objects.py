@@ -21,6 +21,7 @@ from kvabr.moqt.wire import (
     read_pairs,
     write_pairs,
     write_text,
+    write_varint,
 )  # fmt: skip
 
 FETCH_HEADER = 0x05
@@ -75,7 +76,7 @@ class SubgroupHeader:
     end_of_group: bool
     """Whether the end of the stream is that of the group."""
     first_object: bool = False
-    """Draft 18 and later: the stream starts with the first object of the subgroup."""
+    """Whether the stream starts with the first object of the subgroup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class ObjectParser:
             kept = len(buffer)
             if kept:
                 buffer += view[at : at + _MAX_HEADER]
-            header = Reader(buffer if kept else view, self._draft.varint, at=0 if kept else at, partial=True)
+            header = Reader(buffer if kept else view, at=0 if kept else at, partial=True)
             try:
                 item = self._read_object(header) if self._of is None else self._read_of(self._of, header)
             except Incomplete:
@@ -204,7 +205,7 @@ class ObjectParser:
         properties = self._properties(header) if common.properties else ()
         size = header.varint()
         status = _status(header.varint(), properties) if size == 0 else Status.NORMAL
-        check_object(properties, common.group, number, self._draft)
+        check_object(properties, common.group, number)
         if self._last is None:  # as below, only when the header is complete
             self._prior_subgroup = number if common.subgroup is None else common.subgroup
         self._last = Location(common.group, number)
@@ -230,7 +231,7 @@ class ObjectParser:
         size = header.varint()
         location = self._location(group, number)
         self._check_order(location)
-        check_object(properties, location.group, location.object, self._draft)
+        check_object(properties, location.group, location.object)
         # Update state only when the header is complete; an incomplete one is parsed again from its start.
         self._last = self._before = location
         self._prior_priority = priority
@@ -262,15 +263,13 @@ class ObjectParser:
         return self._prior_subgroup + mode - 1
 
     def _properties(self, header: Reader) -> tuple[KeyValue, ...]:
-        return read_pairs(Reader(header.text(MAX_PROPERTIES_BYTES, "object properties"), self._draft.varint))
+        return read_pairs(Reader(header.text(MAX_PROPERTIES_BYTES, "object properties")))
 
     def _location(self, group: int | None, number: int | None) -> Location:
-        """Return the location of an object from its header's fields: IDs in draft 16, differences in draft 18."""
+        """Return the location of an object from its header's fields, which are differences."""
         last = self._last
         if last is None:
             found = Location(group or 0, number or 0)
-        elif self._draft.number < 17:
-            found = Location(last.group if group is None else group, last.object + 1 if number is None else number)
         elif group is None:
             found = Location(last.group, last.object + (1 if number is None else number))
         else:
@@ -290,25 +289,24 @@ def _status(value: int, properties: tuple[KeyValue, ...]) -> Status:
     return Status(value)
 
 
-def is_subgroup(kind: int, draft: Draft) -> bool:
+def is_subgroup(kind: int) -> bool:
     """Return whether a stream type is that of a subgroup."""
-    bits = 0x6F if draft.number >= 17 else 0x2F
-    return kind & ~bits == 0x10 and kind & 0x06 != 0x06
+    return kind & ~0x6F == 0x10 and kind & 0x06 != 0x06
 
 
-def read_stream_header(data: bytes, draft: Draft) -> tuple[int, SubgroupHeader | int | None, int] | None:
+def read_stream_header(data: bytes) -> tuple[int, SubgroupHeader | int | None, int] | None:
     """Parse the header of a unidirectional stream.
 
     Returns:
         The stream type; the header of a subgroup, the request ID of a FETCH, or None for other types; and the header's
         length. None while it is incomplete.
     """
-    header = Reader(data, draft.varint, partial=True)
+    header = Reader(data, partial=True)
     try:
         kind = header.varint()
         if kind == FETCH_HEADER:
             return kind, header.varint(), header.at
-        if not is_subgroup(kind, draft):
+        if not is_subgroup(kind):
             return kind, None, header.at
         alias, group, mode = header.varint(), header.varint(), kind >> 1 & 0x03
         subgroup = 0 if mode == 0 else None if mode == 1 else header.varint()
@@ -322,8 +320,8 @@ def read_stream_header(data: bytes, draft: Draft) -> tuple[int, SubgroupHeader |
 class FetchWriter:
     """Encode the object headers of one FETCH."""
 
-    def __init__(self, draft: Draft, *, descending: bool = False) -> None:
-        self._draft, self._descending = draft, descending
+    def __init__(self, *, descending: bool = False) -> None:
+        self._descending = descending
         self._last: Location | None = None
 
     def header(
@@ -333,27 +331,26 @@ class FetchWriter:
 
         The priority is by default that of the preceding object, and 128 for the first.
         """
-        varint, last = self._draft.varint, self._last
-        wide = self._draft.number >= 17
+        last = self._last
         flags, parts = 0, []
         if last is None or last.group != group:
             flags |= 0x08 | 0x04
-            parts += [varint.encode(self._group_field(group)), varint.encode(number)]
+            parts += [write_varint(self._group_field(group)), write_varint(number)]
         elif number != last.object + 1:
             flags |= 0x04
-            parts.append(varint.encode(number - last.object if wide else number))
+            parts.append(write_varint(number - last.object))
         if last is None or priority is not None:
             flags |= 0x10
             parts.append(bytes([DEFAULT_PRIORITY if priority is None else priority]))
         if properties:
             flags |= 0x20
-            parts.append(write_text(varint, write_pairs(varint, properties)))
+            parts.append(write_text(write_pairs(properties)))
         self._last = Location(group, number)
-        return b"".join((varint.encode(flags), *parts, varint.encode(size)))
+        return b"".join((write_varint(flags), *parts, write_varint(size)))
 
     def _group_field(self, group: int) -> int:
-        """Return the group field: the group ID, or since draft 18 the distance to the preceding group minus one."""
-        if self._last is None or self._draft.number < 17:
+        """Return the group field: the group ID, or the distance to the preceding group minus one."""
+        if self._last is None:
             return group
         return (self._last.group - group if self._descending else group - self._last.group) - 1
 
@@ -361,36 +358,36 @@ class FetchWriter:
 class SubgroupWriter:
     """Encode the header of a subgroup's stream, and those of its objects."""
 
-    def __init__(self, draft: Draft, header: SubgroupHeader) -> None:
-        self._draft, self._header = draft, header
+    def __init__(self, header: SubgroupHeader) -> None:
+        self._header = header
         self._last: int | None = None
 
     def begin(self) -> bytes:
         """Encode the header of the stream."""
-        varint, header = self._draft.varint, self._header
+        header = self._header
         kind = 0x10 | header.properties | header.end_of_group << 3 | (header.priority is None) << 5
-        if header.first_object and self._draft.number >= 17:
+        if header.first_object:
             kind |= 0x40
-        out = varint.encode(header.track_alias) + varint.encode(header.group)
+        out = write_varint(header.track_alias) + write_varint(header.group)
         if header.subgroup is None:
             kind |= 0x02
         elif header.subgroup:
             kind |= 0x04
-            out += varint.encode(header.subgroup)
+            out += write_varint(header.subgroup)
         if header.priority is not None:
             out += bytes([header.priority])
-        return varint.encode(kind) + out
+        return write_varint(kind) + out
 
     def header(
         self, number: int, size: int, properties: tuple[KeyValue, ...] = (), status: Status = Status.NORMAL
     ) -> bytes:
         """Encode the header of an object, whose ID must increase; `size` bytes of payload must follow."""
-        varint, last = self._draft.varint, self._last
-        out = varint.encode(number if last is None else number - last - 1)
+        last = self._last
+        out = write_varint(number if last is None else number - last - 1)
         self._last = number
         if self._header.properties:
-            out += write_text(varint, write_pairs(varint, properties))
+            out += write_text(write_pairs(properties))
         elif properties:
             raise ValueError("the header of this subgroup says that its objects have no properties")
-        out += varint.encode(size)
-        return out if size else out + varint.encode(status)
+        out += write_varint(size)
+        return out if size else out + write_varint(status)

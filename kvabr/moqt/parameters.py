@@ -1,7 +1,4 @@
-"""Message parameters, setup options and authorization tokens.
-
-Since draft 18 each message parameter has its own encoding (section 10.2); draft 16 encodes them as key-value pairs.
-"""
+"""Message parameters (draft 18, section 10.2), setup options and authorization tokens."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ from kvabr.moqt.wire import (
     KeyValue,
     Location,
     Reader,
-    Varint,
     malformed,
     write_location,
     write_namespace,
     write_text,
+    write_varint,
 )
 
 DELETE, REGISTER, USE_ALIAS, USE_VALUE = range(4)
@@ -42,19 +39,19 @@ class Token:
     token_type: int = 0
     """0 stands for a type agreed on out of band."""
 
-    def encode(self, varint: Varint) -> bytes:
+    def encode(self) -> bytes:
         """Encode the Token structure."""
-        out = varint.encode(self.alias_type)
+        out = write_varint(self.alias_type)
         if self.alias_type != USE_VALUE:
-            out += varint.encode(self.alias or 0)
+            out += write_varint(self.alias or 0)
         if self.alias_type in (REGISTER, USE_VALUE):
-            out += varint.encode(self.token_type) + self.value
+            out += write_varint(self.token_type) + self.value
         return out
 
     @classmethod
-    def decode(cls, data: bytes, varint: Varint) -> Token:
+    def decode(cls, data: bytes) -> Token:
         """Parse the Token structure, or raise SessionFault."""
-        reader = Reader(data, varint)
+        reader = Reader(data)
         try:
             kind = reader.varint()
             if kind > USE_VALUE:
@@ -90,7 +87,7 @@ class Parameters:
     """The parameters of one message; None for absent ones."""
 
     object_delivery_timeout: int | None = None
-    """Milliseconds; draft 16: DELIVERY_TIMEOUT."""
+    """Milliseconds."""
     tokens: tuple[Token, ...] = ()
     rendezvous_timeout: int | None = None
     subgroup_delivery_timeout: int | None = None
@@ -101,7 +98,7 @@ class Parameters:
     priority: int | None = None
     """0 (most urgent) to 255."""
     filter: Filter | None = None
-    """Drafts 16 and 18: SUBSCRIPTION_FILTER."""
+    """Draft 18: SUBSCRIPTION_FILTER."""
     group_order: int | None = None
     """1 ascending, 2 descending."""
     fill: Parameters | None = None
@@ -118,28 +115,28 @@ _NONE = Parameters()
 T = TypeVar("T")
 _Encoding = Literal["varint", "u8", "location", "filter", "token", "namespace", "fill", "range"]
 _KINDS: dict[Param, tuple[str, _Encoding, int]] = {
-    Param.OBJECT_DELIVERY_TIMEOUT: ("object_delivery_timeout", "varint", 16),
-    Param.AUTHORIZATION_TOKEN: ("tokens", "token", 16),
+    Param.OBJECT_DELIVERY_TIMEOUT: ("object_delivery_timeout", "varint", 18),
+    Param.AUTHORIZATION_TOKEN: ("tokens", "token", 18),
     Param.RENDEZVOUS_TIMEOUT: ("rendezvous_timeout", "varint", 18),
     Param.SUBGROUP_DELIVERY_TIMEOUT: ("subgroup_delivery_timeout", "varint", 18),
-    Param.EXPIRES: ("expires", "varint", 16),
-    Param.LARGEST_OBJECT: ("largest", "location", 16),
+    Param.EXPIRES: ("expires", "varint", 18),
+    Param.LARGEST_OBJECT: ("largest", "location", 18),
     Param.FILL_TIMEOUT: ("fill_timeout", "varint", 18),
-    Param.FORWARD: ("forward", "u8", 16),
-    Param.SUBSCRIBER_PRIORITY: ("priority", "u8", 16),
-    Param.LOCATION_FILTER: ("filter", "filter", 16),
-    Param.GROUP_ORDER: ("group_order", "u8", 16),
+    Param.FORWARD: ("forward", "u8", 18),
+    Param.SUBSCRIBER_PRIORITY: ("priority", "u8", 18),
+    Param.LOCATION_FILTER: ("filter", "filter", 18),
+    Param.GROUP_ORDER: ("group_order", "u8", 18),
     Param.FILL_PARAMETERS: ("fill", "fill", 20),
     Param.SUBGROUP_FILTER: ("range_filters", "range", 20),
     Param.OBJECTID_FILTER: ("range_filters", "range", 20),
     Param.PRIORITY_FILTER: ("range_filters", "range", 20),
     Param.OBJECT_PROPERTY_FILTER: ("range_filters", "range", 20),
     Param.TRACK_PROPERTY_FILTER: ("range_filters", "range", 20),
-    Param.NEW_GROUP_REQUEST: ("new_group", "varint", 16),
+    Param.NEW_GROUP_REQUEST: ("new_group", "varint", 18),
     Param.TRACK_NAMESPACE_PREFIX: ("namespace_prefix", "namespace", 18),
     Param.INCLUDE_PROPERTIES: ("include_properties", "u8", 20),
 }
-"""By parameter: the field in `Parameters`, the encoding since draft 18, and the first draft that has it."""
+"""By parameter: the field in `Parameters`, the encoding, and the first draft that has it."""
 IN_FILL = frozenset({
     Param.FILL_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.LOCATION_FILTER, Param.GROUP_ORDER,
     *(RANGE_FILTERS - {Param.TRACK_PROPERTY_FILTER}),
@@ -153,9 +150,7 @@ _RANGES = {
 }
 
 
-def _in_range(param: Param, value: Any, draft: Draft) -> bool:
-    if param == Param.OBJECT_DELIVERY_TIMEOUT and draft.number < 17:
-        return bool(value > 0)  # draft 16 expresses "none" by leaving it out
+def _in_range(param: Param, value: Any) -> bool:
     limits = _RANGES.get(param)
     return limits is None or bool(limits[0] <= value <= limits[1])
 
@@ -180,20 +175,19 @@ def known_parameters(draft: Draft) -> frozenset[Param]:
 
 def write_parameters(parameters: Parameters, draft: Draft) -> bytes:
     """Encode the count and the parameters in ascending order of type; ValueError if the draft cannot have one."""
-    varint = draft.varint
     out, count, before = b"", 0, 0
     for param in sorted(present(parameters)):
         name, kind, since = _KINDS[param]
         value: Any = getattr(parameters, name)
         if draft.number < since:
             raise ValueError(f"draft {draft.number} has no parameter {param.name}")
-        if not _in_range(param, value, draft):
+        if not _in_range(param, value):
             raise ValueError(f"{param.name} cannot be {value}")
         for one in _instances(param, kind, value):
-            out += varint.encode(param - before) + _write_value(one, kind, draft)
+            out += write_varint(param - before) + _write_value(one, kind, draft)
             before = param
             count += 1
-    return varint.encode(count) + out
+    return write_varint(count) + out
 
 
 def _instances(param: Param, kind: _Encoding, value: Any) -> tuple[Any, ...]:
@@ -204,32 +198,27 @@ def _instances(param: Param, kind: _Encoding, value: Any) -> tuple[Any, ...]:
 
 
 def _write_value(value: Any, kind: _Encoding, draft: Draft) -> bytes:
-    varint = draft.varint
     match kind:
         case "token":
-            return write_text(varint, value.encode(varint))
+            return write_text(value.encode())
         case "filter":
             return write_filter(value, draft)
         case "fill":
-            return write_text(varint, write_parameters(value, draft))
+            return write_text(write_parameters(value, draft))
         case "range":
-            return write_text(varint, value)
+            return write_text(value)
         case "location":
-            location = write_location(varint, value)
-            return location if draft.number >= 18 else write_text(varint, location)
+            return write_location(value)
         case "namespace":
-            prefix = write_namespace(varint, value)
-            return write_text(varint, prefix) if draft.number == 20 else prefix
-        case "u8" if draft.number >= 18:
+            prefix = write_namespace(value)
+            return write_text(prefix) if draft.number == 20 else prefix
+        case "u8":
             return bytes([value])
-    return varint.encode(value)
+    return write_varint(value)
 
 
 def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> Parameters:
-    """Parse the parameters of a message, or raise SessionFault.
-
-    Those that the message is not `allowed` to carry are a fault in draft 18, and ignored in draft 16.
-    """
+    """Parse the parameters of a message, or raise SessionFault, also for those that it is not `allowed` to carry."""
     found: dict[str, Any] = {}
     known, number = known_parameters(draft), 0
     for _ in range(reader.varint()):
@@ -240,10 +229,8 @@ def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> 
         name, kind, _since = _KINDS[param]
         value = _read_value(reader, kind, draft)
         if param not in allowed:
-            if draft.number >= 18:
-                raise SessionFault(f"parameter {param.name} in a message that cannot have it")
-            continue
-        if not _in_range(param, value, draft):
+            raise SessionFault(f"parameter {param.name} in a message that cannot have it")
+        if not _in_range(param, value):
             raise SessionFault(f"parameter {param.name} has the invalid value {value}")
         if kind == "token":
             found[name] = _with_token(found.get(name, ()), value)
@@ -265,32 +252,25 @@ def _with_token(tokens: tuple[Token, ...], token: Token) -> tuple[Token, ...]:
 def _read_value(reader: Reader, kind: _Encoding, draft: Draft) -> Any:
     match kind:
         case "token":
-            return Token.decode(reader.text(MAX_VALUE_BYTES, "parameter"), draft.varint)
+            return Token.decode(reader.text(MAX_VALUE_BYTES, "parameter"))
         case "filter":
             return read_filter(reader, draft)
         case "fill":
-            return _whole(reader, draft, lambda inner: read_parameters(inner, draft, IN_FILL))
+            return _whole(reader, lambda inner: read_parameters(inner, draft, IN_FILL))
         case "range":
             return reader.text(MAX_VALUE_BYTES, "parameter")
         case "location":
-            return reader.location() if draft.number >= 18 else _location_16(reader, draft)
+            return reader.location()
         case "namespace":
-            return _whole(reader, draft, Reader.namespace) if draft.number == 20 else reader.namespace()
-        case "u8" if draft.number >= 18:
+            return _whole(reader, Reader.namespace) if draft.number == 20 else reader.namespace()
+        case "u8":
             return reader.u8()
     return reader.varint()
 
 
-def _location_16(reader: Reader, draft: Draft) -> Location:
-    try:
-        return _whole(reader, draft, Reader.location)
-    except SessionFault as fault:
-        raise malformed(f"malformed location: {fault}") from fault
-
-
-def _whole(reader: Reader, draft: Draft, read: Callable[[Reader], T]) -> T:
+def _whole(reader: Reader, read: Callable[[Reader], T]) -> T:
     """Read a length, and what must fill as many bytes."""
-    inner = Reader(reader.text(MAX_VALUE_BYTES, "parameter"), draft.varint)
+    inner = Reader(reader.text(MAX_VALUE_BYTES, "parameter"))
     value = read(inner)
     inner.end()
     return value
@@ -308,15 +288,12 @@ class SetupOptions:
     max_auth_token_cache_size: int = 0
     """For token aliases; this end has no cache for them, and sends none."""
     implementation: bytes | None = None
-    max_request_id: int = 0
-    """Draft 16 only."""
     max_request_updates: int = 0
     """Draft 20: unanswered REQUEST_UPDATEs that each request may have; 0 for any number."""
 
 
 _SETUP = {
     SetupOption.PATH: "path",
-    SetupOption.MAX_REQUEST_ID: "max_request_id",
     SetupOption.AUTHORIZATION_TOKEN: "tokens",
     SetupOption.MAX_AUTH_TOKEN_CACHE_SIZE: "max_auth_token_cache_size",
     SetupOption.AUTHORITY: "authority",
@@ -327,14 +304,12 @@ _SETUP = {
 
 
 def _has_option(option: SetupOption, draft: Draft) -> bool:
-    if option == SetupOption.MAX_REQUEST_ID:
-        return draft.number < 17
     return option != SetupOption.MAX_REQUEST_UPDATES or draft.number >= 19
 
 
 def setup_pairs(options: SetupOptions, draft: Draft) -> list[KeyValue]:
     """Return the options as key-value pairs, leaving out defaults."""
-    pairs: list[KeyValue] = [(SetupOption.AUTHORIZATION_TOKEN, token.encode(draft.varint)) for token in options.tokens]
+    pairs: list[KeyValue] = [(SetupOption.AUTHORIZATION_TOKEN, token.encode()) for token in options.tokens]
     for kind, name in _SETUP.items():
         value: Any = getattr(options, name)
         if name != "tokens" and value not in (None, 0) and _has_option(kind, draft):
@@ -351,7 +326,7 @@ def setup_options(pairs: tuple[KeyValue, ...], draft: Draft) -> SetupOptions:
             continue
         if name == "tokens":
             assert isinstance(value, bytes)  # noqa: S101  # odd types have bytes
-            found[name] = _with_token(found.get(name, ()), Token.decode(value, draft.varint))
+            found[name] = _with_token(found.get(name, ()), Token.decode(value))
         elif name in found:
             raise SessionFault(f"repeated setup option {SetupOption(kind).name}")
         else:

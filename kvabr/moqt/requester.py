@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -36,7 +35,7 @@ MAX_PARTIAL_BYTES = 1 << 20
 @dataclass(slots=True, eq=False, kw_only=True)
 class _OwnRequest(RequestState):
     message: m.Fetch | m.Subscribe = field(kw_only=False)
-    parser: MessageParser
+    parser: MessageParser = field(default_factory=MessageParser)
     """Parser of the answers on the request's own stream."""
     budget: ObjectBudget = field(default_factory=ObjectBudget)
     streams: set[int] = field(default_factory=set)
@@ -50,8 +49,6 @@ class _OwnRequest(RequestState):
     priority: int = DEFAULT_PRIORITY
     """SUBSCRIBE: that of subgroups which have none of their own."""
     done: m.PublishDone | None = None
-    cancelled: bool = False
-    """Draft 16: the request was cancelled before it was sent."""
     postponed: Parameters | None = None
     """An update that waits until the peer has answered enough of them."""
 
@@ -88,10 +85,7 @@ class Requester:
         self._by_data: dict[int, _Incoming | _Held | None] = {}
         """By unidirectional stream that has not ended, or is held; None if its content is ignored."""
         self._by_alias: dict[int, _OwnRequest] = {}
-        self._waiting: deque[_OwnRequest] = deque()
         self._held_bytes = 0
-        self._limit = 0
-        """Draft 16: request IDs must be below this."""
         self.most_updates = 0
         """Draft 20: unanswered updates that a request may have; 0 for any number."""
         self.peer_draining = False
@@ -101,48 +95,30 @@ class Requester:
     def subscribed(self, namespace: tuple[bytes, ...], track: bytes) -> bool:
         """Return whether a subscription to a track is open."""
         return any(
-            each.subscribes
-            and not each.cancelled
-            and (each.message.namespace, each.message.track) == (namespace, track)
+            each.subscribes and (each.message.namespace, each.message.track) == (namespace, track)
             for each in self._requests.values()
         )
 
     def request(self, message: m.Fetch | m.Subscribe) -> None:
-        """Make a request; in draft 16 it may wait until the peer grants more IDs."""
-        draft, number = self._channel.draft, message.request_id
-        request = self._requests[number] = _OwnRequest(number, message, parser=MessageParser(draft))
-        if draft.streams or (number < self._limit and not self._waiting):
-            self._send(request)
-        else:
-            self._waiting.append(request)
-
-    def grant(self, limit: int) -> None:
-        """Draft 16: allow request IDs below `limit`, as granted by the peer."""
-        self._limit = limit
-        while self._waiting and self._waiting[0].number < limit:
-            self._send(self._waiting.popleft())
-
-    def raise_limit(self, limit: int) -> None:
-        """Draft 16: handle a MAX_REQUEST_ID."""
-        if limit <= self._limit:
-            raise SessionFault(f"MAX_REQUEST_ID of {limit} does not increase the limit of {self._limit}")
-        self.grant(limit)
+        """Make a request."""
+        number, stream = message.request_id, self._channel.open_bidi()
+        request = _OwnRequest(number, message, stream)
+        self._requests[number] = self._by_stream[stream] = request
+        self._channel.write(stream, message)
 
     def update(self, request_id: int, parameters: Parameters) -> bool:
         """Send a REQUEST_UPDATE if the request is still open, and return whether one is sent, now or later.
 
-        It waits while the peer has as many unanswered ones as it allows; only the last one that waits is sent. Draft 16
-        allows a peer to close the session over an update to a request that it has just completed. The requester cannot
-        rule that out, so it sends no updates in that draft.
+        It waits while the peer has as many unanswered ones as it allows; only the last one that waits is sent.
         """
         request = self._requests.get(request_id)
-        if request is None or request.stream is None or self.peer_draining:
+        if request is None or self.peer_draining:
             return False
         if self.most_updates and request.updates >= self.most_updates:
             request.postponed = parameters
             return True
         request.updates += 1
-        self._channel.write(request.stream, m.RequestUpdate(self._channel.take_id(), None, parameters))
+        self._channel.write(request.stream, m.RequestUpdate(self._channel.take_id(), parameters))
         return True
 
     def cancel(self, request_id: int, code: int = ResetCode.CANCELLED) -> None:
@@ -150,16 +126,8 @@ class Requester:
         request = self._requests.get(request_id)
         if request is None:
             return
-        if request in self._waiting:
-            request.cancelled = True  # draft 16 requires consecutive IDs, so it must be sent before it is cancelled
-            return
         self._forget(request, code)
-        if request.stream is not None:
-            self._channel.commands += [Reset(request.stream, code), Stop(request.stream, code)]
-        elif not request.subscribes:
-            self._channel.control(m.FetchCancel(request_id))
-        elif request.done is None:
-            self._channel.control(m.Unsubscribe(request_id))
+        self._channel.commands += [Reset(request.stream, code), Stop(request.stream, code)]
 
     # ------------------------------------------------------------------ answers from the peer
 
@@ -195,7 +163,7 @@ class Requester:
         elif isinstance(message, m.RequestErrorMessage) and request.done is None:
             channel.events.append(Refused(request.number, message))
             self._drop(request)
-        elif isinstance(message, m.Goaway) and channel.draft.streams:
+        elif isinstance(message, m.Goaway):
             # The peer asks to make this request elsewhere; it continues until it is reset.
             channel.check_goaway(message, repeated=request.going_away)
             request.going_away = True
@@ -219,7 +187,7 @@ class Requester:
                 code = SessionCode.DUPLICATE_TRACK_ALIAS
                 raise SessionFault(f"track alias {alias} is already in use", code)
             if self._accepted(request, message):
-                request.alias, request.priority = alias, _priority(message, self._channel)
+                request.alias, request.priority = alias, _priority(message)
                 self._by_alias[alias] = request
                 self._release(request)
             self._drop_held()
@@ -233,17 +201,15 @@ class Requester:
     def _accepted(self, request: _OwnRequest, message: m.FetchOk | m.SubscribeOk) -> bool:
         """Report the answer to a request; return False if its track cannot be used."""
         request.answered = True
-        if (refusal := unusable(message.properties, self._channel.draft)) is not None:
+        if (refusal := unusable(message.properties)) is not None:
             self._abandon(request, *refusal)
             return False
         self._channel.events.append(Answered(request.number, message))
         return True
 
     def _updated(self, request: _OwnRequest, message: m.RequestOk) -> None:
-        """Handle a REQUEST_OK for a REQUEST_UPDATE; draft 16 ignores parameters that are out of place."""
+        """Handle a REQUEST_OK for a REQUEST_UPDATE."""
         self._update_answered(request)
-        if not self._channel.draft.streams:
-            return
         if message.properties:
             raise SessionFault("REQUEST_OK for a REQUEST_UPDATE carries properties")
         if extra := present(message.parameters) - _IN_UPDATE_OK:
@@ -407,22 +373,13 @@ class Requester:
 
     # ------------------------------------------------------------------ internals
 
-    def _send(self, request: _OwnRequest) -> None:
-        channel = self._channel
-        if channel.draft.streams:
-            request.stream = channel.open_bidi()
-            self._by_stream[request.stream] = request
-        channel.write(request.stream, request.message)
-        if request.cancelled:
-            self.cancel(request.number)
-
     def _data_ended(self, request: _OwnRequest, stream: int, code: int | None) -> None:
         request.data_ended = not request.subscribes
         self._channel.events.append(Ended(request.number, code, stream if request.subscribes else None))
         self._finish(request)
 
     def _refused(self, request: _OwnRequest, code: int, reason: str) -> None:
-        self._channel.events.append(Refused(request.number, m.RequestErrorMessage(request.number, code, 0, reason)))
+        self._channel.events.append(Refused(request.number, m.RequestErrorMessage(code, 0, reason)))
 
     def _abandon(self, request: _OwnRequest, code: int, reason: str) -> None:
         """Cancel a request whose track cannot be used, such as a malformed one (draft 18, section 2.4.2)."""
@@ -440,14 +397,12 @@ class Requester:
 
     def _drop(self, request: _OwnRequest) -> None:
         self._forget(request, ResetCode.CANCELLED)
-        if request.stream is not None:
-            self._channel.commands.append(Write(request.stream, b"", fin=True))
+        self._channel.commands.append(Write(request.stream, b"", fin=True))
 
     def _forget(self, request: _OwnRequest, code: int) -> None:
         """Remove a request, and stop its objects."""
         self._requests.pop(request.number, None)
-        if request.stream is not None:
-            self._by_stream.pop(request.stream, None)
+        self._by_stream.pop(request.stream, None)
         if request.alias is not None and self._by_alias.get(request.alias) is request:
             del self._by_alias[request.alias]
         for stream in sorted(request.streams):
@@ -457,10 +412,10 @@ class Requester:
         self._drop_held()
 
 
-def _priority(message: m.SubscribeOk, channel: Channel) -> int:
+def _priority(message: m.SubscribeOk) -> int:
     """Return the priority of a track's subgroups that have none of their own."""
     try:
-        every = dict(unfold(message.properties, channel.draft))
+        every = dict(unfold(message.properties))
     except MalformedTrack:  # refused by `unusable`
         return DEFAULT_PRIORITY
     value = every.get(Property.DEFAULT_PUBLISHER_PRIORITY, DEFAULT_PRIORITY)

@@ -12,10 +12,8 @@ from kvabr.moqt.events import Cancelled, Requested, Reset, Stop, Stopped, Update
 from kvabr.moqt.objects import FETCH_HEADER, SubgroupHeader, SubgroupWriter
 from kvabr.moqt.parameters import Parameters, present, token_values
 from kvabr.moqt.properties import unusable
-from kvabr.moqt.wire import Draft, Location
+from kvabr.moqt.wire import Draft, Location, write_varint
 
-REQUEST_WINDOW = 256
-"""Draft 16: open requests that a peer may have."""
 _OF_UPDATES = m.RequestUpdate.allowed | m.RequestUpdate.changed_20
 _OF_SUBSCRIPTIONS = _OF_UPDATES - {Param.TRACK_NAMESPACE_PREFIX, Param.TRACK_PROPERTY_FILTER}
 _OF_FETCHES = frozenset({Param.AUTHORIZATION_TOKEN, Param.SUBSCRIBER_PRIORITY})
@@ -42,9 +40,9 @@ class _PeerRequest(RequestState):
 class Responder:
     """The open requests of the peer; methods that take in what it sends raise SessionFault if that is wrong."""
 
-    def __init__(self, channel: Channel, granted: int) -> None:
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self.ids = PeerIds(channel, granted)
+        self.ids = PeerIds(channel)
         self._requests: dict[int, _PeerRequest] = {}
         self._by_stream: dict[int, _PeerRequest] = {}
         self._by_data: dict[int, _PeerRequest] = {}
@@ -68,42 +66,38 @@ class Responder:
 
     def receive(self, stream: int, message: m.Message, *, first: bool) -> None:
         """Handle a message on a bidirectional stream of the peer."""
-        request, streams = self._by_stream.get(stream), self._channel.draft.streams
+        request = self._by_stream.get(stream)
         if request is None:
             if first:
                 self.begin(message, stream)
-        elif isinstance(message, m.RequestUpdate) and streams:
+        elif isinstance(message, m.RequestUpdate):
             self.ids.take(message.request_id)
             self._update(request, message)
-        elif isinstance(message, m.Goaway) and streams:
+        elif isinstance(message, m.Goaway):
             self._channel.check_goaway(message, repeated=request.going_away)
             request.going_away = True
         else:
             raise SessionFault(f"{type(message).__name__} cannot follow a request on its stream")
 
-    def begin(self, message: m.Message, stream: int | None) -> None:
-        """Handle a request, on its own stream or, in draft 16, on the control stream (`stream` is None)."""
+    def begin(self, message: m.Message, stream: int) -> None:
+        """Handle a request."""
         if not isinstance(message, m.Request):
             raise SessionFault(f"{type(message).__name__} does not open a request")
-        if not self._channel.draft.streams and (stream is not None) != isinstance(message, m.SubscribeNamespace):
-            raise SessionFault(f"{type(message).__name__} on the wrong stream")
-        self.ids.take(message.request_id, in_order=stream is None)
+        self.ids.take(message.request_id)
         tokens = token_values(message.parameters.tokens)
         if tokens:  # they may be long, and are not kept while the request waits
             message = replace(message, parameters=replace(message.parameters, tokens=()))
         request = _PeerRequest(message.request_id, message, stream)
-        self._requests[request.number] = request
-        if stream is not None:
-            self._by_stream[stream] = request
+        self._requests[request.number] = self._by_stream[stream] = request
         if self.draining:
             self.refuse(request.number, RequestCode.GOING_AWAY, "this server is going away; reconnect")
-        elif self._channel.draft.number >= 17 and _first_field(message) in _RESERVED:
+        elif _first_field(message) in _RESERVED:
             self.refuse(request.number, RequestCode.DOES_NOT_EXIST, "the namespace is reserved")
         elif message.parameters.range_filters or (message.parameters.fill or message.parameters).range_filters:
             self.refuse(request.number, RequestCode.INVALID_FILTER, "range filters are not supported")
         elif isinstance(message, m.Fetch) and ends_before(message.end, message.start):  # faulty before draft 20
             self.refuse(request.number, RequestCode.INVALID_RANGE, "the range ends before it starts")
-        elif isinstance(message, m.Publish) and (why := unusable(message.properties, self._channel.draft)) is not None:
+        elif isinstance(message, m.Publish) and (why := unusable(message.properties)) is not None:
             self.refuse(request.number, *why)
         else:
             self._channel.events.append(Requested(request.number, message, tokens))
@@ -123,39 +117,14 @@ class Responder:
             code, reason = RequestCode.NOT_SUPPORTED, "a prefix cannot be changed; make a new request"
             if parameters.namespace_prefix is None:
                 code, reason = RequestCode.INVALID_FILTER, "range filters are not supported"
-            self._channel.write(request.stream, m.RequestErrorMessage(message.request_id, code, 0, reason))
+            self._channel.write(request.stream, m.RequestErrorMessage(code, 0, reason))
             self._cancelled(request, ResetCode.CANCELLED, reset=None)
             return
-        if self._channel.draft.streams and not request.answered:
+        if not request.answered:
             request.updates += 1  # the request itself must be answered first
         else:
-            self._channel.write(request.stream, m.RequestOk(message.request_id))
+            self._channel.write(request.stream, m.RequestOk())
         self._channel.events.append(Updated(request.number, parameters))
-
-    def update_16(self, message: m.RequestUpdate) -> bool:
-        """Draft 16: handle a REQUEST_UPDATE on the control stream; return whether its request is still open."""
-        self.ids.take(message.request_id, in_order=True)
-        existing = -1 if message.existing is None else message.existing
-        request = self._requests.get(existing)
-        if request is not None:
-            self._update(request, message)
-        elif self.ids.used(existing):
-            # The request was completed just now; the peer could not know, so do not close the session.
-            token_values(message.parameters.tokens)
-            refusal = m.RequestErrorMessage(message.request_id, RequestCode.INVALID_RANGE, 0, "that request is over")
-            self._channel.control(refusal)
-        else:
-            raise SessionFault(f"REQUEST_UPDATE for request {existing}, which was never made")
-        self._widen()
-        return request is not None
-
-    def cancelled_16(self, number: int) -> None:
-        """Draft 16: handle a message that cancels a request."""
-        request = self._requests.get(number)
-        if request is not None:
-            self._cancelled(request, ResetCode.CANCELLED)
-        elif not self.ids.used(number):
-            raise SessionFault(f"cancellation of request {number}, which was never made")
 
     def stream_gone(self, stream: int, code: int) -> None:
         """Handle a reset or STOP_SENDING on a stream of a request."""
@@ -192,10 +161,9 @@ class Responder:
             KeyError: The request is over; a `Cancelled` event has been reported.
         """
         channel, request = self._channel, self._requests[request_id]
-        self._agree(request, m.FetchOk(request_id, end_of_track, end))
+        self._agree(request, m.FetchOk(end_of_track, end))
         stream = self._open(request)
-        varint = channel.draft.varint
-        channel.commands.append(Write(stream, varint.encode(FETCH_HEADER) + varint.encode(request_id)))
+        channel.commands.append(Write(stream, write_varint(FETCH_HEADER) + write_varint(request_id)))
         return stream
 
     def fetch_sent(self, request_id: int) -> None:
@@ -212,7 +180,7 @@ class Responder:
 
     def accept_subscribe(self, request_id: int, alias: int, largest: Location | None) -> None:
         """Accept a SUBSCRIBE, or raise KeyError if it is over, as the methods below."""
-        self._agree(self._requests[request_id], m.SubscribeOk(request_id, alias, Parameters(largest=largest)))
+        self._agree(self._requests[request_id], m.SubscribeOk(alias, Parameters(largest=largest)))
 
     def push(self, request_id: int, header: SubgroupHeader) -> int:
         """Open a stream for a subgroup of a subscription.
@@ -223,7 +191,7 @@ class Responder:
         request = self._requests[request_id]
         stream = self._open(request)
         request.pushed += 1
-        self._channel.commands.append(Write(stream, SubgroupWriter(self._channel.draft, header).begin()))
+        self._channel.commands.append(Write(stream, SubgroupWriter(header).begin()))
         return stream
 
     def pushed(self, request_id: int, stream: int, *, reset: int | None = None) -> None:
@@ -237,13 +205,13 @@ class Responder:
     def publish_done(self, request_id: int, code: int, reason: str) -> None:
         """End a subscription whose streams have ended; those that have not are reset."""
         request = self._requests[request_id]
-        self._channel.write(request.stream, m.PublishDone(request_id, code, request.pushed, reason))
+        self._channel.write(request.stream, m.PublishDone(code, request.pushed, reason))
         self._finish(request)
 
     def accept(self, request_id: int, parameters: Parameters | None = None) -> None:
         """Accept any other request; this completes a TRACK_STATUS."""
         request = self._requests[request_id]
-        self._agree(request, m.RequestOk(request_id, parameters or Parameters()))
+        self._agree(request, m.RequestOk(parameters or Parameters()))
         if isinstance(request.message, m.TrackStatus):
             self._finish(request)
 
@@ -258,7 +226,7 @@ class Responder:
         request = self._requests.get(request_id)
         if request is not None:
             retry = 0 if retry_ms is None else retry_ms + 1
-            self._channel.write(request.stream, m.RequestErrorMessage(request_id, code, retry, reason))
+            self._channel.write(request.stream, m.RequestErrorMessage(code, retry, reason))
             self._finish(request)
 
     # ------------------------------------------------------------------ internals
@@ -290,22 +258,13 @@ class Responder:
             if reset is not None or subscribed:
                 code = ResetCode.CANCELLED if reset is None else reset
                 self._channel.commands.append(Reset(data_stream, code))
-        if stream is not None:
-            self._by_stream.pop(stream, None)
-            if reset is None:
-                # The peer ends its side by itself. A STOP_SENDING would cost a frame, and with aioquic far more: one
-                # that waits behind data makes aioquic send one packet at a time.
-                self._channel.commands.append(Write(stream, b"", fin=True))
-            else:
-                self._channel.commands += [Reset(stream, reset), Stop(stream, ResetCode.CANCELLED)]
-        self._widen()
-
-    def _widen(self) -> None:
-        """Draft 16: raise the peer's limit when enough of it is used up."""
-        if not self._channel.draft.streams:
-            granted = self.ids.widen(REQUEST_WINDOW, len(self._requests))
-            if granted is not None:
-                self._channel.control(m.MaxRequestId(granted))
+        self._by_stream.pop(stream, None)
+        if reset is None:
+            # The peer ends its side by itself. A STOP_SENDING would cost a frame, and with aioquic far more: one that
+            # waits behind data makes aioquic send one packet at a time.
+            self._channel.commands.append(Write(stream, b"", fin=True))
+        else:
+            self._channel.commands += [Reset(stream, reset), Stop(stream, ResetCode.CANCELLED)]
 
 
 def _first_field(message: m.Request) -> bytes | None:

@@ -4,9 +4,8 @@ Theory of operation. The owner passes in bytes, resets and STOP_SENDINGs from QU
 for the owner and commands for streams. It allocates stream IDs as QUIC does, so nothing else may open streams on the
 connection.
 
-1. Since draft 18 each end opens a unidirectional control stream with its SETUP. Every request has its own bidirectional
-   stream, on which it is answered, changed and, by a reset, cancelled. Draft 16: one bidirectional stream carries the
-   SETUPs, all requests and all answers; only SUBSCRIBE_NAMESPACE has its own stream.
+1. Each end opens a unidirectional control stream with its SETUP. Every request has its own bidirectional
+   stream, on which it is answered, changed and, by a reset, cancelled.
 2. Data that arrives before the peer's SETUP is held, within bounds, because tokens in the SETUP decide what a request
    may do.
 3. The objects of a FETCH arrive on one unidirectional stream, those of a subscription on one for each subgroup. The
@@ -16,17 +15,15 @@ connection.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvabr.moqt import messages as m
 from kvabr.moqt.channel import Channel
 from kvabr.moqt.codes import ResetCode, SessionCode, SessionFault
-from kvabr.moqt.encoding import ANSWERS, CLIENT_SETUP_16, SERVER_SETUP_16, MessageParser, decode
+from kvabr.moqt.encoding import MessageParser, decode
 from kvabr.moqt.events import Close, Closed, Command, Event, GoingAway, Ready, Reset
 from kvabr.moqt.objects import PADDING_STREAM, SETUP_STREAM, read_stream_header
 from kvabr.moqt.parameters import Parameters, SetupOptions, check_target, token_values
 from kvabr.moqt.requester import Requester
-from kvabr.moqt.responder import REQUEST_WINDOW, Responder
+from kvabr.moqt.responder import Responder
 from kvabr.moqt.wire import Draft, Location
 
 _MAX_STREAM_HEADER = 64
@@ -34,9 +31,6 @@ _MAX_EARLY_BYTES = 1 << 17
 """Bytes held before the peer's SETUP."""
 _MAX_PARTIAL_BYTES = 1 << 20
 """Bytes of incomplete messages on all request streams of the peer together."""
-_MAX_IDLE_MESSAGES = 1000
-"""Messages on the control stream of draft 16 that are no requests, and four for each request: a peer that sends others
-without end would keep this end busy with nothing."""
 
 
 class MoqtSession:
@@ -45,36 +39,30 @@ class MoqtSession:
     def __init__(self, draft: Draft, *, client: bool, options: SetupOptions | None = None) -> None:
         """Prepare a session with the options for its SETUP, which `start` sends."""
         self.draft, self.client = draft, client
-        self._options = replace(options or SetupOptions(), max_request_id=0 if draft.streams else 2 * REQUEST_WINDOW)
+        self._options = options or SetupOptions()
         self._channel = Channel(draft, client=client)
         self.requester = Requester(self._channel)
         """Requests of this end."""
-        self.responder = Responder(self._channel, self._options.max_request_id)
+        self.responder = Responder(self._channel)
         """Requests of the peer."""
         self._control_in: int | None = None
         self._messages: dict[int, MessageParser | None] = {}
         """Parsers of the peer's bidirectional streams that have not ended; None if the request is over."""
-        self._control_parser = MessageParser(draft)
+        self._control_parser = MessageParser()
         self._headers: dict[int, bytes] = {}
         """Incomplete headers of the peer's unidirectional streams."""
         self._early: dict[int, tuple[bytearray | None, bool]] = {}
         """By stream: bytes that arrived before the peer's SETUP (None if unwanted), and whether the stream ended."""
         self._early_bytes = 0
-        self._idle_messages = 0
         self._ready = False
         self.closed: Closed | None = None
 
     # ------------------------------------------------------------------ called by the owner
 
     def start(self) -> None:
-        """Send the SETUP; a draft 16 server sends it in answer to the client's."""
-        channel = self._channel
-        if self.draft.streams:
-            channel.control_stream = channel.open_uni()
-            channel.control(m.Setup(self._options))
-        elif self.client:
-            channel.control_stream = self._control_in = channel.open_bidi()
-            channel.control(m.Setup(self._options))
+        """Send the SETUP."""
+        self._channel.control_stream = self._channel.open_uni()
+        self._channel.control(m.Setup(self._options))
 
     def fetch(
         self, namespace: tuple[bytes, ...], track: bytes, start: Location, end: Location, parameters: Parameters
@@ -195,19 +183,19 @@ class MoqtSession:
 
     def _begin_uni(self, stream: int, data: bytes, *, fin: bool) -> None:
         """Parse the header of a stream, and pass on what follows it."""
-        header = read_stream_header(data, self.draft)
+        header = read_stream_header(data)
         if header is None:
             if fin or len(data) > _MAX_STREAM_HEADER:
                 raise SessionFault("stream without a valid header")
             self._headers[stream] = data
             return
         kind, of, size = header
-        if kind == SETUP_STREAM and self.draft.streams:
+        if kind == SETUP_STREAM:
             if self._control_in is not None:
                 raise SessionFault("second control stream")
             self._control_in = stream
             self._receive_control(data, fin=fin)
-        elif kind == PADDING_STREAM and self.draft.streams:
+        elif kind == PADDING_STREAM:
             if not fin:
                 self.requester.ignore(stream)
         elif of is None:
@@ -220,11 +208,7 @@ class MoqtSession:
     # ------------------------------------------------------------------ bidirectional streams
 
     def _receive_bidi(self, stream: int, data: bytes, *, fin: bool) -> None:
-        if stream == 0 and not self.draft.streams and not self.client:
-            self._control_in = self._channel.control_stream = stream
-        if stream == self._control_in:
-            self._receive_control(data, fin=fin)
-        elif not self._ready:
+        if not self._ready:
             self._keep_early(stream, data, fin=fin)
         elif self._opened(stream):
             self.requester.receive_answers(stream, data, fin=fin)
@@ -232,7 +216,7 @@ class MoqtSession:
             self._receive_request(stream, data, fin=fin)
 
     def _receive_request(self, stream: int, data: bytes, *, fin: bool) -> None:
-        parser = self._messages.setdefault(stream, MessageParser(self.draft))
+        parser = self._messages.setdefault(stream, MessageParser())
         if parser is not None:
             self._receive_requests(stream, parser, data)
             if fin and parser.buffered:
@@ -260,11 +244,13 @@ class MoqtSession:
         for kind, payload in self._control_parser.feed(data):
             message = decode(kind, payload, self.draft)
             if isinstance(message, m.Setup):
-                self._receive_setup(message, kind)
+                self._receive_setup(message)
             elif not self._ready:
                 raise SessionFault(f"{type(message).__name__} before SETUP")
+            elif isinstance(message, m.Goaway):
+                self._receive_goaway(message)
             else:
-                self._receive_control_message(message)
+                raise SessionFault(f"{type(message).__name__} on the control stream")
             if self.closed is not None:
                 return
         if fin:
@@ -281,54 +267,21 @@ class MoqtSession:
 
     # ------------------------------------------------------------------ control messages
 
-    def _receive_setup(self, message: m.Setup, kind: int) -> None:
+    def _receive_setup(self, message: m.Setup) -> None:
         if self._ready:
             raise SessionFault("second SETUP")
-        if not self.draft.streams and kind != (SERVER_SETUP_16 if self.client else CLIENT_SETUP_16):
-            raise SessionFault("SETUP of the wrong end")
         options = message.options
         check_target(options, client=not self.client)
         tokens = token_values(options.tokens, setup=True)
         self._ready = True
-        if not self.draft.streams and not self.client:
-            self._channel.control(m.Setup(self._options))
         self._channel.events.append(Ready(options, tokens))
         self.requester.most_updates = options.max_request_updates
-        self.requester.grant(options.max_request_id)
         early, self._early = self._early, {}
         for stream, (data, fin) in early.items():
             if data is not None:
                 self.receive(stream, bytes(data), fin=fin)
             elif not fin:
                 self._messages[stream] = None
-
-    def _receive_control_message(self, message: m.Message) -> None:
-        """Handle a message on the control stream: only GOAWAY since draft 18, almost any in draft 16."""
-        if isinstance(message, m.Goaway):
-            self._receive_goaway(message)
-        elif self.draft.streams:
-            raise SessionFault(f"{type(message).__name__} on the control stream")
-        elif isinstance(message, m.Request):
-            self._idle_messages -= 4
-            self.responder.begin(message, None)
-        elif not isinstance(message, m.RequestUpdate) or not self.responder.update_16(message):
-            self._idle_messages += 1
-            if self._idle_messages > _MAX_IDLE_MESSAGES + 4 * (self._channel.next_id // 2):
-                raise SessionFault(f"{type(message).__name__}, after too many messages that ask for nothing")
-            self._receive_rest_16(message)
-
-    def _receive_rest_16(self, message: m.Message) -> None:
-        """Handle a message on the control stream that is no request."""
-        if isinstance(message, m.MaxRequestId):
-            self.requester.raise_limit(message.request_id)
-        elif isinstance(message, m.FetchCancel | m.Unsubscribe | m.PublishNamespaceDone):
-            self.responder.cancelled_16(message.request_id)
-        elif isinstance(message, ANSWERS):
-            number = -1 if message.request_id is None else message.request_id
-            if (request := self.requester.by_id(number)) is not None:
-                self.requester.answer(request, message)
-        elif not isinstance(message, m.RequestsBlocked | m.RequestUpdate):  # purely informative, and refused
-            raise SessionFault(f"{type(message).__name__} on the control stream")
 
     def _receive_goaway(self, message: m.Goaway) -> None:
         self._channel.check_goaway(message, repeated=self.requester.peer_draining)

@@ -27,55 +27,32 @@ class Location(NamedTuple):
     object: int
 
 
-@dataclass(frozen=True, slots=True)
-class Varint:
-    """An encoding of integers: QUIC's (RFC 9000) in draft 16, MOQT's own in draft 18."""
-
-    wide: bool
-    """MOQT's own: leading one bits give the length, values have 64 bits. Otherwise QUIC's, with 62 bits."""
-
-    @property
-    def largest(self) -> int:
-        """The largest integer that can be encoded."""
-        return MAX_INTEGER if self.wide else (1 << 62) - 1
-
-    def encode(self, value: int) -> bytes:
-        """Encode an integer in as few bytes as possible."""
-        if 0 <= value < 0x40:  # most are
-            return bytes((value,))
-        if not 0 <= value <= self.largest:
-            raise ValueError(f"integer {value} is outside 0 to {self.largest}")
-        if not self.wide:
-            for size, prefix in ((1, 0), (2, 1), (4, 2), (8, 3)):
-                if value < 1 << (8 * size - 2):
-                    return (value | prefix << (8 * size - 2)).to_bytes(size, "big")
-        for size in range(1, 9):
-            if value < 1 << (7 * size):
-                lead = (0xFF00 >> (size - 1)) & 0xFF
-                return (value | lead << (8 * (size - 1))).to_bytes(size, "big")
-        return b"\xff" + value.to_bytes(8, "big")
-
-    def peek(self, data: bytes | bytearray | memoryview, at: int) -> tuple[int, int] | None:
-        """Return the integer at offset `at` and the offset after it, or None if it is incomplete."""
-        if at >= len(data):
-            return None
-        first = data[at]
-        if first < (0x80 if self.wide else 0x40):
-            return first, at + 1
-        if self.wide:  # the leading one bits give the length
-            size = 9 - (0xFF - first).bit_length()
-            bits = 64 if size == 9 else 7 * size
-        else:
-            size = 1 << (first >> 6)
-            bits = 8 * size - 2
-        end = at + size
-        if end > len(data):
-            return None
-        return int.from_bytes(data[at:end], "big") & ((1 << bits) - 1), end
+def write_varint(value: int) -> bytes:
+    """Encode an integer in as few bytes as possible: leading one bits give the length (draft 18, section 1.4.1)."""
+    if 0 <= value < 0x80:  # most are
+        return bytes((value,))
+    if not 0 <= value <= MAX_INTEGER:
+        raise ValueError(f"integer {value} is outside 0 to {MAX_INTEGER}")
+    for size in range(1, 9):
+        if value < 1 << (7 * size):
+            lead = (0xFF00 >> (size - 1)) & 0xFF
+            return (value | lead << (8 * (size - 1))).to_bytes(size, "big")
+    return b"\xff" + value.to_bytes(8, "big")
 
 
-WIDE = Varint(wide=True)
-NARROW = Varint(wide=False)
+def peek_varint(data: bytes | bytearray | memoryview, at: int) -> tuple[int, int] | None:
+    """Return the integer at offset `at` and the offset after it, or None if it is incomplete."""
+    if at >= len(data):
+        return None
+    first = data[at]
+    if first < 0x80:
+        return first, at + 1
+    size = 9 - (0xFF - first).bit_length()
+    end = at + size
+    if end > len(data):
+        return None
+    bits = 64 if size == 9 else 7 * size
+    return int.from_bytes(data[at:end], "big") & ((1 << bits) - 1), end
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +60,6 @@ class Draft:
     """One draft of moq-transport: what is different in it. `docs/reference/wire-format.md` has the table."""
 
     number: int
-    varint: Varint
-    streams: bool
-    """Whether every request has its own bidirectional stream (draft 17 and later), or all share one."""
     filters: Literal["kind", "count", "form"] = "kind"
     """How a location filter begins: with one of four kinds, by the number of its fields, or with one of six forms."""
     fetch_by_filter: bool = False
@@ -101,11 +75,10 @@ class Draft:
         return f"moqt-{self.number}"
 
 
-DRAFT_22 = Draft(22, WIDE, streams=True, filters="form", fetch_by_filter=True, fin_cancels=False)
-DRAFT_20 = Draft(20, WIDE, streams=True, filters="count", fetch_by_filter=True, fin_cancels=False)
-DRAFT_18 = Draft(18, WIDE, streams=True, goaway_names_request=True)
-DRAFT_16 = Draft(16, NARROW, streams=False)
-DRAFTS = (DRAFT_22, DRAFT_20, DRAFT_18, DRAFT_16)
+DRAFT_22 = Draft(22, filters="form", fetch_by_filter=True, fin_cancels=False)
+DRAFT_20 = Draft(20, filters="count", fetch_by_filter=True, fin_cancels=False)
+DRAFT_18 = Draft(18, goaway_names_request=True)
+DRAFTS = (DRAFT_22, DRAFT_20, DRAFT_18)
 """The supported drafts, in order of preference."""
 
 
@@ -121,11 +94,9 @@ class Incomplete(Exception):  # noqa: N818  # not an error: the rest is still on
 class Reader:
     """Parse values from bytes; every method raises SessionFault if the bytes do not fit."""
 
-    def __init__(
-        self, data: bytes | bytearray | memoryview, varint: Varint, *, at: int = 0, partial: bool = False
-    ) -> None:
+    def __init__(self, data: bytes | bytearray | memoryview, *, at: int = 0, partial: bool = False) -> None:
         """Begin at offset `at`; `partial` says that more bytes may follow, so running out raises Incomplete."""
-        self._data, self.varint_kind, self.at, self._partial = data, varint, at, partial
+        self._data, self.at, self._partial = data, at, partial
 
     @property
     def left(self) -> int:
@@ -134,7 +105,7 @@ class Reader:
 
     def varint(self) -> int:
         """Read an integer."""
-        found = self.varint_kind.peek(self._data, self.at)
+        found = peek_varint(self._data, self.at)
         if found is None:
             raise self._short("message ends inside an integer")
         self.at = found[1]
@@ -173,11 +144,11 @@ class Reader:
         """Read a location."""
         return Location(self.varint(), self.varint())
 
-    def namespace(self, *, least: int = 0) -> tuple[bytes, ...]:
-        """Read a track namespace of `least` to 32 fields, none of them empty."""
+    def namespace(self) -> tuple[bytes, ...]:
+        """Read a track namespace of up to 32 fields, none of them empty."""
         count = self.varint()
-        if not least <= count <= MAX_NAMESPACE_FIELDS:
-            raise SessionFault(f"namespace of {count} fields; {least} to {MAX_NAMESPACE_FIELDS} are allowed")
+        if count > MAX_NAMESPACE_FIELDS:
+            raise SessionFault(f"namespace of {count} fields; the limit is {MAX_NAMESPACE_FIELDS}")
         fields: list[bytes] = []
         for _ in range(count):
             field = self.text(MAX_NAME_BYTES, "namespace field")
@@ -194,33 +165,33 @@ class Reader:
             raise SessionFault(f"message is {self.left} bytes longer than its fields")
 
 
-def write_text(varint: Varint, value: bytes) -> bytes:
+def write_text(value: bytes) -> bytes:
     """Encode a length and the bytes."""
-    return varint.encode(len(value)) + value
+    return write_varint(len(value)) + value
 
 
-def write_location(varint: Varint, value: Location) -> bytes:
+def write_location(value: Location) -> bytes:
     """Encode a location."""
-    return varint.encode(value.group) + varint.encode(value.object)
+    return write_varint(value.group) + write_varint(value.object)
 
 
-def write_namespace(varint: Varint, fields: Sequence[bytes]) -> bytes:
+def write_namespace(fields: Sequence[bytes]) -> bytes:
     """Encode a namespace."""
     if len(fields) > MAX_NAMESPACE_FIELDS or not all(fields) or sum(map(len, fields)) > MAX_NAME_BYTES:
         most = f"{MAX_NAMESPACE_FIELDS} fields, none empty, of {MAX_NAME_BYTES} bytes together"
         raise ValueError(f"a namespace has at most {most}")
-    return varint.encode(len(fields)) + b"".join(write_text(varint, field) for field in fields)
+    return write_varint(len(fields)) + b"".join(write_text(field) for field in fields)
 
 
 KeyValue = tuple[int, int | bytes]
 """A type and its value: an integer if the type is even, bytes if it is odd."""
 
 
-def read_pairs(reader: Reader, count: int | None = None) -> tuple[KeyValue, ...]:
-    """Read `count` key-value pairs, or all that are left (draft 18, section 1.4.3)."""
+def read_pairs(reader: Reader) -> tuple[KeyValue, ...]:
+    """Read all key-value pairs that are left (draft 18, section 1.4.3)."""
     pairs: list[KeyValue] = []
     kind = 0
-    while reader.left if count is None else len(pairs) < count:
+    while reader.left:
         kind += reader.varint()
         if kind > MAX_INTEGER:
             raise SessionFault("type of a key-value pair exceeds 64 bits")
@@ -228,20 +199,20 @@ def read_pairs(reader: Reader, count: int | None = None) -> tuple[KeyValue, ...]
     return tuple(pairs)
 
 
-def write_pairs(varint: Varint, pairs: Iterable[KeyValue]) -> bytes:
+def write_pairs(pairs: Iterable[KeyValue]) -> bytes:
     """Encode key-value pairs in ascending order of type; pairs of one type keep their order."""
     out, before = bytearray(), 0
     for kind, value in sorted(pairs, key=lambda pair: pair[0]):
-        out += varint.encode(kind - before)
+        out += write_varint(kind - before)
         before = kind
         if isinstance(value, int):
             if kind % 2:
                 raise ValueError(f"type 0x{kind:x} is odd, so its value must be bytes")
-            out += varint.encode(value)
+            out += write_varint(value)
         else:
             if kind % 2 == 0 or len(value) > MAX_VALUE_BYTES:
                 raise ValueError(f"type 0x{kind:x} cannot have a value of {len(value)} bytes")
-            out += write_text(varint, value)
+            out += write_text(value)
     return bytes(out)
 
 

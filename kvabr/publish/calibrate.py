@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
+from kvabr.codec.calibration_fingerprint import Seen
 from kvabr.codec.columns import check_class
 from kvabr.codec.fit import PASSES, FitConfig, fit_tables, fit_transform
 from kvabr.codec.profile import Profile, joined
-from kvabr.codec.seen import Seen
 from kvabr.publish.collect import ClassFiles, collect, collecting_stages
 from kvabr.publish.gains import TRACK, Gains, choose_gains
 from kvabr.publish.model import TextModel, opened

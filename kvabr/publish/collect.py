@@ -17,8 +17,8 @@ from typing import IO
 import torch
 
 from kvabr.codec.group import clean, largest_number
+from kvabr.codec.parallel_map import parallel_map
 from kvabr.codec.payload import raw
-from kvabr.codec.side_by_side import side_by_side
 from kvabr.publish.model import CalibrationEngine, LayerEngine
 from kvabr.publish.reference import Reference
 from kvabr.publish.target import HeldOutText
@@ -140,7 +140,7 @@ def collect(
         kept = caches_of(engine, ids, end)[1]
         return HeldOutText(kept, Reference(engine, kept, ids[end:]))
 
-    both = side_by_side if engine.concurrent else map
+    both = parallel_map if engine.concurrent else map
     for (number, _), found in zip(left, both(computed, left), strict=True):
         if isinstance(found, HeldOutText):
             samples.append(found)

@@ -232,7 +232,7 @@ def publish(
         tell(f"{frames.replaced:,} numbers of the cache were NaN, infinite or beyond FP16; they were replaced")
         # Behind numbers that are not finite a model's probabilities are not, and nothing could be compared with them.
         exact = tuple(torch.nan_to_num(part, nan=0.0, posinf=_FP16_MAX, neginf=-_FP16_MAX) for part in exact)
-    for track, count in frames.aside.items():
+    for track, count in frames.outliers.items():
         if count:
             tell(f"{track} stores {count:,} outliers of {len(prompt.tokens):,} tokens separately")
     decode_s = {}

@@ -2,7 +2,7 @@
 
 One thread has a low priority; on a machine whose processors are all busy it gets its share nevertheless, and an engine
 whose threads wait for each other is delayed by all that it takes. The other one is *patient*: it has idle priority and
-takes only what nobody else wants. A cache that is being computed is encoded in the first as long as its
+takes only idle processor time. A cache that is being computed is encoded in the first as long as its
 `EncodingBudget` lasts, then in the second; once it is computed, in the first. What the second has begun by then it
 finishes at the priority of the first. Where a process may not raise a priority again, the patient one is only the
 lowest that is not idle, so that what it has begun never waits for long.

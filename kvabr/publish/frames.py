@@ -33,7 +33,7 @@ _TOKENS_PER_FINER, _MOST_FINER = 128, 4
 """Tokens of a prompt for each of its last ones that is stored finer, and the most of these: beyond them the next layer
 of the last group saves more for its bytes."""
 _AHEAD, _AHEAD_ELEMENTS = 32, 1 << 28
-"""Groups that are encoded at once on a GPU, and their elements: each takes some 16 bytes of its memory meanwhile."""
+"""Groups that are encoded at once on a GPU, and their elements: each element takes some 16 bytes of its memory."""
 
 
 @dataclass(slots=True)
@@ -44,15 +44,12 @@ class MemoryFrames:
     profile_data: bytes | None = None
 
     def frame(self, group: int, track: str, frame: bytes) -> None:
-        """See `FrameStore.frame`."""
         self.frames[group, track] = frame
 
     def read_frame(self, group: int, track: str) -> bytes:
-        """See `FrameStore.read_frame`."""
         return self.frames[group, track]
 
     def profile(self, data: bytes) -> None:
-        """See `FrameStore.profile`."""
         self.profile_data = data
 
 
@@ -112,8 +109,8 @@ class FrameEncoder:
         """Size of every frame, by track and group; 0: it is not made yet."""
         self.digests: dict[str, list[str]] = {track: [unknown(digest)] * len(self.units) for track in tracks}
         """Digest of every frame, by track and group."""
-        self.aside: dict[str, int] = dict.fromkeys(tracks, 0)
-        """Tokens that a track stores uncoded because they are too unusual, see `kvabr.codec.base.Codec.aside`."""
+        self.outliers: dict[str, int] = dict.fromkeys(tracks, 0)
+        """Tokens that a track stores uncoded because they are too unusual, see `kvabr.codec.base.Codec.outliers`."""
         self.replaced = 0
         """Numbers of the cache that were NaN, infinite or beyond FP16, see `kvabr.codec.group.clean`."""
 
@@ -309,7 +306,7 @@ class GroupEncoder:
         frame = self._ready.pop(track, None) or self._frame(track)
         self._made[track] = frame
         self._store.frame(unit.group, name(track), frame)
-        frames.aside[track] += codec(track).aside(payload_of(frame), self._context)
+        frames.outliers[track] += codec(track).outliers(payload_of(frame), self._context)
         frames.bytes[track][self._group] = len(frame)
         frames.digests[track][self._group] = digest_of(frame, frames.digest)
 

@@ -6,7 +6,7 @@ tracks follow, with news of their own, when no group waits for its cheapest one.
 it is they that come later, possibly only after the last token.
 
 Encoding delays the engine by no more than a small share of its time (`kvabr.publish.encoding_threads`): beyond that it
-takes what nobody else wants, and after the last token all that it can get.
+takes idle processor time, and after the last token all that it can get.
 """
 
 from __future__ import annotations
@@ -260,7 +260,6 @@ class LiveProduction(Production):
         return not self._computed and not self._budget.allows(self._clock() - self._began_s)
 
     def spent(self, cpu_s: float, wall_s: float, *, patient: bool) -> None:
-        """See `Production.spent`."""
         if self._computed:
             return
         self._encoding_s += cpu_s
@@ -270,7 +269,6 @@ class LiveProduction(Production):
             self._budget.spend(cpu_s, wall_s)
 
     def has_work(self) -> bool:
-        """See `Production.has_work`."""
         return super().has_work() or (self.outcome is None and bool(self._layers))
 
     def step(self) -> None:

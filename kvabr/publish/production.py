@@ -46,7 +46,7 @@ class PublishOutcome:
     encoding_s: float = 0.0
     """Processor time that encoding took until the last token was there."""
     idle_s: float = 0.0
-    """What of it nobody else wanted: it was taken at idle priority."""
+    """What of it was taken at idle priority."""
 
 
 class Production:
@@ -136,7 +136,7 @@ class Production:
         return self.outcome is None and (self._frames is None or self._ended or self._next < self._pieces.whole)
 
     def patient(self) -> bool:
-        """Return whether the next step is for the thread that takes only what nobody else wants; under `lock`."""
+        """Return whether the next step is for the thread that runs at idle priority; under `lock`."""
         return False
 
     # ------------------------------------------------------- the encoding threads, one at a time

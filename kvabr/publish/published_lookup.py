@@ -44,7 +44,7 @@ class PublishedLookup:
         self._published, self._touch = published, touch
         self._sound, self._wait_s, self._check_s, self._pause_s = sound, wait_s, check_s, pause_s
         self._late: threading.Thread | None = None
-        """Still waits for an answer that nobody waits for any more."""
+        """Still waits for an answer that came too late for its caller."""
         self._again_s = 0.0
         self._lock = threading.Lock()
 

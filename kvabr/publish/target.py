@@ -95,12 +95,12 @@ class CodedClass:
         step, cache, found = factors[0] * self._step, self._caches[number], self._coefficients[number]
         others = torch.tensor(factors)[self._kind, None] / factors[0]
         index = quantise(found.rows / others, step, self._dead).clamp_(-FARTHEST, FARTHEST)
-        aside = found.outlying | (found.reach > min(factors) * self._step)
-        aside[: self._sinks] = True
+        outliers = found.outlying | (found.reach > min(factors) * self._step)
+        outliers[: self._sinks] = True
         out = torch.empty_like(cache)
         transform = self._transform.scaled([factor / factors[0] for factor in factors])
         coder.synthesise(transform, (index * FINE).short().numpy(), step, 0, out, gains)
-        out[:, :, :, aside] = cache[:, :, :, aside]
+        out[:, :, :, outliers] = cache[:, :, :, outliers]
         return turned_back(out, self._part)
 
     def slope(self, kind: int, factor: float) -> float:

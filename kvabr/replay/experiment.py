@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
@@ -50,9 +50,6 @@ from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import CacheDelivered, PlayEvent, PlayStarted, RecomputeDone, RecomputeStarted
 
-if TYPE_CHECKING:
-    from kvabr.replay.sharing import Sharing
-
 DEFAULT_RTT_S = 0.04
 """Round trip, seconds, if neither the user nor the trace gives one."""
 MOST_DEADLINE_S, MOST_RTT_S = 86_400.0, 3600.0
@@ -66,6 +63,16 @@ def check_rtt(rtt_s: float) -> None:
     """Raise `UsageError` unless a round trip, in seconds, can be simulated."""
     if not 0 <= rtt_s <= MOST_RTT_S:
         raise UsageError(f"the round trip is {rtt_s:g} s; it must be zero or more seconds, an hour at most")
+
+
+class LinkSharing(Protocol):
+    """How plays share a link: a dataclass, such as `kvabr_lab.sharing.Sharing`."""
+
+    rivals: int
+    """Plays of the same policy that begin at the same time as the one that is reported."""
+
+    def plays(self, capacity: Capacity, **how: Any) -> Any:
+        """Return the plays, none yet; see `kvabr_lab.sharing.SharedPlays`."""
 
 
 class Planner(Protocol):
@@ -119,7 +126,7 @@ class ReplayOptions:
     prior: Prior | None = None
     """What earlier plays told of the link; None: it is unknown."""
     config: PlayerConfig = field(default_factory=PlayerConfig)
-    sharing: Sharing | None = None
+    sharing: LinkSharing | None = None
     """How the link is shared with other plays, packet by packet; None: a play has it to itself, without a queue."""
     blend: BlendGoal | None = None
     """What is computed again of a prompt joined from passages; None: the catalog is no such prompt's."""
@@ -384,7 +391,7 @@ class Experiment:
 
     def _play_shared(
         self,
-        sharing: Sharing,
+        sharing: LinkSharing,
         trace: Trace,
         start_s: float,
         policy: str,
@@ -395,12 +402,9 @@ class Experiment:
         log: bool,
     ) -> PlayOutcome:
         """Play once while other plays use the link."""
-        from kvabr.replay.sharing import SharedPlays  # noqa: PLC0415  # loads the client, slowly
-
         options, lookup_s = self.options, self.lookup_s(trace, start_s, rtt_s)
         lines: list[PlayEvent] | None = [] if log else None
-        plays = SharedPlays(
-            sharing,
+        plays = sharing.plays(
             capacity,
             rtt_s=rtt_s,
             deadline_s=self._time_for(lookup_s),

@@ -141,7 +141,7 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
             "slow_start": options.slow_start,
             "cold": options.cold,
             "patience": options.config.give_up_after,
-            "sharing": None if options.sharing is None else asdict(options.sharing),
+            "sharing": None if options.sharing is None else asdict(options.sharing),  # type: ignore[call-overload]  # a dataclass
             "producer": None if options.producer is None else asdict(options.producer),
             "estimator": options.estimator,
             "question": options.question,

@@ -167,7 +167,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_leftovers() -> None:
-    """Remove the folders of killed servers: those whose lock nobody holds."""
+    """Remove the folders of killed servers: those that are not locked."""
     for folder in Path(gettempdir()).glob(f"{_DEV_PREFIX}*"):
         try:
             found = folder.lstat()

@@ -95,11 +95,9 @@ class GrowingBytes(GrowingPublication):
         self._published.append(group)
 
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
-        """See `Publication.objects`."""
         return self.open(group).objects
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> PublishedGroup:
-        """See `Publication.open`."""
         del priority, on_more
         if not 0 <= group < self.groups:
             raise IndexError(f"group {group} of a track that has {counted(self.groups, 'group')} so far")

@@ -1,4 +1,4 @@
-"""What peers may take of a server, and how they are refused: beyond a limit nobody is served from more memory."""
+"""What peers may use of a server, and how they are refused: no request gets memory beyond a limit."""
 
 from __future__ import annotations
 

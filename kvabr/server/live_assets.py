@@ -58,7 +58,6 @@ class FollowedAsset(GrowingAsset):
         """When something came last."""
 
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
-        """See `GrowingAsset.open`."""
         del priority, on_more
         frame, objects = level.frame(group), level.objects(group)
         return OpenedGroup(self.folder.open_frame(group, level.name, frame.size), objects, frame.digest)
@@ -73,7 +72,6 @@ class FollowedAsset(GrowingAsset):
                 self.take(message)
 
     def end(self, reason: str) -> None:
-        """See `GrowingAsset.end`."""
         if not self.over:
             self.heard_s = time.monotonic()
         super().end(reason)

@@ -66,27 +66,22 @@ class LiveLevel(GrowingPublication):
             self.grow(groups)
 
     def has(self, group: int) -> bool:
-        """See `Publication.has`."""
         return bool(self.frame(group).digest)
 
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
-        """See `Publication.objects`."""
         unit, size, digest = self.frame(group)
         if not digest:
             return (ObjectSpan(unit.first, 0, 0),)
         return object_spans(self._part, self._level, unit.first, unit.tokens, size)
 
     async def reached(self, group: int) -> None:
-        """See `GrowingPublication.reached`."""
         self.asset.awaited(self, group)
         await super().reached(group)
 
     def loads(self, group: int) -> int:
-        """See `Publication.loads`."""
         return self.asset.loads(self.frame(group)) if self.has(group) else 0
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
-        """See `Publication.open`."""
         if not self.has(group):
             raise AssetError(f"group {group} of {self.name}: the producer left it out")
         return self.asset.open(self, group, priority, on_more)
@@ -151,7 +146,6 @@ class GrowingAsset(ABC):
         """Open a group that exists; see `Publication.open`."""
 
     def loads(self, frame: PublishedFrame) -> int:
-        """See `Publication.loads`."""
         return frame.size if self.dear else 0
 
     def awaited(self, level: LiveLevel, group: int) -> None:  # noqa: B027  # only a relay asks others

@@ -78,7 +78,6 @@ class Peer(Endpoint):
         return self.session.responder
 
     def make_session(self, draft: Draft) -> MoqtSession | None:
-        """See `Endpoint.make_session`."""
         if self._server.draining:
             self.shut(SessionCode.NO_ERROR, "the server is going away")
             return None
@@ -97,7 +96,6 @@ class Peer(Endpoint):
         return MoqtSession(draft, client=False, options=SetupOptions(implementation=b"kvabr"))
 
     def happened(self, event: Event) -> None:
-        """See `Endpoint.happened`."""
         match event:
             case Requested():
                 self._requested(event)
@@ -116,7 +114,6 @@ class Peer(Endpoint):
                     self.log.warning("connection closed", why=event.reason, code=name_of(event.code, SessionCode))
 
     def ended(self, reason: str, code: int) -> None:
-        """See `Endpoint.ended`."""
         if self._over:
             return
         self._over = True
@@ -135,7 +132,6 @@ class Peer(Endpoint):
         self.log.debug("connection over", why=reason, code=code)
 
     def feed(self) -> None:
-        """See `Endpoint.feed`."""
         if self.underway:
             self._forget_delivered()
         if self._feeding or not len(self._queue):
@@ -251,8 +247,7 @@ class Peer(Endpoint):
             self.session.close(grant.session, grant.reason)
             return
         self._server.metrics.connections_total.labels("accepted").inc()
-        if self.session.draft.streams:
-            self.session.start()
+        self.session.start()
         implementation = (options.implementation or b"").decode("utf-8", "replace")[:64]
         alpn = self.session.draft.alpn
         self.log.info("connected", grant=grant.name, token=grant.id, peer=implementation, protocol=alpn)
@@ -399,7 +394,7 @@ class Peer(Endpoint):
             stream = self.session.responder.accept_fetch(number, wanted.end, end_of_track=wanted.end_of_track)
             self._queue.add(
                 Sending(
-                    number, stream, publication, wanted.groups, self.session.draft, grant=grant,
+                    number, stream, publication, wanted.groups, grant=grant,
                     track=message.track.decode(), priority=priority, dense=self._dense, descending=wanted.descending,
                     first=arriving, on_more=self._wake, room=room,
                 )

@@ -69,7 +69,6 @@ class PublishedGroup(ArrivingGroup):
         return self.size
 
     def read(self, begin: int, end: int) -> memoryview:
-        """See `ArrivingGroup.read`."""
         return self.data[begin:end]
 
 
@@ -87,11 +86,9 @@ class OpenedGroup(ArrivingGroup):
         return self.size
 
     def read(self, begin: int, end: int) -> memoryview:
-        """See `ArrivingGroup.read`."""
         return self._frame.read(begin, end)
 
     def close(self) -> None:
-        """See `ArrivingGroup.close`."""
         self._frame.close()
 
 
@@ -109,13 +106,11 @@ class LoadingGroup(ArrivingGroup):
 
     @property
     def available(self) -> int:
-        """See `ArrivingGroup.available`."""
         if self._error is not None:
             raise TransportError(str(self._error))
         return 0 if self._frame is None else self.size
 
     def read(self, begin: int, end: int) -> memoryview:
-        """See `ArrivingGroup.read`."""
         assert self._frame is not None  # noqa: S101  # nothing else is available
         return self._frame.read(begin, end)
 
@@ -185,7 +180,6 @@ class CatalogLevel(Publication):
         return self._sizes[group]
 
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
-        """See `Publication.objects`."""
         size, unit = self.size(group), unit_of(self._spec, self._part, group, self._tokens)
         return object_spans(self._spec.parts[self._part], self._level, unit.first, unit.tokens, size)
 
@@ -256,7 +250,6 @@ class BytesPublication(Publication):
         self._group = PublishedGroup(memoryview(data), slices(0, len(data)), digest_of(data), shared=True)
 
     def objects(self, group: int) -> tuple[ObjectSpan, ...]:
-        """See `Publication.objects`."""
         return self.open(group).objects
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> PublishedGroup:

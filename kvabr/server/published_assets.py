@@ -111,7 +111,6 @@ class PublishedAssets:
         return EVERYTHING if grants is None else grants.check(token)
 
     def renewed(self, grant: Grant) -> Grant | None:
-        """See `Source.renewed`."""
         grants = self._grants
         return EVERYTHING if grants is None else grants.renewed(grant)
 
@@ -125,7 +124,6 @@ class PublishedAssets:
         return self._view(grant).assets.get(asset.catalog.namespace) is asset
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """See `Source.listen`."""
         self._listeners.append(changed)
 
     def regrant(self, grants: Grants) -> None:

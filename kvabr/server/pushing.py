@@ -191,7 +191,7 @@ class Pushing:
         )  # fmt: skip
         stream = responder.push(number, header)
         job = Sending(
-            number, stream, publication, [part], responder.draft, grant=subscription.grant,
+            number, stream, publication, [part], grant=subscription.grant,
             track=subscription.track, priority=subscription.priority, dense=subscription.dense,
             descending=subscription.descending, subgroup=header, on_more=self._wake, room=self.room,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """A relay: a cache between an origin and the players near by, which a `Server` serves in place of an origin's library.
 
 Everyone who may enter the relay may read what the relay's own token opens at the origin. The relay asks the origin to
-tell what it takes back (`kvabr.server.changes`), and drops that, also where nobody asks for anything. If the origin
+tell what it takes back (`kvabr.server.changes`), and drops that, even while no player asks for anything. If the origin
 refuses the relay's token, its players lose their connections, so that relays among them learn of it too.
 """
 
@@ -135,7 +135,6 @@ class Relay:
         await self.store.close()
 
     def admit(self, token: bytes | None) -> Grant | None:
-        """See `Source.admit`."""
         return EVERYTHING if self._grants is None else self._grants.check(token)
 
     def renewed(self, grant: Grant) -> Grant | None:
@@ -145,14 +144,12 @@ class Relay:
         return EVERYTHING if self._grants is None else self._grants.renewed(grant)
 
     def holds(self, grant: Grant, publication: Publication) -> bool:
-        """See `Source.holds`."""
         del grant
         if (asset := relayed_asset_of(publication)) is not None:
             return not asset.gone
         return not (isinstance(publication, RelayedTrack) and publication.facts.withdrawn)
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """See `Source.listen`."""
         self._listeners.append(changed)
 
     def regrant(self, token: str) -> None:
@@ -175,7 +172,6 @@ class Relay:
         return asset.track(track) if found is None and asset is not None else found
 
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
-        """See `Source.find_soon`."""
         del grant
         if namespace == MODELS_NAMESPACE and (position := position_in(track)) is not None:
             if self.catalogs.revoked:
@@ -297,12 +293,10 @@ class RelayedTrack(CatalogLevel):
         self._relayed, self.facts = relayed, facts
 
     def loads(self, group: int) -> int:
-        """See `Publication.loads`."""
         size = self.size(group)
         return 0 if self._relayed.has(self.facts.digest(self.name, group), size) else size
 
     def open(self, group: int, priority: int = 128, on_more: Callable[[], None] = lambda: None) -> ArrivingGroup:
-        """See `Publication.open`."""
         if self.facts.withdrawn:
             raise AssetError("the asset was removed or replaced; ask for its catalog again")
         request = GroupRequest(self.facts.namespace, self.name, group, self.size(group))

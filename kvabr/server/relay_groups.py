@@ -30,7 +30,7 @@ PATIENCE_S = 10.0
 SILENCE_S = 2.0
 """Seconds without a byte on the whole connection after which a group is asked for again."""
 IDLE_READ_S = 10.0
-"""Seconds after which a complete group that nobody reads any more gives up its memory, if others wait for room."""
+"""Seconds without a read after which a complete group gives up its memory, if others wait for room."""
 MOST_HELD = 8
 """Requests that the origin holds at a time, for groups that are not published yet."""
 _HELD_SHARE = 1 / 4
@@ -82,7 +82,6 @@ class RelayTransfer(GroupTransfer):
             reader.fail(error)
 
     def reprioritise(self) -> bool:
-        """See `GroupTransfer.reprioritise`."""
         changed = super().reprioritise()
         if changed and self.upstream is not None:
             self.upstream.prioritise(self.priority)
@@ -90,7 +89,6 @@ class RelayTransfer(GroupTransfer):
         return changed
 
     def unread(self) -> None:
-        """See `GroupTransfer.unread`."""
         self._groups.forget(self)
 
     def leave(self, reader: TransferListener) -> None:
@@ -120,23 +118,19 @@ class TransferReader(ArrivingGroup, TransferListener):
 
     @property
     def wire_priority(self) -> int:
-        """See `TransferListener.wire_priority`."""
         return self.priority
 
     @property
     def available(self) -> int:
-        """See `ArrivingGroup.available`."""
         error = self._error or self.transfer.error
         if error is not None:
             raise error
         return len(self.transfer.data)
 
     def on_more(self) -> None:
-        """See `TransferListener.on_more`."""
         self.more()
 
     def read(self, begin: int, end: int) -> memoryview:
-        """See `ArrivingGroup.read`."""
         self.has_read = True
         self.transfer.read_s = asyncio.get_running_loop().time()
         return self.transfer.data[begin:end]
@@ -147,7 +141,6 @@ class TransferReader(ArrivingGroup, TransferListener):
         self.more()
 
     def prioritise(self, priority: int) -> None:
-        """See `ArrivingGroup.prioritise`."""
         self.priority = priority
         self.transfer.reprioritise()
 
@@ -255,7 +248,7 @@ class RelayGroups:
     def take_over(self, request: GroupRequest, digest: str, objects: tuple[ObjectSpan, ...]) -> None:
         """Take over a group that was published by now, if a request for it is held; arguments as of `open`.
 
-        It is brought and kept even if nobody reads it: it is on its way already.
+        It is fetched and kept even without a reader: it is on its way already.
         """
         place = _place(request)
         if place not in self._held:
@@ -272,7 +265,7 @@ class RelayGroups:
                 self._unhold(place)
 
     def forget(self, transfer: RelayTransfer) -> None:
-        """End a transfer that nobody reads any more."""
+        """End a transfer without readers."""
         self._forget(transfer)
         self._waiting.pop(transfer, None)  # at once: room that others give up in this very turn is not for it
         if transfer.task is not None and not transfer.task.done():

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 HOLD_S = 10.0
 """Seconds for which the origin may hold a request."""
 IDLE_S = 60.0
-"""Seconds after which an asset that nobody asks for is forgotten."""
+"""Seconds without a request after which an asset is forgotten."""
 MOST_LIVE = 64
 """Assets that are followed at a time."""
 _AHEAD, _MOST_ASKED = 4, 16
@@ -57,7 +57,6 @@ class RelayedAsset(GrowingAsset):
         """When somebody asked for something of it last."""
 
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
-        """See `GrowingAsset.open`."""
         if self.gone:
             raise AssetError(_REMOVED)
         frame = level.frame(group)
@@ -65,7 +64,6 @@ class RelayedAsset(GrowingAsset):
         return self._groups.open(request, frame.digest, level.objects(group), priority, on_more)
 
     def loads(self, frame: PublishedFrame) -> int:
-        """See `GrowingAsset.loads`."""
         return 0 if self._groups.has(frame.digest, frame.size) else frame.size
 
     def awaited(self, level: LiveLevel, group: int) -> None:
@@ -75,7 +73,7 @@ class RelayedAsset(GrowingAsset):
             self._groups.hold(GroupRequest(self.namespace, level.name, group, limit, wait_s=HOLD_S))
 
     def take(self, message: EdgeMessage) -> None:
-        """See `GrowingAsset.take`; what the origin holds requests for is fetched, even if nobody wants it any more."""
+        """See `GrowingAsset.take`; fetch what the origin holds requests for, even without a player."""
         before = [(level, level.groups) for level in self.levels.values()]
         super().take(message)
         for level, groups in before:
@@ -87,7 +85,6 @@ class RelayedAsset(GrowingAsset):
             self._groups.release_all(self.namespace)
 
     def abandon(self, reason: str) -> None:
-        """See `GrowingAsset.abandon`."""
         super().abandon(reason)
         self._groups.release_all(self.namespace)
 
@@ -111,7 +108,7 @@ class LiveRelay:
         return len(self._assets)
 
     def find(self, namespace: TrackNamespace) -> RelayedAsset | None:
-        """Return an asset that is followed, or that ended while it was and that nobody has begun again since."""
+        """Return an asset that is followed, or that ended while followed and has not been begun again."""
         asset = self._assets.get(namespace)
         if asset is not None and asset.over and self._begun_again(asset):
             self._forget(asset)
@@ -241,7 +238,7 @@ class LiveRelay:
         error = None if task.cancelled() else task.exception()
         if error is None:
             if not asset.over:
-                asset.abandon("nobody has asked for it for a while")
+                asset.abandon("no player has asked for it for a while")
                 self._forget(asset)
             return
         where = {"model": asset.namespace.model, "prompt": asset.namespace.prompt[:16]}

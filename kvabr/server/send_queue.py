@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvabr.moqt.objects import FetchWriter, SubgroupHeader, SubgroupWriter
-from kvabr.moqt.wire import Draft, KeyValue
+from kvabr.moqt.wire import KeyValue
 from kvabr.server.budgets import Room
 from kvabr.server.fetch_range import GroupRange
 from kvabr.server.grants import EVERYTHING, Grant
@@ -50,7 +50,6 @@ class Sending:
     publication: Publication
     ranges: Sequence[GroupRange]
     """Which objects, in order."""
-    draft: Draft
     track: str = field(kw_only=True)
     """For metrics."""
     priority: int = field(kw_only=True)
@@ -81,9 +80,9 @@ class Sending:
             self.room.take(self, self._group.files, self._group.memory)
         self._writer: FetchWriter | SubgroupWriter
         if self.subgroup is None:
-            self._writer = FetchWriter(self.draft, descending=self.descending)
+            self._writer = FetchWriter(descending=self.descending)
         else:
-            self._writer = SubgroupWriter(self.draft, self.subgroup)
+            self._writer = SubgroupWriter(self.subgroup)
         self._parts = self._cut()
         self._next: bytes | _Payload | None = next(self._parts, None)
         """What comes next on the stream; None: nothing. Empty payload: a group that must be opened."""
@@ -146,18 +145,15 @@ class Sending:
 
     @property
     def dear(self) -> bool:
-        """See `Holder.dear`."""
         return self.publication.dear
 
     def may_park(self) -> bool:
-        """See `Holder.may_park`."""
         try:
             return self._group is not None and self._group.available == self._group.size
         except TransportError:
             return False
 
     def park(self) -> None:
-        """See `Holder.park`."""
         self.close()
 
     @property

@@ -165,7 +165,6 @@ class Server(Host[Peer]):
             peer.safely(peer.reconsider, now_s)
 
     def left(self, peer: Peer) -> None:
-        """See `Host.left`."""
         super().left(peer)
         self._guard()
 

@@ -65,7 +65,7 @@ class Subscriptions:
             responder.publish_done(number, PublishDoneCode.TRACK_ENDED, "everything is published; fetch it")
 
     def to_namespace(self, responder: Responder, number: int, message: SubscribeNamespace) -> None:
-        """Answer with the root of kvabr's names only; the namespaces below it are told to nobody."""
+        """Answer with the root of kvabr's names only; the namespaces below it are not listed."""
         prefix = message.prefix
         if any(_overlap(prefix, other) for other in self._prefixes.values()):
             self._refuse(number, RequestCode.PREFIX_OVERLAP, "you have subscribed to that prefix already")

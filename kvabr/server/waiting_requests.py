@@ -48,11 +48,9 @@ class Expected:
         self.group.close()
 
     def may_park(self) -> bool:
-        """See `Holder.may_park`."""
         return False
 
     def park(self) -> None:
-        """See `Holder.park`."""
         raise NotImplementedError  # it may not be parked
 
     def _leave(self) -> None:

@@ -121,7 +121,6 @@ class LoadedFrame(FrameReader):
         self.data, self.size = data, len(data)
 
     def read(self, begin: int, end: int) -> memoryview:
-        """See `FrameReader.read`."""
         return self.data[begin:end]
 
 

@@ -112,7 +112,6 @@ class FolderAsset(Asset):
                 raise FormatError(f"{path}: not the profile that the catalog names (SHA-256 differs)")
 
     def open_frame(self, group: int, track: str) -> FrameReader:
-        """See `Asset.open_frame`."""
         return open_frame_in(self.path, group, track, self.catalog.published_track(track).bytes[group])
 
     def _read_part(self, part: str, max_bytes: int) -> bytes:
@@ -138,7 +137,6 @@ class FolderAssetStore:
         return str(self.root)
 
     def prepare(self) -> None:
-        """See `AssetStore.prepare`."""
         try:
             self.root.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         except OSError as error:
@@ -165,7 +163,6 @@ class FolderAssetStore:
         return AssetListing(versions, complete=not todo, unreadable=unreadable)
 
     def version(self, name: str) -> AssetVersion | None:
-        """See `AssetStore.version`."""
         path = self.root / name
         try:
             return _version_in(path)
@@ -177,17 +174,14 @@ class FolderAssetStore:
         return FolderAsset.open(self.root / name, name, follow_links=follow_links)
 
     def writer(self, name: str = ".", *, force: bool = False, computed_s: float = math.inf) -> FolderAssetWriter:
-        """See `AssetStore.writer`."""
         return FolderAssetWriter(self.root / name, force=force, computed_s=computed_s)
 
     def touch(self, name: str) -> None:
-        """See `AssetStore.touch`."""
         with contextlib.suppress(OSError):
             # Not the catalog's own time: by that an origin sees that an asset was replaced.
             os.utime(self.root / name)
 
     def quota(self, max_bytes: int, order: Order = DEFAULT_ORDER) -> FolderQuota:
-        """See `AssetStore.quota`."""
         return FolderQuota(self.root, max_bytes, order)
 
     def close(self) -> None:
@@ -257,7 +251,6 @@ class FrameFile(FrameReader):
         self.size = os.fstat(file.fileno()).st_size
 
     def read(self, begin: int, end: int) -> memoryview:
-        """See `FrameReader.read`."""
         try:
             data = os.pread(self._file.fileno(), end - begin, begin)
         except (OSError, ValueError) as error:
@@ -267,7 +260,6 @@ class FrameFile(FrameReader):
         return memoryview(data)
 
     def close(self) -> None:
-        """See `FrameReader.close`."""
         self._file.close()
 
 
@@ -363,7 +355,6 @@ class FolderAssetWriter:
 
     @property
     def location(self) -> str:
-        """See `AssetWriter.location`."""
         return str(self._path)
 
     def __enter__(self) -> Self:
@@ -385,23 +376,18 @@ class FolderAssetWriter:
             self._partial = None
 
     def frame(self, group: int, track: str, frame: bytes) -> None:
-        """See `AssetWriter.frame`."""
         self._write(frame_path(Path(), group, track), frame)
 
     def read_frame(self, group: int, track: str) -> bytes:
-        """See `AssetWriter.read_frame`."""
         return (self._open_partial() / frame_path(Path(), group, track)).read_bytes()
 
     def profile(self, data: bytes) -> None:
-        """See `AssetWriter.profile`."""
         self._write(Path(PROFILE), data)
 
     def prompt(self, prompt: Prompt) -> None:
-        """See `AssetWriter.prompt`."""
         self._write(Path(PROMPT), prompt.dumps().encode())
 
     def commit(self, catalog: Catalog) -> None:
-        """See `AssetWriter.commit`."""
         self._write(Path(CATALOG), catalog.dumps().encode())
         partial = self._open_partial()
         check_expiry(self._path, catalog.spec.model, self._begun_s)

@@ -200,7 +200,7 @@ class NameClaim:
         self._handle: int | None = None
 
     def take(self) -> bool:
-        """Return whether nobody else has it; also where there are no locks, or no file can be made."""
+        """Return whether it was free; also where there are no locks, or no file can be made."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         while True:
             try:
@@ -230,7 +230,7 @@ class NameClaim:
 
 
 def folder_bytes(path: Path) -> int:
-    """Return the bytes of all files below a folder; files that vanish meanwhile count as none."""
+    """Return the bytes of all files below a folder; files that vanish while it counts are left out."""
     total = 0
     for folder, _, files in os.walk(path):
         for file in files:

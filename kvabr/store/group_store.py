@@ -103,7 +103,6 @@ class LocalGroupStore(GroupStore, Generic[V]):
         return self._kept.evicted
 
     async def list(self) -> AsyncIterator[StoredGroup]:
-        """See `GroupStore.list`."""
         for digest in list(self._kept):
             kept = self._kept.peek(digest)
             if kept is not None:
@@ -144,7 +143,6 @@ class MemoryGroupStore(LocalGroupStore[memoryview]):
         return self._kept.add(digest, data.toreadonly())
 
     async def delete(self, digest: str) -> bool:
-        """See `GroupStore.delete`."""
         return self._kept.pop(digest, None) is not None
 
     async def close(self) -> None:
@@ -186,12 +184,10 @@ class TieredGroupStore(GroupStore):
 
     @property
     def total_bytes(self) -> int:
-        """See `LocalGroupStore.total_bytes`."""
         return sum(tier.total_bytes for tier in self._tiers)
 
     @property
     def damaged(self) -> int:
-        """See `LocalGroupStore.damaged`."""
         return sum(tier.damaged for tier in self._tiers)
 
     async def find(self, digest: str, *, verify: bool = True) -> tuple[memoryview, Tier] | None:
@@ -314,7 +310,6 @@ class FolderGroupStore(LocalGroupStore[int]):
     async def get(
         self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True
     ) -> memoryview | None:
-        """See `GroupStore.get`."""
         size = self._kept.peek(digest)
         if size is None:
             return None
@@ -329,7 +324,6 @@ class FolderGroupStore(LocalGroupStore[int]):
         return await self._in_thread(lambda: self._write(digest, data))
 
     async def delete(self, digest: str) -> bool:
-        """See `GroupStore.delete`."""
         return await self._in_thread(lambda: self._delete(digest))
 
     async def close(self) -> None:

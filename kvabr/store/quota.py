@@ -83,7 +83,6 @@ class FolderQuota:
         """Guards the touches."""
 
     def touch(self, name: str) -> None:
-        """See `AssetQuota.touch`."""
         with contextlib.suppress(OSError):
             # Not the catalog's own time: by that an origin sees that an asset was replaced.
             os.utime(self._root / name)
@@ -91,7 +90,6 @@ class FolderQuota:
                 self._touched[name] = self._touched.get(name, 0) + 1
 
     def make_room(self, name: str) -> int:
-        """See `AssetQuota.make_room`."""
         made = self._known[name] = self._read(name)
         since = None if self._since_bytes is None else self._since_bytes + made.size
         if since is None or since > _SLACK * self._max_bytes or self._total > self._max_bytes:
@@ -162,7 +160,7 @@ class FolderQuota:
 
 
 def remove_asset(root: Path, name: str, now: float) -> bool:
-    """Remove an asset from a folder; return whether it is gone. One that was pinned meanwhile stays."""
+    """Remove an asset from a folder; return whether it is gone. One that has just been pinned stays."""
     try:
         with locked(root):
             if (pin_end_s(root, name) or -math.inf) > now:

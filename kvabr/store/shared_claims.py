@@ -44,7 +44,7 @@ class GroupClaim:
             os.utime(self._handle)
 
     def seal(self) -> None:
-        """Let nobody write to it by mistake."""
+        """Make it read-only."""
         os.fchmod(self._handle, stat.S_IRUSR)
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class NeighbourGroup:
         return view(self._handle, self.size, 0, count)
 
     def is_left(self) -> bool:
-        """Return whether nobody writes it any more."""
+        """Return whether its writer has gone."""
         try:
             fcntl.flock(self._handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:

@@ -9,7 +9,7 @@ Theory of operation:
 3. The bytes of all groups and claims are counted in one file, under its lock: before a file is made, and until it is
    gone. So a process that is killed leaves a count that is too high. A process that needs room looks at all files,
    counts anew, and removes what killed processes left and the least recently used groups.
-4. Nobody waits long for that lock: where it is held up, groups are downloaded as if there were no such folder. Readers
+4. No process waits long for that lock: if it is held up, groups are downloaded as if there were no such folder. Readers
    take no lock at all.
 
 Nothing here checks digests: what is read is as untrusted as what comes from a network.
@@ -231,7 +231,7 @@ class SharedFolder:
     # -------------------------------------------------------------- internals
 
     def _check(self) -> None:
-        """Raise `AssetError` unless nobody else can read or write the folder."""
+        """Raise `AssetError` if other users can read or write the folder."""
         status = os.fstat(self._folder)
         if status.st_uid != os.geteuid():
             raise AssetError(f"{self.path}: belongs to another user (uid {status.st_uid}); name another: shm:///PATH")

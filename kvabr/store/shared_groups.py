@@ -69,7 +69,6 @@ class SharedGroupStore(LocalGroupStore[int]):
         return self.folder.evicted
 
     async def list(self) -> AsyncIterator[StoredGroup]:
-        """See `GroupStore.list`."""
         for _, digest, size in self.folder.groups():
             yield StoredGroup(digest, size)
 
@@ -93,7 +92,6 @@ class SharedGroupStore(LocalGroupStore[int]):
         return bool(data) and await self._in_thread(lambda: self._write(digest, data))
 
     async def delete(self, digest: str) -> bool:
-        """See `GroupStore.delete`."""
         return await self._in_thread(lambda: self.folder.delete(digest))
 
     async def close(self) -> None:
@@ -110,7 +108,6 @@ class SharedGroupStore(LocalGroupStore[int]):
         return self.folder.claim(digest, size, 0.0) if self._open else None
 
     async def claim(self, digest: str, size: int, wait_s: float) -> GroupClaim | NeighbourGroup | None:
-        """See `SharedFolder.claim`."""
         if not self._open:
             return None
         claiming = asyncio.ensure_future(self._in_thread(lambda: self.folder.claim(digest, size, wait_s)))
@@ -121,7 +118,6 @@ class SharedGroupStore(LocalGroupStore[int]):
             raise
 
     async def publish(self, claim: GroupClaim) -> bool:
-        """See `SharedFolder.publish`."""
         return self._open and await self._in_thread(lambda: self.folder.publish(claim))
 
     def drop(self, claim: GroupClaim) -> None:

@@ -63,15 +63,12 @@ class TieredAsset(Asset):
         return first if isinstance(first, FolderAsset) else None
 
     def is_current(self) -> bool:
-        """See `Asset.is_current`."""
         return any(tier.is_current() for tier in self._tiers)
 
     def check_parts(self) -> None:
-        """See `Asset.check_parts`."""
         self._tiers[0].check_parts()
 
     def open_frame(self, group: int, track: str) -> FrameReader:
-        """See `Asset.open_frame`."""
         *faster, last = self._tiers
         for tier in faster:
             try:
@@ -198,22 +195,18 @@ class TieredAssetStore:
         return AssetListing(versions, complete=warm.complete and self._complete, unreadable=warm.unreadable)
 
     def version(self, name: str) -> AssetVersion | None:
-        """See `AssetStore.version`."""
         found = self.warm.version(name) or self.cold.version(name)
         return None if found is None else self._stable(name, found)
 
     def open(self, name: str = ".") -> TieredAsset:
-        """See `AssetStore.open`."""
         asset: Asset = self.warm.open(name) if self.warm.version(name) is not None else self.cold.open(name)
         made = self._open[name] = TieredAsset(name, self._stable(name, asset.version), [asset])
         return made
 
     def writer(self, name: str = ".", *, force: bool = False, computed_s: float = math.inf) -> AssetWriter:
-        """See `AssetStore.writer`."""
         return self.warm.writer(name, force=force, computed_s=computed_s)
 
     def touch(self, name: str) -> None:
-        """See `AssetStore.touch`."""
         (self.cold if self.warm.version(name) is None else self.warm).touch(name)
 
     def quota(self, max_bytes: int, order: Order = DEFAULT_ORDER) -> NoReturn:  # noqa: ARG002  # of the protocol
@@ -221,7 +214,6 @@ class TieredAssetStore:
         raise UsageError(f"{self.location}: {self._warm_bytes:,} bytes are its bound, and what is over moves down")
 
     def close(self) -> None:
-        """See `AssetStore.close`."""
         self.warm.close()
         self.cold.close()
 

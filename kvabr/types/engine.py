@@ -45,7 +45,7 @@ class Engine(Protocol):
         Args:
             tokens: ids of the new tokens.
             before: [layer, K/V, head, token, dim], any float dtype; read, never written. None before the first token.
-                Better groups may be written into it meanwhile: each number is that of the old track or of the new one.
+                Better groups may be written into it during the call: each number is of the old track or the new one.
 
         Returns:
             KV of the new tokens alone, [layer, K/V, head, token, dim], in the engine's dtype.

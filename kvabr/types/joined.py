@@ -1,7 +1,7 @@
 """One catalog of a prompt that is joined from passages, so that a player can play it as it plays an asset.
 
 The groups of such a catalog are those of its passages, in the order of the prompt, and the texts between them, which
-nobody has published and an engine must compute (`Catalog.computed`). So they have unequal lengths. Each group of a
+was not published and an engine must compute (`Catalog.computed`). So they have unequal lengths. Each group of a
 passage is published under the passage's own name (`Catalog.namespace_of`, `Catalog.address`), was encoded at one place
 of it (`Unit.free`), and has another in the prompt (`Unit.first`). The tracks are those that all passages have.
 

@@ -315,7 +315,7 @@ class GrowingCatalog:
         """When each group of tokens that is played should be published, seconds since the producer began."""
         self._sizes = {track.name: list(track.bytes) for track in wanted.tracks}
         self._digests = {track.name: [unknown(wanted.digest_kind)] * len(track.digests) for track in wanted.tracks}
-        # Only this class changes them, and only of what nobody may request yet.
+        # Only this class changes them, and only those that cannot be requested yet.
         tracks = tuple(self._growing(track) for track in wanted.tracks)
         self.catalog = replace(wanted, tracks=tracks)
         """Sizes and digests of groups from `edge` on, and of `left_out`, are expected, and unknown."""

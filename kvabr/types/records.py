@@ -88,7 +88,7 @@ def check(record: object, what: str) -> None:
 
 
 def read(data: bytes, kind: type[T], what: str, *schemas: str) -> T:
-    """Return a record from the JSON of an untrusted source; other threads run meanwhile.
+    """Return a record from the JSON of an untrusted source, without keeping other threads waiting.
 
     Args:
         data: the JSON.

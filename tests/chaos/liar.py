@@ -13,13 +13,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvabr.replay.live.child import Child
 from kvabr.server.certificates import ServerTls
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.publication import BytesPublication, Publication
 from kvabr.server.server import Server, Watcher
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK
+from kvabr_lab.live.child import Child
 from tests.assets import whole
 from tests.chaos.published import LOSS
 from tests.faults.common import QUIET, OtherLibrary

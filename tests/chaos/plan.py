@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr.replay.live.lane import Conditions
+from kvabr_lab.live.lane import Conditions
 from tests.chaos.facts import Order
 from tests.chaos.published import BEHIND, KINDS
 

@@ -27,10 +27,10 @@ from kvabr.client.engine_hook import StepGate
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.result import IncompleteError, NothingCached, Played, PlayedPrefix
 from kvabr.player.session_types import ENGINE_PATIENCE
-from kvabr.replay.live.child import Child
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import BusyError, KvabrError
 from kvabr.types.events import PlayEvent
+from kvabr_lab.live.child import Child
 from tests.chaos.facts import GRACE_S, CacheFacts, Order, Outcome, Report, facts_of
 from tests.chaos.published import SPEC, G, KnownEngine, Prompt
 from tests.chaos.starvation import Starvation

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Self
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.replay.live.lane import Conditions
-from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.trace import Trace
 from kvabr.server import certificates
 from kvabr.server.certificates import ServerTls
 from kvabr.store.files import sweep
 from kvabr.store.group_store import FolderGroupStore
+from kvabr_lab.live.lane import Conditions
+from kvabr_lab.live.shaper import Shaper
 from tests.chaos.liar import Liar, Mood
 from tests.chaos.nodes import Node, free_port, replace_text, write_grants
 from tests.chaos.plan import LINKS, Fault, Link, Round

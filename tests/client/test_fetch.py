@@ -150,7 +150,7 @@ def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
         (("--prompt", "TOKENS", "--wait-for-producer", "1", "--no-live"), 2, "with --no-live"),
         (("--prompt", "TOKENS", "--wait-for-producer", "2"), 2, "must be shorter than --deadline"),
         (("--prompt", "TOKENS", "--wait-for-producer", "-1"), 2, "must be 0 or more seconds"),
-        (("--prompt", "NONE", "--wait-for-producer", "0.1"), 1, "and nobody has begun to prefill it"),
+        (("--prompt", "NONE", "--wait-for-producer", "0.1"), 1, "and no producer has started to prefill it"),
         (("--name", "m/" + "0" * 64), 1, "no such asset m/" + "0" * 64),
         (("--name", "NAME", "--out", "/nowhere/c.safetensors"), 2, "cannot be written"),
         (("--name", "NAME", "--recompute", "smollm2"), 2, "needs the prompt"),

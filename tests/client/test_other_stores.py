@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 
 from kvabr.client.async_client import AsyncClient
+from kvabr.store.admin.bucket_admin import BucketAdmin
 from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.managing.bucket_library import BucketLibrary
 from kvabr.store.objects.asset_store import ObjectAssetStore
 from kvabr.store.objects.blocking import blocked, blocks, pause
 from kvabr.store.objects.bucket import OPENED_BY
@@ -125,7 +125,7 @@ async def test_assets_are_published_played_and_managed_there(shelf, root):
     assert got.tokens == 160
     assert close(got.kv, prompt(160).tokens)
     assert shelf.waited[False]
-    (held,) = (await BucketLibrary(shelf).inventory()).holdings
+    (held,) = (await BucketAdmin(shelf).inventory()).holdings
     assert held.name == asset.catalog.namespace.prompt
 
 

@@ -72,8 +72,8 @@ def off_by(kv, out, side, first=FIRST):
     return (wanted - got).abs()
 
 
-def tokens_aside(payload, context, track):
-    return codec(track).aside(memoryview(payload), context)
+def outliers_of(payload, context, track):
+    return codec(track).outliers(memoryview(payload), context)
 
 
 def near(out, kv):
@@ -151,7 +151,7 @@ def test_only_the_first_tokens_of_a_prompt_are_sinks():
         context = GroupContext(SHAPE, first, 8, side)
         out = decode(encode(kv, side, "AC-L1", first), side, 8, "AC-L1", first)
         assert sum(near(out[:, :, :, token], kv[:, :, :, token]) for token in range(8)) == sinks
-        assert tokens_aside(encode(kv, side, "AC-L0", first)[0], context, "AC-L0") == 0
+        assert outliers_of(encode(kv, side, "AC-L0", first)[0], context, "AC-L0") == 0
 
 
 @pytest.mark.parametrize("track", TRACKS)
@@ -163,7 +163,7 @@ def test_the_last_tokens_of_a_prompt_are_stored_finer_and_no_reader_needs_to_kno
     for name in chain_of(track):
         payloads.append(codec(name).encode(kv, context, payloads))
         assert codec(name).frame_version(payloads[-1]) in {3, 5}
-        assert tokens_aside(payloads[-1], context, name) == 0  # they do not stand out
+        assert outliers_of(payloads[-1], context, name) == 0  # they do not stand out
     plain = decode(encode(kv, fitted(), track), fitted(), 70, track)
     out = decode(payloads, fitted(), 70, track)
     last, rest = slice(70 - finer, 70), slice(0, 70 - finer)
@@ -174,19 +174,19 @@ def test_the_last_tokens_of_a_prompt_are_stored_finer_and_no_reader_needs_to_kno
     assert sum(map(len, payloads)) <= sum(map(len, encode(kv, fitted(), track))) + finer * each
 
 
-def test_tokens_that_stand_out_are_kept_aside_and_if_they_are_many_another_codec_takes_the_group():
+def test_tokens_that_stand_out_are_kept_separately_and_if_they_are_many_another_codec_takes_the_group():
     wary = dataclasses.replace(SMALL, outliers=0.002)
     side = fit(SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], wary)
     kv = related(SHAPE, 256, 69, FIRST)
     context = GroupContext(SHAPE, FIRST, 256, side)
-    assert max(tokens_aside(encode(kv, side, track)[0], context, track) for track in ("AC-L0", "AC-5x")) <= 3
+    assert max(outliers_of(encode(kv, side, track)[0], context, track) for track in ("AC-L0", "AC-5x")) <= 3
     kv[2, 0, :, 77] *= 8
     for track in TRACKS:
         payloads = encode(kv, side, track)
         assert near(decode(payloads, side, 256, track)[:, :, :, 77], kv[:, :, :, 77])
     noise = torch.randn(SHAPE.shape(256)) * 20
     payloads = encode(noise, side)
-    assert [tokens_aside(each, context, track) for track, each in zip(LAYERS, payloads, strict=True)] == [
+    assert [outliers_of(each, context, track) for track, each in zip(LAYERS, payloads, strict=True)] == [
         256,
         0,
         0,
@@ -202,7 +202,7 @@ def test_tokens_out_of_range_are_kept_exact_and_counted_and_hurt_no_other(value)
     payloads = encode(wild, fitted())
     out, tame = decode(payloads, fitted(), 100), decode(encode(kv, fitted()), fitted(), 100)
     context = GroupContext(SHAPE, FIRST, 100, fitted())
-    counted = [tokens_aside(payload, context, track) for track, payload in zip(LAYERS, payloads, strict=True)]
+    counted = [outliers_of(payload, context, track) for track, payload in zip(LAYERS, payloads, strict=True)]
     assert sum(counted) == 2
     others = [token for token in range(100) if token not in {30, 99}]
     assert torch.equal(out[:, :, :, [30, 99]], wild[:, :, :, [30, 99]].half().float())
@@ -214,7 +214,7 @@ def test_a_finer_layer_lists_what_a_coarser_one_still_could_hold():
     kv[0, 1, 0, 20] += 900 * fitted().transform.norm[0, 1]
     payloads = encode(kv, fitted())
     context = GroupContext(SHAPE, FIRST, 50, fitted())
-    counted = [tokens_aside(payload, context, track) for track, payload in zip(LAYERS, payloads, strict=True)]
+    counted = [outliers_of(payload, context, track) for track, payload in zip(LAYERS, payloads, strict=True)]
     assert counted[0] == 0
     assert sum(counted) == 1
     for depth, track in enumerate(LAYERS):
@@ -231,7 +231,7 @@ def test_a_cache_far_from_the_calibration_is_coded_as_well_only_longer(track):
     assert float(off_by(noise, out, fitted()).max()) <= 1.05 * fitted().depth(track).step
     exact = is_unusual(payloads[0])  # where FP16 is smaller
     assert exact == (track == "AC-5x")
-    assert tokens_aside(payloads[0], GroupContext(SHAPE, FIRST, 150, fitted()), chain_of(track)[0]) == 150 * exact
+    assert outliers_of(payloads[0], GroupContext(SHAPE, FIRST, 150, fitted()), chain_of(track)[0]) == 150 * exact
 
 
 def test_coefficients_of_a_stack_are_uncorrelated_and_the_first_ones_are_the_largest():
@@ -356,7 +356,7 @@ def test_garbage_is_refused(garbage, track):
         decode([*payloads_of(track)[:-1], garbage], fitted(), 70, track, first=0)
 
 
-def test_lists_of_tokens_aside_that_no_encoder_writes():
+def test_lists_of_outliers_of_that_no_encoder_writes():
     kv = related(SHAPE, 60, 64, FIRST)
     kv[0, 1, 0, [10, 20], 0] = 60000.0
     payload = encode(kv, fitted(), "AC-5x")[0]

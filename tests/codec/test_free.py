@@ -139,7 +139,7 @@ def test_no_token_of_a_passage_is_a_sink_of_the_prompt():
     for free in (True, False):
         context = GroupContext(given, 0, 64, side, free=free)
         payload = payload_of(encode_group(kv, "AC-5x", context, CHUNK, 0))
-        listed[free] = len(payload), codec("AC-5x").aside(payload, context)
+        listed[free] = len(payload), codec("AC-5x").outliers(payload, context)
     assert listed[True][1] == 0
     assert listed[True][0] < listed[False][0]
 

@@ -52,7 +52,7 @@ def test_values_grow_about_their_mean_and_bytes_stay(group, monkeypatch):
     assert torch.equal(both, other)  # the gains of a layer are for itself
     assert torch.equal(base[:, 0], more[:, 0])
     mean = torch.from_numpy(PLAIN.transform.mean.astype("float32"))[:, 1, :, None]
-    aside = codec("AC-L0").aside(memoryview(payloads[0]), GroupContext(SPEC, FIRST, 128, PLAIN))
+    aside = codec("AC-L0").outliers(memoryview(payloads[0]), GroupContext(SPEC, FIRST, 128, PLAIN))
     for number, stack in enumerate(STACKS):
         if stack.kind:
             layers = slice(stack.first, stack.last)

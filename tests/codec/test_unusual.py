@@ -152,8 +152,8 @@ def test_one_token_many_times_is_coded_by_an_integer_codec():
     for depth, (track, made) in enumerate(zip(LAYERS, (coarse, coarse, coarse, fine), strict=True)):
         made.decode(memoryview(made.encode(kv, context)), context, out)
         assert torch.equal(decoded(frames[: depth + 1], track, 128), out)
-    assert codec("AC-L0").aside(payload_of(frames[0]), context) == 128
-    assert codec("AC-L1").aside(payload_of(frames[1]), context) == 0
+    assert codec("AC-L0").outliers(payload_of(frames[0]), context) == 128
+    assert codec("AC-L1").outliers(payload_of(frames[1]), context) == 0
 
 
 @pytest.mark.parametrize("each", [4, 8, 16])
@@ -316,12 +316,12 @@ def test_many_loud_tokens_are_all_kept_if_they_are_not_too_many():
     side = fitted(0.002)
     kv = related(SHAPE, 128, 24, FIRST)
     context = GroupContext(SHAPE, FIRST, 128, side)
-    usual = codec("AC-L0").aside(payload_of(frames_of(kv, "AC-L0", side=side)[0]), context)
+    usual = codec("AC-L0").outliers(payload_of(frames_of(kv, "AC-L0", side=side)[0]), context)
     for count, expected in ((12, 12 + usual), (60, 128)):
         loud = kv.clone()
         loud[1, 0, :, 20 : 20 + count] *= 12
         frame = frames_of(loud, "AC-L0", side=side)[0]
-        assert codec("AC-L0").aside(payload_of(frame), context) == expected
+        assert codec("AC-L0").outliers(payload_of(frame), context) == expected
 
 
 def test_groups_without_a_position_are_rotated_to_their_place():

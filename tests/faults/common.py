@@ -14,8 +14,6 @@ import structlog
 
 from kvabr.link.quic.connect import connect as dial
 from kvabr.publish.encoder import publish
-from kvabr.replay.live.lane import Conditions
-from kvabr.replay.live.shaper import Shaper
 from kvabr.server.certificates import ServerTls
 from kvabr.server.grants import Grants
 from kvabr.server.limits import ServerLimits
@@ -27,8 +25,10 @@ from kvabr.store.asset_folder import FolderAssetWriter
 from kvabr.types.cost import PrefillCost
 from kvabr.types.events import PlayEvent
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, chain
+from kvabr_lab.live.lane import Conditions
+from kvabr_lab.live.shaper import Shaper
 from tests import kvdata
-from tests.replay.live.links import trace
+from tests.lab.live.links import trace
 from tests.toymodel import ToyModel, prompt
 
 LIBRARIES = ("aioquic", "qh3")

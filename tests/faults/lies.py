@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvabr.moqt.codes import RequestCode, ResetCode
+from kvabr.moqt.wire import write_varint
 
 
 def flipped(frame):
@@ -22,12 +23,12 @@ def many_objects(answer):
 def two_streams(answer):
     answer.one_object(answer.frame[:100], end=False)
     stream = answer.peer.session.responder._channel.open_uni()
-    answer.peer.quic.send_stream_data(stream, b"\x05" + answer.peer.session.draft.varint.encode(answer.number), False)
+    answer.peer.quic.send_stream_data(stream, b"\x05" + write_varint(answer.number), False)
 
 
 def of_nobody(answer):
     stream = answer.peer.session.responder._channel.open_uni()
-    answer.peer.quic.send_stream_data(stream, b"\x05" + answer.peer.session.draft.varint.encode(4000), False)
+    answer.peer.quic.send_stream_data(stream, b"\x05" + write_varint(4000), False)
 
 
 def bad_control(answer):

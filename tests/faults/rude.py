@@ -33,7 +33,7 @@ class Answer:
         self.first_object = publication.objects(group)[0].object_id
         another = (group + 1) % publication.groups
         self.frame, self.other = (whole(publication.open(at)) for at in (group, another))
-        self.writer = FetchWriter(peer.session.draft)
+        self.writer = FetchWriter()
         self.stream: int | None = None
 
     def accept(self) -> None:

@@ -23,10 +23,10 @@ from typing import TypeVar
 from kvabr.cli.store_actions import _pin, _row, _shared
 from kvabr.client import lookup
 from kvabr.link.objects.index import StoreIndex
+from kvabr.store.admin.bucket_admin import BucketAdmin
+from kvabr.store.admin.protocol import Inventory
+from kvabr.store.admin.rules import Rules, total_bytes
 from kvabr.store.eviction import ORDERS
-from kvabr.store.managing.bucket_library import BucketLibrary
-from kvabr.store.managing.protocol import Inventory
-from kvabr.store.managing.rules import Rules, total_bytes
 from kvabr.store.objects.blocking import blocked
 from kvabr.store.objects.guard import PublishGuard
 from kvabr.store.objects.layout import MovedOffer, catalog_key, offer_key, pointer_key, span_key
@@ -113,8 +113,8 @@ class _Objects:
     def runtime(self) -> Runtime:
         return Runtime(lambda: self.now_s, self.sleep)
 
-    def managed(self) -> BucketLibrary:
-        return BucketLibrary(self, self.runtime(), _TIMING)  # type: ignore[arg-type]  # all that it asks for
+    def managed(self) -> BucketAdmin:
+        return BucketAdmin(self, self.runtime(), _TIMING)  # type: ignore[arg-type]  # all that it asks for
 
 
 def _objects(parts: Sequence[bytes]) -> dict[str, tuple[bytes, float]]:
@@ -191,7 +191,7 @@ def _compare(index: StoreIndex, catalog: Catalog, namespace: TrackNamespace) -> 
 # ------------------------------------------------------- managing
 
 
-def _managed(work: Callable[[BucketLibrary], Awaitable[T]], objects: dict[str, tuple[bytes, float]]) -> T | None:
+def _managed(work: Callable[[BucketAdmin], Awaitable[T]], objects: dict[str, tuple[bytes, float]]) -> T | None:
     """Return what managing a copy of a bucket returns; None if it refuses."""
     copy = _Objects(objects)
     try:
@@ -201,7 +201,7 @@ def _managed(work: Callable[[BucketLibrary], Awaitable[T]], objects: dict[str, t
 
 
 def _manage(how: int, objects: dict[str, tuple[bytes, float]]) -> bool:
-    found = _managed(lambda library: library.inventory(), objects)
+    found = _managed(lambda admin: admin.inventory(), objects)
     if found is not None:
         _show(found)
     copy = _Objects(objects)
@@ -218,11 +218,11 @@ def _manage(how: int, objects: dict[str, tuple[bytes, float]]) -> bool:
         assert copy.objects.keys() >= objects.keys(), "a dry run removes nothing"
     catalog = made().namespace.prompt
     for work in (
-        lambda library: library.verify(deep=True, repair=bool(how & 64)),
-        lambda library: library.pin(catalog, 60.0),
-        lambda library: library.unpin(catalog),
-        lambda library: library.expire(made().spec.model),
-        lambda library: library.expired(),
+        lambda admin: admin.verify(deep=True, repair=bool(how & 64)),
+        lambda admin: admin.pin(catalog, 60.0),
+        lambda admin: admin.unpin(catalog),
+        lambda admin: admin.expire(made().spec.model),
+        lambda admin: admin.expired(),
     ):
         try:
             blocked(work(_Objects(objects).managed()))  # type: ignore[arg-type]  # of a coroutine

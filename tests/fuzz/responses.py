@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from unittest.mock import patch
 
-from kvabr.store.objects import tries
+from kvabr.store.objects import bucket as bucket_module
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.direct import _MOST_HEAD_BYTES, DirectReader
 from kvabr.store.objects.failures import _KINDS_BY_TYPE, Failure
@@ -196,7 +196,7 @@ def _asked(ask: Callable[[Bucket], bool]) -> Callable[[bytes], bool]:
     def take(data: bytes) -> bool:
         server, bucket = _server()
         server.answers = data.split(SEPARATOR)[:4]
-        with patch.object(tries, "_BACKOFF_S", 0.0):
+        with patch.object(bucket_module, "_BACKOFF_S", 0.0):
             try:
                 return ask(bucket)
             except (TransportError, StoreError) as error:

@@ -23,7 +23,7 @@ from kvabr.moqt.objects import SubgroupHeader, SubgroupWriter
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.requester import MAX_EARLY_OBJECTS_BYTES, MAX_PARTIAL_BYTES
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFT_20, DRAFT_22, Draft, Location
+from kvabr.moqt.wire import DRAFT_18, DRAFT_20, DRAFT_22, Draft, Location
 from tests.fuzz.samples import SPACE, TRACK, data_streams, sample_messages
 from tests.fuzz.target import SEPARATOR, Target, chunks, family
 
@@ -49,7 +49,7 @@ def held(session: MoqtSession) -> int:
 
 def _streams(draft: Draft, *, client: bool) -> list[int]:
     """Return the streams that a peer may use, its control stream first."""
-    theirs_control = (3 if client else 2) if draft.streams else 0
+    theirs_control = 3 if client else 2
     bidirectional = [*range(1 if client else 0, 30, 4), *range(0 if client else 1, 30, 4)]
     return [theirs_control, *bidirectional, *range(3 if client else 2, 30, 4)]
 
@@ -58,8 +58,8 @@ def _begun(draft: Draft, how: int, *, client: bool) -> MoqtSession:
     session = MoqtSession(draft, client=client, options=SetupOptions())
     session.start()
     if not how & 1:
-        setup = m.Setup(SetupOptions(max_request_id=0 if draft.streams else 300))
-        session.receive(_streams(draft, client=client)[0], encode(setup, draft, client=not client))
+        setup = m.Setup(SetupOptions())
+        session.receive(_streams(draft, client=client)[0], encode(setup, draft))
     if not how & 2:
         at = Location(3, 0)
         session.fetch(SPACE, TRACK, at, at, Parameters(priority=1))
@@ -103,7 +103,7 @@ def _own(session: MoqtSession, how: int) -> None:
             session.responder.accept_subscribe(number, number, None)
             header = SubgroupHeader(number, 3, 0, None, properties=False, end_of_group=True)
             pushed = session.responder.push(number, header)
-            data = SubgroupWriter(session.draft, header).header(0, 2) + b"ab"
+            data = SubgroupWriter(header).header(0, 2) + b"ab"
             session._channel.commands.append(Write(pushed, data, fin=True))
             if how & _SENT:
                 session.responder.pushed(number, pushed)
@@ -150,11 +150,9 @@ def _said(
     stream = base + 4 * dice.randrange(6) if asks else base + 4 * dice.randrange(5)
     if isinstance(message, m.RequestUpdate):
         stream = dice.choice(list(session.responder._by_stream) or [1 if client else 0])
-    if not draft.streams and not isinstance(message, m.SubscribeNamespace | m.Namespace):
-        stream = 0
     if isinstance(message, m.Goaway):
         stream = _streams(draft, client=client)[0]
-    return stream, encode(message, draft, client=not client)
+    return stream, encode(message, draft)
 
 
 def _session(draft: Draft, *, client: bool) -> Target:
@@ -172,9 +170,7 @@ def _session(draft: Draft, *, client: bool) -> Target:
 
 SESSIONS = family(
     _session(DRAFT_18, client=False),
-    _session(DRAFT_16, client=False),
     _session(DRAFT_18, client=True),
-    _session(DRAFT_16, client=True),
     _session(DRAFT_20, client=False),
     _session(DRAFT_22, client=True),
 )

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from kvabr.link.objects.index import _parsed_catalog
+from kvabr.store.admin.bucket_admin import BucketLayout
 from kvabr.store.folder_notes import (
     check_expiry,
     expire_folder_model,
@@ -19,7 +20,6 @@ from kvabr.store.folder_notes import (
     pin_end_s,
     pin_folder_asset,
 )
-from kvabr.store.managing.bucket_library import BucketLayout
 from kvabr.store.objects import spans
 from kvabr.store.objects.layout import StoredCatalog, StoreOffer, span_key, span_names
 from kvabr.store.objects.leases import Note

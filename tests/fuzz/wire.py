@@ -24,7 +24,6 @@ from kvabr.moqt.parameters import (
 from kvabr.moqt.parameters import setup_pairs as pairs_of
 from kvabr.moqt.properties import MalformedTrack, unusable
 from kvabr.moqt.wire import (
-    DRAFT_16,
     DRAFT_18,
     DRAFT_20,
     DRAFT_22,
@@ -44,8 +43,8 @@ def _messages(draft: Draft) -> Target:
 
     def take(data: bytes) -> bool:
         cut, data = data[:1], data[1:]
-        whole = list(MessageParser(draft).feed(data))
-        parser = MessageParser(draft)
+        whole = list(MessageParser().feed(data))
+        parser = MessageParser()
         assert [each for piece in chunks(data, cut[0] if cut else 0) for each in parser.feed(piece)] == whole
         assert parser.buffered <= MAX_MESSAGE_BYTES + 11
         good = [_round_trip(kind, payload, side) for kind, payload in whole[:100] for side in (True, False)]
@@ -55,9 +54,9 @@ def _messages(draft: Draft) -> Target:
         message = refused(lambda: decode(kind, payload, draft, control=side), SessionFault)
         if message is None:
             return False
-        unusable(getattr(message, "properties", ()), draft)
+        unusable(getattr(message, "properties", ()))
         if not hasattr(message, "reason"):  # reasons are repaired
-            ((kind, payload),) = MessageParser(draft).feed(encode(message, draft))
+            ((kind, payload),) = MessageParser().feed(encode(message, draft))
             assert decode(kind, payload, draft, control=side) == message
         return True
 
@@ -66,38 +65,35 @@ def _messages(draft: Draft) -> Target:
 
 def _header(draft: Draft) -> Target:
     def take(data: bytes) -> bool:
-        found = refused(lambda: read_stream_header(data, draft), SessionFault)
+        found = refused(lambda: read_stream_header(data), SessionFault)
         if found is not None and isinstance(found[1], SubgroupHeader):
-            again = SubgroupWriter(draft, found[1]).begin()
-            assert read_stream_header(again, draft) == (again[0], found[1], len(again))
+            again = SubgroupWriter(found[1]).begin()
+            assert read_stream_header(again) == (again[0], found[1], len(again))
         return found is not None
 
     return Target(take, lambda: data_streams(draft))
 
 
 def _token(data: bytes) -> bool:
-    good = False
-    for draft in DRAFTS:
-        found = refused(lambda: Token.decode(data, draft.varint), SessionFault)  # noqa: B023  # at once
-        if found is not None:
-            good = True
-            assert Token.decode(found.encode(draft.varint), draft.varint) == found
-    return good
+    found = refused(lambda: Token.decode(data), SessionFault)
+    if found is not None:
+        assert Token.decode(found.encode()) == found
+    return found is not None
 
 
 def _parameters(data: bytes) -> bool:
     good = False
     for draft in DRAFTS:
-        every, reader = frozenset(Param), Reader(data, draft.varint)
+        every, reader = frozenset(Param), Reader(data)
         found = refused(lambda: read_filter(reader, draft), SessionFault)  # noqa: B023
         if found is not None:
             good = True
             again = write_parameters(Parameters(filter=found), draft)
-            assert read_parameters(Reader(again, draft.varint), draft, every) == Parameters(filter=found)
+            assert read_parameters(Reader(again), draft, every) == Parameters(filter=found)
             for largest in (None, Location(300, 1)):
                 start, end = found.within(largest)
                 assert end is None or end.group >= start.group
-        refused(lambda: read_parameters(Reader(data, draft.varint), draft, every), SessionFault)  # noqa: B023
+        refused(lambda: read_parameters(Reader(data), draft, every), SessionFault)  # noqa: B023
     return good
 
 
@@ -106,12 +102,12 @@ def _setup(data: bytes) -> bool:
     for draft in DRAFTS:
 
         def read(raw: bytes, draft: Draft = draft) -> SetupOptions:
-            return setup_options(read_pairs(Reader(raw, draft.varint)), draft)
+            return setup_options(read_pairs(Reader(raw)), draft)
 
         found = refused(lambda: read(data), SessionFault)  # at once
         if found is not None:
             good = True
-            assert read(write_pairs(draft.varint, pairs_of(found, draft))) == found
+            assert read(write_pairs(pairs_of(found, draft))) == found
             for client in (True, False):
                 refused(lambda: check_target(found, client=client), SessionFault)  # noqa: B023  # at once
     return good
@@ -119,7 +115,7 @@ def _setup(data: bytes) -> bool:
 
 def _valid_setups() -> list[bytes]:
     options = SetupOptions(b"/p?token=x", b"h:1", SOME.tokens, 100, b"me", 300)
-    return [write_pairs(draft.varint, pairs_of(options, draft)) for draft in DRAFTS]
+    return [write_pairs(pairs_of(options, draft)) for draft in DRAFTS]
 
 
 def _objects(draft: Draft, *, subgroups: bool = False) -> Target:
@@ -150,7 +146,7 @@ def _objects(draft: Draft, *, subgroups: bool = False) -> Target:
         how, data = data[0] if data else 0, data[1:]
         descending, of = bool(how & 1), None
         if subgroups:
-            found = refused(lambda: read_stream_header(data, draft), SessionFault)
+            found = refused(lambda: read_stream_header(data), SessionFault)
             if found is None or not isinstance(found[1], SubgroupHeader):
                 return False
             of, data = found[1], data[found[2] :]
@@ -169,8 +165,7 @@ def _objects(draft: Draft, *, subgroups: bool = False) -> Target:
 
 MESSAGES = family(
     _messages(DRAFT_18),
-    _messages(DRAFT_16),
-    Target(_token, lambda: [token.encode(DRAFT_18.varint) for token in SOME.tokens]),
+    Target(_token, lambda: [token.encode() for token in SOME.tokens]),
     Target(_parameters, lambda: [write_filter(Filter(Location(300, 1), None, 900), draft) for draft in DRAFTS]),
     Target(_setup, _valid_setups),
     _messages(DRAFT_20),
@@ -178,10 +173,7 @@ MESSAGES = family(
 )
 OBJECTS = family(
     _objects(DRAFT_18),
-    _objects(DRAFT_16),
     _header(DRAFT_18),
-    _header(DRAFT_16),
     _objects(DRAFT_20),
     _objects(DRAFT_18, subgroups=True),
-    _objects(DRAFT_16, subgroups=True),
 )

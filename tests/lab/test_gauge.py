@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvabr.replay.live.lane import PACKET_BYTES
 from kvabr_lab.gauge import gauge
+from kvabr_lab.live.lane import PACKET_BYTES
 
 
 @pytest.mark.slow

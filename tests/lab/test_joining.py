@@ -51,7 +51,14 @@ def alone(tmp_path_factory):
 
 def test_every_command_and_policy_of_the_laboratory_joins():
     groups = PROJECT["entry-points"]
-    assert set(groups["kvabr.commands"]) == {*LAB, "calibrate.blend"}
+    assert set(groups["kvabr.commands"]) == {
+        *LAB,
+        "calibrate.blend",
+        "replay.live",
+        "replay.live.check",
+        "replay.live.table",
+        "replay.sharing",
+    }
     assert set(groups["kvabr.policies"]) == POLICIES
     assert set(groups["kvabr.selectors"]) == SELECTORS
     assert set(groups["kvabr.estimators"]) == ESTIMATORS
@@ -108,6 +115,12 @@ def test_without_the_laboratory_everything_else_is_there(alone, tmp_path):
     blend = alone("calibrate", "--blend", "--out", tmp_path / "x.json")
     assert blend.returncode == 2
     assert "`kvabr calibrate --blend` is part of the laboratory, which is not installed" in blend.stderr
+    live = alone("replay", ROOT / "traces" / "flat.csv", "--live", "--asset", tmp_path)
+    assert live.returncode == 2
+    assert "`kvabr replay --live` is part of the laboratory, which is not installed" in live.stderr
+    shared = alone("replay", ROOT / "traces" / "flat.csv", "--one-connection")
+    assert shared.returncode == 2
+    assert "`kvabr replay --one-connection` is part of the laboratory, which is not installed" in shared.stderr
     script = alone("completion", "bash")
     assert script.returncode == 0
     (completed,) = re.findall(r"^_shtab_kvabr_subparsers=\((.*)\)$", script.stdout, re.MULTILINE)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvabr.moqt.events import Close, Event, Requested, Reset, Stop, Write
-from kvabr.moqt.messages import Fetch, Request, Subscribe, SubscribeNamespace, Unsubscribe
+from kvabr.moqt.messages import Fetch, Request, Subscribe, SubscribeNamespace
 from kvabr.moqt.objects import FetchWriter, RangeEnd
 from kvabr.moqt.parameters import SetupOptions
 from kvabr.moqt.session import MoqtSession
@@ -58,8 +58,8 @@ class Pair:
         self.stops: deque[tuple[bool, int, int]] = deque()
         """STOP_SENDINGs in flight: receiver, stream, code."""
         self.closes: dict[bool, Close] = {}
-        self.foreign: dict[int, int | None] = {}
-        """Requests made by `request` with their streams; None for a SUBSCRIBE on the control stream."""
+        self.foreign: dict[int, int] = {}
+        """Requests made by `request` with their streams."""
         self.dice = None if seed is None else random.Random(seed)
         self.client.start()
         self.server.start()
@@ -97,22 +97,16 @@ class Pair:
         channel = self.client._channel
         number = channel.take_id()
         message = make(number)
-        if self.draft.streams or isinstance(message, SubscribeNamespace):
-            stream = self.foreign[number] = channel.open_bidi()
-            channel.write(stream, message, fin=not isinstance(message, Subscribe | SubscribeNamespace))
-        else:
-            channel.control(message)
-            if isinstance(message, Subscribe):
-                self.foreign[number] = None
+        stream = self.foreign[number] = channel.open_bidi()
+        channel.write(stream, message, fin=not isinstance(message, Subscribe | SubscribeNamespace))
         return number
 
     def cancel(self, number: int) -> None:
         """Cancel any request of the client."""
         if number not in self.foreign:
             self.client.requester.cancel(number)
-        elif (stream := self.foreign.pop(number)) is None:
-            self.client._channel.control(Unsubscribe(number))
         else:
+            stream = self.foreign.pop(number)
             self.client._channel.commands += [Reset(stream, 1), Stop(stream, 1)]
 
     def collect(self) -> None:
@@ -202,7 +196,6 @@ class Pair:
             assert session.requester._by_data == {}
             assert session.requester._requests == {}
             assert session.requester._by_stream == {}
-            assert not session.requester._waiting
             assert session.responder._requests == {}
             assert session.responder._by_stream == {}
             assert session.responder._by_data == {}
@@ -225,7 +218,7 @@ class Origin:
         start, end = message.start, message.end
         descending = message.parameters.group_order == 2
         stream = session.responder.accept_fetch(number, end, end_of_track=False)
-        writer = FetchWriter(self.pair.draft, descending=descending)
+        writer = FetchWriter(descending=descending)
         for group in sorted(self.groups, reverse=descending):
             for index, payload in enumerate(self.groups[group]):
                 at = Location(group, index)

@@ -34,19 +34,15 @@ class Raw:
         self.events: list[object] = []
 
     def setup(self, *options: str) -> None:
-        if self.draft.streams:
-            self.receive(3 if self.client else 2, frame("af00", *options))
-        else:
-            count = f"{1 + len(options):02x}"
-            self.receive(0, frame("21" if self.client else "20", count, *options or ("02 40c8",)))
+        self.receive(3 if self.client else 2, frame("af00", *options))
         self.session.take_commands()
 
     def receive(self, stream: int, data: str | bytes = b"", *, fin: bool = False) -> None:
         self.session.receive(stream, bytes.fromhex(data) if isinstance(data, str) else data, fin=fin)
 
     def ask(self, stream: int, *messages: bytes, fin: bool = False) -> None:
-        """Send messages of a request: on its own stream in draft 18, on the control stream in draft 16."""
-        self.receive(stream if self.draft.streams else 0, b"".join(messages), fin=fin)
+        """Send messages of a request: on its own stream."""
+        self.receive(stream, b"".join(messages), fin=fin)
 
     def fetch(self) -> int:
         number = self.session.fetch((b"a",), b"t", START, START, Parameters())
@@ -65,7 +61,7 @@ class Raw:
         """Return the messages that the session has sent."""
         self.collect()
         data = b"".join(command.data for command in self.commands if isinstance(command, Write))
-        return [decode(kind, body, self.draft, control=False) for kind, body in MessageParser(self.draft).feed(data)]
+        return [decode(kind, body, self.draft, control=False) for kind, body in MessageParser().feed(data)]
 
     @property
     def code(self) -> int | None:
@@ -86,4 +82,4 @@ def fetch_of(number: str, draft: Draft = DRAFT_18) -> bytes:
 def goaway_of(draft: Draft, uri: str = "", number: str = "01") -> bytes:
     """A GOAWAY on the control stream: URI, since draft 18 a timeout, and in that one a request ID."""
     size = f"{len(bytes.fromhex(uri)):02x}"
-    return frame("10", size, uri, "00" if draft.streams else "", number if draft.goaway_names_request else "")
+    return frame("10", size, uri, "00", number if draft.goaway_names_request else "")

@@ -21,7 +21,7 @@ from kvabr.moqt.parameters import (
     Token,
     known_parameters,
 )
-from kvabr.moqt.wire import Draft, Location
+from kvabr.moqt.wire import MAX_INTEGER, Draft, Location
 
 fields = st.binary(min_size=1, max_size=12)
 namespaces = st.lists(fields, max_size=5).map(tuple)
@@ -31,7 +31,7 @@ reasons = st.text(max_size=60)
 
 
 def integers(draft: Draft) -> st.SearchStrategy[int]:
-    return st.integers(0, draft.varint.largest) | st.integers(0, 300)
+    return st.integers(0, MAX_INTEGER) | st.integers(0, 300)
 
 
 def locations(draft: Draft) -> st.SearchStrategy[Location]:
@@ -50,7 +50,7 @@ def tokens(draft: Draft) -> st.SearchStrategy[Token]:
 def filters(draft: Draft) -> st.SearchStrategy[Filter]:
     relative = integers(draft).map(lambda back: Filter(groups_back=back))
     to_group = st.tuples(locations(draft), integers(draft)).map(
-        lambda both: Filter(both[0], None, min(draft.varint.largest, both[0].group + both[1]))
+        lambda both: Filter(both[0], None, min(MAX_INTEGER, both[0].group + both[1]))
     )
     to_object = st.tuples(to_group, integers(draft)).map(lambda both: replace(both[0], end_object=both[1]))
     more = (relative, to_object) if draft.fetch_by_filter else ()
@@ -75,7 +75,7 @@ def properties(draft: Draft) -> st.SearchStrategy[tuple[tuple[int, int | bytes],
 def parameters(draft: Draft, allowed: frozenset[Param]) -> st.SearchStrategy[Parameters]:
     number = integers(draft)
     how = {
-        Param.OBJECT_DELIVERY_TIMEOUT: ("object_delivery_timeout", st.integers(1, draft.varint.largest)),
+        Param.OBJECT_DELIVERY_TIMEOUT: ("object_delivery_timeout", st.integers(1, MAX_INTEGER)),
         Param.AUTHORIZATION_TOKEN: ("tokens", st.lists(tokens(draft), max_size=3).map(tuple)),
         Param.RENDEZVOUS_TIMEOUT: ("rendezvous_timeout", number),
         Param.SUBGROUP_DELIVERY_TIMEOUT: ("subgroup_delivery_timeout", number),
@@ -107,7 +107,6 @@ def setups(draft: Draft) -> st.SearchStrategy[SetupOptions]:
         tokens=st.lists(tokens(draft), max_size=2).map(tuple),
         max_auth_token_cache_size=integers(draft),
         implementation=st.none() | st.binary(max_size=30),
-        max_request_id=st.just(0) if draft.streams else integers(draft),
     )
 
 
@@ -118,7 +117,6 @@ def ranges(draft: Draft) -> st.SearchStrategy[tuple[Location, Location]]:
 def message(draft: Draft) -> st.SearchStrategy[m.Message]:
     """Any message of a draft; answers have the request ID that decoding yields."""
     number = integers(draft)
-    answered = st.none() if draft.streams else number
     spaces = namespaces if draft.number >= 17 else full
 
     def given(cls: type[m.Message]) -> st.SearchStrategy[Parameters]:
@@ -135,45 +133,31 @@ def message(draft: Draft) -> st.SearchStrategy[m.Message]:
     props = properties(draft)
     common = [
         st.builds(m.Setup, setups(draft)),
-        st.builds(m.RequestOk, answered, given(m.RequestOk), props if draft.streams else st.just(())),
+        st.builds(m.RequestOk, given(m.RequestOk), props),
         st.builds(
-            m.RequestErrorMessage, answered, number.filter(lambda code: code != RequestCode.REDIRECT), number, reasons
+            m.RequestErrorMessage, number.filter(lambda code: code != RequestCode.REDIRECT), number, reasons
         ),
         st.builds(m.Subscribe, number, spaces, tracks, given(m.Subscribe)),
         st.builds(m.TrackStatus, number, spaces, tracks, given(m.TrackStatus)),
-        st.builds(m.SubscribeOk, answered, number, given(m.SubscribeOk), props),
-        st.builds(m.RequestUpdate, number, st.none() if draft.streams else number, given(m.RequestUpdate)),
+        st.builds(m.SubscribeOk, number, given(m.SubscribeOk), props),
+        st.builds(m.RequestUpdate, number, given(m.RequestUpdate)),
         st.builds(m.Publish, number, spaces, tracks, number, given(m.Publish), props),
-        st.builds(m.PublishDone, answered, number, number, reasons),
+        st.builds(m.PublishDone, number, number, reasons),
         st.builds(fetch, number, spaces, tracks, ranges(draft), given(m.Fetch)),
-        st.builds(m.FetchOk, answered, st.booleans(), locations(draft), st.just(Parameters()), props),
+        st.builds(m.FetchOk, st.booleans(), locations(draft), st.just(Parameters()), props),
         st.builds(m.PublishNamespace, number, spaces, given(m.PublishNamespace)),
         st.builds(m.Namespace, namespaces),
-        st.builds(
-            m.SubscribeNamespace, number, namespaces, st.just(1) if draft.streams else number,
-            given(m.SubscribeNamespace),
-        ),
+        st.builds(m.SubscribeNamespace, number, namespaces, given(m.SubscribeNamespace)),
     ]  # fmt: skip
-    if draft.streams:
-        to = st.builds(m.Redirect, st.binary(max_size=40), namespaces, tracks)
-        return st.one_of(
-            *common,
-            st.builds(m.Goaway, st.binary(max_size=40), number, number if draft.goaway_names_request else st.none()),
-            *(
-                [st.builds(m.PublishStateNotify, given(m.PublishStateNotify))]
-                if draft.fetch_by_filter
-                else [st.builds(m.JoiningFetch, number, number, number, st.booleans(), given(m.JoiningFetch))]
-            ),
-            st.builds(m.RequestErrorMessage, answered, st.just(0x34), number, reasons, to),
-            st.builds(m.SubscribeTracks, number, namespaces, given(m.SubscribeTracks)),
-        )
+    to = st.builds(m.Redirect, st.binary(max_size=40), namespaces, tracks)
     return st.one_of(
         *common,
-        st.builds(m.Goaway, st.binary(max_size=40)),
-        st.builds(m.JoiningFetch, number, number, number, st.booleans(), given(m.JoiningFetch)),
-        st.builds(m.RequestErrorMessage, answered, st.just(0x34), number, reasons),
+        st.builds(m.Goaway, st.binary(max_size=40), number, number if draft.goaway_names_request else st.none()),
         *(
-            st.builds(cls, number)
-            for cls in (m.MaxRequestId, m.RequestsBlocked, m.Unsubscribe, m.FetchCancel, m.PublishNamespaceDone)
+            [st.builds(m.PublishStateNotify, given(m.PublishStateNotify))]
+            if draft.fetch_by_filter
+            else [st.builds(m.JoiningFetch, number, number, number, st.booleans(), given(m.JoiningFetch))]
         ),
+        st.builds(m.RequestErrorMessage, st.just(0x34), number, reasons, to),
+        st.builds(m.SubscribeTracks, number, namespaces, given(m.SubscribeTracks)),
     )

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import SessionCode, SessionFault
 from kvabr.moqt.encoding import MessageParser, decode, encode
-from kvabr.moqt.parameters import Parameters, SetupOptions, Token
-from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFT_20, DRAFT_22, DRAFTS
+from kvabr.moqt.parameters import Parameters, Token
+from kvabr.moqt.wire import DRAFT_18, DRAFT_20, DRAFT_22, DRAFTS, peek_varint, write_varint
 from tests.examples import examples
 from tests.moqt import strategies
 from tests.moqt.counting import CountingBuffer
 from tests.moqt.tables import table
-from tests.moqt.vectors import ANYWHERE, MESSAGES_16, MESSAGES_18, MESSAGES_20, MESSAGES_22, NAME, SPACE, TRACK
+from tests.moqt.vectors import ANYWHERE, MESSAGES_18, MESSAGES_20, MESSAGES_22, NAME, SPACE, TRACK
 
 
 def frame(kind: str, *parts: str) -> bytes:
@@ -23,7 +23,7 @@ def frame(kind: str, *parts: str) -> bytes:
 
 
 def one(data: bytes, draft, *, control: bool = True) -> m.Message:
-    ((kind, payload),) = MessageParser(draft).feed(data)
+    ((kind, payload),) = MessageParser().feed(data)
     return decode(kind, payload, draft, control=control)
 
 
@@ -80,23 +80,6 @@ def test_draft_18(kind, parts, message):
     assert encode(message, DRAFT_18) == data
 
 
-@table(("kind", "parts", "message"), MESSAGES_16)
-def test_draft_16(kind, parts, message):
-    data = frame(kind, *parts)
-    assert one(data, DRAFT_16) == message
-    assert encode(message, DRAFT_16) == data
-
-
-def test_setup_of_draft_16():
-    """Draft 16, section 9.3: CLIENT_SETUP and SERVER_SETUP, with a number of parameters."""
-    setup = m.Setup(SetupOptions(path=b"/", max_request_id=256))
-    body = ["02", "01 012f", "01 4100"]
-    assert encode(setup, DRAFT_16, client=True) == frame("20", *body)
-    assert encode(setup, DRAFT_16, client=False) == frame("21", *body)
-    assert one(frame("20", *body), DRAFT_16) == setup
-    assert one(frame("21", *body), DRAFT_16) == setup
-
-
 def test_goaway_on_a_requests_stream():
     """Draft 18, section 10.4: without a request ID."""
     data = frame("10", "00", "9388")
@@ -111,29 +94,24 @@ def test_publish_ok_of_draft_18():
     assert encode(m.RequestOk(), DRAFT_18) == frame("07", "00")
 
 
-LISTED = {
-    18: "2f00 10 3 4 1d 1e b 16 18 d 6 50 51 8 2 7 5",
-    16: "20 21 10 15 1a 7 5 3 4 2 a 1d b 16 18 17 d 6 8 9 11",
-}
-"""Message types: draft 18, section 10; draft 16, section 9; but for answers to requests that are never made here."""
+LISTED = "2f00 10 3 4 1d 1e b 16 18 d 6 50 51 8 2 7 5"
+"""Message types: draft 18, section 10; but for answers to requests that are never made here."""
 
 
 def test_every_type_has_a_vector():
-    for draft, vectors, more in ((DRAFT_18, MESSAGES_18, {0x1E}), (DRAFT_16, MESSAGES_16, {0x20, 0x21})):
-        listed = {int(kind, 16) for kind in LISTED[draft.number].split()}
-        tested = {draft.varint.peek(bytes.fromhex(kind), 0)[0] for kind, _, _ in vectors}
-        assert tested | more == listed
-        for kind in set(range(0x80)) - listed:
-            assert fault(draft.varint.encode(kind) + bytes(2), draft) == SessionCode.PROTOCOL_VIOLATION
+    listed = {int(kind, 16) for kind in LISTED.split()}
+    assert {peek_varint(bytes.fromhex(kind), 0)[0] for kind, _, _ in MESSAGES_18} | {0x1E} == listed
+    for kind in set(range(0x80)) - listed:
+        assert fault(write_varint(kind) + bytes(2), DRAFT_18) == SessionCode.PROTOCOL_VIOLATION
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_come_back(draft):
     @examples(400)
-    @given(strategies.message(draft), st.booleans())
-    def check(message, client):
-        data = encode(message, draft, client=client)
-        control = not (isinstance(message, m.Goaway) and draft.streams and message.request_id is None)
+    @given(strategies.message(draft))
+    def check(message):
+        data = encode(message, draft)
+        control = not (isinstance(message, m.Goaway) and message.request_id is None)
         assert one(data, draft, control=control) == message
 
     check()
@@ -142,15 +120,12 @@ def test_come_back(draft):
 # ------------------------------------------------------------------ what closes the session
 
 
-@table(("number", "vectors"), [(18, MESSAGES_18), (16, MESSAGES_16)])
-def test_lengths_that_do_not_match(number, vectors):
+def test_lengths_that_do_not_match():
     """Draft 18, section 10: a message longer or shorter than its fields."""
-    draft = DRAFT_18 if number == 18 else DRAFT_16
-    for kind, parts, message in vectors:
+    draft = DRAFT_18
+    for kind, parts, message in MESSAGES_18:
         body = "".join(parts)
-        open_ended = isinstance(message, m.Setup) or (
-            hasattr(message, "properties") and (draft.streams or not isinstance(message, m.RequestOk))
-        )
+        open_ended = isinstance(message, m.Setup) or hasattr(message, "properties")
         if not open_ended:
             assert fault(frame(kind, body, "00"), draft) == SessionCode.PROTOCOL_VIOLATION, message
         if body and not (open_ended and (isinstance(message, m.Setup) or message.properties)):
@@ -162,15 +137,13 @@ def test_lengths_that_do_not_match(number, vectors):
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_limits(draft):
     """Draft 18, sections 1.4.4, 2.4.1 and 10.4."""
-    varint = draft.varint
 
     def text(size: int) -> str:
-        return (varint.encode(size) + b"x" * size).hex()
+        return (write_varint(size) + b"x" * size).hex()
 
-    answered = "" if draft.streams else "06"
-    more = "0000" if draft.goaway_names_request else "00" if draft.streams else ""
-    assert one(frame("05", answered, "10", "00", text(1024)), draft).reason == "x" * 1024
-    assert fault(frame("05", answered, "10", "00", text(1025)), draft) == SessionCode.PROTOCOL_VIOLATION
+    more = "0000" if draft.goaway_names_request else "00"
+    assert one(frame("05", "10", "00", text(1024)), draft).reason == "x" * 1024
+    assert fault(frame("05", "10", "00", text(1025)), draft) == SessionCode.PROTOCOL_VIOLATION
     assert len(one(frame("10", text(8192), more), draft).uri) == 8192
     assert fault(frame("10", text(8193), more), draft) == SessionCode.PROTOCOL_VIOLATION
     fetch = ("16", "00", "00") if draft.fetch_by_filter else ("16", "0001", "0000000000")
@@ -181,15 +154,12 @@ def test_limits(draft):
         assert fault(frame(kind, head, space, text(97), tail), draft) == SessionCode.PROTOCOL_VIOLATION
         assert fault(frame(kind, head, "01" + text(4097), "00", tail), draft) == SessionCode.PROTOCOL_VIOLATION
         assert fault(frame(kind, head, "21" + "0161" * 33, "00", tail), draft) == SessionCode.PROTOCOL_VIOLATION
-    if draft.streams:
-        space = "01" + text(4000)
-        assert len(one(frame("05", "340000", "00", space, text(96)), draft).redirect.track) == 96
-        assert fault(frame("05", "340000", "00", space, text(97)), draft) == SessionCode.PROTOCOL_VIOLATION
-    kind = "50" if draft.streams else "11"
-    options = "" if draft.streams else "01"
-    assert len(one(frame(kind, "00", "20" + "0161" * 32, options, "00"), draft).prefix) == 32
-    assert fault(frame(kind, "00", "21" + "0161" * 33, options, "00"), draft) == SessionCode.PROTOCOL_VIOLATION
-    assert fault(frame(kind, "00", "0100", options, "00"), draft) == SessionCode.PROTOCOL_VIOLATION
+    space = "01" + text(4000)
+    assert len(one(frame("05", "340000", "00", space, text(96)), draft).redirect.track) == 96
+    assert fault(frame("05", "340000", "00", space, text(97)), draft) == SessionCode.PROTOCOL_VIOLATION
+    assert len(one(frame("50", "00", "20" + "0161" * 32, "00"), draft).prefix) == 32
+    assert fault(frame("50", "00", "21" + "0161" * 33, "00"), draft) == SessionCode.PROTOCOL_VIOLATION
+    assert fault(frame("50", "00", "0100", "00"), draft) == SessionCode.PROTOCOL_VIOLATION
 
 
 @table(
@@ -198,16 +168,13 @@ def test_limits(draft):
      ("1d", ["00", "00", TRACK, "05", "00"]), ("16", ["00", "01", "00", TRACK, "0000", "0000", "00"])],
 )  # fmt: skip
 def test_a_namespace_without_fields(kind, parts):
-    """Draft 16, section 2.4.1, closes the session; draft 18 has such namespaces."""
-    assert fault(frame(kind, *parts), DRAFT_16) == SessionCode.PROTOCOL_VIOLATION
+    """Draft 18, section 2.4.1, has such namespaces."""
     message = one(frame(kind, *parts), DRAFT_18)
     assert message.namespace == ()
     assert encode(message, DRAFT_18) == frame(kind, *parts)
-    with pytest.raises(ValueError, match="at least one field"):
-        encode(message, DRAFT_16)
 
 
-@pytest.mark.parametrize("draft", [DRAFT_18, DRAFT_16])
+@pytest.mark.parametrize("draft", [DRAFT_18])
 @table(
     ("start", "end", "right"),
     [((5, 0), (5, 0), True), ((5, 3), (5, 0), True), ((5, 3), (5, 4), True), ((5, 3), (6, 1), True),
@@ -222,7 +189,7 @@ def test_ranges_of_fetch(draft, start, end, right):
         assert fault(data, draft) == SessionCode.PROTOCOL_VIOLATION
 
 
-@pytest.mark.parametrize("draft", [DRAFT_18, DRAFT_16])
+@pytest.mark.parametrize("draft", [DRAFT_18])
 @table("kind", ["00", "04"])
 def test_types_of_fetch(draft, kind):
     """Draft 18, section 10.12."""
@@ -231,8 +198,7 @@ def test_types_of_fetch(draft, kind):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_flag_that_is_none(draft):
-    answered = "" if draft.streams else "04"
-    assert fault(frame("18", answered, "02", "0500", "00"), draft) == SessionCode.PROTOCOL_VIOLATION
+    assert fault(frame("18", "02", "0500", "00"), draft) == SessionCode.PROTOCOL_VIOLATION
 
 
 IN_18 = {  # by parameter: the messages that may have it, draft 18, sections 10.2.2 to 10.2.14
@@ -262,49 +228,21 @@ def test_where_parameters_may_be(parameter):
             assert fault(data, DRAFT_18) == SessionCode.PROTOCOL_VIOLATION, kind
 
 
-IN_16 = {  # draft 16, sections 9.2.2.1 to 9.2.2.9
-    "0264": {"03", "02", "07"}, "03 03 03006b": {"1d", "03", "02", "11", "06", "0d", "16"},
-    "20 05": {"03", "16", "02", "07"}, "22 01": {"03", "16", "07"}, "21 01 01": {"03", "02", "07"},
-    "08 05": {"04", "1d", "07"}, "09 02 0500": {"04", "1d", "07"}, "10 01": {"03", "02", "1d", "11", "07"},
-    "32 05": {"03", "02", "07"},
-}  # fmt: skip
-HEADS_16 = {
-    "03": "00" + NAME + TRACK, "0d": "00" + NAME + TRACK, "04": "0007", "02": "0600", "1d": "00" + NAME + TRACK + "05",
-    "16": "0001" + NAME + TRACK + "05000600", "18": "00000500", "06": "00" + NAME, "11": "00" + NAME + "01",
-    "07": "00",
-}  # fmt: skip
-
-
-@table("parameter", IN_16)
-def test_parameters_out_of_place_are_ignored_in_draft_16(parameter):
-    """Draft 16, section 9.2.2."""
-    parameter = parameter.replace("0264", "024064")
-    for kind, head in HEADS_16.items():
-        data = frame(kind, head, "01", parameter)
-        message = one(data, DRAFT_16)
-        assert (message.parameters != Parameters()) == (kind in IN_16[parameter.replace("024064", "0264")]), kind
-
-
 def test_parameters_out_of_place_are_not_written():
     with pytest.raises(ValueError, match="cannot have SUBSCRIBER_PRIORITY"):
         encode(m.TrackStatus(0, SPACE, b"t", Parameters(priority=5)), DRAFT_18)
     with pytest.raises(ValueError, match="cannot have FORWARD"):
-        encode(m.SubscribeNamespace(0, SPACE, 1, Parameters(forward=1)), DRAFT_18)
-    assert encode(m.SubscribeNamespace(0, SPACE, 1, Parameters(forward=1)), DRAFT_16)
+        encode(m.SubscribeNamespace(0, SPACE, Parameters(forward=1)), DRAFT_18)
 
 
-@table(
-    ("draft", "property_"),
-    [(DRAFT_18, "2203"), (DRAFT_18, "2200"), (DRAFT_18, "3002"), (DRAFT_18, "0e8100"), (DRAFT_18, "0b 02 3002"),
-     (DRAFT_16, "2203"), (DRAFT_16, "3002"), (DRAFT_16, "0200"), (DRAFT_16, "0e4100")],
-)  # fmt: skip
-def test_properties_of_tracks(draft, property_):
-    """Draft 18, sections 12.4 to 12.6; draft 16, section 11.0.1, for a DELIVERY_TIMEOUT of 0."""
-    answered = "" if draft.streams else "06"
-    heads = (("04", answered + "0700"), ("18", answered + "00050000"), ("1d", "00" + NAME + TRACK + "0500"))
+@table("property_", ["2203", "2200", "3002", "0e8100", "0b 02 3002"])
+def test_properties_of_tracks(property_):
+    """Draft 18, sections 12.4 to 12.6."""
+    draft = DRAFT_18
+    heads = (("04", "0700"), ("18", "00050000"), ("1d", "00" + NAME + TRACK + "0500"))
     for kind, head in heads:
         assert fault(frame(kind, head, property_), draft) == SessionCode.PROTOCOL_VIOLATION
-        fine = one(frame(kind, head, "2201", "0e01", "8080" if draft.streams else "4080", "05"), draft)
+        fine = one(frame(kind, head, "2201", "0e01", "8080", "05"), draft)
         assert fine.properties == ((0x22, 1), (0x30, 1), (0xB0, 5))
 
 
@@ -315,20 +253,18 @@ def test_what_cannot_be_written():
     with pytest.raises(ValueError, match="URI"):
         encode(m.Goaway(b"x" * 8193, 0, 0), DRAFT_18)
     with pytest.raises(ValueError, match="needs a redirect"):
-        encode(m.RequestErrorMessage(None, 0x34, 0, ""), DRAFT_18)
-    with pytest.raises(ValueError, match="no SubscribeTracks"):
-        encode(m.SubscribeTracks(0, ()), DRAFT_16)
-    with pytest.raises(ValueError, match="no Unsubscribe"):
-        encode(m.Unsubscribe(0), DRAFT_18)
+        encode(m.RequestErrorMessage(0x34, 0, ""), DRAFT_18)
+    with pytest.raises(ValueError, match="no PublishStateNotify"):
+        encode(m.PublishStateNotify(), DRAFT_18)
     tokens = (Token(b"x" * 0xFFF0), Token(b"y" * 100))
     with pytest.raises(ValueError, match="limit is 65535"):
         encode(m.PublishNamespace(0, SPACE, Parameters(tokens=tokens)), DRAFT_18)
 
 
 def test_reasons_are_cut_between_letters():
-    message = one(encode(m.RequestErrorMessage(None, 1, 0, "ä" * 600), DRAFT_18), DRAFT_18)
+    message = one(encode(m.RequestErrorMessage(1, 0, "ä" * 600), DRAFT_18), DRAFT_18)
     assert message.reason == "ä" * 512
-    message = one(encode(m.RequestErrorMessage(None, 1, 0, "x" + "ä" * 600), DRAFT_18), DRAFT_18)
+    message = one(encode(m.RequestErrorMessage(1, 0, "x" + "ä" * 600), DRAFT_18), DRAFT_18)
     assert message.reason == "x" + "ä" * 511
 
 
@@ -340,9 +276,9 @@ def test_any_split_gives_the_same_messages(draft):
     @given(st.lists(strategies.message(draft), min_size=1, max_size=5), st.data())
     def check(messages, data):
         whole = b"".join(encode(message, draft) for message in messages)
-        expected = list(MessageParser(draft).feed(whole))
+        expected = list(MessageParser().feed(whole))
         assert len(expected) == len(messages)
-        parser, found, at = MessageParser(draft), [], 0
+        parser, found, at = MessageParser(), [], 0
         while at < len(whole):
             size = data.draw(st.integers(1, len(whole) - at))
             found += parser.feed(whole[at : at + size])
@@ -350,7 +286,7 @@ def test_any_split_gives_the_same_messages(draft):
         assert found == expected
         assert parser.buffered == 0
         assert parser.count == len(messages)
-        single = MessageParser(draft)
+        single = MessageParser()
         assert [each for byte in whole for each in single.feed(bytes([byte]))] == expected
 
     check()
@@ -358,7 +294,7 @@ def test_any_split_gives_the_same_messages(draft):
 
 def test_the_longest_message_byte_by_byte():
     """It is held once, and not copied for every byte."""
-    parser = MessageParser(DRAFT_18)
+    parser = MessageParser()
     parser._buffer = CountingBuffer()
     data = b"\x08\xff\xff" + b"x" * 0xFFFF
     for _ in range(2):
@@ -370,7 +306,7 @@ def test_the_longest_message_byte_by_byte():
 
 def test_many_messages_at_once():
     """What is left is not moved for every message."""
-    parser = MessageParser(DRAFT_18)
+    parser = MessageParser()
     parser._buffer = CountingBuffer()
     data = b"\x08\x00\x01\x00" * 10_000
     assert sum(1 for _ in parser.feed(data)) == 10_000

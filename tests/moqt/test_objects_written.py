@@ -11,7 +11,7 @@ from kvabr.moqt.objects import (
     ObjectParser,
     RangeEnd,
 )
-from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
+from kvabr.moqt.wire import DRAFT_18, DRAFTS, Location
 from tests.examples import examples
 from tests.moqt import strategies
 from tests.moqt.counting import CountingBuffer
@@ -23,7 +23,7 @@ objects = st.tuples(
     st.integers(0, 3),
     st.integers(0, 1000),
     st.binary(max_size=40),
-    strategies.properties(DRAFT_16),
+    strategies.properties(DRAFT_18),
     st.none() | st.integers(0, 255),
 )
 """Steps in group and object, payload, properties, priority."""
@@ -47,7 +47,7 @@ def test_fetches_come_back(draft, descending):
     @examples(60)
     @given(st.lists(objects | ends, max_size=8), st.data())
     def check(steps, data):
-        writer, whole, expected = RangeWriter(draft, descending=descending), b"", []
+        writer, whole, expected = RangeWriter(descending=descending), b"", []
         group, number, last, first = 1 << 30, -1, DEFAULT_PRIORITY, True
         for step in steps:
             if step[0]:
@@ -83,7 +83,7 @@ def counting_parser() -> ObjectParser:
 
 def test_a_long_stream_byte_by_byte():
     """Nothing is held but an object's header, and it is not copied for every byte."""
-    writer = RangeWriter(DRAFT_18)
+    writer = RangeWriter()
     whole = b"".join(writer.header(group, 0, 8) + b"x" * 8 for group in range(1000))
     parser = counting_parser()
     count, most = 0, 0
@@ -97,7 +97,7 @@ def test_a_long_stream_byte_by_byte():
 
 def test_many_objects_at_once():
     """What comes whole is not copied at all."""
-    writer = RangeWriter(DRAFT_18)
+    writer = RangeWriter()
     whole = b"".join(writer.header(group, 0, 64) + bytes(64) for group in range(10_000))
     parser = counting_parser()
     assert len(parser.feed(whole)) == 20_000
@@ -106,7 +106,7 @@ def test_many_objects_at_once():
 
 def test_long_properties_byte_by_byte():
     value = b"v" * 0xFF00
-    writer = RangeWriter(DRAFT_18)
+    writer = RangeWriter()
     whole = writer.header(0, 0, 1, ((0x81, value),)) + b"x"
     parser = counting_parser()
     items = [item for at in range(len(whole)) for item in parser.feed(whole[at : at + 1])]

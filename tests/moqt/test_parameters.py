@@ -18,7 +18,6 @@ from kvabr.moqt.parameters import (
     write_parameters,
 )
 from kvabr.moqt.wire import (
-    DRAFT_16,
     DRAFT_18,
     DRAFT_20,
     DRAFT_22,
@@ -28,6 +27,7 @@ from kvabr.moqt.wire import (
     Reader,
     read_pairs,
     write_pairs,
+    write_varint,
 )
 from tests.moqt import strategies
 from tests.moqt.tables import table
@@ -37,7 +37,7 @@ EVERY = frozenset(Param)
 
 def read(data: str | bytes, draft=DRAFT_18, allowed=EVERY) -> Parameters:
     raw = bytes.fromhex(data) if isinstance(data, str) else data
-    reader = Reader(raw, draft.varint)
+    reader = Reader(raw)
     found = read_parameters(reader, draft, allowed)
     reader.end()
     return found
@@ -92,36 +92,6 @@ def test_draft_18(data, parameters):
     names = {name for name in Parameters.__dataclass_fields__ if getattr(parameters, name) not in (None, ())}
     names |= {"namespace_prefix"} if parameters.namespace_prefix == () else set()
     assert len(present(parameters)) == len(names)
-
-
-@table(
-    ("data", "parameters"),
-    [  # count, then key-value pairs, draft 16, sections 9.2.2.1 to 9.2.2.9
-        ("00", Parameters()),
-        ("01 02 4064", Parameters(object_delivery_timeout=100)),
-        ("01 03 03 0300 6b", Parameters(tokens=(Token(b"k"),))),
-        ("01 03 04 010502 6b", Parameters(tokens=(Token(b"k", 1, 5, 2),))),
-        ("01 08 00", Parameters(expires=0)),
-        ("01 09 03 05 40c8", Parameters(largest=Location(5, 200))),
-        ("01 10 01", Parameters(forward=1)),
-        ("01 20 40c8", Parameters(priority=200)),
-        ("01 21 01 01", Parameters(filter=NEXT_GROUP)),
-        ("01 21 03 03 0805", Parameters(filter=Filter(Location(8, 5)))),
-        ("01 21 04 04 0805 0a", Parameters(filter=Filter(Location(8, 5), None, 10))),
-        ("01 22 02", Parameters(group_order=2)),
-        ("01 32 4080", Parameters(new_group=128)),
-        (
-            "07 0205 01 020300 0508 01 020901 0701 1020 0202",
-            Parameters(
-                object_delivery_timeout=5, tokens=(Token(b""),), expires=8, largest=Location(9, 1), forward=1,
-                priority=0x20, group_order=2,
-            ),
-        ),
-    ],
-)  # fmt: skip
-def test_draft_16(data, parameters):
-    assert read(data, DRAFT_16) == parameters
-    assert write_parameters(parameters, DRAFT_16) == bytes.fromhex(data)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -182,7 +152,7 @@ def test_filters_that_are_none(draft, data):
 
 
 @table("value", [Filter(groups_back=1), Filter(AT, None, 9, 3)])
-@table("draft", [DRAFT_18, DRAFT_16])
+@table("draft", [DRAFT_18])
 def test_filters_that_only_draft_20_has(draft, value):
     with pytest.raises(ValueError, match="has no filter"):
         write_parameters(Parameters(filter=value), draft)
@@ -225,49 +195,15 @@ def test_faults_of_draft_18(data):
     assert fault(data) == SessionCode.PROTOCOL_VIOLATION
 
 
-@table(
-    "data",
-    [
-        "01 0200",  # DELIVERY_TIMEOUT of 0, draft 16, section 9.2.2.2
-        "01 1002",  # FORWARD beyond 1, section 9.2.2.8
-        "01 204100",  # SUBSCRIBER_PRIORITY beyond 255, section 9.2.2.3
-        "01 2200",
-        "01 2203",
-        "02 0205 0006",
-        "01 0105",  # an unknown type, section 9.2
-        "01 0405",  # RENDEZVOUS_TIMEOUT came later
-        "01 21 01 05",
-        "01 21 02 0100",  # a filter that is not as long as its parameter, section 9.2.2.5
-        "01 21 04 04 0805 07",  # one that ends before it begins, section 5.1.2
-        "02 0205",
-    ],
-)
-def test_faults_of_draft_16(data):
-    assert fault(data, DRAFT_16) == SessionCode.PROTOCOL_VIOLATION
-
-
-@table("data", ["01 09 01 05", "01 09 03 050607", "01 03 01 04", "01 03 00"])
-def test_values_that_do_not_fit_their_type(data):
-    """Draft 16, section 1.4.2: KEY_VALUE_FORMATTING_ERROR."""
-    assert fault(data, DRAFT_16) == SessionCode.KEY_VALUE_FORMATTING_ERROR
-
-
 def test_parameters_out_of_place():
-    """Draft 18, section 10.2.1, closes the session; draft 16, section 9.2.2, ignores them."""
+    """Draft 18, section 10.2.1, closes the session."""
     only = frozenset({Param.FORWARD})
     assert fault("01 2005", DRAFT_18, only) == SessionCode.PROTOCOL_VIOLATION
-    assert read("02 1001 1005", DRAFT_16, only) == Parameters(forward=1)
-    assert read("03 0200 0e01 1003", DRAFT_16, frozenset({Param.FORWARD})) == Parameters(forward=1)
 
 
 @table(
     ("parameters", "draft"),
     [
-        (Parameters(rendezvous_timeout=5), DRAFT_16),
-        (Parameters(fill_timeout=5), DRAFT_16),
-        (Parameters(subgroup_delivery_timeout=5), DRAFT_16),
-        (Parameters(namespace_prefix=(b"a",)), DRAFT_16),
-        (Parameters(object_delivery_timeout=0), DRAFT_16),
         (Parameters(forward=2), DRAFT_18),
         (Parameters(group_order=0), DRAFT_18),
         (Parameters(priority=256), DRAFT_18),
@@ -282,7 +218,7 @@ def test_what_cannot_be_written(parameters, draft):
 
 
 def options(data: str, draft=DRAFT_18) -> SetupOptions:
-    return setup_options(read_pairs(Reader(bytes.fromhex(data), draft.varint)), draft)
+    return setup_options(read_pairs(Reader(bytes.fromhex(data))), draft)
 
 
 def test_setup_options():
@@ -290,22 +226,12 @@ def test_setup_options():
     data = "01 022f61 02 050300746f6b 01 8400 01 05683a343433 02 0178"
     found = SetupOptions(b"/a", b"h:443", (Token(b"tok"),), 1024, b"x")
     assert options(data) == found
-    assert write_pairs(DRAFT_18.varint, setup_pairs(found, DRAFT_18)) == bytes.fromhex(data)
-
-
-def test_setup_parameters_of_draft_16():
-    """Draft 16, section 9.3.1; 0x02 is MAX_REQUEST_ID."""
-    data = "01 022f61 01 4100 02 4400 01 05683a343433 02 0178"
-    found = SetupOptions(b"/a", b"h:443", (), 1024, b"x", 256)
-    assert options(data, DRAFT_16) == found
-    assert write_pairs(DRAFT_16.varint, setup_pairs(found, DRAFT_16)) == bytes.fromhex(data)
-    assert setup_pairs(SetupOptions(max_request_id=5), DRAFT_18) == []
+    assert write_pairs(setup_pairs(found, DRAFT_18)) == bytes.fromhex(data)
 
 
 def test_unknown_setup_options_are_ignored():
-    """Draft 18, sections 10.3 and 14: also twice, also those reserved for greasing, also draft 16's MAX_REQUEST_ID."""
+    """Draft 18, sections 10.3 and 14: also twice, also those reserved for greasing."""
     assert options("02 05 0b 01ff 00 02abcd 8090 0101 807f 05") == SetupOptions()
-    assert options("4021 01ff 00 01ff", DRAFT_16) == SetupOptions()
 
 
 @table("data", ["01 0161 00 0162", "0405 0006", "05 00 00 00", "07 00 00 00"])
@@ -320,12 +246,12 @@ def test_tokens_in_setup_may_repeat():
 
 
 def in_message(pairs, count, draft):
-    data = draft.varint.encode(count) + pairs
-    return read_parameters(Reader(data, draft.varint), draft, frozenset(Param))
+    data = write_varint(count) + pairs
+    return read_parameters(Reader(data), draft, frozenset(Param))
 
 
 def in_setup(pairs, count, draft):
-    return setup_options(read_pairs(Reader(pairs, draft.varint)), draft)
+    return setup_options(read_pairs(Reader(pairs)), draft)
 
 
 @table("draft", DRAFTS)

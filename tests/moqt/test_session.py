@@ -16,8 +16,7 @@ from kvabr.moqt.events import (
 from kvabr.moqt.messages import Fetch
 from kvabr.moqt.objects import FetchWriter, RangeEnd
 from kvabr.moqt.parameters import Parameters, SetupOptions, Token
-from kvabr.moqt.responder import REQUEST_WINDOW
-from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
+from kvabr.moqt.wire import DRAFT_18, DRAFTS, Location
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair, locations, payload
 from tests.moqt.tables import table
 from tests.moqt.writers import RangeWriter
@@ -36,9 +35,8 @@ def test_setup(draft):
     pair = Pair(draft, client=mine, server=SetupOptions(implementation=b"you"))
     (at_server,), (at_client,) = pair.told(False, Ready), pair.told(True, Ready)
     assert at_server.tokens == (b"secret",)
-    limit = 0 if draft.streams else 2 * REQUEST_WINDOW
-    assert at_server.options == SetupOptions(b"/p?q", b"host:4433", (Token(b"secret"),), 0, b"me", limit)
-    assert at_client.options == SetupOptions(implementation=b"you", max_request_id=limit)
+    assert at_server.options == SetupOptions(b"/p?q", b"host:4433", (Token(b"secret"),), 0, b"me")
+    assert at_client.options == SetupOptions(implementation=b"you")
     pair.healthy()
 
 
@@ -81,7 +79,7 @@ def test_a_fetch_with_gaps(draft):
     pair.run()
     (request,) = pair.told(False, Requested)
     stream = pair.server.responder.accept_fetch(request.request_id, Location(9, 0), end_of_track=True)
-    writer = RangeWriter(draft)
+    writer = RangeWriter()
     data = writer.header(0, 5, 1) + b"x" + writer.range_end(Location(4, 2), unknown=True) + writer.header(7, 0, 0)
     pair.write(False, stream, data, fin=True)
     pair.server.responder.fetch_sent(request.request_id)
@@ -121,7 +119,7 @@ def test_update():
     assert pair.client.requester.update(number, Parameters())
     pair.run()
     assert pair.told(False, Updated) == [Updated(number, Parameters(priority=9)), Updated(number, Parameters())]
-    pair.write(False, stream, FetchWriter(DRAFT_18).header(0, 0, 0), fin=True)
+    pair.write(False, stream, FetchWriter().header(0, 0, 0), fin=True)
     pair.server.responder.fetch_sent(number)
     pair.run()
     assert not pair.client.requester.update(number, Parameters(priority=1))
@@ -145,12 +143,6 @@ def test_an_update_is_acknowledged_after_its_request():
     pair.healthy()
 
 
-def test_draft_16_changes_nothing():
-    pair = Pair(DRAFT_16)
-    number = ask(pair)
-    assert not pair.client.requester.update(number, Parameters(priority=9))
-
-
 # ------------------------------------------------------------------ cancelling
 
 
@@ -172,8 +164,7 @@ def test_cancelled_before_the_owner_knows_of_it(draft):
     """Request and cancellation come in one packet: the owner hears of neither, and cannot answer what is over."""
     pair = Pair(draft)
     number = ask(pair)
-    if draft.streams:
-        pair.client.requester.update(number, Parameters(priority=1))
+    pair.client.requester.update(number, Parameters(priority=1))
     pair.client.requester.cancel(number)
     server = pair.server
     for command in pair.client.take_commands():
@@ -192,7 +183,7 @@ def test_cancelled_in_the_middle(draft):
     number = ask(pair)
     pair.run()
     stream = pair.server.responder.accept_fetch(number, Location(0, 0), end_of_track=False)
-    pair.write(False, stream, FetchWriter(draft).header(0, 0, 100) + b"x" * 50)
+    pair.write(False, stream, FetchWriter().header(0, 0, 100) + b"x" * 50)
     pair.run()
     assert payload(pair.told(True, Received)) == b"x" * 50
     pair.client.requester.cancel(number)
@@ -211,7 +202,7 @@ def test_broken_off_by_the_publisher(draft):
     number = ask(pair)
     pair.run()
     stream = pair.server.responder.accept_fetch(number, Location(0, 0), end_of_track=False)
-    pair.write(False, stream, FetchWriter(draft).header(0, 0, 100))
+    pair.write(False, stream, FetchWriter().header(0, 0, 100))
     pair.run()
     pair.server.responder.break_off(number, ResetCode.INTERNAL_ERROR)
     pair.run()
@@ -256,8 +247,6 @@ def test_a_lenient_responder_goes_on():
 def test_an_empty_answer(draft):
     """The peer ends a request without having answered it."""
     pair = Pair(draft)
-    if not draft.streams:
-        return
     ask(pair)
     pair.run()
     pair.write(False, 0, b"", fin=True)
@@ -265,51 +254,6 @@ def test_an_empty_answer(draft):
     (refused,) = pair.told(True, Refused)
     assert refused.message.code == RequestCode.INTERNAL_ERROR
     pair.healthy()
-
-
-# ------------------------------------------------------------------ limits of draft 16
-
-
-def test_max_request_id():
-    """Draft 16, section 9.5: more requests than are granted wait, in order, and all are made in the end."""
-    pair = Pair(DRAFT_16)
-    Origin(pair, GROUPS)
-    numbers = [ask(pair) for _ in range(3 * REQUEST_WINDOW)]
-    assert len(pair.client.requester._waiting) == 2 * REQUEST_WINDOW
-    pair.run()
-    assert [event.request_id for event in pair.told(True, Ended)] == numbers
-    pair.healthy()
-    pair.tidy()
-
-
-def test_a_request_that_waits_and_is_cancelled():
-    """IDs come in sequence, so it is made all the same, and cancelled."""
-    pair = Pair(DRAFT_16)
-    open_ones = [ask(pair) for _ in range(REQUEST_WINDOW)]
-    waiting = [ask(pair) for _ in range(3)]
-    pair.run()
-    pair.client.requester.cancel(waiting[1])
-    pair.client.requester.cancel(waiting[1])
-    for number in open_ones:
-        pair.client.requester.cancel(number)
-    pair.run()
-    assert {event.request_id for event in pair.told(False, Cancelled)} == {*open_ones, waiting[1]}
-    assert waiting[2] in pair.server.responder._requests
-    pair.healthy()
-
-
-def test_no_requests_without_a_grant():
-    """Draft 16, section 9.3.1.3: the default is 0."""
-    pair = Pair(DRAFT_16, start=False)
-    pair.collect()
-    pair.client.receive(0, bytes.fromhex("21 0001 00"))
-    number = ask(pair)
-    pair.collect()
-    assert [bytes(sent)[:1] for sent in pair.lanes[(True, 0)].sent] == [b"\x20"]
-    pair.client.receive(0, bytes.fromhex("15 0001 02"))
-    pair.collect()
-    assert pair.lanes[(True, 0)].sent[-1][:1] == b"\x16"
-    assert number == 0
 
 
 # ------------------------------------------------------------------ the end

@@ -5,7 +5,7 @@ import pytest
 from kvabr.moqt.codes import RequestCode, SessionCode
 from kvabr.moqt.events import Answered, Ended, Refused, Stop
 from kvabr.moqt.parameters import Parameters
-from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFT_20, DRAFT_22, DRAFTS, Draft, Location
+from kvabr.moqt.wire import DRAFT_18, DRAFT_20, DRAFT_22, DRAFTS, Draft, Location
 from tests.moqt.raw import START, VIOLATION, Raw, frame, goaway_of
 from tests.moqt.tables import table
 
@@ -14,7 +14,7 @@ both = pytest.mark.parametrize("draft", DRAFTS)
 
 def answered(kind: str, draft: Draft, body: str, number: str = "00") -> bytes:
     """An answer, with its request's ID where it has one."""
-    return frame(kind, "" if draft.streams else number, body)
+    return frame(kind, "", body)
 
 
 ANSWERS = {"07": "00", "04": "07 00", "18": "00 00 00 00", "0b": "02 00 00"}
@@ -46,23 +46,7 @@ def test_a_second_answer(draft, asked, answer):
     assert raw.code == VIOLATION
 
 
-@table("kind", ["07", "05", "04", "18", "0b", "1e", "0c"])
-def test_answers_to_what_was_never_asked(kind):
-    bodies = {**ANSWERS, "05": "00 00 00", "1e": "00", "0c": "00 00"}
-    for number in ("00", "01"):
-        raw = Raw(DRAFT_16, client=True)
-        raw.receive(0, frame(kind, number, bodies[kind]))
-        assert raw.code == VIOLATION
-
-
-def test_publish_ok_for_what_is_no_publish():
-    raw = Raw(DRAFT_16, client=True)
-    raw.fetch()
-    raw.receive(0, frame("1e", "00 00"))
-    assert raw.code == VIOLATION
-
-
-@pytest.mark.parametrize("draft", [DRAFT_18, DRAFT_16])
+@pytest.mark.parametrize("draft", [DRAFT_18])
 @table(
     ("start", "end", "fine"),
     [((5, 3), "05 04", True), ((5, 3), "05 00", True), ((5, 3), "05 03", True), ((5, 3), "06 00", True),
@@ -115,11 +99,10 @@ def test_parameters_of_request_ok(parameter, fine):
 
 @both
 def test_an_answer_that_ends_within_a_message(draft):
-    if draft.streams:
-        raw = Raw(draft, client=True)
-        raw.fetch()
-        raw.receive(0, "18 0005 00", fin=True)
-        assert raw.code == VIOLATION
+    raw = Raw(draft, client=True)
+    raw.fetch()
+    raw.receive(0, "18 0005 00", fin=True)
+    assert raw.code == VIOLATION
 
 
 def test_redirects():
@@ -154,7 +137,7 @@ def test_mandatory_track_properties(asked, property_):
 
 def test_properties_beyond_the_mandatory_are_ignored():
     """Also those for greasing, and in draft 16 all."""
-    for draft, kind in ((DRAFT_18, "c08000"), (DRAFT_18, "bffe"), (DRAFT_18, "811c"), (DRAFT_16, "80004000")):
+    for draft, kind in ((DRAFT_18, "c08000"), (DRAFT_18, "bffe"), (DRAFT_18, "811c")):
         raw = Raw(draft, client=True)
         raw.fetch()
         raw.ask(0, answered("18", draft, "00 00 00 00" + kind + "05"))
@@ -181,7 +164,7 @@ def test_unknown_error_codes(draft):
     """Draft 18, section 14: as INTERNAL_ERROR, and no reason to close the session."""
     raw = Raw(draft, client=True)
     raw.fetch()
-    raw.ask(0, answered("05", draft, ("809d" if draft.streams else "409d") + "00 00"))
+    raw.ask(0, answered("05", draft, ("809d") + "00 00"))
     (refused,) = raw.told(Refused)
     assert refused.message.code == 0x9D
     raw.session.fetch((b"a",), b"t", START, START, Parameters())
@@ -198,9 +181,9 @@ def test_unknown_error_codes(draft):
 def test_a_second_goaway(draft):
     """Draft 18, section 10.4."""
     raw = Raw(draft, client=False)
-    raw.receive(2 if draft.streams else 0, goaway_of(draft))
+    raw.receive(2, goaway_of(draft))
     assert raw.code is None
-    raw.receive(2 if draft.streams else 0, goaway_of(draft))
+    raw.receive(2, goaway_of(draft))
     assert raw.code == VIOLATION
 
 
@@ -208,10 +191,10 @@ def test_a_second_goaway(draft):
 def test_a_goaway_that_names_a_server(draft):
     """Draft 18, section 10.4: clients cannot."""
     raw = Raw(draft, client=False)
-    raw.receive(2 if draft.streams else 0, goaway_of(draft, "6d"))
+    raw.receive(2, goaway_of(draft, "6d"))
     assert raw.code == VIOLATION
     raw = Raw(draft, client=True)
-    raw.receive(3 if draft.streams else 0, goaway_of(draft, "6d", "00"))
+    raw.receive(3, goaway_of(draft, "6d", "00"))
     assert raw.code is None
 
 
@@ -246,10 +229,3 @@ def test_goaway_on_a_requests_stream():
     raw.fetch()
     raw.receive(0, frame("10", "00 00") + frame("18", "00 00 00 00"))
     assert raw.told(Answered)
-
-
-def test_goaway_on_a_requests_stream_of_draft_16():
-    """There it is for the control stream alone."""
-    raw = Raw(DRAFT_16, client=True)
-    raw.receive(1, frame("11", "01 00 01 00") + frame("10", "00"))
-    assert raw.code == VIOLATION

@@ -25,7 +25,7 @@ from kvabr.moqt.messages import (
     SubscribeTracks,
 )
 from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, Parameters, Token
-from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS, Location
+from kvabr.moqt.wire import DRAFT_18, DRAFTS, Location
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair
 from tests.moqt.raw import NAME, Raw, fetch_of, frame
 from tests.moqt.tables import table
@@ -50,10 +50,9 @@ def test_a_subscription_is_answered_and_ended(draft):
     pair.server.responder.publish_done(number, 0x2, "over")
     pair.collect()
     sent = b"".join(pair.lanes[(False, 0)].sent[at] or b"" for at in range(len(pair.lanes[(False, 0)].sent)))
-    messages = [decode(kind, body, draft) for kind, body in MessageParser(draft).feed(sent)]
-    mine = None if draft.streams else number
+    messages = [decode(kind, body, draft) for kind, body in MessageParser().feed(sent)]
     assert messages == [
-        SubscribeOk(mine, 7, Parameters(largest=Location(4, 2))), PublishDone(mine, 0x2, 0, "over"),
+        SubscribeOk(7, Parameters(largest=Location(4, 2))), PublishDone(0x2, 0, "over"),
     ]  # fmt: skip
     assert pair.server.responder._requests == {}
     pair.healthy()
@@ -90,8 +89,8 @@ def test_padding_is_dropped():
 
 def subscribed_to_namespaces(draft, raw: Raw) -> int:
     """Make the peer subscribe to namespaces; return the stream."""
-    stream = 0 if draft.streams else 4
-    raw.receive(stream, frame("50" if draft.streams else "11", "00 01 0161", "" if draft.streams else "01", "00"))
+    stream = 0
+    raw.receive(stream, frame("50", "00 01 0161", "", "00"))
     (request,) = raw.told(Requested)
     assert isinstance(request.message, SubscribeNamespace)
     raw.session.responder.accept(0)
@@ -103,7 +102,7 @@ def test_track_status(draft):
     raw = Raw(draft, client=False)
     raw.ask(0, frame("0d", "00", NAME, "00"))
     raw.session.responder.accept(0, Parameters(largest=Location(3, 1)))
-    assert raw.said() == [RequestOk(None if draft.streams else 0, Parameters(largest=Location(3, 1)))]
+    assert raw.said() == [RequestOk(Parameters(largest=Location(3, 1)))]
     assert len(raw.session.responder) == 0
     assert raw.code is None
 
@@ -115,11 +114,8 @@ def test_publish_namespace(draft):
     (request,) = raw.told(Requested)
     assert isinstance(request.message, PublishNamespace)
     raw.session.responder.accept(1)
-    assert raw.said() == [RequestOk(None if draft.streams else 1)]
-    if draft.streams:
-        raw.session.receive_reset(1, 1)
-    else:
-        raw.receive(0, frame("09", "01"))
+    assert raw.said() == [RequestOk()]
+    raw.session.receive_reset(1, 1)
     assert raw.told(Cancelled) == [Cancelled(1, ResetCode.CANCELLED)]
     assert len(raw.session.responder) == 0
     assert raw.code is None
@@ -131,7 +127,7 @@ def test_subscribe_namespace(draft):
     stream = subscribed_to_namespaces(draft, raw)
     raw.session.responder.tell_namespace(0, (b"a", b"b"))
     raw.session.responder.tell_namespace(0, ())
-    assert raw.said() == [RequestOk(None if draft.streams else 0), Namespace((b"a", b"b")), Namespace(())]
+    assert raw.said() == [RequestOk(), Namespace((b"a", b"b")), Namespace(())]
     assert {command.stream for command in raw.commands} == {stream}
     raw.session.receive_reset(stream, 1)
     assert raw.told(Cancelled)
@@ -152,10 +148,9 @@ def test_a_fin_ends_a_subscription_to_namespaces(draft):
         return
     assert raw.told(Cancelled) == [Cancelled(0, ResetCode.CANCELLED)]
     assert len(raw.session.responder) == 0
-    if draft.streams:
-        raw.receive(4, fetch_of("02"), fin=True)
-        assert len(raw.told(Cancelled)) == 1
-        assert len(raw.session.responder) == 1
+    raw.receive(4, fetch_of("02"), fin=True)
+    assert len(raw.told(Cancelled)) == 1
+    assert len(raw.session.responder) == 1
     assert raw.code is None
 
 
@@ -179,7 +174,7 @@ def test_subscribe_tracks_and_joining_fetches_are_heard():
     assert [type(event.message) for event in raw.told(Requested)] == [SubscribeTracks, JoiningFetch]
     for number, code in ((0, RequestCode.NOT_SUPPORTED), (2, RequestCode.INVALID_JOINING_REQUEST_ID)):
         raw.session.responder.refuse(number, code, "")
-        assert raw.said()[-1] == RequestErrorMessage(None, code, 0, "")
+        assert raw.said()[-1] == RequestErrorMessage(code, 0, "")
     assert len(raw.session.responder) == 0
     assert raw.code is None
 
@@ -210,7 +205,7 @@ def test_goaway(draft):
     pair.server.goaway(1500)
     pair.server.goaway(1500)
     pair.run()
-    assert pair.told(True, GoingAway) == [GoingAway(b"", 1500 if draft.streams else 0)]
+    assert pair.told(True, GoingAway) == [GoingAway(b"", 1500)]
     after = ask(pair)
     pair.run()
     (refused,) = pair.told(True, Refused)
@@ -274,33 +269,3 @@ def test_tokens_that_close_the_session(draft, token, code):
     ask(pair, tokens=(token,))
     pair.run()
     assert pair.closes[False].code == code
-
-
-@table(
-    "message",
-    [
-        frame("1a", "05"),  # REQUESTS_BLOCKED
-        frame("17", "00"),  # FETCH_CANCEL of a request that is over
-    ],
-)
-def test_messages_of_draft_16_that_ask_for_nothing_have_a_bound(message):
-    """They cost this end ten times as much as the peer. Each request allows for a few more."""
-    raw = Raw(DRAFT_16, client=False)
-    raw.receive(0, fetch_of("00"))
-    raw.receive(0, frame("17", "00"))
-    raw.receive(0, message * 1003)
-    assert raw.code is None
-    raw.receive(0, message)
-    assert raw.code == SessionCode.PROTOCOL_VIOLATION
-    assert "ask for nothing" in raw.session.closed.reason
-
-
-def test_updates_of_requests_that_are_over_have_a_bound():
-    raw = Raw(DRAFT_16, client=False)
-    raw.receive(0, fetch_of("00"))
-    raw.receive(0, frame("17", "00"))
-    for number in range(1, 1004):
-        raw.receive(0, frame("02", f"{0x4000 + 2 * number:04x} 00 00"))
-    assert raw.code is None
-    raw.receive(0, frame("02", f"{0x4000 + 2 * 1004:04x} 00 00"))
-    assert raw.code == SessionCode.PROTOCOL_VIOLATION

@@ -4,7 +4,7 @@ import pytest
 
 from kvabr.moqt.codes import SessionCode
 from kvabr.moqt.events import Ended, Ready, Requested
-from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFTS
+from kvabr.moqt.wire import DRAFT_18, DRAFTS
 from tests.moqt.raw import VIOLATION, Raw, frame
 from tests.moqt.tables import table
 
@@ -35,10 +35,7 @@ both = pytest.mark.parametrize("draft", DRAFTS)
 )
 def test_setup_that_is_wrong(draft, options, client, code):
     raw = Raw(draft, client=client, ready=False)
-    if draft.streams:
-        raw.setup(options)
-    else:
-        raw.receive(0, frame("21" if client else "20", "02" if options == "04 05 00 06" else "01", options))
+    raw.setup(options)
     assert raw.session.closed.code == code
 
 
@@ -63,14 +60,6 @@ def test_a_second_setup(draft):
     assert raw.session.closed.code == VIOLATION
 
 
-def test_a_setup_of_the_wrong_end():
-    """Draft 16, section 9.3: clients send CLIENT_SETUP, servers SERVER_SETUP."""
-    for client, kind in ((True, "20"), (False, "21")):
-        raw = Raw(DRAFT_16, client=client, ready=False)
-        raw.receive(0, frame(kind, "00"))
-        assert raw.code == VIOLATION
-
-
 def test_a_second_control_stream():
     """Draft 18, section 3.3: each peer opens one."""
     raw = Raw(DRAFT_18, client=False)
@@ -83,7 +72,7 @@ def test_a_second_control_stream():
 def test_the_control_stream_must_stay(draft, how):
     """Draft 18, section 3.3."""
     raw = Raw(draft, client=False)
-    theirs, ours = (2, 3) if draft.streams else (0, 0)
+    theirs, ours = (2, 3)
     if how == "fin":
         raw.receive(theirs, b"", fin=True)
     elif how == "reset":
@@ -97,9 +86,6 @@ def test_a_message_before_setup():
     raw = Raw(DRAFT_18, client=False, ready=False)
     raw.receive(2, bytes.fromhex("af00") + bytes.fromhex("0000") + frame("10", "00 00 01"))
     assert raw.code is None
-    raw = Raw(DRAFT_16, client=False, ready=False)
-    raw.receive(0, frame("10", "00"))
-    assert raw.code == VIOLATION
 
 
 # ------------------------------------------------------------------ what comes before SETUP
@@ -109,7 +95,7 @@ def test_a_message_before_setup():
 def test_early_data_waits(draft):
     """Draft 18, section 3.3: buffered until setup is complete; in pieces, too."""
     raw = Raw(draft, client=False, ready=False)
-    asked = frame("50", "00 00 00") if draft.streams else frame("11", "00 00 01 00")
+    asked = frame("50", "00 00 00")
     for byte in asked:
         raw.receive(4, bytes([byte]))
     assert raw.told(Requested) == []
@@ -135,7 +121,7 @@ def test_early_objects_in_pieces():
 @table("how", ["reset", "stop", "both"])
 def test_early_data_that_is_taken_back(draft, how):
     raw = Raw(draft, client=False, ready=False)
-    asked = frame("50", "00 00 00") if draft.streams else frame("11", "00 00 01 00")
+    asked = frame("50", "00 00 00")
     raw.receive(4, asked[:3])
     if how != "reset":
         raw.session.receive_stop(4, 1)
@@ -161,15 +147,6 @@ def test_too_much_early_data(draft):
     assert raw.code == SessionCode.INTERNAL_ERROR
 
 
-def test_draft_16_has_its_control_stream_first():
-    """Draft 16, section 3.3: the first stream, even if another's bytes come before it."""
-    raw = Raw(DRAFT_16, client=False, ready=False)
-    raw.receive(4, frame("11", "00 00 01 00"))
-    raw.receive(0, frame("20", "00"))
-    assert raw.code is None
-    assert len(raw.told(Requested)) == 1
-
-
 # ------------------------------------------------------------------ streams
 
 
@@ -181,13 +158,6 @@ def test_streams_of_an_unknown_type(draft, kind):
         raw = Raw(draft, client=client)
         raw.receive(7 if client else 6, f"{kind} 00 00 00 00")
         assert raw.code == VIOLATION
-
-
-@table(("draft", "data"), [(DRAFT_16, "932b3e28"), (DRAFT_16, "6f00"), (DRAFT_16, "4050 00 00 00")])
-def test_types_that_came_later(draft, data):
-    raw = Raw(draft, client=True)
-    raw.receive(7, data)
-    assert raw.code == VIOLATION
 
 
 def test_a_stream_that_ends_within_its_header():

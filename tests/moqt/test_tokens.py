@@ -5,7 +5,7 @@ from hypothesis import given
 
 from kvabr.moqt.codes import SessionCode, SessionFault
 from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, USE_VALUE, Token, token_values
-from kvabr.moqt.wire import DRAFTS, NARROW, WIDE
+from kvabr.moqt.wire import DRAFTS
 from tests.moqt import strategies
 from tests.moqt.tables import table
 
@@ -33,27 +33,23 @@ def delete(alias: int) -> Token:
     ],
 )
 def test_structure(data, token):
-    assert Token.decode(bytes.fromhex(data), WIDE) == token
-    assert token.encode(WIDE) == bytes.fromhex(data)
-    narrow = data.replace("80c8", "40c8")
-    assert Token.decode(bytes.fromhex(narrow), NARROW) == token
-    assert token.encode(NARROW) == bytes.fromhex(narrow)
+    assert Token.decode(bytes.fromhex(data)) == token
+    assert token.encode() == bytes.fromhex(data)
 
 
 @table("data", ["", "04", "00", "01", "0105", "02", "03", "000500", "020500", "0280"])
 def test_no_token(data):
     """What cannot be decoded closes the session with KEY_VALUE_FORMATTING_ERROR."""
-    for varint in (WIDE, NARROW):
-        with pytest.raises(SessionFault) as caught:
-            Token.decode(bytes.fromhex(data), varint)
-        assert caught.value.code == SessionCode.KEY_VALUE_FORMATTING_ERROR
+    with pytest.raises(SessionFault) as caught:
+        Token.decode(bytes.fromhex(data))
+    assert caught.value.code == SessionCode.KEY_VALUE_FORMATTING_ERROR
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_come_back(draft):
     @given(strategies.tokens(draft))
     def check(token):
-        assert Token.decode(token.encode(draft.varint), draft.varint) == token
+        assert Token.decode(token.encode()) == token
 
     check()
 

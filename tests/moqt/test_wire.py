@@ -6,23 +6,22 @@ from hypothesis import strategies as st
 
 from kvabr.moqt.codes import SessionCode, SessionFault
 from kvabr.moqt.wire import (
-    NARROW,
-    WIDE,
+    MAX_INTEGER,
     Location,
     Reader,
+    peek_varint,
     read_pairs,
     write_location,
     write_namespace,
     write_pairs,
     write_text,
+    write_varint,
 )
 from tests.moqt.tables import table
 
-KINDS = [WIDE, NARROW]
 
-
-def reader(data: str | bytes, varint=WIDE) -> Reader:
-    return Reader(bytes.fromhex(data) if isinstance(data, str) else data, varint)
+def reader(data: str | bytes) -> Reader:
+    return Reader(bytes.fromhex(data) if isinstance(data, str) else data)
 
 
 # ------------------------------------------------------------------ integers
@@ -43,27 +42,10 @@ def reader(data: str | bytes, varint=WIDE) -> Reader:
 )
 def test_examples_of_draft_18(data, value):
     raw = bytes.fromhex(data)
-    assert WIDE.peek(raw, 0) == (value, len(raw))
-    assert all(WIDE.peek(raw[:cut], 0) is None for cut in range(len(raw)))
+    assert peek_varint(raw, 0) == (value, len(raw))
+    assert all(peek_varint(raw[:cut], 0) is None for cut in range(len(raw)))
     if data != "8025":  # the one that is longer than it need be
-        assert WIDE.encode(value) == raw
-
-
-@table(
-    ("data", "value"),
-    [  # RFC 9000, appendix A.1, which draft 16 refers to
-        ("c2197c5eff14e88c", 151_288_809_941_952_652),
-        ("9d7f3e7d", 494_878_333),
-        ("7bbd", 15_293),
-        ("25", 37),
-        ("4025", 37),
-    ],
-)
-def test_examples_of_quic(data, value):
-    raw = bytes.fromhex(data)
-    assert NARROW.peek(raw, 0) == (value, len(raw))
-    if data != "4025":
-        assert NARROW.encode(value) == raw
+        assert write_varint(value) == raw
 
 
 @table(
@@ -90,26 +72,8 @@ def test_examples_of_quic(data, value):
     ],
 )
 def test_ranges_of_draft_18(value, data):
-    assert WIDE.encode(value) == bytes.fromhex(data)
-    assert WIDE.peek(bytes.fromhex(data), 0) == (value, len(data) // 2)
-
-
-@table(
-    ("value", "data"),
-    [
-        (0, "00"),
-        (63, "3f"),
-        (64, "4040"),
-        (16_383, "7fff"),
-        (16_384, "80004000"),
-        (1_073_741_823, "bfffffff"),
-        (1_073_741_824, "c000000040000000"),
-        ((1 << 62) - 1, "ffffffffffffffff"),
-    ],
-)
-def test_ranges_of_quic(value, data):
-    assert NARROW.encode(value) == bytes.fromhex(data)
-    assert NARROW.peek(bytes.fromhex(data), 0) == (value, len(data) // 2)
+    assert write_varint(value) == bytes.fromhex(data)
+    assert peek_varint(bytes.fromhex(data), 0) == (value, len(data) // 2)
 
 
 @given(st.integers(0, (1 << 64) - 1), st.integers(1, 9))
@@ -119,27 +83,20 @@ def test_any_length_that_fits_is_valid(value, size):
     value &= (1 << usable) - 1
     lead = (0xFF00 >> (size - 1)) & 0xFF
     raw = b"\xff" + value.to_bytes(8, "big") if size == 9 else (value | lead << (8 * size - 8)).to_bytes(size, "big")
-    assert WIDE.peek(raw, 0) == (value, size)
+    assert peek_varint(raw, 0) == (value, size)
 
 
 @given(st.integers(0, (1 << 64) - 1))
 def test_wide_integers_come_back(value):
-    raw = WIDE.encode(value)
-    assert WIDE.peek(b"x" + raw + b"y", 1) == (value, len(raw) + 1)
-    assert all(WIDE.peek(raw[:cut], 0) is None for cut in range(len(raw)))
+    raw = write_varint(value)
+    assert peek_varint(b"x" + raw + b"y", 1) == (value, len(raw) + 1)
+    assert all(peek_varint(raw[:cut], 0) is None for cut in range(len(raw)))
 
 
-@given(st.integers(0, (1 << 62) - 1))
-def test_narrow_integers_come_back(value):
-    raw = NARROW.encode(value)
-    assert NARROW.peek(b"x" + raw + b"y", 1) == (value, len(raw) + 1)
-    assert all(NARROW.peek(raw[:cut], 0) is None for cut in range(len(raw)))
-
-
-@table(("varint", "value"), [(WIDE, -1), (WIDE, 1 << 64), (NARROW, 1 << 62), (NARROW, -1)])
-def test_what_cannot_be_written(varint, value):
+@table("value", [-1, 1 << 64])
+def test_what_cannot_be_written(value):
     with pytest.raises(ValueError, match="outside 0 to"):
-        varint.encode(value)
+        write_varint(value)
 
 
 def test_an_integer_that_is_cut_short():
@@ -154,9 +111,8 @@ def test_an_integer_that_is_cut_short():
 
 def test_locations():
     """Draft 18, section 1.4.2."""
-    assert write_location(WIDE, Location(200, 3)).hex() == "80c803"
+    assert write_location(Location(200, 3)).hex() == "80c803"
     assert reader("80c803").location() == (200, 3)
-    assert write_location(NARROW, Location(200, 3)).hex() == "40c803"
     assert Location(1, 9) < Location(2, 0)
     assert Location(2, 0) < Location(2, 1)
     assert not Location(2, 1) < Location(2, 1)
@@ -165,51 +121,41 @@ def test_locations():
 # ------------------------------------------------------------------ names
 
 
-@pytest.mark.parametrize("varint", KINDS)
-def test_namespace(varint):
+def test_namespace():
     """Draft 18, section 2.4.1: the number of fields, then length and value of each."""
-    assert write_namespace(varint, (b"ab", b"c")).hex() == "020261620163"
-    assert reader("020261620163", varint).namespace() == (b"ab", b"c")
-    assert reader("00", varint).namespace() == ()
+    assert write_namespace((b"ab", b"c")).hex() == "020261620163"
+    assert reader("020261620163").namespace() == (b"ab", b"c")
+    assert reader("00").namespace() == ()
 
 
-def test_namespaces_of_draft_16_are_not_empty():
-    """Draft 16, section 2.4.1: one of 0 fields closes the session."""
-    with pytest.raises(SessionFault) as caught:
-        reader("00", NARROW).namespace(least=1)
-    assert caught.value.code == SessionCode.PROTOCOL_VIOLATION
-
-
-@pytest.mark.parametrize("varint", KINDS)
-def test_limits_of_namespaces(varint):
+def test_limits_of_namespaces():
     """Draft 18, section 2.4.1: 32 fields, none empty, 4,096 bytes."""
     fields = (b"f",) * 32
-    assert reader(write_namespace(varint, fields), varint).namespace() == fields
+    assert reader(write_namespace(fields)).namespace() == fields
     whole = (b"a" * 4000, b"b" * 96)
-    assert reader(write_namespace(varint, whole), varint).namespace() == whole
-    too_many = varint.encode(33) + write_text(varint, b"f") * 33
+    assert reader(write_namespace(whole)).namespace() == whole
+    too_many = write_varint(33) + write_text(b"f") * 33
     empty_field = bytes.fromhex("02016100")
-    too_long = varint.encode(2) + write_text(varint, b"a" * 4000) + write_text(varint, b"b" * 97)
-    for data in (too_many, empty_field, too_long, varint.encode(1) + write_text(varint, b"a" * 4097)):
+    too_long = write_varint(2) + write_text(b"a" * 4000) + write_text(b"b" * 97)
+    for data in (too_many, empty_field, too_long, write_varint(1) + write_text(b"a" * 4097)):
         with pytest.raises(SessionFault) as caught:
-            reader(data, varint).namespace()
+            reader(data).namespace()
         assert caught.value.code == SessionCode.PROTOCOL_VIOLATION
     for fields in ((b"f",) * 33, (b"",), (b"a" * 4000, b"b" * 97)):
         with pytest.raises(ValueError, match="namespace"):
-            write_namespace(varint, fields)
+            write_namespace(fields)
 
 
 # ------------------------------------------------------------------ reasons
 
 
-@pytest.mark.parametrize("varint", KINDS)
-def test_reasons(varint):
+def test_reasons():
     """Draft 18, section 1.4.4: 1,024 bytes at most; text that is not UTF-8 only informs worse."""
-    assert reader(write_text(varint, "gelöscht".encode()), varint).reason() == "gelöscht"
-    assert reader(write_text(varint, b"r" * 1024), varint).reason() == "r" * 1024
+    assert reader(write_text("gelöscht".encode())).reason() == "gelöscht"
+    assert reader(write_text(b"r" * 1024)).reason() == "r" * 1024
     assert reader("02c328").reason() == "�("
     with pytest.raises(SessionFault) as caught:
-        reader(write_text(varint, b"r" * 1025), varint).reason()
+        reader(write_text(b"r" * 1025)).reason()
     assert caught.value.code == SessionCode.PROTOCOL_VIOLATION
 
 
@@ -221,31 +167,23 @@ def test_pairs_of_draft_18():
     data = "0264" + "0102aabb" + "0001cc" + "7f8101"
     pairs = ((2, 100), (3, b"\xaa\xbb"), (3, b"\xcc"), (130, 257))
     assert read_pairs(reader(data)) == pairs
-    assert write_pairs(WIDE, pairs) == bytes.fromhex(data)
-
-
-def test_pairs_of_draft_16():
-    data = "024064" + "0102aabb" + "0001cc" + "407f4101"
-    pairs = ((2, 100), (3, b"\xaa\xbb"), (3, b"\xcc"), (130, 257))
-    assert read_pairs(reader(data, NARROW)) == pairs
-    assert read_pairs(reader(data + "ffff", NARROW), 4) == pairs
-    assert write_pairs(NARROW, pairs) == bytes.fromhex(data)
+    assert write_pairs(pairs) == bytes.fromhex(data)
 
 
 def test_pairs_are_written_in_order():
     """Those of one type stay in the order they were given."""
-    assert write_pairs(WIDE, [(7, b"x"), (3, b"b"), (3, b"a")]) == bytes.fromhex("030162 000161 040178")
+    assert write_pairs([(7, b"x"), (3, b"b"), (3, b"a")]) == bytes.fromhex("030162 000161 040178")
 
 
 def test_limit_of_values():
     """Draft 18, section 1.4.3: 2^16-1 bytes; the type stays within 64 bits."""
     longest = b"v" * 0xFFFF
-    assert read_pairs(reader(write_pairs(WIDE, [(1, longest)]))) == ((1, longest),)
+    assert read_pairs(reader(write_pairs([(1, longest)]))) == ((1, longest),)
     with pytest.raises(SessionFault) as caught:
-        read_pairs(reader(b"\x01" + WIDE.encode(0x10000) + b"v" * 0x10000))
+        read_pairs(reader(b"\x01" + write_varint(0x10000) + b"v" * 0x10000))
     assert caught.value.code == SessionCode.PROTOCOL_VIOLATION
     with pytest.raises(ValueError, match="cannot have"):
-        write_pairs(WIDE, [(1, b"v" * 0x10000)])
+        write_pairs([(1, b"v" * 0x10000)])
 
 
 def test_types_beyond_64_bits():
@@ -266,23 +204,21 @@ def test_pairs_that_are_cut_short(data):
 @table("pairs", [[(1, 5)], [(2, b"x")]])
 def test_pairs_of_the_wrong_sort(pairs):
     with pytest.raises(ValueError, match="type 0x"):
-        write_pairs(WIDE, pairs)
+        write_pairs(pairs)
 
 
 def value_of(kind: int, top: int) -> st.SearchStrategy:
     return st.tuples(st.just(kind), st.binary(max_size=40) if kind % 2 else st.integers(0, top))
 
 
-@pytest.mark.parametrize("varint", KINDS)
-def test_pairs_come_back(varint):
-    kinds = st.integers(0, varint.largest) | st.integers(0, 70)
+def test_pairs_come_back():
+    kinds = st.integers(0, MAX_INTEGER) | st.integers(0, 70)
 
-    @given(st.lists(kinds.flatmap(lambda kind: value_of(kind, varint.largest)), max_size=8))
+    @given(st.lists(kinds.flatmap(lambda kind: value_of(kind, MAX_INTEGER)), max_size=8))
     def check(pairs):
         pairs.sort(key=lambda pair: pair[0])
-        raw = write_pairs(varint, pairs)
-        assert read_pairs(reader(raw, varint)) == tuple(pairs)
-        assert read_pairs(reader(raw, varint), len(pairs)) == tuple(pairs)
+        raw = write_pairs(pairs)
+        assert read_pairs(reader(raw)) == tuple(pairs)
 
     check()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvabr.moqt.objects import DEFAULT_PRIORITY, FetchWriter
-from kvabr.moqt.wire import KeyValue, Location
+from kvabr.moqt.wire import KeyValue, Location, write_varint
 
 
 class RangeWriter(FetchWriter):
@@ -22,7 +22,6 @@ class RangeWriter(FetchWriter):
 
     def range_end(self, location: Location, *, unknown: bool) -> bytes:
         """Encode the end of a range of missing objects; in draft 18 it lies in a later group than the last object."""
-        varint = self._draft.varint
         field = self._group_field(location.group)
         self._last = location
-        return varint.encode(0x10C if unknown else 0x8C) + varint.encode(field) + varint.encode(location.object)
+        return write_varint(0x10C if unknown else 0x8C) + write_varint(field) + write_varint(location.object)

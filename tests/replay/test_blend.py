@@ -14,7 +14,6 @@ from kvabr.player.session_types import BlendGoal, PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.passages import prompt_of
 from kvabr.replay.report.timeline import computations
-from kvabr.replay.sharing import Sharing
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.events import TokensChosen, TokensDone, TokensStarted
@@ -22,6 +21,7 @@ from kvabr.types.joined import at_share, fusion_loss, joined_passages
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import PassageNotes
 from kvabr_lab.matrix import build
+from kvabr_lab.sharing import Sharing
 from tests import assets
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from kvabr.moqt.wire import DRAFT_18
 from kvabr.server import limits
 from kvabr.server.budgets import IDLE_READ_S, LEAST_IN_FLIGHT_BYTES, Budgets, site_of
 from kvabr.server.fetch_range import GroupRange
@@ -29,7 +28,7 @@ def budgets(**bounds):
 
 def sending(number, publication, room, *, priority=128, group=0, first=None):
     return Sending(
-        number, number, publication, [GroupRange(group, 0, None)], DRAFT_18, track="T", priority=priority,
+        number, number, publication, [GroupRange(group, 0, None)], track="T", priority=priority,
         dense=False, descending=False, room=room, first=first,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from kvabr.moqt.events import Answered, Ended, Refused, SubscriptionDone
 from kvabr.moqt.filters import Filter
 from kvabr.moqt.messages import TrackStatus
 from kvabr.moqt.parameters import Parameters
-from kvabr.moqt.wire import DRAFT_16, DRAFT_18, DRAFT_20
+from kvabr.moqt.wire import DRAFT_18, DRAFT_20
 from kvabr.server.growing import GrowingBytes
 from tests.faults.test_guests import until
 from tests.server.tracks import LONG_MS, SPACE, data, every, growing, serving
@@ -136,13 +136,6 @@ async def test_a_name_that_is_none_is_not_waited_for(tls):
     async with serving(tls) as served:
         served.end.session.subscribe((b"\xff",), b"\xff", Parameters(rendezvous_timeout=LONG_MS))
         served.end.settle_and_send()
-        (refused,) = await served.soon(Refused)
-        assert refused.message.code == RequestCode.DOES_NOT_EXIST
-
-
-async def test_draft_16_waits_for_nothing(tls):
-    async with serving(tls, DRAFT_16) as served:
-        served.subscribe("none")
         (refused,) = await served.soon(Refused)
         assert refused.message.code == RequestCode.DOES_NOT_EXIST
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.objects import ObjectHeader, ObjectParser
-from kvabr.moqt.wire import DRAFT_16, DRAFT_18
+from kvabr.moqt.wire import DRAFT_18
 from kvabr.server.fetch_range import GroupRange
 from kvabr.server.publication import ArrivingGroup, Publication, PublishedGroup
 from kvabr.server.send_queue import MOST_AHEAD_BYTES, Sending, SendQueue
@@ -57,15 +55,15 @@ class Quic:
 WHOLE = (GroupRange(0, 0, None),)
 
 
-def sending(number, track, *, ranges=WHOLE, priority=128, draft=DRAFT_18, **more):
+def sending(number, track, *, ranges=WHOLE, priority=128, **more):
     options = {"dense": False, "descending": False, **more}
-    return Sending(number, number + 1000, track, list(ranges), draft, track="T", priority=priority, **options)
+    return Sending(number, number + 1000, track, list(ranges), track="T", priority=priority, **options)
 
 
-def objects(data, draft=DRAFT_18, **options):
+def objects(data, **options):
     """(group, object ID, payload) of each object on a stream."""
     out = []
-    for item in ObjectParser(draft, **options).feed(bytes(data)):
+    for item in ObjectParser(DRAFT_18, **options).feed(bytes(data)):
         if isinstance(item, ObjectHeader):
             out.append([item.group, item.object, b""])
         else:
@@ -73,29 +71,27 @@ def objects(data, draft=DRAFT_18, **options):
     return [tuple(each) for each in out]
 
 
-@pytest.mark.parametrize("draft", [DRAFT_18, DRAFT_16])
-def test_objects_have_the_ids_of_their_tokens_or_are_counted(draft):
+def test_objects_have_the_ids_of_their_tokens_or_are_counted():
     for dense, ids in ((False, [0, 100, 200]), (True, [0, 1, 2])):
         quic = Quic()
         box = quic.send_queue()
-        box.add(sending(1, Track(), draft=draft, dense=dense))
+        box.add(sending(1, Track(), dense=dense))
         done, broken = box.feed()
         assert ([job.request_id for job in done], broken, len(box)) == ([1], [], 0)
-        assert objects(quic.streams[1001], draft) == [(0, each, b"\0" * 10) for each in ids]
+        assert objects(quic.streams[1001]) == [(0, each, b"\0" * 10) for each in ids]
         assert quic.ended == [1001]
 
 
-@pytest.mark.parametrize("draft", [DRAFT_18, DRAFT_16])
-def test_ranges_of_groups_either_way_and_of_objects(draft):
+def test_ranges_of_groups_either_way_and_of_objects():
     ranges = [GroupRange(0, 100, None), GroupRange(1, 0, None), GroupRange(2, 0, 200)]
     wanted = [(0, 100), (0, 200), (1, 0), (1, 100), (1, 200), (2, 0), (2, 100)]
     quic = Quic()
     box = quic.send_queue()
-    box.add(sending(1, Track(), draft=draft, ranges=ranges))
-    box.add(sending(2, Track(), draft=draft, ranges=ranges[::-1], descending=True))
+    box.add(sending(1, Track(), ranges=ranges))
+    box.add(sending(2, Track(), ranges=ranges[::-1], descending=True))
     box.feed()
-    assert [each[:2] for each in objects(quic.streams[1001], draft)] == wanted
-    backwards = [each[:2] for each in objects(quic.streams[1002], draft, descending=True)]
+    assert [each[:2] for each in objects(quic.streams[1001])] == wanted
+    backwards = [each[:2] for each in objects(quic.streams[1002], descending=True)]
     assert backwards == [(2, 0), (2, 100), (1, 0), (1, 100), (1, 200), (0, 100), (0, 200)]
 
 

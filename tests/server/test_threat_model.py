@@ -11,7 +11,7 @@ from kvabr.client.options import Limits
 from kvabr.codec import profile
 from kvabr.link.quic import backend, connection, endpoint
 from kvabr.link.quic import options as dialling
-from kvabr.moqt import encoding, requester, responder, session, wire
+from kvabr.moqt import encoding, requester, session, wire
 from kvabr.server import (
     budgets,
     changes,
@@ -30,7 +30,7 @@ from kvabr.server import server as servers
 from kvabr.server.limits import ServerLimits
 from kvabr.store import asset as assets
 from kvabr.store import asset_folder, shared_folder
-from kvabr.store.objects import asset_store, bucket, group_store, layout, spans, tries
+from kvabr.store.objects import asset_store, bucket, group_store, layout, spans
 from kvabr.telemetry import prometheus
 from kvabr.types import catalog, kv, naming, records
 
@@ -65,8 +65,6 @@ ROWS = {
     "handshakes before addresses": [f"{servers._HALF_OPEN}"],
     "`requests-per-connection`, `requests`": [f"{DEFAULTS.requests_per_connection:,}, {DEFAULTS.requests:,}"],
     "streams that a peer may have open": ["128 with aioquic, 100 with qh3"],  # see `test_streams`
-    "requests that a peer of draft 16 may have open": [f"{responder.REQUEST_WINDOW}"],
-    "messages of draft 16 that ask for nothing": [f"{session._MAX_IDLE_MESSAGES:,}"],
     "`held-per-connection`, `held-s`": [f"{DEFAULTS.held_per_connection}, {DEFAULTS.held_s:g} s"],
     "origin: assets that grow": [f"{live_assets.MOST_LIVE}; {live_assets.MOST_LIVE}, for {live_assets.LINGER_S:g} s"],
     "origin: news of one asset": [size(live_tracks.MAX_NEWS_BYTES), f"{live_assets.STALLED_S:g} s"],
@@ -134,7 +132,7 @@ ROWS = {
     ],
     "object store: catalog with": [size(layout.MAX_STORED_CATALOG_BYTES)],
     "object store: assets that a server looks at": [f"{asset_store.MAX_LISTED:,}"],
-    "object store: tries of a request": [f"{tries.TRIES}, {bucket.WAIT_S} s"],
+    "object store: tries of a request": [f"{bucket._TRIES}, {bucket.WAIT_S} s"],
     "object store: groups of relays and clients": [
         f"{size(group_store.MAX_GROUP_BYTES)} each; read {group_store._READ_S:g} s, written {group_store._WRITE_S:g} s",
         f"left alone for {group_store._PAUSE_S:g} s",

@@ -13,7 +13,7 @@ from kvabr.store.locations import open_store
 from kvabr.types.errors import AssetError
 from tests.client.served import LOG
 from tests.needs import ORDINARY_USER, may_read_everything
-from tests.store.managing.assets import publish
+from tests.store.admin.assets import publish
 
 ODD = os.fsdecode(b"caf\xe9")
 TOKENS = list(range(20))

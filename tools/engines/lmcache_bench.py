@@ -41,11 +41,11 @@ from lmcache.v1.metadata import LMCacheMetadata  # noqa: E402
 import kvabr.data  # noqa: E402
 from kvabr.engines.transformers.model_loader import load_model  # noqa: E402
 from kvabr.publish.texts import measuring_texts  # noqa: E402
-from kvabr.replay.live.lane import Conditions  # noqa: E402
-from kvabr.replay.live.origin import LiveOrigin  # noqa: E402
-from kvabr.replay.live.shaper import Shaper  # noqa: E402
 from kvabr.replay.synth import synthesise  # noqa: E402
 from kvabr.types.naming import LAYERS  # noqa: E402
+from kvabr_lab.live.lane import Conditions  # noqa: E402
+from kvabr_lab.live.origin import LiveOrigin  # noqa: E402
+from kvabr_lab.live.shaper import Shaper  # noqa: E402
 from tests.engines.smollm2_folder import smollm2_folder  # noqa: E402
 
 CHUNK, CONTINUATION = 256, 64
@@ -62,21 +62,21 @@ class OnCpu(GPUConnectorInterface):
         """Take the number of layers; ``width`` is heads x dim."""
         self._layers, self._width = layers, width
 
-    def from_gpu(self, chunk, start, end, **kwargs):  # noqa: ANN001, ANN003, ANN201, D102
+    def from_gpu(self, chunk, start, end, **kwargs):  # noqa: ANN001, ANN003, ANN201
         chunk.tensor.copy_(kwargs["cache"][:, :, start:end])
 
-    def to_gpu(self, chunk, start, end, **kwargs):  # noqa: ANN001, ANN003, ANN201, D102
+    def to_gpu(self, chunk, start, end, **kwargs):  # noqa: ANN001, ANN003, ANN201
         kwargs["cache"][:, :, start:end].copy_(chunk.tensor)
 
-    def batched_from_gpu(self, chunks, starts, ends, **kwargs):  # noqa: ANN001, ANN003, ANN201, D102
+    def batched_from_gpu(self, chunks, starts, ends, **kwargs):  # noqa: ANN001, ANN003, ANN201
         for one in zip(chunks, starts, ends, strict=True):
             self.from_gpu(*one, **kwargs)
 
-    def batched_to_gpu(self, chunks, starts, ends, **kwargs):  # noqa: ANN001, ANN003, ANN201, D102
+    def batched_to_gpu(self, chunks, starts, ends, **kwargs):  # noqa: ANN001, ANN003, ANN201
         for one in zip(chunks, starts, ends, strict=True):
             self.to_gpu(*one, **kwargs)
 
-    def get_shape(self, tokens):  # noqa: ANN001, ANN201, D102
+    def get_shape(self, tokens):  # noqa: ANN001, ANN201
         return torch.Size([2, self._layers, tokens, self._width])
 
 

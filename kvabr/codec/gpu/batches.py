@@ -31,7 +31,7 @@ class _Asked(Generic[Job, Result]):
 
 
 class Batches(Generic[Job, Result]):
-    """Does what several threads ask for on one device. The thread that finds nobody at work does it for all."""
+    """Does what several threads ask for on one device. The first thread to come does it for all."""
 
     def __init__(self, device: torch.device, work: Callable[[Sequence[Job]], Sequence[Result | Exception]]) -> None:
         """``work`` does some jobs, and returns when all are done: of each the result, or what is wrong with it."""
@@ -51,7 +51,7 @@ class Batches(Generic[Job, Result]):
                     asked, self._waiting = self._waiting, []
                     self._working = True
             self._run(asked)
-        finally:  # Ctrl-C, perhaps: nobody waits for what does not come, and nothing is done for who is gone
+        finally:  # Ctrl-C, perhaps: let no other thread wait for a result, and drop work whose caller has left
             with self._changed:
                 for each in asked:
                     if not each.done:

@@ -1,4 +1,4 @@
-"""Copies to a device by way of pinned memory, on a stream of their own: kernels run meanwhile, and nothing waits.
+"""Copies to a device by way of pinned memory, on a stream of their own, beside kernels: nothing waits.
 
 Memory comes from torch's pools, which reuse it as soon as it is no longer needed.
 """

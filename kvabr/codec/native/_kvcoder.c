@@ -384,7 +384,7 @@ static PyObject *count_near(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* decode(path, transform, depths, payloads, target, threads = 1, place u8, lane u8, mean f32) */
+/* decode(path, transform, depths, payloads, target, threads, place u8, lane u8, mean f32); the last three may be None */
 static PyObject *decode(PyObject *self, PyObject *args) {
     (void)self;
     const char *name;
@@ -393,8 +393,8 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     Chain chain = {0};
     Py_buffer payload[MOST_DEPTHS] = {{0}};
     Py_buffer b[3] = {{0}};
-    unsigned threads = 1;
-    if (!PyArg_ParseTuple(args, "sOO!O!O!|Iz*z*z*", &name, &capsule, &PyTuple_Type, &depths, &PyTuple_Type, &payloads, &PyTuple_Type,
+    unsigned threads;
+    if (!PyArg_ParseTuple(args, "sOO!O!O!Iz*z*z*", &name, &capsule, &PyTuple_Type, &depths, &PyTuple_Type, &payloads, &PyTuple_Type,
                           &tuple, &threads, b, b + 1, b + 2)) {
         release(b, 3);
         return NULL;
@@ -569,10 +569,5 @@ PyMODINIT_FUNC PyInit__kvcoder(void) {
 #ifdef HAVE_X86
     __builtin_cpu_init();
 #endif
-    PyObject *made = PyModule_Create(&module);
-    if (made && PyModule_AddIntConstant(made, "MOST_THREADS", MOST_THREADS)) {
-        Py_DECREF(made);
-        return NULL;
-    }
-    return made;
+    return PyModule_Create(&module);
 }

@@ -118,10 +118,9 @@ PyObject *transform(PyObject *self, PyObject *args) {
     if (!t)
         return PyErr_NoMemory();
     PyObject *shape;
-    t->halves = 2;
     if (!PyArg_ParseTuple(args, "sO!IIy*y*y*O!", &name, &PyTuple_Type, &shape, &t->rotary, &t->interleaved, b, b + 1, b + 2,
                           &PyTuple_Type, &stacks) ||
-        !PyArg_ParseTuple(shape, "IIII|II", &t->layers, &t->kv_heads, &t->head_dim, &t->block_heads, &t->halves, &t->turned)) {
+        !PyArg_ParseTuple(shape, "IIIIII", &t->layers, &t->kv_heads, &t->head_dim, &t->block_heads, &t->halves, &t->turned)) {
         release(b, 3);
         free(t);
         return NULL;

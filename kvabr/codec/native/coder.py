@@ -46,10 +46,6 @@ except ImportError:
     _kvcoder = None
 
 MOST_DEPTHS = 16
-_MOST_THREADS: int = getattr(_kvcoder, "MOST_THREADS", 1)
-"""Threads for one group; 1: the extension was compiled from older sources."""
-_COUNTS = hasattr(_kvcoder, "count_near")
-"""Whether the extension counts coefficients for calibrations; false: the same. What it counted before were indices."""
 _BYTES_PER_THREAD = 1 << 22
 """Bytes to copy that are worth a thread."""
 VARIABLE = "KVABR_CODER"
@@ -163,13 +159,13 @@ def error_sums(
     return sums
 
 
-def alike(
+def similarity(
     rows: NDArray[np.float32], which: NDArray[np.intp], tokens: NDArray[np.intp], step: float, most: int = 0
 ) -> NDArray[np.int32]:
-    """Return how alike tokens are in some rows; see `reference.alike`."""
+    """Return how alike tokens are in some rows; see `reference.similarity`."""
     path = active_path()
     if path == "reference":
-        return reference.alike(rows, which, tokens, step, most)
+        return reference.similarity(rows, which, tokens, step, most)
     sums = np.zeros((len(tokens), len(tokens)), np.int32)
     places = np.ascontiguousarray(which, np.uint32), np.ascontiguousarray(tokens, np.uint32)
     _kvcoder.alike(path, np.ascontiguousarray(rows, np.float32), rows.shape[1], *places, step, most, sums)
@@ -188,7 +184,7 @@ def count_symbols(
     Returns whether native code could.
     """
     path = active_path()
-    if path == "reference" or not _COUNTS:
+    if path == "reference":
         return False
     parts = tuple((own.step, own.dead, *rest) for own, *rest in depths)
     _kvcoder.count_symbols(path, np.ascontiguousarray(rows, np.float32), len(rows), loud, parts)
@@ -208,7 +204,7 @@ def count_near(
     Returns whether native code could.
     """
     path = active_path()
-    if path == "reference" or not _COUNTS:
+    if path == "reference":
         return False
     under = None if below is None else np.ascontiguousarray(below, np.int32)
     tables = model.row_class, model.radius, bucket, counts.shape[1], counts
@@ -292,10 +288,7 @@ def decode(job: DecodeJob, threads: int | None = None) -> None:
         CORES.share() as share,
         _errors("entropy coded part"),
     ):
-        more: tuple[Any, ...] = (threads or share,) if _MOST_THREADS > 1 else ()
-        more += _places(job.references)
-        if mean is not None:
-            more = (threads or share, *(_places(job.references) or (None, None)), mean)
+        more = threads or share, *(_places(job.references) or (None, None)), mean
         _kvcoder.decode(path, transform, depths, tuple(job.payloads), target, *more)
 
 
@@ -385,10 +378,11 @@ def _depth(model: CoderModel) -> Any:
 def _transform(transform: Transform, path: str) -> Any:
     def make() -> Any:
         structure, block = transform.structure, transform.block
-        spec, more = structure.coded, (structure.halves, rope_first(structure.coded.rope))
+        spec = structure.coded
+        turned = structure.halves, rope_first(spec.rope)
         return _kvcoder.transform(
             path,
-            (spec.layers, spec.kv_heads, structure.dim, structure.block_heads, *(more if more != (2, 0) else ())),
+            (spec.layers, spec.kv_heads, structure.dim, structure.block_heads, *turned),
             *rope_shape(spec.rope),
             *((b"", b"") if block is None else block),
             transform.mean.astype(np.float32),

@@ -19,8 +19,6 @@ try:
     from kvabr.codec.native import _kvplace  # type: ignore[attr-defined,no-redef]
 except ImportError:
     _kvplace = None
-if not hasattr(_kvplace, "dequantise"):  # built from older sources
-    _kvplace = None
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _E4M3 = 3

@@ -306,7 +306,7 @@ def error_sums(
     return sums
 
 
-def alike(
+def similarity(
     rows: NDArray[np.float32], which: NDArray[np.intp], tokens: NDArray[np.intp], step: float, most: int = 0
 ) -> NDArray[np.int32]:
     """Return how alike tokens are in some rows: the sums over rows of the products of each two tokens' numbers.

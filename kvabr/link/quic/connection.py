@@ -37,8 +37,6 @@ from kvabr.types.events import Limit
 from kvabr.types.naming import CATALOG_TRACK, MAX_FULL_TRACK_NAME, PROPERTY_GROUP_BYTES
 
 _TOKEN_HINT = "its operator has tokens; give yours with --token-file F, KVABR_TOKEN, or token="  # noqa: S105  # none
-_HOLDS = 18
-"""The first draft with FILL_TIMEOUT."""
 _CLOSING_S = 0.25
 """Seconds that closing may take."""
 _BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
@@ -310,7 +308,7 @@ class QuicConnection(Endpoint, PeerConnection):
                 self._requests.wait(fetch)
 
     def reprioritise(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.reprioritise`. Draft 16 cannot do it safely, so there it only counts before the request goes."""
+        """See `Carrier.reprioritise`."""
         fetch, session = self._fetches.get(transfer), self.session
         if fetch is None:
             return
@@ -401,9 +399,8 @@ class QuicConnection(Endpoint, PeerConnection):
     def _ask(self, fetch: QuicFetch) -> None:
         session = self.session
         assert session is not None  # noqa: S101  # connections are returned once SETUP has arrived
-        request, fill_ms = fetch.request, None
-        if request.wait_s > 0 and session.draft.number >= _HOLDS:
-            fill_ms = max(1, round(1000 * request.wait_s))
+        request = fetch.request
+        fill_ms = max(1, round(1000 * request.wait_s)) if request.wait_s > 0 else None
         first, last = Location(request.group, 0), Location(request.group + request.groups - 1, 0)
         parameters = Parameters(priority=fetch.transfer.priority, fill_timeout=fill_ms)
         number = session.fetch(fetch.fields, request.track.encode(), first, last, parameters)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from kvabr.replay.report.exports import write_log, write_perfetto
 from kvabr.replay.report.page import write_page
 from kvabr.replay.report.picture import write_picture
-from kvabr.replay.report.table import family_table, live_table, summary_table, verification_table
+from kvabr.replay.report.table import family_table, summary_table, verification_table
 from kvabr.replay.report.verdict import verdict
 
 __all__ = [
     "family_table",
-    "live_table",
     "summary_table",
     "verdict",
     "verification_table",

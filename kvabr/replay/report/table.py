@@ -1,4 +1,4 @@
-"""Terminal tables: policies over all plays, per trace family, live against simulated, and verified plays."""
+"""Terminal tables: policies over all plays, per trace family, and verified plays."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def summary_table(result: Result) -> RenderableType:
     Args:
         result: what `kvabr replay --json` writes.
     """
-    table = _table()
+    table = plain_table()
     table.spare = ("95 %\nCI", "loss\np95", "\nwaste", "re-\ncomp.", "TTFT\np95", "\nmix")
     table.add_column("policy", no_wrap=True, overflow="ellipsis", min_width=10)
     for title in _TITLES:
@@ -138,7 +138,7 @@ class _FamilyTable:
             yield self._block(names[first : first + fit])
 
     def _block(self, names: list[str]) -> Table:
-        table = _table()
+        table = plain_table()
         table.add_column("mean\nregret", no_wrap=True, overflow="ellipsis")
         columns: list[list[Text]] = []
         for name in names:
@@ -222,67 +222,6 @@ def _count(value: Any) -> str:
     return DASH if count is None else f"{count:,.0f}"
 
 
-_LIVE_TITLES = (
-    "plays", "TTFT error\nmedian", "\np90", "\nbias", "same\ntrack", "same\nverdict", "regret\nlive", "\nsimulated",
-)  # fmt: skip
-
-
-def live_table(result: Result) -> RenderableType:
-    """Return the simulator's errors relative to the live TTFT: in total, by trace family and by policy.
-
-    Args:
-        result: what `kvabr replay --live --json` writes.
-    """
-    compared: dict[str, Any] = result["live_comparison"]
-    table = _table()
-    table.spare = ("regret\nlive", "\nsimulated", "\np90", "\nbias", "same\ntrack")
-    table.add_column("simulated\nagainst live", no_wrap=True, overflow="ellipsis", min_width=12)
-    for title in _LIVE_TITLES:
-        table.add_column(title, justify="right", no_wrap=True)
-    _live_row(table, "all", compared["all"], style="bold")
-    busy = compared["all"]["plays"] - compared["network"]["plays"]
-    if busy:
-        _live_row(table, "network-limited", compared["network"])
-    for kind in ("families", "policies"):
-        if len(compared[kind]) > 1:
-            for name, totals in compared[kind].items():
-                _live_row(table, name, totals)
-    notes: list[RenderableType] = [
-        Text("error: |simulated / live - 1| · same track: share of the tokens · verdict: deadline met or not", "dim"),
-        Text("regret: mean over the plays that some schedule could have made in time, nats per token", "dim"),
-    ]
-    if busy:
-        plays = "1 play was" if busy == 1 else f"{busy} plays were"
-        notes.append(Text(f"{plays} limited by this machine's processors, not by the link", "yellow"))
-    return Group(table, *notes)
-
-
-def _live_row(table: Table, name: str, totals: dict[str, Any], style: str = "") -> None:
-    table.add_row(
-        Text(name, style),
-        f"{totals['compared']}" if totals["compared"] == totals["plays"] else f"{totals['compared']}/{totals['plays']}",
-        _share(totals["ttft_error_median"]),
-        _share(totals["ttft_error_p90"]),
-        _share(totals["ttft_bias"], sign=True),
-        _share(totals["track_agreement"]),
-        _share(totals["met_agreement"]),
-        _live_nats(totals.get("regret_live")),
-        _live_nats(totals.get("regret_simulated")),
-    )
-
-
-def _live_nats(value: Any) -> str:
-    regret = number(value)
-    return DASH if regret is None else f"{regret:.4f}"
-
-
-def _share(value: Any, *, sign: bool = False) -> str:
-    share = number(value)
-    if share is None:
-        return DASH
-    return f"{100 * share:+.1f} %" if sign else f"{100 * share:.1f} %"
-
-
 _VERIFIED_TITLES = (
     "start\ns", "recom-\nputed", "pre-\ndicted", "measured\nKL", "\nratio", "\nΔNLL", "\ntop-1",
 )  # fmt: skip
@@ -293,7 +232,7 @@ def verification_table(result: Result) -> Table:
 
     The table fits 80 columns; long names are continued on the next line.
     """
-    table = _table("verified with the real model")
+    table = plain_table("verified with the real model")
     table.spare = ("\ntop-1", "\nΔNLL", "start\ns", "recom-\nputed")
     for name in ("policy", "trace"):
         table.add_column(f"\n{name}", overflow="fold")
@@ -318,7 +257,8 @@ def verification_table(result: Result) -> Table:
     return table
 
 
-def _table(title: str | None = None) -> FittingTable:
+def plain_table(title: str | None = None) -> FittingTable:
+    """Return an empty table without rules."""
     return FittingTable(
         title=title,
         title_justify="left",

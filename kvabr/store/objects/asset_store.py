@@ -33,7 +33,7 @@ _TOUCH_EVERY_S = 600.0
 _AT_ONCE = 8
 _KNOWN_SPANS = 1 << 17
 _FOUND_S = 600.0
-"""Seconds after which a span is looked for again: it may be lost meanwhile."""
+"""Seconds after which a span is looked for again: it may have been lost."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -74,7 +74,6 @@ class ObjectAsset(Asset):
             self._store.profiles.add(self.catalog.profile)
 
     def open_frame(self, group: int, track: str) -> FrameReader:
-        """See `Asset.open_frame`."""
         key, begin, end = self._place(group, track)
         with as_asset_errors():
             data = self._bucket.get_sync(key, begin, end, limit=end - begin)
@@ -159,7 +158,6 @@ class ObjectAssetStore:
         return AssetListing(versions, complete=len(versions) < MAX_LISTED)
 
     def version(self, name: str) -> AssetVersion | None:
-        """See `AssetStore.version`."""
         prompt = self._only if name == "." else name
         if prompt is None or not _DIGEST.fullmatch(prompt):
             return None
@@ -213,7 +211,6 @@ class ObjectAssetStore:
         )
 
     def close(self) -> None:
-        """See `AssetStore.close`."""
         self.bucket.close()
 
     def check_sizes(self, sizes: dict[str, int], what: str) -> None:

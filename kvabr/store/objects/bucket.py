@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,9 +28,8 @@ from kvabr.store.objects.failures import UNREADABLE, Failure
 from kvabr.store.objects.leases import PROBES
 from kvabr.store.objects.listing import Listing
 from kvabr.store.objects.obstore_clients import endpoint_of, load_obstore, make_client
-from kvabr.store.objects.protocol import PART_BYTES, Objects
+from kvabr.store.objects.protocol import PART_BYTES, Objects, StoredObject
 from kvabr.store.objects.threads import each, interruptible
-from kvabr.store.objects.tries import TRIES, Tries
 from kvabr.store.objects.url import WEB, StoreUrl, is_tenant
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, StoreError, UsageError
 
@@ -46,6 +46,7 @@ WAIT_S = 30
 _CONNECT_S = 5
 _WRITE_BYTES_PER_S = 1 << 20
 """A write may take as long as it takes at this rate, and `WAIT_S` more."""
+_TRIES, _BACKOFF_S = 3, 0.1
 _RENEW_S = 1.0
 """Seconds for which credentials that were just read are not read again."""
 _DELETED_AT_ONCE = 1000
@@ -64,17 +65,6 @@ _CACHE_CONTROL = {
 _PROBED: set[str] = set()
 """URLs of stores that were seen to honour conditional writes."""
 _LOCK = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
-    """An object without its bytes."""
-
-    key: str
-    size: int
-    etag: str
-    modified_s: float
-    """When it was written by the store's clock, seconds since 1970."""
 
 
 class Bucket(Objects):
@@ -117,7 +107,6 @@ class Bucket(Objects):
             return True
 
     def close(self) -> None:
-        """See `Objects.close`."""
         with self._lock:
             self._stores.clear()
 
@@ -126,8 +115,6 @@ class Bucket(Objects):
     async def get(
         self, key: str, start: int = 0, end: int | None = None, *, limit: int, wait_s: float | None = None
     ) -> memoryview:
-        """See `Objects.get`."""
-
         async def once() -> memoryview:
             path, options = self._path(key), _range(start, end)
             if blocks():
@@ -155,8 +142,7 @@ class Bucket(Objects):
     async def stream(
         self, key: str, start: int, end: int, *, part_bytes: int = PART_BYTES
     ) -> AsyncGenerator[memoryview, None]:
-        """See `Objects.stream`."""
-        tries = Tries(self, 1)
+        tries = _Tries(self, 1)
         while True:
             try:
                 result = await _ask("get", self._reader(), self._path(key), options=_range(start, end))
@@ -176,10 +162,8 @@ class Bucket(Objects):
         if due:
             raise RequestError(f"{self.below(key)}: {abs(due)} bytes {'are missing' if due > 0 else 'too many'}")
 
-    async def head(self, key: str) -> ObjectInfo | None:
-        """See `Objects.head`."""
-
-        async def once() -> ObjectInfo:
+    async def head(self, key: str) -> StoredObject | None:
+        async def once() -> StoredObject:
             return self._info(await _ask("head", self._reader(), self._path(key)))
 
         try:
@@ -187,19 +171,16 @@ class Bucket(Objects):
         except NotFoundError:
             return None
 
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """See `Objects.list`."""
+    async def list(self, prefix: str) -> AsyncIterator[StoredObject]:
         listing = Listing(partial(self._listing, prefix))
         while found := await self._tried(prefix, "cannot be listed", listing.more):
             for meta in found:
                 yield self._info(meta)
 
     def of_tenant(self, name: str) -> Bucket:
-        """See `Objects.of_tenant`."""
         return Bucket(replace(self.where, tenant=name))
 
     async def tenants(self) -> Sequence[str]:
-        """See `Objects.tenants`."""
         above = self.prefix.removesuffix(f"{self.where.tenant}/")
         found = await self._tried("", "cannot be listed", lambda: _ask("list_with_delimiter", self._reader(), above))
         names = [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
@@ -233,15 +214,12 @@ class Bucket(Objects):
     # ------------------------------------------------------- writing
 
     async def put_new(self, key: str, data: bytes | memoryview) -> bool:
-        """See `Objects.put_new`."""
         return await self._tried(key, "cannot be written", lambda: self._put(key, data, "create"))
 
     async def put(self, key: str, data: bytes | memoryview) -> None:
-        """See `Objects.put`."""
         await self._tried(key, "cannot be written", lambda: self._put(key, data, "overwrite"))
 
     async def replace(self, key: str, data: bytes | memoryview, etag: str | None) -> bool:
-        """See `Objects.replace`."""
         if etag is None:
             return await self.put_new(key, data)
         try:
@@ -250,7 +228,6 @@ class Bucket(Objects):
             return False
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """See `Objects.delete`."""
         for first in range(0, len(keys), _DELETED_AT_ONCE):
             some = keys[first : first + _DELETED_AT_ONCE]
             try:
@@ -270,7 +247,7 @@ class Bucket(Objects):
         if self.where.scheme in WEB:
             raise UsageError(f"{self.url}: an HTTP cache can only be read; publish to the store behind it")
         key, won, kept = "", list[int](), b""
-        for _ in range(TRIES):
+        for _ in range(_TRIES):
             key = f"{PROBES}{secrets.token_hex(8)}"
             told = each(_PROBERS, lambda number: self.put_new_sync(key, b"%d" % number), range(_PROBERS))  # noqa: B023
             won = [number for number, written in enumerate(told) if written]
@@ -350,7 +327,7 @@ class Bucket(Objects):
         return data.toreadonly()
 
     async def _tried(self, key: str, what: str, once: Callable[[], Awaitable[T]]) -> T:
-        tries = Tries(self)
+        tries = _Tries(self)
         while True:
             try:
                 return await once()
@@ -366,9 +343,9 @@ class Bucket(Objects):
             return error  # ours, or a mistake
         return Failure.of(error).error(self.below(key), what)
 
-    def _info(self, meta: ObjectMeta) -> ObjectInfo:
+    def _info(self, meta: ObjectMeta) -> StoredObject:
         key = meta["path"].removeprefix("/").removeprefix(self.prefix)
-        return ObjectInfo(key, meta["size"], meta["e_tag"] or "", meta["last_modified"].timestamp())
+        return StoredObject(key, meta["size"], meta["e_tag"] or "", meta["last_modified"].timestamp())
 
     def _path(self, key: str) -> str:
         return self.prefix + key
@@ -398,6 +375,33 @@ class Bucket(Objects):
                     limits["read_timeout"], limits["timeout"] = f"{WAIT_S}s", "1d"
                 self._stores[most_s] = make_client(self.where, limits, writes=bool(most_s))
             return self._stores[most_s]
+
+
+class _Tries:
+    """Tries of one request: of what may pass three, and one more with credentials that were read again."""
+
+    def __init__(self, bucket: Bucket, tries: int = _TRIES) -> None:
+        """Begin a request of a bucket."""
+        self._bucket, self._left, self._made, self._renewed = bucket, tries, bucket.made, False
+
+    def failed(self, key: str, what: str, error: Exception) -> float:
+        """Return the seconds to wait before the next try; raise if there is none."""
+        failure = Failure.of(error)
+        if failure.exhausted:
+            self._bucket.close()  # its idle connections may be what there are too many of
+        if not self._renewed and self._bucket.renew(self._made, failure):
+            self._renewed = True
+            return 0.0
+        self._left -= 1
+        if self._left and failure.passes:
+            return _BACKOFF_S * 2.0 ** (_TRIES - self._left) * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+        told = self._bucket.failed(key, what, error)
+        try:
+            if told is error:
+                raise error
+            raise told from error
+        finally:
+            del told, error  # they know this frame: the two would keep each other, and with them a store's connections
 
 
 OPENED_BY: dict[str, Callable[[str], Objects]] = {}

@@ -17,7 +17,7 @@ _READ_S = 5.0
 """Seconds that a group may take; after that it is as good as absent."""
 _WRITE_S = 60.0
 _PAUSE_S = 5.0
-"""Seconds without any request after one that failed: plays go on without this tier meanwhile."""
+"""Seconds without any request after one that failed; plays do without this tier for that time."""
 
 
 class ObjectGroupStore(LocalGroupStore[int]):

@@ -5,7 +5,7 @@ Both write a note before they look, so of two that meet at least the second sees
 - A publisher writes an *intent*, which names its catalog and spans, looks for sweeps and tombstones, and only then
   uploads or adopts spans. Its catalog is last; then the intent goes.
 - A collector writes a *sweep*, which names what it is about to delete, looks for intents, and for catalogs, leases and
-  pins that are new, and only then deletes what nobody wants. Then the sweep goes.
+  pins that are new, and only then deletes what nothing names. Then it removes the sweep.
 - A pin is written before its catalog is looked for, and so is a tombstone before what it expires.
 
 A publisher waits while a sweep names its spans. What a killed process left is ignored after a while (`LeaseTiming`), by

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from kvabr.store.objects.blocking import blocking, blocking_each
 from kvabr.store.objects.url import StoreUrl
@@ -18,24 +18,18 @@ PART_BYTES = 32 << 10
 """Pieces of a stream have at least as many bytes, but for the last one."""
 
 
-class StoredObject(Protocol):
+@dataclass(frozen=True, slots=True)
+class StoredObject:
     """An object without its bytes."""
 
-    @property
-    def key(self) -> str:
-        """Its name, below the tenant's."""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-
-    @property
-    def etag(self) -> str:
-        """Another for every version."""
-
-    @property
-    def modified_s(self) -> float:
-        """When it was written, by the store's clock, seconds since 1970."""
+    key: str
+    """Its name, below the tenant's."""
+    size: int
+    """Bytes."""
+    etag: str
+    """Another for every version."""
+    modified_s: float
+    """When it was written, by the store's clock, seconds since 1970."""
 
 
 class Objects(ABC):

@@ -52,11 +52,11 @@ from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageErro
 from kvabr.types.units import Unit
 
 _SPANS_AT_ONCE = 2
-"""Spans that are written at a time; each is in memory meanwhile."""
+"""Spans that are written at a time; each is in memory until then."""
 _SMALL_AT_ONCE = 8
 _ROUNDS = 5
 _OFFER_ROUNDS = 50
-"""Times that a span is looked for and written, if others write and collect it meanwhile."""
+"""Attempts to find or write a span while others write and collect it."""
 _PAUSE_S = 0.05
 
 T = TypeVar("T")
@@ -102,7 +102,6 @@ class ObjectAssetWriter:
 
     @property
     def location(self) -> str:
-        """See `AssetWriter.location`."""
         return self._bucket.url if self._prompt is None else self._bucket.where.below(self._prompt)
 
     def __enter__(self) -> Self:
@@ -118,7 +117,6 @@ class ObjectAssetWriter:
             self._file = None
 
     def frame(self, group: int, track: str, frame: bytes) -> None:
-        """See `AssetWriter.frame`."""
         file = self._opened()
         try:
             begin = file.seek(0, os.SEEK_END)
@@ -132,12 +130,10 @@ class ObjectAssetWriter:
         self._frames[track, group] = begin, begin + len(frame)
 
     def read_frame(self, group: int, track: str) -> bytes:
-        """See `AssetWriter.read_frame`."""
         begin, end = self._frames[track, group]
         return os.pread(self._opened().fileno(), end - begin, begin)
 
     def profile(self, data: bytes) -> None:
-        """See `AssetWriter.profile`."""
         self._profile = data
 
     def prompt(self, prompt: Prompt) -> None:
@@ -209,7 +205,7 @@ class ObjectAssetWriter:
     def _put_offer(self, offer: StoreOffer) -> None:
         """Write the offer under the first key that is free, unless it has one.
 
-        Then look again: meanwhile another offer may have had that key and been collected; readers look elsewhere then.
+        Then look again: another offer may have had that key and been collected, and readers would look elsewhere.
         """
         for attempt in range(_OFFER_ROUNDS):
             free, taken = list[str](), 0

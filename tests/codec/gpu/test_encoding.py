@@ -68,14 +68,14 @@ def test_payloads_are_those_of_the_processor(make, track, there):
 def test_groups_of_a_cache_are_encoded_side_by_side(there, monkeypatch):
     if DEVICE.type == "cpu":
         monkeypatch.setattr(publish_frames, "_AHEAD", 1)  # Triton's interpreter runs in one thread at a time
-    kv, tracks = related(SHAPE, 3 * SHAPE.group_tokens + 9, 6), ("AC-L0", "AC-L1")
+    kv, tracks = related(SHAPE, SHAPE.group_tokens + 9, 6), ("AC-L0", "AC-L1")
     frames = []
     for device in (torch.device("cpu"), DEVICE):
         store, seen = MemoryFrames(), list[tuple[int, int]]()
-        encoder = FrameEncoder(SHAPE, ["a" * 64, "b" * 64, "c" * 64, "d" * 64], kv.shape[3], tracks, fitted(), store)
+        encoder = FrameEncoder(SHAPE, ["a" * 64, "b" * 64], kv.shape[3], tracks, fitted(), store)
         encoder.encode((kv.to(device),), lambda *counts, seen=seen: seen.append(counts))
-        assert seen == [(at, 8) for at in range(1, 9)]
-        frames.append((store.frames, encoder.bytes, encoder.digests, encoder.aside))
+        assert seen == [(at, 4) for at in range(1, 5)]
+        frames.append((store.frames, encoder.bytes, encoder.digests, encoder.outliers))
         there()
     assert frames[0] == frames[1]
 
@@ -98,15 +98,15 @@ def test_what_choices_are_made_by_is_the_same(there):
     tokens = np.arange(3, 20)
     here = (
         coefficients.error_sums(rows, which, gains, quantiser, coded),
-        coefficients.alike(rows, which, tokens, 0.37, 7),
-        coefficients.alike(rows, which, tokens, 0.37),
+        coefficients.similarity(rows, which, tokens, 0.37, 7),
+        coefficients.similarity(rows, which, tokens, 0.37),
         coefficients.indices(rows[:3], quantiser),
     )
     there()
     found = (
         coefficients.error_sums(rows.to(DEVICE), which, gains, quantiser, coded),
-        coefficients.alike(rows.to(DEVICE), which, tokens, 0.37, 7),
-        coefficients.alike(rows.to(DEVICE), which, tokens, 0.37),
+        coefficients.similarity(rows.to(DEVICE), which, tokens, 0.37, 7),
+        coefficients.similarity(rows.to(DEVICE), which, tokens, 0.37),
         coefficients.indices(rows[:3].to(DEVICE), quantiser),
     )
     for one, other in zip(here, found, strict=True):

@@ -45,11 +45,11 @@ def job(spec, level, payload, out):
 @pytest.mark.parametrize("name", SPECS)
 def test_groups_have_the_processors_bits(name, level):
     spec, jobs = SPECS[name], []
-    for tokens in (24,) if name == "state" else (45, 1, 64):
+    for dtype, some in zip(DTYPES, (45, 1, 64), strict=True):
+        tokens = 24 if name == "state" else some
         payload = encoded(spec, tokens, level)
-        for dtype in DTYPES:
-            out = torch.full(spec.shape(tokens), UNTOUCHED, dtype=dtype, device=DEVICE)
-            jobs.append((job(spec, level, payload, out), wanted(spec, tokens, level, payload, dtype)))
+        out = torch.full(spec.shape(tokens), UNTOUCHED, dtype=dtype, device=DEVICE)
+        jobs.append((job(spec, level, payload, out), wanted(spec, tokens, level, payload, dtype)))
     levels.expand_many([each for each, _ in jobs])
     for each, expected in jobs:
         assert same(each.out, expected), (each.out.dtype, each.out.shape)

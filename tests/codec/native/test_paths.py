@@ -157,8 +157,8 @@ def test_tokens_are_as_alike_on_every_path(seed: int, tokens: int, taken: int, s
     wanted = number.astype(np.int64).T @ number.astype(np.int64)
     for path in coder.available_paths():
         with coder.taking(path):
-            assert np.array_equal(coder.alike(rows, which, of, step, most), wanted)
-            assert not coder.alike(rows, np.zeros(0, int), of, step, most).any()
+            assert np.array_equal(coder.similarity(rows, which, of, step, most), wanted)
+            assert not coder.similarity(rows, np.zeros(0, int), of, step, most).any()
 
 
 @examples(10)

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
 
 from kvabr.engines.vllm import ADAPTER
-from kvabr.replay.live.lane import Conditions
-from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace
 from kvabr.types.catalog import Catalog
+from kvabr_lab.live.lane import Conditions
+from kvabr_lab.live.shaper import Shaper
 from tests.engines.smollm2_folder import smollm2_folder
 from tests.engines.vllm.engine import TEXT, RealEngine, prompts_of
 from tests.engines.vllm.halves import LONGEST

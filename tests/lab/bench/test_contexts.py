@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvabr.codec.seen import Seen
+from kvabr.codec.calibration_fingerprint import Seen
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.publish.texts import calibration_texts, paragraphs
 from kvabr.types.errors import UsageError

@@ -6,10 +6,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from kvabr.replay.live.origin import LiveOrigin
-from kvabr.replay.live.shaper import Shaper
 from kvabr.types.errors import KvabrError
 from kvabr_lab.bench.prefill_live import Decoded, Decoder, Link, Prefill, PrefillJob, PrefillProducer, picture, run
+from kvabr_lab.live.origin import LiveOrigin
+from kvabr_lab.live.shaper import Shaper
 from tests import tinymodels
 
 IDS = tuple(index * 7 % 256 for index in range(600))

@@ -118,6 +118,7 @@ def test_a_server_reads_a_store_and_clients_play_it(store_url, tmp_path):
 
 @pytest.mark.model
 @pytest.mark.slow
+@pytest.mark.parametrize("store_url", [pytest.param("s3", marks=pytest.mark.process)], indirect=True)
 def test_encode_writes_into_a_store(loaded, store_url, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("A cache is published into an object store. " * 40)

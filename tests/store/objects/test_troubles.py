@@ -25,7 +25,6 @@ from kvabr.publish.publisher import Publisher
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.locations import open_store
 from kvabr.store.objects import bucket as bucket_module
-from kvabr.store.objects import tries
 from kvabr.store.objects.bucket import Bucket
 from kvabr.types.errors import (
     AssetError,
@@ -48,7 +47,7 @@ pytestmark = pytest.mark.process
 def _credentials(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-    monkeypatch.setattr(tries, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(bucket_module, "_BACKOFF_S", 0.001)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from kvabr.types.catalog import Catalog
 _DECIDES = ("abr", "player", "replay", "types")
 """Packages of kvabr that can change the outcome of a simulated play."""
 _DOES_NOT = (
-    *("abr/policies", "abr/estimators", "replay/live", "replay/report", "replay/readers"),
+    *("abr/policies", "abr/estimators", "replay/report", "replay/readers"),
     *("replay/run.py", "replay/summary.py", "replay/verify.py", "replay/synth.py", "replay/workers.py"),
 )
 _LAB = ("causes.py", "cell.py")

@@ -11,11 +11,11 @@ import time
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 
-from kvabr.replay.live.child import Child
-from kvabr.replay.live.lane import HEADER_BYTES, PACKET_BYTES, Conditions
-from kvabr.replay.live.shaper import Shaper, ShaperStats
 from kvabr.replay.summary import percentile
 from kvabr.replay.trace import Trace
+from kvabr_lab.live.child import Child
+from kvabr_lab.live.lane import HEADER_BYTES, PACKET_BYTES, Conditions
+from kvabr_lab.live.shaper import Shaper, ShaperStats
 
 PAYLOAD_BYTES = PACKET_BYTES - HEADER_BYTES
 _STAMP = struct.Struct(">d")

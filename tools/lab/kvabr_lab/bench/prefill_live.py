@@ -27,14 +27,14 @@ from kvabr.engines.transformers.publish import cache_publisher, prefill_live, pu
 from kvabr.link.quic.backend import Quic
 from kvabr.publish.encoding_threads import SHARE
 from kvabr.publish.live_publisher import LivePublisher
-from kvabr.replay.live.child import Child
-from kvabr.replay.live.lane import Conditions
-from kvabr.replay.live.shaper import Shaper
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError
 from kvabr.types.kv import KVSpec
 from kvabr.types.live import PublishedFrames
+from kvabr_lab.live.child import Child
+from kvabr_lab.live.lane import Conditions
+from kvabr_lab.live.shaper import Shaper
 
 Kind = Literal["alone", "live", "end"]
 """Nothing is published; the cache is played while it is computed; it is published at the end."""

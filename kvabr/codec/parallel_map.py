@@ -1,0 +1,46 @@
+"""Work on several things of which each takes long, two at a time.
+
+Torch splits each operation among the cores, and waits for the slowest of them before the next: with other work on one
+of the cores, mostly waits. Two threads that have half of the cores each do not wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+_AT_ONCE = 2
+"""More would take more memory."""
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def parallel_map(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+    """Yield what ``work`` returns for each item, in order; items are drawn in this thread as they are needed.
+
+    Two run at once, each with half of torch's threads, if torch has two. This thread keeps half of them, too: threads
+    that wait for its next operation spin.
+    """
+    threads = torch.get_num_threads()
+    if threads < _AT_ONCE:
+        yield from map(work, items)
+        return
+    half = threads // _AT_ONCE
+    waiting: deque[Future[_Result]] = deque()
+    pool = ThreadPoolExecutor(_AT_ONCE, "kvabr-beside", torch.set_num_threads, (half,))
+    try:
+        torch.set_num_threads(half)
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > _AT_ONCE:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)  # some libraries have one number for all threads

@@ -1,0 +1,90 @@
+"""What a profile says of its texts: parts of them are recognised, others are not, and damage is refused."""
+
+from __future__ import annotations
+
+import base64
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvabr.codec.calibration_fingerprint import MOST_MARKS, RUN, WINDOW, Seen, marks_of
+from kvabr.codec.profile import Profile
+from kvabr.types.errors import FormatError
+from tests import kvdata
+
+DICE = random.Random(5)
+TEXT = DICE.choices(range(40_000), k=5000)
+OTHER = DICE.choices(range(40_000), k=5000)
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return Seen.of({"one": "what it says", "two": "what else"}, [("one", TEXT[:1000]), ("one", TEXT[2000:3000])])
+
+
+def test_contexts_are_recognised_wherever_they_begin(seen):
+    assert seen.share(TEXT[:1000]) == 1.0
+    assert seen.share(TEXT[1000:2000]) == seen.share(OTHER) == 0.0
+    assert 0.4 < seen.share(TEXT[500:1500]) < 0.6
+    assert 0.4 < seen.share([*OTHER[:500], *TEXT[2100:2600]]) < 0.6
+
+
+def test_any_run_that_is_long_enough_leaves_a_mark(seen):
+    for start in range(2000, 2800, 37):
+        assert seen.share([*OTHER[:300], *TEXT[start : start + RUN + WINDOW - 1], *OTHER[300:600]]) > 0
+
+
+def test_short_texts(seen):
+    assert len(marks_of(TEXT[: RUN - 1])) == 0
+    assert seen.share(TEXT[: RUN - 1]) == seen.share([]) == 0.0
+    assert len(marks_of(TEXT[:RUN])) == 1
+
+
+def test_marks_are_the_same_on_every_machine():
+    assert [int(mark) for mark in marks_of(list(range(40)))] == [598692272594970376]
+
+
+def test_texts_are_listed_by_digest(seen):
+    assert [(text.name, text.contexts) for text in seen.texts] == [("one", 2), ("two", 0)]
+    assert seen.texts[0].sha256 == "dcb3f7088583e1342da701f12bd0194c90eb77889538c592d38b67c4afeeb310"
+
+
+def test_marks_are_bounded():
+    many = Seen.of({"a": "x"}, [("a", DICE.choices(range(40_000), k=1000)) for _ in range(600)])
+    assert len(many.marks) == MOST_MARKS
+    assert np.all(many.marks[1:] > many.marks[:-1])
+
+
+def test_a_profile_keeps_it(seen):
+    profile = kvdata.profile(kvdata.spec(4, 2, 32))
+    made = replace(profile, seen=seen)
+    read = Profile.from_bytes(made.to_bytes())
+    assert read.digest == made.digest != profile.digest
+    assert read.seen is not None
+    assert read.seen.to_json() == seen.to_json()
+    assert read.seen.share(TEXT[:1000]) == 1.0
+    assert Profile.from_bytes(profile.to_bytes()).seen is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"texts": 3},
+        {"texts": [["a"]]},
+        {"texts": [["a", "00", 1]]},
+        {"texts": [["a" * 100, "00" * 32, 1]]},
+        {"texts": [["a", "00" * 32, -1]]},
+        {"texts": [["a", "00" * 32, 1]] * 300},
+        {"marks": "!"},
+        {"marks": base64.b64encode(b"1234567").decode()},
+        {"marks": base64.b64encode(bytes(8 * (MOST_MARKS + 1))).decode()},
+        {"marks": 7},
+    ],
+)
+def test_damage_is_refused(seen, change):
+    with pytest.raises(FormatError, match="profile"):
+        Seen.from_json(seen.to_json() | change)
+    with pytest.raises(FormatError, match="profile"):
+        Seen.from_json([])

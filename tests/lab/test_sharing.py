@@ -1,0 +1,248 @@
+"""Plays that share a link with a queue, against arithmetic that can be done by hand."""
+
+import itertools
+import json
+import math
+from functools import partial
+
+import pytest
+
+from kvabr.abr import Ladder
+from kvabr.abr.estimators import DualEwma
+from kvabr.abr.plugins import load_policy
+from kvabr.cli.main import main
+from kvabr.data import traces_folder
+from kvabr.player.session import Session
+from kvabr.player.session_types import PlayerConfig
+from kvabr.replay.experiment import Experiment, ReplayOptions
+from kvabr.replay.link import Capacity
+from kvabr.replay.simulator import Machine
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from kvabr.types.events import ProgressMade
+from kvabr_lab.packets import PACKET, Bottleneck, Sender, Stream
+from kvabr_lab.sharing import SharedPlays, Sharing
+from tests.catalogs import catalog
+from tests.replay.worlds import world
+
+OFFER = catalog(8)
+RATE = 1e6
+
+
+def shared(policies, *, sharing=None, rtt=0.05, deadline=4.0, rate=RATE, slow_start=True, logs=None, config=None):
+    """Play the policies together over a flat link; return their records, sessions, and the link."""
+    plays = SharedPlays(
+        sharing or Sharing(queue_bytes=10**9), Capacity(world("flat", [rate])),
+        rtt_s=rtt, deadline_s=deadline, window=10 * PACKET, slow_start=slow_start,
+    )  # fmt: skip
+    machine = partial(Machine, catalog=OFFER, cost=None, decode_scale=1.0, decoders=1)
+
+    def build(policy, log, share):
+        made = load_policy(policy)()
+        return Session(Ladder(OFFER), deadline, made, share(DualEwma()), config=config or PlayerConfig(), log=log)
+
+    sessions = []
+    for policy in policies:
+        log = None
+        if logs is not None:
+            logs.append([])
+            log = logs[-1].append
+        sessions.append(plays.add(partial(build, policy, log), machine))
+    plays.run()
+    return [session.record for session in sessions], sessions, plays.link
+
+
+def size(track):
+    return OFFER.track(track).total_bytes
+
+
+@pytest.mark.parametrize("rtt", [0.0, 0.05, 0.2])
+def test_alone_a_play_takes_what_its_bytes_take(rtt):
+    (record,), _, link = shared(["fixed:Int8"], rtt=rtt, slow_start=False)
+    least = rtt + size("Int8") / RATE
+    assert least <= record.delivered_s <= 1.1 * least + 2 * rtt
+    assert link.dropped == 0
+    assert all(group.track == "Int8" for group in record.groups)
+
+
+def test_slow_start_takes_round_trips():
+    (slow,), _, _ = shared(["fixed:Int8"], rtt=0.2, rate=1e8)
+    (quick,), _, _ = shared(["fixed:Int8"], rtt=0.2, rate=1e8, slow_start=False)
+    rounds, window, left = 0, 10 * PACKET, size("Int8")
+    while left > 0:
+        rounds, left, window = rounds + 1, left - window, 2 * window
+    assert quick.delivered_s < 0.5 < slow.delivered_s
+    assert slow.delivered_s == pytest.approx(0.2 * rounds, abs=0.4)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_connections_share_a_link_alike(count):
+    records, _, _ = shared(["fixed:Int8"] * count, deadline=8.0)
+    ends = [record.delivered_s for record in records]
+    assert max(ends) >= count * size("Int8") / RATE  # no byte comes twice
+    assert max(ends) <= 1.15 * count * size("Int8") / RATE + 0.5
+    assert min(ends) > 0.8 * max(ends)
+
+
+ONE = Sharing(rivals=1, queue_bytes=10**9, one_connection=True)
+
+
+def test_on_one_connection_the_play_that_is_due_first_is_served_first():
+    """As in a client: of plays with the same deadline, the one that began first."""
+    config = PlayerConfig(first_requests=8, min_requests=8)
+    (first, last), _, _ = shared(["fixed:Int8"] * 2, sharing=ONE, deadline=8.0, config=config)
+    assert first.delivered_s < 0.75 * last.delivered_s
+    assert last.delivered_s <= 2.2 * size("Int8") / RATE + 0.5
+
+
+def test_plays_of_one_client_estimate_the_link_together():
+    rate, logs = RATE / 8, []
+    (first, last), _, _ = shared(["fixed:FP16"] * 2, sharing=ONE, deadline=32.0, rate=rate, logs=logs)
+    told = [[(event.t, event.rate) for event in log if isinstance(event, ProgressMade) and event.rate] for log in logs]
+    seen = [rate for log in told for t, rate in log if 2.0 < t < min(first.delivered_s, last.delivered_s)]
+    # Half of the link, or all of it while the other play gets nothing; never what this one happens to get.
+    assert len(seen) > 30
+    assert all(rate / 2 == pytest.approx(part, rel=0.15) or rate == pytest.approx(part, rel=0.15) for part in seen)
+
+
+def test_a_play_that_waits_for_its_turn_does_not_take_that_for_an_outage():
+    (_, last), _, _ = shared(["fixed:Int8"] * 2, sharing=ONE, deadline=8.0)
+    alone = shared(["fixed:Int8"], deadline=8.0)[0][0]
+    assert last.abandoned == 0
+    assert last.bytes_fetched == alone.bytes_fetched
+
+
+def test_on_one_connection_upgrades_come_by_what_they_save_in_all_plays():
+    """Plays with the same deadline end alike, and no last layer of one comes before the first of another."""
+    offer = catalog(48, layered=True)
+    link = world("steady", [offer.track("base").total_bytes + 1.5 * offer.track("layer-1").total_bytes])
+    options = ReplayOptions(4.0, 0.2, sharing=Sharing(3, one_connection=True))
+    run = Experiment(offer, options).play(link, 0.0, "anytime").run
+    losses = [run["loss"], *(rival["loss"] for rival in run["sharing"]["rivals"])]
+    assert run["met"]
+    assert all(rival["met"] for rival in run["sharing"]["rivals"])
+    assert max(losses) < 1.5 * min(losses)
+
+
+def test_what_a_short_queue_drops_is_sent_again():
+    records, _, link = shared(["fixed:FP16"] * 2, sharing=Sharing(queue_bytes=8 * PACKET), deadline=8.0)
+    assert link.dropped > 0
+    assert link.most_queued <= 8 * PACKET
+    for record in records:
+        assert record.delivered_s is not None
+        assert record.bytes_fetched == size("FP16")
+    assert max(record.delivered_s for record in records) >= 2 * size("FP16") / RATE
+
+
+def test_what_comes_for_cancelled_requests_is_counted():
+    link = world("falls", [1e6] * 2 + [1e5] * 200)
+    rtt_s = 0.2
+    experiment = Experiment(catalog(8, layered=True), ReplayOptions(2.0, rtt_s, sharing=Sharing()))
+    played = experiment.play(link, 0.0, "mpc")
+    assert played.run["abandoned"]
+    ghost = played.run["bytes_wasted"] - played.record.bytes_wasted
+    assert ghost == played.run["bytes_fetched"] - played.record.bytes_fetched
+    assert 0 < ghost < 1e6 * rtt_s + 64 * PACKET
+
+
+def late_by(sharing):
+    """Return the longest time to a first byte of a play beside one that fills the queue."""
+    records, _, link = shared(["anytime", "fixed:FP16"], sharing=sharing, rtt=0.02, deadline=8.0)
+    waits = [group.first_byte_s - group.requested_s for group in records[0].groups]
+    return max(waits), link
+
+
+def test_a_long_queue_delays_every_request_and_codel_keeps_it_short():
+    bloated, drop_tail = late_by(Sharing(queue_bytes=500_000))
+    controlled, codel = late_by(Sharing(queue_bytes=500_000, codel=True))
+    assert bloated > 0.2
+    assert controlled < 0.6 * bloated
+    assert codel.most_queued <= drop_tail.most_queued
+    assert codel.dropped > 0
+
+
+class Endless(Stream):
+    """More bytes than the link carries."""
+
+    def __init__(self):
+        super().__init__(10**9)
+
+    def place(self):
+        return 0
+
+    def receive(self, size, now):
+        pass
+
+
+def test_codel_drops_ever_more_often_until_the_delay_is_acceptable():
+    """The control law of RFC 8289: intervals of 100 ms over the root of the drops so far."""
+    link = Bottleneck(Capacity(world("flat", [RATE])), 0.01, 10**9, PACKET, codel=True)
+    sender = Sender(link, 5e6)  # far more than the link takes in the time
+    sender.open(Endless(), 0.0)
+    drops, dropped = [], 0
+    while (now := link.next_s()) < 2.0:
+        link.run(now)
+        if link.dropped > dropped:
+            drops.append(now)
+        dropped = link.dropped
+    gaps = [after - before for before, after in itertools.pairwise(drops)]
+    assert len(gaps) > 20
+    for count, gap in enumerate(gaps, start=1):
+        assert gap == pytest.approx(0.1 / math.sqrt(count), abs=3 * PACKET / RATE)
+
+
+def test_the_same_plays_have_the_same_outcome():
+    one, two = (shared(["anytime"] * 3, sharing=Sharing(codel=True))[0] for _ in range(2))
+    assert [record.delivered_s for record in one] == [record.delivered_s for record in two]
+    assert [record.steps for record in one] == [record.steps for record in two]
+
+
+@pytest.mark.parametrize("engine", [None, "hole", "suffix"])
+@pytest.mark.parametrize("rivals", [0, 3])
+def test_an_experiment_shares_its_link(rivals, engine):
+    cost = None if engine is None else PrefillCost(0.001, 1 / 800)
+    alone = ReplayOptions(2.0, 0.05, 0.5, cost, engine or "hole")
+    link = world("walk", [1e6, 3e5, 2e6, 5e5] * 20)
+    for policy in ("anytime", "cheapfirst"):
+        found = Experiment(
+            catalog(8, layered=True), ReplayOptions(2.0, 0.05, 0.5, cost, engine or "hole", sharing=Sharing(rivals))
+        ).play(link, 0.5, policy, log=True)
+        run = found.run
+        assert len(run["sharing"]["rivals"]) == rivals
+        for rival in run["sharing"]["rivals"]:
+            assert rival["objective"] >= rival["loss"] + 1e-3 * rival["ttft_s"] - 1e-6
+            assert rival["met"] == (rival["ttft_s"] <= 2.0)
+        assert found.log[-1].name == "deliver"
+        if run["feasible"]:
+            assert run["regret"] >= -1e-6
+        if rivals:
+            by_itself = Experiment(catalog(8, layered=True), alone).play(link, 0.5, policy).run
+            assert run["objective"] >= by_itself["objective"] - 1e-3
+
+
+@pytest.mark.parametrize("policy", ["anytime", "fixed:base"])
+def test_no_play_beats_the_bound_by_when_its_bytes_are_carried(policy):
+    """All that the link ever carries comes between half a round trip and one after the request."""
+    link = world("early", [1e7] * 4 + [1e3] * 400, 0.05)
+    options = ReplayOptions(2.0, 0.2, slow_start=False, sharing=Sharing(queue_bytes=10**8))
+    run = Experiment(catalog(8, layered=True), options).play(link, 0.0, policy).run
+    assert not run["feasible"]
+    assert not run["met"]
+
+
+@pytest.mark.parametrize("options", [{"rivals": -1}, {"rivals": 1000}, {"queue_bytes": 0}, {"queue_bytes": 1000}])
+def test_sharing_that_makes_no_sense_is_refused(options):
+    with pytest.raises(UsageError):
+        Sharing(**options)
+
+
+def test_the_command_shares_links(tmp_path, capsys):
+    result = tmp_path / "r.json"
+    trace = str(traces_folder() / "lte.csv")
+    assert main(["replay", trace, "--rivals", "1", "--codel", "--load", "0.3", "--json", str(result)]) == 0
+    report = json.loads(result.read_text())
+    assert report["options"]["sharing"] == {"rivals": 1, "queue_bytes": None, "codel": True, "one_connection": False}
+    assert report["options"]["patience"] == 10.0
+    assert all(len(run["sharing"]["rivals"]) == 1 for run in report["runs"])
+    assert main(["replay", "--queue", "0.1"]) == 2
+    assert "at least one packet" in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""`kvabr replay --live`: play real bytes through a shaped link."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from kvabr.cli.interrupt import run_async
+from kvabr.replay.run import Matrix, Report
+from kvabr.store.asset import Asset
+from kvabr.types.errors import UsageError
+
+_ALONE = "has the link to itself"
+_SIMULATED = {
+    "rivals": _ALONE,
+    "one_connection": _ALONE,
+    "codel": _ALONE,
+    "question": "has no engine that would compute it",
+    "producer": "is of what is published",
+}
+"""Options for simulations alone, and why."""
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise UsageError for options that a real play cannot have."""
+    if args.passages is not None:
+        raise UsageError("--passages is for simulations: a real play has an asset's groups")
+    if args.asset is None or Path(args.asset).is_file():
+        raise UsageError("--live plays real bytes: `kvabr encode` makes an asset, --asset names its folder")
+    for name, why in _SIMULATED.items():
+        if getattr(args, name):
+            raise UsageError(f"--{name.replace('_', '-')} is for simulations: a real play {why}")
+    if args.decode_scale != 1.0:
+        raise UsageError("--decode-scale is for simulations: with --live the groups are really decoded")
+    if args.decoders != 1:
+        raise UsageError("--decoders is for simulations: a real play decodes in the client's threads")
+
+
+def run(
+    args: argparse.Namespace,
+    matrix: Matrix,
+    asset: Asset,
+    queue_bytes: int | None,
+    on_progress: Callable[[int], None],
+) -> Report:
+    """Play the matrix, really and in simulation."""
+    from kvabr_lab.live.experiment import LiveOptions
+    from kvabr_lab.live.run import replay_live
+
+    options = LiveOptions(
+        quic=args.quic or "aioquic",
+        loss=(args.loss or 0.0) / 100.0,
+        queue_bytes=queue_bytes,
+        cold=args.cold,
+        warm=args.no_slow_start,
+        seed=args.seed,
+    )
+    return run_async(replay_live(matrix, asset, options, on_progress=on_progress))

@@ -1,0 +1,93 @@
+"""The origin of a live replay: the server of `kvabr serve` in a process of its own, for one asset.
+
+It has a development certificate made for this run; the player knows its fingerprint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from multiprocessing.connection import Connection
+
+from kvabr.link.quic.backend import Quic
+from kvabr.types.arguments import checked
+from kvabr.types.errors import KvabrError
+from kvabr_lab.live.child import Child, Usage
+
+
+class LiveOrigin(Child):
+    """Runs the origin's process. A context manager: leaving it ends the process."""
+
+    @checked
+    def __init__(self, asset: str | os.PathLike[str], backend: Quic, *, follow: bool = False) -> None:
+        """Serve an asset on a free port of the loopback interface.
+
+        Args:
+            asset: its location, a path or URL; or a folder of assets.
+            backend: the QUIC library, as for `kvabr serve --quic`.
+            follow: whether to notice what comes into that folder.
+
+        Raises:
+            TransportError: the server cannot start; the message says why.
+        """
+        super().__init__("origin", _main, os.fspath(asset), backend, follow)
+        self.address: tuple[str, int]
+        self.fingerprint: str
+        self.address, self.fingerprint = self.greeting
+
+    def usage(self) -> Usage:
+        """Return the processor time of the process so far.
+
+        Raises:
+            TransportError: the process has died.
+        """
+        answer: Usage = self.ask("usage")
+        return answer
+
+
+def _main(pipe: Connection, asset: str, backend: Quic, follow: bool) -> None:  # of a process
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            asyncio.run(_serve(pipe, asset, backend, follow=follow))
+        except (KvabrError, OSError, ImportError) as error:
+            pipe.send(str(error) or repr(error))
+
+
+async def _serve(pipe: Connection, asset: str, backend: Quic, *, follow: bool) -> None:
+    import structlog  # noqa: PLC0415  # all of these are of no use to the parent
+
+    from kvabr.server import certificates  # noqa: PLC0415
+    from kvabr.server.limits import ServerLimits  # noqa: PLC0415
+    from kvabr.server.metrics import Metrics  # noqa: PLC0415
+    from kvabr.server.published_assets import PublishedAssets  # noqa: PLC0415
+    from kvabr.server.server import Server, Watcher  # noqa: PLC0415
+
+    log = structlog.wrap_logger(
+        structlog.PrintLogger(sys.stderr), wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING)
+    )
+    library, metrics = PublishedAssets(asset, None, log), Metrics()
+    with certificates.development() as tls:
+        server = Server(library, "127.0.0.1", 0, tls, ServerLimits(), log, metrics, quic=backend)
+        watcher = Watcher(library, log, metrics) if follow else contextlib.nullcontext()
+        async with watcher, server:
+            pipe.send((server.address, certificates.check(tls).fingerprint))
+            await _answer_until_the_end(pipe)
+
+
+async def _answer_until_the_end(pipe: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+
+    def ready() -> None:
+        try:
+            pipe.recv()
+            pipe.send(Usage.now())
+        except (EOFError, OSError):
+            loop.remove_reader(pipe.fileno())
+            over.set_result(None)
+
+    loop.add_reader(pipe.fileno(), ready)
+    await over

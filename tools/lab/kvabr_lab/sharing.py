@@ -1,0 +1,306 @@
+"""Several plays over one link with a queue, packet by packet: what sharing and long queues cost.
+
+In `Simulator` a play has the link to itself, and its bytes come as the trace carries them. Here they come as senders,
+which do not know the trace, get them through the queue of a bottleneck:
+
+- Each play is of another prompt. The plays are of a client each, or all of one: then they share a connection, their
+  estimates of the link, and the order of their requests, by the same code as the plays of a `kvabr.Client`.
+- Senders, queue and packets are those of `kvabr_lab.packets`. A connection's window begins with ten packets and the
+  bytes of the lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvabr.abr.estimator import Estimator
+from kvabr.client.scheduling import EdfScheduler, wire_priority
+from kvabr.client.shared_bandwidth import SharedLink
+from kvabr.client.shared_transfers import TURN_S
+from kvabr.player.session import Session
+from kvabr.player.session_types import Action, Cancel, Decode, FetchGroup, Recompute
+from kvabr.replay.link import FIRST_BYTE_S, Capacity
+from kvabr.replay.simulator import EPSILON, Machine
+from kvabr.types.errors import UsageError
+from kvabr_lab.packets import PACKET, Bottleneck, Sender, Stream, packet_bytes, queue_bytes
+
+_MOST_RIVALS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How plays share a link."""
+
+    rivals: int = 0
+    """Plays of the same policy that begin at the same time as the one that is reported."""
+    queue_bytes: int | None = None
+    """Size of the queue; None: a round trip of the trace at its best, at least 64 packets."""
+    codel: bool = False
+    """Whether packets that have waited too long are dropped; if not, only those that do not fit."""
+    one_connection: bool = False
+    """Whether all plays are of one client, and share its connection."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rivals <= _MOST_RIVALS:
+            raise UsageError(f"{self.rivals} rivals; give 0 to {_MOST_RIVALS} plays that share the link")
+        if self.queue_bytes is not None and self.queue_bytes < PACKET:
+            raise UsageError(f"a queue of {self.queue_bytes} bytes; at least one packet of {PACKET} must fit")
+
+    def plays(self, capacity: Capacity, **how: Any) -> SharedPlays:
+        """Return the plays, none yet; see `SharedPlays`."""
+        return SharedPlays(self, capacity, **how)
+
+
+class _Answer(Stream):
+    """The answer to one request of a play."""
+
+    def __init__(self, request: FetchGroup, player: Player) -> None:
+        super().__init__(request.bytes)
+        self.request, self.received = request, 0
+        self.heard_s = 0.0
+        """When bytes came last."""
+        self.seen = False
+        """Whether the session knows of its first byte."""
+        self._player = player
+
+    def place(self) -> int:
+        """See `Stream.place`."""
+        return self._player.place(self.request.priority)
+
+    def receive(self, size: int, now: float) -> None:
+        """See `Stream.receive`."""
+        self._player.receive(self, size, now)
+
+    def cancel(self, now: float) -> None:  # noqa: ARG002  # an event of the link
+        """Let the sender know that it is not wanted any more."""
+        self.cancelled = True
+
+
+class SharedClient:
+    """What the plays of one client share besides the connection; see `kvabr.client.runner` for the order."""
+
+    def __init__(self, link: Bottleneck, sender: Sender) -> None:
+        """Begin without plays."""
+        self.bandwidth = SharedLink(clock=lambda: link.now)
+        self._link, self._sender = link, sender
+        self._schedule: EdfScheduler[Player] = EdfScheduler()
+        self._tardy: set[Player] = set()
+        """Plays whose deadline has passed."""
+        self._heard_s: dict[int, float] = {}
+        """When bytes of each place came last."""
+
+    def enter(self, player: Player, due_s: float) -> None:
+        """Take a play, which is due at ``due_s``; once it is late, others go before it."""
+        self._schedule.add(player, due_s)
+        self._link.at(due_s, partial(self._late, player))
+
+    def leave(self, player: Player) -> None:
+        """Forget a play that has ended."""
+        self._schedule.remove(player)
+        self._reorder()
+
+    def place(self, player: Player, priority: int) -> int:
+        """Return the place of a request among those of all plays, from its priority among those of its own."""
+        if len(self._schedule) < 2 or player.session.over:
+            return priority
+        return wire_priority(self._schedule.level(player), priority, late=player in self._tardy)
+
+    def heard(self, stream: _Answer, size: int, now: float) -> None:
+        """Note that bytes came."""
+        self.bandwidth.received(size)
+        self._heard_s[stream.place()] = now
+
+    def waits_its_turn(self, stream: _Answer) -> bool:
+        """Return whether nothing comes of a stream because something does that is at least as urgent."""
+        since_s = max(stream.heard_s, self._link.now - TURN_S)
+        place = stream.place()
+        return any(other <= place and at_s > since_s for other, at_s in self._heard_s.items())
+
+    def _late(self, player: Player, now: float) -> None:
+        if not player.session.over:
+            self._tardy.add(player)
+            self._schedule.remove(player)
+            self._schedule.add(player, 2 * now)
+            self._reorder()
+
+    def _reorder(self) -> None:
+        self._link.at(self._link.now + self._link.rtt_s, self._sender.reorder)
+
+
+class Player:
+    """One of the plays: its session, its decoders and engine, and its requests."""
+
+    def __init__(
+        self, session: Session, machine: Machine, link: Bottleneck, sender: Sender, client: SharedClient | None
+    ) -> None:
+        """Prepare a play; nothing happens before `start`.
+
+        Args:
+            session: a fresh session.
+            machine: its decoders and engine.
+            link: the link.
+            sender: the publisher's end of its connection.
+            client: what it shares with the other plays; None for a client of its own.
+        """
+        self.session, self._machine, self._link, self._sender, self._client = session, machine, link, sender, client
+        self._streams: dict[int, _Answer] = {}
+        self._fresh: list[_Answer] = []
+        """Streams whose first or last bytes the session does not know of."""
+        self.ghost_bytes = 0
+        """Bytes that came for cancelled requests."""
+
+    def start(self) -> None:
+        """Begin the play."""
+        self.session.start(0.0)
+        self._obey(self.session.actions(), 0.0)
+
+    def next_s(self) -> float:
+        """Return when the session has to be told something that does not come over the link."""
+        timer = self.session.next_timer()
+        return self._machine.next_s() if timer is None else min(timer, self._machine.next_s())
+
+    def place(self, priority: int) -> int:
+        """Return the place of a request among all that the connection has."""
+        return priority if self._client is None else self._client.place(self, priority)
+
+    def receive(self, stream: _Answer, size: int, now: float) -> None:
+        """Handle bytes of a stream."""
+        if stream.request.request not in self._streams:
+            self.ghost_bytes += size
+            return
+        stream.received += size
+        stream.heard_s = now
+        if self._client is not None:
+            self._client.heard(stream, size, now)
+        if not stream.seen or stream.received >= stream.size:
+            self._fresh.append(stream)
+
+    def tell(self, now: float) -> None:
+        """Report to the session what has happened by ``now``, and do what it asks for."""
+        session = self.session
+        timer = session.next_timer()
+        due = timer is not None and timer <= now + EPSILON
+        if not (due or self._fresh or self._machine.next_s() <= now + EPSILON):
+            return
+        self._tell_streams(now, due=due)
+        self._machine.tell(now)
+        if due:
+            session.timer(now)
+        self._obey(session.actions(), now)
+
+    def _tell_streams(self, now: float, *, due: bool) -> None:
+        session = self.session
+        fresh, self._fresh = self._fresh, []
+        for stream in fresh:
+            if not stream.seen:
+                stream.seen = True
+                session.first_byte(stream.request.request, now)
+            if stream.received >= stream.size and self._streams.pop(stream.request.request, None) is not None:
+                session.done(stream.request.request, now)
+        streams = self._streams.values() if due else ()
+        for stream in streams:
+            if stream.received:
+                session.progress(stream.request.request, stream.received, now)
+        if streams and self._client is not None and all(map(self._client.waits_its_turn, streams)):
+            session.waited(now)
+
+    def _obey(self, actions: Iterable[Action], now: float) -> None:
+        rtt_s = self._link.rtt_s
+        for action in actions:
+            if isinstance(action, FetchGroup):
+                stream = self._streams[action.request] = _Answer(action, self)
+                self._link.at(now + rtt_s + FIRST_BYTE_S, partial(self._sender.open, stream))
+            elif isinstance(action, Decode | Recompute):
+                self._machine.begin(action, now)
+            elif isinstance(action, Cancel) and (cut := self._streams.pop(action.request, None)) is not None:
+                self._link.at(now + rtt_s, cut.cancel)
+
+
+class SharedPlays:
+    """Plays that begin together and share a link."""
+
+    def __init__(
+        self,
+        sharing: Sharing,
+        capacity: Capacity,
+        *,
+        rtt_s: float,
+        deadline_s: float,
+        window: float,
+        lookup_bytes: int = 0,
+        slow_start: bool = True,
+    ) -> None:
+        """Begin without plays.
+
+        Args:
+            sharing: how they share the link.
+            capacity: what it carries, without slow start.
+            rtt_s: round trip without the queue, seconds.
+            deadline_s: the plays' deadline, seconds.
+            window: bytes that a connection may have in flight at first.
+            lookup_bytes: bytes of each play's catalog, which have opened the window of its connection.
+            slow_start: False for connections whose windows fill the link already.
+        """
+        usual = queue_bytes(capacity, rtt_s, deadline_s)
+        packet = packet_bytes(capacity, deadline_s)
+        self.link = Bottleneck(capacity, rtt_s, sharing.queue_bytes or usual, packet, codel=sharing.codel)
+        self.players: list[Player] = []
+        """The plays, in the order in which they were added."""
+        self._window, self._grown = window if slow_start else max(window, float(usual)), not slow_start
+        self._deadline_s, self._lookup_bytes = deadline_s, lookup_bytes
+        self._left: dict[Player, ExitStack] = {}
+        self._shared: tuple[Sender, SharedClient] | None = None
+        if sharing.one_connection:
+            sender = self._sender(sharing.rivals + 1)
+            self._shared = sender, SharedClient(self.link, sender)
+
+    def _sender(self, plays: int) -> Sender:
+        return Sender(self.link, self._window + plays * self._lookup_bytes, grown=self._grown)
+
+    def add(
+        self,
+        build: Callable[[Callable[[Estimator], Estimator]], Session],
+        machine: Callable[[Session], Machine],
+    ) -> Session:
+        """Add a play, and return its session.
+
+        Args:
+            build: returns a fresh session; is given a function that makes of an estimator of the link one of the play's
+                share.
+            machine: returns the decoders and the engine for a session.
+        """
+        left = ExitStack()
+        sender, client = self._shared or (self._sender(1), None)
+
+        def share(estimator: Estimator) -> Estimator:
+            return estimator if client is None else left.enter_context(client.bandwidth.joined(estimator))
+
+        session = build(share)
+        player = Player(session, machine(session), self.link, sender, client)
+        if client is not None:
+            client.enter(player, self._deadline_s)
+            left.callback(client.leave, player)
+        self._left[player] = left
+        self.players.append(player)
+        return session
+
+    def run(self) -> None:
+        """Play until all plays are over; raise `PolicyError` from the sessions' policy."""
+        link = self.link
+        for player in self.players:
+            player.start()
+        going = self.players
+        while going:
+            for player in going:
+                if player.session.over:
+                    self._left.pop(player).close()
+            if not (going := [player for player in going if not player.session.over]):
+                return
+            then = min(link.next_s(), *(player.next_s() for player in going))
+            link.run(then)
+            for player in going:
+                player.tell(then)
