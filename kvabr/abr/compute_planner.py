@@ -32,6 +32,7 @@ from kvabr.abr.policy import Decision
 from kvabr.abr.tail import LOADS
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED
+from kvabr.types.cost import PrefillCost
 from kvabr.types.loss import INHERITED
 
 if TYPE_CHECKING:
@@ -102,6 +103,17 @@ class _Ways(NamedTuple):
     """Seconds until the engine is done, by stop."""
     network_s: Array
     """The same of the network, at the last of the rates."""
+
+
+def computed_before_a_lookup(cost: PrefillCost, tokens: int, ttfb_s: float) -> bool:
+    """Return whether an engine has computed a whole prompt before a lookup usually brings anything.
+
+    Args:
+        cost: of the engine's prefill.
+        tokens: length of the prompt.
+        ttfb_s: seconds from a request to its first byte, by earlier plays; 0.0: nothing is known of the peer.
+    """
+    return cost.seconds(0, tokens) <= (ttfb_s or _UNKNOWN_WAIT_S)
 
 
 class ComputePlanner:

@@ -270,6 +270,8 @@ class AsyncClient:
 
         async with self._play(deadline, options, peer, computing, cost, tokens) as play:
             clock = play.clock
+            if prompt is None and play.computes_at_once():
+                return play.over(await play.compute())
             spec, prepared, limit = None, None, None
             try:
                 lookup_s = lookup_time(clock, cost, len(tokens))

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch
 
+from kvabr.abr.compute_planner import computed_before_a_lookup
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_policy, shipped
@@ -162,6 +163,13 @@ class Play:
     def over(self, played: R) -> R:
         """Note what came of the play, and return it."""
         return self.turn.over(played)
+
+    def computes_at_once(self) -> bool:
+        """Return whether the engine is done before a lookup usually brings anything, so that nobody waits for one."""
+        if self.engine is None or self.cost is None or not math.isfinite(self.options.gpu_price):
+            return False
+        link = KnownLink.of_all(self.history.link(source.peer) for source in self.connection.shared)
+        return computed_before_a_lookup(self.cost, len(self.tokens), link.ttfb_s)
 
     async def prepare(self, found: Found, skip: int = 0, *, behind: int | None = None, block: int = 1) -> Prepared:
         """Fetch the codec profile if that pays and time allows, and leave out what cannot be decoded without it.
