@@ -52,6 +52,8 @@ _CALL = 5.0
 """Length of a call at least, as a multiple of its constant part."""
 _LEAST_CALL_S = 0.02
 """Seconds of a call at least while the rate is not known well."""
+_SPLIT = 0.02
+"""Constant part of a call, as a share of it, with which it is cut in two for no other reason."""
 _CALL_SHARE = 0.1
 """Length of a call at most, as a share of the deadline, if it need not be longer."""
 _UNKNOWN_WAIT_S = 0.04
@@ -278,18 +280,19 @@ class ComputePlanner:
         self._slow, self._growing = view.rate < _SLOW_SHARE * self._best_rate, self._grows(view)
         if self._slow and view.rate > 0:  # perhaps for a moment
             return [view.rate, _RECOVERY * self._best_rate], None
+        round_s = view.ttfb_s or _UNKNOWN_WAIT_S
         if view.rate > 0 and not self._growing:
-            return [view.rate], None
+            begins = view.now < _RAMP_ROUNDS * round_s  # at the rate that earlier plays told
+            return [view.rate], (_WINDOW / round_s, round_s) if begins else None
         # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
         left_s = max(view.time_left, _SAME_TIME * view.deadline_s)
-        round_s = view.ttfb_s or _UNKNOWN_WAIT_S
         rates = [max(_GROWTH * view.rate, load * view.catalog.fp16_bytes / left_s) for load in LOADS]
         return rates, (max(view.rate, _WINDOW / round_s), round_s)
 
     def _grows(self, view: View) -> bool:
         """Return whether the link may be in slow start: its rate was clearly lower a round trip ago, or not known."""
-        if view.rate > 0:
-            self._rates.append((view.now, view.rate))
+        if view.rate > 0:  # what is known at once is known from earlier plays
+            self._rates.append((view.now if self._rates or view.now > 0 else -math.inf, view.rate))
         before_s = view.now - _RAMP_ROUNDS * view.ttfb_s
         while len(self._rates) > 1 and self._rates[1][0] <= before_s:
             self._rates.popleft()
@@ -403,8 +406,11 @@ class ComputePlanner:
         if self._call_to is not None:
             last = self._call_to
         else:
-            whole_s = self._call_s(view, first, stop)
-            wanted_s = max(_CALL * self._constant_s(view, first), min(whole_s / 2, _CALL_SHARE * view.deadline_s))
+            constant_s, whole_s = self._constant_s(view, first), self._call_s(view, first, stop)
+            most_s = _CALL_SHARE * view.deadline_s
+            if constant_s < _SPLIT * whole_s:  # to go on in a second call costs next to nothing
+                most_s = min(most_s, whole_s / 2)
+            wanted_s = max(_CALL * constant_s, most_s)
             if whole_s > wanted_s:
                 last = self._within(view, first, stop, wanted_s)
                 if self._call_s(view, last, stop) <= wanted_s / 2:
