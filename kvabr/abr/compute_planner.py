@@ -52,6 +52,8 @@ _CALL = 5.0
 """Length of a call at least, as a multiple of its constant part."""
 _LEAST_CALL_S = 0.02
 """Seconds of a call at least while the rate is not known well."""
+_HOPED = 3.0
+"""Multiple of the rate at which the engine must compute something as well, so that one call does it all."""
 _SPLIT = 0.02
 """Constant part of a call, as a share of it, with which it is cut in two for no other reason."""
 _CALL_SHARE = 0.1
@@ -411,6 +413,10 @@ class ComputePlanner:
             if constant_s < _SPLIT * whole_s:  # to go on in a second call costs next to nothing
                 most_s = min(most_s, whole_s / 2)
             wanted_s = max(_CALL * constant_s, most_s)
+            if whole_s > wanted_s and constant_s > 0:  # what is computed on a much faster link, too, is one call
+                hoped = self._ways(view, first, [_HOPED * view.rate], None)
+                surely = min(stop, int(hoped.stops[hoped.costs[0].argmin()]))
+                wanted_s = max(wanted_s, self._call_s(view, first, max(first, surely)))
             if whole_s > wanted_s:
                 last = self._within(view, first, stop, wanted_s)
                 if self._call_s(view, last, stop) <= wanted_s / 2:
