@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvabr.abr.policy import Decision
-from kvabr.abr.tail import LOADS
+from kvabr.abr.tail import LOADS, SPARE
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
@@ -272,7 +272,11 @@ class ComputePlanner:
             else:
                 self._call_to = self._first_call(view, way, least, float(waiting.mean()))
         self._network_s = float(way.network_s[best])
-        self._why = f"takes {float(way.engine_s[best]):.3g} s beside {self._network_s:.3g} s of the network"
+        play, compute = (-1, 0) if self._suffix else (0, -1)
+        self._why = (
+            f"takes {float(way.engine_s[best]):.2g} s beside {self._network_s:.2g} s of the network; to play all would "
+            f"take {float(way.network_s[play]):.2g} s, to compute all {float(way.engine_s[compute]):.2g} s"
+        )
         return way.start, int(way.stops[best])
 
     def _rates_of(self, view: View) -> tuple[list[float], tuple[float, float] | None]:
@@ -288,7 +292,8 @@ class ComputePlanner:
             return [view.rate], (_WINDOW / round_s, round_s) if begins else None
         # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
         left_s = max(view.time_left, _SAME_TIME * view.deadline_s)
-        rates = [max(_GROWTH * view.rate, load * view.catalog.fp16_bytes / left_s) for load in LOADS]
+        least = max(_GROWTH * view.rate, SPARE * view.ladder.tracks[0].total_bytes / left_s)
+        rates = [max(least, load * view.catalog.fp16_bytes / left_s) for load in LOADS]
         return rates, (max(view.rate, _WINDOW / round_s), round_s)
 
     def _grows(self, view: View) -> bool:
@@ -394,7 +399,7 @@ class ComputePlanner:
             return None  # the player has left it to the engine already
         if (last := self._last(view, first, stop)) is None:
             return None
-        return Decision.recompute(first, f"computing up to group {stop - 1} {self._why}", last=last)
+        return Decision.recompute(first, f"to compute up to group {stop - 1} {self._why}", last=last)
 
     @staticmethod
     def _unsettled_before(view: View, group: int) -> bool:
@@ -453,7 +458,7 @@ class ComputePlanner:
             return None
         if view.rate > 0 and rest_s > view.time_left + _LATE * view.deadline_s:
             return None  # it could not be shortened any more, and the link may recover
-        return Decision.recompute(cut, f"computing what is behind group {cut} {self._why}")
+        return Decision.recompute(cut, f"to compute from group {cut} on {self._why}")
 
     # ---------------------------------------------------------- what is in place
 

@@ -25,7 +25,7 @@ MOST_TAIL = 512
 MAX_TAIL = 1 << 20
 """Tokens of a tail or a question that make any sense."""
 _MOST_OFFERS = 8
-_LEAST_S, _SPARE = 1e-3, 1.25
+_LEAST_S, SPARE = 1e-3, 1.25
 _BLIND_SHARE = 0.02
 """Share of the time left that a tail may take while no rate is known: all of it may come in a moment."""
 LOADS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -162,7 +162,7 @@ def tail_costs(
     rates = [rate]
     if rate <= 0:  # as long as nothing is known, the link is trusted to carry the base in time
         base = min(track.total_bytes for track in whole.tracks if track.refines is None)
-        rates = [max(load * whole.fp16_bytes, _SPARE * base) / left_s for load in LOADS]
+        rates = [max(load * whole.fp16_bytes, SPARE * base) / left_s for load in LOADS]
     costs = []
     for offer in offers:
         ways = (

@@ -118,11 +118,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         "the least of a call",
     )
     how.add_argument("--no-recompute", action="store_true", help="there is no engine: every group must be fetched")
-    mode = "suffix: all behind the first miss, as vLLM; hole: any missing group (default: hole)"
+    mode = "what it can compute; suffix: all behind the first miss; prefix: the same, by itself, as vLLM; hole: any missing "
+    mode += "group (default: hole)"
     add_old_name(
         engine,
         "--engine-mode",
-        engine.add_argument("--recompute-mode", choices=("suffix", "hole"), default="hole", help=mode),
+        engine.add_argument("--recompute-mode", choices=("suffix", "prefix", "hole"), default="hole", help=mode),
     )
     add_gpu_price_option(engine)
     engine.add_argument(
@@ -317,7 +318,8 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         rtt_s=None if args.rtt is None else args.rtt / 1000.0,
         scale_to_mean=args.load,
         cost=cost,
-        mode=args.recompute_mode,
+        mode="suffix" if args.recompute_mode == "prefix" else args.recompute_mode,
+        prefix=args.recompute_mode == "prefix" and cost is not None,
         decode_scale=args.decode_scale,
         decoders=args.decoders,
         slow_start=not args.no_slow_start,

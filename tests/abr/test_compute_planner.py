@@ -154,3 +154,69 @@ def test_a_group_that_could_not_be_decoded_is_computed_after_all():
     decision = planner.next(view)
     assert decision.kind == "recompute"
     assert decision.group <= 3 < planner.reserved.stop
+
+
+GPU = PrefillCost(20e-3, 1e-6)
+"""An engine that computes any prompt here in the time of a lookup."""
+
+
+def simulated(cost, *, rate=1e6, deadline=4.0, rtt=0.02, load=None, groups=32, **options):
+    experiment = Experiment(catalog(groups, layered=True), ReplayOptions(deadline, rtt, load, cost, **options))
+    link = world("steady", [rate])
+    capacity, rtt_s, bound = experiment.prepare(link, 0.0)
+    return experiment.play_on(link, 0.0, "anytime", capacity, rtt_s, bound, log=False).run
+
+
+@pytest.mark.parametrize(("mode", "prefix"), [("hole", False), ("suffix", False), ("suffix", True)])
+@pytest.mark.parametrize("load", [0.03, 1.0, 30.0])
+def test_what_is_sooner_computed_than_anything_comes_is_computed_at_once(mode, prefix, load):
+    run = simulated(GPU, mode=mode, prefix=prefix, load=load)
+    assert run["track_tokens"] == {"recomputed": 32 * 128}
+    assert run["ttft_s"] == pytest.approx(GPU.seconds(0, 32 * 128))
+    assert run["loss"] == 0.0
+
+
+def test_a_slow_engine_waits_for_the_rate():
+    """What it began could not be taken back, and the play would wait for it."""
+    slow = PrefillCost.from_rate(300.0)
+    run, alone = simulated(slow, load=30.0), simulated(None, load=30.0)
+    assert run["recompute_s"] == 0.0
+    assert run["ttft_s"] <= 1.05 * alone["ttft_s"]
+
+
+@pytest.mark.parametrize("load", [0.1, 1.0, 10.0])
+def test_a_slow_engine_makes_no_play_miss_a_deadline_that_the_network_meets(load):
+    with_engine = simulated(PrefillCost.from_rate(300.0), deadline=1.0, rtt=0.1, load=load)
+    assert simulated(None, deadline=1.0, rtt=0.1, load=load)["met"]
+    assert with_engine["met"]
+
+
+def test_one_call_computes_what_a_second_would_pay_the_constant_for_again():
+    cost = PrefillCost(0.1, 0.1 / 4096)
+    run = simulated(cost, rate=1.0)  # next to nothing comes
+    assert run["ttft_s"] == pytest.approx(cost.seconds(0, 4096))
+
+
+@pytest.mark.parametrize("mode", ["hole", "suffix", "prefix"])
+@pytest.mark.parametrize("rate", [3000, 30_000, 300_000])
+@pytest.mark.parametrize("load", [0.1, 1.0])
+def test_an_engine_makes_no_play_worse(mode, rate, load):
+    """On the slower ones, what is computed behind groups whose upgrade is in flight would inherit their errors."""
+    cost, groups = PrefillCost.from_rate(float(rate)), 32
+    how = {"mode": "hole" if mode == "hole" else "suffix", "prefix": mode == "prefix"}
+    run = simulated(cost, rtt=0.1, load=load, groups=groups, **how)
+    alone = simulated(None, rtt=0.1, load=load, groups=groups)
+    config, seconds = PlayerConfig(), cost.seconds(0, groups * 128)
+    computed = seconds * (config.time_price + config.gpu_price)
+    assert run["met"]
+    assert run["objective"] <= 1.1 * min(alone["objective"], computed)
+
+
+def test_a_division_that_only_a_rate_of_a_moment_speaks_for_does_not_cut_a_prefix():
+    """The link stops for a moment in the middle of a play."""
+    offer, cost = catalog(32, layered=True), PrefillCost.from_rate(3000.0)
+    base = sum(offer.track("Int8").bytes)
+    link = world("gap", [base, base, 1.0, base, base, base, base, base], step=0.25)
+    options = ReplayOptions(4.0, 0.02, None, cost, "suffix", prefix=True, slow_start=False)
+    run = Experiment(offer, options).play(link, 0.0, "anytime").run
+    assert run["recompute_s"] == 0.0
