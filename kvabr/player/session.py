@@ -561,9 +561,9 @@ class Session:
             lane.choose(groups, asked=asked)
             for group in groups:
                 self.view.settled.discard(group)
-            self.view.engine_backlog_s = lane.backlog_s(now)
             self.groups.restage((*groups, *_between(tail, lane.tail)))
             self._use_engine(lane, now)
+            self.view.engine_backlog_s = lane.backlog_s(now)
 
     def _use_engine(self, lane: ComputeQueue, now: float) -> None:
         """Re-plan what is left to the engine, and start what it can compute now."""
