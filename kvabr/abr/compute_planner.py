@@ -145,8 +145,8 @@ class ComputePlanner:
         self._again_s = 0.0
         self.reserved = range(0)
         """Groups reserved for the engine: nothing is requested for them."""
-        self.reserved_s = 0.0
-        """Seconds until the engine is done with what it does and with these."""
+        self.until_s = 0.0
+        """When the engine should be done with what it does and with these, seconds since the play began."""
         self._rates: deque[tuple[float, float]] = deque()
         """Times and rates of the last round trips."""
         self._growing = self._slow = False
@@ -184,10 +184,11 @@ class ComputePlanner:
     def plan(self, view: View) -> None:
         """Divide the work between network and engine."""
         if view.cost is None:
-            self.reserved, self.reserved_s, self._target = range(0), 0.0, 0
+            self.reserved, self.until_s, self._target = range(0), 0.0, 0
             return
         if (first := self._front(view)) == view.groups and view.track_of[-1] == RECOMPUTED:
-            self.reserved, self.reserved_s, self._target, self._planned = range(0), view.engine_backlog_s, 0, None
+            self.reserved, self.until_s = range(0), view.now + view.engine_backlog_s
+            self._target, self._planned = 0, None
             return
         self._holds -= 1
         if (last := self._planned) is not None:
@@ -208,10 +209,10 @@ class ComputePlanner:
             kept = self.reserved.start if self._suffix else self.reserved.stop
         first, stop = self._divide(view, first, kept)
         if self._suffix:
-            self.reserved, self.reserved_s = range(view.groups if self._waits else stop, view.groups), 0.0
+            self.reserved, self.until_s = range(view.groups if self._waits else stop, view.groups), 0.0
         else:
             self.reserved = range(first, stop)
-            self.reserved_s = view.engine_backlog_s + self._call_s(view, first, stop)
+            self.until_s = view.now + view.engine_backlog_s + self._call_s(view, first, stop)
             self._target = stop
             if view.rate <= 0 or self._growing:  # the network is to show what it can
                 self.reserved = range(first, self._last(view, first, stop) or first)

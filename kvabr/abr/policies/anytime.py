@@ -182,7 +182,7 @@ class Anytime(Policy):
                 return decision
             missing = planner.outside(view)
             if saver is not None:
-                saver.share(view, planner.reserved, planner.reserved_s)
+                saver.share(view, planner.reserved, max(0.0, planner.until_s - view.now))
         if view.coming and not missing:
             return self._upgrade(view)  # what comes before the last group exists costs no time
         if not missing and (sooner := self._hasten(view)) is not None:
