@@ -168,6 +168,23 @@ async def test_cancelled_downloads_leave_nothing(asset, tls, library):
         assert len(peer.session.responder) == 0
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_what_a_silent_publisher_sends_at_last_was_limited_by_it(asset, tls, library):
+    """The path is fine, as PINGs are answered: the estimate of the link must not suffer."""
+    space = asset.catalog.namespace
+    async with joined(asset, tls, library, library) as (server, connection):
+        await read_all(connection.fetch(space, "FP16", 0, limit=1 << 20))
+        (peer,) = server.peers
+        feed, peer.feed = peer.feed, lambda: None
+        download = connection.fetch(space, "FP16", 1, limit=1 << 20)
+        while connection.watch.limit != "publisher":  # noqa: ASYNC110  # which nothing tells of
+            await asyncio.sleep(0.01)
+        peer.feed = feed
+        peer.driver.transmit()
+        assert await download.read()
+        assert download.stats.limit == "publisher"
+
+
 async def test_the_urgent_comes_first(asset, tls):
     """Ten groups asked for in the wrong order arrive in the order of their priorities."""
     space, order = asset.catalog.namespace, []
