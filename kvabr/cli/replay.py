@@ -118,8 +118,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "the least of a call",
     )
     how.add_argument("--no-recompute", action="store_true", help="there is no engine: every group must be fetched")
-    mode = "what it can compute; suffix: all behind the first miss; prefix: the same, by itself, as vLLM; hole: any missing "
-    mode += "group (default: hole)"
+    mode = "suffix: all behind the first miss; prefix: the same by itself, as vLLM; hole: any group (default: hole)"
     add_old_name(
         engine,
         "--engine-mode",

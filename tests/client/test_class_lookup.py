@@ -68,7 +68,7 @@ async def test_a_longer_asset_without_a_snapshot_does_not_hide_one_that_can_be_p
 async def test_a_prompt_of_which_no_snapshot_is_cached_says_so(tmp_path, computes):
     publish(tmp_path, "one", list(range(16)))
     prompt, engine = [*range(12), 99], Computer(SPEC) if computes else None
-    options = PlayOptions(prefill_cost=PrefillCost.from_rate(1000.0))
+    options = PlayOptions(prefill_cost=PrefillCost.from_rate(50.0))
     async with (
         link(PublishedAssets(tmp_path)) as connection,
         AsyncClient(connection, engine=engine, options=options) as client,
