@@ -292,7 +292,7 @@ class ComputePlanner:
             begins = view.now < _RAMP_ROUNDS * round_s  # at the rate that earlier plays told
             return [view.rate], (_WINDOW / round_s, round_s) if begins else None
         # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
-        left_s = max(view.time_left, _SAME_TIME * view.deadline_s)
+        left_s = max(view.time_left, _SAME_TIME * view.deadline_s, _LEAST_CALL_S)
         least = max(_GROWTH * view.rate, SPARE * view.ladder.tracks[0].total_bytes / left_s)
         rates = [max(least, load * view.catalog.fp16_bytes / left_s) for load in LOADS]
         return rates, (max(view.rate, _WINDOW / round_s), round_s)

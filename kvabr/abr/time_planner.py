@@ -137,6 +137,8 @@ class TimePlanner:
         """Track that is in flight for each group, or -1."""
         self._added = 0
         """See `View.added`."""
+        self._left_out = frozenset(catalog.computed)
+        """Groups that no asset has: they are the engine's from the beginning."""
 
     def _weigh(self, view: View, states: list[str | None]) -> None:
         """Work out what each step costs and brings."""
@@ -190,15 +192,16 @@ class TimePlanner:
         for group in changed:
             track = view.track_of[group]
             known = (track, group in settled)
-            if known != self._known[group]:
+            if known != self._known[group] or group in self._left_out:
                 self._known[group] = known
-                self.set(group, track, flying=not known[1], computed=track == RECOMPUTED)
+                computed = track == RECOMPUTED or group in self._left_out
+                self.set(group, track, flying=not known[1], computed=computed)
         if view.unavailable:
             few = self._ruled_out == len(view.unavailable)
             again = ((group, name) for group in changed for name in self.names) if few else iter(view.unavailable)
             self._ruled_out = len(view.unavailable)
             for group, name in again:
-                if (group, name) in view.unavailable:
+                if (group, name) in view.unavailable and group not in self._left_out:
                     self.without(group, name)
 
     def follow(self, group: int, track: str) -> None:

@@ -79,7 +79,7 @@ def test_only_what_was_heard_lately_counts():
 @virtual
 async def test_a_play_after_a_slow_one_leaves_more_to_the_engine(libraries, sliding, prefix):
     engine, rate = Computer(SLIDING), 0.5 * cheapest(sliding) / 2.0
-    options = PlayOptions(prefill_cost=COST, policy="anytime")
+    options = PlayOptions(prefill_cost=COST, policy="anytime", gpu_price=1.0)
     async with link(libraries["sliding"], rate=1e6) as peer:
         peer.peer = "origin.example:443"
         async with AsyncClient(peer, model=SLIDING, engine=engine, options=options) as client:

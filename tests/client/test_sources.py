@@ -30,7 +30,7 @@ async def play(client, peers, deadline, source_of=by_parity, **options):
     """Play what the first of some peers finds from all of them, as a client does from one."""
     how = PlayOptions(**options)
     async with client._runner.play([client._peer(peer) for peer in peers], deadline, how, source_of) as turn:
-        one = Play(turn, client._profiles, client._history, client._speeds, None, None, TOKENS)
+        one = Play(turn, client._profiles, client._history, client._speeds, client._costs, None, None, TOKENS)
         found, _ = await client._peer(peers[0]).find(one.connection, TOKENS, SPEC)
         return one.over(await one.whole(await one.prepare(found)))
 
