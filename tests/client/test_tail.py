@@ -18,7 +18,7 @@ from tests.client.virtual import virtual
 from tests.toymodel import ToyModel
 
 PROMPT = (*TOKENS, 5, 6, 7)
-FAST, SLOW = PrefillCost(0.02, 1e-6), PrefillCost(0.0, 0.3)
+FAST, SLOW = PrefillCost(0.3, 1e-6), PrefillCost(0.0, 0.3)
 
 
 async def played(link, tokens=PROMPT, **how):
@@ -94,6 +94,7 @@ async def test_the_engines_time_for_the_tail_is_set_aside(origin, tmp_path):
 @virtual
 async def test_of_a_cache_that_is_being_prefilled_the_last_groups_are_not_waited_for(producer, asset):
     how = {"policy": "anytime", "prefill_cost": FAST, "engine": ToyModel(), "question_tokens": 4, "time_price": 0.1}
+    how |= {"gpu_price": 10.0}  # or all of it would be computed at once
     async with live.origin(producer) as link, live.working(producer, 1.0):
         found = await live.play(link, tail=40, **how)
     assert found.tail == 32
