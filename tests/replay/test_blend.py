@@ -202,10 +202,10 @@ def test_the_engines_time_is_what_it_takes():
     assert played.record.recompute_s == pytest.approx((played.record.tokens_recomputed + 20) / 1500)
 
 
-@pytest.mark.parametrize(("rate", "deadline_s"), [(6e4, 1.2), (2e5, 0.6), (4e5, 0.6)])
+@pytest.mark.parametrize(("rate", "deadline_s"), [(1e5, 0.8), (2e5, 0.6), (4e5, 0.6)])
 def test_groups_that_are_computed_too_late_are_not_taken_for_exact(rate, deadline_s):
     options = ReplayOptions(
-        deadline_s, 0.02, None, COST, config=PlayerConfig(gpu_price=0.05), blend=BlendGoal(None, 20)
+        deadline_s, 0.02, None, COST, config=PlayerConfig(gpu_price=0.2), blend=BlendGoal(None, 20)
     )
     record = Experiment(joined(), options).play(world("steady", [rate]), 0.0, "anytime").record
     assert record.blend.tokens
@@ -242,7 +242,7 @@ def test_the_command_replays_a_prompt_of_passages(passages, tmp_path, capsys):
     trace = tmp_path / "link.csv"
     trace.write_text("t_s,mbps\n" + "".join(f"{second},{8 + second % 5}\n" for second in range(30)))
     names = [str(each) for each in sorted(passages.iterdir())]
-    how = ["replay", str(trace), "--passages", *names, "--prefill-rate", "500", "--jobs", "1"]
+    how = ["replay", str(trace), "--passages", *names, "--prefill-rate", "50", "--jobs", "1"]
     assert main([*how, "--share", "0.15", "--json", str(report), "--html", str(page), "--perfetto", str(slices)]) == 0
     run = json.loads(report.read_text())["runs"][0]
     assert run["share"] == 0.15
