@@ -108,7 +108,7 @@ class TimeSaver:
         # What it has begun is nothing to plan for any more.
         here, before = (each.start if view.front_first else each.stop for each in (computed, self._computed))
         if abs(here - before) > view.keeps or bool(computed) != bool(self._computed):
-            self._stale, self._kept = True, {}
+            self._stale, self._over, self._kept = True, False, {}
         self._computed, self._computed_s = computed, computed_s
 
     def request(self, view: View) -> Decision | None:
