@@ -21,7 +21,7 @@ import torch
 from kvabr.abr.compute_planner import computed_before_a_lookup
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.plugins import load_policy, shipped
+from kvabr.abr.plugins import load_policy, policy_class, shipped
 from kvabr.abr.tail import MOST_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.client.cpu_limit import limited_estimator, limited_step
 from kvabr.client.decode_speeds import DecodeSpeeds
@@ -166,7 +166,10 @@ class Play:
 
     def computes_at_once(self) -> bool:
         """Return whether the engine is done before a lookup usually brings anything, so that nobody waits for one."""
-        if self.engine is None or self.cost is None or not math.isfinite(self.options.gpu_price):
+        options = self.options
+        if self.engine is None or self.cost is None or not policy_class(options.policy).divides:
+            return False
+        if options.time_price <= 0 or not math.isfinite(options.gpu_price):
             return False
         link = KnownLink.of_all(self.history.link(source.peer) for source in self.connection.shared)
         return computed_before_a_lookup(self.cost, len(self.tokens), link.ttfb_s)

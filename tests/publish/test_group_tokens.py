@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from kvabr.client.resources import measure_prefill
 from kvabr.engines.chunk_store import key_digests
 from kvabr.publish.encoder import publish
 from kvabr.publish.frames import MemoryFrames
@@ -15,6 +14,7 @@ from kvabr.replay.verify import FetchStep, verify_play
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.locations import open_asset, open_store
+from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError
 from tests.client.playing import play
 from tests.memory_transport import MemoryConnection
@@ -36,7 +36,7 @@ async def test_an_asset_is_encoded_served_played_and_verified(tmp_path, group_to
     assert asset.catalog == catalog
     async with MemoryConnection(partial(PublishedAssets(tmp_path).find, EVERYTHING)) as link:
         played = await play(link, made.tokens, deadline=120.0, spec=catalog.spec, policy="fixed:FP16")
-        more = {"engine": model, "prefill_cost": measure_prefill(model)}
+        more = {"engine": model, "prefill_cost": PrefillCost.from_rate(100.0)}
         with_engine = await play(link, made.tokens, deadline=120.0, spec=catalog.spec, **more)
     assert played.coverage == ("FP16",) * groups
     assert (with_engine.tokens, with_engine.catalog) == (TOKENS, catalog)

@@ -79,6 +79,7 @@ class Anytime(Policy):
     name: ClassVar[str] = "anytime"
     paces: ClassVar[bool] = True
     takes_cached: ClassVar[bool] = True
+    divides: ClassVar[bool] = True
     parameters: ClassVar[Mapping[str, Parameter]] = {
         "ahead_ttfb": Parameter(0.5, 4.0, 1.5),
         "ahead_share": Parameter(0.005, 0.1, 0.02, log=True),

@@ -12,12 +12,14 @@ from kvabr.client.blocking import Client
 from kvabr.client.options import PlayOptions
 from kvabr.engines.transformers import Steps, play_cache
 from kvabr.engines.transformers.cache import cache_kv
+from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PlayError
 from tests.client.coarse import COARSER
 from tests.client.served import LIMIT_S, Served
 from tests.engines.transformers.text import IDS, cold
 
 pytestmark = pytest.mark.model
+SLOW = PrefillCost.from_rate(1000.0)
 
 
 @pytest.fixture
@@ -102,6 +104,6 @@ def test_an_origin_that_has_gone_and_no_engine(root, engine, tmp_path):
         served.close()
         with pytest.raises(PlayError):
             play_cache(client, engine, IDS, deadline=0.3, options=PlayOptions(recompute=False))
-        ready = play_cache(client, engine, IDS, deadline=0.3)
+        ready = play_cache(client, engine, IDS, deadline=0.3, options=PlayOptions(prefill_cost=SLOW))
     assert set(ready.played.coverage) == {"recomputed"}
     assert ready.problem is not None
