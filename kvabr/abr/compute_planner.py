@@ -259,6 +259,8 @@ class ComputePlanner:
         number = int(np.argmin([regret.min() for regret in regrets]))
         way, regret = ways[number], regrets[number]
         best = int(regret.argmin())
+        if view.arrived and not self._suffix:  # the play may end: what goes on must be worth it
+            kept = way.start
         if kept is not None:  # what is under way for the last plan counts
             same = int(np.searchsorted(way.stops, kept))
             if same < len(way.stops) and float(regret[same]) <= (1.0 + _BETTER) * float(regret[best]):

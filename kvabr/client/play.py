@@ -150,15 +150,17 @@ class Play:
     """Where the cache is decoded; None: on the processor."""
     _decoders: int = field(init=False)
     """How many groups are decoded beside each other; a GPU takes one batch after the other."""
-    _limit: CallLimit = field(init=False)
-    """Makes the calls of policies and estimators that are not kvabr's own."""
 
     def __post_init__(self) -> None:
         self.connection, self.options, self.clock = self.turn.connection, self.turn.options, self.turn.clock
         out, device = self.options.out, self.options.device
         self._device = device if out is None else out.device
         self._decoders = 1 if self._device is not None and self._device.type == "cuda" else decoder_threads()
-        self._limit = partial(limited_step, self._left_s)
+
+    @property
+    def _limit(self) -> CallLimit:
+        """Makes the calls of policies and estimators that are not kvabr's own."""
+        return partial(limited_step, self._left_s)  # kept, it would keep what the play has left in memory
 
     def over(self, played: R) -> R:
         """Note what came of the play, and return it."""

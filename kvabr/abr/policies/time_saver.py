@@ -342,7 +342,8 @@ class TimeSaver:
         self._flying_for -= 1
         if self._flying_for <= 0:
             self._flying_saves, self._flying_for = self._saved_in_flight(view), view.keeps
-        if self._flying_saves >= view.time_price * view.outstanding_bytes / view.rate:
+        waited_s = max(0.0, view.outstanding_bytes / view.rate - self._computed_s)  # until the engine is done it is free
+        if self._flying_saves >= view.time_price * waited_s:
             return "nothing more is worth the wait"
         if self._hopes(view, self._flying_saves):
             return "the link carries next to nothing; what is in flight shows when it recovers"
