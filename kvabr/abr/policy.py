@@ -108,8 +108,8 @@ class Policy(ABC):
     engine what the network cannot deliver in time."""
 
     divides: ClassVar[bool] = False
-    """Whether the policy weighs what computing costs against loading. Then a prompt that the engine computes sooner than
-    a lookup usually takes is not looked up."""
+    """Whether the policy weighs computing against loading. Then a prompt that the engine computes sooner than a lookup
+    usually takes is not looked up."""
 
     def start(self, view: View) -> None:  # noqa: B027  # a hook that few need
         """Start a play."""
