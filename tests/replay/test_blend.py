@@ -204,9 +204,7 @@ def test_the_engines_time_is_what_it_takes():
 
 @pytest.mark.parametrize(("rate", "deadline_s"), [(1e5, 0.8), (2e5, 0.6), (4e5, 0.6)])
 def test_groups_that_are_computed_too_late_are_not_taken_for_exact(rate, deadline_s):
-    options = ReplayOptions(
-        deadline_s, 0.02, None, COST, config=PlayerConfig(gpu_price=0.2), blend=BlendGoal(None, 20)
-    )
+    options = ReplayOptions(deadline_s, 0.02, None, COST, config=PlayerConfig(gpu_price=0.2), blend=BlendGoal(None, 20))
     record = Experiment(joined(), options).play(world("steady", [rate]), 0.0, "anytime").record
     assert record.blend.tokens
     assert all(group.ready_s <= record.blend.begun_s for group in record.groups)
