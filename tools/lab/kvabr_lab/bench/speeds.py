@@ -28,6 +28,8 @@ _LEAST_KL = 1e-5
 _COLUMN = 170
 """Width of an entry of the legend, pixels."""
 
+_NOTE = "Filled marks: real plays over a shaped link. Hollow marks, dashed: simulated with rates measured here."
+
 _STYLE = """
 .sp { --ground: #ffffff; --ink: #1c2027; --muted: #646c79; --hair: #e3e3dd;
   --f0: #1f5fbf; --f1: #12877a; --f2: #8b94a3; --f3: #b8860b; --f4: #523093; --f5: #c04e7d; --f6: #b3261e; }
@@ -86,12 +88,13 @@ class ShapeEntry(TypedDict):
     """``measured`` or ``expected``."""
 
 
-def chart(shapes: Sequence[ShapeEntry], points: Sequence[Point]) -> str:
+def chart(shapes: Sequence[ShapeEntry], points: Sequence[Point], note: str = _NOTE) -> str:
     """Return the chart.
 
     Args:
         shapes: The caches, in the order of their columns.
         points: What was measured. The first way is drawn boldly.
+        note: A line below.
 
     Raises:
         FormatError: There is nothing to draw.
@@ -108,7 +111,6 @@ def chart(shapes: Sequence[ShapeEntry], points: Sequence[Point]) -> str:
     parts = [_column(entry, points, ways, index) for index, entry in enumerate(drawn)]
     for index, name in enumerate(entries):
         parts.append(_entry(name, index, _LEFT + index % columns * _COLUMN, top + index // columns * 22))
-    note = "Filled marks: real plays over a shaped link. Hollow marks, dashed: simulated with rates measured here."
     parts.append(label(_LEFT, height - 10, note, "axis"))
     return (
         f'<svg class="sp" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
