@@ -47,7 +47,7 @@ _GROWTH = 1.5
 _SLOW_SHARE, _RECOVERY = 0.3, 0.5
 """Share of the best rate so far below which a link may recover; and the share that is hoped for then."""
 _BETTER = 0.03
-"""Share by which another division must be better than the last one."""
+"""Share by which another division must be better than the last one, or than to compute nothing."""
 _CALL = 5.0
 """Length of a call at least, as a multiple of its constant part."""
 _LEAST_CALL_S = 0.02
@@ -62,6 +62,8 @@ _UNKNOWN_WAIT_S = 0.04
 """Seconds until the first bytes come, where nothing is known of the peer."""
 _MOST_WAIT = 1.05
 """Cost of a wait for a better known rate at most, as a multiple of the least cost of the play."""
+_SLOW_START = 0.5
+"""Share of what a wait costs that counts in slow start: each round trip tells more."""
 _RAMP_ROUNDS, _RAMP = 1.5, 1.3
 """A link whose rate was lower by this factor as many times to first byte ago is in slow start."""
 _WINDOW = 14_600
@@ -259,7 +261,7 @@ class ComputePlanner:
         number = int(np.argmin([regret.min() for regret in regrets]))
         way, regret = ways[number], regrets[number]
         best = int(regret.argmin())
-        if view.arrived and not self._suffix:  # the play may end: what goes on must be worth it
+        if not self._suffix and (kept is None or view.arrived):  # what the engine does must be worth it
             kept = way.start
         if kept is not None:  # what is under way for the last plan counts
             same = int(np.searchsorted(way.stops, kept))
@@ -273,7 +275,8 @@ class ComputePlanner:
                 affordable = self._slow or float(waiting.max()) <= _MOST_WAIT
                 self._waits = affordable and float(waiting.mean()) < float(regret[best])
             else:
-                self._call_to = self._first_call(view, way, least, float(waiting.mean()))
+                share = _SLOW_START if view.rate > 0 else 1.0
+                self._call_to = self._first_call(view, way, least, 1.0 + share * (float(waiting.mean()) - 1.0))
         self._network_s = float(way.network_s[best])
         play, compute = (-1, 0) if self._suffix else (0, -1)
         self._why = (
