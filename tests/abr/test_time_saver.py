@@ -12,6 +12,7 @@ from kvabr.abr.group_set import GroupSet
 from kvabr.abr.plugins import load_policy
 from kvabr.abr.time_planner import TimePlanner
 from kvabr.abr.view import View
+from kvabr.data import default_catalog
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Deliver, FetchGroup, PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
@@ -44,6 +45,28 @@ def test_no_fixed_track_is_noticeably_better_at_any_speed(load, rtt_s):
     assert mine["met"]
     assert mine["objective"] <= 1.05 * best + PRICE * 2 * rtt_s
     assert mine["regret"] >= 0
+
+
+SHIPPED = default_catalog()
+
+
+def shipped(deadline_s, rtt_s, load, link=LINK, policy="anytime"):
+    """Return a play of the shipped catalog, which one decoder needs long for."""
+    options = ReplayOptions(deadline_s, rtt_s, load, config=PlayerConfig(time_price=PRICE))
+    return Experiment(SHIPPED, options).play(link, 0.0, policy).run
+
+
+@pytest.mark.parametrize("load", [0.3, 1.0, 3.0])
+def test_in_a_data_centre_one_decoder_is_not_kept_busy_with_a_base_that_it_takes_long_for(load):
+    mine, whole = shipped(1.0, 1e-3, load), shipped(1.0, 1e-3, load, policy="fixed:Int8")
+    assert mine["met"]
+    assert mine["objective"] <= 1.05 * whole["objective"]
+    assert mine["regret"] <= 0.2 * mine["objective"]
+
+
+def test_a_plan_for_a_link_that_grows_is_made_again_once_it_grows_no_more():
+    mine = shipped(4.0, 1e-3, 3.0)
+    assert mine["regret"] <= 0.15 * mine["objective"]
 
 
 @pytest.mark.parametrize("load", [1.0, 3.0, 10.0, 30.0])

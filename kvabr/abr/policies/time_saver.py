@@ -66,6 +66,8 @@ _SLOW_SHARE = 0.3
 """Share of the best rate so far below which a link may recover."""
 _HOPE = 0.6
 """Share of what a play loses that it spends on waiting for a link to recover."""
+_DECODED_SHARE = 0.3
+"""Share of the time of a plan beyond which decoding the base of all groups costs more than a fading link might."""
 _FREE = 1e-12
 """Price that is as good as none, nats."""
 
@@ -83,7 +85,8 @@ class TimeSaver:
         self._base, self._ahead_ttfb, self._sure = base, ahead_ttfb, sure
         self._plan: TimePlan | None = None
         self._planned_rate = self._planned_s = self._best_rate = 0.0
-        self._planned_missing = False
+        self._planned_for = False, False
+        """Whether groups were missing and the link was in slow start."""
         self._followed = self._heard = 0
         self._fast_s = 0.0
         """When the link was last as fast as it can be."""
@@ -146,7 +149,7 @@ class TimeSaver:
                 return self._end(view)
             # In an outage everything looks too slow.
             plan = self._kept_plan(view, "outage", max(view.rate, _RECOVERY * self._best_rate))
-        elif view.outstanding_bytes + plan.bytes > self._soon_bytes(view):
+        elif not self._fits(view, plan):
             return None
         elif self._enough(view):
             return Decision.wait("enough is in flight")
@@ -180,7 +183,7 @@ class TimeSaver:
         if (
             plan is None
             or self._stale
-            or missing != self._planned_missing
+            or (missing, view.growing) != self._planned_for
             or abs(view.rate - self._planned_rate) > _SAME_RATE * self._planned_rate
             or view.now - self._planned_s > _SAME_TIME * view.deadline_s
             or self._followed > _FOLLOWED_SHARE * view.groups
@@ -188,7 +191,7 @@ class TimeSaver:
         ):
             self._times.sync(view)
             plan = self._plan = self._plan_at(view, view.rate * (_GROWTH if view.growing else 1.0))
-            self._planned_rate, self._planned_s, self._planned_missing = view.rate, view.now, missing
+            self._planned_rate, self._planned_s, self._planned_for = view.rate, view.now, (missing, view.growing)
             self._followed, self._heard, self._stale = 0, heard, False
         return plan
 
@@ -203,6 +206,12 @@ class TimeSaver:
         """Return the bytes that surely come soon: a share of what the lower bound promises, smaller while it is new."""
         trust = _TRUST + (1.0 - _TRUST) * min(1.0, (view.now - self._known_s) / (new * view.deadline_s))
         return trust * self._sure * view.lower_bound * view.time_left
+
+    def _fits(self, view: View, plan: TimePlan) -> bool:
+        """Return whether to follow a plan: all of it should come soon, or the base first would take long to decode."""
+        decoded_s = view.decode_backlog_s + len(view.missing_groups) * view.decode_s(self._base.name) / view.decoders
+        most = view.lower_bound * view.time_left if decoded_s > _DECODED_SHARE * plan.ends_s else self._soon_bytes(view)
+        return view.outstanding_bytes + plan.bytes <= most
 
     def _enough(self, view: View) -> bool:
         """Return whether the bytes in flight last until a new request begins to arrive."""
@@ -242,7 +251,7 @@ class TimeSaver:
             if view.outstanding_bytes + base_bytes > _GROWN_SHARE * view.rate * view.time_left:
                 return None
             target = self._grown_target(view, group, target)
-        elif view.outstanding_bytes + plan.bytes > self._soon_bytes(view) or plan.ends_s > view.time_left:
+        elif not self._fits(view, plan) or plan.ends_s > view.time_left:
             return None
         most = self._soon_bytes(view, _FIRST_SHARE)
         if view.outstanding_bytes + self._times.bytes_to(group, target) + base_bytes > most:
