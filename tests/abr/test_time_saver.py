@@ -64,6 +64,26 @@ def test_in_a_data_centre_one_decoder_is_not_kept_busy_with_a_base_that_it_takes
     assert mine["regret"] <= 0.2 * mine["objective"]
 
 
+@pytest.mark.parametrize("load", [0.3, 1.0, 10.0])
+def test_a_play_that_ends_within_slow_start_counts_on_what_its_last_round_trips_bring(load):
+    mine = shipped(1.0, 0.1, load)
+    assert mine["met"]
+    assert mine["regret"] <= 0.4 * mine["objective"]
+
+
+def test_a_plan_that_must_end_by_a_time_loses_no_more_than_it_must():
+    view = View(Ladder(SHIPPED), 4.0, time_price=PRICE)
+    times = TimePlanner(view)
+    free = times.plan(view, 5e6)
+    plans = [times.plan_by(view, 5e6, by_s, range(0), 0.0) for by_s in (0.1, 0.7, 1.0, 1.5, free.ends_s)]
+    assert plans[-1] == free
+    assert plans[0].ends_s == min(plan.ends_s for plan in plans)  # nothing can end by then
+    for plan, by_s in zip(plans[1:], (0.7, 1.0, 1.5), strict=False):
+        assert 0.8 * by_s < plan.ends_s <= by_s
+    losses = [sum(times.losses[target, group] for group, target in enumerate(plan.targets)) for plan in plans]
+    assert losses == sorted(losses, reverse=True)
+
+
 def test_a_plan_for_a_link_that_grows_is_made_again_once_it_grows_no_more():
     mine = shipped(4.0, 1e-3, 3.0)
     assert mine["regret"] <= 0.15 * mine["objective"]
