@@ -171,6 +171,11 @@ class ThroughputSampler:
             self._ramp_rate = self._ramp_rate if self._brief and rate >= _ALIKE * self._ramp_rate else None
             self._brief = False
 
+    def _silent(self, seconds: float, now: float) -> None:
+        """Note that nothing came: a link that is faster afterwards recovers, and will not go on growing."""
+        self._ramp_rate = None if self._ramp_rate else self._ramp_rate
+        self._sample(0, seconds, now)
+
     def waited(self, now: float) -> None:
         """Skip the time until now: other plays used the link."""
         with self._asking():
@@ -186,7 +191,7 @@ class ThroughputSampler:
         if not idle:
             self.settle(now, idle=False)
         elif waiting and now - self._quiet_since > max(self._silence_s, 3 * self._estimator.ttfb()):
-            self._sample(0, now - self._quiet_since, now)
+            self._silent(now - self._quiet_since, now)
             self._quiet_since = now
 
 
@@ -231,7 +236,7 @@ class ChunkedThroughputSampler(ThroughputSampler):
         elif idle:
             self._at_least(self._first_chunk + self._bytes, self._waited_s + seconds, now)
         elif not self._bytes and now - self._since > max(self._silence_s, 3 * self._estimator.ttfb()):
-            self._sample(0, now - self._since, now)
+            self._silent(now - self._since, now)
             self._since = now
         if idle:
             self._since = None

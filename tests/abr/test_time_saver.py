@@ -11,7 +11,7 @@ from kvabr.abr.estimators import DualEwma
 from kvabr.abr.group_set import GroupSet
 from kvabr.abr.plugins import load_policy
 from kvabr.abr.time_planner import TimePlanner
-from kvabr.abr.view import View
+from kvabr.abr.view import Transfer, View
 from kvabr.data import default_catalog
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Deliver, FetchGroup, PlayerConfig
@@ -69,6 +69,20 @@ def test_a_play_that_ends_within_slow_start_counts_on_what_its_last_round_trips_
     mine = shipped(1.0, 0.1, load)
     assert mine["met"]
     assert mine["regret"] <= 0.4 * mine["objective"]
+
+
+@pytest.mark.parametrize(("rate", "kind"), [(1e6, "fetch"), (4e6, "wait")])
+def test_in_slow_start_no_base_that_may_come_late_is_held_back(rate, kind):
+    view = View(Ladder(SHIPPED), 1.0, time_price=PRICE)
+    policy = load_policy("anytime")()
+    policy.start(view)
+    for group in range(40):
+        view.in_flight[group] = Transfer(group, group, "AC-L0", SHIPPED.by_name["AC-L0"].bytes[group], False, 0.0)
+        view.track_of[group] = "AC-L0"
+        view.missing_groups.discard(group)
+    view.outstanding_bytes = view.in_flight.required_bytes
+    view.now, view.rate, view.lower_bound, view.ttfb_s, view.growing = 0.2, rate, rate, 0.05, True
+    assert policy.decide(view).kind == kind
 
 
 def test_a_plan_that_must_end_by_a_time_loses_no_more_than_it_must():

@@ -98,6 +98,22 @@ def test_slow_start_goes_on_behind_a_first_sample_of_a_moment(rtt_s):
     assert meter.estimates()[0] == pytest.approx(rate, rel=0.3)
 
 
+@pytest.mark.parametrize("end", ["slower", "silence"])
+def test_a_link_that_fades_after_its_first_sample_is_not_in_slow_start(end):
+    meter = ThroughputSampler(DualEwma(), 1.0)
+    meter.first_byte(0.02, 0.1)
+    meter.received(20_000, 0.11)
+    meter.settle(0.11, idle=False)
+    assert meter.growing
+    if end == "slower":
+        meter.received(10_000, 0.14)
+        meter.settle(0.14, idle=False)
+    else:
+        meter.settle(0.14, idle=True)
+        meter.tick(0.5, waiting=True, idle=True)
+    assert not meter.growing
+
+
 def test_what_came_at_once_is_a_bound_from_below():
     kept = Kept()
     meter = ChunkedThroughputSampler(kept, 2.0)

@@ -50,7 +50,7 @@ _GROWTHS = (8.0, 4.0, 2.0)
 """Growth until the end of slow start that is hoped for, most first."""
 _WINDOW = 1.8
 """Growth of the window per round trip of slow start, with pacing."""
-_MOST_GROWTH = 4.0
+_MOST_GROWTH = 3.5
 """Most growth of the mean rate until the deadline that is counted on."""
 _GROWN_TTFB = 3.0
 """Times to a first byte that a group may take at the rate so far, to be requested for a faster link."""
@@ -135,7 +135,7 @@ class TimeSaver:
         plan = self._plan_for(view, missing=True)
         group = self._next_group(view)
         track = self._final_track(view, plan, group)
-        if self._enough(view) and (track is not None or view.growing):
+        if self._enough(view) and (track is not None or (view.growing and view.slack_s() > 0)):
             return Decision.wait("enough is in flight")
         if track is None:
             return None
