@@ -29,6 +29,8 @@ _ENGINE_LEVELS, _DEADLINE_LEVELS = (0.2,), (3.0, 10.0, 30.0, 100.0, 300.0, 1000.
 deadline comes sooner."""
 _FEW_SHARES: Array = np.array([1.0, 0.6, 0.3, 0.0])
 _TWO_SHARES: Array = np.array([1.0, 0.4])
+_MOST_PRICE, _HALVINGS = 1e3, 8
+"""Most price of a second to keep to a deadline, nats per token, and the steps in which the price is found."""
 _LEAST_PRICE = 1e-4
 """What these are multiples of at least, nats per second."""
 _WASTE = 6.0
@@ -246,7 +248,23 @@ class TimePlanner:
             if track in self._stacks[name] and self._moves[number, group]:
                 self._loss[number, group] = self._later[number, group] = _NEVER
 
-    def plan(self, view: View, rate: float, computed: range = range(0), computed_s: float = 0.0) -> TimePlan:
+    def plan_by(self, view: View, rate: float, by_s: float, computed: range, computed_s: float) -> TimePlan:
+        """Return the best plan that ends within ``by_s`` seconds, or the one that ends soonest; else see `plan`."""
+        plan, low, high = self.plan(view, rate, computed, computed_s), 1.0, _MOST_PRICE / view.time_price
+        for _ in range(_HALVINGS if plan.ends_s > by_s else 0):
+            level = math.sqrt(low * high)
+            found = self.plan(view, rate, computed, computed_s, pressed=level)
+            if found.ends_s > by_s:
+                low = level
+            else:
+                high = level
+            if found.ends_s <= by_s or found.ends_s < plan.ends_s:
+                plan = found
+        return plan
+
+    def plan(
+        self, view: View, rate: float, computed: range = range(0), computed_s: float = 0.0, *, pressed: float = 1.0
+    ) -> TimePlan:
         """Return the best plan at a rate.
 
         Args:
@@ -255,8 +273,9 @@ class TimePlanner:
             computed: groups that the engine is to compute: nothing is planned for them.
             computed_s: seconds until it is done with what it does and with these. Until then network and decoders are
                 for nothing else, so what ends sooner costs no time.
+            pressed: price of time, as a multiple of the play's.
         """
-        price = view.time_price
+        price = view.time_price * pressed
         share, level = _LINK_SHARES, np.ones(len(_LINK_SHARES))
         for free in _FREE_LEVELS if computed_s > 0 else ():
             share, level = np.append(share, _FEW_SHARES), np.append(level, np.full(len(_FEW_SHARES), free))

@@ -19,7 +19,7 @@ from kvabr.types.events import Limit
 
 _SHORTEST_SHARE = 1 / 400
 """Least length of a sample, as a share of the deadline; shorter ones are merged."""
-_LONGEST_SHARE = 1 / 20
+_LONGEST_SHARE = 1 / 12
 """Most length of a sample during slow start, as a share of the deadline."""
 _SILENCE_SHARE = 1 / 25
 """A link is silent if requests have waited for this share of the deadline and three times the time to first byte."""
@@ -27,6 +27,8 @@ _PACKET = 1200
 """Least size of a chunk that says anything about a rate, bytes."""
 _RAMP = 1.25
 """A sample this many times faster than the one before still belongs to slow start."""
+_ALIKE = 0.9
+"""Share of the first sample's rate from which the second may be of the same window: the first is of a moment."""
 _RAMP_BYTES = 0.5
 """Share of the bytes of the sample before that a sample must have to say something about slow start: windows grow."""
 
@@ -52,6 +54,8 @@ class ThroughputSampler:
         """Rate of the last sample during slow start, while each is clearly faster than the one before; then None."""
         self._ramp_bytes = 0
         """Bytes of that sample."""
+        self._brief = False
+        """Whether it is the first sample, which is so short that the next one may be of the same window."""
         self._shortest_s = _SHORTEST_SHARE * deadline_s
         self._silence_s = _SILENCE_SHARE * deadline_s
         self._since: float | None = None
@@ -157,11 +161,20 @@ class ThroughputSampler:
 
     def _forget_slow_start(self, rate: float) -> None:
         """Restart the estimator during slow start: while the window doubles, only the last sample measures the link."""
-        ramps = self._ramp_rate is not None and rate > _RAMP * self._ramp_rate
-        self._ramp_rate = rate if ramps else None
-        self._ramp_bytes = self._bytes
-        if ramps:
+        if self._ramp_rate is None:
+            return
+        if rate > _RAMP * self._ramp_rate:
+            self._brief = not self._ramp_rate
+            self._ramp_rate, self._ramp_bytes = rate, self._bytes
             self._begin()
+        else:
+            self._ramp_rate = self._ramp_rate if self._brief and rate >= _ALIKE * self._ramp_rate else None
+            self._brief = False
+
+    def _silent(self, seconds: float, now: float) -> None:
+        """Note that nothing came: a link that is faster afterwards recovers, and will not go on growing."""
+        self._ramp_rate = None if self._ramp_rate else self._ramp_rate
+        self._sample(0, seconds, now)
 
     def waited(self, now: float) -> None:
         """Skip the time until now: other plays used the link."""
@@ -178,7 +191,7 @@ class ThroughputSampler:
         if not idle:
             self.settle(now, idle=False)
         elif waiting and now - self._quiet_since > max(self._silence_s, 3 * self._estimator.ttfb()):
-            self._sample(0, now - self._quiet_since, now)
+            self._silent(now - self._quiet_since, now)
             self._quiet_since = now
 
 
@@ -223,7 +236,7 @@ class ChunkedThroughputSampler(ThroughputSampler):
         elif idle:
             self._at_least(self._first_chunk + self._bytes, self._waited_s + seconds, now)
         elif not self._bytes and now - self._since > max(self._silence_s, 3 * self._estimator.ttfb()):
-            self._sample(0, now - self._since, now)
+            self._silent(now - self._since, now)
             self._since = now
         if idle:
             self._since = None

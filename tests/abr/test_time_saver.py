@@ -11,7 +11,8 @@ from kvabr.abr.estimators import DualEwma
 from kvabr.abr.group_set import GroupSet
 from kvabr.abr.plugins import load_policy
 from kvabr.abr.time_planner import TimePlanner
-from kvabr.abr.view import View
+from kvabr.abr.view import Transfer, View
+from kvabr.data import default_catalog
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Deliver, FetchGroup, PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
@@ -44,6 +45,62 @@ def test_no_fixed_track_is_noticeably_better_at_any_speed(load, rtt_s):
     assert mine["met"]
     assert mine["objective"] <= 1.05 * best + PRICE * 2 * rtt_s
     assert mine["regret"] >= 0
+
+
+SHIPPED = default_catalog()
+
+
+def shipped(deadline_s, rtt_s, load, link=LINK, policy="anytime"):
+    """Return a play of the shipped catalog, which one decoder needs long for."""
+    options = ReplayOptions(deadline_s, rtt_s, load, config=PlayerConfig(time_price=PRICE))
+    return Experiment(SHIPPED, options).play(link, 0.0, policy).run
+
+
+@pytest.mark.parametrize("load", [0.3, 1.0, 3.0])
+def test_in_a_data_centre_one_decoder_is_not_kept_busy_with_a_base_that_it_takes_long_for(load):
+    mine, whole = shipped(1.0, 1e-3, load), shipped(1.0, 1e-3, load, policy="fixed:Int8")
+    assert mine["met"]
+    assert mine["objective"] <= 1.05 * whole["objective"]
+    assert mine["regret"] <= 0.2 * mine["objective"]
+
+
+@pytest.mark.parametrize("load", [0.3, 1.0, 10.0])
+def test_a_play_that_ends_within_slow_start_counts_on_what_its_last_round_trips_bring(load):
+    mine = shipped(1.0, 0.1, load)
+    assert mine["met"]
+    assert mine["regret"] <= 0.4 * mine["objective"]
+
+
+@pytest.mark.parametrize(("rate", "kind"), [(1e6, "fetch"), (4e6, "wait")])
+def test_in_slow_start_no_base_that_may_come_late_is_held_back(rate, kind):
+    view = View(Ladder(SHIPPED), 1.0, time_price=PRICE)
+    policy = load_policy("anytime")()
+    policy.start(view)
+    for group in range(40):
+        view.in_flight[group] = Transfer(group, group, "AC-L0", SHIPPED.by_name["AC-L0"].bytes[group], False, 0.0)
+        view.track_of[group] = "AC-L0"
+        view.missing_groups.discard(group)
+    view.outstanding_bytes = view.in_flight.required_bytes
+    view.now, view.rate, view.lower_bound, view.ttfb_s, view.growing = 0.2, rate, rate, 0.05, True
+    assert policy.decide(view).kind == kind
+
+
+def test_a_plan_that_must_end_by_a_time_loses_no_more_than_it_must():
+    view = View(Ladder(SHIPPED), 4.0, time_price=PRICE)
+    times = TimePlanner(view)
+    free = times.plan(view, 5e6)
+    plans = [times.plan_by(view, 5e6, by_s, range(0), 0.0) for by_s in (0.1, 0.7, 1.0, 1.5, free.ends_s)]
+    assert plans[-1] == free
+    assert plans[0].ends_s == min(plan.ends_s for plan in plans)  # nothing can end by then
+    for plan, by_s in zip(plans[1:], (0.7, 1.0, 1.5), strict=False):
+        assert 0.8 * by_s < plan.ends_s <= by_s
+    losses = [sum(times.losses[target, group] for group, target in enumerate(plan.targets)) for plan in plans]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_a_plan_for_a_link_that_grows_is_made_again_once_it_grows_no_more():
+    mine = shipped(4.0, 1e-3, 3.0)
+    assert mine["regret"] <= 0.15 * mine["objective"]
 
 
 @pytest.mark.parametrize("load", [1.0, 3.0, 10.0, 30.0])

@@ -78,6 +78,42 @@ def test_a_few_packets_at_once_say_nothing_about_slow_start():
     assert meter.estimates()[0] == pytest.approx(4e9)
 
 
+@pytest.mark.parametrize("rtt_s", [0.02, 0.08])
+def test_slow_start_goes_on_behind_a_first_sample_of_a_moment(rtt_s):
+    meter = ThroughputSampler(DualEwma(), 1.0)
+    meter.first_byte(rtt_s, 0.1)
+    rate, now = 1e6, 0.1
+    for _ in range(4):  # a window in each round trip
+        for _ in range(8):
+            now += rtt_s / 8
+            meter.received(int(rate * rtt_s / 8), now)
+            meter.settle(now, idle=False)
+        assert meter.growing
+        rate *= 1.8
+    for _ in range(24):  # the link is full
+        now += rtt_s / 8
+        meter.received(int(rate * rtt_s / 8), now)
+        meter.settle(now, idle=False)
+    assert not meter.growing
+    assert meter.estimates()[0] == pytest.approx(rate, rel=0.3)
+
+
+@pytest.mark.parametrize("end", ["slower", "silence"])
+def test_a_link_that_fades_after_its_first_sample_is_not_in_slow_start(end):
+    meter = ThroughputSampler(DualEwma(), 1.0)
+    meter.first_byte(0.02, 0.1)
+    meter.received(20_000, 0.11)
+    meter.settle(0.11, idle=False)
+    assert meter.growing
+    if end == "slower":
+        meter.received(10_000, 0.14)
+        meter.settle(0.14, idle=False)
+    else:
+        meter.settle(0.14, idle=True)
+        meter.tick(0.5, waiting=True, idle=True)
+    assert not meter.growing
+
+
 def test_what_came_at_once_is_a_bound_from_below():
     kept = Kept()
     meter = ChunkedThroughputSampler(kept, 2.0)

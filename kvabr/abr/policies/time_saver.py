@@ -7,6 +7,9 @@ Any track may be a group's final one, also Int8 or FP16: `kvabr.abr.time_planner
   link carried for a moment says little.
 - While no rate is known, a few bases are requested, and in slow start no more than keeps it growing. What is requested
   then is chosen for several times the rate so far, if it comes soon even at that rate.
+- Where the base of every group would take long to decode, as on fast links with one decoder, final tracks go first.
+- A play that takes all its time within slow start plans for what its last round trips should bring: then the group that
+  loses most gets all its layers in one request, and decoders are for what saves most.
 - Once every group has arrived, a further request must save more than its wait costs. If nothing does, the play ends,
   and what is still in flight is cancelled if it is not worth waiting for either.
 - In an outage nothing seems worth the wait. As long as much is lost without it, one request stays in flight. A link
@@ -16,6 +19,7 @@ Any track may be a group's final one, also Int8 or FP16: `kvabr.abr.time_planner
 
 from __future__ import annotations
 
+import math
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -44,6 +48,10 @@ _GROWTH = 2.0
 """Growth of the rate until a request has an effect, in slow start."""
 _GROWTHS = (8.0, 4.0, 2.0)
 """Growth until the end of slow start that is hoped for, most first."""
+_WINDOW = 1.8
+"""Growth of the window per round trip of slow start, with pacing."""
+_MOST_GROWTH = 3.5
+"""Most growth of the mean rate until the deadline that is counted on."""
 _GROWN_TTFB = 3.0
 """Times to a first byte that a group may take at the rate so far, to be requested for a faster link."""
 _LEAST_TTFB_SHARE = 0.005
@@ -66,6 +74,8 @@ _SLOW_SHARE = 0.3
 """Share of the best rate so far below which a link may recover."""
 _HOPE = 0.6
 """Share of what a play loses that it spends on waiting for a link to recover."""
+_DECODED_SHARE = 0.3
+"""Share of the time of a plan beyond which decoding the base of all groups costs more than a fading link might."""
 _FREE = 1e-12
 """Price that is as good as none, nats."""
 
@@ -83,7 +93,10 @@ class TimeSaver:
         self._base, self._ahead_ttfb, self._sure = base, ahead_ttfb, sure
         self._plan: TimePlan | None = None
         self._planned_rate = self._planned_s = self._best_rate = 0.0
-        self._planned_missing = False
+        self._planned_for = False, False
+        """Whether groups were missing and the link was in slow start."""
+        self._pressed = False
+        """Whether the plan takes the time left, in slow start: then it is for what the link should carry in the end."""
         self._followed = self._heard = 0
         self._fast_s = 0.0
         """When the link was last as fast as it can be."""
@@ -122,7 +135,7 @@ class TimeSaver:
         plan = self._plan_for(view, missing=True)
         group = self._next_group(view)
         track = self._final_track(view, plan, group)
-        if self._enough(view) and (track is not None or view.growing):
+        if self._enough(view) and (track is not None or (view.growing and view.slack_s() > 0)):
             return Decision.wait("enough is in flight")
         if track is None:
             return None
@@ -139,6 +152,8 @@ class TimeSaver:
         if view.rate <= 0:
             return self._probe(view)
         plan = self._plan_for(view, missing=False)
+        if self._pressed:
+            return Decision.wait("enough is in flight") if self._enough(view) else self._best_upgrade(view, plan)
         if plan.objective >= plan.idle_objective and not (view.in_flight and self._in_flight_pays(view)):
             plan = self._plan_for(view, missing=False, fresh=True)
         if plan.objective >= plan.idle_objective:
@@ -146,7 +161,7 @@ class TimeSaver:
                 return self._end(view)
             # In an outage everything looks too slow.
             plan = self._kept_plan(view, "outage", max(view.rate, _RECOVERY * self._best_rate))
-        elif view.outstanding_bytes + plan.bytes > self._soon_bytes(view):
+        elif not self._fits(view, plan):
             return None
         elif self._enough(view):
             return Decision.wait("enough is in flight")
@@ -180,15 +195,20 @@ class TimeSaver:
         if (
             plan is None
             or self._stale
-            or missing != self._planned_missing
+            or (missing, view.growing) != self._planned_for
             or abs(view.rate - self._planned_rate) > _SAME_RATE * self._planned_rate
             or view.now - self._planned_s > _SAME_TIME * view.deadline_s
             or self._followed > _FOLLOWED_SHARE * view.groups
             or (heard - self._heard > (0 if fresh else view.keeps) and not missing)
         ):
             self._times.sync(view)
-            plan = self._plan = self._plan_at(view, view.rate * (_GROWTH if view.growing else 1.0))
-            self._planned_rate, self._planned_s, self._planned_missing = view.rate, view.now, missing
+            plan = self._plan_at(view, view.rate * (_GROWTH if view.growing else 1.0))
+            self._pressed = view.growing and not missing and plan.ends_s > view.time_left > 0
+            if self._pressed:
+                rate = _grown(view.time_left / max(view.ttfb_s, _FREE)) * view.rate
+                plan = self._times.plan_by(view, rate, view.time_left, self._computed, self._computed_s)
+            self._plan = plan
+            self._planned_rate, self._planned_s, self._planned_for = view.rate, view.now, (missing, view.growing)
             self._followed, self._heard, self._stale = 0, heard, False
         return plan
 
@@ -203,6 +223,12 @@ class TimeSaver:
         """Return the bytes that surely come soon: a share of what the lower bound promises, smaller while it is new."""
         trust = _TRUST + (1.0 - _TRUST) * min(1.0, (view.now - self._known_s) / (new * view.deadline_s))
         return trust * self._sure * view.lower_bound * view.time_left
+
+    def _fits(self, view: View, plan: TimePlan) -> bool:
+        """Return whether to follow a plan: all of it should come soon, or the base first would take long to decode."""
+        decoded_s = view.decode_backlog_s + len(view.missing_groups) * view.decode_s(self._base.name) / view.decoders
+        most = view.lower_bound * view.time_left if decoded_s > _DECODED_SHARE * plan.ends_s else self._soon_bytes(view)
+        return view.outstanding_bytes + plan.bytes <= most
 
     def _enough(self, view: View) -> bool:
         """Return whether the bytes in flight last until a new request begins to arrive."""
@@ -242,7 +268,7 @@ class TimeSaver:
             if view.outstanding_bytes + base_bytes > _GROWN_SHARE * view.rate * view.time_left:
                 return None
             target = self._grown_target(view, group, target)
-        elif view.outstanding_bytes + plan.bytes > self._soon_bytes(view) or plan.ends_s > view.time_left:
+        elif not self._fits(view, plan) or plan.ends_s > view.time_left:
             return None
         most = self._soon_bytes(view, _FIRST_SHARE)
         if view.outstanding_bytes + self._times.bytes_to(group, target) + base_bytes > most:
@@ -361,3 +387,9 @@ class TimeSaver:
                 below = losses[track].refines or self._base.name
                 saved += max(0.0, losses[below].loss[group] - losses[current].loss[group])
         return saved
+
+
+def _grown(trips: float) -> float:
+    """Return the mean rate of some round trips of slow start, over the rate before them; not more than counted on."""
+    growth = min(_MOST_GROWTH, math.log(_WINDOW) * trips)
+    return min(_MOST_GROWTH, math.expm1(growth) / growth)
