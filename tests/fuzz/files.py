@@ -16,7 +16,9 @@ from typing import Any
 from kvabr.cli.config import VARIABLE, Config
 from kvabr.cli.fetch import _read_tokens
 from kvabr.cli.options import CommandParser
-from kvabr.client import decode_speeds, peer_history
+from kvabr.client import decode_speeds, engine_costs, peer_history
+from kvabr.client.machine_file import MachineFile, digest, this_machine
+from kvabr.client.prefill_timings import read_rows
 from kvabr.link.quic.options import read_token
 from kvabr.replay import readers
 from kvabr.replay.readers import native
@@ -102,13 +104,23 @@ def _peers(data: bytes) -> bool:
     return True
 
 
-def _speeds(data: bytes) -> bool:
-    text = _sealed(decode_speeds.SCHEMA, "models", {"machine": decode_speeds.this_machine()}, data)
-    found = refused(lambda: decode_speeds._loads(text.decode("utf-8", "replace")), FormatError)
+def _measured(data: bytes, schema: str, read: Callable[[Any], Any]) -> bool:
+    file, machine = MachineFile(None, schema, read), this_machine()
+    text = _sealed(schema, "models", {"machine": machine}, data)
+    found = refused(lambda: file._loads(text.decode("utf-8", "replace")), FormatError)
     if found is None:
         return False
-    assert decode_speeds._loads(decode_speeds._dumps(found)) == found
+    again = {"schema": schema, "machine": machine, "models": json.loads(json.dumps(found))}
+    assert file._loads(json.dumps(again | {"sha256": digest(again["models"])})) == found
     return True
+
+
+def _speeds(data: bytes) -> bool:
+    return _measured(data, decode_speeds.SCHEMA, decode_speeds._tracks)
+
+
+def _costs(data: bytes) -> bool:
+    return _measured(data, engine_costs.SCHEMA, read_rows)
 
 
 def _config(data: bytes) -> bool:
@@ -206,6 +218,7 @@ FILES = family(
     Target(_token, lambda: [b"secret\n"]),
     Target(_peers, lambda: [b'{"h:1": {"rate": 1e6, "ttfb_s": 0.1, "at": 1e9, "plays": 3}}', b"{}"]),
     Target(_speeds, lambda: [b'{"key": {"Int4": 1e-06, "AC-L0": 0.5}}', b"{}"]),
+    Target(_costs, lambda: [b'{"key": [[0, 512, 0.02], [512, 128, 0.01]]}', b"{}"]),
     Target(
         _config,
         lambda: [
