@@ -41,7 +41,7 @@ from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
 from kvabr.client.peer_history import history_at
 from kvabr.client.peers import ClientPeer, PeerLike
-from kvabr.client.play import Play, loadable, lookup_time, tail_choices
+from kvabr.client.play import Play, computes_at_once, loadable, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, measure_prefill
@@ -268,7 +268,8 @@ class AsyncClient:
         check_prompt(tokens)
         ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=options.salt, live=options.live)
 
-        async with self._play(deadline, options, peer, computing, cost, tokens) as play:
+        dials = prompt is not None or not computes_at_once(options, cost, len(tokens))
+        async with self._play(deadline, options, peer, computing, cost, tokens, dials) as play:
             clock = play.clock
             if prompt is None and play.computes_at_once():
                 return play.over(await play.compute())
@@ -587,7 +588,8 @@ class AsyncClient:
         engine: Engine | None = None,
         cost: PrefillCost | None = None,
         tokens: Sequence[int] = (),
+        dials: bool = True,
     ) -> AsyncIterator[Play]:
         check_deadline(deadline)
-        async with self._runner.play([self._peer(peer)], deadline, options) as turn:
+        async with self._runner.play([self._peer(peer)], deadline, options, dials=dials) as turn:
             yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)

@@ -63,8 +63,13 @@ class ClientPeer:
             return await asyncio.shield(self._dialling)
         return self._transfers
 
-    async def transfers_within(self, seconds: float) -> SharedTransfers:
-        """Return `transfers`; if the peer cannot be reached in time, a stub whose transfers all fail."""
+    async def transfers_within(self, seconds: float | None) -> SharedTransfers:
+        """Return `transfers`; if the peer cannot be reached in time, a stub whose transfers all fail.
+
+        None of ``seconds`` means that nothing is dialled.
+        """
+        if seconds is None and self._transfers is None:
+            return self._unreached(f"{self.name}: not dialled, because the engine is sooner")
         try:
             async with asyncio.timeout(seconds):
                 return await self.transfers()
@@ -72,7 +77,7 @@ class ClientPeer:
             why = f"{self.name}: no connection within {seconds:.3g} s"
         except TransportError as error:
             why = str(error)
-        return SharedTransfers(UnreachedConnection(why), self._store, self._metrics)
+        return self._unreached(why)
 
     async def find(
         self,
@@ -189,6 +194,9 @@ class ClientPeer:
         finally:
             self._asked_s = asyncio.get_running_loop().time()
         return self._models
+
+    def _unreached(self, why: str) -> SharedTransfers:
+        return SharedTransfers(UnreachedConnection(why), self._store, self._metrics)
 
     async def _dial(self) -> SharedTransfers:
         assert self._connecting is not None  # noqa: S101  # or there were transfers from the start

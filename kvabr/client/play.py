@@ -167,14 +167,9 @@ class Play:
         return self.turn.over(played)
 
     def computes_at_once(self) -> bool:
-        """Return whether the engine is done before a lookup usually brings anything, so that nobody waits for one."""
-        options = self.options
-        if self.engine is None or self.cost is None or not policy_class(options.policy).divides:
-            return False
-        if options.time_price <= 0 or not math.isfinite(options.gpu_price):
-            return False
+        """As `computes_at_once`, with what is known of the peers."""
         link = KnownLink.of_all(self.history.link(source.peer) for source in self.connection.shared)
-        return computed_before_a_lookup(self.cost, len(self.tokens), link.ttfb_s)
+        return computes_at_once(self.options, self.cost, len(self.tokens), link.ttfb_s)
 
     async def prepare(self, found: Found, skip: int = 0, *, behind: int | None = None, block: int = 1) -> Prepared:
         """Fetch the codec profile if that pays and time allows, and leave out what cannot be decoded without it.
@@ -611,6 +606,18 @@ class Play:
         check_wanted(place.dtype, spec)
         convert(parts[0], place, spec)
         return (place,)
+
+
+def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int, ttfb_s: float = 0.0) -> bool:
+    """Return whether an engine is done before a lookup usually brings anything, so that the play waits for none.
+
+    ``ttfb_s`` as for `computed_before_a_lookup`.
+    """
+    if cost is None or not policy_class(options.policy).divides:
+        return False
+    if options.time_price <= 0 or not math.isfinite(options.gpu_price):
+        return False
+    return computed_before_a_lookup(cost, tokens, ttfb_s)
 
 
 def loadable(found: Found, options: PlayOptions) -> Found | None:

@@ -95,11 +95,12 @@ class PlayRunner:
         deadline_s: float,
         options: PlayOptions,
         source_of: SourceOf = first_source,
+        dials: bool = True,
     ) -> AsyncIterator[Turn]:
         """Yield a play's turn once it has come; the body plays, and says what came of it by `Turn.over`.
 
-        Its sources are ``peers``; the first answers its lookups. Closing the client ends the body, not the task that it
-        runs in.
+        Its sources are ``peers``; the first answers its lookups. Those without a connection are dialled, unless the
+        play does without them (``dials``). Closing the client ends the body, not the task that it runs in.
 
         Raises:
             BusyError: there are too many plays.
@@ -112,7 +113,7 @@ class PlayRunner:
                     reporting.enter_context(told_if_exhausted(peer.relieve))
                 if options.telemetry is not None:
                     options = replace(options, log=reporting.enter_context(options.telemetry.play(options.log)))
-                async with self._connected(peers, clock) as connection:
+                async with self._connected(peers, clock, dials) as connection:
                     turn = Turn(connection, clock, options, source_of)
                     with self._until_closed():
                         yield turn
@@ -152,11 +153,11 @@ class PlayRunner:
             over.set_result(None)
 
     @asynccontextmanager
-    async def _connected(self, peers: Sequence[ClientPeer], clock: Clock) -> AsyncIterator[PlaySources]:
+    async def _connected(self, peers: Sequence[ClientPeer], clock: Clock, dials: bool) -> AsyncIterator[PlaySources]:
         """Wait for a turn, and yield the connections of one play; leaving cancels whatever it still fetches."""
         loop = asyncio.get_running_loop()
         async with self._admission.enter(clock.deadline_s):
-            within_s = max(0.0, _DIAL_SHARE * clock.left())
+            within_s = max(0.0, _DIAL_SHARE * clock.left()) if dials else None
             dialled = [asyncio.ensure_future(peer.transfers_within(within_s)) for peer in peers[1:]]
             try:
                 shared = [await peers[0].transfers_within(within_s), *[await one for one in dialled]]

@@ -374,3 +374,16 @@ async def test_arguments_that_make_no_sense():
         peer = client.peer("moqt://origin.example/", token="x")  # noqa: S106
         assert client.peer("moqt://origin.example/", token="x") is peer  # noqa: S106
         assert client.peer("moqt://origin.example/") is not peer
+
+
+async def test_what_an_engine_has_computed_before_a_lookup_needs_no_peer(tmp_path):
+    async with AsyncClient("moqt://127.0.0.1:1/", ca=tmp_path / "none.pem") as client:
+        fast = PlayOptions(prefill_cost=PrefillCost(0.02, 1e-6))
+        played = await client.play(TOKENS, deadline=4.0, engine=ToyModel(), options=fast)
+        assert client.metrics.value("kvabr_client_dials_failed_total") == 0
+        slow = PlayOptions(prefill_cost=PrefillCost(0.1, 0.001))
+        later = await client.play(TOKENS, deadline=4.0, engine=ToyModel(), options=slow)
+        assert client.metrics.value("kvabr_client_dials_failed_total") == 1
+    assert close(played.kv)
+    assert close(later.kv)
+    assert played.tokens == later.tokens == len(TOKENS)

@@ -12,7 +12,7 @@ from kvabr.codec.container import header_bytes
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import clean, decode_group, decode_payload, encode_group, payload_of
 from kvabr.codec.native import coder
-from kvabr.codec.quantised import codes_of, convert, numbers_of, scales_of
+from kvabr.codec.quantised import all_finite, codes_of, convert, numbers_of, scales_of
 from kvabr.publish.encoder import ordered_tracks
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec, LayerClass
@@ -196,3 +196,18 @@ def test_ac_codes_the_numbers(name):
     assert same(again, codes_of(out, spec))
     for mine, theirs in zip(out, wanted, strict=True):
         assert float((mine - theirs).norm() / theirs.norm()) < 0.12
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_is_seen_wherever_it_is(dtype):
+    assert all_finite(torch.empty(2, 0, dtype=dtype))
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        kv = torch.randn(2, 2, 3, 40, 16).to(dtype)
+        if not torch.tensor(bad).to(dtype).float().isfinite():
+            kv[1, 0, 2, 17, 5] = bad
+            assert not all_finite(kv)
+            assert not all_finite(kv[:, :, :, 10:20])
+        assert all_finite(kv[:, :, :, :17])
