@@ -161,7 +161,7 @@ class Limits:
 
 
 def check_load_tokens(least: int, most: int | None) -> None:
-    """Raise `UsageError` unless at least and at most so many tokens can be loaded."""
+    """Raise `UsageError` unless these can be the least and the most tokens that are loaded."""
     if least < 0:
         raise UsageError(f"min_load_tokens is {least:,}; give 0 or more tokens")
     if most is not None and not max(1, least) <= most:
