@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -42,19 +42,19 @@ from numpy.typing import NDArray
 
 from kvabr.codec import gpu
 from kvabr.codec.base import Codec, GroupContext, codec
-from kvabr.codec.bias import UNITS, biases, join_biases, shift_of, split_biases
+from kvabr.codec.bias import UNITS, biases, error_sums, join_biases, shift_of, split_biases
 from kvabr.codec.centred import CENTRED
-from kvabr.codec.coefficients import Coefficients, encode_rows, indices
+from kvabr.codec.coefficients import Coefficients, encode_rows, hold, indices
 from kvabr.codec.columns import check_class, coded_spec, turned, turned_back
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
 from kvabr.codec.native.reference import has_streams
 from kvabr.codec.native.references import References, pack_references, read_references, references_size
 from kvabr.codec.payload import PayloadReader, finite, raw
-from kvabr.codec.profile import ClassProfile
+from kvabr.codec.profile import ClassProfile, Depth
 from kvabr.codec.quantiser import RATIO, SINGLE
 from kvabr.codec.quantiser import below as track_below
-from kvabr.codec.referring import MARK, checked_refers, choose_references
+from kvabr.codec.referring import MARK, checked_refers, choose_references, telling_rows
 from kvabr.codec.rope import rope_tables, rotate_by
 from kvabr.codec.unusual import (
     CENTRED_VERSION,
@@ -67,6 +67,7 @@ from kvabr.codec.unusual import (
     by_another,
     contained,
     crowded,
+    glanced,
     is_unusual,
     layered,
     other,
@@ -82,6 +83,10 @@ _MOST_INDEX = 32767 - RATIO ** len(LAYERS)
 """Maximum index of the finest layer, less what rounding at the base may add to it."""
 
 
+_Part = tuple[str, bytes, int]
+"""Of what a group's depth is made: its track, which tokens it stores separately, and the identity of its references."""
+
+
 class Ac(Codec):
     """One depth."""
 
@@ -91,6 +96,15 @@ class Ac(Codec):
     def __init__(self, track: str) -> None:
         """Make the codec of a track."""
         self.name, self.refines = track, track_below(track)
+
+    def prepare(self, groups: Sequence[tuple[torch.Tensor, GroupContext]]) -> None:
+        by_profile: dict[int, tuple[ClassProfile, list[tuple[torch.Tensor, GroupContext]]]] = {}
+        for group, context in groups:
+            if gpu.runs_on(group.device) and context.memo is not None and context.spec.only.kind != "state":
+                profile = _profile(context, self.name)
+                by_profile.setdefault(id(profile), (profile, []))[1].append((group, context))
+        for profile, some in by_profile.values():
+            _prepare(self.name, profile, some)
 
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
         """Quantise and code; unusual groups as `kvabr.codec.unusual` says."""
@@ -199,22 +213,42 @@ class _Work:
     """By depth."""
     chosen: dict[bytes, tuple[References, bool] | None] = field(default_factory=dict)
     """By which tokens are stored separately."""
+    coded: dict[_Part, bytes | Exception] = field(default_factory=dict)
+    """What `coded_rows` returned."""
+    sums: dict[_Part, NDArray[np.int64]] = field(default_factory=dict)
+    """Of `kvabr.codec.bias.error_sums`; the references are of no account."""
+
+    @property
+    def coarsest(self) -> Depth:
+        """The depth with the largest step."""
+        return max(self.profile.depths.values(), key=lambda depth: depth.step)
 
     def references(self, outliers: NDArray[np.bool_]) -> tuple[References, bool] | None:
         """Choose references, see `choose_references`."""
-        key = outliers.tobytes()
+        key, coarsest = outliers.tobytes(), self.coarsest
         if key not in self.chosen:
-            coarsest = max(self.profile.depths.values(), key=lambda depth: depth.step)
-            rows = self.coefficients.rows
-            self.chosen[key] = choose_references(rows, coarsest.step, ~outliers, coarsest.coder)
+            rows = self.coefficients.some(telling_rows(coarsest.coder))
+            self.chosen[key] = choose_references(rows, coarsest.step, ~outliers)
         return self.chosen[key]
+
+    def coded_rows(self, track: str, outliers: NDArray[np.bool_], references: References | None) -> bytes:
+        """Quantise and code all tokens but outliers; raise a `FormatError` if indices do not fit the coder."""
+        part = track, outliers.tobytes(), id(references)
+        if part not in self.coded:
+            _code(track, [(self, outliers, references)])
+        made = self.coded.pop(part)
+        if isinstance(made, Exception):
+            raise made
+        return made
 
     def biases(self, track: str, outliers: NDArray[np.bool_]) -> NDArray[np.int16] | None:
         """Return the biases of values at a depth, see `kvabr.codec.bias`; None if it has none."""
         if track not in UNITS:
             return None
-        structure = self.profile.transform.structure
-        return biases(structure, self.coefficients.rows, self.profile.depth(track), ~outliers, UNITS[track])
+        part = track, outliers.tobytes(), 0
+        if part not in self.sums:
+            _add_up(track, [(self, outliers)])
+        return biases(self.sums.pop(part), int((~outliers).sum()), UNITS[track])
 
     def indices(self, track: str, outliers: NDArray[np.bool_]) -> NDArray[np.int16]:
         """Quantise the coefficients for a depth, with 0 for tokens that are stored separately."""
@@ -223,15 +257,89 @@ class _Work:
         return index
 
 
+def _code(track: str, groups: Sequence[tuple[_Work, NDArray[np.bool_], References | None]]) -> None:
+    """Quantise and code groups of one profile at a depth, with `_Work.coded` for each."""
+    profile, refines = groups[0][0].profile, track_below(track)
+    depth, below = profile.depth(track), None if refines is None else profile.depth(refines)
+    jobs = [(work.coefficients.rows, ~outliers, references) for work, outliers, references in groups]
+    made = encode_rows(depth.coder, jobs, depth, below)
+    for (work, outliers, references), one in zip(groups, made, strict=True):
+        work.coded[track, outliers.tobytes(), id(references)] = one
+
+
+def _add_up(track: str, groups: Sequence[tuple[_Work, NDArray[np.bool_]]]) -> None:
+    """Add up the errors of groups of one profile at a depth, for `_Work.sums` of each."""
+    profile = groups[0][0].profile
+    jobs = [(work.coefficients.rows, ~outliers) for work, outliers in groups]
+    found = error_sums(profile.transform.structure, profile.depth(track), jobs)
+    for (work, outliers), one in zip(groups, found, strict=True):
+        work.sums[track, outliers.tobytes(), 0] = one
+
+
+def _prepare(track: str, profile: ClassProfile, groups: Sequence[tuple[torch.Tensor, GroupContext]]) -> None:
+    """Do on a GPU, for all groups at once, what encoding will need of each if it is not unusual."""
+    refines, works = track_below(track), _works(profile, groups)
+    planned = []
+    for work, (_, context) in zip(works, groups, strict=True):
+        if refines is None and not crowded(work.coefficients.outlying):
+            planned.append((work, _plan(track, work, context, [])))
+        elif refines is not None and refines in work.made:
+            planned.append((work, _plan(track, work, context, [work.made[refines].payload])))
+    if coded := [
+        (work, plan.outliers, references)
+        for work, plan in planned
+        if plan.from_rows
+        for references in dict.fromkeys((plan.references, None if plan.perhaps_without else plan.references))
+    ]:
+        _code(track, coded)
+    if planned and track in UNITS:
+        _add_up(track, [(work, plan.outliers) for work, plan in planned])
+
+
+def _works(profile: ClassProfile, groups: Sequence[tuple[torch.Tensor, GroupContext]]) -> list[_Work]:
+    """Return what depths share, of groups on one GPU: those that follow each other are transformed together."""
+    runs: list[list[tuple[torch.Tensor, GroupContext]]] = []
+    for group, context in groups:
+        if _known(group, context, profile) is not None:
+            continue
+        last = runs[-1][-1][1] if runs else None
+        follows = last is not None and (
+            (last.free and context.free) or (not last.free and last.first_token + last.tokens == context.first_token)
+        )
+        if follows:
+            runs[-1].append((group, context))
+        else:
+            runs.append([(group, context)])
+    fresh = []
+    for run in runs:
+        found = profile.analysis.analyse_run([group for group, _ in run], _rotated_at(run[0][1]))
+        for (group, context), coefficients in zip(run, found, strict=True):
+            _remember(context, _Work(group, group, profile, coefficients))
+            fresh.append(coefficients)
+    works = [_work(group, context, profile) for group, context in groups]
+    if fresh:
+        hold(fresh, telling_rows(works[0].coarsest.coder))
+        hold(fresh, glanced(profile.transform.structure.rows))
+    return works
+
+
 def _work(group: torch.Tensor, context: GroupContext, profile: ClassProfile) -> _Work:
+    known = _known(group, context, profile)
+    if known is None:
+        coded = turned(group, context.spec)
+        known = _Work(group, coded, profile, profile.analysis.analyse(coded, _rotated_at(context)))
+        _remember(context, known)
+    return known
+
+
+def _known(group: torch.Tensor, context: GroupContext, profile: ClassProfile) -> _Work | None:
     known = None if context.memo is None else context.memo.get(_MEMO)
-    if isinstance(known, _Work) and known.given is group and known.profile is profile:
-        return known
-    coded = turned(group, context.spec)
-    work = _Work(group, coded, profile, profile.analysis.analyse(coded, _rotated_at(context)))
+    return known if isinstance(known, _Work) and known.given is group and known.profile is profile else None
+
+
+def _remember(context: GroupContext, work: _Work) -> None:
     if context.memo is not None:
         context.memo[_MEMO] = work
-    return work
 
 
 def _base(track: str, work: _Work, context: GroupContext, room: int) -> bytes | None:
@@ -245,7 +353,7 @@ def _base(track: str, work: _Work, context: GroupContext, room: int) -> bytes | 
     more = None if crowded(outlying) else 0
     if more is not None and track == LAYERS[0]:
         step, keep = work.profile.depth(track).step, ~outlying.numpy()
-        more = contained(work.group, context.spec, work.coefficients.rows, step, keep, work.profile.copies)
+        more = contained(work.group, context.spec, work.coefficients, step, keep, work.profile.copies)
     if more is None:
         return by_another(COARSE if track == LAYERS[0] else FINE, work.given, context)
     payloads: list[bytes] = []
@@ -267,6 +375,58 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
         below: ordinary payloads of the depths below, base first.
     """
     profile, refines = work.profile, track_below(track)
+    plan = _plan(track, work, context, below)
+    outliers, lower, references = plan.outliers, plan.lower, plan.references
+    index: NDArray[np.int16] | None = None
+    try:
+        if plan.from_rows:
+            coded = work.coded_rows(track, outliers, references)
+            if plan.perhaps_without:
+                alone = work.coded_rows(track, outliers, None)
+                if len(alone) <= len(coded) + len(MARK) + references_size(context.tokens):
+                    coded, references = alone, None
+        else:
+            # Tokens that overflow only at this depth have indices below.
+            if lower is None:
+                lower = work.indices(str(refines), plan.below_outliers)
+            index = work.indices(track, outliers)
+            index[:, outliers] = RATIO * lower[:, outliers]
+            coded = coder.encode_indices(profile.depth(track).coder, index, lower, references)
+    except FormatError:
+        return None
+    tokens, sinks = np.flatnonzero(plan.new), 0 if refines is not None else _sinks(profile, context)
+    head = payload_head(coded, references if refines is None else None)
+    payload = head + join_payload(work.group, tokens, plan.far[tokens], sinks, coded, work.biases(track, outliers))
+    work.made[track] = _Made(payload, outliers, index, references)
+    return payload
+
+
+class _Plan(NamedTuple):
+    """What a depth codes, and how."""
+
+    far: NDArray[np.bool_]
+    """[token]: which exceed a decoder's integers."""
+    below_outliers: NDArray[np.bool_]
+    """[token]: which the depths below store separately."""
+    new: NDArray[np.bool_]
+    """[token]: which this one does."""
+    lower: NDArray[np.int16] | None
+    """Indices below; None: none, or `_Work.indices`."""
+    references: References | None
+    perhaps_without: bool
+    """Whether the payload may be smaller without references."""
+    from_rows: bool
+    """Whether it is coded from rows of coefficients; otherwise from indices."""
+
+    @property
+    def outliers(self) -> NDArray[np.bool_]:
+        """[token]: which are not coded."""
+        return self.below_outliers | self.new
+
+
+def _plan(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]) -> _Plan:
+    """Return what `_layer` is to code."""
+    profile, refines = work.profile, track_below(track)
     depth = profile.depth(track)
     far = (work.coefficients.reach > depth.step).numpy()
     if track == LAYERS[0]:
@@ -275,41 +435,19 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
         far |= (work.coefficients.largest > _MOST_INDEX * finest).numpy()
     lower, below_outliers, references = _lower(refines, context, work, below)
     new = far & ~below_outliers
-    sinks = 0
     if refines is None:
         sinks = _sinks(profile, context)
         far[:sinks] = False
         new |= work.coefficients.outlying.numpy()
         new[context.tokens - context.finer :] = True
         new[:sinks] = True
-    outliers = below_outliers | new
     chosen = None
     if refines is None and depth.coder.near is not None and context.spec.only.kind != "state":
-        chosen = work.references(outliers)
-    index: NDArray[np.int16] | None = None
-    try:
-        if lower is None and (refines is None or not new.any()):
-            base, rows = None if refines is None else profile.depth(refines), work.coefficients.rows
-            references = references if chosen is None else chosen[0]
-            coded = encode_rows(depth.coder, rows, depth, base, ~outliers, references)
-            if chosen is not None and not chosen[1]:
-                alone = encode_rows(depth.coder, rows, depth, base, ~outliers)
-                if len(alone) <= len(coded) + len(MARK) + references_size(context.tokens):
-                    coded, references = alone, None
-        else:
-            # Tokens that overflow only at this depth have indices below.
-            if lower is None:
-                lower = work.indices(str(refines), below_outliers)
-            index = work.indices(track, outliers)
-            index[:, outliers] = RATIO * lower[:, outliers]
-            coded = coder.encode_indices(depth.coder, index, lower, references)
-    except FormatError:
-        return None
-    tokens = np.flatnonzero(new)
-    head = payload_head(coded, references if refines is None else None)
-    payload = head + join_payload(work.group, tokens, far[tokens], sinks, coded, work.biases(track, outliers))
-    work.made[track] = _Made(payload, outliers, index, references)
-    return payload
+        chosen = work.references(below_outliers | new)
+    if chosen is not None:
+        references = chosen[0]
+    from_rows = lower is None and (refines is None or not bool(new.any()))
+    return _Plan(far, below_outliers, new, lower, references, chosen is not None and not chosen[1], from_rows)
 
 
 def _lower(

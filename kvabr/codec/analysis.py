@@ -7,6 +7,7 @@ code or without: two publishers' payloads of a group are equal, and so are their
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,7 +94,7 @@ class Analysis:
         """
         check_cache(self.transform, group)
         if gpu.runs_on(group.device):
-            return self._analyse_there(group, first_token)
+            return self.analyse_run([group], first_token)[0]
         if native_available():
             return self._analyse_natively(group.detach().cpu(), first_token)
         bare = group.detach().cpu().float().clone()
@@ -195,12 +196,20 @@ class Analysis:
             made.append(handle)
         return tuple(made)
 
-    def _analyse_there(self, group: torch.Tensor, first_token: int | None) -> Coefficients:
-        """Do it on the group's own device, by `kvabr.codec.gpu`; the rows stay there."""
-        found = gpu.analyse(self.transform, self._inverses, self._scale, group, first_token)
+    def analyse_run(self, groups: Sequence[torch.Tensor], first_token: int | None) -> list[Coefficients]:
+        """Do as `analyse` for groups that follow each other, on their device, by `kvabr.codec.gpu`; rows stay there."""
+        for group in groups:
+            check_cache(self.transform, group)
+        whole = groups[0] if len(groups) == 1 else torch.cat(list(groups), dim=3)
+        found = gpu.analyse(self.transform, self._inverses, self._scale, whole, first_token)
         largest, power = (part.cpu().contiguous() for part in (found.largest, found.power))
-        quiet = None if self.transform.quiet is None else power[-1]
-        return self._found(found.rows, largest.numpy(), self._outlying(power[0], quiet))
+        made, first = [], 0
+        for group in groups:
+            own = slice(first, first := first + group.shape[3])
+            quiet = None if self.transform.quiet is None else power[-1, :, own]
+            loud = self._outlying(power[0, :, own], quiet)
+            made.append(self._found(found.rows[:, own], largest[:, own].numpy(), loud))
+        return made
 
     def _analyse_natively(self, group: torch.Tensor, first_token: int | None) -> Coefficients:
         """Do it with stacks in parallel, on as many threads as torch or `encoding_on` says; releases the GIL."""

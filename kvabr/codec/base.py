@@ -90,6 +90,12 @@ class Codec(ABC):
         """Return the oldest version of frames whose readers understand a payload, see `kvabr.codec.container`."""
         return OLDEST_VERSION
 
+    def prepare(self, groups: Sequence[tuple[torch.Tensor, GroupContext]]) -> None:  # noqa: B027  # few can
+        """Compute at once what `encode` will need of groups that lie on a GPU, and leave it in their memos.
+
+        Tracks that this one refines have been encoded. `encode` returns the same without.
+        """
+
     @abstractmethod
     def encode(self, group: torch.Tensor, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
         """Compress one group and return the payload, without the container's frame.

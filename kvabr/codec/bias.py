@@ -19,13 +19,14 @@ The numbers are sums of integers over tokens, so they are the same on every mach
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.coefficients import error_sums
+from kvabr.codec import coefficients
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import Shift, derived
 from kvabr.codec.transform import FINE
@@ -61,26 +62,34 @@ def value_rows(structure: Structure) -> NDArray[np.intp]:
     return derived(structure, "value rows", make)
 
 
-def biases(
-    structure: Structure, rows: torch.Tensor, depth: Depth, coded: NDArray[np.bool_], unit: int
-) -> NDArray[np.int16]:
-    """Return the mean error of each row of values, within 127; zeros if fewer than `LEAST_TOKENS` are coded.
+def error_sums(
+    structure: Structure, depth: Depth, groups: Sequence[tuple[torch.Tensor, NDArray[np.bool_]]]
+) -> list[NDArray[np.int64]]:
+    """Return what rounding takes from the rows of values of groups, see `kvabr.codec.coefficients.error_sums`.
 
     Args:
         structure: which rows are those of values.
-        rows: the coefficients, [row, token] float32.
         depth: what rounds them, and the gains of what is decoded.
-        coded: [token]: which tokens are coded; others do not count.
-        unit: of the result, in sixteenths of the step.
+        groups: of each the coefficients, [row, token] float32, and which tokens are coded; others do not count.
     """
-    which, tokens = value_rows(structure), int(coded.sum())
-    if not len(which) or tokens < LEAST_TOKENS:
-        return np.zeros(len(which), np.int16)
+    which = value_rows(structure)
     gains = np.ones(len(which), np.float32)
     if depth.gains:
         stacks = np.searchsorted(structure.first_rows, which, side="right") - 1
         gains = np.array(depth.gains, np.float32)[stacks]
-    sums = error_sums(rows, which, gains, depth, coded)
+    return coefficients.error_sums(groups, which, gains, depth)
+
+
+def biases(sums: NDArray[np.int64], tokens: int, unit: int) -> NDArray[np.int16]:
+    """Return the mean error of each row of values, within 127; zeros if fewer than `LEAST_TOKENS` are coded.
+
+    Args:
+        sums: of `error_sums`.
+        tokens: how many are coded.
+        unit: of the result, in sixteenths of the step.
+    """
+    if tokens < LEAST_TOKENS:
+        return np.zeros(len(sums), np.int16)
     whole = coder.ERROR_UNIT * tokens * unit
     mean = (10 * FINE * np.abs(sums) + _ROUNDED * whole) // (10 * whole)
     out: NDArray[np.int16] = (np.sign(sums) * np.minimum(mean, _MOST)).astype(np.int16)

@@ -6,7 +6,8 @@ by. Results are the same, to the byte.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import CoderModel, Quantiser
 from kvabr.codec.native.references import References
 from kvabr.codec.quantiser import quantise
+from kvabr.types.errors import FormatError
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,25 +34,50 @@ class Coefficients:
     outlying: torch.Tensor
     """[token] bool: tokens to store separately, see `Transform.threshold`."""
 
+    held: dict[bytes, torch.Tensor] = field(default_factory=dict)
+    """What `some` returned, of rows that are on a GPU."""
+
     def here(self) -> Coefficients:
         """Return the same with the rows in the processor's memory."""
         return replace(self, rows=self.rows.cpu())
 
+    def some(self, which: NDArray[np.intp]) -> torch.Tensor:
+        """Return some rows, [row, token], in the processor's memory."""
+        if self.rows.device.type == "cpu":
+            return self.rows[torch.from_numpy(which)]
+        if which.tobytes() not in self.held:
+            hold([self], which)
+        return self.held[which.tobytes()]
+
+
+def hold(groups: Sequence[Coefficients], which: NDArray[np.intp]) -> None:
+    """Copy some rows of groups that are on a GPU to the processor's memory, all at once, for `Coefficients.some`."""
+    there = torch.from_numpy(which).to(groups[0].rows.device)
+    shapes = [(len(which), group.rows.shape[1]) for group in groups]
+    whole = torch.cat([group.rows[there].reshape(-1) for group in groups]).cpu()
+    parts = torch.split(whole, [rows * tokens for rows, tokens in shapes])
+    for group, part, shape in zip(groups, parts, shapes, strict=True):
+        group.held[which.tobytes()] = part.view(shape)
+
 
 def encode_rows(
     model: CoderModel,
-    rows: torch.Tensor,
+    groups: Sequence[tuple[torch.Tensor, NDArray[np.bool_], References | None]],
     own: Quantiser,
     lower: Quantiser | None,
-    keep: NDArray[np.bool_],
-    references: References | None = None,
-) -> bytes:
-    """Quantise and code; see `coder.encode_rows`."""
-    if gpu.runs_on(rows.device):
+) -> list[bytes | Exception]:
+    """Quantise and code rows of groups, of each the tokens to keep; see `coder.encode_rows`. Errors are the groups'."""
+    if groups and gpu.runs_on(groups[0][0].device):
         from kvabr.codec.gpu import encoding, writer  # noqa: PLC0415  # need Triton
 
-        return encoding.encode(writer.EncodeJob(model, rows, own, lower, keep, references))
-    return coder.encode_rows(model, rows.numpy(), own, lower, keep, references)
+        return encoding.encode([writer.EncodeJob(model, rows, own, lower, keep, refs) for rows, keep, refs in groups])
+    made: list[bytes | Exception] = []
+    for rows, keep, references in groups:
+        try:
+            made.append(coder.encode_rows(model, rows.numpy(), own, lower, keep, references))
+        except FormatError as error:
+            made.append(error)
+    return made
 
 
 def indices(rows: torch.Tensor, quantiser: Quantiser) -> NDArray[np.int16]:
@@ -59,26 +86,15 @@ def indices(rows: torch.Tensor, quantiser: Quantiser) -> NDArray[np.int16]:
     return out
 
 
-def similarity(
-    rows: torch.Tensor, which: NDArray[np.intp], tokens: NDArray[np.intp], step: float, most: int = 0
-) -> NDArray[np.int32]:
-    """Return how alike tokens are in some rows; see `coder.similarity`."""
-    if gpu.runs_on(rows.device):
-        there = (torch.from_numpy(each).to(rows.device) for each in (which[:, None], tokens))
-        rows, which, tokens = rows[tuple(there)].cpu(), np.arange(len(which)), np.arange(len(tokens))
-    return coder.similarity(rows.numpy(), which, tokens, step, most)
-
-
 def error_sums(
-    rows: torch.Tensor,
+    groups: Sequence[tuple[torch.Tensor, NDArray[np.bool_]]],
     which: NDArray[np.intp],
     gains: NDArray[np.float32],
     quantiser: Quantiser,
-    coded: NDArray[np.bool_],
-) -> NDArray[np.int64]:
-    """Add up what decoding takes from some rows; see `coder.error_sums`."""
-    if gpu.runs_on(rows.device):
+) -> list[NDArray[np.int64]]:
+    """Add up what decoding takes from some rows of groups, the coded tokens of each; see `coder.error_sums`."""
+    if groups and gpu.runs_on(groups[0][0].device):
         from kvabr.codec.gpu import encoding  # noqa: PLC0415  # needs Triton
 
-        return encoding.error_sums(rows, which, gains, quantiser, coded)
-    return coder.error_sums(rows.numpy(), which, gains, quantiser, coded)
+        return encoding.error_sums(groups, which, gains, quantiser)
+    return [coder.error_sums(rows.numpy(), which, gains, quantiser, coded) for rows, coded in groups]

@@ -39,7 +39,7 @@ from kvabr.codec.transform import (
     plain,
     rounded,
 )
-from kvabr.codec.unusual import likeness
+from kvabr.codec.unusual import likeness, sample
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import FP16_MAX, KVSpec
 from kvabr.types.naming import LAYERS
@@ -473,7 +473,8 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
         tiles = [slice(start, start + TILE) for start in range(0, every.shape[1], TILE)]
         kept = ~coefficients.outlying.numpy()
         step = config.steps[LAYERS[0]]
-        return [likeness(coefficients.rows[:, tile], step, kept[tile]).copies for tile in tiles]
+        looked = coefficients.some(sample(rows))
+        return [likeness(looked[:, tile], step, kept[tile]).copies for tile in tiles]
 
     analysis.prepare()  # once, not in every thread
     copies = [each for found in source.each("tables", counted) for each in found]

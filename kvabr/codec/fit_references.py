@@ -17,7 +17,7 @@ from kvabr.codec.native.references import LANES, TILE, References
 from kvabr.codec.parallel_map import parallel_map
 from kvabr.codec.profile import Depth
 from kvabr.codec.quantiser import RATIO, nested, quantise
-from kvabr.codec.referring import choose_references
+from kvabr.codec.referring import choose_references, telling_rows
 from kvabr.types.naming import LAYERS
 
 _COARSE = (0, 1, 2, 3, 3, 4, 4, *[5] * 9)
@@ -65,7 +65,7 @@ def add_references(
     def counted(tile: Coefficients) -> dict[str, NDArray[np.int64]]:
         keep = ~tile.outlying.numpy()
         rows = tile.rows.numpy() * keep  # tokens that are stored separately count as zeros
-        chosen = choose_references(torch.from_numpy(rows), coarsest.step, keep, coarsest.coder)
+        chosen = choose_references(torch.from_numpy(rows[telling_rows(coarsest.coder)]), coarsest.step, keep)
         assert chosen is not None  # noqa: S101  # the tile has two steps
         found = {track: np.zeros_like(own) for track, own in counts.items()}
         for loud in louder:

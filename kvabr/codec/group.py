@@ -30,8 +30,8 @@ def clean(kv: torch.Tensor, top: float = FP16_MAX) -> tuple[torch.Tensor, int]:
     """
     if is_quantised(kv.dtype):
         return clean_codes(kv)
-    # The largest magnitude is finite only if all elements are, and is found ten times faster than isfinite.
-    if not kv.numel() or bool(kv.abs().amax() <= top):
+    # The extremes are finite only if all elements are, and are found ten times faster than isfinite.
+    if not kv.numel() or bool(torch.stack(torch.aminmax(kv)).abs().amax() <= top):
         return kv, 0
     bad = ~(kv.abs() <= top)
     return torch.nan_to_num(kv, nan=0.0, posinf=top, neginf=-top).clamp(-top, top), int(bad.sum())
@@ -70,8 +70,15 @@ def encode_group(
         group: its index in its track.
         below: payloads of the tracks that this one refines, base first.
     """
-    _check_shape(kv, context, f"group {group}: cannot encode")
-    kv, made = clean(kv, largest_number(context.spec))[0], codec(track)
+    check_shape(kv, context, f"group {group}: cannot encode")
+    return encode_clean(clean(kv, largest_number(context.spec))[0], track, context, chunk, group, below)
+
+
+def encode_clean(
+    kv: torch.Tensor, track: str, context: GroupContext, chunk: str, group: int, below: Sequence[bytes] = ()
+) -> bytes:
+    """Do as `encode_group` with what `clean` returned."""
+    made = codec(track)
     if is_quantised(kv.dtype) and not made.takes_codes:
         kv = numbers_of(kv, context.spec)
     payload = made.encode(kv, context, below)
@@ -124,7 +131,7 @@ def decode_by(
     below: Sequence[memoryview] = (),
 ) -> None:
     """Do what `decode_payload` does with a codec that need not be a track's."""
-    _check_shape(out, context, f"group {group}: cannot decode into")
+    check_shape(out, context, f"group {group}: cannot decode into")
     rotated = context.free and context.at is not None and not made.rotates
     if not rotated and (made.takes_codes or not is_quantised(out.dtype)):
         if has_kernel(made, out.device):
@@ -147,7 +154,8 @@ def has_kernel(made: Codec, device: torch.device) -> bool:
     return bool(vars(type(made)).get("has_kernel")) and gpu.runs_on(device)
 
 
-def _check_shape(kv: torch.Tensor, context: GroupContext, what: str) -> None:
+def check_shape(kv: torch.Tensor, context: GroupContext, what: str) -> None:
+    """Raise a `FormatError` unless a tensor has the shape and type of a group; ``what`` begins the message."""
     wanted = context.spec.shape(context.tokens)
     if tuple(kv.shape) != wanted or not kv.is_floating_point():
         raise FormatError(f"{what} {kv.dtype} of {tuple(kv.shape)}; floats of {wanted} are needed")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.coefficients import similarity
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import CoderModel, derived
 from kvabr.codec.native.references import LANES, References, join_references, tiles
 from kvabr.types.errors import FormatError
@@ -37,26 +37,23 @@ _WORTH = 0.5
 """Mean correlation of tokens with what they refer to, below which a payload may be smaller without references."""
 
 
-def choose_references(
-    rows: torch.Tensor, step: float, keep: NDArray[np.bool_], model: CoderModel
-) -> tuple[References, bool] | None:
+def choose_references(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) -> tuple[References, bool] | None:
     """Choose the references of a group, and say whether they certainly make its payload smaller.
 
     Args:
-        rows: coefficients, [row, token] float32.
+        rows: the `telling_rows` of the coefficients, [row, token] float32, in the processor's memory.
         step: of a quantiser, coarse enough for most indices to be 0.
         keep: [token]: which tokens are coded.
-        model: tables of that quantiser; they say which rows have most power.
 
     Returns:
         None if the group is too short. The choice is the same on every machine.
     """
     if not tiles(rows.shape[1]):
         return None
-    loud = derived(model, "loud", lambda: _loud(model))
+    every = np.arange(len(rows))
     parts, worth = {}, []
     for tile in tiles(rows.shape[1]):
-        products = similarity(rows, loud, np.arange(tile.start, tile.stop), step, _LARGEST)
+        products = coder.similarity(rows.numpy(), every, np.arange(tile.start, tile.stop), step, _LARGEST)
         gram = (products * keep[tile] * keep[tile, None]).astype(np.float32)
         power = np.maximum(np.diag(gram), 1)
         alike = gram / np.sqrt(power * power[:, None])
@@ -65,6 +62,11 @@ def choose_references(
         parts[tile.start] = second, named
         worth.append(float(alike[second, named[second]].mean()))
     return join_references(parts, rows.shape[1]), min(worth) > _WORTH
+
+
+def telling_rows(model: CoderModel) -> NDArray[np.intp]:
+    """Return which rows references are chosen by: those to whose indices a quantiser's tables give the most power."""
+    return derived(model, "loud", lambda: _loud(model))
 
 
 def _loud(model: CoderModel) -> NDArray[np.intp]:

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from kvabr.codec.base import Codec, GroupContext, codec
 from kvabr.codec.centred import CENTRED, Centred, centring_helps
-from kvabr.codec.coefficients import similarity
+from kvabr.codec.coefficients import Coefficients
+from kvabr.codec.native import coder
 from kvabr.codec.native.references import TILE
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
@@ -197,19 +198,28 @@ def crowded(outlying: torch.Tensor) -> bool:
     return int(outlying.sum()) > 4 + len(outlying) // _MOST_ASIDE
 
 
-def likeness(rows: torch.Tensor, step: float, keep: NDArray[np.bool_], sampled: int = _SAMPLED) -> Likeness:
+def sample(rows: int, most: int = _SAMPLED) -> NDArray[np.intp]:
+    """Return which rows are looked at by `likeness`, at most as many."""
+    return np.arange(0, rows, -(-rows // most))
+
+
+def glanced(rows: int) -> NDArray[np.intp]:
+    """Return which rows of every group are looked at first, see `contained`."""
+    return sample(rows, _GLANCED)
+
+
+def likeness(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) -> Likeness:
     """Return how alike the errors are that rounding makes.
 
     Args:
-        rows: coefficients, [row, token] float32.
+        rows: a `sample` of the coefficients, [row, token] float32, in the processor's memory.
         step: of the quantiser.
         keep: [token]: which tokens are coded.
-        sampled: rows to look at, at most.
     """
-    sample, coded = np.arange(0, len(rows), -(-len(rows) // sampled)), np.flatnonzero(keep)
+    every, coded = np.arange(len(rows)), np.flatnonzero(keep)
     tiles = [coded[first : first + TILE] for first in range(0, len(coded), TILE)]
     found = [
-        _likeness(similarity(rows, sample, tile, step).astype(np.float64))
+        _likeness(coder.similarity(rows.numpy(), every, tile, step).astype(np.float64))
         for tile in tiles
         if len(tile) >= _LEAST_TOKENS
     ]
@@ -231,23 +241,29 @@ def _likeness(gram: NDArray[np.float64]) -> Likeness:
 
 
 def contained(
-    group: torch.Tensor, spec: KVSpec, rows: torch.Tensor, step: float, keep: NDArray[np.bool_], usual: float | None
+    group: torch.Tensor,
+    spec: KVSpec,
+    coefficients: Coefficients,
+    step: float,
+    keep: NDArray[np.bool_],
+    usual: float | None,
 ) -> int | None:
     """Return how many layers above it the base of a group should contain; None: another codec should encode the group.
 
     Args:
         group: as for `repeated`, and ``spec``.
         spec: of its class.
-        rows: as for `likeness`, and ``step`` and ``keep``.
+        coefficients: of the group.
         step: of the base's quantiser.
         keep: which tokens are coded.
         usual: the usual `Likeness.copies`; None: not known.
     """
     by_words = int(repeated(group, spec) >= _REPEATED)
-    glance = likeness(rows, step, keep, _GLANCED)
+    rows = len(coefficients.rows)
+    glance = likeness(coefficients.some(glanced(rows)), step, keep)
     if glance.copies < _SUSPECT * (usual or USUAL_COPIES) and glance.common < _ALIKE / 2:
         return by_words
-    found = likeness(rows, step, keep)
+    found = likeness(coefficients.some(sample(rows)), step, keep)
     return None if found.alike else max(by_words, found.enhancements(usual))
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
 
 from kvabr.codec import gpu
 from kvabr.codec.base import GroupContext, codec
-from kvabr.codec.group import clean, cut, decode_group, encode_group, largest_number, payload_of
+from kvabr.codec.group import check_shape, clean, cut, decode_group, encode_clean, largest_number, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import CORES
 from kvabr.store.asset import FrameStore
@@ -136,37 +136,17 @@ class FrameEncoder:
                 progress(group * len(self.tracks) + index + 1, total)
 
     def _encoders(self, cache: Sequence[torch.Tensor]) -> Iterator[GroupEncoder]:
-        """Yield the encoders of all groups in order; on a GPU, which one group does not fill, several work ahead."""
+        """Yield the encoders of all groups in order; on a GPU, which one group does not fill, many are prepared."""
         made = (self.group(group, cut(cache, unit, self.spec)) for group, unit in enumerate(self.units))
         device = cache[0].device
         if not gpu.runs_on(device):
             yield from made
             return
         largest = max(tensor[:, :, :, : self.spec.group_tokens].numel() for tensor in cache)
-        ahead = max(1, min(_AHEAD, _AHEAD_ELEMENTS // largest, len(self.units)))
-
-        def prepared(encoder: GroupEncoder, ready: torch.cuda.Event | None) -> GroupEncoder:
-            if ready is None:
-                encoder.prepare(self.tracks)
-                return encoder
-            own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # or groups would wait for each other
-            own.wait_event(ready)
-            with torch.cuda.stream(own):
-                encoder.prepare(self.tracks)
-            return encoder
-
-        with ThreadPoolExecutor(ahead, "kvabr-encode") as pool:
-            begun: deque[Future[GroupEncoder]] = deque()
-            try:
-                for encoder in made:
-                    ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-                    begun.append(pool.submit(prepared, encoder, ready))
-                    if len(begun) >= ahead:
-                        yield begun.popleft().result()
-                while begun:
-                    yield begun.popleft().result()
-            finally:
-                pool.shutdown(cancel_futures=True)
+        ahead = max(1, min(_AHEAD, _AHEAD_ELEMENTS // largest))
+        while some := list(islice(made, ahead)):
+            prepare(some, self.tracks, device)
+            yield from some
 
     def write_profile(self) -> None:
         """Write the codec profile, if a track needs it."""
@@ -287,37 +267,52 @@ class GroupEncoder:
         self, frames: FrameEncoder, store: FrameStore, group: int, kv: torch.Tensor, context: GroupContext
     ) -> None:
         """See `FrameEncoder.group`."""
-        self._frames, self._store, self._group, self._context = frames, store, group, context
-        self._kv, replaced = clean(kv, largest_number(context.spec))
+        check_shape(kv, context, f"group {group}: cannot encode")
+        self._frames, self._store, self._group, self.context = frames, store, group, context
+        self.kv, replaced = clean(kv, largest_number(context.spec))
         self._made: dict[str, bytes] = {}
         self._ready: dict[str, bytes] = {}
         """What is made, but not written yet."""
         if not any(sizes[group] for sizes in frames.bytes.values()):  # this group was not begun before
             frames.replaced += replaced
 
-    def prepare(self, tracks: Sequence[str]) -> None:
-        """Encode the group on tracks, for `encode` to write; other groups may be prepared in other threads."""
-        for track in tracks:
-            self._made[track] = self._ready[track] = self._frame(track)
-
     def encode(self, track: str) -> None:
         """Encode the group on a track, unless that is prepared, and write the frame."""
-        frames, unit, name = self._frames, self._frames.units[self._group], self._context.spec.track_name
+        frames, unit, name = self._frames, self._frames.units[self._group], self.context.spec.track_name
         frame = self._ready.pop(track, None) or self._frame(track)
         self._made[track] = frame
         self._store.frame(unit.group, name(track), frame)
-        frames.outliers[track] += codec(track).outliers(payload_of(frame), self._context)
+        frames.outliers[track] += codec(track).outliers(payload_of(frame), self.context)
         frames.bytes[track][self._group] = len(frame)
         frames.digests[track][self._group] = digest_of(frame, frames.digest)
 
+    def make(self, track: str) -> None:
+        """Encode the group on a track, for `encode` to write."""
+        self._made[track] = self._ready[track] = self._frame(track)
+
     def _frame(self, track: str) -> bytes:
-        frames, unit, name = self._frames, self._frames.units[self._group], self._context.spec.track_name
+        frames, unit, name = self._frames, self._frames.units[self._group], self.context.spec.track_name
         below = []
         for lower in _below(track):
             if lower not in self._made:  # it was made before
                 self._made[lower] = self._store.read_frame(unit.group, name(lower))
             below.append(bytes(payload_of(self._made[lower])))
-        return encode_group(self._kv, track, self._context, frames.chunks[unit.chunk], unit.group, below)
+        return encode_clean(self.kv, track, self.context, frames.chunks[unit.chunk], unit.group, below)
+
+
+def prepare(groups: Sequence[GroupEncoder], tracks: Sequence[str], device: torch.device) -> None:
+    """Encode groups that lie on a GPU on tracks, together, for `GroupEncoder.encode` to write.
+
+    It happens on a stream of the lowest priority, behind what the current one is at.
+    """
+    own = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    if own is not None:
+        own.wait_stream(torch.cuda.current_stream(device))
+    with nullcontext() if own is None else torch.cuda.stream(own):
+        for track in tracks:
+            codec(track).prepare([(group.kv, group.context) for group in groups])
+            for group in groups:
+                group.make(track)
 
 
 def needs_profile(tracks: Sequence[str]) -> bool:

@@ -180,11 +180,16 @@ def depth(gains=()):
     return dataclasses.replace(fitted().depth("AC-L0"), step=1.0, dead=0.0, gains=gains)
 
 
+def found(rows, depth, keep):
+    (sums,) = bias.error_sums(fitted().of(SHAPE).transform.structure, depth, [(rows, keep)])
+    return bias.biases(sums, int(keep.sum()), 1)
+
+
 def test_a_gain_is_accounted_for():
     structure = fitted().of(SHAPE).transform.structure
     rows = torch.full((structure.rows, 64), 2.0)
     gains = tuple(1.125 if stack.kind else 1.0 for stack in structure.stacks)
-    assert (bias.biases(structure, rows, depth(gains), np.ones(64, bool), 1) == -4).all()  # 2 decodes to 2.25
+    assert (found(rows, depth(gains), np.ones(64, bool)) == -4).all()  # 2 decodes to 2.25
 
 
 def test_a_bias_is_what_all_tokens_have_in_common():
@@ -196,8 +201,8 @@ def test_a_bias_is_what_all_tokens_have_in_common():
     rows[which[9], :10] = 100.0
     keep = np.ones(74, bool)
     keep[:10] = False
-    found = bias.biases(structure, rows, depth(), keep, 1)
-    assert found[7] == 4  # sixteenths
-    assert np.count_nonzero(found) == 1
+    one = found(rows, depth(), keep)
+    assert one[7] == 4  # sixteenths
+    assert np.count_nonzero(one) == 1
     keep[10] = False
-    assert not bias.biases(structure, rows, depth(), keep, 1).any()  # too few tokens are left
+    assert not found(rows, depth(), keep).any()  # too few tokens are left

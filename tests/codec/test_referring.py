@@ -87,7 +87,7 @@ def test_short_groups_have_none():
     kv = related(SHAPE, LANES, 1, FIRST)
     payloads = encode(kv, fitted())
     assert payloads == encode(kv, without(fitted()))
-    assert choose_references(torch.zeros(3, LANES), 1.0, np.ones(LANES, bool), None) is None
+    assert choose_references(torch.zeros(3, LANES), 1.0, np.ones(LANES, bool)) is None
 
 
 def test_layers_of_other_calls_know_the_references_of_their_base():

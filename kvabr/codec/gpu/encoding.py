@@ -1,4 +1,4 @@
-"""Encoding groups whose coefficients are on a device: together with those of other threads, and checked.
+"""Encoding groups whose coefficients are on a device, many at once, and checked.
 
 The first group of each depth is coded on the processor as well, and compared. What kernels cannot do, the processor
 does, and a warning says so once.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.gpu import writer
-from kvabr.codec.gpu.batches import Batches, warn_of
+from kvabr.codec.gpu.batches import warn_of
 from kvabr.codec.gpu.writer import EncodeJob
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import Quantiser, derived
@@ -23,21 +22,8 @@ from kvabr.codec.native.reference import ERROR_UNIT, MOST_ERROR
 from kvabr.types.errors import FormatError, UsageError
 
 
-def encode(job: EncodeJob) -> bytes:
-    """Return what `coder.encode_rows` does; raise a `FormatError` if an index is out of reach."""
-    (made,) = _batches(job.rows.device).run([job])
-    if isinstance(made, Exception):
-        raise made
-    return made
-
-
-@cache
-def _batches(device: torch.device) -> Batches[EncodeJob, bytes]:
-    return Batches(device, _encoded)
-
-
-def _encoded(jobs: Sequence[EncodeJob]) -> list[bytes | Exception]:
-    """Encode groups, each by itself if they cannot be encoded together."""
+def encode(jobs: Sequence[EncodeJob]) -> list[bytes | Exception]:
+    """Return what `coder.encode_rows` does for each group, or a `FormatError` if an index is out of reach."""
     with suppress(Exception):  # which of them was it?
         return list(map(bytes, _by_kernels(jobs)))
     return [_alone(job) for job in jobs]
@@ -85,17 +71,20 @@ def _kind(job: EncodeJob) -> Hashable:
 
 
 def error_sums(
-    rows: torch.Tensor,
+    groups: Sequence[tuple[torch.Tensor, NDArray[np.bool_]]],
     which: NDArray[np.intp],
     gains: NDArray[np.float32],
     quantiser: Quantiser,
-    coded: NDArray[np.bool_],
-) -> NDArray[np.int64]:
+) -> list[NDArray[np.int64]]:
     """Return what `kvabr.codec.native.reference.error_sums` does: sums of integers, whose order does not matter."""
-    at, tokens, factor = (torch.from_numpy(each).to(rows.device) for each in (which, np.flatnonzero(coded), gains))
+    device = groups[0][0].device
+    at, factor = (torch.from_numpy(each).to(device) for each in (which, gains))
     # By a tensor on the device: torch multiplies by the inverse of a number, which rounds otherwise.
-    exact = (rows[at[:, None], tokens] / torch.tensor(quantiser.step, device=rows.device)).clamp_(-32767, 32767)
-    index = (exact - exact.clamp(-quantiser.dead, quantiser.dead)).round_()
-    error = exact.sub_(index.mul_(factor[:, None])).clamp_(-float(MOST_ERROR), float(MOST_ERROR))
-    sums: NDArray[np.int64] = error.mul_(ERROR_UNIT).round_().to(torch.int64).sum(dim=1).cpu().numpy()
-    return sums
+    step, sums = torch.tensor(quantiser.step, device=device), []
+    every = torch.from_numpy(np.concatenate([coded for _, coded in groups])).to(device)
+    for (rows, _), coded in zip(groups, torch.split(every, [len(coded) for _, coded in groups]), strict=True):
+        exact = (rows[at] / step).clamp_(-32767, 32767)
+        index = (exact - exact.clamp(-quantiser.dead, quantiser.dead)).round_()
+        error = exact.sub_(index.mul_(factor[:, None])).clamp_(-float(MOST_ERROR), float(MOST_ERROR))
+        sums.append((error.mul_(ERROR_UNIT).round_() * coded).to(torch.int64).sum(dim=1))
+    return list(torch.stack(sums).cpu().numpy())

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvabr.codec import coefficients, gpu
+from kvabr.codec import gpu
 from kvabr.codec.base import GroupContext, codec
+from kvabr.codec.coefficients import Coefficients, error_sums, hold, indices
 from kvabr.codec.gpu import batches
 from kvabr.codec.gpu.batches import Batches
 from kvabr.codec.native import coder
@@ -65,9 +66,9 @@ def test_payloads_are_those_of_the_processor(make, track, there):
     assert made == wanted
 
 
-def test_groups_of_a_cache_are_encoded_side_by_side(there, monkeypatch):
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(publish_frames, "_AHEAD", 1)  # Triton's interpreter runs in one thread at a time
+@pytest.mark.parametrize("ahead", [1, 8])
+def test_groups_of_a_cache_are_encoded_together(there, monkeypatch, ahead):
+    monkeypatch.setattr(publish_frames, "_AHEAD", ahead)
     kv, tracks = related(SHAPE, SHAPE.group_tokens + 9, 6), ("AC-L0", "AC-L1")
     frames = []
     for device in (torch.device("cpu"), DEVICE):
@@ -93,23 +94,20 @@ def test_what_choices_are_made_by_is_the_same(there):
     dice = np.random.default_rng(1)
     rows = torch.from_numpy(dice.normal(0, 3, (40, 30)).astype(np.float32))
     rows[3, 4], rows[5, 6] = 1e9, -1e30
-    which, coded = np.sort(dice.permutation(40)[:17]).astype(np.intp), dice.random(30) < 0.8
+    which, coded = np.sort(dice.permutation(40)[:17]).astype(np.intp), dice.random((2, 30)) < 0.8
     quantiser, gains = Quantiser(0.37, 0.16), dice.uniform(0.8, 1.2, 17).astype(np.float32)
-    tokens = np.arange(3, 20)
-    here = (
-        coefficients.error_sums(rows, which, gains, quantiser, coded),
-        coefficients.similarity(rows, which, tokens, 0.37, 7),
-        coefficients.similarity(rows, which, tokens, 0.37),
-        coefficients.indices(rows[:3], quantiser),
-    )
+
+    def chosen_by(rows):
+        groups = [Coefficients(each, *torch.zeros(3, 30)) for each in (rows, rows.flip(0))]
+        sums = error_sums(
+            [(group.rows, own) for group, own in zip(groups, coded, strict=True)], which, gains, quantiser
+        )
+        hold(groups[1:], which)
+        return *sums, *(group.some(which) for group in groups), indices(rows[:3], quantiser)
+
+    here = chosen_by(rows)
     there()
-    found = (
-        coefficients.error_sums(rows.to(DEVICE), which, gains, quantiser, coded),
-        coefficients.similarity(rows.to(DEVICE), which, tokens, 0.37, 7),
-        coefficients.similarity(rows.to(DEVICE), which, tokens, 0.37),
-        coefficients.indices(rows[:3].to(DEVICE), quantiser),
-    )
-    for one, other in zip(here, found, strict=True):
+    for one, other in zip(here, chosen_by(rows.to(DEVICE)), strict=True):
         assert np.array_equal(one, other)
 
 
@@ -171,7 +169,7 @@ def test_a_depth_out_of_reach_is_an_error_of_its_own_group(there):
     far = rows.clone()
     far[0, 0] = 1e9
     keep, own = np.ones(5, bool), Quantiser(1.0, 0.0)
-    made = encoding._encoded([writer.EncodeJob(model, each, own, None, keep) for each in (rows, far, rows)])
+    made = encoding.encode([writer.EncodeJob(model, each, own, None, keep) for each in (rows, far, rows)])
     wanted = coder.encode_rows(model, rows.cpu().numpy(), own, None, keep)
     assert (made[0], made[2]) == (wanted, wanted)
     try:
