@@ -47,7 +47,7 @@ from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
-from kvabr.client.warming import warm_in_background
+from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
 from kvabr.link.quic.backend import Quic
@@ -352,8 +352,8 @@ class AsyncClient:
     async def warm(
         self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
     ) -> None:
-        """Have a GPU's kernels tried, and its speed measured, in the background, see `warm_in_background`."""
-        warm_in_background(spec, device, dtype, like, self._speeds)
+        """Have a GPU's kernels tried, and its speed measured, in the background, see `warm_engine`."""
+        warm_engine(spec, device, dtype, like, self._speeds)
 
     @checked
     async def play_coded(

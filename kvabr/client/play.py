@@ -41,7 +41,7 @@ from kvabr.client.runner import Clock, R, Turn
 from kvabr.client.shared_bandwidth import estimating, link_of
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.client.upgrades import Upgrades
-from kvabr.client.warming import receive_pinned
+from kvabr.client.warming import receive_pinned, warm_in_background
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantised import all_finite, as_type, check_wanted, convert
 from kvabr.codec.threads import decoder_threads
@@ -435,8 +435,7 @@ class Play:
             raise UsageError(
                 f"PlayOptions.device ({options.device}) is for what is expanded later; give `out` to play into a GPU"
             )
-        if self._device is not None:
-            receive_pinned(self._device)
+        warmed = self._ready_device(prepared.profile)
         catalog = ladder.catalog
         try:
             room = None if coded else self._room(catalog)
@@ -516,10 +515,21 @@ class Play:
             # Not in the decoders' threads: they must not wait for a disk.
             asyncio.get_running_loop().run_in_executor(None, self.history.save)
         profile = prepared.profile
-        if (profile is not None or catalog.profile is None) and self.speeds.lacks(catalog, self._device):
+        if not warmed and (profile is not None or catalog.profile is None) and self.speeds.lacks(catalog, self._device):
             # Only now: a play must not wait for it.
             asyncio.get_running_loop().run_in_executor(None, self.speeds.measure, catalog, profile, self._device)
         return driver
+
+    def _ready_device(self, profile: Profile | None) -> bool:
+        """Have groups received in memory from which a GPU copies by itself, and its kernels tried, and measured.
+
+        Returns whether the latter is done by somebody else.
+        """
+        if self._device is None:
+            return False
+        receive_pinned(self._device)
+        dtype = None if self.options.out is None else self.options.out.dtype
+        return profile is not None and warm_in_background(profile, self._device, dtype, self.speeds) is not None
 
     def _doubt_s(self) -> float:
         """Return the seconds for which an engine is waited for beyond what it should take: many for its first call."""

@@ -1,14 +1,15 @@
 """Kernels are compiled, and compared with the processor, before a play needs them: that takes seconds.
 
-`kvabr doctor` does it for the profiles that ship, and an engine for its own model when it starts, in the background.
-What Triton has compiled it keeps on the disk, so that the next process of this machine is quicker.
+`kvabr doctor` does it for the profiles that ship, an engine for its own model when it starts, and a play for a profile
+that is new to this process. The latter two do so in the background, and until it is done the processor decodes. What
+Triton has compiled it keeps on the disk, so that the next process of this machine is quicker.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -81,35 +82,67 @@ def receive_pinned(device: torch.device | None) -> None:
         GROUPS.pin_with(gpu.pin, _PINNED_BYTES)
 
 
-def warm_in_background(
+_layouts: dict[torch.device, tuple[torch.dtype, tuple[BlockLayers, ...]]] = {}
+"""The element type and the paged caches of the engine on a device."""
+_begun: dict[Hashable, threading.Thread] = {}
+_lock = threading.Lock()
+
+
+def warm_engine(
     spec: KVSpec,
     device: torch.device,
     dtype: torch.dtype,
     like: Sequence[BlockLayers] = (),
     speeds: DecodeSpeeds | None = None,
 ) -> threading.Thread | None:
-    """Do as `warm` in a thread, with the profile that kvabr ships for a model; None if there is none, or no kernels.
+    """Do as `warm_in_background` for an engine that starts, with the profile that kvabr ships for its model, if any.
 
-    Then measure how fast the device decodes, if ``speeds`` do not know it yet.
+    That of another model is not known before its first play, which then finds the engine's layout here.
     """
-    shipped = shipped_profile(spec)
-    if shipped is None or not gpu.runs_on(device):
+    if not gpu.runs_on(device):
         return None
     receive_pinned(device)
+    _layouts[device] = dtype, tuple(like)
+    shipped = shipped_profile(spec)
+    if shipped is None:
+        return None
+    keep(profile := Profile.from_bytes(shipped.bound(spec)))  # what was compared stays with it
+    return warm_in_background(profile, device, speeds=speeds)
+
+
+def warm_in_background(
+    profile: Profile, device: torch.device, dtype: torch.dtype | None = None, speeds: DecodeSpeeds | None = None
+) -> threading.Thread | None:
+    """Do as `warm` in a thread, once for a profile, device and layout; return the thread, None without kernels.
+
+    The element type is ``dtype``, of a tensor; None: that of the engine on the device, in its layout. Then measure how
+    fast the device decodes, if ``speeds`` do not know it yet.
+    """
+    if not gpu.runs_on(device):
+        return None
+    own, like = _layouts.get(device, (None, ())) if dtype is None else (dtype, ())
+    key = profile.digest, device, own, tuple(layers[0][0].stride() for layers in like)
 
     def work() -> None:
         try:
-            keep(profile := Profile.from_bytes(shipped.bound(spec)))  # what was compared stays with it
             beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(beside):
-                warm(profile, device, dtype, like)
-            if speeds is not None and speeds.lacks(catalog := sample_catalog(profile), device):
-                speeds.measure(catalog, profile, device)
+            with torch.cuda.stream(beside), gpu.trying(device):
+                begun.set()
+                warm(profile, device, own, like)
+                if speeds is not None and speeds.lacks(catalog := sample_catalog(profile), device):
+                    speeds.measure(catalog, profile, device)
         except Exception as error:  # noqa: BLE001  # plays will find out
             _log.warning("kvabr: the GPU's kernels were not tried before they are needed (%s)", error)
+        finally:
+            begun.set()
 
-    thread = threading.Thread(target=work, name="kvabr-warm", daemon=True)
+    with _lock:
+        if key in _begun:
+            return _begun[key]
+        begun = threading.Event()
+        _begun[key] = thread = threading.Thread(target=work, name="kvabr-warm", daemon=True)
     thread.start()
+    begun.wait()  # whoever comes next finds that it is being tried
     return thread
 
 

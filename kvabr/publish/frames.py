@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -32,7 +32,7 @@ _TIMED_GROUPS = 5
 _TOKENS_PER_FINER, _MOST_FINER = 128, 4
 """Tokens of a prompt for each of its last ones that is stored finer, and the most of these: beyond them the next layer
 of the last group saves more for its bytes."""
-_AHEAD, _AHEAD_ELEMENTS = 32, 1 << 28
+_TOGETHER, _TOGETHER_ELEMENTS = 32, 1 << 28
 """Groups that are encoded at once on a GPU, and their elements: each element takes some 16 bytes of its memory."""
 
 
@@ -130,22 +130,23 @@ class FrameEncoder:
                 )
         self.write_profile()
         total = len(self.units) * len(self.tracks)
-        for group, encoder in enumerate(self._encoders(cache)):
+        units = ((group, cut(cache, unit, self.spec)) for group, unit in enumerate(self.units))
+        for group, encoder in enumerate(self.encoders(units)):
             for index, track in enumerate(self.tracks):
                 encoder.encode(track)
                 progress(group * len(self.tracks) + index + 1, total)
 
-    def _encoders(self, cache: Sequence[torch.Tensor]) -> Iterator[GroupEncoder]:
-        """Yield the encoders of all groups in order; on a GPU, which one group does not fill, many are prepared."""
-        made = (self.group(group, cut(cache, unit, self.spec)) for group, unit in enumerate(self.units))
-        device = cache[0].device
-        if not gpu.runs_on(device):
-            yield from made
-            return
-        largest = max(tensor[:, :, :, : self.spec.group_tokens].numel() for tensor in cache)
-        ahead = max(1, min(_AHEAD, _AHEAD_ELEMENTS // largest))
-        while some := list(islice(made, ahead)):
-            prepare(some, self.tracks, device)
+    @property
+    def together(self) -> int:
+        """How many groups to encode together on a GPU, which one does not fill."""
+        largest = max(part.group_tokens * part.elements_per_token for part in self.spec.parts)
+        return max(1, min(_TOGETHER, _TOGETHER_ELEMENTS // largest))
+
+    def encoders(self, groups: Iterable[tuple[int, torch.Tensor]]) -> Iterator[GroupEncoder]:
+        """Yield encoders of groups (units), see `group`, for all tracks; those on a GPU have been prepared together."""
+        left = iter(groups)
+        while some := [self.group(*each) for each in islice(left, self.together)]:
+            _prepare([encoder for encoder in some if gpu.runs_on(encoder.kv.device)], self.tracks)
             yield from some
 
     def write_profile(self) -> None:
@@ -300,19 +301,21 @@ class GroupEncoder:
         return encode_clean(self.kv, track, self.context, frames.chunks[unit.chunk], unit.group, below)
 
 
-def prepare(groups: Sequence[GroupEncoder], tracks: Sequence[str], device: torch.device) -> None:
-    """Encode groups that lie on a GPU on tracks, together, for `GroupEncoder.encode` to write.
+def _prepare(groups: Sequence[GroupEncoder], tracks: Sequence[str]) -> None:
+    """Encode groups that lie on GPUs on tracks, together, for `GroupEncoder.encode` to write.
 
     It happens on a stream of the lowest priority, behind what the current one is at.
     """
-    own = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-    if own is not None:
-        own.wait_stream(torch.cuda.current_stream(device))
-    with nullcontext() if own is None else torch.cuda.stream(own):
-        for track in tracks:
-            codec(track).prepare([(group.kv, group.context) for group in groups])
-            for group in groups:
-                group.make(track)
+    for device in {group.kv.device for group in groups}:
+        own = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if own is not None:
+            own.wait_stream(torch.cuda.current_stream(device))
+        some = [group for group in groups if group.kv.device == device]
+        with nullcontext() if own is None else torch.cuda.stream(own):
+            for track in tracks:
+                codec(track).prepare([(group.kv, group.context) for group in some])
+                for group in some:
+                    group.make(track)
 
 
 def needs_profile(tracks: Sequence[str]) -> bool:

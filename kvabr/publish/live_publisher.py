@@ -290,6 +290,10 @@ class LiveProduction(Production):
     def _live(self, frames: FrameEncoder, tracks: Sequence[str]) -> LiveCatalog:
         return LiveCatalog(self.offer.catalog(frames, expected=tracks), self._seconds, self._key)
 
+    def _at_once(self, frames: FrameEncoder) -> int:
+        del frames
+        return 1  # it is told of at once
+
     def _encode(self, frames: FrameEncoder, chunk: int, units: Sequence[tuple[int, torch.Tensor]]) -> None:
         layers = tuple(track for track in self._tracks if track != self._base)
         late = tuple(track for track in frames.tracks if track not in self._tracks)

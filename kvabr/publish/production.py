@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from kvabr.codec import gpu
 from kvabr.publish.frames import FrameEncoder
 from kvabr.publish.offer import TrackOffer
 from kvabr.store.asset import AssetWriter
@@ -173,11 +174,11 @@ class Production:
             self._frames = frames
             return
         with self.lock:
-            whole, ended = self._next < self._pieces.whole and not self._hurry, self._ended
-            taken = self._pieces.take(self._next) if whole else []
-        if whole:
-            self._encode(self._frames, self._next, taken)
-            self._next += 1
+            whole, ended = 0 if self._hurry else self._pieces.whole - self._next, self._ended
+            taken = [self._pieces.take(self._next + at) for at in range(min(whole, self._at_once(self._frames)))]
+        if taken:
+            self._encode(self._frames, self._next, [unit for units in taken for unit in units])
+            self._next += len(taken)
         elif ended:
             self._end(self._frames, self._writer, self._reason)
         else:
@@ -186,11 +187,14 @@ class Production:
     def _begin(self, frames: FrameEncoder) -> None:
         """Prepare for the first group."""
 
+    def _at_once(self, frames: FrameEncoder) -> int:
+        """Return how many groups of tokens a step takes, if as many are there."""
+        return frames.together if gpu.runs_on(self._pieces.device) else 1
+
     def _encode(self, frames: FrameEncoder, chunk: int, units: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Encode a group of tokens, whose units are given by their index."""
+        """Encode groups of tokens, from one on, whose units are given by their index."""
         del chunk
-        for index, kv in units:
-            encoder = frames.group(index, kv)
+        for encoder in frames.encoders(units):
             for track in frames.tracks:
                 encoder.encode(track)
 
@@ -229,6 +233,11 @@ class _Pieces:
         """Tokens up to the end of each run."""
         self.tokens = 0
         """Tokens that were handed over."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where what is held lies; pieces of one cache lie on one device, as a rule."""
+        return next((held[0][1].device for held in self._held if held), torch.device("cpu"))
 
     @property
     def whole(self) -> int:

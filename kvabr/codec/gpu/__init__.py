@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -55,6 +56,11 @@ def decode_to_blocks(jobs: Sequence[DecodeJob | LevelJob], blocks: Sequence[Bloc
     Of the jobs' ``out`` only the shape counts. Blocks are written completely, or partly on error; see `runs_on`.
     """
     return together.decode([together.PlacedJob(job, there) for job, there in zip(jobs, blocks, strict=True)])
+
+
+def trying(device: torch.device) -> AbstractContextManager[None]:
+    """Compile and compare kernels in this thread, while others do without; see `kvabr.codec.gpu.together.trying`."""
+    return together.trying(device)
 
 
 def pin(address: int, size: int) -> Callable[[], object] | None:

@@ -40,6 +40,7 @@ from kvabr.codec.rope import rope_first, rope_shape, rope_tables
 from kvabr.codec.transform import Transform
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import RopeSpec
+from kvabr.types.naming import LAYERS
 
 
 class _Tile(NamedTuple):
@@ -54,7 +55,9 @@ class _Tile(NamedTuple):
     """Of the pipeline that loads what is multiplied."""
 
 
-_TRIPLE, _PREPARE, _UNSTACK, _FINISH = _Tile(16, TILE, 4), _Tile(64, 64, 4), _Tile(OUTPUTS, 128, 4, 4), _Tile(64, 64, 4)
+_PREPARE, _UNSTACK, _FINISH = _Tile(64, 64, 4), _Tile(OUTPUTS, 128, 4, 4), _Tile(64, 64, 4)
+DEPTHS = len(LAYERS)
+"""Of a track, at most."""
 _CROWDED = 512
 """Streams from which on the coarse table is used: it saves a look-up's time where many programs share a cache."""
 _MOST_WORDS = (1 << 31) - 1
@@ -165,29 +168,18 @@ def _decode(tasks: Sequence[_Task]) -> list[_Verdict]:
     depths = max(len(task.job.models) for task in tasks)
     # In Triton's interpreter, tensors are on the CPU.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        index = torch.zeros((count, rows, stride), dtype=torch.int16, device=device)
-        live = torch.empty((count, stride // TILE, rows), dtype=torch.int8, device=device)
+        index = torch.empty((count, rows, stride), dtype=torch.int16, device=device)
+        levels = torch.empty((count, stride // TILE, rows), dtype=torch.int8, device=device)
         verdicts: list[_Verdict] = []
         order: _Order | None = None
         # What a later step needs is prepared and copied while the device is at an earlier one.
         for depth in range(depths):
             level = _Level.load(tasks, depth, order)
             order = level.order
-            if depth:
-                kernels.triple[(-(-rows // _TRIPLE.rows), stride // TILE, len(level.groups))](
-                    index,
-                    live,
-                    level.groups,
-                    rows,
-                    stride,
-                    ROWS=_TRIPLE.rows,
-                    num_warps=_TRIPLE.warps,
-                    enable_fp_fusion=False,
-                )
             for each in level.readings:
-                verdicts += [_Verdict(_read(order, each, index, live), each.groups)]
+                verdicts += [_Verdict(_read(order, each, depth, index, levels), each.groups)]
         assert order is not None  # noqa: S101  # there is a depth
-        _synthesise(_Batch.load(tasks), order.tokens, index, into)
+        _synthesise(_Batch.load(tasks), order.tokens, index, levels, into)
     return verdicts
 
 
@@ -232,25 +224,22 @@ class _Level(NamedTuple):
     """One depth of the groups that have it."""
 
     readings: list[_Reading]
-    groups: torch.Tensor
-    """int32: which these are."""
     order: _Order
 
     @classmethod
     def load(cls, tasks: Sequence[_Task], depth: int, order: _Order | None) -> _Level:
         """Check the payloads' heads, and begin to copy them, and the order if it is not known yet."""
         device, rows = tasks[0].into.device, tasks[0].job.transform.structure.rows
-        groups = [group for group, task in enumerate(tasks) if depth < len(task.job.models)]
         by_model: dict[int, list[int]] = {}
-        for group in groups:
-            by_model.setdefault(id(tasks[group].job.models[depth]), []).append(group)
+        for group, task in enumerate(tasks):
+            if depth < len(task.job.models):
+                by_model.setdefault(id(task.job.models[depth]), []).append(group)
         staging = Staging(device)
         ordered = [] if order is not None else [staging.add(each) for each in _order_of(tasks)]
         loaded = []
         for some in by_model.values():
             gathered = _Gathered([tasks[group].job for group in some], depth, some, rows)
             loaded.append((gathered, staging.add(gathered.parts), gathered.room(staging)))
-        which = staging.add(np.array(groups, np.int32))
         for gathered, _, room in loaded:
             if room is not None:
                 gathered.copy(staging.here(room))
@@ -262,7 +251,7 @@ class _Level(NamedTuple):
             gathered.reading(gathered.apart(device) if room is None else staging.view(room), staging.view(parts))
             for gathered, parts, room in loaded
         ]
-        return cls(readings, staging.view(which), order)
+        return cls(readings, order)
 
 
 class _Gathered:
@@ -301,6 +290,8 @@ class _Batch:
 
     transform: Transform
     stride: int
+    depth_of: torch.Tensor
+    """int32 [group]: its highest depth, from 0 on."""
     track_of: torch.Tensor
     """int32 [group]: its row of the next two."""
     delta: torch.Tensor
@@ -343,6 +334,7 @@ class _Batch:
         outs = np.stack([task.into.address + task.into.addresses for task in tasks])
         means, mean_of = _means(jobs, device)
         pieces = {
+            "depth_of": staging.add(np.array([len(job.models) - 1 for job in jobs], np.int32)),
             "track_of": staging.add(track_of),
             "scale": staging.add(np.stack(scale)),
             "mean_of": staging.add(mean_of),
@@ -404,6 +396,7 @@ def _shifted(transform: Transform, step: float, shifts: Sequence[Shift], device:
     batch = _Batch(
         transform=transform,
         stride=stride,
+        depth_of=staging.view(nothing),
         track_of=staging.view(nothing),
         delta=torch.empty((1, 1), dtype=torch.int8, device=device),
         scale=staging.view(scale),
@@ -415,7 +408,7 @@ def _shifted(transform: Transform, step: float, shifts: Sequence[Shift], device:
         positions=staging.view(turned),
         turns=_turns(structure.coded.rope, 0, device),
     )
-    _synthesise(batch, staging.view(tokens), index, into, whole=False)
+    _synthesise(batch, staging.view(tokens), index, None, into)
     return out
 
 
@@ -466,7 +459,7 @@ def _turns(rope: RopeSpec | None, positions: int, device: torch.device) -> _Turn
         return known
 
 
-def _read(order: _Order, reading: _Reading, index: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+def _read(order: _Order, reading: _Reading, depth: int, index: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     """Entropy decode streams on top of the depths below; return int32 [stream], 0 for a good one."""
     model, device = reading.model, index.device
     tables, streams = coder_tables(model, device), len(reading.parts)
@@ -483,12 +476,13 @@ def _read(order: _Order, reading: _Reading, index: torch.Tensor, live: torch.Ten
         tables.bucket,
         order.refers,
         order.lanes,
-        live,
+        levels,
         index,
         torch.empty((streams, reading.most), dtype=torch.int32, device=device),
         status,
         model.rows,
         reading.most,
+        depth,
         index.shape[2],
         model.classes * model.contexts << PROBABILITY_BITS,
         1 if model.near is None else model.near.freqs.shape[1],
@@ -522,9 +516,9 @@ def _tokens(tile: _Tile, *, wraps: bool) -> int:
 
 
 def _synthesise(
-    batch: _Batch, tokens_of: torch.Tensor, index: torch.Tensor, into: WriteTarget, *, whole: bool = True
+    batch: _Batch, tokens_of: torch.Tensor, index: torch.Tensor, levels: torch.Tensor | None, into: WriteTarget
 ) -> None:
-    """Turn indices, or coefficients if they are not ``whole``, into elements; ``tokens_of``: of each group, int32."""
+    """Turn indices, or coefficients if there are no ``levels``, into elements; ``tokens_of``: of each group, int32."""
     device, structure = index.device, batch.transform.structure
     spec, rows, stride = structure.coded, structure.rows, batch.stride
     rotary, interleaved = rope_shape(spec.rope)
@@ -533,6 +527,8 @@ def _synthesise(
     plane = planes[0].numel()
     kernels.prepare[(-(-rows // _PREPARE.rows), stride // _PREPARE.tokens, batch.groups)](
         index,
+        index if levels is None else levels,
+        batch.depth_of,
         batch.delta,
         batch.track_of,
         tables.row_gain,
@@ -546,7 +542,8 @@ def _synthesise(
         ROWS=_PREPARE.rows,
         TOKENS=_PREPARE.tokens,
         RUN=tables.run,
-        WHOLE=whole,
+        WHOLE=levels is not None,
+        DEPTHS=DEPTHS,
         num_warps=_PREPARE.warps,
         enable_fp_fusion=False,
     )

@@ -2,16 +2,17 @@
 """The kernels: entropy decoding and integer synthesis, bit for bit as in `kvabr.codec.native.reference`.
 
 Importing this module needs Triton. No kernel trusts a payload: reads are masked with lengths that the host has checked,
-writes depend only on the model's shapes, and so does the running time. Corrupt payloads are reported in ``status``.
+writes depend only on the model's shapes, which bound the time, too. Corrupt payloads are reported in ``status``.
 
-`read_rows` decodes a stream per program. With many of them, a step looks its states up in a coarse table first, of
-which a multiprocessor's cache holds 32 times as many, and in the whole one only where a symbol ends within a slot of
-the coarse one. `prepare` turns indices into what matrices are multiplied with; `unstack` and `finish` multiply. Sums of
-int16 products use int8 tensor cores. A matrix entry is mantissa * gain[component], and gain * vector fits 24 bits, i.e.
-three signed int8 limbs, which are split once, where the vector is made. Their planes lie component by component, as
-tensor cores want them. The products with a limb are added up, and shifted by 8 bits before those of the next lower one:
-all in int32, of which only the low bits count, so it may overflow. Most tensor cores' own sums saturate instead (mma's
-have ``satfinite``; wgmma's have not): unless they wrap, they begin at 0 for each limb, so that they cannot overflow.
+`read_rows` decodes a stream per program, and writes only the rows that a depth changes. With many of them, a step looks
+its states up in a coarse table first, of which a multiprocessor's cache holds 32 times as many, and in the whole one
+only where a symbol ends within a slot of the coarse one. `prepare` turns indices into what matrices are multiplied
+with; `unstack` and `finish` multiply. Sums of int16 products use int8 tensor cores. A matrix entry is mantissa *
+gain[component], and gain * vector fits 24 bits, i.e. three signed int8 limbs, which are split once, where the vector is
+made. Their planes lie component by component, as tensor cores want them. The products with a limb are added up, and
+shifted by 8 bits before those of the next lower one: all in int32, of which only the low bits count, so it may
+overflow. Most tensor cores' own sums saturate instead (mma's have ``satfinite``; wgmma's have not): unless they wrap,
+they begin at 0 for each limb, so that they cannot overflow.
 """
 
 import triton
@@ -71,25 +72,72 @@ def _ranks(marked, lanes, VOTES: tl.constexpr):
     return upto - marked.to(tl.int32), tl.zeros((64,), tl.int32) + tl.max(upto, 0)
 
 
+_ANY: tl.constexpr = tl.constexpr(
+    """{
+    .reg .pred p, q;
+    setp.ne.s32 p, $2, 0;
+    setp.ne.s32 q, $3, 0;
+    or.pred p, p, q;
+    vote.sync.any.pred p, p, 0xffffffff;
+    selp.b32 $0, 1, 0, p;
+    mov.b32 $1, $0;
+    }"""
+)
+"""Whether any of a warp's 64 lanes is marked."""
+
+
+_AHEAD: tl.constexpr = tl.constexpr(192)
+_PREFETCH: tl.constexpr = tl.constexpr("prefetch.global.L2 [$2]; mov.b32 $0, 0; mov.b32 $1, 0;")
+
+
+@triton.jit
+def _any(marked, VOTES: tl.constexpr):
+    """Return whether any of 64 lanes is marked, int32 [64]."""
+    if VOTES:
+        return tl.inline_asm_elementwise(
+            _ANY, "=&r,=&r,r,r", [marked.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=2
+        )
+    return tl.zeros((64,), tl.int32) + tl.max(marked.to(tl.int32), 0)
+
+
 @triton.jit
 def _advance(state, freq, place, active, lanes, words, word, word_end, VOTES: tl.constexpr):
-    """Advance all lanes by one rANS step; return states, and words used."""
+    """Advance all lanes by one rANS step; return states, what lanes read, whether they do, and words used.
+
+    What is read becomes the lower half of a state: see `_filled`. Until it is here, there is other work to do.
+    """
     state = tl.where(active, freq.to(tl.uint32) * (state >> 12) + place.to(tl.uint32), state)
     low = active & (state < 65536)
     before, total = _ranks(low, lanes, VOTES)
     at = word + before
-    more = tl.load(words + at, mask=low & (at < word_end), other=0).to(tl.uint16, bitcast=True).to(tl.uint32)
-    state = tl.where(low, (state << 16) | more, state)
-    return state, word + total
+    more = tl.load(words + at, mask=low & (at < word_end), other=0)
+    return state, more, low, word + total
 
 
 @triton.jit
-def _below(index, code, stride, token, tokens, REFINES: tl.constexpr):
-    """Return what a row has below, int32 [64], of up to 64 tokens."""
-    lower = tl.zeros((64,), tl.int32)
+def _filled(state, more, low):
+    """Return states with what was read."""
+    return tl.where(low, (state << 16) | more.to(tl.uint16, bitcast=True).to(tl.uint32), state)
+
+
+@triton.jit
+def _tripled(value, times):
+    """Return ``times`` some indices, saturating in 16 bits."""
+    return tl.minimum(tl.maximum(value * times, -32768), 32767)
+
+
+@triton.jit
+def _stored(index, level, code, stride, token_0, token_1, tokens, REFINES: tl.constexpr):
+    """Load the last depth that a row was decoded at, and its first 64 indices and its next, if it was. Used later."""
+    at = tl.zeros((), tl.int8)
+    first = tl.zeros((64,), tl.int16)
+    second = tl.zeros((64,), tl.int16)
     if REFINES:
-        lower = tl.load(index + (code & ROW_MASK) * stride + token, mask=token < tokens, other=0).to(tl.int32)
-    return lower
+        at = tl.load(level + (code & ROW_MASK))
+        row = index + (code & ROW_MASK) * stride
+        first = tl.load(row + token_0, mask=token_0 < tokens, other=0)
+        second = tl.load(row + token_1, mask=token_1 < tokens, other=0)
+    return at, first, second
 
 
 @triton.jit
@@ -104,12 +152,13 @@ def read_rows(
     bucket,  # int32 [1 or 3, 16]: contexts of near tables
     refers,  # int32 [group]: whether tokens refer to others
     lane_of,  # uint8 [group, place]: the place of the tile that is referred to, below 64
-    below_live,  # int8 [group, tile, row]: whether the row below has any index but 0; unused by a base
-    index,  # int16 [group, row, token]: zeros, or thrice the indices below; becomes the indices
+    level,  # int8 [group, tile, row]: the last depth at which the row has had an index but 0, or negative
+    index,  # int16 [group, row, token]: the indices at that depth; those at higher ones are three times as large, each
     listed,  # int32 [program, most]: scratch
     status,  # int32 [program]: set to 1 if the stream is not one
     rows,
     most,  # rows of a stream
+    depth,
     stride,  # of a row of `index`: tokens in whole tiles; a group has fewer than 2^31 indices
     near_first,  # where in `entries` the near tables begin
     near_count,  # their contexts
@@ -137,7 +186,7 @@ def read_rows(
     tokens = tl.load(tokens_of + group)
     listed += program * most
     index += group * rows * stride
-    below_live += group * (stride // 128) * rows
+    level += group * (stride // 128) * rows
     bad = lanes < 0
     lane_of += group * stride
     referring = tl.load(refers + group)
@@ -150,16 +199,19 @@ def read_rows(
             code = tl.load(coding_order + which, mask=there, other=0)
             chance = tl.load(chances + which, mask=there, other=1)
             if REFINES:
-                lower_row = tl.load(below_live + (code & ROW_MASK), mask=there, other=0)
-                chance = tl.where(lower_row != 0, tl.load(chances + rows + which, mask=there, other=1), chance)
+                lower_row = tl.load(level + (code & ROW_MASK), mask=there, other=0)
+                chance = tl.where(lower_row >= 0, tl.load(chances + rows + which, mask=there, other=1), chance)
             slot = (state & 4095).to(tl.int32)
             flag = there & (slot < chance)
             freq = tl.where(flag, chance, 4096 - chance)
             place = tl.where(flag, slot, slot - chance)
-            state, word = _advance(state, freq, place, there, lanes, words, word, word_end, VOTES)
+            state, more, low, word = _advance(state, freq, place, there, lanes, words, word, word_end, VOTES)
             before, count = _ranks(flag, lanes, VOTES)
             tl.store(listed + live + before, code, mask=flag)
             live += count
+            if not REFINES:
+                tl.store(level + (code & ROW_MASK), tl.full((64,), -1, tl.int8), mask=there)
+            state = _filled(state, more, low)
         tl.debug_barrier()  # other threads read the list
 
         # A live row takes two steps, the second without any tokens if the tile has no more than 64. Rows are known
@@ -174,20 +226,30 @@ def read_rows(
         lane = lanes
         if NEAR:
             lane = tl.load(lane_of + token_1, mask=token_1 < tokens, other=0).to(tl.int32) & 63
-        lower_0 = _below(index, code, stride, token_0, tokens, REFINES)
-        lower_1 = _below(index, code, stride, token_1, tokens, REFINES)
-        next_0 = _below(index, code_1, stride, token_0, tokens, REFINES)
-        next_1 = _below(index, code_1, stride, token_1, tokens, REFINES)
+        at, lower_0, lower_1 = _stored(index, level, code, stride, token_0, token_1, tokens, REFINES)
+        at_1, next_0, next_1 = _stored(index, level, code_1, stride, token_0, token_1, tokens, REFINES)
         for row in range(live_rows):
-            later_0 = _below(index, code_2, stride, token_0, tokens, REFINES)
-            later_1 = _below(index, code_2, stride, token_1, tokens, REFINES)
+            if VOTES:  # a load of the words that come next would wait for the memory every few rows
+                ahead = (words + tl.minimum(word + _AHEAD, word_end)).to(tl.int64)
+                tl.inline_asm_elementwise(_PREFETCH, "=r,=r,l,l", [ahead], dtype=tl.int32, is_pure=False, pack=2)
+            at_2, later_0, later_1 = _stored(index, level, code_2, stride, token_0, token_1, tokens, REFINES)
             code_3 = tl.load(listed + row + 3, mask=row + 3 < live_rows, other=0)
             table = code >> ROW_BITS
             to = index + (code & ROW_MASK) * stride
-            earlier = lower_0  # indices of the first step
+            below_0 = tl.zeros((64,), tl.int32)
+            below_1 = tl.zeros((64,), tl.int32)
+            if REFINES:  # thrice the indices below, which may be older than the last depth
+                times = tl.where(at >= 0, 3, 0)
+                below_0 = _tripled(lower_0.to(tl.int32), times)
+                below_1 = _tripled(lower_1.to(tl.int32), times)
+                for _ in range(1, tl.where(at >= 0, depth - at, 0)):
+                    below_0 = _tripled(below_0, 3)
+                    below_1 = _tripled(below_1, 3)
+            earlier = below_0  # indices of the first step
+            some = lanes < 0
             for half in tl.static_range(2):
                 token = token_0 if half == 0 else token_1
-                lower = lower_0 if half == 0 else lower_1
+                lower = below_0 if half == 0 else below_1
                 active = token < tokens
                 low = (state & 4095).to(tl.int32)
                 slot = table * 4096 + low
@@ -214,54 +276,41 @@ def read_rows(
                     entry = tl.where(entry == 0, tl.load(entries + slot, mask=entry == 0, other=0), entry)
                 symbol = entry & 255
                 place = low - ((entry >> 20) & 4095)
-                state, word = _advance(state, (entry >> 8) & 4095, place, active, lanes, words, word, word_end, VOTES)
+                freq = (entry >> 8) & 4095
+                state, more, low_now, word = _advance(state, freq, place, active, lanes, words, word, word_end, VOTES)
+                value = symbol - 128
                 escaped = active & (symbol == ESCAPED)
-                before, count = _ranks(escaped, lanes, VOTES)
-                nth = escape + before
-                far = tl.load(escapes + nth, mask=escaped & (nth < escape_end), other=0).to(tl.int32)
-                escape += count
-                bad |= escaped & (far == -32768)
-                value = tl.where(escaped, far, symbol - 128)
+                if tl.max(escaped.to(tl.int32), 0) != 0:  # few rows have one
+                    before, count = _ranks(escaped, lanes, VOTES)
+                    nth = escape + before
+                    far = tl.load(escapes + nth, mask=escaped & (nth < escape_end), other=0).to(tl.int32)
+                    escape += count
+                    bad |= escaped & (far == -32768)
+                    value = tl.where(escaped, far, value)
+                state = _filled(state, more, low_now)
                 if REFINES or (NEAR and half == 1):
                     value = tl.where(minus, -value, value)
                 if REFINES:
                     value = tl.minimum(tl.maximum(lower + value, -32768), 32767)
                 earlier = value
+                some |= active & (value != 0)
                 tl.store(to + token, value.to(tl.int16), mask=active)
+            had = tl.where(_any(some, VOTES) != 0, depth, -1)
+            tl.store(level + (code & ROW_MASK) + 0 * lanes, had.to(tl.int8), mask=lanes == 0)
             code = code_1
             code_1 = code_2
             code_2 = code_3
+            at = at_1
+            at_1 = at_2
             lower_0 = next_0
             lower_1 = next_1
             next_0 = later_0
             next_1 = later_1
-        below_live += rows
+        level += rows
         tl.debug_barrier()  # the next tile overwrites the list
 
     wrong = bad | (state != 65536) | (word != word_end) | (escape != escape_end)
     tl.store(status + program, tl.max(wrong.to(tl.int32), 0))
-
-
-@triton.jit
-def triple(
-    index,  # int16 [group, row, token]: becomes three times itself, saturating
-    live,  # int8 [group, tile, row]: set to whether any was not 0
-    groups,  # int32 [program]: the groups that it is done to
-    rows,
-    stride,
-    ROWS: tl.constexpr,
-):
-    """Triple the indices of one depth for the next one; a program handles a few rows of a tile."""
-    group = tl.load(groups + tl.program_id(2)).to(tl.int64)
-    tile = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = row < rows
-    token = tile * 128 + tl.arange(0, 128)
-    at = index + (group * rows + row.to(tl.int64))[:, None] * stride + token[None, :]
-    value = tl.load(at, mask=there[:, None], other=0).to(tl.int32)
-    tl.store(live + (group * (stride // 128) + tile) * rows + row, tl.max((value != 0).to(tl.int8), 1), mask=there)
-    value = tl.minimum(tl.maximum(value * 3, -32768), 32767)
-    tl.store(at, value.to(tl.int16), mask=there[:, None])
 
 
 @triton.jit
@@ -277,7 +326,9 @@ def _store_limbs(planes, plane, at, value, mask):
 
 @triton.jit
 def prepare(
-    index,  # int16 [group, row, token]
+    index,  # int16 [group, row, token]: see `read_rows`, and ``level``
+    level,
+    depth_of,  # int32 [group]: its highest depth
     delta,  # int8 [track, row]
     track_of,  # int32 [group]: which of the rows of `delta` is its own
     gain,  # uint8 [row]: of the matrix that the row is multiplied with first
@@ -292,6 +343,7 @@ def prepare(
     TOKENS: tl.constexpr,
     RUN: tl.constexpr,  # places are neighbours in runs of as many
     WHOLE: tl.constexpr,  # indices; otherwise they are coefficients
+    DEPTHS: tl.constexpr,  # of any group
 ):
     """Turn indices into coefficients, times their gains, in limbs; a program handles a tile of rows and tokens."""
     group = tl.program_id(2).to(tl.int64)
@@ -302,8 +354,17 @@ def prepare(
     there = row < rows
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     at = index + (group * rows + row.to(tl.int64))[:, None] * stride + token[None, :]
-    value = tl.load(at, mask=there[:, None], other=0).to(tl.int32)
+    had = there
+    since = tl.zeros((ROWS,), tl.int32)
     if WHOLE:
+        tile = (tl.program_id(1) * TOKENS) // 128
+        own = tl.load(level + (group * (stride // 128) + tile) * rows + row, mask=there, other=-1).to(tl.int32)
+        had = own >= 0
+        since = tl.load(depth_of + group) - own
+    value = tl.load(at, mask=had[:, None], other=0).to(tl.int32)
+    if WHOLE:
+        for depth in tl.static_range(1, DEPTHS):
+            value = tl.where((since >= depth)[:, None], _tripled(value, 3), value)
         value = tl.minimum(tl.maximum(value, -2047), 2047)
         nearer = tl.load(delta + tl.load(track_of + group) * rows + row, mask=there, other=0).to(tl.int32)
         value = 16 * value - tl.where(value < 0, -1, tl.where(value > 0, 1, 0)) * nearer[:, None]

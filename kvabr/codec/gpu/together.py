@@ -3,13 +3,19 @@
 The cache of a prompt is what a model goes by: a compiler's error must not show as words. So the first group of each
 kind, and of each variant of the kernels, is decoded on the processor as well, and compared. What kernels cannot decode
 (there is no compiler, or no memory), the processor does: that is right, but slower, and a warning says so once.
+
+Compiling takes seconds. While one thread is `trying` a profile's kernels, other threads' groups of kinds that are not
+known yet are decoded on the processor, and wait for nothing.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Hashable, Sequence
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -49,9 +55,35 @@ def decode(tasks: Sequence[PlacedJob]) -> list[Exception | None]:
     for number, task in enumerate(tasks):
         by_device.setdefault(task.device, []).append(number)
     for device, own in by_device.items():
-        for number, error in zip(own, _batches(device).run([tasks[number] for number in own]), strict=True):
+        some = [tasks[number] for number in own]
+        found = _decoded(some) if device in _devices_tried() else _batches(device).run(some)
+        for number, error in zip(own, found, strict=True):
             errors[number] = error
     return errors
+
+
+_tried: Counter[torch.device] = Counter()
+"""Threads that are trying the kernels of a device."""
+_tried_here = threading.local()
+
+
+def _devices_tried() -> frozenset[torch.device]:
+    """Return the devices whose kernels this thread is trying."""
+    devices: frozenset[torch.device] = getattr(_tried_here, "devices", frozenset())
+    return devices
+
+
+@contextmanager
+def trying(device: torch.device) -> Iterator[None]:
+    """Have this thread's groups compile and compare what they need, and others' wait for neither."""
+    before = _devices_tried()
+    _tried_here.devices = before | {device}
+    _tried[device] += 1
+    try:
+        yield
+    finally:
+        _tried_here.devices = before
+        _tried[device] -= 1
 
 
 @cache
@@ -72,6 +104,10 @@ def _failed(tasks: Sequence[PlacedJob]) -> Exception | None:
     try:
         if any(_checked(task.job).get((_kind(task), crowded)) is False for task in tasks):
             raise UsageError("its kernels gave other numbers than the processor")  # noqa: TRY301  # see below
+        if _is_tried_elsewhere(tasks[0].device) and not all(
+            (_kind(task), crowded) in _checked(task.job) for task in tasks
+        ):
+            raise _NotYet  # noqa: TRY301  # see below
         _by_kernels(tasks)
         for task in {(id(_checked(task.job)), _kind(task)): task for task in tasks}.values():
             _compare(task, crowded)
@@ -80,12 +116,21 @@ def _failed(tasks: Sequence[PlacedJob]) -> Exception | None:
     except Exception as error:  # noqa: BLE001  # no memory, or no compiler: whatever it is, the processor can
         if len(tasks) > 1:
             return error
-        warn_of("decoded", error)
+        if not isinstance(error, _NotYet):
+            warn_of("decoded", error)
         try:
             _by_processor(tasks[0])
         except Exception as wrong:  # noqa: BLE001  # raised here, it would end the other groups of the batch, too
             return wrong
     return None
+
+
+class _NotYet(Exception):  # noqa: N818  # nothing is wrong
+    """Another thread is compiling the kernels."""
+
+
+def _is_tried_elsewhere(device: torch.device) -> bool:
+    return bool(_tried[device]) and device not in _devices_tried()
 
 
 def _by_kernels(tasks: Sequence[PlacedJob]) -> None:

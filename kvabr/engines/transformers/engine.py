@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvabr.client.warming import warm_in_background
+from kvabr.client.warming import warm_engine
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers.cache import (
     cache_argument,
@@ -59,7 +59,7 @@ class TransformersEngine:
         """What the model calls its cache."""
         self._most_tokens = _GPU_CHUNK
         self._takes_positions = "position_ids" in signature(model.base_model.forward).parameters
-        warm_in_background(spec, self.device, self.dtype)
+        warm_engine(spec, self.device, self.dtype)
 
     @property
     def vocabulary(self) -> int:

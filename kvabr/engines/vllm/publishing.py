@@ -9,6 +9,7 @@ published of them is published once.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from kvabr.codec import gpu
 from kvabr.engines.vllm.blocks import EngineBlocks, codes
 from kvabr.engines.vllm.config import ServedModel
 from kvabr.engines.vllm.copier import Copier
@@ -33,6 +35,8 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, UsageError
 
 _log = logging.getLogger("vllm.kvabr")
+_MOST_SHARE = 0.25
+"""Of a GPU's free memory, for a cache that is published."""
 
 _Read = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -286,12 +290,23 @@ class Publications:
             part: torch.cat([codes(group) for group in groups], dim=3).view(dtype)
             for part, groups in zip(self._passing, kept, strict=True)
         }
-        rest: list[torch.Tensor | None] = [
-            None if number in had else torch.empty(part.shape(slot.tokens), dtype=dtype)
-            for number, part in enumerate(self._model.shard.parts)
+        shapes = {
+            number: part.shape(slot.tokens) for number, part in enumerate(self._model.shard.parts) if number not in had
+        }
+        device = self._device_for(sum(map(math.prod, shapes.values())) * dtype.itemsize)
+        rest = [
+            torch.empty(shapes[number], dtype=dtype, device=device) if number in shapes else None
+            for number in range(len(self._model.shard.parts))
         ]
         self._engine.blocks.read(publication.blocks, rest)
         return tuple(had[number] if one is None else one for number, one in enumerate(rest))
+
+    def _device_for(self, size: int) -> torch.device:
+        """Return where to copy a cache of ``size`` bytes: on a GPU that has room for it, it is encoded there."""
+        device: torch.device = self._engine.blocks.device
+        if gpu.runs_on(device) and size <= torch.cuda.mem_get_info(device)[0] * _MOST_SHARE:
+            return device
+        return torch.device("cpu")
 
     def _take(self, publication: PublishRequest, slot: Slot, read: _Read) -> None:
         """Copy a cache out of the engine's blocks and give them back; called on the copying thread."""

@@ -17,15 +17,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvabr.codec.gpu import analysis_kernels, encoder, kernels, level_kernels, levels, writer, writer_kernels
-from kvabr.codec.gpu.decoder import _FINISH, _PREPARE, _TRIPLE, _UNSTACK, _tokens
+from kvabr.codec.gpu.decoder import _FINISH, _PREPARE, _UNSTACK, DEPTHS, _tokens
 from kvabr.codec.gpu.tables import COMPONENTS
 
 TYPES = {
-    "*i8": "below_live live keep_of marks wrong delta mantissa high low matrix_high matrix_low planes",
+    "*i8": "level keep_of marks wrong delta mantissa high low matrix_high matrix_low planes",
     "*u8": "gain lane_of",
     "*i16": "data index y below words escapes out",
     "*i32": "tokens_of coding_order chances entries coarse bucket refers listed status places token_of radius_of "
-    "states track_of groups mean_of position_of",
+    "states track_of depth_of mean_of position_of",
     "*i64": "parts outs offset_of rows_of ends begins totals matrix_totals tiles",
     "*bf16": "group",
     "*fp32": "scale mean cos sin channels power source scales columns units largest factors across steps",
@@ -48,8 +48,11 @@ VARIANTS = (
     ("read_rows", {"REFINES": True, "NEAR": True, "VOTES": True, "COARSE": 0}, 1),
     ("read_rows", {"REFINES": True, "NEAR": False, "VOTES": True, "COARSE": 0}, 1),
     ("read_rows", {"REFINES": False, "NEAR": False, "VOTES": True, "COARSE": 0}, 1),
-    ("triple", {"ROWS": _TRIPLE.rows}, _TRIPLE.warps),
-    ("prepare", {"ROWS": _PREPARE.rows, "TOKENS": _PREPARE.tokens, "RUN": 4, "WHOLE": True}, _PREPARE.warps),
+    (
+        "prepare",
+        {"ROWS": _PREPARE.rows, "TOKENS": _PREPARE.tokens, "RUN": 4, "WHOLE": True, "DEPTHS": DEPTHS},
+        _PREPARE.warps,
+    ),
     (
         "unstack",
         {**PRODUCT, **WRAP, "OUTPUTS": _UNSTACK.rows, "TOKENS": _tokens(_UNSTACK, wraps=WGMMA), "RUN": 4},

@@ -64,7 +64,7 @@ def guarded(monkeypatch):
 
         monkeypatch.setattr(kernel, "run", watched)
 
-    for name in ("read_rows", "triple", "prepare", "unstack", "finish"):
+    for name in ("read_rows", "prepare", "unstack", "finish"):
         watch(getattr(kernels, name))
     for name in ("centre", "powers", "to_words", "product"):
         watch(getattr(analysis_kernels, name))

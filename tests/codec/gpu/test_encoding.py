@@ -68,7 +68,7 @@ def test_payloads_are_those_of_the_processor(make, track, there):
 
 @pytest.mark.parametrize("ahead", [1, 8])
 def test_groups_of_a_cache_are_encoded_together(there, monkeypatch, ahead):
-    monkeypatch.setattr(publish_frames, "_AHEAD", ahead)
+    monkeypatch.setattr(publish_frames, "_TOGETHER", ahead)
     kv, tracks = related(SHAPE, SHAPE.group_tokens + 9, 6), ("AC-L0", "AC-L1")
     frames = []
     for device in (torch.device("cpu"), DEVICE):
