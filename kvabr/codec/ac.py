@@ -183,8 +183,8 @@ class Ac(Codec):
         sinks = _sinks(profile, context) if self.refines is None else 0
         counts = [sinks, *[0] * (len(chain.tracks) - 1)]
         split = zip(chain.payloads, repeat(context), counts, chain.tracks, strict=False)
-        parts, end = [split_payload(*each) for each in split], context.tokens - context.finer
-        return sum(int((part.tokens[len(part.tokens) - part.listed :] < end).sum()) for part in parts)
+        heads, end = [_split_head(*each) for each in split], context.tokens - context.finer
+        return sum(int((head.tokens[len(head.tokens) - head.listed :] < end).sum()) for head in heads)
 
 
 AcL0, AcL1, AcL2, AcL3, Ac5x = (partial(Ac, track) for track in (*LAYERS, SINGLE))
@@ -215,6 +215,8 @@ class _Work:
     """By which tokens are stored separately."""
     coded: dict[_Part, bytes | Exception] = field(default_factory=dict)
     """What `coded_rows` returned."""
+    plans: dict[str, tuple[bytes, _Plan]] = field(default_factory=dict)
+    """By depth, of what is going to be coded, and the payload below."""
     sums: dict[_Part, NDArray[np.int64]] = field(default_factory=dict)
     """Of `kvabr.codec.bias.error_sums`; the references are of no account."""
 
@@ -282,9 +284,14 @@ def _prepare(track: str, profile: ClassProfile, groups: Sequence[tuple[torch.Ten
     planned = []
     for work, (_, context) in zip(works, groups, strict=True):
         if refines is None and not crowded(work.coefficients.outlying):
-            planned.append((work, _plan(track, work, context, [])))
+            below = b""
         elif refines is not None and refines in work.made:
-            planned.append((work, _plan(track, work, context, [work.made[refines].payload])))
+            below = work.made[refines].payload
+        else:
+            continue
+        plan = _plan(track, work, context, [below] if below else [])
+        work.plans[track] = below, plan
+        planned.append((work, plan))
     if coded := [
         (work, plan.outliers, references)
         for work, plan in planned
@@ -375,7 +382,8 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
         below: ordinary payloads of the depths below, base first.
     """
     profile, refines = work.profile, track_below(track)
-    plan = _plan(track, work, context, below)
+    known = work.plans.pop(track, None)
+    plan = known[1] if known and known[0] == b"".join(below[-1:]) else _plan(track, work, context, below)
     outliers, lower, references = plan.outliers, plan.lower, plan.references
     index: NDArray[np.int16] | None = None
     try:
@@ -620,8 +628,21 @@ def join_payload(
     return b"".join((*parts, coded))
 
 
-def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> Parts:
-    """Parse an untrusted payload of a group, of which ``sinks`` tokens are stored without being listed."""
+class _Head(NamedTuple):
+    """What a payload begins with, see `Parts`."""
+
+    reader: PayloadReader
+    """Of what follows."""
+    references: References | None
+    listed: int
+    tokens: NDArray[np.int64]
+    far: torch.Tensor
+    """[token] bool: which of these are far."""
+    biased: bool
+    streamed: bool
+
+
+def _split_head(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> _Head:
     payload = memoryview(payload)
     streamed = _is_streamed(payload)
     payload = payload[len(STREAMED) * streamed :]
@@ -639,6 +660,12 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
     far = torch.from_numpy(np.concatenate([np.zeros(sinks, dtype=bool), offsets >= _FAR]))
     if listed and (bool((np.diff(tokens) <= 0).any()) or int(tokens[-1]) >= context.tokens):
         raise FormatError(f"{what}: the listed tokens are not in ascending order; the payload is corrupt")
+    return _Head(reader, references, listed, tokens, far, biased, streamed)
+
+
+def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> Parts:
+    """Parse an untrusted payload of a group, of which ``sinks`` tokens are stored without being listed."""
+    reader, references, listed, tokens, far, biased, streamed = _split_head(payload, context, sinks, what)
     layers, halves, heads, _, dim = context.spec.shape(1)
     count, each = int(far.sum()), (heads, dim)
     near = (len(tokens) - count, layers, halves)

@@ -71,18 +71,21 @@ def encode_group(
         below: payloads of the tracks that this one refines, base first.
     """
     check_shape(kv, context, f"group {group}: cannot encode")
-    return encode_clean(clean(kv, largest_number(context.spec))[0], track, context, chunk, group, below)
+    payload = encode_payload(clean(kv, largest_number(context.spec))[0], track, context, below)
+    return framed(payload, track, context, chunk, group)
 
 
-def encode_clean(
-    kv: torch.Tensor, track: str, context: GroupContext, chunk: str, group: int, below: Sequence[bytes] = ()
-) -> bytes:
-    """Do as `encode_group` with what `clean` returned."""
+def encode_payload(kv: torch.Tensor, track: str, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
+    """Compress what `clean` returned, as `encode_group` does."""
     made = codec(track)
     if is_quantised(kv.dtype) and not made.takes_codes:
         kv = numbers_of(kv, context.spec)
-    payload = made.encode(kv, context, below)
-    return pack(payload, frame_header(track, context, chunk, group), made.frame_version(payload))
+    return made.encode(kv, context, below)
+
+
+def framed(payload: bytes, track: str, context: GroupContext, chunk: str, group: int) -> bytes:
+    """Frame what `encode_payload` returned."""
+    return pack(payload, frame_header(track, context, chunk, group), codec(track).frame_version(payload))
 
 
 def decode_group(

@@ -14,7 +14,7 @@ import torch
 
 from kvabr.codec import gpu
 from kvabr.codec.base import GroupContext, codec
-from kvabr.codec.group import check_shape, clean, cut, decode_group, encode_clean, largest_number, payload_of
+from kvabr.codec.group import check_shape, clean, cut, decode_group, encode_payload, framed, largest_number, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import CORES
 from kvabr.store.asset import FrameStore
@@ -271,34 +271,30 @@ class GroupEncoder:
         check_shape(kv, context, f"group {group}: cannot encode")
         self._frames, self._store, self._group, self.context = frames, store, group, context
         self.kv, replaced = clean(kv, largest_number(context.spec))
-        self._made: dict[str, bytes] = {}
-        self._ready: dict[str, bytes] = {}
-        """What is made, but not written yet."""
+        self._payloads: dict[str, bytes] = {}
         if not any(sizes[group] for sizes in frames.bytes.values()):  # this group was not begun before
             frames.replaced += replaced
 
     def encode(self, track: str) -> None:
         """Encode the group on a track, unless that is prepared, and write the frame."""
         frames, unit, name = self._frames, self._frames.units[self._group], self.context.spec.track_name
-        frame = self._ready.pop(track, None) or self._frame(track)
-        self._made[track] = frame
+        if track not in self._payloads:
+            self.make(track)
+        payload = self._payloads[track]
+        frame = framed(payload, track, self.context, frames.chunks[unit.chunk], unit.group)
         self._store.frame(unit.group, name(track), frame)
-        frames.outliers[track] += codec(track).outliers(payload_of(frame), self.context)
+        frames.outliers[track] += codec(track).outliers(memoryview(payload), self.context)
         frames.bytes[track][self._group] = len(frame)
         frames.digests[track][self._group] = digest_of(frame, frames.digest)
 
     def make(self, track: str) -> None:
         """Encode the group on a track, for `encode` to write."""
-        self._made[track] = self._ready[track] = self._frame(track)
-
-    def _frame(self, track: str) -> bytes:
-        frames, unit, name = self._frames, self._frames.units[self._group], self.context.spec.track_name
-        below = []
+        unit, name = self._frames.units[self._group], self.context.spec.track_name
         for lower in _below(track):
-            if lower not in self._made:  # it was made before
-                self._made[lower] = self._store.read_frame(unit.group, name(lower))
-            below.append(bytes(payload_of(self._made[lower])))
-        return encode_clean(self.kv, track, self.context, frames.chunks[unit.chunk], unit.group, below)
+            if lower not in self._payloads:  # it was made before
+                self._payloads[lower] = bytes(payload_of(self._store.read_frame(unit.group, name(lower))))
+        below = [self._payloads[lower] for lower in _below(track)]
+        self._payloads[track] = encode_payload(self.kv, track, self.context, below)
 
 
 def _prepare(groups: Sequence[GroupEncoder], tracks: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 import threading
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -62,6 +63,9 @@ def decode(tasks: Sequence[PlacedJob]) -> list[Exception | None]:
     return errors
 
 
+_SWITCH_S = 0.0002
+_usual_s: list[float] = []
+_lock = threading.Lock()
 _tried: Counter[torch.device] = Counter()
 """Threads that are trying the kernels of a device."""
 _tried_here = threading.local()
@@ -78,12 +82,25 @@ def trying(device: torch.device) -> Iterator[None]:
     """Have this thread's groups compile and compare what they need, and others' wait for neither."""
     before = _devices_tried()
     _tried_here.devices = before | {device}
-    _tried[device] += 1
     try:
+        with _lock:
+            _tried[device] += 1
+            _yield_often(_tried.total())
         yield
     finally:
         _tried_here.devices = before
-        _tried[device] -= 1
+        with _lock:
+            _tried[device] -= 1
+            _yield_often(_tried.total())
+
+
+def _yield_often(trying: int) -> None:
+    """Have threads give the interpreter's lock away sooner while some compile, which is Python: decoding needs it."""
+    if trying and sys.getswitchinterval() > _SWITCH_S:
+        _usual_s.append(sys.getswitchinterval())
+        sys.setswitchinterval(_SWITCH_S)
+    elif not trying and _usual_s:
+        sys.setswitchinterval(_usual_s.pop())
 
 
 @cache
