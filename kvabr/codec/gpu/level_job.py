@@ -37,9 +37,8 @@ class LevelJob:
         assert layout is not None  # noqa: S101  # those levels have one
         return layout(self.spec, self.out.shape[3])
 
-    def check(self) -> None:
-        """Raise a `FormatError` unless the payload has its length."""
-        wanted = self.layout.payload_bytes
+    def check(self, wanted: int) -> None:
+        """Raise a `FormatError` unless the payload has its length, `PayloadLayout.payload_bytes`."""
         if len(self.payload) != wanted:
             raise FormatError(
                 f"{self.level}: {len(self.payload)} bytes of payload instead of {wanted}; truncated, or another version"

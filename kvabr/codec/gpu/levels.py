@@ -63,8 +63,13 @@ def expand_to_blocks(jobs: Sequence[LevelJob], blocks: Sequence[BlockSlots]) -> 
 
 def _run(tasks: Sequence[_Task]) -> None:
     batches: dict[Hashable, list[_Task]] = {}
+    sizes: dict[Hashable, int] = {}
     for task in tasks:
-        task.job.check()
+        job = task.job
+        kind = job.level, id(job.spec), job.out.shape[3]
+        if kind not in sizes:
+            sizes[kind] = job.layout.payload_bytes
+        job.check(sizes[kind])
         batches.setdefault(_alike(task), []).append(task)
     with settled(task.into.device for task in tasks):
         by_device: dict[torch.device, list[tuple[torch.Tensor, list[_Task]]]] = {}
