@@ -523,13 +523,16 @@ class Play:
     def _ready_device(self, profile: Profile | None) -> bool:
         """Have groups received in memory from which a GPU copies by itself, and its kernels tried, and measured.
 
-        Returns whether the latter is done by somebody else.
+        Returns whether the latter is done by somebody else. Until it is, the processor decodes.
         """
         if self._device is None:
             return False
         receive_pinned(self._device)
         dtype = None if self.options.out is None else self.options.out.dtype
-        return profile is not None and warm_in_background(profile, self._device, dtype, self.speeds) is not None
+        trying = None if profile is None else warm_in_background(profile, self._device, dtype, self.speeds)
+        if trying is not None and trying.is_alive():
+            self._device, self._decoders = None, decoder_threads()
+        return trying is not None
 
     def _doubt_s(self) -> float:
         """Return the seconds for which an engine is waited for beyond what it should take: many for its first call."""

@@ -154,7 +154,6 @@ def test_blocks_of_another_shape_are_refused():
 
 
 def test_stored_tokens_of_all_groups_are_written_together(monkeypatch):
-    monkeypatch.setattr(gpu, "runs_on", lambda _: True)
     groups, wanted = [], []
     for seed in (5, 6):
         context = GroupContext(SHAPE, 0, 20, fitted())  # with sinks
@@ -162,6 +161,7 @@ def test_stored_tokens_of_all_groups_are_written_together(monkeypatch):
         wanted.append(torch.empty(SHAPE.shape(20), dtype=torch.bfloat16))
         codec("AC-L1").decode(coded[-1], context, wanted[-1], coded[:-1])
         groups.append(CodedGroup(coded[-1], "AC-L1", context, coded[:-1]))
+    monkeypatch.setattr(gpu, "runs_on", lambda _: True)
     own, views = together(SHAPE.layers, SHAPE.kv_heads, SHAPE.head_dim, torch.bfloat16)
     layers, slots, writes = BlockLayers(views), [np.arange(20), np.arange(40, 60)], []
     write = BlockSlots.write
