@@ -14,8 +14,11 @@ from kvabr.codec.gpu import batches
 from kvabr.codec.gpu.batches import Batches
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import Quantiser
+from kvabr.data import default_catalog
 from kvabr.publish import frames as publish_frames
 from kvabr.publish.frames import FrameEncoder, MemoryFrames
+from kvabr.publish.publisher import Publisher
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.errors import FormatError
 from tests.codec.gpu.conftest import DEVICE, on_device
 from tests.codec.gpu.test_references import SHAPE, fitted
@@ -176,3 +179,19 @@ def test_a_depth_out_of_reach_is_an_error_of_its_own_group(there):
         assert made[1] == coder.encode_rows(model, far.cpu().numpy(), own, None, keep)
     except FormatError:
         assert isinstance(made[1], FormatError)
+
+
+def test_what_an_engine_hands_over_on_a_device_is_encoded_there_in_one_go(there, tmp_path, monkeypatch):
+    tokens, kv, frames = range(SHAPE.group_tokens + 9), related(SHAPE, SHAPE.group_tokens + 9, 6), []
+    encode, jobs = writer.encode_many, []
+    monkeypatch.setattr(writer, "encode_many", lambda some: jobs.append(len(some)) or encode(some))
+    for number, device in enumerate((torch.device("cpu"), DEVICE)):
+        root = tmp_path / str(number)
+        publisher = Publisher(root, SHAPE, profile=fitted(), prior=default_catalog(), source="a test")
+        publisher.reserve(list(tokens)).fill(kv.to(device), lambda _: None)
+        publisher.close()
+        (asset,) = PublishedAssets(root).assets
+        frames.append([asset.frame(group, track) for group in (0, 1) for track in chain_of("AC-L3")])
+        there()
+    assert max(jobs) >= 2
+    assert frames[0] == frames[1]
