@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+import torch
+
 from kvabr.player.assembler import Assembler
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.engine import Engine, ResidentCache, ResidentEngine, prefill_classes
+
+
+def computed(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Compute a whole prompt, [layer, K/V, head, token, dim] per layer class, and leave it where the engine has it."""
+    room = engine.reside(len(tokens)) if isinstance(engine, ResidentEngine) else None
+    return prefill_classes(engine, tokens) if room is None else (room.prefill(tokens, 0),)
 
 
 class EngineCache:
@@ -37,9 +45,9 @@ class EngineCache:
         if first:
             self._place(self._room, first)
         self._held[first:last] = [None] * (last - first)
-        computed = self._room.prefill(tokens, begin)
+        made = self._room.prefill(tokens, begin)
         self._held[first:last] = [RECOMPUTED] * (last - first)
-        assembler.put_computed(first, last, computed)
+        assembler.put_computed(first, last, made)
 
     def _place(self, room: ResidentCache, groups: int) -> None:
         """Copy what has changed of the first groups to the engine."""

@@ -26,6 +26,7 @@ from kvabr.abr.tail import MOST_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.client.cpu_limit import limited_estimator, limited_step
 from kvabr.client.decode_speeds import DecodeSpeeds
 from kvabr.client.driver import LIVE, Driver
+from kvabr.client.engine_cache import computed
 from kvabr.client.engine_costs import EngineCosts
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
@@ -63,7 +64,7 @@ from kvabr.store.memory import CACHES
 from kvabr.transfer.work import decoders
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.cost import PrefillCost
-from kvabr.types.engine import Engine, prefill_classes
+from kvabr.types.engine import Engine
 from kvabr.types.errors import FormatError, KvabrError, ModelError, PlayError, TransportError, UsageError
 from kvabr.types.events import (
     CacheDelivered,
@@ -385,7 +386,7 @@ class Play:
         options.note(RecomputeStarted(0.0, 0, groups))
         try:
             async with asyncio.timeout(patience_s):
-                work = partial(timed, asyncio.get_running_loop().time, prefill_classes, engine, tokens)
+                work = partial(timed, asyncio.get_running_loop().time, self._computed, engine)
                 parts, engine_s = await on_engine(engine, work)
             parts = self._placed(parts, spec)
             self.costs.of(engine).note(0, len(tokens), engine_s)
@@ -600,18 +601,24 @@ class Play:
             return out[:, :, :, : catalog.tokens] if out.dim() == 5 else out
         return allocate(catalog.spec.shape(catalog.tokens), self.options.dtype or catalog.spec.torch_dtype)
 
-    def _placed(self, parts: tuple[torch.Tensor, ...], spec: KVSpec) -> tuple[torch.Tensor, ...]:
-        """Check what an engine computed, and return it in the tensor or element type that the caller wants."""
-        options, tokens = self.options, len(self.tokens)
-        for kv, part in zip(parts, spec.parts, strict=True):
-            due = computed_shape(part, tokens)
+    def _computed(self, engine: Engine) -> tuple[torch.Tensor, ...]:
+        """Have the whole prompt computed, and check it; called in the engine's thread, where a GPU is waited for."""
+        parts = computed(engine, self.tokens)
+        for kv, part in zip(parts, engine.spec.parts, strict=True):
+            due = computed_shape(part, len(self.tokens))
             if tuple(kv.shape) != due or not all_finite(kv):
                 raise ModelError(f"the engine returned {tuple(kv.shape)}, or NaN, where {due} was due")
+        return parts
+
+    def _placed(self, parts: tuple[torch.Tensor, ...], spec: KVSpec) -> tuple[torch.Tensor, ...]:
+        """Return what an engine computed in the tensor or element type that the caller wants."""
+        options, tokens = self.options, len(self.tokens)
         if options.out is None:
             wanted = [options.dtype or part.torch_dtype for part in spec.parts]
             for dtype, part in zip(wanted, spec.parts, strict=True):
                 check_wanted(dtype, part)
-            return tuple(as_type(*each) for each in zip(parts, wanted, spec.parts, strict=True))
+            pairs = zip(parts, wanted, spec.parts, strict=True)
+            return tuple(as_type(kv.cpu(), dtype, part) for kv, dtype, part in pairs)
         place = options.out[:, :, :, :tokens]
         if tuple(place.shape) != spec.shape(tokens):
             have, needed = tuple(options.out.shape), spec.shape(tokens)

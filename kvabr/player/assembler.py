@@ -261,6 +261,8 @@ class Assembler:
             raise UsageError(f"recomputed groups {first} to {last - 1}: {given} is not {shapes}")
         if not all(map(all_finite, parts)):
             raise UsageError(f"recomputed groups {first} to {last - 1}: the engine returned NaN or infinity")
+        # Here and all at once, if the engine's device is another one; afterwards it is one copy for each group.
+        parts = tuple(kv.to(self._place(first).device) for kv in parts)
         with self._lock:
             self._lock.wait_for(lambda: self._direct.isdisjoint(range(first, last)))
             if self._taken:

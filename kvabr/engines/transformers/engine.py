@@ -98,7 +98,7 @@ class TransformersEngine:
         if room is not None:
             if before is not None:
                 room.place(0, before[0])
-            return (room.compute(ids, start),)
+            return (room.compute(ids, start).cpu(),)
         cache = self._cache(before)
         self.extend(cache, ids, start)
         return read_cache(cache, self.spec, start, start + len(tokens))

@@ -51,10 +51,10 @@ class RoomyCache:
 
     @torch.inference_mode()
     def compute(self, ids: torch.Tensor, first: int) -> torch.Tensor:
-        """Do as `prefill` for ids that were checked, [1, token]. On a CPU what is returned may be the room itself."""
+        """Do as `prefill` for ids that were checked, [1, token]. What is returned may be the room itself."""
         past = require("transformers").Cache(layers=[_layer_class()(*pair, first) for pair in self._room])
         self._extend(past, ids, first)
-        return self._room[:, :, 0, :, first : first + ids.shape[1]].contiguous().cpu()
+        return self._room[:, :, 0, :, first : first + ids.shape[1]].contiguous()
 
 
 def fits(spec: KVSpec, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
