@@ -13,17 +13,17 @@ from typing import Any
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import Param, RequestCode, SessionFault
-from kvabr.moqt.filters import EVERYTHING
 from kvabr.moqt.parameters import (
+    EVERYTHING,
     Parameters,
     SetupOptions,
+    check_track,
     present,
     read_parameters,
     setup_options,
     setup_pairs,
     write_parameters,
 )
-from kvabr.moqt.properties import check_track
 from kvabr.moqt.wire import (
     MAX_NAME_BYTES,
     MAX_REASON_BYTES,

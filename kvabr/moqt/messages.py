@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvabr.moqt.codes import RANGE_FILTERS, Param
-from kvabr.moqt.filters import Filter
-from kvabr.moqt.parameters import Parameters, SetupOptions
+from kvabr.moqt.parameters import Filter, Parameters, SetupOptions
 from kvabr.moqt.wire import MAX_INTEGER, KeyValue, Location
 
 _TOKEN = frozenset({Param.AUTHORIZATION_TOKEN})

@@ -21,8 +21,7 @@ from kvabr.moqt.events import (
     Write,
 )
 from kvabr.moqt.objects import DEFAULT_PRIORITY, Item, ObjectBudget, ObjectParser, SubgroupHeader
-from kvabr.moqt.parameters import Parameters, present
-from kvabr.moqt.properties import MalformedTrack, unfold, unusable
+from kvabr.moqt.parameters import MalformedTrack, Parameters, present, unfold, unusable
 
 _IN_UPDATE_OK = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT})
 """Parameters of a REQUEST_OK that answers a REQUEST_UPDATE (draft 18, sections 10.2.10 and 10.2.11)."""

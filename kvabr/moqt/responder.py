@@ -10,8 +10,7 @@ from kvabr.moqt.codes import Param, RequestCode, ResetCode, SessionFault
 from kvabr.moqt.encoding import ends_before
 from kvabr.moqt.events import Cancelled, Requested, Reset, Stop, Stopped, Updated, Write
 from kvabr.moqt.objects import FETCH_HEADER, SubgroupHeader, SubgroupWriter
-from kvabr.moqt.parameters import Parameters, present, token_values
-from kvabr.moqt.properties import unusable
+from kvabr.moqt.parameters import Parameters, present, token_values, unusable
 from kvabr.moqt.wire import Draft, Location, write_varint
 
 _OF_UPDATES = m.RequestUpdate.allowed | m.RequestUpdate.changed_20

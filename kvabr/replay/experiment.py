@@ -14,7 +14,7 @@ from kvabr.abr.plugins import load_policy, policy_class, shipped
 from kvabr.abr.tail import MAX_TAIL, MOST_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.abr.view import Future, PlannedPlay, View
 from kvabr.player.builder import choose_tail, new_estimator, new_session, opening
-from kvabr.player.decode_rates import DecodeRates, family
+from kvabr.player.decode_queue import DecodeRates, family
 from kvabr.player.policy_guard import CallLimit, at_once
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, BlendGoal, PlayerConfig, PlayRecord, PrefixGoal, check_decoders

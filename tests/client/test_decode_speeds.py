@@ -18,7 +18,7 @@ from kvabr.client import decode_speeds
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.decode_speeds import SCHEMA, DecodeSpeeds, ModelKey, complete, measure, on_one_core
 from kvabr.client.machine_file import MAX_BYTES, MAX_MODELS, digest, this_machine
-from kvabr.player.decode_rates import DecodeRates
+from kvabr.player.decode_queue import DecodeRates
 from kvabr.types.catalog import Catalog
 from tests.catalogs import catalog
 from tests.client.playing import play

@@ -11,7 +11,6 @@ from kvabr.moqt.events import (
     Refused,
     Requested,
 )
-from kvabr.moqt.filters import Filter
 from kvabr.moqt.messages import (
     JoiningFetch,
     Namespace,
@@ -24,7 +23,7 @@ from kvabr.moqt.messages import (
     SubscribeOk,
     SubscribeTracks,
 )
-from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, Parameters, Token
+from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, Filter, Parameters, Token
 from kvabr.moqt.wire import DRAFT_18, DRAFTS, Location
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair
 from tests.moqt.raw import NAME, Raw, fetch_of, frame

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any
 
 from kvabr.abr.estimator import Estimator
-from kvabr.client.scheduling import EdfScheduler, wire_priority
+from kvabr.client.play_connection import TURN_S
+from kvabr.client.runner import EdfScheduler, wire_priority
 from kvabr.client.shared_bandwidth import SharedLink
-from kvabr.client.shared_transfers import TURN_S
 from kvabr.player.session import Session
 from kvabr.player.session_types import Action, Cancel, Decode, FetchGroup, Recompute
 from kvabr.replay.link import FIRST_BYTE_S, Capacity
