@@ -14,7 +14,7 @@ from kvabr.types.cost import PrefillCost
 
 
 class GroupSet(MutableSet[int]):
-    """Some of the groups 0 to ``groups`` - 1, ascending, with running sums: no question takes longer for a longer prompt.
+    """Some of the groups 0 to ``groups`` - 1, ascending, with sums: no question takes longer for a longer prompt.
 
     A byte per group says whether it is in the set, so that the next group is found at the speed of memory.
     """
