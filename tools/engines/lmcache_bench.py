@@ -41,11 +41,11 @@ from lmcache.v1.metadata import LMCacheMetadata  # noqa: E402
 import kvabr.data  # noqa: E402
 from kvabr.engines.transformers.model_loader import load_model  # noqa: E402
 from kvabr.publish.texts import measuring_texts  # noqa: E402
-from kvabr.replay.synth import synthesise  # noqa: E402
 from kvabr.types.naming import LAYERS  # noqa: E402
 from kvabr_lab.live.lane import Conditions  # noqa: E402
 from kvabr_lab.live.origin import LiveOrigin  # noqa: E402
 from kvabr_lab.live.shaper import Shaper  # noqa: E402
+from kvabr_lab.synth import synthesise  # noqa: E402
 from tests.engines.smollm2_folder import smollm2_folder  # noqa: E402
 
 CHUNK, CONTINUATION = 256, 64
