@@ -32,13 +32,12 @@ from kvabr.client.live_feed import LiveFeed
 from kvabr.client.lookup import Found, most_frame_bytes, playable
 from kvabr.client.options import PlayOptions, guard_s
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peer_history import KnownLink, PeerHistory
 from kvabr.client.play_connection import PlaySources
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import on_engine, timed
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
 from kvabr.client.runner import Clock, R, Turn
-from kvabr.client.shared_bandwidth import estimating, link_of
+from kvabr.client.shared_bandwidth import KnownLink, PeerHistory, estimating, link_of
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.client.upgrades import Upgrades
 from kvabr.client.warming import receive_pinned

@@ -8,9 +8,8 @@ from functools import partial
 from itertools import count
 
 from kvabr.moqt.codes import SessionCode, SessionFault
-from kvabr.moqt.encoding import encode
 from kvabr.moqt.events import Command, Event, Requested, Updated, Write
-from kvabr.moqt.messages import Goaway, Message, Request
+from kvabr.moqt.messages import Goaway, Message, Request, encode
 from kvabr.moqt.wire import Draft
 
 _ID_WINDOW = 1 << 16

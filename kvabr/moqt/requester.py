@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from kvabr.moqt import messages as m
 from kvabr.moqt.channel import Channel, RequestState
 from kvabr.moqt.codes import Param, Property, RequestCode, ResetCode, SessionCode, SessionFault
-from kvabr.moqt.encoding import MessageParser, decode, ends_before
 from kvabr.moqt.events import (
     Answered,
     Ended,
@@ -20,6 +19,7 @@ from kvabr.moqt.events import (
     SubscriptionEnding,
     Write,
 )
+from kvabr.moqt.messages import MessageParser, decode, ends_before
 from kvabr.moqt.objects import DEFAULT_PRIORITY, Item, ObjectBudget, ObjectParser, SubgroupHeader
 from kvabr.moqt.parameters import MalformedTrack, Parameters, present, unfold, unusable
 

@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from kvabr.client.machine_file import MAX_BYTES, digest, this_host
-from kvabr.client.peer_history import MAX_PEERS, SCHEMA, PeerHistory, history_at
+from kvabr.client.shared_bandwidth import MAX_PEERS, SCHEMA, PeerHistory, history_at
 
 NOW = 1.8e9
 

@@ -16,7 +16,7 @@ from typing import Any
 from kvabr.cli.config import VARIABLE, Config
 from kvabr.cli.fetch import _read_tokens
 from kvabr.cli.options import CommandParser
-from kvabr.client import decode_speeds, engine_costs, peer_history
+from kvabr.client import decode_speeds, engine_costs, shared_bandwidth
 from kvabr.client.machine_file import MachineFile
 from kvabr.client.prefill_timings import read_rows
 from kvabr.link.quic.options import read_token
@@ -93,7 +93,7 @@ def _sealed(schema: str, name: str, identity: dict[str, Any], inner: bytes) -> b
 
 
 def _peers(data: bytes) -> bool:
-    found = _kept(data, peer_history.PeerHistory(), peer_history.SCHEMA)
+    found = _kept(data, shared_bandwidth.PeerHistory(), shared_bandwidth.SCHEMA)
     for record in (found or {}).values():
         record.prior(record.at + 1.0)
         assert record.heard(record).plays == record.plays + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvabr.moqt.codes import Param, SessionFault
-from kvabr.moqt.encoding import MAX_MESSAGE_BYTES, MessageParser, decode, encode
+from kvabr.moqt.messages import MAX_MESSAGE_BYTES, MessageParser, decode, encode
 from kvabr.moqt.objects import (
     MAX_PROPERTIES_BYTES,
     ObjectParser,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import RANGE_FILTERS, Param, RequestCode
-from kvabr.moqt.encoding import allowed_parameters
+from kvabr.moqt.messages import allowed_parameters
 from kvabr.moqt.parameters import (
     DELETE,
     EVERYTHING,

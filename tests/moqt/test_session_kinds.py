@@ -3,7 +3,6 @@
 import pytest
 
 from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode
-from kvabr.moqt.encoding import MessageParser, decode
 from kvabr.moqt.events import (
     Cancelled,
     GoingAway,
@@ -13,6 +12,7 @@ from kvabr.moqt.events import (
 )
 from kvabr.moqt.messages import (
     JoiningFetch,
+    MessageParser,
     Namespace,
     PublishDone,
     PublishNamespace,
@@ -22,6 +22,7 @@ from kvabr.moqt.messages import (
     SubscribeNamespace,
     SubscribeOk,
     SubscribeTracks,
+    decode,
 )
 from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, Filter, Parameters, Token
 from kvabr.moqt.wire import DRAFT_18, DRAFTS, Location
