@@ -15,7 +15,7 @@ from kvabr.replay.readers import BYTES_PER_SECOND, FORMATS, TIME_UNITS, Columns,
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace, three
 from kvabr.store.files import write_text
 from kvabr.types.errors import AssetError, UsageError
-from kvabr_lab.synth import KINDS, Shape, synthesise
+from kvabr_lab.day.synth import KINDS, Shape, synthesise
 
 if TYPE_CHECKING:
     from rich.table import Table

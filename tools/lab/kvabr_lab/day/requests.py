@@ -33,7 +33,7 @@ from itertools import accumulate, count
 from typing import Generic, TypeAlias, TypeVar
 
 from kvabr.types.errors import UsageError
-from kvabr_lab.synth import Dice
+from kvabr_lab.day.synth import Dice
 
 DAY_S = 86_400.0
 TOKEN_S = 0.02

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvabr.replay.readers import find, native, read
 from kvabr.types.errors import UsageError
 from kvabr_lab.cli.traces import describe
-from kvabr_lab.synth import KINDS, Shape, synthesise
+from kvabr_lab.day.synth import KINDS, Shape, synthesise
 
 ROOT = Path(__file__).resolve().parents[2]
 MBIT = 125_000.0
