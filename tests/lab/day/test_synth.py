@@ -13,7 +13,7 @@ from kvabr.types.errors import UsageError
 from kvabr_lab.cli.traces import describe
 from kvabr_lab.day.synth import KINDS, Shape, synthesise
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MBIT = 125_000.0
 
 
