@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvabr.moqt import messages as m
-from kvabr.moqt.channel import Channel, RequestState
 from kvabr.moqt.codes import Param, Property, RequestCode, ResetCode, SessionCode, SessionFault
 from kvabr.moqt.events import (
     Answered,
+    Channel,
     Ended,
     Received,
     Refused,
+    RequestState,
     Reset,
     Stop,
     SubscriptionDone,

@@ -18,7 +18,6 @@ from kvabr.player.decode_queue import DecodeRates, family
 from kvabr.player.policy_guard import CallLimit, at_once
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, BlendGoal, PlayerConfig, PlayRecord, PrefixGoal, check_decoders
-from kvabr.replay.blend_bound import BlendClairvoyant
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
 from kvabr.replay.frontier import Frontier
 from kvabr.replay.link import (
@@ -30,7 +29,7 @@ from kvabr.replay.link import (
     Capacity,
     running_sums,
 )
-from kvabr.replay.live_bound import LiveClairvoyant
+from kvabr.replay.live_bound import LiveClairvoyant, Producer
 from kvabr.replay.outcome import (
     NO_CACHE_LOSS,
     PlayOutcome,
@@ -41,7 +40,7 @@ from kvabr.replay.outcome import (
     shift,
     valued,
 )
-from kvabr.replay.producer import Producer
+from kvabr.replay.passages import BlendClairvoyant
 from kvabr.replay.simulator import LinkUse, Simulator
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import RECOMPUTED, Catalog

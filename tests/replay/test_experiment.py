@@ -14,8 +14,8 @@ from kvabr.data import default_catalog, traces_folder
 from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import FIRST_BYTE_S, LOOKUP_ROUND_TRIPS, PAYLOAD_SHARE
+from kvabr.replay.live_bound import Producer
 from kvabr.replay.outcome import NO_CACHE_LOSS
-from kvabr.replay.producer import Producer
 from kvabr.replay.readers import find, read
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError, UsageError

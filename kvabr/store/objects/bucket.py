@@ -24,12 +24,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from kvabr.store.objects.blocking import blocks, pause
+from kvabr.store.objects.blocking import blocks, each, interruptible, pause
 from kvabr.store.objects.failures import UNREADABLE, Failure
 from kvabr.store.objects.leases import PROBES
 from kvabr.store.objects.obstore_clients import endpoint_of, load_obstore, make_client
 from kvabr.store.objects.protocol import PART_BYTES, Objects, StoredObject
-from kvabr.store.objects.threads import each, interruptible
 from kvabr.store.objects.url import WEB, StoreUrl, is_tenant
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, StoreError, UsageError
 

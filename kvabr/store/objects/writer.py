@@ -21,7 +21,7 @@ from io import BufferedRandom
 from typing import ClassVar, Self, TypeVar
 
 from kvabr.store.asset import Prompt
-from kvabr.store.objects.blocking import blocked, blocking
+from kvabr.store.objects.blocking import blocked, blocking, each
 from kvabr.store.objects.layout import (
     MAX_OFFERS,
     StoredCatalog,
@@ -60,7 +60,6 @@ from kvabr.store.objects.spans import (
     pointed,
     units_by_span,
 )
-from kvabr.store.objects.threads import each
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError
 from kvabr.types.units import Unit
