@@ -9,7 +9,7 @@ from kvabr.codec.block_slots import TensorPlace
 from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.lmcache.chunks import as_kv
 from kvabr.engines.lmcache.chunks import spec_of as chunk_spec
-from kvabr.engines.sglang.backend import LAYOUTS, page_view
+from kvabr.engines.sglang.pages import LAYOUTS, page_view
 from kvabr.types.errors import FormatError
 from tests.engines.paging import paged_blocks
 
