@@ -17,12 +17,11 @@ from collections.abc import Callable, Coroutine
 
 from kvabr.link.objects.index import StoreIndex
 from kvabr.link.objects.lanes import LANES, SPARE_LANES, Lanes, Piece, RangeTransfer
-from kvabr.link.quic.bottleneck import LimitWatch
 from kvabr.store.objects.direct import DirectReader
 from kvabr.store.objects.layout import profile_key
 from kvabr.store.objects.protocol import PART_BYTES, Objects
 from kvabr.transfer.interface import ConnectionStats, PeerConnection
-from kvabr.transfer.transfer import GroupTransfer
+from kvabr.transfer.transfer import GroupTransfer, LimitWatch
 from kvabr.transfer.work import cancel_all
 from kvabr.types.errors import (
     ConnectionLostError,
