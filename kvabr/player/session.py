@@ -33,8 +33,9 @@ from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.decode_queue import DecodeQueue, DecodeRates
 from kvabr.player.goals.blend import BlendAim
 from kvabr.player.goals.live import NO_CHANGES, EdgeChanges, LivePlay
+from kvabr.player.goals.prefix import PrefixAim
 from kvabr.player.goals.upgrade import UpgradeAim
-from kvabr.player.goals.whole import PrefixAim, WholeAim
+from kvabr.player.goals.whole import WholeAim
 from kvabr.player.groups import Groups
 from kvabr.player.policy_guard import CallLimit, PolicyGuard, at_once
 from kvabr.player.requests import (

@@ -1,7 +1,5 @@
 """The whole cache: delivered once every group is in place, or given up. Other goals begin from this one.
 
-`PrefixAim` is for an engine that computes everything behind the first miss by itself.
-
 A session asks its goal when the play is over and what is handed over then; requests, decoding and the engine are its
 own. A goal knows of the session what `Playing` lists.
 """
@@ -19,8 +17,6 @@ from kvabr.player.policy_guard import PolicyGuard
 from kvabr.player.requests import RetryTracker
 from kvabr.player.session_types import ENGINE_PATIENCE, Action, EventLog, PlayerConfig, PlayRecord
 from kvabr.types.catalog import Catalog
-from kvabr.types.engine import EngineMode
-from kvabr.types.errors import UsageError
 
 
 class Playing(Protocol):
@@ -177,44 +173,3 @@ class WholeAim:
     def deliver(self, now: float, *, cut: str | None = None) -> None:
         """Deliver the cache; ``cut``: why a part of it."""
         self.play.hand_over(now, cut)
-
-
-class PrefixAim(WholeAim):
-    """A prefix. The engine is never asked for anything: where it would start, the cache is cut."""
-
-    def __init__(self, play: Playing, mode: EngineMode) -> None:
-        """Begin.
-
-        Raises:
-            UsageError: nothing is known of the engine, or it is not one that needs a prefix.
-        """
-        super().__init__(play)
-        if play.engine is None or mode != "suffix":
-            raise UsageError("to play a prefix, say what a prefill costs the engine, in mode 'suffix'")
-
-    def cuts(self) -> bool:
-        """See `WholeAim.cuts`."""
-        return True
-
-    def computes(self, now: float, first: int, last: int, why: str | None) -> bool:
-        """See `WholeAim.computes`."""
-        self.deliver(now, cut=why or f"groups {first} to {last - 1} are sooner computed than fetched")
-        return False
-
-    def wait(self, now: float, *, complete: bool, stopped: bool) -> None:
-        """See `WholeAim.wait`; all that may be left is to wait for the moment at which the engine would start."""
-        play = self.play
-        if (play.view.coming and not stopped) or play.waiting():
-            super().wait(now, complete=complete, stopped=stopped)
-        elif stopped:
-            self.fall_short(now)
-        else:
-            self.deliver(now, cut=None if complete else "the rest cannot be fetched, or is sooner computed")
-
-    def fall_short(self, now: float) -> None:
-        """See `WholeAim.fall_short`."""
-        self.deliver(now, cut=self.play.lacking())
-
-    def stop(self, now: float, reason: str) -> None:
-        """See `WholeAim.stop`."""
-        self.deliver(now, cut=None if self.play.groups.complete else reason)
