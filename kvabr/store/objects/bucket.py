@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 import secrets
 import threading
 import time
@@ -30,6 +29,7 @@ from kvabr.store.objects.leases import PROBES
 from kvabr.store.objects.obstore_clients import endpoint_of, load_obstore, make_client
 from kvabr.store.objects.protocol import PART_BYTES, Objects, StoredObject
 from kvabr.store.objects.url import WEB, StoreUrl, is_tenant
+from kvabr.types.backoff import scattered
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, StoreError, UsageError
 
 if TYPE_CHECKING:
@@ -443,7 +443,7 @@ class _Tries:
             return 0.0
         self._left -= 1
         if self._left and failure.passes:
-            return _BACKOFF_S * 2.0 ** (_TRIES - self._left) * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+            return scattered(_BACKOFF_S * 2.0 ** (_TRIES - self._left))
         told = self._bucket.failed(key, what, error)
         try:
             if told is error:
