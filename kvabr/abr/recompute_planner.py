@@ -18,8 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from kvabr.abr.group_set import GroupSet
-from kvabr.abr.view import View
+from kvabr.abr.view import GroupSet, View
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 

@@ -32,7 +32,6 @@ COMMANDS = {
     "estimators": ("listings:add_estimators", "list the bandwidth estimators"),
     "selectors": ("listings:add_selectors", "list the selectors, which choose what of joined passages is recomputed"),
     "engines": ("listings:add_engines", "list the serving engines that play through kvabr"),
-    "traces": ("traces:add", "inspect, import or synthesise network traces"),
     "store": ("store:add", "list, pin, expire, collect, check and copy what a store holds"),
     "completion": ("completion:add", "print a completion script for bash or zsh"),
 }
@@ -43,6 +42,7 @@ LAB = {
     "report": "one page for what `kvabr lab` played",
     "tune": "tune a policy's parameters, with cross-validation",
     "bench": "measure codecs: quality, rate against distortion, speed",
+    "traces": "inspect, import or synthesise network traces",
     "crowd": "simulate very many players of one asset behind a tree of caches",
     "route": "decide where to prefill: here, or at a site whose cache comes over the network",
 }

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvabr.replay.experiment import LinkSharing
-    from kvabr.replay.producer import Producer
+    from kvabr.replay.live_bound import Producer
     from kvabr.replay.run import Matrix, Report
     from kvabr.store.asset import Asset
 
@@ -348,7 +348,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
 def _producer(args: argparse.Namespace) -> Producer | None:
     if args.producer is None:
         return None
-    from kvabr.replay.producer import Producer
+    from kvabr.replay.live_bound import Producer
 
     return Producer(args.producer)
 

@@ -5,7 +5,7 @@
 
 1. `driver.Driver` runs the player's session: clock, downloads, decoding, engine. Policies decide.
 2. `play_connection.PlayConnection` is the play's view of a peer: the local store, priorities by deadline.
-3. `shared_transfers.SharedTransfers` fetches a group once for all plays that want it.
+3. `play_connection.SharedTransfers` fetches a group once for all plays that want it.
 4. `transfer.redial` dials again when a connection is lost.
 5. `link.quic.connection` speaks MoQT (`moqt.session`, which does no I/O) over a QUIC library, which owns the socket.
 

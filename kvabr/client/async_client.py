@@ -39,7 +39,6 @@ from kvabr.client.options import (
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peer_history import history_at
 from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.play import Play, computes_at_once, loadable, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection
@@ -47,6 +46,7 @@ from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
+from kvabr.client.shared_bandwidth import history_at
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads

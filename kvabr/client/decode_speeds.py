@@ -28,7 +28,7 @@ from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
 from kvabr.codec.sample_frames import CHUNK, SampleFrames
 from kvabr.codec.threads import CORES
-from kvabr.player.decode_rates import DecodeRates, family
+from kvabr.player.decode_queue import DecodeRates, family
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.digests import digest_of
 from kvabr.types.errors import FormatError, KvabrError

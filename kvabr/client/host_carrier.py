@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvabr.store.shared_claims import GroupClaim, NeighbourGroup
+from kvabr.store.shared_folder import GroupClaim, NeighbourGroup
 from kvabr.store.shared_groups import SharedGroupStore
 from kvabr.transfer.interface import PeerConnection
 from kvabr.transfer.transfer import Carrier, GroupTransfer

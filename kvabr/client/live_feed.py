@@ -18,7 +18,7 @@ from typing import Protocol
 
 from kvabr.client.lookup import fetch_catalog
 from kvabr.player.goals.live import EdgeChanges
-from kvabr.player.priorities import DEARER
+from kvabr.player.requests import DEARER
 from kvabr.transfer.interface import Connection, read_all
 from kvabr.transfer.transfer import GroupReader, GroupRequest
 from kvabr.transfer.work import cancel_all, decoders

@@ -1,16 +1,20 @@
-"""Files of what was measured on this machine, by model and device: how fast it decodes, and how fast engines prefill.
+"""Files of what was measured on this machine: how fast it decodes, how fast engines prefill, and how fast peers are.
 
-Such a file belongs to one machine, and to one version of kvabr and torch; another's is measured anew. It is JSON with a
-checksum, written whole or not at all, and a writer merges what other processes have written.
+Such a file belongs to one host, or even to one version of kvabr and torch there; another's is measured anew. It is JSON
+with a checksum, written whole or not at all, and a writer merges what other processes have written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import platform
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,7 +22,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from kvabr import __version__
-from kvabr.client.peer_history import this_host
 from kvabr.codec.threads import decoder_threads
 from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, read_text, write_text
 from kvabr.types.errors import FormatError, KvabrError
@@ -27,12 +30,18 @@ V = TypeVar("V")
 
 MAX_BYTES = 1 << 18
 MAX_MODELS = 64
-"""Entries that are kept; the ones measured first make room."""
+"""Entries that a file of models keeps; the ones measured first make room."""
 _MOST_NAME = 300
+_LONGEST_WAIT_S = 2.0
+"""Seconds that a write waits for the lock; a process that was stopped may hold it for ever."""
+_WAIT_S = 0.01
 
 
 class MachineFile(Generic[V]):
     """What a file says, and what was measured since. May be used from several threads."""
+
+    table, owner, most = "models", "machine", MAX_MODELS
+    """Key of the entries, key of whose they are, and how many entries are kept."""
 
     def __init__(self, path: Path | None, schema: str, read: Callable[[Any], V | None]) -> None:
         """Read the file if it exists; never raises.
@@ -40,7 +49,8 @@ class MachineFile(Generic[V]):
         Args:
             path: None: nothing is kept.
             schema: what the file says that it is.
-            read: returns an entry from plain JSON values; None if it cannot be one. It is then measured anew.
+            read: returns an entry from plain JSON values; None if it cannot be one. It is then measured anew. If it
+                raises a `FormatError`, the whole file is.
         """
         self.path, self._schema, self._parse = path, schema, read
         self._lock = threading.Lock()
@@ -51,42 +61,95 @@ class MachineFile(Generic[V]):
         with self._lock:
             return self._known.get(key)
 
+    def put(self, key: str, value: V) -> None:
+        """Set an entry, in memory alone."""
+        with self._lock:
+            self._put(key, value)
+
     def keep(self, key: str, value: V) -> None:
         """Set an entry, and write the file if there is one; never raises."""
+        self.put(key, value)
+        self.save(key)
+
+    def refresh(self, own: str | None = None) -> None:
+        """Read what other processes have written meanwhile, except for an entry of one's ``own``; never raises."""
+        merged = self._read()
         with self._lock:
-            # Other processes may have written meanwhile. If two write at once, the other measures again some day.
-            merged = {**self._known, **self._read()} if self.path is not None else dict(self._known)
-            merged.pop(key, None)
-            merged[key] = value
-            self._known = dict(list(merged.items())[-MAX_MODELS:])
-            if self.path is None:
-                return
-            whole = {"schema": self._schema, "machine": this_machine(), "sha256": digest(self._known)}
-            text = json.dumps(whole | {"models": self._known}) + "\n"
-            with contextlib.suppress(OSError, KvabrError):  # then it is measured again by the next process
-                self.path.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-                write_text(self.path, text, mode=PRIVATE)
+            for key, known in self._known.items():
+                if key not in merged or key == own or self.newer(known, merged[key]):
+                    merged.pop(key, None)
+                    merged[key] = known
+            self._known = merged
+            self._trim()
 
-    def _read(self) -> dict[str, V]:
-        if self.path is None or not self.path.exists():
-            return {}
+    def save(self, own: str | None = None) -> None:
+        """Write the file if there is one, merged as by `refresh`; never raises."""
+        if self.path is None:
+            return
         try:
-            return self._loads(read_text(self.path, MAX_BYTES, unreadable=FormatError, unfit=FormatError))
-        except (FormatError, OSError):
-            return {}  # whatever it is, it is measured and written anew
+            self.path.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+            with _alone(self.path):
+                self.refresh(own)
+                with self._lock:
+                    text = self.dumps(self._known)
+                # Not under the lock: a play that begins meanwhile must not wait for a disk.
+                write_text(self.path, text, mode=PRIVATE)
+        except (OSError, KvabrError) as error:
+            self.tell(f"{self.path} cannot be saved: {error}")
 
-    def _loads(self, text: str) -> dict[str, V]:
+    def newer(self, known: V, written: V) -> bool:  # noqa: ARG002
+        """Return whether an entry is newer than what another process wrote of the same."""
+        return False
+
+    def whose(self) -> Any:
+        """Return what the file belongs to, plain JSON values."""
+        return this_machine()
+
+    def plain(self, value: V) -> Any:
+        """Return an entry as plain JSON values."""
+        return value
+
+    def tell(self, what: str) -> None:
+        """Hear of a file that cannot be read or written; it is measured again by the next process."""
+
+    def dumps(self, known: dict[str, V]) -> str:
+        """Return the file with these entries."""
+        entries = {key: self.plain(value) for key, value in known.items()}
+        head = {"schema": self._schema, self.owner: self.whose(), "sha256": digest(entries)}
+        return json.dumps(head | {self.table: entries}) + "\n"
+
+    def loads(self, text: str) -> dict[str, V]:
+        """Return the entries of a file; a `FormatError` if it is damaged, or another machine's."""
         try:
             whole = json.loads(text)
-            if whole["schema"] != self._schema or whole["machine"] != this_machine():
+            if whole["schema"] != self._schema or whole[self.owner] != self.whose():
                 raise FormatError("of another machine or version")
-            models = whole["models"]
-            if whole["sha256"] != digest(models) or len(models) > MAX_MODELS:
+            entries = whole[self.table]
+            long = any(len(key) > _MOST_NAME for key in entries)
+            if whole["sha256"] != digest(entries) or len(entries) > self.most or long:
                 raise FormatError("damaged")
-            found = {key: self._parse(value) for key, value in models.items() if len(key) <= _MOST_NAME}
+            found = {key: self._parse(value) for key, value in entries.items()}
             return {key: value for key, value in found.items() if value is not None}
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise FormatError(f"not a file of {self._schema} ({error!r})") from error
+
+    def _read(self) -> dict[str, V]:
+        try:
+            if self.path is None or not self.path.exists():
+                return {}
+            return self.loads(read_text(self.path, MAX_BYTES, unreadable=FormatError, unfit=FormatError))
+        except (FormatError, OSError) as error:
+            self.tell(f"{self.path}: {error}; it is ignored, and will be written anew")
+            return {}
+
+    def _put(self, key: str, value: V) -> None:
+        self._known.pop(key, None)
+        self._known[key] = value
+        self._trim()
+
+    def _trim(self) -> None:
+        for key in list(self._known)[: -self.most]:
+            del self._known[key]
 
 
 @cache
@@ -108,3 +171,31 @@ def this_machine() -> dict[str, str | int]:
 def digest(models: Any) -> str:
     """Return the checksum of all entries."""
     return hashlib.sha256(json.dumps(models, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def this_host() -> str:
+    """Return a digest that identifies this host and reveals nothing else."""
+    parts = [platform.node(), platform.machine()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/etc/machine-id").read_text(encoding="ascii", errors="replace")[:64])
+    return hashlib.sha256("\0".join(("kvabr.host", *parts)).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Exclude other writers; raise `OSError` if one does not release the lock."""
+    with path.with_name(f".{path.name}.lock").open("a") as file:
+        until = time.monotonic() + _LONGEST_WAIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() >= until:
+                    raise TimeoutError(f"another process does not let go of {file.name}") from error
+                time.sleep(_WAIT_S)
+                continue
+            except OSError:  # a file system without locks: the last one to write wins
+                pass
+            break
+        yield

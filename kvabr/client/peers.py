@@ -11,7 +11,7 @@ from functools import partial
 
 from kvabr.client.lookup import Found, Unplayable, fetch_models, find_prefix
 from kvabr.client.origins import Dialling
-from kvabr.client.shared_transfers import SharedTransfers
+from kvabr.client.play_connection import SharedTransfers
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection

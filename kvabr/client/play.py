@@ -26,20 +26,18 @@ from kvabr.abr.tail import MOST_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.client.cpu_limit import limited_estimator, limited_step
 from kvabr.client.decode_speeds import DecodeSpeeds
 from kvabr.client.driver import LIVE, Driver
-from kvabr.client.engine_cache import computed
 from kvabr.client.engine_costs import EngineCosts
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
 from kvabr.client.lookup import Found, most_frame_bytes, playable
 from kvabr.client.options import PlayOptions, guard_s
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peer_history import KnownLink, PeerHistory
 from kvabr.client.play_connection import PlaySources
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import on_engine, timed
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
 from kvabr.client.runner import Clock, R, Turn
-from kvabr.client.shared_bandwidth import estimating, link_of
+from kvabr.client.shared_bandwidth import KnownLink, PeerHistory, estimating, link_of
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.client.upgrades import Upgrades
 from kvabr.client.warming import receive_pinned, warm_in_background
@@ -64,7 +62,7 @@ from kvabr.store.memory import CACHES
 from kvabr.transfer.work import decoders
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.cost import PrefillCost
-from kvabr.types.engine import Engine
+from kvabr.types.engine import Engine, ResidentEngine, prefill_classes
 from kvabr.types.errors import FormatError, KvabrError, ModelError, PlayError, TransportError, UsageError
 from kvabr.types.events import (
     CacheDelivered,
@@ -626,6 +624,12 @@ class Play:
         check_wanted(place.dtype, spec)
         convert(parts[0], place, spec)
         return (place,)
+
+
+def computed(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Compute a whole prompt, [layer, K/V, head, token, dim] per layer class, and leave it where the engine has it."""
+    room = engine.reside(len(tokens)) if isinstance(engine, ResidentEngine) else None
+    return prefill_classes(engine, tokens) if room is None else (room.prefill(tokens, 0),)
 
 
 def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int, ttfb_s: float = 0.0) -> bool:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvabr.blend.looking import look
-from kvabr.blend.selection import Selection, Selector, choose
+from kvabr.blend.selection import Selection, Selector, choose, look
 from kvabr.player.assembler import Assembler, check_tokens
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.engine import BlendEngine

@@ -51,8 +51,7 @@ from kvabr.types.errors import (
     UsageError,
 )
 from kvabr.types.kv import DTYPES, KVSpec
-from kvabr.types.model_name import DIGITS, MARK, safe_name, with_facts
-from kvabr.types.naming import LAYERS, TrackNamespace
+from kvabr.types.naming import DIGITS, LAYERS, MARK, TrackNamespace, safe_name, with_facts
 
 LOG = logging.getLogger("kvabr.engines.chunk_store")
 

@@ -37,7 +37,7 @@ from platformdirs import user_cache_path
 
 from kvabr.store.files import FileVersion, read_bytes, read_text, write_file
 from kvabr.types.errors import AssetError, KvabrError, ModelError
-from kvabr.types.model_name import DIGITS, LOOSE, safe_name, with_facts
+from kvabr.types.naming import DIGITS, LOOSE, safe_name, with_facts
 
 LOG = logging.getLogger("kvabr.engines")
 

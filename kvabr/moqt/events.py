@@ -1,12 +1,20 @@
-"""Events that a session reports to its owner, and commands for the owner to carry out on streams."""
+"""Events that a session reports to its owner, and commands for the owner to carry out on streams.
+
+A `Channel` collects them, with the streams and request IDs that the parts of a session share.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 
-from kvabr.moqt.messages import FetchOk, PublishDone, Request, RequestErrorMessage, SubscribeOk
+from kvabr.moqt.codes import SessionCode, SessionFault
+from kvabr.moqt.messages import FetchOk, Goaway, Message, PublishDone, Request, RequestErrorMessage, SubscribeOk, encode
 from kvabr.moqt.objects import Item
 from kvabr.moqt.parameters import Parameters, SetupOptions
+from kvabr.moqt.wire import Draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +182,113 @@ class Close:
 
 
 Command = Write | Reset | Stop | Close
+
+
+_ID_WINDOW = 1 << 16
+"""Number of recent request IDs tracked individually; older ones count as used."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One open request, of either end."""
+
+    number: int
+    """Request ID."""
+    message: Request
+    stream: int
+    """Bidirectional stream of the request."""
+    answered: bool = False
+    updates: int = 0
+    """Unanswered REQUEST_UPDATEs."""
+    going_away: bool = False
+    """A GOAWAY has arrived on the request's stream."""
+
+
+class Channel:
+    """Allocate stream and request IDs, and collect commands and events."""
+
+    def __init__(self, draft: Draft, *, client: bool) -> None:
+        self.draft, self.client = draft, client
+        self.events: list[Event] = []
+        self.commands: list[Command] = []
+        self.control_stream: int | None = None
+        """Stream for outgoing control messages."""
+        self.open_bidi: Callable[[], int] = partial(next, count(0 if client else 1, 4))
+        """Returns the ID of a new bidirectional stream."""
+        self.open_uni: Callable[[], int] = partial(next, count(2 if client else 3, 4))
+        """Returns the ID of a new unidirectional stream."""
+        self.next_id = 0 if client else 1
+        """Next request ID of this end."""
+
+    def take_id(self) -> int:
+        """Return a new request ID."""
+        self.next_id += 2
+        return self.next_id - 2
+
+    def made(self, number: int) -> bool:
+        """Return whether this end has used a request ID."""
+        return 0 <= number < self.next_id and number % 2 == (not self.client)
+
+    def retract(self, request_id: int) -> bool:
+        """Remove a request of the peer from the pending events; return False if the owner has already seen it."""
+        if not any(isinstance(event, Requested) and event.request_id == request_id for event in self.events):
+            return False
+        over = (Requested, Updated)
+        self.events = [event for event in self.events if not isinstance(event, over) or event.request_id != request_id]
+        return True
+
+    def write(self, stream: int, message: Message, *, fin: bool = False) -> None:
+        """Send a message on a stream."""
+        self.commands.append(Write(stream, encode(message, self.draft), fin))
+
+    def control(self, message: Message) -> None:
+        """Send a message on the control stream."""
+        assert self.control_stream is not None  # noqa: S101  # nothing is sent before SETUP
+        self.write(self.control_stream, message)
+
+    def check_goaway(self, message: Goaway, *, repeated: bool) -> None:
+        """Raise SessionFault for a second GOAWAY, or one with a URI from a client (draft 18, section 10.4)."""
+        if repeated:
+            raise SessionFault("second GOAWAY on the same stream")
+        self.check_uri(message.uri, message)
+
+    def check_uri(self, uri: bytes, message: Message) -> None:
+        """Raise SessionFault if a client sends its server to a URI."""
+        if uri and not self.client:
+            raise SessionFault(f"{type(message).__name__} from a client carries a URI")
+
+
+class PeerIds:
+    """The request IDs that the peer has used; each must have its parity and be new (draft 18, section 10.1).
+
+    Gaps are accepted, because streams overtake each other and a request cancelled early may never arrive.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._parity = int(channel.client)
+        self.next = self._parity
+        """The smallest ID above all used ones."""
+        self._used = 0
+        """One bit for each ID below `next`; the largest ID has the lowest bit."""
+
+    def take(self, number: int) -> None:
+        """Record that the peer uses an ID, or raise SessionFault."""
+        code = SessionCode.INVALID_REQUEST_ID
+        if number % 2 != self._parity:
+            raise SessionFault(f"request ID {number} has the wrong parity", code)
+        if self.used(number):
+            raise SessionFault(f"request ID {number} was used before", code)
+        if number < self.next:
+            self._used |= 1 << (self.next - number) // 2 - 1
+        else:
+            ahead = (number - self.next) // 2 + 1
+            known = self._used << ahead & ((1 << _ID_WINDOW) - 1) if ahead < _ID_WINDOW else 0
+            self._used = known | 1
+            self.next = number + 2
+
+    def used(self, number: int) -> bool:
+        """Return whether the peer has used an ID."""
+        if not 0 <= number < self.next or number % 2 != self._parity:
+            return False
+        behind = (self.next - number) // 2 - 1
+        return behind >= _ID_WINDOW or bool(self._used >> behind & 1)

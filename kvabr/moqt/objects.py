@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvabr.moqt.codes import SessionFault
-from kvabr.moqt.properties import MalformedTrack, check_object
+from kvabr.moqt.parameters import MalformedTrack, check_object
 from kvabr.moqt.wire import (
     MAX_INTEGER,
     Draft,

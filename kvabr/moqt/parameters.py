@@ -1,4 +1,9 @@
-"""Message parameters (draft 18, section 10.2), setup options and authorization tokens."""
+"""Message parameters (draft 18, section 10.2), setup options, authorization tokens, and checks on properties.
+
+Location filters say which part of a track a subscription or a FETCH asks for (section 5.1.2). The drafts encode them in
+three ways, which `Draft.filters` names. Only drafts 20 and later can begin some groups before the next one, or end at
+an object. Unknown properties of tracks and objects (sections 2.5 and 12) are ignored.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +13,150 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, TypeVar
 
-from kvabr.moqt.codes import RANGE_FILTERS, Param, SessionCode, SessionFault, SetupOption
-from kvabr.moqt.filters import Filter, read_filter, write_filter
+from kvabr.moqt.codes import (
+    MANDATORY_TRACK_PROPERTIES,
+    RANGE_FILTERS,
+    Param,
+    Property,
+    RequestCode,
+    SessionCode,
+    SessionFault,
+    SetupOption,
+)
 from kvabr.moqt.wire import (
+    MAX_INTEGER,
     MAX_VALUE_BYTES,
     Draft,
     KeyValue,
     Location,
     Reader,
     malformed,
+    read_pairs,
     write_location,
     write_namespace,
     write_text,
     write_varint,
 )
+
+_NEXT_GROUP, _LARGEST_OBJECT, _ABSOLUTE_START, _ABSOLUTE_RANGE = 1, 2, 3, 4
+"""The kinds of draft 18."""
+_NO_FILTER, _RELATIVE, _START, _TO_GROUP, _TO_OBJECT, _NEXT_OBJECT = range(6)
+"""The forms of draft 22: how many fields follow, but for the last one, which has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A range of locations. Without any field, it begins after the largest object and does not end."""
+
+    start: Location | None = None
+    """The first location; None if it depends on the largest object."""
+    groups_back: int | None = None
+    """Without a start: how many groups before the next group it begins. 0 is the next group, 1 the current one."""
+    end_group: int | None = None
+    """The last group, after an absolute start; None if there is no end."""
+    end_object: int | None = None
+    """The last object of the last group; None for all."""
+
+    def within(self, largest: Location | None) -> tuple[Location, Location | None]:
+        """Return the first and the last location, given the largest one of the track (None if it is empty).
+
+        The last one is None if there is no end.
+        """
+        if self.start is not None:
+            if self.end_group is None:
+                return self.start, None
+            last = MAX_INTEGER if self.end_object is None else self.end_object
+            return self.start, Location(self.end_group, last)
+        if largest is None:
+            return Location(0, 0), None
+        if self.groups_back is None:
+            return Location(largest.group, largest.object + 1), None
+        return Location(max(0, largest.group + 1 - self.groups_back), 0), None
+
+    @property
+    def _fields(self) -> list[int]:
+        if self.start is None:
+            return [] if self.groups_back is None else [self.groups_back]
+        fields = [*self.start]
+        if self.end_group is not None:
+            fields.append(self.end_group - self.start.group)
+            if self.end_object is not None:
+                fields.append(self.end_object)
+        return fields
+
+
+EVERYTHING = Filter(Location(0, 0))
+NEXT_GROUP = Filter(groups_back=0)
+
+
+def write_filter(value: Filter, draft: Draft) -> bytes:
+    """Encode a filter as a parameter's value, or raise ValueError if the draft cannot express it."""
+    fields = value._fields  # this module is the filter's own
+    everything = value == EVERYTHING
+    if draft.filters == "form":
+        form = _NO_FILTER if everything else len(fields) or _NEXT_OBJECT
+        return _integers([form, *([] if everything else fields)])
+    if draft.filters == "count":  # two zeros stand for the next object
+        return write_text(_integers([] if everything else fields or [0, 0]))
+    if value.groups_back or value.end_object is not None:
+        raise ValueError(f"draft {draft.number} has no filter that starts groups back or ends at an object")
+    if value.start is None:
+        return write_text(write_varint(_LARGEST_OBJECT if value.groups_back is None else _NEXT_GROUP))
+    kind = _ABSOLUTE_START if value.end_group is None else _ABSOLUTE_RANGE
+    return write_text(_integers([kind, *fields]))
+
+
+def read_filter(reader: Reader, draft: Draft) -> Filter:
+    """Parse a filter from a parameter's value, or raise SessionFault."""
+    if draft.filters == "form":
+        form = reader.varint()
+        if form > _NEXT_OBJECT:
+            raise SessionFault(f"unknown form {form} of a location filter")
+        if form in (_NO_FILTER, _NEXT_OBJECT):
+            return EVERYTHING if form == _NO_FILTER else Filter()
+        return _filter([reader.varint() for _ in range(form)])
+    inner = Reader(reader.text(MAX_VALUE_BYTES, "parameter"))
+    found = _read_counted(inner) if draft.filters == "count" else _read_kind(inner)
+    inner.end()
+    return found
+
+
+def _read_counted(inner: Reader) -> Filter:
+    fields: list[int] = []
+    while inner.left:
+        if len(fields) == _TO_OBJECT:
+            raise SessionFault("location filter with more than four fields")
+        fields.append(inner.varint())
+    if not fields:
+        return EVERYTHING
+    return Filter() if fields == [0, 0] else _filter(fields)
+
+
+def _read_kind(inner: Reader) -> Filter:
+    kind = inner.varint()
+    if kind not in (_NEXT_GROUP, _LARGEST_OBJECT, _ABSOLUTE_START, _ABSOLUTE_RANGE):
+        raise SessionFault(f"unknown subscription filter type {kind}")
+    if kind in (_NEXT_GROUP, _LARGEST_OBJECT):
+        return NEXT_GROUP if kind == _NEXT_GROUP else Filter()
+    fields = [*inner.location()]
+    if kind == _ABSOLUTE_RANGE:
+        fields.append(inner.varint())
+    return _filter(fields)
+
+
+def _filter(fields: list[int]) -> Filter:
+    """Return the filter with one to four fields."""
+    if len(fields) == 1:
+        return Filter(groups_back=fields[0])
+    end = fields[0] + fields[2] if len(fields) > 2 else None
+    if end is not None and not fields[0] <= end <= MAX_INTEGER:
+        raise SessionFault(f"location filter from group {fields[0]} to {end}")
+    return Filter(Location(*fields[:2]), None, end, fields[3] if len(fields) > 3 else None)
+
+
+def _integers(values: list[int]) -> bytes:
+    return b"".join(map(write_varint, values))
+
 
 DELETE, REGISTER, USE_ALIAS, USE_VALUE = range(4)
 """Alias types of a token (draft 18, section 10.2.2)."""
@@ -355,3 +490,70 @@ def check_target(options: SetupOptions, *, client: bool) -> None:
 
 
 assert {field.name for field in fields(Parameters)} == {name for name, _, _ in _KINDS.values()}  # noqa: S101
+
+
+class MalformedTrack(Exception):  # noqa: N818  # the track's fault; the session continues
+    """A track violates the data model; its requests must be cancelled (draft 18, section 2.4.2)."""
+
+
+def unfold(properties: tuple[KeyValue, ...]) -> tuple[KeyValue, ...]:
+    """Return the properties together with those inside IMMUTABLE_PROPERTIES, or raise MalformedTrack."""
+    out = list(properties)
+    for kind, value in properties:
+        if kind == Property.IMMUTABLE_PROPERTIES and isinstance(value, bytes):
+            try:
+                inner = read_pairs(Reader(value))
+            except SessionFault as fault:
+                raise MalformedTrack(f"cannot parse the immutable properties: {fault}") from fault
+            if any(each == Property.IMMUTABLE_PROPERTIES for each, _ in inner):
+                raise MalformedTrack("nested immutable properties")
+            out += inner
+    return tuple(out)
+
+
+def check_track(properties: tuple[KeyValue, ...]) -> None:
+    """Raise SessionFault for a property of a track for whose value the draft requires closing the session."""
+    try:
+        every = unfold(properties)
+    except MalformedTrack:
+        every = properties  # `unusable` refuses the track later; the session continues
+    for kind, value in every:
+        wrong = isinstance(value, int) and (
+            (kind == Property.DEFAULT_PUBLISHER_PRIORITY and value > 0xFF)
+            or (kind == Property.DEFAULT_PUBLISHER_GROUP_ORDER and value not in (1, 2))
+            or (kind == Property.DYNAMIC_GROUPS and value > 1)
+        )
+        if wrong:
+            raise SessionFault(f"track property {Property(kind).name} has the invalid value {value!r}")
+
+
+def unusable(properties: tuple[KeyValue, ...]) -> tuple[RequestCode, str] | None:
+    """Return why a track must not be used, as an error code and a reason, or None if it may be.
+
+    A receiver must not touch a track with a mandatory property that it does not know (draft 18, section 2.5.1).
+    """
+    try:
+        every = unfold(properties)
+    except MalformedTrack as error:
+        return RequestCode.MALFORMED_TRACK, f"malformed track: {error}"
+    for kind, _ in every:
+        if kind in MANDATORY_TRACK_PROPERTIES:
+            return RequestCode.UNSUPPORTED_EXTENSION, f"the track has the unknown mandatory property 0x{kind:x}"
+    return None
+
+
+def check_object(properties: tuple[KeyValue, ...], group: int, number: int) -> None:
+    """Raise MalformedTrack if the properties of an object are invalid."""
+    if not properties:
+        return
+    if sum(kind == Property.IMMUTABLE_PROPERTIES for kind, _ in properties) > 1:
+        raise MalformedTrack("object with two IMMUTABLE_PROPERTIES")
+    seen: set[int] = set()
+    for kind, value in unfold(properties):
+        if kind in MANDATORY_TRACK_PROPERTIES:
+            raise MalformedTrack(f"object with property 0x{kind:x}, which only tracks may have")
+        if kind in (Property.PRIOR_GROUP_ID_GAP, Property.PRIOR_OBJECT_ID_GAP):
+            largest = group if kind == Property.PRIOR_GROUP_ID_GAP else number
+            if kind in seen or not isinstance(value, int) or value > largest:
+                raise MalformedTrack(f"object with a repeated or impossible {Property(kind).name}")
+            seen.add(kind)

@@ -6,23 +6,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvabr.moqt import messages as m
-from kvabr.moqt.channel import Channel, RequestState
 from kvabr.moqt.codes import Param, Property, RequestCode, ResetCode, SessionCode, SessionFault
-from kvabr.moqt.encoding import MessageParser, decode, ends_before
 from kvabr.moqt.events import (
     Answered,
+    Channel,
     Ended,
     Received,
     Refused,
+    RequestState,
     Reset,
     Stop,
     SubscriptionDone,
     SubscriptionEnding,
     Write,
 )
+from kvabr.moqt.messages import MessageParser, decode, ends_before
 from kvabr.moqt.objects import DEFAULT_PRIORITY, Item, ObjectBudget, ObjectParser, SubgroupHeader
-from kvabr.moqt.parameters import Parameters, present
-from kvabr.moqt.properties import MalformedTrack, unfold, unusable
+from kvabr.moqt.parameters import MalformedTrack, Parameters, present, unfold, unusable
 
 _IN_UPDATE_OK = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT})
 """Parameters of a REQUEST_OK that answers a REQUEST_UPDATE (draft 18, sections 10.2.10 and 10.2.11)."""

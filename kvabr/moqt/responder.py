@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvabr.moqt import messages as m
-from kvabr.moqt.channel import Channel, PeerIds, RequestState
 from kvabr.moqt.codes import Param, RequestCode, ResetCode, SessionFault
-from kvabr.moqt.encoding import ends_before
-from kvabr.moqt.events import Cancelled, Requested, Reset, Stop, Stopped, Updated, Write
+from kvabr.moqt.events import Cancelled, Channel, PeerIds, Requested, RequestState, Reset, Stop, Stopped, Updated, Write
+from kvabr.moqt.messages import ends_before
 from kvabr.moqt.objects import FETCH_HEADER, SubgroupHeader, SubgroupWriter
-from kvabr.moqt.parameters import Parameters, present, token_values
-from kvabr.moqt.properties import unusable
+from kvabr.moqt.parameters import Parameters, present, token_values, unusable
 from kvabr.moqt.wire import Draft, Location, write_varint
 
 _OF_UPDATES = m.RequestUpdate.allowed | m.RequestUpdate.changed_20

@@ -1,8 +1,8 @@
 """Assembles groups: in any order, from any track, never half written.
 
 Without a destination groups are kept as they came, once every frame has proved good: somebody else expands them where
-they are needed (`kvabr.codec.paged`). Otherwise they are expanded to their places (`kvabr.player.destination`), by
-default in one contiguous KV tensor per layer class.
+they are needed (`kvabr.codec.paged`). Otherwise they are expanded to the places that a `Destination` names: parts of
+a contiguous KV tensor per layer class, by default, the layers of a cache, or blocks of a paged one, on any device.
 
 A group whose place is empty is decoded into it if that takes little time, and counts as in place only once the whole
 frame has proved good. Every other group is decoded into scratch memory and then copied. A cache can be handed over
@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -26,12 +26,74 @@ from kvabr.codec.group import frame_header, payload_of
 from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantised import all_finite, check_wanted, convert
-from kvabr.player.destination import Destination, Tensors
 from kvabr.player.prefixes import PlacedPrefix, longest_prefix
 from kvabr.types.catalog import RECOMPUTED, Catalog, Track
 from kvabr.types.errors import FormatError, HoleError, UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.units import computed_shape
+from kvabr.types.units import Unit, computed_shape
+
+
+class Destination(Protocol):
+    """What an assembler needs to know of the memory that it fills."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+
+    def place(self, unit: Unit) -> Place:
+        """Return where a group of the catalog belongs."""
+
+
+class Tensors:
+    """One contiguous tensor [layer, K/V, head, token, dim] per layer class, with the tokens of `Catalog.spans`."""
+
+    def __init__(self, catalog: Catalog, out: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> None:
+        """Make new tensors, or take one; arguments and errors are those of `kvabr.player.assembler.Assembler`."""
+        spec, spans = catalog.spec, catalog.spans
+        shapes = [part.shape(span.tokens) for part, span in zip(spec.parts, spans, strict=True)]
+        if out is None:
+            types = [dtype or part.torch_dtype for part in spec.parts]
+            self.parts = tuple(torch.zeros(shape, dtype=kind) for shape, kind in zip(shapes, types, strict=True))
+        elif len(shapes) > 1:
+            raise UsageError(f"a cache of several layer classes ({', '.join(spec.names)}) is not one tensor")
+        elif tuple(out.shape) != shapes[0] or not out.is_floating_point():
+            raise UsageError(f"`out` is {tuple(out.shape)} {out.dtype}, expected floats of {shapes[0]}")
+        else:
+            self.parts = (out,)
+        for made, part in zip(self.parts, spec.parts, strict=True):
+            check_wanted(made.dtype, part)
+        self.begins = tuple(span.first for span in spans)
+        """Per class, the first token of its tensor."""
+        self._spec = spec
+
+    @property
+    def device(self) -> torch.device:
+        """See `Destination.device`."""
+        return self.parts[0].device
+
+    def place(self, unit: Unit) -> TensorPlace:
+        """See `Destination.place`."""
+        begin = 0 if self.is_state(unit.part) else unit.first - self.begins[unit.part]
+        return TensorPlace(self.parts[unit.part][:, :, :, begin : begin + unit.tokens])
+
+    def is_state(self, part: int) -> bool:
+        """Return whether a class is a state, whose tensor has rows where others have tokens."""
+        return self._spec.classes[part].kind == "state"
+
+    def before(self, end: int, *, every: bool) -> tuple[torch.Tensor, ...]:
+        """Return the tokens before ``end`` of each class, see `Assembler.before_classes`; a view of ``every`` token."""
+        if every:
+            return (self.parts[0][:, :, :, :end],)
+        parts = []
+        for part, (spec, out) in enumerate(zip(self._spec.parts, self.parts, strict=True)):
+            whole = out.new_zeros(computed_shape(spec, end))
+            if self.is_state(part):
+                whole.copy_(out)
+            elif (begin := self.begins[part]) < end:
+                whole[:, :, :, begin:] = out[:, :, :, : end - begin]
+            parts.append(whole)
+        return tuple(parts)
+
 
 _MOST_SPARE = 4
 """Scratch tensors that a batch leaves for the next, per class."""

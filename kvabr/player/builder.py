@@ -11,7 +11,7 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy, shipped
 from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import Future
-from kvabr.player.decode_rates import DecodeRates
+from kvabr.player.decode_queue import DecodeRates
 from kvabr.player.policy_guard import CallLimit, PolicyCalls, at_once
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, SourceOf, UpgradeGoal, first_source

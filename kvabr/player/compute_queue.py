@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
-from kvabr.abr.group_set import GroupSet
 from kvabr.abr.recompute_planner import Plan, Rest
-from kvabr.abr.view import View
+from kvabr.abr.view import GroupSet, View
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 

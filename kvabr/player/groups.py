@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import IntEnum
 
-from kvabr.abr.group_set import GroupSet
-from kvabr.abr.view import Transfer, View
+from kvabr.abr.view import GroupSet, Transfer, View
 from kvabr.player.compute_queue import ComputeQueue
 from kvabr.player.session_types import GroupRecords
 from kvabr.types.catalog import RECOMPUTED

@@ -29,12 +29,8 @@ from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Future, Transfer, View
-from kvabr.player import abandon
-from kvabr.player.abandon import LEAST_SILENCE_S, StallDetector
 from kvabr.player.compute_queue import ComputeQueue
-from kvabr.player.decode_queue import DecodeQueue
-from kvabr.player.decode_rates import DecodeRates
-from kvabr.player.event_log import EventLog
+from kvabr.player.decode_queue import DecodeQueue, DecodeRates
 from kvabr.player.goals.blend import BlendAim
 from kvabr.player.goals.live import NO_CHANGES, EdgeChanges, LivePlay
 from kvabr.player.goals.prefix import PrefixAim
@@ -42,8 +38,14 @@ from kvabr.player.goals.upgrade import UpgradeAim
 from kvabr.player.goals.whole import WholeAim
 from kvabr.player.groups import Groups
 from kvabr.player.policy_guard import CallLimit, PolicyGuard, at_once
-from kvabr.player.priorities import RequestPriorities
-from kvabr.player.retry_tracker import RetryTracker
+from kvabr.player.requests import (
+    LEAST_SILENCE_S,
+    RequestPriorities,
+    RetryTracker,
+    StallDetector,
+    choose_hopeless,
+    choose_late,
+)
 from kvabr.player.session_types import (
     MAX_TICK_S,
     WHOLE,
@@ -52,6 +54,7 @@ from kvabr.player.session_types import (
     Cancel,
     Decode,
     Deliver,
+    EventLog,
     FetchGroup,
     GiveUp,
     Goal,
@@ -707,7 +710,7 @@ class Session:
         """Cancel what will be late while something cheaper is not."""
         view, begun = self.view, 0
         while begun < _ABANDONED:
-            found = abandon.choose(view, self.retries.cheapest_left, begun=begun > 0)
+            found = choose_late(view, self.retries.cheapest_left, begun=begun > 0)
             if found is None:
                 break
             begun += 1
@@ -715,7 +718,7 @@ class Session:
             if not found[0].upgrade:
                 self.retries.abandoned(found[0].group)
             self.cancel(*found, now)
-        if not begun and self.aim.drops_upgrades and (hopeless := abandon.hopeless(view, self.groups.here)) is not None:
+        if not begun and self.aim.drops_upgrades and (hopeless := choose_hopeless(view, self.groups.here)) is not None:
             self.record.abandoned += 1
             self.retries.dropped(hopeless[0].group, hopeless[0].track)
             self.cancel(*hopeless, now)

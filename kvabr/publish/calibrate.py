@@ -15,9 +15,8 @@ from kvabr.codec.columns import check_class
 from kvabr.codec.fit import PASSES, FitConfig, fit_tables, fit_transform
 from kvabr.codec.profile import Profile, joined
 from kvabr.publish.collect import ClassFiles, collect, collecting_stages
-from kvabr.publish.gains import TRACK, Gains, choose_gains
 from kvabr.publish.model import TextModel, opened
-from kvabr.publish.target import Chosen, StepSearch, Target
+from kvabr.publish.target import TRACK, Chosen, Gains, StepSearch, Target, choose_gains
 from kvabr.types.errors import AssetError, UsageError
 from kvabr.types.kv import KVSpec
 
@@ -139,7 +138,7 @@ def calibrate_scaled(
         config: settings of the fit.
         target: the loss that one track may have, measured on a sixth of the contexts, which the fit does not see. All
             steps of a layer class are scaled alike, so the other tracks move with it. None: `config`'s steps.
-        gain: whether to choose gains of decoded values, on the same contexts; see `kvabr.publish.gains`. They are for
+        gain: whether to choose gains of decoded values, on the same contexts; see `kvabr.publish.target`. They are for
             the steps as they are, so profiles of other ``scales`` have none.
         progress: called after every step of each of `stages`.
         tell: called, in words, with what the search has found.

@@ -15,7 +15,7 @@ from kvabr.publish.passages import CONTEXTS
 from kvabr.store.files import read_text
 from kvabr.types.errors import ForeignError, FormatError, UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.model_name import was_named
+from kvabr.types.naming import was_named
 from kvabr.types.passage import PassageNotes
 from kvabr.types.records import read, to_json
 

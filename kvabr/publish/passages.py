@@ -16,8 +16,7 @@ from typing import Protocol
 
 import torch
 
-from kvabr.blend.looking import look
-from kvabr.blend.selection import Selector, choose
+from kvabr.blend.selection import Selector, choose, look
 from kvabr.codec.rope import rotate
 from kvabr.publish.model import CalibrationEngine, TextModel, opened
 from kvabr.publish.reference import Reference

@@ -19,8 +19,7 @@ from kvabr.codec.profile import Profile
 from kvabr.publish.encoding_threads import calm_down, encoding_thread, hurry
 from kvabr.publish.offer import TrackOffer
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
-from kvabr.publish.published_lookup import PublishedLookup
-from kvabr.publish.sound_assets import SoundAssets
+from kvabr.publish.published_lookup import PublishedLookup, SoundAssets
 from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.store.locations import Location, open_store
 from kvabr.types.arguments import checked

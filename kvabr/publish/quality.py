@@ -1,7 +1,7 @@
 """Expected loss of every group on every track, measured by the real model.
 
 For every track the whole cache is decoded and the continuation scored once: that gives KL, also of the first tokens,
-change of NLL and top-1. The loss is `kvabr.types.tracks.Quality.loss`, which counts the first tokens more. Then, for a
+change of NLL and top-1. The loss is `kvabr.types.catalog.Quality.loss`, which counts the first tokens more. Then, for a
 few tracks, one group at a time is replaced in an otherwise exact cache: the loss of that run is the group's own, with
 the same weights (by the KL over all tokens alone, the last groups would have too small a share, and caches whose end is
 better twice the loss that they have). Coding noise of groups is nearly independent, and KL is quadratic in small noise,
@@ -62,7 +62,7 @@ class Measured:
     method: str
     """How they were attributed, in words."""
     tails: Mapping[str, tuple[TailLoss, ...]]
-    """By track, see `kvabr.types.tracks.Track.tails`; empty if they were not measured."""
+    """By track, see `kvabr.types.catalog.Track.tails`; empty if they were not measured."""
 
 
 def measure_quality(

@@ -14,11 +14,10 @@ from kvabr.abr.plugins import load_policy, policy_class, shipped
 from kvabr.abr.tail import MAX_TAIL, MOST_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.abr.view import Future, PlannedPlay, View
 from kvabr.player.builder import choose_tail, new_estimator, new_session, opening
-from kvabr.player.decode_rates import DecodeRates, family
+from kvabr.player.decode_queue import DecodeRates, family
 from kvabr.player.policy_guard import CallLimit, at_once
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, BlendGoal, PlayerConfig, PlayRecord, PrefixGoal, check_decoders
-from kvabr.replay.blend_bound import BlendClairvoyant
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
 from kvabr.replay.frontier import Frontier
 from kvabr.replay.link import (
@@ -30,7 +29,7 @@ from kvabr.replay.link import (
     Capacity,
     running_sums,
 )
-from kvabr.replay.live_bound import LiveClairvoyant
+from kvabr.replay.live_bound import LiveClairvoyant, Producer
 from kvabr.replay.outcome import (
     NO_CACHE_LOSS,
     PlayOutcome,
@@ -41,8 +40,8 @@ from kvabr.replay.outcome import (
     shift,
     valued,
 )
-from kvabr.replay.producer import Producer
-from kvabr.replay.simulator import LinkUse, Machine, Simulator
+from kvabr.replay.passages import BlendClairvoyant
+from kvabr.replay.simulator import LinkUse, Simulator
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.cost import PrefillCost, objective
@@ -68,11 +67,19 @@ def check_rtt(rtt_s: float) -> None:
 class LinkSharing(Protocol):
     """How plays share a link: a dataclass, such as `kvabr_lab.sharing.Sharing`."""
 
-    rivals: int
-    """Plays of the same policy that begin at the same time as the one that is reported."""
-
-    def plays(self, capacity: Capacity, **how: Any) -> Any:
-        """Return the plays, none yet; see `kvabr_lab.sharing.SharedPlays`."""
+    def play(
+        self,
+        alone: Experiment,
+        trace: Trace,
+        start_s: float,
+        policy: str,
+        capacity: Capacity,
+        rtt_s: float,
+        bound: Bound,
+        *,
+        log: bool,
+    ) -> PlayOutcome:
+        """Play once while other plays use the link; see `Experiment.play_on`."""
 
 
 class Planner(Protocol):
@@ -201,7 +208,8 @@ class Experiment:
             if options.producer is None
             else LiveClairvoyant(self.catalog, options.decode_scale, options.decode_latency_s)
         )
-        self._catalog_bytes = sum(len(each.dumps()) for each in catalog.sources or (catalog,))
+        self.catalog_bytes = sum(len(each.dumps()) for each in catalog.sources or (catalog,))
+        """Bytes that a lookup brings."""
         self._last: tuple[Trace, Trace, Trace, list[float]] | None = None
 
     def prepare(self, trace: Trace, start_s: float) -> tuple[Capacity, float, Bound]:
@@ -236,7 +244,7 @@ class Experiment:
         rtt_s = self.options.rtt_s if self.options.rtt_s is not None else trace.rtt_s
         rtt_s = DEFAULT_RTT_S if rtt_s is None else rtt_s
         # Bytes that came before the play have opened the window, too.
-        window = INITIAL_WINDOW + HANDSHAKE_BYTES + self._catalog_bytes
+        window = INITIAL_WINDOW + HANDSHAKE_BYTES + self.catalog_bytes
         begins_s = start_s + self.lookup_s(trace, start_s, rtt_s)
         # On a link that is shared every connection has its own slow start.
         slow_start = self.options.slow_start and self.options.sharing is None
@@ -290,9 +298,9 @@ class Experiment:
         asked_s = (LOOKUP_ROUND_TRIPS - 1.0) * rtt_s
         window, slow_start = INITIAL_WINDOW + HANDSHAKE_BYTES, self.options.slow_start
         link = self._capacity(trace, start_s + asked_s, rtt_s, window, slow_start=slow_start)
-        return asked_s + link.when(rtt_s, self._catalog_bytes)
+        return asked_s + link.when(rtt_s, self.catalog_bytes)
 
-    def _time_for(self, lookup_s: float) -> float:
+    def time_for(self, lookup_s: float) -> float:
         """Return the player's deadline, seconds from the end of the lookup."""
         options = self.options
         left_s = options.deadline_s - lookup_s - options.guard_s - self._tail_s
@@ -330,7 +338,7 @@ class Experiment:
             chosen = self.with_tail(policy, self.lookup_s(trace, start_s, rtt_s))
             return chosen.play_on(trace, start_s, policy, capacity, rtt_s, bound, log=log)
         if self.options.sharing is not None:
-            return self._play_shared(self.options.sharing, trace, start_s, policy, capacity, rtt_s, bound, log=log)
+            return self.options.sharing.play(self, trace, start_s, policy, capacity, rtt_s, bound, log=log)
         lines: list[PlayEvent] | None = [] if log else None
         lookup_s = self.lookup_s(trace, start_s, rtt_s)
         session = self.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s)
@@ -388,66 +396,6 @@ class Experiment:
         )
         simulator.run()
         return simulator.use
-
-    def _play_shared(
-        self,
-        sharing: LinkSharing,
-        trace: Trace,
-        start_s: float,
-        policy: str,
-        capacity: Capacity,
-        rtt_s: float,
-        bound: Bound,
-        *,
-        log: bool,
-    ) -> PlayOutcome:
-        """Play once while other plays use the link."""
-        options, lookup_s = self.options, self.lookup_s(trace, start_s, rtt_s)
-        lines: list[PlayEvent] | None = [] if log else None
-        plays = sharing.plays(
-            capacity,
-            rtt_s=rtt_s,
-            deadline_s=self._time_for(lookup_s),
-            window=INITIAL_WINDOW + HANDSHAKE_BYTES,
-            lookup_bytes=self._catalog_bytes,
-            slow_start=options.slow_start,
-        )
-        machine = partial(
-            Machine,
-            catalog=self.catalog,
-            cost=options.cost,
-            decode_scale=options.decode_scale,
-            decoders=options.decoders,
-            decode_latency_s=options.decode_latency_s,
-        )
-
-        def build(lines: list[PlayEvent] | None, share: Callable[[Estimator], Estimator]) -> Session:
-            return self.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s, share=share)
-
-        for events in (lines, *(None for _ in range(sharing.rivals))):
-            plays.add(partial(build, events), machine)
-        plays.run()
-        first = plays.players[0]
-        outcome = self.outcome(
-            trace, start_s, policy, first.session, capacity, bound, lines,
-            lookup_s=lookup_s, ghost_bytes=first.ghost_bytes,
-        )  # fmt: skip
-        outcome.run["sharing"] = {
-            "dropped_bytes": plays.link.dropped,
-            "most_queued_bytes": plays.link.most_queued,
-            "rivals": [self._rival(player.session, lookup_s) for player in plays.players[1:]],
-        }
-        return outcome
-
-    def _rival(self, session: Session, lookup_s: float) -> dict[str, Any]:
-        record = self._finished(session, None, lookup_s)
-        loss, value = valued(self.catalog, self.options.config, self.options.deadline_s, record)
-        return {
-            "ttft_s": rounded(record.delivered_s),
-            "met": record.met,
-            "loss": rounded(loss),
-            "objective": rounded(value),
-        }
 
     def session(
         self,
@@ -527,7 +475,7 @@ class Experiment:
         # Patience is counted in whole deadlines, not in what the lookup left of one.
         return new_session(
             self.ladder,
-            self._time_for(lookup_s),
+            self.time_for(lookup_s),
             policy,
             estimator,
             goal=options.blend or (PrefixGoal() if options.prefix else WHOLE),
@@ -568,7 +516,7 @@ class Experiment:
             lookup_s: seconds of the deadline that passed before the play began.
             ghost_bytes: bytes that came for cancelled requests.
         """
-        options, record = self.options, self._finished(session, lines, lookup_s)
+        options, record = self.options, self.finished(session, lines, lookup_s)
         catalog, config, deadline_s = self.catalog, options.config, options.deadline_s
         run = run_line(catalog, config, deadline_s, trace, start_s, policy, record, bound, capacity, ghost_bytes)
         if self.tail is not None and self.tail.tokens and catalog.even and record.delivered_s is not None:
@@ -597,16 +545,16 @@ class Experiment:
             lines[:1] = [replace(line, groups=last) for line in lines[:1] if isinstance(line, PlayStarted)]
             lines += [RecomputeStarted(begin_s, first, last), RecomputeDone(end_s, first, last)]
 
-    def _finished(self, session: Session, lines: list[PlayEvent] | None, lookup_s: float) -> PlayRecord:
+    def finished(self, session: Session, lines: list[PlayEvent] | None, lookup_s: float) -> PlayRecord:
         """Return the record of a play that is over, counted from before its lookup.
 
         A joined prompt whose play was given up is computed, as a client does.
         """
         record, cost = session.record, self.options.cost
         if record.gave_up is not None and self.catalog.sources and cost is not None:
-            computed_whole(record, self.catalog, cost, session.view.now, self._time_for(lookup_s))
+            computed_whole(record, self.catalog, cost, session.view.now, self.time_for(lookup_s))
         if self.options.prefix and cost is not None and record.delivered_s is not None:
-            computed_rest(record, self.catalog, cost, self._time_for(lookup_s))
+            computed_rest(record, self.catalog, cost, self.time_for(lookup_s))
         if self.tail is not None and record.delivered_s is not None:
             record.tail, record.tail_s = self.tail.tokens, self.tail.engine_s
             record.recompute_s += self.tail.engine_s

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kvabr.types.errors import TraceError
 
@@ -111,59 +110,6 @@ def _rate_problem(rate: float) -> str | None:
     if not math.isfinite(rate):
         return f"the rate is {rate}; it must be a finite number (remove a sample that is missing)"
     return f"the rate is negative ({rate:g} bytes/s); a link carries 0 or more"
-
-
-_BARS = "▁▂▃▄▅▆▇█"
-
-
-def describe(trace: Trace) -> dict[str, Any]:
-    """Return statistics of a trace as plain JSON values: rates in Mbit/s, all weighted by time.
-
-    ``cv`` is the coefficient of variation (standard deviation over mean), ``p5_mbps`` the rate that the link stays
-    below for 5 % of the time, ``zero_share`` the share of the time in which it carries nothing.
-    """
-    parts = [(rate / BYTES_PER_MBIT, end - start) for start, end, rate in trace.segments()]
-    mean = trace.mean_rate / BYTES_PER_MBIT
-    variance = math.fsum(length * (rate - mean) ** 2 for rate, length in parts) / trace.duration_s
-    return {
-        "name": trace.name,
-        "family": trace.family,
-        "duration_s": trace.duration_s,
-        "segments": len(parts),
-        "mean_mbps": mean,
-        "cv": math.sqrt(variance) / mean,
-        "min_mbps": min(trace.rates) / BYTES_PER_MBIT,
-        "p5_mbps": _quantile(parts, 0.05),
-        "max_mbps": max(trace.rates) / BYTES_PER_MBIT,
-        "zero_share": math.fsum(length for rate, length in parts if rate == 0) / trace.duration_s,
-        "rtt_s": trace.rtt_s,
-    }
-
-
-def sparkline(trace: Trace, cells: int = 24) -> str:
-    """Return the rate over time as a row of bars, each a mean over its share of the time; blank: nothing carried."""
-    step = trace.duration_s / cells
-    carried = [0.0] * cells
-    for start, end, rate in trace.segments():
-        cell = min(int(start / step), cells - 1)
-        while start < end:
-            edge = end if cell == cells - 1 else min(end, (cell + 1) * step)
-            carried[cell] += max(edge - start, 0.0) * rate
-            if edge >= end:
-                break
-            start, cell = edge, cell + 1  # noqa: PLW2901  # walks through the cells that the segment covers
-    top = max(carried)
-    return "".join(" " if part == 0 else _BARS[min(int(part / top * len(_BARS)), len(_BARS) - 1)] for part in carried)
-
-
-def _quantile(parts: list[tuple[float, float]], share: float) -> float:
-    """Return the least rate such that ``share`` of the time is at or below it; parts are (rate, length)."""
-    rest = share * math.fsum(length for _, length in parts)
-    for rate, length in sorted(parts):
-        rest -= length
-        if rest <= 0:
-            return rate
-    return max(rate for rate, _ in parts)
 
 
 def three(value: float) -> str:

@@ -50,7 +50,7 @@ class Verification:
     top1: float
     """Share of continuation tokens where the most likely next token is the same."""
     loss: float
-    """What the catalog predicts, measured: see `kvabr.types.tracks.Quality.loss`."""
+    """What the catalog predicts, measured: see `kvabr.types.catalog.Quality.loss`."""
     predicted: float
     """Expected loss of this cache according to the catalog."""
 

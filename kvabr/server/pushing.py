@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvabr.moqt.codes import PublishDoneCode
-from kvabr.moqt.filters import Filter
 from kvabr.moqt.messages import Subscribe
 from kvabr.moqt.objects import DEFAULT_PRIORITY, SubgroupHeader
-from kvabr.moqt.parameters import Parameters
+from kvabr.moqt.parameters import Filter, Parameters
 from kvabr.moqt.responder import Responder
 from kvabr.moqt.wire import Location
 from kvabr.server.budgets import Host, Room

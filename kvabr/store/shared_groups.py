@@ -15,8 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvabr.store.group_store import LocalGroupStore, StoredGroup
 from kvabr.store.lru import ByteLru
-from kvabr.store.shared_claims import GroupClaim, NeighbourGroup
-from kvabr.store.shared_folder import MEMORY, SharedFolder
+from kvabr.store.shared_folder import MEMORY, GroupClaim, NeighbourGroup, SharedFolder
 from kvabr.types.errors import UsageError
 
 T = TypeVar("T")

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Awaitable, Callable
 
 from kvabr.transfer.interface import ConnectionStats, PeerConnection
 from kvabr.transfer.transfer import GroupTransfer
-from kvabr.types.backoff import Backoff
+from kvabr.types.backoff import Backoff, scattered
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError
 
 Dial = Callable[[], Awaitable[PeerConnection]]
@@ -287,7 +286,7 @@ class RedialledConnection(PeerConnection):
             self._pauses.reset()
         attempt_s = max(_ATTEMPT_S, _ATTEMPT_RTT * max(self._current.stats().rtt_s or 0.0, self._answer_s))
         while True:
-            await asyncio.sleep(self._pauses.pause_s * random.uniform(0.5, 1.5))  # noqa: S311  # only spreads dials
+            await asyncio.sleep(scattered(self._pauses.pause_s))
             pause_s = self._pauses.longer()
             begun_s = loop.time()
             try:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
+
+def scattered(seconds: float) -> float:
+    """Return half to one and a half of a pause, at random, so that many who failed together do not try together."""
+    return seconds * random.uniform(0.5, 1.5)  # noqa: S311  # no secret
+
 
 class Backoff:
     """The pauses of one thing that is tried again and again."""

@@ -6,7 +6,7 @@ from kvabr.abr import Ladder
 from kvabr.abr.cache_first import CacheFirst, cache_first
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
-from kvabr.player.abandon import StallDetector
+from kvabr.player.requests import StallDetector
 from kvabr.player.session import Session
 from kvabr.player.session_types import Decode, Deliver, FetchGroup
 from kvabr.player.throughput_sampler import ThroughputSampler

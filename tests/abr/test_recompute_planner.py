@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.abr import Ladder, Transfer, View
-from kvabr.abr.group_set import GroupSet
 from kvabr.abr.recompute_planner import Rest
+from kvabr.abr.view import GroupSet
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 

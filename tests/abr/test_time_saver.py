@@ -8,10 +8,9 @@ import pytest
 
 from kvabr.abr import Ladder
 from kvabr.abr.estimators import DualEwma
-from kvabr.abr.group_set import GroupSet
 from kvabr.abr.plugins import load_policy
 from kvabr.abr.time_planner import TimePlanner
-from kvabr.abr.view import Transfer, View
+from kvabr.abr.view import GroupSet, Transfer, View
 from kvabr.data import default_catalog
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Deliver, FetchGroup, PlayerConfig

@@ -9,7 +9,8 @@ import warnings
 
 import pytest
 
-from kvabr.client.peer_history import MAX_BYTES, MAX_PEERS, SCHEMA, PeerHistory, _digest, history_at, this_host
+from kvabr.client.machine_file import MAX_BYTES, digest, this_host
+from kvabr.client.shared_bandwidth import MAX_PEERS, SCHEMA, PeerHistory, history_at
 
 NOW = 1.8e9
 
@@ -18,7 +19,7 @@ def written(path, peers=None, **changes):
     """A file as `PeerHistory.save` would have it, but for ``changes``."""
     if peers is None:
         peers = {"a:443": {"rate": 1e6, "ttfb_s": 0.02, "at": NOW, "plays": 3}}
-    whole = {"schema": SCHEMA, "host": this_host(), "sha256": _digest(peers), "peers": peers, **changes}
+    whole = {"schema": SCHEMA, "host": this_host(), "sha256": digest(peers), "peers": peers, **changes}
     path.write_text(json.dumps(whole))
     return path
 
@@ -131,7 +132,7 @@ def test_a_name_that_no_file_can_have_fails_no_play(tmp_path):
 
 def test_a_process_that_was_stopped_as_it_wrote_holds_up_no_other_for_ever(tmp_path, monkeypatch):
     fcntl = pytest.importorskip("fcntl", reason="there is no fcntl: on Linux, tools/test")
-    monkeypatch.setattr("kvabr.client.peer_history._LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr("kvabr.client.machine_file._LONGEST_WAIT_S", 0.05)
     path = tmp_path / "p.json"
     priors = PeerHistory(path)
     priors.heard("a:443", 1e6, 0.01, NOW)

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from kvabr.client.play_connection import PlayConnection
-from kvabr.client.shared_transfers import SharedTransfers
+from kvabr.client.play_connection import PlayConnection, SharedTransfers
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import read_all

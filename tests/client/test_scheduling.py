@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.client.scheduling import LEVELS, Admission, EdfScheduler, wire_priority
+from kvabr.client.runner import LEVELS, Admission, EdfScheduler, wire_priority
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.errors import BusyError
 from tests.client.virtual import virtual

@@ -9,8 +9,7 @@ import time
 import pytest
 
 from kvabr.abr.estimators import BUILTIN
-from kvabr.client.peer_history import PeerHistory
-from kvabr.client.shared_bandwidth import estimating, link_of
+from kvabr.client.shared_bandwidth import PeerHistory, estimating, link_of
 from kvabr.types.errors import PolicyError
 from tests.client.playing import play
 from tests.client.virtual import virtual

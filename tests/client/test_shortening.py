@@ -7,8 +7,8 @@ import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
-from kvabr.client.peer_history import KnownLink, PeerHistory
 from kvabr.client.play import shortened
+from kvabr.client.shared_bandwidth import KnownLink, PeerHistory
 from kvabr.types.cost import PrefillCost
 from tests.client.classes import HYBRID, INDEXED, SLIDING, Computer, link, numbers, published
 from tests.client.virtual import virtual

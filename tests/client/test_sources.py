@@ -10,8 +10,8 @@ from kvabr.abr.view import Transfer
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.play import Play
-from kvabr.player.abandon import StallDetector
 from kvabr.player.builder import new_session
+from kvabr.player.requests import StallDetector
 from kvabr.player.session_types import FetchGroup
 from kvabr.types.events import RequestSent
 from tests.client.served import LIMIT_S, Served

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from kvabr import AsyncClient, PlayOptions
-from kvabr.client.peer_history import PeerHistory
 from kvabr.client.result import IncompleteError
+from kvabr.client.shared_bandwidth import PeerHistory
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.events import PlayStarted

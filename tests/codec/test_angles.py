@@ -7,8 +7,7 @@ from decimal import Decimal, localcontext
 import numpy as np
 import pytest
 
-from kvabr.codec.angles import cos_sin, powers
-from kvabr.codec.rope import rope_tables
+from kvabr.codec.rope import cos_sin, powers, rope_tables
 from kvabr.types.kv import RopeSpec
 
 

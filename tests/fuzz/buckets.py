@@ -28,10 +28,10 @@ from kvabr.store.admin.protocol import Inventory
 from kvabr.store.admin.rules import Rules, total_bytes
 from kvabr.store.eviction import ORDERS
 from kvabr.store.objects.blocking import blocked
-from kvabr.store.objects.guard import PublishGuard
 from kvabr.store.objects.layout import MovedOffer, catalog_key, offer_key, pointer_key, span_key
 from kvabr.store.objects.leases import LeaseTiming, Note, Runtime, tombstone_key, touch
 from kvabr.store.objects.spans import encode_pointer
+from kvabr.store.objects.writer import PublishGuard
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import (
     AssetError,

@@ -16,18 +16,18 @@ from typing import Any
 from kvabr.cli.config import VARIABLE, Config
 from kvabr.cli.fetch import _read_tokens
 from kvabr.cli.options import CommandParser
-from kvabr.client import decode_speeds, engine_costs, peer_history
-from kvabr.client.machine_file import MachineFile, digest, this_machine
+from kvabr.client import decode_speeds, engine_costs, shared_bandwidth
+from kvabr.client.machine_file import MachineFile
 from kvabr.client.prefill_timings import read_rows
 from kvabr.link.quic.options import read_token
 from kvabr.replay import readers
 from kvabr.replay.readers import native
-from kvabr.replay.trace import describe, sparkline
 from kvabr.server.grants import Grants
 from kvabr.store.asset import Prompt
 from kvabr.types.errors import FormatError, TraceError, UsageError
 from kvabr_lab import results_folder
 from kvabr_lab.causes import CAUSES
+from kvabr_lab.cli.traces import describe, sparkline
 from kvabr_lab.matrix import read_toml
 from tests.fuzz.target import Target, family, refused
 
@@ -93,34 +93,26 @@ def _sealed(schema: str, name: str, identity: dict[str, Any], inner: bytes) -> b
 
 
 def _peers(data: bytes) -> bool:
-    text = _sealed(peer_history.SCHEMA, "peers", {"host": peer_history.this_host()}, data).decode("utf-8", "replace")
-    found = refused(lambda: peer_history._loads(text), FormatError)
-    if found is None:
-        return False
-    assert peer_history._loads(peer_history._dumps(found)) == found
-    for record in found.values():
+    found = _kept(data, shared_bandwidth.PeerHistory(), shared_bandwidth.SCHEMA)
+    for record in (found or {}).values():
         record.prior(record.at + 1.0)
         assert record.heard(record).plays == record.plays + 1
-    return True
+    return found is not None
 
 
-def _measured(data: bytes, schema: str, read: Callable[[Any], Any]) -> bool:
-    file, machine = MachineFile(None, schema, read), this_machine()
-    text = _sealed(schema, "models", {"machine": machine}, data)
-    found = refused(lambda: file._loads(text.decode("utf-8", "replace")), FormatError)
-    if found is None:
-        return False
-    again = {"schema": schema, "machine": machine, "models": json.loads(json.dumps(found))}
-    assert file._loads(json.dumps(again | {"sha256": digest(again["models"])})) == found
-    return True
+def _kept(data: bytes, file: MachineFile[Any], schema: str) -> dict[str, Any] | None:
+    text = _sealed(schema, file.table, {file.owner: file.whose()}, data)
+    found = refused(lambda: file.loads(text.decode("utf-8", "replace")), FormatError)
+    assert found is None or file.loads(file.dumps(found)) == found
+    return found
 
 
 def _speeds(data: bytes) -> bool:
-    return _measured(data, decode_speeds.SCHEMA, decode_speeds._tracks)
+    return _kept(data, MachineFile(None, decode_speeds.SCHEMA, decode_speeds._tracks), decode_speeds.SCHEMA) is not None
 
 
 def _costs(data: bytes) -> bool:
-    return _measured(data, engine_costs.SCHEMA, read_rows)
+    return _kept(data, MachineFile(None, engine_costs.SCHEMA, read_rows), engine_costs.SCHEMA) is not None
 
 
 def _config(data: bytes) -> bool:

@@ -227,16 +227,24 @@ def _streams(data: bytes) -> bool:
     payload = data[1:] if kind & 128 else _meant(b"\1" + data[1:], valid[kind % len(valid)])
     room = np.zeros(reference.gathered_places([payload])[-1], np.uint8)
 
-    def read() -> torch.Tensor:
-        parts = coder.gather([payload], [_STREAM_TOKENS], [7], _STREAM_ROWS, room)
+    def read() -> bool:
+        streams = refused(lambda: reference.directory(payload, _STREAM_ROWS, _STREAM_TOKENS), FormatError)
+        if len(native := coder.available_paths()) == 1:
+            return streams is not None
+        parts = refused(lambda: coder.gather([payload], [_STREAM_TOKENS], [7], _STREAM_ROWS, room), FormatError)
+        assert (parts is None) == (streams is None), f"{native[0]} and reference disagree"
+        if parts is None or streams is None:
+            return False
         assert bool((parts[:, 3] + parts[:, 5] <= len(room) // 2).all())
-        return torch.from_numpy(parts.copy())
+        assert (parts[:, 4] == streams.words).all()
+        assert (parts[:, 5] == streams.escapes).all()
+        return True
 
     def decode() -> torch.Tensor:
         return torch.from_numpy(coder.decode_indices(model, payload, _STREAM_TOKENS))
 
     paths = (*(coder.available_paths()[:-1] or ("reference",)), "reference")
-    read_at_all = _alike(paths, read)
+    read_at_all = read()
     return _alike(paths, decode) and read_at_all
 
 

@@ -6,10 +6,9 @@ from functools import cache
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import Param
-from kvabr.moqt.encoding import encode
-from kvabr.moqt.filters import Filter
+from kvabr.moqt.messages import encode
 from kvabr.moqt.objects import SubgroupHeader, SubgroupWriter
-from kvabr.moqt.parameters import Parameters, SetupOptions, Token
+from kvabr.moqt.parameters import Filter, Parameters, SetupOptions, Token
 from kvabr.moqt.wire import Draft, Location
 from tests.moqt.writers import RangeWriter
 

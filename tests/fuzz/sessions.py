@@ -16,11 +16,10 @@ from dataclasses import replace
 
 from kvabr.moqt import messages as m
 from kvabr.moqt import session as session_module
-from kvabr.moqt.encoding import encode
 from kvabr.moqt.events import Requested, Write
-from kvabr.moqt.filters import Filter
+from kvabr.moqt.messages import encode
 from kvabr.moqt.objects import SubgroupHeader, SubgroupWriter
-from kvabr.moqt.parameters import Parameters, SetupOptions
+from kvabr.moqt.parameters import Filter, Parameters, SetupOptions
 from kvabr.moqt.requester import MAX_EARLY_OBJECTS_BYTES, MAX_PARTIAL_BYTES
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import DRAFT_18, DRAFT_20, DRAFT_22, Draft, Location

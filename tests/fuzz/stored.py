@@ -24,11 +24,10 @@ from kvabr.store.objects import spans
 from kvabr.store.objects.layout import StoredCatalog, StoreOffer, span_key, span_names
 from kvabr.store.objects.leases import Note
 from kvabr.store.objects.url import StoreUrl, split_asset
-from kvabr.types.catalog import Catalog
+from kvabr.types.catalog import Catalog, Level
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.tracks import Level
 from tests.client.classes import HYBRID
 from tests.fuzz.files import folder
 from tests.fuzz.target import Target, family, refused

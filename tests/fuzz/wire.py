@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvabr.moqt.codes import Param, SessionFault
-from kvabr.moqt.encoding import MAX_MESSAGE_BYTES, MessageParser, decode, encode
-from kvabr.moqt.filters import Filter, read_filter, write_filter
+from kvabr.moqt.messages import MAX_MESSAGE_BYTES, MessageParser, decode, encode
 from kvabr.moqt.objects import (
     MAX_PROPERTIES_BYTES,
     ObjectParser,
@@ -13,16 +12,20 @@ from kvabr.moqt.objects import (
     read_stream_header,
 )
 from kvabr.moqt.parameters import (
+    Filter,
+    MalformedTrack,
     Parameters,
     SetupOptions,
     Token,
     check_target,
+    read_filter,
     read_parameters,
     setup_options,
+    unusable,
+    write_filter,
     write_parameters,
 )
 from kvabr.moqt.parameters import setup_pairs as pairs_of
-from kvabr.moqt.properties import MalformedTrack, unusable
 from kvabr.moqt.wire import (
     DRAFT_18,
     DRAFT_20,

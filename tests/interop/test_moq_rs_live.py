@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from kvabr.moqt.events import Answered, Ready, Received
-from kvabr.moqt.filters import Filter
-from kvabr.moqt.parameters import Parameters
+from kvabr.moqt.parameters import Filter, Parameters
 from kvabr.moqt.wire import DRAFTS
 from kvabr.server.growing import GrowingBytes
 from kvabr.server.limits import ServerLimits

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from kvabr.moqt.codes import SessionCode
-from kvabr.moqt.encoding import MessageParser, decode
 from kvabr.moqt.events import Close, Write
-from kvabr.moqt.messages import Message
+from kvabr.moqt.messages import Message, MessageParser, decode
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import DRAFT_18, Draft, Location

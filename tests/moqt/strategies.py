@@ -8,14 +8,16 @@ from hypothesis import strategies as st
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import RANGE_FILTERS, Param, RequestCode
-from kvabr.moqt.encoding import allowed_parameters
-from kvabr.moqt.filters import EVERYTHING, NEXT_GROUP, Filter
+from kvabr.moqt.messages import allowed_parameters
 from kvabr.moqt.parameters import (
     DELETE,
+    EVERYTHING,
     IN_FILL,
+    NEXT_GROUP,
     REGISTER,
     USE_ALIAS,
     USE_VALUE,
+    Filter,
     Parameters,
     SetupOptions,
     Token,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import SessionCode, SessionFault
-from kvabr.moqt.encoding import MessageParser, decode, encode
+from kvabr.moqt.messages import MessageParser, decode, encode
 from kvabr.moqt.parameters import Parameters, Token
 from kvabr.moqt.wire import DRAFT_18, DRAFT_20, DRAFT_22, DRAFTS, peek_varint, write_varint
 from tests.examples import examples

@@ -14,7 +14,7 @@ from kvabr.moqt.objects import (
     is_subgroup,
     read_stream_header,
 )
-from kvabr.moqt.properties import MalformedTrack
+from kvabr.moqt.parameters import MalformedTrack
 from kvabr.moqt.wire import DRAFT_18, DRAFTS, MAX_INTEGER, Location, write_varint
 from tests.moqt.tables import table
 

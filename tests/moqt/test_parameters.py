@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 
 from kvabr.moqt.codes import Param, SessionCode, SessionFault
-from kvabr.moqt.filters import EVERYTHING, NEXT_GROUP, Filter
 from kvabr.moqt.parameters import (
+    EVERYTHING,
     IN_FILL,
     MAX_TOKENS,
+    NEXT_GROUP,
+    Filter,
     Parameters,
     SetupOptions,
     Token,

@@ -3,7 +3,6 @@
 import pytest
 
 from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode
-from kvabr.moqt.encoding import MessageParser, decode
 from kvabr.moqt.events import (
     Cancelled,
     GoingAway,
@@ -11,9 +10,9 @@ from kvabr.moqt.events import (
     Refused,
     Requested,
 )
-from kvabr.moqt.filters import Filter
 from kvabr.moqt.messages import (
     JoiningFetch,
+    MessageParser,
     Namespace,
     PublishDone,
     PublishNamespace,
@@ -23,8 +22,9 @@ from kvabr.moqt.messages import (
     SubscribeNamespace,
     SubscribeOk,
     SubscribeTracks,
+    decode,
 )
-from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, Parameters, Token
+from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, Filter, Parameters, Token
 from kvabr.moqt.wire import DRAFT_18, DRAFTS, Location
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair
 from tests.moqt.raw import NAME, Raw, fetch_of, frame

@@ -17,7 +17,7 @@ from kvabr.moqt.objects import (
     SubgroupWriter,
     read_stream_header,
 )
-from kvabr.moqt.properties import MalformedTrack
+from kvabr.moqt.parameters import MalformedTrack
 from kvabr.moqt.wire import DRAFT_18, DRAFTS, MAX_INTEGER
 from tests.examples import examples
 from tests.moqt.tables import table

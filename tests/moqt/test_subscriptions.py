@@ -17,10 +17,9 @@ from kvabr.moqt.events import (
     SubscriptionEnding,
     Updated,
 )
-from kvabr.moqt.filters import NEXT_GROUP, Filter
 from kvabr.moqt.messages import UNCOUNTED, PublishStateNotify, RequestUpdate
 from kvabr.moqt.objects import FREE_OBJECTS, ObjectHeader, SubgroupHeader, SubgroupWriter
-from kvabr.moqt.parameters import Parameters, SetupOptions
+from kvabr.moqt.parameters import NEXT_GROUP, Filter, Parameters, SetupOptions
 from kvabr.moqt.wire import DRAFT_18, DRAFT_20, DRAFT_22, DRAFTS, Location, write_varint
 from tests.moqt.pair import NAMESPACE, TRACK, Pair, locations, payload
 from tests.moqt.raw import NAME, VIOLATION, Raw, frame

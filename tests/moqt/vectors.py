@@ -1,8 +1,7 @@
 """Control messages of each draft, byte by byte as its text has them: type, parts of the payload, and what they mean."""
 
 from kvabr.moqt import messages as m
-from kvabr.moqt.filters import NEXT_GROUP, Filter
-from kvabr.moqt.parameters import Parameters, SetupOptions, Token
+from kvabr.moqt.parameters import NEXT_GROUP, Filter, Parameters, SetupOptions, Token
 from kvabr.moqt.wire import Location
 
 NAME = "02 0161 026263"  # the namespace ("a", "bc")

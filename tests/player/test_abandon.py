@@ -5,8 +5,8 @@ import pytest
 from kvabr.abr import Ladder, Transfer
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.policy import Decision, Policy
-from kvabr.player.abandon import choose, hopeless
 from kvabr.player.goals.whole import WholeAim
+from kvabr.player.requests import choose_hopeless, choose_late
 from kvabr.player.session import Session
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
@@ -32,19 +32,19 @@ def overloaded(times_left, *, deadline=10.0, now=0.0, rate=1000.0):
 def test_the_rest_must_be_late_by_a_margin_and_less_once_one_was_abandoned(times_left, begun, abandons, now):
     """Estimates fluctuate; but where one was so wrong that a transfer had to go, the others are no safer."""
     seen = overloaded(times_left, now=now)
-    found = choose(seen, lambda _: seen.ladder.tracks[0], begun=begun)
+    found = choose_late(seen, lambda _: seen.ladder.tracks[0], begun=begun)
     assert (found is not None) == abandons
 
 
 def test_one_is_abandoned_only_if_that_helps():
     seen = overloaded(2.0)
     cheapest = seen.ladder.tracks[0]
-    transfer, reason = choose(seen, lambda _: cheapest)
+    transfer, reason = choose_late(seen, lambda _: cheapest)
     assert (transfer.track, transfer.group) == ("C", 0)
     assert "A instead frees 3 kB" in reason
-    assert choose(seen, lambda _: seen.catalog.track("C")) is None  # nothing is cheaper
+    assert choose_late(seen, lambda _: seen.catalog.track("C")) is None  # nothing is cheaper
     seen.ttfb_s = 100.0  # asking again takes longer than what is saved
-    assert choose(seen, lambda _: cheapest) is None
+    assert choose_late(seen, lambda _: cheapest) is None
 
 
 LAYERED = (("A", 1000, 0.1, None), ("C", 4000, 0.001, None), ("A1", 1000, 0.02, "A"))
@@ -63,21 +63,21 @@ def replacing(rate, *, now=1.0):
 
 def test_an_upgrade_that_cannot_end_in_time_is_dropped_if_a_smaller_one_can():
     seen = replacing(200.0)
-    transfer, reason = hopeless(seen, lambda _: "A")
+    transfer, reason = choose_hopeless(seen, lambda _: "A")
     assert transfer.track == "C"
     assert "takes 20.00 s of 9.00 s left; A1 would be in time" in reason
-    assert hopeless(replacing(500.0), lambda _: "A") is None  # it is in time itself
-    assert hopeless(replacing(100.0), lambda _: "A") is None  # nothing else is, either
-    assert hopeless(replacing(0.0), lambda _: "A") is None
-    assert hopeless(seen, lambda _: "A1") is None  # there is nothing smaller to add
+    assert choose_hopeless(replacing(500.0), lambda _: "A") is None  # it is in time itself
+    assert choose_hopeless(replacing(100.0), lambda _: "A") is None  # nothing else is, either
+    assert choose_hopeless(replacing(0.0), lambda _: "A") is None
+    assert choose_hopeless(seen, lambda _: "A1") is None  # there is nothing smaller to add
     seen.unavailable = {(0, "A1")}
-    assert hopeless(seen, lambda _: "A") is None
+    assert choose_hopeless(seen, lambda _: "A") is None
 
 
 def test_what_is_required_comes_before_that():
     seen = replacing(200.0)
     seen.missing_groups.add(0)
-    assert hopeless(seen, lambda _: "A") is None
+    assert choose_hopeless(seen, lambda _: "A") is None
 
 
 class Greedy(Policy):

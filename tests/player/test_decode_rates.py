@@ -9,7 +9,7 @@ import pytest
 from kvabr.abr import Ladder
 from kvabr.abr.estimators import DualEwma
 from kvabr.player.builder import new_session
-from kvabr.player.decode_rates import DecodeRates, family
+from kvabr.player.decode_queue import DecodeRates, family
 from kvabr.player.session_types import Decode, FetchGroup, PlayerConfig
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator

@@ -12,7 +12,7 @@ from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.plugins import policies
 from kvabr.client.live_feed import LiveFeed
 from kvabr.player.builder import new_estimator, new_session
-from kvabr.player.decode_rates import DecodeRates
+from kvabr.player.decode_queue import DecodeRates
 from kvabr.player.goals.live import LiveEdge
 from kvabr.player.session import Session
 from kvabr.player.session_types import FetchGroup, GroupRecord, GroupRecords, PlayerConfig, UpgradeGoal

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.abr.policy import Decision, Policy
-from kvabr.player.priorities import DEARER, LEAST_URGENT, RequestPriorities, upgrade_priority
+from kvabr.player.requests import DEARER, LEAST_URGENT, RequestPriorities, upgrade_priority
 from kvabr.player.session_types import FetchGroup, PlayerConfig
 from tests.player.sessions import bring, of, session
 

@@ -12,9 +12,8 @@ from kvabr.codec.fit import FitConfig, fit_transform
 from kvabr.codec.profile import Profile
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.publish.calibrate import GAINS, calibrate
-from kvabr.publish.gains import MOST, TRIED, choose_gains, least, measurements
-from kvabr.publish.target import HeldOutText
-from kvabr.types.tracks import Quality
+from kvabr.publish.target import MOST, TRIED, HeldOutText, choose_gains, least, measurements
+from kvabr.types.catalog import Quality
 from tests import kvdata, tinymodels
 
 SPEC = kvdata.spec(4, 2, 32)

@@ -8,8 +8,8 @@ import pytest
 
 from kvabr.data import default_catalog
 from kvabr.publish.live_publisher import LivePublisher
+from kvabr.publish.published_lookup import SoundAssets
 from kvabr.publish.publisher import Publisher, Slot
-from kvabr.publish.sound_assets import SoundAssets
 from kvabr.store.asset_folder import frame_path
 from kvabr.store.locations import open_store
 from tests.needs import ORDINARY_USER, may_read_everything

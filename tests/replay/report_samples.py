@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from kvabr.replay.experiment import ReplayOptions
-from kvabr.replay.producer import Producer
+from kvabr.replay.live_bound import Producer
 from kvabr.replay.run import Matrix, replay
 from kvabr.types.cost import PrefillCost
 from kvabr.types.events import DecisionMade

@@ -14,8 +14,8 @@ from kvabr.data import default_catalog, traces_folder
 from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import FIRST_BYTE_S, LOOKUP_ROUND_TRIPS, PAYLOAD_SHARE
+from kvabr.replay.live_bound import Producer
 from kvabr.replay.outcome import NO_CACHE_LOSS
-from kvabr.replay.producer import Producer
 from kvabr.replay.readers import find, read
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError, UsageError
@@ -340,7 +340,7 @@ def test_a_tail_takes_time_of_the_deadline():
     experiment = Experiment(_tailed(), options)
     chosen = experiment.with_tail("fixed:Int4")
     assert chosen.tail is not None
-    assert chosen._time_for(0.0) == pytest.approx(2.0 - chosen.tail.engine_s)
+    assert chosen.time_for(0.0) == pytest.approx(2.0 - chosen.tail.engine_s)
     assert experiment.with_tail("fixed:FP16", lookup_s=1.97).tail.tokens == 0  # there is no time for one
 
 

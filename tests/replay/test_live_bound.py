@@ -16,8 +16,7 @@ from kvabr.abr.plugins import policies
 from kvabr.cli.main import main
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
-from kvabr.replay.live_bound import LiveClairvoyant
-from kvabr.replay.producer import Producer
+from kvabr.replay.live_bound import LiveClairvoyant, Producer
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from tests.catalogs import catalog

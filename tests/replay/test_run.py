@@ -143,7 +143,7 @@ def test_a_plain_replay_needs_neither_torch_nor_a_transport():
         "from kvabr.data import default_catalog\n"
         "from kvabr.replay.experiment import ReplayOptions\n"
         "from kvabr.replay.run import Matrix, replay\n"
-        "from kvabr.replay.synth import synthesise\n"
+        "from kvabr_lab.day.synth import synthesise\n"
         "trace = synthesise('markov', mean_mbps=50, duration_s=20)\n"
         "replay(Matrix(default_catalog(), (trace,), ('anytime',), ReplayOptions(4.0)), jobs=1)\n"
         "names = 'torch', 'aioquic', 'qh3', 'kvabr.client.driver', 'kvabr.link.quic'\n"

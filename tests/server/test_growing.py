@@ -8,9 +8,8 @@ import pytest
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.moqt.events import Answered, Ended, Refused, SubscriptionDone
-from kvabr.moqt.filters import Filter
 from kvabr.moqt.messages import TrackStatus
-from kvabr.moqt.parameters import Parameters
+from kvabr.moqt.parameters import Filter, Parameters
 from kvabr.moqt.wire import DRAFT_18, DRAFT_20
 from kvabr.server.growing import GrowingBytes
 from tests.faults.test_guests import until

@@ -6,7 +6,7 @@ import pytest
 
 from kvabr.moqt.codes import PublishDoneCode, RequestCode
 from kvabr.moqt.events import Answered, Ended, Received, Refused, Stop, SubscriptionDone, SubscriptionEnding
-from kvabr.moqt.filters import Filter
+from kvabr.moqt.parameters import Filter
 from kvabr.moqt.wire import Location
 from kvabr.server.publication import BytesPublication
 from kvabr.server.pushing import MOST_STREAMS

@@ -11,7 +11,7 @@ from kvabr.client.options import Limits
 from kvabr.codec import profile
 from kvabr.link.quic import backend, connection, endpoint
 from kvabr.link.quic import options as dialling
-from kvabr.moqt import encoding, requester, session, wire
+from kvabr.moqt import messages, requester, session, wire
 from kvabr.server import (
     budgets,
     changes,
@@ -88,7 +88,7 @@ ROWS = {
     ],
     "answers of one control stream": [size(endpoint.Endpoint.most_unread)],
     "streams of ours that wait": [f"{endpoint._MOST_HELD:,}"],
-    "a message, an object's header": [size(encoding.MAX_MESSAGE_BYTES + 1), f"{wire.MAX_NAME_BYTES:,} bytes"],
+    "a message, an object's header": [size(messages.MAX_MESSAGE_BYTES + 1), f"{wire.MAX_NAME_BYTES:,} bytes"],
     "bytes before SETUP": [size(session._MAX_EARLY_BYTES), size(session._MAX_PARTIAL_BYTES)],
     "digests in the name of a lookup": [f"{naming.MAX_PREFIX_DIGESTS}"],
     "file of grants": [

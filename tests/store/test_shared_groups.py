@@ -18,8 +18,7 @@ import pytest
 
 from kvabr.store import shared_folder
 from kvabr.store.locations import open_groups
-from kvabr.store.shared_claims import GroupClaim, NeighbourGroup
-from kvabr.store.shared_folder import SharedFolder
+from kvabr.store.shared_folder import GroupClaim, NeighbourGroup, SharedFolder
 from kvabr.store.shared_groups import SharedGroupStore, shared_path
 from kvabr.types.errors import AssetError, UsageError
 from tests.client.served import LIMIT_S

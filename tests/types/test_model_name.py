@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.model_name import LOOSE, MARK, akin, safe_name, was_named, with_facts
-from kvabr.types.naming import TrackNamespace
+from kvabr.types.naming import LOOSE, MARK, TrackNamespace, akin, safe_name, was_named, with_facts
 
 PLAIN = st.from_regex(r"[A-Za-z0-9._-]{1,20}(/[A-Za-z0-9._-]{1,20})?", fullmatch=True)
 RAW = st.one_of(st.text(max_size=300), PLAIN, st.text("aA-:@/ .", max_size=8))

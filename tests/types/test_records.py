@@ -14,7 +14,7 @@ from kvabr.link.objects.span_search import found_prefix
 from kvabr.publish.frames import FrameEncoder, MemoryFrames
 from kvabr.store.objects import spans
 from kvabr.store.objects.layout import StoreOffer
-from kvabr.types.catalog import Catalog, CommonFacts, Mix, Quality, Track
+from kvabr.types.catalog import Catalog, CommonFacts, Level, Mix, Quality, Track
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, VersionError
 from kvabr.types.joined import join
@@ -22,7 +22,6 @@ from kvabr.types.live import LiveCatalog
 from kvabr.types.passage import Exact, Passage, PassageNotes
 from kvabr.types.records import IN_MEMORY, MAX_SKIPPED_BYTES, check, decode, read, to_json
 from kvabr.types.tails import TailLoss
-from kvabr.types.tracks import Level
 from tests.catalogs import SPEC, catalog
 from tests.store.objects.publishing import cache_of
 

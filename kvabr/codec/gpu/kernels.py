@@ -143,7 +143,7 @@ def _stored(index, level, code, stride, token_0, token_1, tokens, REFINES: tl.co
 @triton.jit
 def read_rows(
     data,  # int16: all payloads
-    parts,  # int64 [program, 8]: see `kvabr.codec.native.reference.gather`
+    parts,  # int64 [program, 8]: see `kvabr.codec.native.coder.gather`
     tokens_of,  # int32 [group]
     coding_order,  # int32 [row]: row | class << 22, in coding order
     chances,  # int32 [1 or 2, row]: of a set flag, in coding order

@@ -315,24 +315,39 @@ def gather(
     rows: int,
     out: NDArray[np.uint8] | None,
 ) -> NDArray[np.int64]:
-    """Copy untrusted payloads of one depth to a buffer, for a device; see `reference.gather`. Releases the GIL."""
-    path = active_path()
-    if path == "reference":
-        return reference.gather(payloads, tokens, groups, rows, out)
+    """Copy untrusted payloads of one depth to a buffer for a device, each to a multiple of 16 bytes. Releases the GIL.
+
+    Args:
+        payloads: of groups.
+        tokens: of each group.
+        groups: a number for each.
+        rows: of the depth.
+        out: [byte], of as many as `reference.gathered_places` says; None: they are checked, and copied by other means.
+
+    Returns:
+        [stream, 8]: its group's number; where in ``out`` its states, words and escapes are, in units of 16 bits; how
+        many words and escapes; its number, and how many streams the payload has.
+
+    Raises:
+        FormatError: a payload does not hold the streams that it says.
+    """
     numbers = np.array(tokens, np.uint32), np.array(groups, np.int64)
     threads = 1 if out is None else _copying_threads(out)
     with _errors("entropy coded part"):
-        parts = _kvcoder.gather(tuple(payloads), *numbers, rows, out, threads)
-    return np.frombuffer(parts, np.int64).reshape(-1, reference.PART_NUMBERS)
+        parts = _native().gather(tuple(payloads), *numbers, rows, out, threads)
+    return np.frombuffer(parts, np.int64).reshape(-1, 8)
 
 
 def copy(payloads: Sequence[bytes | memoryview], out: NDArray[np.uint8]) -> None:
     """Copy payloads of any kind to a buffer, to `reference.gathered_places`. Releases the GIL."""
-    if active_path() == "reference":
-        for at, each in zip(reference.gathered_places(payloads), payloads, strict=False):
-            out[at : at + len(each)] = np.frombuffer(each, np.uint8)
-    else:
-        _kvcoder.copy(tuple(payloads), out, _copying_threads(out))
+    _native().copy(tuple(payloads), out, _copying_threads(out))
+
+
+def _native() -> Any:
+    """Return the extension module, which fills a device's buffers whatever codes; a `UsageError` if it is missing."""
+    if _kvcoder is None:
+        raise UsageError("kvabr's native coder is missing: install a C compiler, and then kvabr again")
+    return _kvcoder
 
 
 def _copying_threads(out: NDArray[np.uint8]) -> int:

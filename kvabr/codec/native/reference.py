@@ -382,51 +382,13 @@ def rows_of_streams(rows: int, streams: int) -> NDArray[np.int64]:
     return out
 
 
-PART_NUMBERS = 8
 _ALIGN = 16
 
 
 def gathered_places(payloads: Sequence[bytes | memoryview]) -> list[int]:
-    """Return where `gather` puts each payload, and, last, the room that it needs."""
+    """Return where `coder.gather` puts each payload, and, last, the room that it needs."""
     sizes = (-(-memoryview(payload).nbytes // _ALIGN) * _ALIGN for payload in payloads)
     return list(accumulate(sizes, initial=0))
-
-
-def gather(
-    payloads: Sequence[bytes | memoryview],
-    tokens: Sequence[int],
-    groups: Sequence[int],
-    rows: int,
-    out: NDArray[np.uint8] | None,
-) -> NDArray[np.int64]:
-    """Copy untrusted payloads of one depth to a buffer one behind another, each to a multiple of 16 bytes.
-
-    Args:
-        payloads: of groups.
-        tokens: of each group.
-        groups: a number for each.
-        rows: of the depth.
-        out: [byte], of as many as `gathered_places` says; None: they are checked, and copied by other means.
-
-    Returns:
-        [stream, 8]: its group's number; where in ``out`` its states, words and escapes are, in units of 16 bits; how
-        many words and escapes; its number, and how many streams the payload has.
-    """
-    at, parts = 0, []
-    for payload, count, group in zip(payloads, tokens, groups, strict=True):
-        streams = directory(payload, rows, count)
-        part = np.empty((len(streams.at), PART_NUMBERS), np.int64)
-        part[:, 0], part[:, 6], part[:, 7] = group, np.arange(len(part)), len(part)
-        part[:, 1] = (at + streams.at) // 2
-        part[:, 2] = part[:, 1] + 2 * LANES
-        part[:, 3] = part[:, 2] + streams.words
-        part[:, 4], part[:, 5] = streams.words, streams.escapes
-        size = memoryview(payload).nbytes
-        if out is not None:
-            out[at : at + size] = np.frombuffer(payload, np.uint8)
-        at += -(-size // _ALIGN) * _ALIGN
-        parts.append(part)
-    return np.concatenate(parts)
 
 
 def ideal_bits(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None = None) -> float:

@@ -23,7 +23,7 @@ from kvabr.engines.transformers.spec import spec_of
 from kvabr.engines.weights import Progress, model_name
 from kvabr.types.arguments import checked
 from kvabr.types.errors import ModelError, UsageError
-from kvabr.types.model_name import with_facts
+from kvabr.types.naming import with_facts
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 """Element types that models compute in."""

@@ -40,7 +40,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256
 from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.model_name import akin
+from kvabr.types.naming import akin
 from kvabr.types.units import snapshot_ends
 
 

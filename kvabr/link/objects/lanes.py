@@ -5,7 +5,7 @@ No I/O, no clock. Rules:
 1. A lane carries one GET at a time. Few lanes fill a link; more only fill its queue, and then what is urgent waits.
 2. What is most urgent goes first. Waiting pieces that adjoin it in the object go with it in one GET, up to
    `MOST_BYTES`, if they are of the same kind: needed, needed on a dearer track, or an upgrade
-   (`kvabr.player.priorities`).
+   (`kvabr.player.requests`).
 3. What waits is shared out among the free lanes: one GET for everything would leave them idle.
 4. The spare lane is for what is needed while the others carry what is needed less. After a cancelled GET bytes are
    still on their way, and a request on a connection that was open all the time gets past them soonest.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvabr.player.priorities import DEARER, LEAST_URGENT
+from kvabr.player.requests import DEARER, LEAST_URGENT
 
 LANES, SPARE_LANES = 4, 1
 MOST_BYTES = 1 << 20

@@ -20,11 +20,10 @@ from kvabr.store.objects import spans
 from kvabr.store.objects.layout import StoreOffer
 from kvabr.store.objects.spans import SpanHead
 from kvabr.transfer.interface import FoundPrefix
-from kvabr.types.catalog import Catalog, CommonFacts, Track
+from kvabr.types.catalog import Catalog, CommonFacts, Level, Track
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.records import fields_of
-from kvabr.types.tracks import Level
 from kvabr.types.units import hit, units_of
 
 _AT_ONCE = 31

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
 from kvabr.link.quic.backend import QuicLibrary
-from kvabr.link.quic.bottleneck import LimitWatch
 from kvabr.link.quic.endpoint import Endpoint
 from kvabr.link.quic.options import DialOptions, check_pinned, why_refused
 from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode, name_of, reason_of
@@ -24,7 +23,7 @@ from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft, Location
 from kvabr.transfer.interface import ConnectionStats, PeerConnection
-from kvabr.transfer.transfer import GroupTransfer
+from kvabr.transfer.transfer import GroupTransfer, LimitWatch
 from kvabr.types.errors import (
     ConnectionLostError,
     NotFoundError,

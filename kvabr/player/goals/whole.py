@@ -12,11 +12,10 @@ from typing import Protocol
 from kvabr.abr.policy import Decision
 from kvabr.abr.view import Transfer, View
 from kvabr.player.compute_queue import ComputeQueue
-from kvabr.player.event_log import EventLog
 from kvabr.player.groups import Groups
 from kvabr.player.policy_guard import PolicyGuard
-from kvabr.player.retry_tracker import RetryTracker
-from kvabr.player.session_types import ENGINE_PATIENCE, Action, PlayerConfig, PlayRecord
+from kvabr.player.requests import RetryTracker
+from kvabr.player.session_types import ENGINE_PATIENCE, Action, EventLog, PlayerConfig, PlayRecord
 from kvabr.types.catalog import Catalog
 
 

@@ -13,14 +13,13 @@ from cachetools import TTLCache
 
 from kvabr.store.asset import CATALOG, PROFILE, PROMPT, Asset, AssetListing, AssetVersion, FrameReader, LoadedFrame
 from kvabr.store.eviction import DEFAULT_ORDER, Order
-from kvabr.store.objects.blocking import blocked
+from kvabr.store.objects.blocking import blocked, each
 from kvabr.store.objects.bucket import open_objects
 from kvabr.store.objects.layout import catalog_key, profile_key
 from kvabr.store.objects.leases import touch
 from kvabr.store.objects.protocol import StoredObject
 from kvabr.store.objects.reading import as_asset_errors, read_catalog
 from kvabr.store.objects.spans import SpanHead, head_of, units_by_span
-from kvabr.store.objects.threads import each
 from kvabr.store.objects.url import split_asset
 from kvabr.store.objects.writer import ObjectAssetWriter
 from kvabr.types.errors import AssetError, FormatError, KvabrError, MissingAssetError, UsageError

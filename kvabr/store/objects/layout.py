@@ -28,13 +28,22 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_GROUPS, MAX_TRACKS, Catalog, CommonFacts, is_estimated
+from kvabr.types.catalog import (
+    MAX_CATALOG_BYTES,
+    MAX_GROUPS,
+    MAX_TRACKS,
+    Catalog,
+    CommonFacts,
+    Level,
+    check_tracks,
+    is_estimated,
+    level_of,
+)
 from kvabr.types.digests import KINDS, SHA256
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LOOKUP_RUN
 from kvabr.types.records import check, decode, fields_of, read_members, read_schema, to_json
-from kvabr.types.tracks import Level, check_tracks, level_of
 
 SPAN_GROUPS = LOOKUP_RUN
 """Groups of tokens in a span."""

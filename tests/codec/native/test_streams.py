@@ -122,23 +122,26 @@ def test_a_stream_that_is_damaged_is_noticed_wherever_it_is() -> None:
 
 
 @pytest.mark.skipif(not NATIVE, reason=NO_CODER)
-def test_payloads_are_gathered_as_the_reference_does() -> None:
+def test_payloads_are_gathered_as_their_directories_say() -> None:
     payloads = [model_and_payload(streams)[1] for streams in (1, 3, 4)]
     room, tokens, groups = reference.gathered_places(payloads)[-1], [70] * 3, [5, 0, 9]
-    found = []
-    for path in ("reference", NATIVE[0]):
-        out = np.zeros(room, np.uint8)
-        with coder.taking(path):
-            found.append((coder.gather(payloads, tokens, groups, ROWS, out), out))
-            assert np.array_equal(coder.gather(payloads, tokens, groups, ROWS, None), found[-1][0])
-            copied = np.zeros(room, np.uint8)
-            coder.copy(payloads, copied)
-            assert np.array_equal(copied, out)
-            with pytest.raises(FormatError):
-                coder.gather([payloads[0], payloads[1][:-2]], tokens[:2], groups[:2], ROWS, out)
-    for mine, other in zip(*found, strict=True):
-        assert np.array_equal(mine, other)
-    assert found[0][0][:, 0].tolist() == [5, 0, 0, 0, 9, 9, 9, 9]
+    out, copied, due = np.zeros(room, np.uint8), np.zeros(room, np.uint8), []
+    for payload, at, group in zip(payloads, reference.gathered_places(payloads), groups, strict=False):
+        streams = reference.directory(payload, ROWS, 70)
+        count, states = len(streams.at), (at + streams.at) // 2
+        words = states + 2 * LANES
+        places = states, words, words + streams.words, streams.words, streams.escapes
+        due += zip([group] * count, *map(np.ndarray.tolist, places), range(count), [count] * count, strict=True)
+    parts = coder.gather(payloads, tokens, groups, ROWS, out)
+    assert [tuple(part) for part in parts.tolist()] == due
+    assert parts[:, 0].tolist() == [5, 0, 0, 0, 9, 9, 9, 9]
+    assert np.array_equal(coder.gather(payloads, tokens, groups, ROWS, None), parts)
+    coder.copy(payloads, copied)
+    assert np.array_equal(copied, out)
+    for payload, at in zip(payloads, reference.gathered_places(payloads), strict=False):
+        assert out[at : at + len(payload)].tobytes() == payload
+    with pytest.raises(FormatError):
+        coder.gather([payloads[0], payloads[1][:-2]], tokens[:2], groups[:2], ROWS, out)
     for short in (lambda out: coder.gather(payloads, tokens, groups, ROWS, out), lambda out: coder.copy(payloads, out)):
         with pytest.raises(TypeError):
             short(np.zeros(room - 17, np.uint8))

@@ -7,8 +7,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed: tools/setup-venv")
 
-from kvabr.blend.looking import look
-from kvabr.blend.selection import Selection, Selector
+from kvabr.blend.selection import Selection, Selector, look
 from kvabr.codec.rope import rotate
 from kvabr.engines.transformers import TransformersEngine, spec_of
 from kvabr.engines.transformers.blend import TransformersBlendEngine, blend_engine

@@ -9,7 +9,7 @@ from kvabr.engines.transformers import engine_of
 from kvabr.engines.transformers.model_loader import folder_name, load_model
 from kvabr.engines.transformers.publish import find_profile
 from kvabr.types.errors import ForeignError, ModelError
-from kvabr.types.model_name import MARK
+from kvabr.types.naming import MARK
 from tests import kvdata, tinymodels
 
 pytestmark = pytest.mark.model

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvabr.client.engine_cache import EngineCache
+from kvabr.client.driver import EngineCache
 from kvabr.engines.transformers import engine as engines
 from kvabr.engines.transformers.engine import CHUNK, TransformersEngine
 from kvabr.engines.transformers.resident import RoomyCache

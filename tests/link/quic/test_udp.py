@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from kvabr.link.quic.udp import MOST_AT_ONCE, BatchTransport
+from kvabr.link.quic.backend import MOST_AT_ONCE, BatchTransport
 
 
 class Sink(asyncio.DatagramProtocol):

@@ -9,8 +9,8 @@ import types
 from dataclasses import dataclass
 
 from kvabr.store.admin.survey import Manifest
-from kvabr.store.objects.guard import PublishGuard
 from kvabr.store.objects.leases import CATALOGS, LeaseTiming, Runtime, offer_note, touch
+from kvabr.store.objects.writer import PublishGuard
 from kvabr.types.errors import AssetError, FormatError, NotFoundError
 
 MODEL, OFFER, PROFILE = "test/model", "offer", "p/profile"

@@ -16,6 +16,7 @@ from kvabr.store.asset_index import AssetIndex
 from kvabr.store.locations import open_asset, open_store
 from kvabr.store.objects.bucket import Bucket
 from kvabr.types.errors import AssetError, UsageError
+from tests import tinymodels
 from tests.client.classes import HYBRID
 from tests.client.served import Served
 from tests.store.objects.publishing import check, put
@@ -117,16 +118,16 @@ def test_a_server_reads_a_store_and_clients_play_it(store_url, tmp_path):
 
 
 @pytest.mark.model
-@pytest.mark.slow
 @pytest.mark.parametrize("store_url", [pytest.param("s3", marks=pytest.mark.process)], indirect=True)
-def test_encode_writes_into_a_store(loaded, store_url, tmp_path, capsys):
-    text = tmp_path / "text.txt"
+def test_encode_writes_into_a_store(store_url, tmp_path, capsys):
+    model, text = tinymodels.save(tmp_path / "tiny"), tmp_path / "text.txt"
     text.write_text("A cache is published into an object store. " * 40)
-    encode_it = ["encode", "--text", str(text), "--tokens", "140", "--continuation", "8", "--out", store_url]
-    assert main([*encode_it, "--tracks", "Int8", "AC-L0"]) == 0
+    encode_it = ["encode", "--text", str(text), "--tokens", "140", "--model", str(model), "--continuation", "8"]
+    encode_it += ["--out", store_url, "--tracks", "Int8", "AC-L0"]
+    assert main(encode_it) == 0
     assert main(["inspect", store_url, "--check"]) == 0
     assert "0 bad" in capsys.readouterr().out
-    assert main([*encode_it, "--tracks", "Int8", "AC-L0"]) == 2
+    assert main(encode_it) == 2
 
 
 def test_a_copy_takes_the_beginning_of_a_name(store_url, tmp_path, capsys):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from kvabr.store.objects import leases
 from kvabr.store.objects.blocking import blocked
 from kvabr.store.objects.bucket import Bucket
-from kvabr.store.objects.guard import PublishGuard
 from kvabr.store.objects.leases import (
     LeaseTiming,
     Note,
@@ -26,6 +25,7 @@ from kvabr.store.objects.leases import (
     unpin,
     unswept,
 )
+from kvabr.store.objects.writer import PublishGuard
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError
 
 MODEL = "test/model"

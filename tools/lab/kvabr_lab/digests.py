@@ -29,7 +29,7 @@ _DECIDES = ("abr", "player", "replay", "types")
 """Packages of kvabr that can change the outcome of a simulated play."""
 _DOES_NOT = (
     *("abr/policies", "abr/estimators", "replay/report", "replay/readers"),
-    *("replay/run.py", "replay/summary.py", "replay/verify.py", "replay/synth.py", "replay/workers.py"),
+    *("replay/run.py", "replay/summary.py", "replay/verify.py", "replay/workers.py"),
 )
 _LAB = ("causes.py", "cell.py")
 """Files of the laboratory that can; the others only read results."""

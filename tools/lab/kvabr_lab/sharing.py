@@ -18,14 +18,19 @@ from functools import partial
 from typing import Any
 
 from kvabr.abr.estimator import Estimator
-from kvabr.client.scheduling import EdfScheduler, wire_priority
+from kvabr.client.play_connection import TURN_S
+from kvabr.client.runner import EdfScheduler, wire_priority
 from kvabr.client.shared_bandwidth import SharedLink
-from kvabr.client.shared_transfers import TURN_S
 from kvabr.player.session import Session
 from kvabr.player.session_types import Action, Cancel, Decode, FetchGroup, Recompute
-from kvabr.replay.link import FIRST_BYTE_S, Capacity
+from kvabr.replay.clairvoyant import Bound
+from kvabr.replay.experiment import Experiment
+from kvabr.replay.link import FIRST_BYTE_S, HANDSHAKE_BYTES, INITIAL_WINDOW, Capacity
+from kvabr.replay.outcome import PlayOutcome, rounded, valued
 from kvabr.replay.simulator import EPSILON, Machine
+from kvabr.replay.trace import Trace
 from kvabr.types.errors import UsageError
+from kvabr.types.events import PlayEvent
 from kvabr_lab.packets import PACKET, Bottleneck, Sender, Stream, packet_bytes, queue_bytes
 
 _MOST_RIVALS = 256
@@ -50,9 +55,67 @@ class Sharing:
         if self.queue_bytes is not None and self.queue_bytes < PACKET:
             raise UsageError(f"a queue of {self.queue_bytes} bytes; at least one packet of {PACKET} must fit")
 
-    def plays(self, capacity: Capacity, **how: Any) -> SharedPlays:
-        """Return the plays, none yet; see `SharedPlays`."""
-        return SharedPlays(self, capacity, **how)
+    def play(
+        self,
+        alone: Experiment,
+        trace: Trace,
+        start_s: float,
+        policy: str,
+        capacity: Capacity,
+        rtt_s: float,
+        bound: Bound,
+        *,
+        log: bool,
+    ) -> PlayOutcome:
+        """Play once while other plays use the link; see `Experiment.play_on`."""
+        options, lookup_s = alone.options, alone.lookup_s(trace, start_s, rtt_s)
+        plays = SharedPlays(
+            self,
+            capacity,
+            rtt_s=rtt_s,
+            deadline_s=alone.time_for(lookup_s),
+            window=INITIAL_WINDOW + HANDSHAKE_BYTES,
+            lookup_bytes=alone.catalog_bytes,
+            slow_start=options.slow_start,
+        )
+        machine = partial(
+            Machine,
+            catalog=alone.catalog,
+            cost=options.cost,
+            decode_scale=options.decode_scale,
+            decoders=options.decoders,
+            decode_latency_s=options.decode_latency_s,
+        )
+
+        def build(lines: list[PlayEvent] | None, share: Callable[[Estimator], Estimator]) -> Session:
+            return alone.session(trace, start_s, policy, capacity, rtt_s, lines, lookup_s=lookup_s, share=share)
+
+        lines: list[PlayEvent] | None = [] if log else None
+        for events in (lines, *(None for _ in range(self.rivals))):
+            plays.add(partial(build, events), machine)
+        plays.run()
+        first, *others = plays.players
+        outcome = alone.outcome(
+            trace, start_s, policy, first.session, capacity, bound, lines,
+            lookup_s=lookup_s, ghost_bytes=first.ghost_bytes,
+        )  # fmt: skip
+        outcome.run["sharing"] = {
+            "dropped_bytes": plays.link.dropped,
+            "most_queued_bytes": plays.link.most_queued,
+            "rivals": [_rival(alone, player.session, lookup_s) for player in others],
+        }
+        return outcome
+
+
+def _rival(alone: Experiment, session: Session, lookup_s: float) -> dict[str, Any]:
+    record = alone.finished(session, None, lookup_s)
+    loss, value = valued(alone.catalog, alone.options.config, alone.options.deadline_s, record)
+    return {
+        "ttft_s": rounded(record.delivered_s),
+        "met": record.met,
+        "loss": rounded(loss),
+        "objective": rounded(value),
+    }
 
 
 class _Answer(Stream):

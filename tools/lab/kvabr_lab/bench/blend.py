@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvabr.blend.looking import look
-from kvabr.blend.selection import Selection, Selector, choose, needed
+from kvabr.blend.selection import Selection, Selector, choose, look, needed
 from kvabr.blend.selectors import load_selector
 from kvabr.codec.profile import Profile
 from kvabr.engines.transformers.blend import TransformersBlendEngine

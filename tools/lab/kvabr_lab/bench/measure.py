@@ -125,7 +125,7 @@ class Findings:
     """Results by scheme, then by context or case."""
 
     quality: dict[str, dict[str, Row]] = field(default_factory=dict)
-    """``nbytes``, ``bits`` (per element), and what `kvabr.types.tracks.Quality` has, of every context."""
+    """``nbytes``, ``bits`` (per element), and what `kvabr.types.catalog.Quality` has, of every context."""
     texts: dict[str, Row] = field(default_factory=dict)
     """``nll``, ``entropy`` of every context's continuation, see `kvabr.publish.quality.Reference.calibration`."""
     recall: dict[str, dict[str, Row]] = field(default_factory=dict)

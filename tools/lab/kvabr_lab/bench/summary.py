@@ -89,7 +89,7 @@ class RateCurve:
     losses: Samples
     """KL, [scheme, context]."""
     felt: Samples
-    """The same, with the first tokens counted more (`kvabr.types.tracks.Quality.loss`)."""
+    """The same, with the first tokens counted more (`kvabr.types.catalog.Quality.loss`)."""
     recalls: dict[str, Samples]
     """``logprob`` and ``whole``, each [scheme, case]; empty without retrieval."""
 

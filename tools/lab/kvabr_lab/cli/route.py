@@ -263,7 +263,7 @@ def _day(args: argparse.Namespace) -> int:
 
 def _trace(path: Path | None) -> Trace:
     from kvabr.replay.readers import find, read
-    from kvabr.replay.synth import synthesise
+    from kvabr_lab.day.synth import synthesise
 
     if path is None:
         return synthesise("markov", mean_mbps=100.0, duration_s=3600.0, step_s=1.0, seed=0)

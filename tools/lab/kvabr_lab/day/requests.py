@@ -32,8 +32,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, count
 from typing import Generic, TypeAlias, TypeVar
 
-from kvabr.replay.synth import Dice
 from kvabr.types.errors import UsageError
+from kvabr_lab.day.synth import Dice
 
 DAY_S = 86_400.0
 TOKEN_S = 0.02

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.replay.readers import find, native, read
-from kvabr.replay.synth import KINDS, Shape, synthesise
-from kvabr.replay.trace import describe
 from kvabr.types.errors import UsageError
+from kvabr_lab.cli.traces import describe
+from kvabr_lab.day.synth import KINDS, Shape, synthesise
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MBIT = 125_000.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +12,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvabr.replay.readers import BYTES_PER_SECOND, FORMATS, TIME_UNITS, Columns, find, native, read, sniff
-from kvabr.replay.synth import KINDS, Shape, synthesise
-from kvabr.replay.trace import BYTES_PER_MBIT, Trace, describe, sparkline, three
+from kvabr.replay.trace import BYTES_PER_MBIT, Trace, three
 from kvabr.store.files import write_text
 from kvabr.types.errors import AssetError, UsageError
+from kvabr_lab.day.synth import KINDS, Shape, synthesise
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     _Actions = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - its only name
 
 SCHEMA = "kvabr.traces/1"
+_BARS = "▁▂▃▄▅▆▇█"
 _Action = Callable[[argparse.Namespace], int]
 _WIDE = 110
 """Terminal width from which the table has all its columns."""
@@ -283,3 +285,53 @@ def _family_table(rows: Sequence[dict[str, Any]]) -> Table:
         fold=("family",),
         spare=("format", "files", "median s", "zero", "lowest", "highest"),
     )
+
+
+def describe(trace: Trace) -> dict[str, Any]:
+    """Return statistics of a trace as plain JSON values: rates in Mbit/s, all weighted by time.
+
+    ``cv`` is the coefficient of variation (standard deviation over mean), ``p5_mbps`` the rate that the link stays
+    below for 5 % of the time, ``zero_share`` the share of the time in which it carries nothing.
+    """
+    parts = [(rate / BYTES_PER_MBIT, end - start) for start, end, rate in trace.segments()]
+    mean = trace.mean_rate / BYTES_PER_MBIT
+    variance = math.fsum(length * (rate - mean) ** 2 for rate, length in parts) / trace.duration_s
+    return {
+        "name": trace.name,
+        "family": trace.family,
+        "duration_s": trace.duration_s,
+        "segments": len(parts),
+        "mean_mbps": mean,
+        "cv": math.sqrt(variance) / mean,
+        "min_mbps": min(trace.rates) / BYTES_PER_MBIT,
+        "p5_mbps": _quantile(parts, 0.05),
+        "max_mbps": max(trace.rates) / BYTES_PER_MBIT,
+        "zero_share": math.fsum(length for rate, length in parts if rate == 0) / trace.duration_s,
+        "rtt_s": trace.rtt_s,
+    }
+
+
+def sparkline(trace: Trace, cells: int = 24) -> str:
+    """Return the rate over time as a row of bars, each a mean over its share of the time; blank: nothing carried."""
+    step = trace.duration_s / cells
+    carried = [0.0] * cells
+    for start, end, rate in trace.segments():
+        cell = min(int(start / step), cells - 1)
+        while start < end:
+            edge = end if cell == cells - 1 else min(end, (cell + 1) * step)
+            carried[cell] += max(edge - start, 0.0) * rate
+            if edge >= end:
+                break
+            start, cell = edge, cell + 1  # noqa: PLW2901  # walks through the cells that the segment covers
+    top = max(carried)
+    return "".join(" " if part == 0 else _BARS[min(int(part / top * len(_BARS)), len(_BARS) - 1)] for part in carried)
+
+
+def _quantile(parts: list[tuple[float, float]], share: float) -> float:
+    """Return the least rate such that ``share`` of the time is at or below it; parts are (rate, length)."""
+    rest = share * math.fsum(length for _, length in parts)
+    for rate, length in sorted(parts):
+        rest -= length
+        if rest <= 0:
+            return rate
+    return max(rate for rate, _ in parts)

@@ -1,11 +1,16 @@
 """`kvabr traces` through the command line."""
 
 import json
+import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvabr.cli.main import main
 from kvabr.replay.readers import native, read
+from kvabr.replay.trace import Trace
+from kvabr_lab.cli.traces import describe, sparkline
 
 
 def run(*words):
@@ -127,3 +132,37 @@ def test_help_has_examples(action, capsys):
         run(action, "--help")
     assert caught.value.code == 0
     assert f"kvabr traces {action}" in capsys.readouterr().out.split("examples:")[1]
+
+
+def trace(times, rates, duration, rtt=None):
+    return Trace("test/a", "test", times, rates, duration, rtt)
+
+
+def test_description_is_weighted_by_time():
+    # 1 s of nothing, 18 s at 8 Mbit/s, 1 s at 16: the mean is 8, and 1 of 20 s is the lowest 5 %.
+    told = describe(trace((0.0, 1.0, 19.0), (0.0, 1e6, 2e6), 20.0, 0.03))
+    assert told["mean_mbps"] == pytest.approx(8.0)
+    assert told["cv"] == pytest.approx(math.sqrt((64 + 64) / 20) / 8)
+    assert (told["min_mbps"], told["p5_mbps"], told["max_mbps"]) == (0.0, 0.0, 16.0)
+    assert told["zero_share"] == pytest.approx(0.05)
+    assert (told["segments"], told["duration_s"], told["rtt_s"]) == (3, 20.0, 0.03)
+
+
+def test_sparkline_shows_level_and_outage():
+    assert sparkline(trace((0.0, 1.0, 2.0), (8e6, 0.0, 4e6), 4.0), 4) == "█ ▅▅"
+    assert sparkline(trace((0.0, 0.5), (8e6, 2e6), 1.0), 1) == "█"
+
+
+rates = st.just(0.0) | st.floats(1e-3, 1e9)
+
+
+@given(st.lists(st.tuples(st.floats(1e-3, 50), rates), min_size=1, max_size=30), st.integers(1, 40))
+def test_sparkline_has_as_many_cells_as_asked(segments, cells):
+    if not any(rate for _, rate in segments):
+        segments = [(1.0, 1.0)]
+    times = [0.0]
+    for length, _ in segments:
+        times.append(times[-1] + length)
+    line = sparkline(trace(tuple(times[:-1]), tuple(rate for _, rate in segments), times[-1]), cells)
+    assert len(line) == cells
+    assert "█" in line

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from kvabr.link.quic import bottleneck
-from kvabr.link.quic.bottleneck import LimitWatch
+from kvabr.transfer import transfer
+from kvabr.transfer.transfer import LimitWatch
 
 
 class Path:
@@ -73,7 +73,7 @@ class Clock:
 
 async def test_a_thread_that_never_rests_is_its_own_limit(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(bottleneck, "time", clock)
+    monkeypatch.setattr(transfer, "time", clock)
     path = Path(answers=True)
     for busy, limit in ((0.5, "network"), (0.95, "cpu"), (0.85, "network"), (1.0, "cpu"), (0.0, "network")):
         clock.run(0.06, busy=busy)
@@ -87,7 +87,7 @@ async def test_a_thread_that_never_rests_is_its_own_limit(monkeypatch):
 
 async def test_what_ends_a_silence_of_the_publisher_is_limited_by_it(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(bottleneck, "time", clock)
+    monkeypatch.setattr(transfer, "time", clock)
     path = Path(answers=True)
     path.watch.asked(1)
     await asyncio.wait_for(path.probed.wait(), 300)

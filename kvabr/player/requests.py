@@ -1,4 +1,13 @@
-"""Which transfers to cancel: those that will be late while a cheaper one would not, and those that have stalled.
+"""The requests of a play: how urgent each is, which to cancel, and which tracks are still worth requesting.
+
+Priorities go from 0 (most urgent) to 255. What is required comes first, in the order in which the policy requested the
+groups: those on the cheapest track, then those on others, unless the first groups are needed first. Upgrades follow,
+most loss saved per byte first. Their priorities are on one scale for all plays, so that plays that share a connection
+can be served in this order, too: the same bytes then save the most in all of them together. An upgrade does not go
+before an older one of its play that is under way, as of two halves neither is worth anything, unless it saves many
+times as much per byte.
+
+Those are cancelled that will be late while a cheaper one would not, and those that have stalled.
 
 Abandoning follows dash.js and hls.js, applied to a deadline, and weighs the whole play. If everything in flight plus
 every missing group at its cheapest cannot arrive in time at the expected rate, cancel the transfer whose replacement by
@@ -15,12 +24,71 @@ requesting again costs little but proves nothing, unless the repeated transfer s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping
 from heapq import heappop, heappush
 
+from kvabr.abr.ladder import Ladder
 from kvabr.abr.view import Transfer, View
-from kvabr.player.priorities import LEAST_URGENT
 from kvabr.types.catalog import Track
+
+DEARER = 64
+"""Priorities from here on are those of missing groups on other tracks than the cheapest."""
+LEAST_URGENT = 128
+"""Priorities from here on are those of upgrades, which are served after everything that is required."""
+_OCTAVE = 3.0
+"""Priorities per factor of two in loss saved per byte."""
+_OVERTAKES = 24
+"""Priorities between two upgrades from which on the later one overtakes the older one."""
+_MOST_WORTH = 2.0**-12
+"""Loss saved per byte that has the most urgent priority, nats per generated token; the least urgent is 1e-17."""
+
+
+def upgrade_priority(saved: float, nbytes: int) -> int:
+    """Return the priority of an upgrade that saves ``saved`` nats per generated token and takes ``nbytes`` bytes."""
+    if saved <= 0:
+        return 255
+    octaves = math.log2(_MOST_WORTH * max(1, nbytes) / saved)
+    return LEAST_URGENT + int(min(max(_OCTAVE * octaves, 0.0), 255.0 - LEAST_URGENT))
+
+
+class RequestPriorities:
+    """Gives the requests of one play their priorities."""
+
+    def __init__(self, groups: int) -> None:
+        """Begin without requests."""
+        self._groups = groups
+        self._places: dict[int, int] = {}
+        """Request order of each group that was required."""
+        self._last = (-1, LEAST_URGENT)
+        """The upgrade that was requested last, and its priority."""
+
+    def required(self, group: int, *, dearer: bool) -> int:
+        """Return the priority of a group that is missing; it stays the same if the group is requested again.
+
+        ``dearer``: it is requested on another track than the cheapest, which other groups need not wait for.
+        """
+        # The policy knows which groups the engine needs first.
+        place = self._places.setdefault(group, len(self._places)) * DEARER // self._groups
+        return DEARER + place if dearer else place
+
+    def upgrade(self, request: int, saved: float, nbytes: int, in_flight: Container[int]) -> int:
+        """Return the priority of an upgrade; see `upgrade_priority`.
+
+        Args:
+            request: its number.
+            saved: what it saves, nats per generated token.
+            nbytes: its bytes, with those of the layers below it that are requested together with it.
+            in_flight: numbers of the requests in flight.
+        """
+        before, least = self._last
+        priority = upgrade_priority(saved, nbytes)
+        if before in in_flight and priority > least - _OVERTAKES:
+            priority = max(priority, least)
+        self._last = (request, priority)
+        return priority
+
 
 _ON_ITS_WAY = 2.0
 """A request should have its first byte after this multiple of the usual time to first byte."""
@@ -36,7 +104,9 @@ _SILENT_TTFB = 4.0
 """A stalled transfer has been silent for at least this multiple of the usual time to first byte."""
 
 
-def choose(view: View, instead: Callable[[int], Track | None], *, begun: bool = False) -> tuple[Transfer, str] | None:
+def choose_late(
+    view: View, instead: Callable[[int], Track | None], *, begun: bool = False
+) -> tuple[Transfer, str] | None:
     """Return the transfer to abandon now and the reason, or None.
 
     Args:
@@ -82,7 +152,7 @@ def choose(view: View, instead: Callable[[int], Track | None], *, begun: bool = 
     return best, f"the rest takes {need_s:.2f} s of {view.time_left:.2f} s left; {what} frees {best_freed / 1e3:.0f} kB"
 
 
-def hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Transfer, str] | None:
+def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Transfer, str] | None:
     """Return an upgrade that cannot end in time although a smaller one of its group can, and the reason; or None.
 
     Args:
@@ -206,3 +276,83 @@ class StallDetector:
                 found.append((transfer, again and transfer.request in self._heard))
         self._stood.update((transfer.group, transfer.track) for transfer, _ in found)
         return found
+
+
+_TRACKS = 2
+"""Tracks on which a group may fail before its upgrades end."""
+
+
+class RetryTracker:
+    """The failures of one play.
+
+    No group is requested more than ``attempts`` times in vain on the same track. Its upgrades end once that happened on
+    two tracks: one damaged track must not rule out the others, nor may a hostile origin have every track fetched.
+    """
+
+    def __init__(self, ladder: Ladder, attempts: int) -> None:
+        self._ladder, self._attempts = ladder, attempts
+        self._failures: Counter[tuple[int, str]] = Counter()
+        self._of_group: Counter[int] = Counter()
+        """Failures of each group on all tracks together."""
+        self._dropped: Counter[tuple[int, str]] = Counter()
+        self._faults: dict[str, str] = {}
+        self._abandoned: set[int] = set()
+        self.unavailable: set[tuple[int, str]] = set()
+        """See `View.unavailable`."""
+
+    @property
+    def last_words(self) -> tuple[str, ...]:
+        """The last faults of a transfer and of the engine, for a play that is given up."""
+        return tuple(self._faults.values())
+
+    def failed(self, group: int, track: str, reason: str, *, upgrade: bool, counts: bool = True) -> None:
+        """Note that a request failed; ``upgrade``: the group is in place on another track.
+
+        ``counts``: it counts as an attempt.
+        """
+        self._failures[group, track] += counts
+        self._of_group[group] += counts
+        if self._failures[group, track] >= self._attempts:
+            self.unavailable.add((group, track))
+            every = [(group, one.name) for one in self._ladder.catalog.tracks]
+            if upgrade and sum(one in self.unavailable for one in every) >= _TRACKS:
+                self.unavailable.update(every)
+        self._faults["transfer"] = f"last fault: {reason}"
+
+    def added(self, group: int, track: str) -> None:
+        """Note that a track of a group exists now that did not before."""
+        if self._failures[group, track] < self._attempts:
+            self.unavailable.discard((group, track))
+
+    def engine_failed(self, reason: str) -> None:
+        """Note that the engine failed."""
+        self._faults["engine"] = f"the engine failed: {reason}"
+
+    def abandoned(self, group: int) -> None:
+        """Note that a required transfer was abandoned because it would have been late."""
+        self._abandoned.add(group)
+
+    def dropped(self, group: int, track: str) -> None:
+        """Note that an upgrade was cancelled because it could not end in time."""
+        self._dropped[group, track] += 1
+        if self._dropped[group, track] >= self._attempts:  # the policy insists
+            self.unavailable.add((group, track))
+
+    def cheapest_left(self, group: int) -> Track | None:
+        """Return the cheapest track on which a group has not failed too often; None if there is none."""
+        return next((track for track in self._ladder.tracks if (group, track.name) not in self.unavailable), None)
+
+    def usable(self, group: int, track: str, *, engine: bool) -> str | None:
+        """Return the track on which to request a missing group: ``track`` if possible, else the cheapest one left.
+
+        None if none is left, or if there is an engine and the group has failed ``attempts`` times on all tracks
+        together: then the engine gets it, and no more time is lost.
+        """
+        if group in self._abandoned:
+            track = self._ladder.cheapest  # the same request would only be abandoned again
+        if engine and self._of_group[group] >= self._attempts:
+            return None
+        if (group, track) not in self.unavailable:
+            return track
+        left = self.cheapest_left(group)
+        return None if left is None else left.name
