@@ -21,13 +21,14 @@ class PrefixAim(WholeAim):
             raise UsageError("to play a prefix, say what a prefill costs the engine, in mode 'suffix'")
 
     def cuts(self, now: float) -> bool:
-        """See `WholeAim.cuts`: not while the rest should come sooner than it is computed, but no longer than that."""
+        """See `WholeAim.cuts`: not while the rest should come sooner than it is computed, for another deadline at most."""
         play, view = self.play, self.play.view
         play.look(now)
         assert view.cost is not None  # noqa: S101  # there is an engine
         before = play.catalog.tokens_before(view.solid)
         computed_s = view.cost.added_s(before, play.catalog.tokens_before(view.groups) - before)
-        return now - view.deadline_s + view.base_s() >= computed_s
+        late_s = now - view.deadline_s
+        return late_s >= view.deadline_s or late_s + view.base_s() >= computed_s
 
     def computes(self, now: float, first: int, last: int, why: str | None) -> bool:
         """See `WholeAim.computes`."""
