@@ -21,7 +21,7 @@ class PrefixAim(WholeAim):
             raise UsageError("to play a prefix, say what a prefill costs the engine, in mode 'suffix'")
 
     def cuts(self, now: float) -> bool:
-        """See `WholeAim.cuts`: not while the rest should come sooner than it is computed, for another deadline at most."""
+        """See `WholeAim.cuts`: not while the rest should come sooner than computed, for another deadline at most."""
         play, view = self.play, self.play.view
         play.look(now)
         assert view.cost is not None  # noqa: S101  # there is an engine
