@@ -478,6 +478,16 @@ class View:
         wait = 0.0 if self.in_flight else self.ttfb_s
         return self.deadline_s - self.now - wait - need / self.lower_bound - self.last_decode_s(self.ladder.cheapest)
 
+    def base_s(self) -> float:
+        """Return the seconds in which all groups should be in place on some track; infinite where that is not known."""
+        need = self.in_flight.required_bytes + self.floor_bytes()
+        if not need and not self.coming:
+            return self.decode_backlog_s
+        if self.rate <= 0 or self.coming:
+            return float("inf")
+        wait = 0.0 if self.in_flight else self.ttfb_s
+        return wait + need / self.rate + self.last_decode_s(self.ladder.cheapest)
+
     def floor_bytes(self) -> int:
         """Return the bytes of all missing groups on the cheapest track."""
         return self.missing_bytes(self.ladder.tracks[0])

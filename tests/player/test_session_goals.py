@@ -50,6 +50,32 @@ def test_a_prefix_is_cut_at_the_deadline_and_starts_no_engine():
     assert play.record.tokens_recomputed == 0
 
 
+def almost_whole():
+    """At the deadline, half of the last group is there."""
+    play, todo = prefix()
+    for number, fetch in enumerate(todo[:3]):
+        bring(play, fetch, 0.3 * (number + 1))
+    play.first_byte(todo[3].request, 0.901)
+    play.progress(todo[3].request, play.view.in_flight[todo[3].request].bytes // 2, 0.99)
+    play.actions()
+    play.timer(1.0)
+    assert not of(play.actions(), Deliver)
+    return play, todo[3]
+
+
+def test_a_prefix_is_not_cut_while_the_rest_comes_sooner_than_it_is_computed():
+    play, last = almost_whole()
+    (end,) = of(bring(play, last, 1.1), Deliver)
+    assert (end.now, end.met, end.cut) == (pytest.approx(1.101), False, None)
+
+
+def test_a_prefix_is_cut_once_the_rest_does_not_come():
+    play, _ = almost_whole()
+    (end,) = of(until_over(play), Deliver)
+    assert 1.0 < end.now < 2.0
+    assert "sooner computed than fetched" in end.cut
+
+
 def test_a_prefix_is_cut_when_computing_is_sooner_than_fetching():
     play, todo = prefix(PrefillCost.from_rate(16 * 40))
     bring(play, todo[0], 0.1)

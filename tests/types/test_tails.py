@@ -43,10 +43,8 @@ def test_groups_lose_by_their_distance_from_the_reader():
     shorter = losses_behind(losses, TAILS, 3, 0, 128)
     assert sum(shorter) == pytest.approx(whole)
     assert shorter == pytest.approx((0.02, 0.02, 0.16))
-    # A question is a tail, too, which the last group feels most.
-    asked = losses_behind(losses, TAILS, 6, 16, 128)
-    assert sum(asked) == pytest.approx(0.5 * whole)
-    assert asked[-1] / sum(asked) < losses[-1] / whole
+    # A question is a tail, too.
+    assert losses_behind(losses, TAILS, 6, 16, 128) == pytest.approx([0.5 * loss for loss in losses])
     # Of older assets nothing is known but the groups' own losses.
     assert losses_behind(losses, (), 5, 128, 128) == losses[:5]
 
@@ -118,13 +116,11 @@ def test_what_a_peer_makes_up_is_refused(tails):
         Catalog.loads(json.dumps(value))
 
 
-def test_far_groups_never_lose_more_behind_a_tail_and_long_tails_leave_less():
+def test_longer_tails_leave_less():
     losses = (0.002, *[0.0001] * 50, 0.001, 0.002, 0.004, 0.02, 0.1)
-    whole = []
-    for computed in range(1, 50):
-        behind = losses_behind(losses, TAILS, len(losses) - computed, 128 * computed, 128)
-        assert all(now <= before * (1 + 1e-9) for now, before in zip(behind[:-1], losses, strict=False))
-        whole.append(sum(behind))
+    whole = [
+        sum(losses_behind(losses, TAILS, len(losses) - computed, 128 * computed, 128)) for computed in range(1, 50)
+    ]
     assert whole == sorted(whole, reverse=True)
     assert whole[-1] < 0.5 * whole[10]
 

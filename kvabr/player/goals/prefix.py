@@ -20,9 +20,15 @@ class PrefixAim(WholeAim):
         if play.engine is None or mode != "suffix":
             raise UsageError("to play a prefix, say what a prefill costs the engine, in mode 'suffix'")
 
-    def cuts(self) -> bool:
-        """See `WholeAim.cuts`."""
-        return True
+    def cuts(self, now: float) -> bool:
+        """See `WholeAim.cuts`: not while the rest should come sooner than computed, for another deadline at most."""
+        play, view = self.play, self.play.view
+        play.look(now)
+        assert view.cost is not None  # noqa: S101  # there is an engine
+        before = play.catalog.tokens_before(view.solid)
+        computed_s = view.cost.added_s(before, play.catalog.tokens_before(view.groups) - before)
+        late_s = now - view.deadline_s
+        return late_s >= view.deadline_s or late_s + view.base_s() >= computed_s
 
     def computes(self, now: float, first: int, last: int, why: str | None) -> bool:
         """See `WholeAim.computes`."""

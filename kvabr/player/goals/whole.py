@@ -109,16 +109,16 @@ class WholeAim:
         if now >= play.view.deadline_s and complete:
             play.look(now)
             self.deliver(now)
-        elif now >= play.view.deadline_s and self.cuts():
-            play.look(now)
+        elif now >= play.view.deadline_s and self.cuts(now):
             self.deliver(now, cut="the deadline has come")
         elif not complete and now >= self.patience_s():
             play.look(now)
             play.give_up(now, play.lacking())
         return play.closed
 
-    def cuts(self) -> bool:
-        """Return whether a part of the cache may be delivered."""
+    def cuts(self, now: float) -> bool:
+        """Return whether a part of the cache is to be delivered now that the deadline has come."""
+        del now
         return False
 
     def computes(self, now: float, first: int, last: int, why: str | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import tests.codec.gpu.conftest  # noqa: F401  # loads Triton to interpret kernels, before vLLM loads it
 from tests.client.served import Served
 from tests.engines.vllm.halves import Bench
 from tests.toymodel import toy_asset

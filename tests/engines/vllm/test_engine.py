@@ -243,8 +243,9 @@ def test_a_deadline_cuts_the_prefix_and_no_block_fails(world, mode, monkeypatch)
     worker = world.engine.worker
     monkeypatch.setattr(worker, "failed_blocks", watched)
     for deadline_s in (4.0, 12.0, 36.0):  # a loaded machine may bring nothing by the first
-        # Two and a half groups come by the deadline, and computing one instead would take twice as long.
-        world.link.begin(constant(59.0 / deadline_s), 0.0, Conditions(rtt_s=0.01))
+        # Two and a half groups come by the deadline, and no more; computing one instead would take twice as long.
+        link = Trace("ends", "ends", (0.0, deadline_s), (59.0 * BYTES_PER_MBIT / deadline_s, 1.0), 1000.0)
+        world.link.begin(link, 0.0, Conditions(rtt_s=0.01))
         slow = worker._settings.model_copy(update={"prefill_rate": 160.0 / deadline_s})
         monkeypatch.setattr(worker, "_settings", slow)
         texts, counted, _ = world.run(world.prompts[:1], kv_transfer_params={"deadline_s": deadline_s})
