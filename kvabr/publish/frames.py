@@ -145,9 +145,13 @@ class FrameEncoder:
     def encoders(self, groups: Iterable[tuple[int, torch.Tensor]]) -> Iterator[GroupEncoder]:
         """Yield encoders of groups (units), see `group`, for all tracks; those on a GPU have been prepared together."""
         left = iter(groups)
-        while some := [self.group(*each) for each in islice(left, self.together)]:
-            _prepare([encoder for encoder in some if gpu.runs_on(encoder.kv.device)], self.tracks)
-            yield from some
+        for group, kv in left:
+            some = [self.group(group, kv)]
+            if gpu.runs_on(kv.device):
+                some += [self.group(*each) for each in islice(left, self.together - 1)]
+                _prepare([encoder for encoder in some if gpu.runs_on(encoder.kv.device)], self.tracks)
+            while some:
+                yield some.pop(0)  # what is encoded can be forgotten
 
     def write_profile(self) -> None:
         """Write the codec profile, if a track needs it."""
