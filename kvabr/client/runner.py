@@ -35,6 +35,8 @@ from kvabr.types.errors import BusyError, PlayError, told_if_exhausted
 
 K = TypeVar("K")
 
+# ------------------------------------------------------------- whose turn it is
+
 LEVELS = 16
 
 
@@ -187,6 +189,8 @@ class EdfScheduler(Generic[K]):
                 changed.append(play)
         return changed
 
+
+# -------------------------------------------------------------------- the plays
 
 R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
 

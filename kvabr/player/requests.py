@@ -33,6 +33,8 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.view import Transfer, View
 from kvabr.types.catalog import Track
 
+# ------------------------------------------------------------------- how urgent
+
 DEARER = 64
 """Priorities from here on are those of missing groups on other tracks than the cheapest."""
 LEAST_URGENT = 128
@@ -89,6 +91,8 @@ class RequestPriorities:
         self._last = (request, priority)
         return priority
 
+
+# -------------------------------------------------------------- which to cancel
 
 _ON_ITS_WAY = 2.0
 """A request should have its first byte after this multiple of the usual time to first byte."""
@@ -277,6 +281,8 @@ class StallDetector:
         self._stood.update((transfer.group, transfer.track) for transfer, _ in found)
         return found
 
+
+# ------------------------------------------------------------ which have failed
 
 _TRACKS = 2
 """Tracks on which a group may fail before its upgrades end."""

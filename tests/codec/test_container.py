@@ -212,7 +212,7 @@ def test_objects_hold_whole_tokens(track, sizes, tokens, first_token):
 @pytest.mark.parametrize("track", LEVELS)
 @pytest.mark.parametrize("tokens", [1, 40, 128])
 def test_frames_are_cut_as_they_are_made(track, tokens):
-    shape = spec(30, 3, 64)
+    shape = spec(8 if track == "AC-5x" else 30, 3, 64)  # fitting a profile of all layers takes long
     side = profile(shape) if track == "AC-5x" else None
     frame = encode_group(cache(shape, tokens), track, GroupContext(shape, 256, tokens, side), "ab" * 32, 2)
     spans = object_spans(shape, track, 256, tokens, len(frame))

@@ -21,13 +21,12 @@ from kvabr.client.machine_file import MachineFile
 from kvabr.client.prefill_timings import read_rows
 from kvabr.link.quic.options import read_token
 from kvabr.replay import readers
-from kvabr.replay.readers import native
 from kvabr.server.grants import Grants
 from kvabr.store.asset import Prompt
 from kvabr.types.errors import FormatError, TraceError, UsageError
 from kvabr_lab import results_folder
 from kvabr_lab.causes import CAUSES
-from kvabr_lab.cli.traces import describe, sparkline
+from kvabr_lab.cli.traces import describe, dumps, sparkline
 from kvabr_lab.matrix import read_toml
 from tests.fuzz.target import Target, family, refused
 
@@ -173,7 +172,7 @@ def _traces(name: str) -> Callable[[bytes], bool]:
         for format_name in readers.FORMATS:
             refused(lambda: readers.read(path, format_name=format_name), TraceError)  # noqa: B023  # at once
         for trace in found or ():
-            again = _file(native.dumps(trace).encode(), "again.csv")
+            again = _file(dumps(trace).encode(), "again.csv")
             assert readers.read(again) == [trace]
             assert len(sparkline(trace)) == 24
             assert all(not isinstance(each, float) or math.isfinite(each) for each in describe(trace).values())

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.cli.main import main
-from kvabr.replay.readers import native, read
+from kvabr.replay.readers import read
 from kvabr.replay.trace import Trace
-from kvabr_lab.cli.traces import describe, sparkline
+from kvabr_lab.cli.traces import describe, dumps, sparkline
 
 
 def run(*words):
@@ -106,7 +106,7 @@ def test_columns_can_be_named(tmp_path, capsys):
     assert "looks like no trace" in capsys.readouterr().err
     named = ["--time-column", "at", "--rate-column", "dl", "--unit", "kbit/s", "--time-unit", "ms"]
     assert run("import", source, *named, "--out", tmp_path / "out") == 0
-    assert native.dumps(read(next((tmp_path / "out").rglob("*.csv")))[0]).endswith("0,8000\n0.5,8000\n1,end\n")
+    assert dumps(read(next((tmp_path / "out").rglob("*.csv")))[0]).endswith("0,8000\n0.5,8000\n1,end\n")
     assert run("info", source, "--format", "pensieve", *named) == 2
 
 

@@ -18,7 +18,7 @@ def test_groups_go_only_where_the_table_says_and_everywhere_it_says(monkeypatch)
         return stage
 
     monkeypatch.setattr(Groups, "_found", watched)
-    for seed in range(1200):
+    for seed in (*range(500), 832):  # with a group that comes while it is computed, and has been abandoned
         world(random.Random(seed), "anytime" if seed % 2 else "cachegen").run()
     changes = {(before, after) for before, after in seen if before != after}
     told = {(before, after) for before, afters in TRANSITIONS.items() for after in afters}

@@ -11,6 +11,7 @@ from kvabr.replay import readers
 from kvabr.replay.readers import Columns, find, native, read, sniff
 from kvabr.replay.trace import Trace
 from kvabr.types.errors import TraceError
+from kvabr_lab.cli.traces import dumps
 
 MBIT = 125_000.0
 
@@ -342,15 +343,15 @@ traces = st.builds(
 
 @given(traces, st.text(max_size=20))
 def test_native_loses_nothing(trace, note):
-    text = native.dumps(trace, note)
+    text = dumps(trace, note)
     source = readers.TraceFile(readers.Path("x.csv"), text, "other/name", "other")
     assert native.parse(source) == [trace]
-    assert native.dumps(native.parse(source)[0], note) == text
+    assert dumps(native.parse(source)[0], note) == text
 
 
 @given(traces, st.data())
 def test_native_notices_a_lost_end(trace, data):
-    text = native.dumps(trace)
+    text = dumps(trace)
     kept = data.draw(st.integers(0, len(text) - 2))  # at least the `d` of `end` is gone
     with pytest.raises(TraceError):
         native.parse(readers.TraceFile(readers.Path("x.csv"), text[:kept], "n", "f"))

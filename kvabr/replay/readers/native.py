@@ -11,7 +11,8 @@
     300,end
 
 Each rate holds until the time of the next row. The last row says ``end`` and when; a truncated file lacks it. Numbers
-are the shortest that read back as the same float, and eight times a float is exact, so `parse` inverts `dumps`.
+are the shortest that read back as the same float, and eight times a float is exact, so `parse` inverts
+`kvabr_lab.cli.traces.dumps`.
 ``rtt_s`` and ``note`` are optional.
 """
 
@@ -21,7 +22,6 @@ import re
 
 from kvabr.replay.readers.source import BYTES_PER_SECOND, Head, TraceFile, build, hold
 from kvabr.replay.trace import Trace
-from kvabr.types.errors import TraceError
 
 MAGIC = "# kvabr.trace/1"
 COLUMNS = "time_s,bits_per_second"
@@ -31,24 +31,6 @@ _NAME = re.compile(r"[^\x00-\x1f\x7f\\]{1,1000}")
 def is_native(head: Head) -> bool:
     """Return whether a file looks like this format, of any version."""
     return bool(head.lines) and head.lines[0].startswith(MAGIC.rpartition("/")[0] + "/")
-
-
-def dumps(trace: Trace, note: str = "") -> str:
-    """Return the trace as text; the same trace and note give the same text.
-
-    Raises:
-        TraceError: the trace's name or family would not read back.
-    """
-    for what, name in (("name", trace.name), ("family", trace.family)):
-        if not _is_plain(name):
-            raise TraceError(f"the {what} {name[:40]!r} is not a plain name; take one such as lte/walk")
-    head = [MAGIC, f"# name: {trace.name}", f"# family: {trace.family}"]
-    if trace.rtt_s is not None:
-        head.append(f"# rtt_s: {_decimal(trace.rtt_s)}")
-    if note:
-        head.append(f"# note: {' '.join(note.split())}")
-    rows = [f"{_decimal(t)},{_decimal(rate * 8)}" for t, rate in zip(trace.times, trace.rates, strict=True)]
-    return "\n".join([*head, COLUMNS, *rows, f"{_decimal(trace.duration_s)},end", ""])
 
 
 def parse(source: TraceFile) -> list[Trace]:
@@ -93,17 +75,12 @@ def _fields(source: TraceFile) -> dict[str, str]:
         if text.startswith("#") and colon:
             fields.setdefault(key.strip(), value.strip())
     for key in ("name", "family"):
-        if key in fields and not _is_plain(fields[key]):
+        if key in fields and not is_plain(fields[key]):
             raise source.error(f"the {key} {fields[key][:40]!r} is not a plain name; write one such as lte/walk")
     return fields
 
 
-def _is_plain(name: str) -> bool:
+def is_plain(name: str) -> bool:
+    """Return whether a trace or family may have this name, which becomes that of a file on import."""
     parts = name.split("/")
     return _NAME.fullmatch(name) is not None and name == name.strip() and not {"", ".", ".."} & set(parts)
-
-
-def _decimal(value: float) -> str:
-    """Return the shortest decimal that reads back as ``value``."""
-    value = float(value)
-    return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)

@@ -93,14 +93,20 @@ def here(groups: tuple[Case, ...]) -> dict[str, str]:
     return {name: digest for case in groups for name, digest in digests(case).items()}
 
 
+@pytest.fixture(scope="module")
+def every() -> tuple[tuple[Case, ...], dict[str, str]]:
+    """Return all groups, and their digests here."""
+    groups = (*cases(), *(case for each in shipped_profiles() for case in shipped(each)))
+    return groups, here(groups)
+
+
 @pytest.mark.parametrize("place", PLACES)
-def test_on_another_machine_they_are_the_same(place, tmp_path):
+def test_on_another_machine_they_are_the_same(place, every, tmp_path):
     environment = PLACES[place]
     if environment.get(coder.VARIABLE, "reference") not in coder.available_paths():
         pytest.skip("this path is not built: .venv/bin/python setup.py build_ext --inplace, on a processor that has it")
-    groups = (*cases(), *(case for each in shipped_profiles() for case in shipped(each)))
+    groups, wanted = every
     found = elsewhere(groups, tmp_path, environment)
-    wanted = here(groups)
     assert {name for name in wanted if found[name] != wanted[name]} == set()
     assert len(found) > 5 * len(groups)
     assert {name.split()[-1] for name in found} == set(names())

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.replay.readers import find, native, read
+from kvabr.replay.readers import find, read
 from kvabr.types.errors import UsageError
-from kvabr_lab.cli.traces import describe
+from kvabr_lab.cli.traces import describe, dumps
 from kvabr_lab.day.synth import KINDS, Shape, synthesise
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -20,7 +20,7 @@ MBIT = 125_000.0
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_seed_same_bytes_other_seed_other_bytes(kind):
     def text(seed):
-        return native.dumps(synthesise(kind, mean_mbps=20, duration_s=60, step_s=0.5, seed=seed, name="x"))
+        return dumps(synthesise(kind, mean_mbps=20, duration_s=60, step_s=0.5, seed=seed, name="x"))
 
     assert text(3) == text(3)
     assert (text(3) == text(4)) == (kind == "constant")

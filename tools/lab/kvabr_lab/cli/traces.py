@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvabr.replay.readers import BYTES_PER_SECOND, FORMATS, TIME_UNITS, Columns, find, native, read, sniff
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace, three
 from kvabr.store.files import write_text
-from kvabr.types.errors import AssetError, UsageError
+from kvabr.types.errors import AssetError, TraceError, UsageError
 from kvabr_lab.day.synth import KINDS, Shape, synthesise
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _import(args: argparse.Namespace) -> int:
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise AssetError(f"{target.parent}: cannot be created ({error.strerror})") from error
-        write_text(target, native.dumps(trace, note=f"imported from {path.name} ({name})"))
+        write_text(target, dumps(trace, note=f"imported from {path.name} ({name})"))
         count += 1
     print(f"{count} trace{'s' if count != 1 else ''} in {args.out}")
     return 0
@@ -207,7 +207,7 @@ def _synth(args: argparse.Namespace) -> int:
         shape=shape,
         name=args.name,
     )
-    write_text(args.out, native.dumps(trace, note=_recipe(args)))
+    write_text(args.out, dumps(trace, note=_recipe(args)))
     print(f"{args.out}: {args.kind}, {trace.mean_rate / BYTES_PER_MBIT:.2f} Mbit/s over {trace.duration_s:g} s")
     return 0
 
@@ -335,3 +335,27 @@ def _quantile(parts: list[tuple[float, float]], share: float) -> float:
         if rest <= 0:
             return rate
     return max(rate for rate, _ in parts)
+
+
+def dumps(trace: Trace, note: str = "") -> str:
+    """Return the trace as text; the same trace and note give the same text.
+
+    Raises:
+        TraceError: the trace's name or family would not read back.
+    """
+    for what, name in (("name", trace.name), ("family", trace.family)):
+        if not native.is_plain(name):
+            raise TraceError(f"the {what} {name[:40]!r} is not a plain name; take one such as lte/walk")
+    head = [native.MAGIC, f"# name: {trace.name}", f"# family: {trace.family}"]
+    if trace.rtt_s is not None:
+        head.append(f"# rtt_s: {_decimal(trace.rtt_s)}")
+    if note:
+        head.append(f"# note: {' '.join(note.split())}")
+    rows = [f"{_decimal(t)},{_decimal(rate * 8)}" for t, rate in zip(trace.times, trace.rates, strict=True)]
+    return "\n".join([*head, native.COLUMNS, *rows, f"{_decimal(trace.duration_s)},end", ""])
+
+
+def _decimal(value: float) -> str:
+    """Return the shortest decimal that reads back as ``value``."""
+    value = float(value)
+    return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
