@@ -328,7 +328,8 @@ class Play:
     async def prefix(self, prepared: Prepared, behind: int, block: int) -> PlayedPrefix:
         """Play a prefix, and hand over what is in place when the time is up; errors as `AsyncClient.play_prefix`.
 
-        Computing the ``behind`` tokens of the prompt that no cache covers comes out of the deadline.
+        What should come sooner than the engine computes it is waited for. Computing the ``behind`` tokens of the prompt
+        that no cache covers comes out of the deadline.
         """
         behind += prepared.left_out + self.options.question_tokens
         rest_s = self._engine_s(prepared.catalog.first_token + prepared.catalog.tokens, behind)

@@ -22,6 +22,8 @@ from kvabr.types.errors import FormatError
 
 TAILS = (16, 128, 512)
 """Lengths of tails behind which losses are measured, tokens."""
+_EVEN = 0.15
+"""Share of a loss that is spread evenly behind a question: which groups it is about depends on the text."""
 _LEAST_SHARE = 1e-6
 """Least share of a loss that a tail leaves."""
 MOST_LOSS = 1e6
@@ -78,11 +80,11 @@ def losses_behind(
 ) -> tuple[float, ...]:
     """Return what the first ``groups`` groups lose on a track behind a tail.
 
-    Together they lose what the tail leaves of the whole loss, each in proportion to what it loses right behind the
-    cache: which groups a question is about is not known. (To move the losses by the length of a question is worse: of
-    one or two of eight groups on a finer layer, chosen so, SmolLM2 lost 7 % more.) Of a shorter prefix, a group counts
-    by its distance from the end, and what is missing is the last group's; the first, by which the model steadies
-    itself, counts by itself. Where no tails are known, groups lose what they are said to.
+    Together they lose what the tail leaves of the whole loss: a part evenly (`_EVEN`), and the rest in proportion to
+    what each loses right behind the cache. (To move the losses by the length of a question is worse: of one or two of
+    eight groups on a finer layer, chosen so, SmolLM2 lost 7 % more.) Of a shorter prefix, a group counts by its
+    distance from the end, and what is missing is the last group's; the first, by which the model steadies itself,
+    counts by itself. Where no tails are known, groups lose what they are said to.
 
     Args:
         losses: of all groups of the cache, right behind it.
@@ -102,6 +104,7 @@ def losses_behind(
         far, farther = (sum(losses[: max(1, len(losses) - each // group_tokens)]) for each in (known, tail))
         wanted *= farther / far if far > 0 else 1.0
     if whole > wanted or (tail and whole > 0):
-        return tuple(min(MOST_LOSS, loss * wanted / whole) for loss in moved)
+        even = _EVEN * min(1.0, math.log1p(tail) / math.log1p(TAILS[0]))
+        return tuple(min(MOST_LOSS, wanted * ((1 - even) * loss / whole + even / groups)) for loss in moved)
     moved[-1] = min(MOST_LOSS, moved[-1] + wanted - whole)
     return tuple(moved)
