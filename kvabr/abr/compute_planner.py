@@ -219,6 +219,11 @@ class ComputePlanner:
             if view.rate <= 0 or self._growing:  # the network is to show what it can
                 self.reserved = range(first, self._last(view, first, stop) or first)
 
+    @property
+    def advances(self) -> bool:
+        """Whether the engine is to go on behind what is in place, or may be once the rate is known better."""
+        return self._target > self.reserved.start or self._growing or self._slow
+
     def outside(self, view: View) -> bool:
         """Return whether the network is to bring groups that are missing."""
         missing, reserved = view.missing_groups, self.reserved

@@ -183,7 +183,7 @@ class Anytime(Policy):
                 return decision
             missing = planner.outside(view)
             if saver is not None:
-                saver.share(view, planner.reserved, max(0.0, planner.until_s - view.now))
+                saver.share(view, planner.reserved, max(0.0, planner.until_s - view.now), advances=planner.advances)
         if view.coming and not missing:
             return self._upgrade(view)  # what comes before the last group exists costs no time
         if not missing and (sooner := self._hasten(view)) is not None:
@@ -229,7 +229,7 @@ class Anytime(Policy):
         missing, order = view.missing_groups, self._order
         if self._planner is not None and view.in_order and not self._planner.reserved:
             return Decision.fetch(next(iter(missing)), name, "the base comes first, in the order of the prompt")
-        if self._planner is not None and not view.front_first:
+        if self._planner is not None and self._planner.advances and not view.front_first:
             group = next(reversed(missing))  # the engine comes from the front
             return Decision.fetch(group, name, "the base comes first, from the back")
         group = next(iter(missing))  # the first missing group; if it was requested before, it was lost

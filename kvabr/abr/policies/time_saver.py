@@ -88,8 +88,8 @@ class TimeSaver:
         self._times = times
         self._computed, self._computed_s = range(0), 0.0
         """Groups that are left to the engine, and the seconds until it is done."""
-        self._stale = False
-        """Whether these have changed since the plan was made."""
+        self._stale = self._from_back = False
+        """Whether these have changed since the plan was made; and whether the engine comes from the front."""
         self._base, self._ahead_ttfb, self._sure = base, ahead_ttfb, sure
         self._plan: TimePlan | None = None
         self._planned_rate = self._planned_s = self._best_rate = 0.0
@@ -116,8 +116,12 @@ class TimeSaver:
         self._flying_saves = 0.0
         """Loss that what is in flight spares."""
 
-    def share(self, view: View, computed: range, computed_s: float) -> None:
-        """Note the groups that are left to the engine, and the seconds until it is done with all it does."""
+    def share(self, view: View, computed: range, computed_s: float, *, advances: bool) -> None:
+        """Note the groups that are left to the engine, and the seconds until it is done with all it does.
+
+        ``advances``: whether it is to go on from the front.
+        """
+        self._from_back = advances
         # What it has begun is nothing to plan for any more.
         here, before = (each.start if view.front_first else each.stop for each in (computed, self._computed))
         if abs(here - before) > view.keeps or bool(computed) != bool(self._computed):
@@ -242,7 +246,7 @@ class TimeSaver:
         """Return the missing group to request: in slow start that which loses most, as what follows may be better."""
         if view.front_first or view.in_order:
             return next(iter(view.missing_groups))
-        if view.cost is not None:
+        if self._from_back:
             return next(reversed(view.missing_groups))  # the engine comes from the front
         losses, missing = self._base.loss, view.missing_groups
         if not self._by_loss:
