@@ -168,6 +168,8 @@ class Anytime(Policy):
         if decision.kind not in {"wait", "finish", "deliver"} or first is None:
             return decision
         if not view.in_flight and view.engine_backlog_s <= 0:
+            if self._planner is not None and (rest := self._planner.rest(view, idle=True)) is not None:
+                return rest
             # Whatever was planned for the engine, it does not come to it.
             return Decision.fetch(first, self._base.name, "nothing is under way, and this is missing")
         return decision if decision.kind == "wait" else Decision.wait("the engine computes the rest")
@@ -226,6 +228,8 @@ class Anytime(Policy):
             if self._enough(view, _FIRST_FLYING):
                 return Decision.wait("enough is in flight, and decoding is slow")
             name = view.soonest_track()
+        if view.prefix and self._saver is not None and self._saver.enough(view):
+            return Decision.wait("enough is in flight, and the play may be cut before the rest")
         missing, order = view.missing_groups, self._order
         if self._planner is not None and view.in_order and not self._planner.reserved:
             return Decision.fetch(next(iter(missing)), name, "the base comes first, in the order of the prompt")

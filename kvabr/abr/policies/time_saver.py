@@ -139,7 +139,7 @@ class TimeSaver:
         plan = self._plan_for(view, missing=True)
         group = self._next_group(view)
         track = self._final_track(view, plan, group)
-        if self._enough(view) and (track is not None or (view.growing and view.slack_s() > 0)):
+        if self.enough(view) and (track is not None or (view.growing and view.slack_s() > 0)):
             return Decision.wait("enough is in flight")
         if track is None:
             return None
@@ -157,7 +157,7 @@ class TimeSaver:
             return self._probe(view)
         plan = self._plan_for(view, missing=False)
         if self._pressed:
-            return Decision.wait("enough is in flight") if self._enough(view) else self._best_upgrade(view, plan)
+            return Decision.wait("enough is in flight") if self.enough(view) else self._best_upgrade(view, plan)
         if plan.objective >= plan.idle_objective and not (view.in_flight and self._in_flight_pays(view)):
             plan = self._plan_for(view, missing=False, fresh=True)
         if plan.objective >= plan.idle_objective:
@@ -167,7 +167,7 @@ class TimeSaver:
             plan = self._kept_plan(view, "outage", max(view.rate, _RECOVERY * self._best_rate))
         elif not self._fits(view, plan):
             return None
-        elif self._enough(view):
+        elif self.enough(view):
             return Decision.wait("enough is in flight")
         if (best := self._best_upgrade(view, plan)) is not None:
             return best
@@ -234,7 +234,7 @@ class TimeSaver:
         most = view.lower_bound * view.time_left if decoded_s > _DECODED_SHARE * plan.ends_s else self._soon_bytes(view)
         return view.outstanding_bytes + plan.bytes <= most
 
-    def _enough(self, view: View) -> bool:
+    def enough(self, view: View) -> bool:
         """Return whether the bytes in flight last until a new request begins to arrive."""
         round_trips = _GROWING_TTFB if view.growing else self._ahead_ttfb
         ahead_s = round_trips * view.ttfb_s + _AHEAD_SHARE * view.deadline_s
