@@ -244,7 +244,7 @@ def test_a_prefix_is_cut_once_what_has_arrived_is_decoded():
     cost = PrefillCost.from_rate(3000.0)
     view = View(Ladder(catalog(8, layered=True)), 4.0, cost, front_first=True, prefix=True, time_price=1e-3)
     planner = ComputePlanner(view, TimePlanner(view), lambda *_: 0.0)
-    planner.reserved, planner._network_s, view.decode_backlog_s = range(0, 8), 0.1, 0.1
+    planner.reserved, planner._network_s, view.decode_backlog_s = range(8), 0.1, 0.1
     assert planner.rest(view) is None  # the network is to bring more
     assert planner.rest(view, idle=True).kind == "wait"
     view.decode_backlog_s = 0.0
