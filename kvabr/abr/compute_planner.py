@@ -7,7 +7,8 @@ lose on the tracks that the network can bring, the price of the time until both 
 - ``hole``: the engine computes from the front while the network loads the others from the back, so the later of the two
   counts. Groups in between belong to the engine if it is sooner, also those in flight or in place.
 - ``suffix``: the engine needs everything in front, and computes from there to the end. So both times count, one after
-  the other. A play of a prefix is cut there.
+  the other, and what is computed brings out the errors right in front of it. A play of a prefix is cut there, or as
+  soon as nothing more is worth a request.
 
 While no rate is known, or in slow start, the rule weighs a spread of rates: the division with the least mean of costs,
 each over the least at that rate. A call is as long as its constant part asks for, and otherwise so short that a wrong

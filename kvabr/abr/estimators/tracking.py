@@ -12,7 +12,8 @@ On a fast link what is requested comes in bursts, far shorter than a sample. If 
 have carried since the last sample, idle time included, the link is faster than believed: the estimate restarts there.
 
 If earlier plays' rate is known (`prime`), it counts as a stretch of samples. The first sample after each start may lie
-in slow start; it may then raise the estimate but not lower it.
+in slow start; it may then raise the estimate but not lower it. Where slow start takes more than half of the deadline to
+come to that rate, it says nothing of this play.
 """
 
 from __future__ import annotations

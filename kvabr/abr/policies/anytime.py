@@ -5,7 +5,8 @@ that fetches in that order needs no prediction to match one that knows the futur
 must still arrive. What remains to decide is how much to keep in flight.
 
 - The base is requested at once, and the rest is sent behind it. Groups that gain most from an enhancement go first, or
-  the earliest if the engine discards everything behind a miss. If decoding the base takes most of the time, it is
+  the earliest if the engine discards everything behind a miss, or the last while an engine comes from the front, or may
+  come once the rate is known better. If decoding the base takes most of the time, it is
   requested little by little, on the track that completes soonest.
 - Enhancements are requested just before the link runs dry: requests in flight cannot be reordered. One is requested if
   it arrives by the deadline at the lower bound of the rate. With nothing in flight, more than the expected rate may be
