@@ -7,7 +7,8 @@ lose on the tracks that the network can bring, the price of the time until both 
 - ``hole``: the engine computes from the front while the network loads the others from the back, so the later of the two
   counts. Groups in between belong to the engine if it is sooner, also those in flight or in place.
 - ``suffix``: the engine needs everything in front, and computes from there to the end. So both times count, one after
-  the other. A play of a prefix is cut there.
+  the other, and what is computed brings out the errors right in front of it. A play of a prefix is cut there, or as
+  soon as nothing more is worth a request.
 
 While no rate is known, or in slow start, the rule weighs a spread of rates: the division with the least mean of costs,
 each over the least at that rate. A call is as long as its constant part asks for, and otherwise so short that a wrong
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvabr.abr.estimator import WINDOW
 from kvabr.abr.policy import Decision
 from kvabr.abr.tail import LOADS, SPARE
 from kvabr.abr.view import View
@@ -48,10 +50,10 @@ _SLOW_SHARE, _RECOVERY = 0.3, 0.5
 """Share of the best rate so far below which a link may recover; and the share that is hoped for then."""
 _BETTER = 0.03
 """Share by which another division must be better than the last one, or than to compute nothing."""
+_CUT_BETTER = 0.1
+"""Share by which a cut must be better than to compute all or nothing: it is as good as many groups are in time."""
 _CALL = 5.0
 """Length of a call at least, as a multiple of its constant part."""
-_LEAST_CALL_S = 0.02
-"""Seconds of a call at least while the rate is not known well."""
 _HOPED = 3.0
 """Multiple of the rate at which the engine must compute something as well, so that one call does it all."""
 _SPLIT = 0.02
@@ -66,8 +68,6 @@ _SLOW_START = 0.5
 """Share of what a wait costs that counts in slow start: each round trip tells more."""
 _RAMP_ROUNDS, _RAMP = 1.5, 1.3
 """A link whose rate was lower by this factor as many times to first byte ago is in slow start."""
-_WINDOW = 14_600
-"""Bytes of the first round trip in slow start (RFC 9002, section 7.2)."""
 _LEAST_WAIT_S = 0.02
 """Seconds until more is known of the rate, at least."""
 _NEVER = 1e6
@@ -219,6 +219,11 @@ class ComputePlanner:
             if view.rate <= 0 or self._growing:  # the network is to show what it can
                 self.reserved = range(first, self._last(view, first, stop) or first)
 
+    @property
+    def advances(self) -> bool:
+        """Whether the engine is to go on behind what is in place, or may be once the rate is known better."""
+        return self._target > self.reserved.start or self._growing or self._slow
+
     def outside(self, view: View) -> bool:
         """Return whether the network is to bring groups that are missing."""
         missing, reserved = view.missing_groups, self.reserved
@@ -263,9 +268,12 @@ class ComputePlanner:
         best = int(regret.argmin())
         if not self._suffix and (kept is None or view.arrived):  # what the engine does must be worth it
             kept = way.start
+        better = _BETTER
+        if self._suffix and kept is None and len(rates) == 1:  # to compute all, or to play all, holds what it promises
+            kept, better = int(way.stops[0] if regret[0] < regret[-1] else way.stops[-1]), _CUT_BETTER
         if kept is not None:  # what is under way for the last plan counts
             same = int(np.searchsorted(way.stops, kept))
-            if same < len(way.stops) and float(regret[same]) <= (1.0 + _BETTER) * float(regret[best]):
+            if same < len(way.stops) and float(regret[same]) <= (1.0 + better) * float(regret[best]):
                 best = same
         self._waits, self._call_to = False, None
         if len(rates) > 1:
@@ -295,12 +303,12 @@ class ComputePlanner:
         round_s = view.ttfb_s or _UNKNOWN_WAIT_S
         if view.rate > 0 and not self._growing:
             begins = view.now < _RAMP_ROUNDS * round_s  # at the rate that earlier plays told
-            return [view.rate], (_WINDOW / round_s, round_s) if begins else None
+            return [view.rate], (WINDOW / round_s, round_s) if begins else None
         # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
-        left_s = max(view.time_left, _SAME_TIME * view.deadline_s, _LEAST_CALL_S)
+        left_s = max(view.time_left, _SAME_TIME * view.deadline_s, _LEAST_WAIT_S)
         least = max(_GROWTH * view.rate, SPARE * view.ladder.tracks[0].total_bytes / left_s)
         rates = [max(least, load * view.catalog.fp16_bytes / left_s) for load in LOADS]
-        return rates, (max(view.rate, _WINDOW / round_s), round_s)
+        return rates, (max(view.rate, WINDOW / round_s), round_s)
 
     def _grows(self, view: View) -> bool:
         """Return whether the link may be in slow start: its rate was clearly lower a round trip ago, or not known."""
@@ -331,7 +339,7 @@ class ComputePlanner:
         behind = np.concatenate([behind[:, 1:] + again, np.full((len(behind), 1), np.inf)], axis=1)
         begun = (np.minimum(way.costs, behind) / least).mean(axis=0)
         took = way.engine_s - view.engine_backlog_s
-        begun[took < min(_LEAST_CALL_S, float(took[-1]))] = np.inf
+        begun[took < min(self._better_known_s(view), float(took[-1]))] = np.inf
         best = int(begun.argmin())
         return int(way.stops[best]) if begun[best] <= waiting else way.start
 
@@ -386,7 +394,7 @@ class ComputePlanner:
             return None
         self._look(view)
         if self._suffix:
-            return self._rest(view)
+            return self.rest(view)
         if self._target > self.reserved.start and (call := self._call(view)) is not None:
             return call
         if view.now < self._again_s:
@@ -451,17 +459,23 @@ class ComputePlanner:
                 high = middle - 1
         return low
 
-    def _rest(self, view: View) -> Decision | None:
-        """Have the engine compute the rest, or the play be cut, once the best prefix is in place."""
+    def rest(self, view: View, *, idle: bool = False) -> Decision | None:
+        """Have the engine compute the rest, or the play be cut, once the best prefix is in place.
+
+        ``idle``: nothing is under way, and nothing more is worth a request.
+        """
         cut = self.reserved.start
-        if not self.reserved or cut > view.solid:
+        if not self._suffix or not self.reserved or cut > view.solid:
             return None
         if view.track_of[cut] is None and cut not in view.missing_groups and cut < view.edge:
             return None  # the player has left it to the engine already
         rest_s = self._call_s(view, cut, view.groups)
         last_s = view.time_left - rest_s - _LAST_TICKS * view.deadline_s
         if self._network_s > _AT_ONCE_S and last_s > 0:
-            return None
+            if not idle:
+                return None
+            if view.decode_backlog_s > 0:
+                return Decision.wait("what has arrived is decoded first, and then the play is cut")
         if view.rate > 0 and rest_s > view.time_left + _LATE * view.deadline_s:
             return None  # it could not be shortened any more, and the link may recover
         return Decision.recompute(cut, f"to compute from group {cut} on {self._why}")

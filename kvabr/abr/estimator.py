@@ -11,6 +11,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+WINDOW = 14_600
+"""Bytes of the first round trip in slow start (RFC 9002, section 7.2)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prior:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvabr.abr.view import Transfer, View
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import MISS_PENALTY
+from kvabr.types.loss import factors_behind
 
 Array = npt.NDArray[np.float64]
 
@@ -141,6 +142,10 @@ class TimePlanner:
         """See `View.added`."""
         self._left_out = frozenset(catalog.computed)
         """Groups that no asset has: they are the engine's from the beginning."""
+        self._behind: Array | None = None
+        """What the first groups lose if an engine computes all behind them, over what they lose otherwise, by track."""
+        if view.front_first and view.cost is not None:
+            self._behind = np.array([factors_behind(catalog, name) for name in self.names])
 
     def _weigh(self, view: View, states: list[str | None]) -> None:
         """Work out what each step costs and brings."""
@@ -407,7 +412,11 @@ class TimePlanner:
             behind: Array = sums[..., ends]
             return behind if view.front_first else sums[..., -1:] - behind + sums[..., begin : begin + 1]
 
-        works, nbytes, flying = brought(picked.work), brought(picked.bytes), brought(held)
+        works, nbytes, flying, lost = map(brought, (picked.work, picked.bytes, held, picked.loss))
+        if self._behind is not None:
+            by_track = np.zeros((len(lost), *options.loss.shape))
+            np.put_along_axis(by_track, picked.tracks[:, None], picked.loss[:, None], axis=1)
+            lost = (brought(by_track) * self._behind[:, stops]).sum(axis=1)
         arrives_s = _carried_s(nbytes + flying, rate, ramp) + (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
         batch_s = max(map(view.decode_latency_s, self.names))
         decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
@@ -415,7 +424,7 @@ class TimePlanner:
         queued_s = view.decode_backlog_s + (flying > 0) * self._flying_s(view)
         network_s = np.maximum(last_s, queued_s + works) + batch_s * (works > 0)
         lacking = stops > view.solid if view.front_first else stops < len(self._missing)
-        network_s *= lacking | (nbytes + flying > 0)
+        network_s *= lacking | (nbytes + flying > 0) | (view.decode_backlog_s > 0)
         if view.coming and view.ready_s is not None:  # what is not published yet
             last = stops if view.front_first else np.where(stops < len(self._missing), len(self._missing), 0)
             ready = np.array([view.ready_s(int(stop) - 1) if stop > view.edge else view.now for stop in last])
@@ -423,10 +432,7 @@ class TimePlanner:
         together_s = network_s + engine_s if view.front_first else np.maximum(network_s, engine_s)
         late_s = together_s - view.time_left
         objective = (
-            brought(picked.loss)
-            + inherited
-            + view.time_price * together_s
-            + (late_s > 0) * (MISS_PENALTY + late_s / view.deadline_s)
+            lost + inherited + view.time_price * together_s + (late_s > 0) * (MISS_PENALTY + late_s / view.deadline_s)
         )
         best = objective.argmin(axis=0)
         columns = np.arange(len(stops))

@@ -86,6 +86,8 @@ from kvabr.types.events import (
     RequestSent,
 )
 
+_SLOW_START = 0.5
+"""Share of the deadline that slow start takes at most, as far as what is left to an engine is concerned."""
 _ASKED = 64
 """Decisions at one event; the policy is asked again at once, but what has happened meanwhile comes first."""
 _ABANDONED = 64
@@ -572,8 +574,12 @@ class Session:
         """Re-plan what is left to the engine, and start what it can compute now."""
         alone = self.guard.policy.computes
         after = 1.0 if alone else self.config.plan_after
-        if now >= after * self.view.deadline_s:
-            dead = self._dead(now) or lane.overdue(now, self.groups.absent)
+        if self.guard.policy.divides and not self.view.front_first and math.isfinite(self.config.gpu_price):
+            # In slow start such a policy knows better than what it brings so far.
+            after = max(after, _SLOW_START * (self.view.growing or self.view.rate <= 0))
+        dead = not alone and self._dead(now)
+        if dead or now >= after * self.view.deadline_s:
+            dead = dead or lane.overdue(now, self.groups.absent)
             changed, found = lane.replan(now, dead=dead)
             if changed:
                 what = "nothing" if found is None else f"groups {found.first} to {found.last - 1}"

@@ -50,6 +50,8 @@ class ThroughputSampler:
         self._known: tuple[float, float, float] | None = None
         """Cached estimates, until the estimator gets a sample: they are read far more often than they change."""
         self._begin()
+        self._told: float | None = None
+        """Rate that earlier plays told, or 0.0: slow start up to there is nothing new."""
         self._ramp_rate: float | None = 0.0
         """Rate of the last sample during slow start, while each is clearly faster than the one before; then None."""
         self._ramp_bytes = 0
@@ -67,8 +69,8 @@ class ThroughputSampler:
 
     @property
     def growing(self) -> bool:
-        """Whether the last sample was clearly faster than the one before, as in slow start."""
-        return bool(self._ramp_rate)
+        """Whether the last sample was clearly faster than the one before, as in slow start, and than earlier plays."""
+        return (self._ramp_rate or 0.0) > (self._told or 0.0)
 
     def estimates(self) -> tuple[float, float, float]:
         """Return the rate and its lower bound, bytes per second, and the time to first byte, seconds."""
@@ -88,6 +90,8 @@ class ThroughputSampler:
             self._estimator.start(self._deadline_s)
 
     def _sample(self, nbytes: int, seconds: float, now: float) -> None:
+        if self._told is None:
+            self._told = self.estimates()[0]
         with self._asking():
             self._estimator.sample(nbytes, seconds, now)
 

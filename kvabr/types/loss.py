@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import FormatError
-from kvabr.types.tails import losses_behind
+from kvabr.types.tails import losses_behind, share_points
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,6 +98,31 @@ def _total(catalog: Catalog, tracks: Sequence[str], inherited: Mapping[int, floa
     return sum(
         inherited[group] if name == RECOMPUTED else losses[name][group] for group, name in enumerate(tracks[:tail])
     )
+
+
+def factors_behind(catalog: Catalog, name: str) -> npt.NDArray[np.float64]:
+    """Return what the first n groups lose on one track if an engine computes all others behind them.
+
+    As multiples of what they lose otherwise, for n from 0 to all. 1.0 where nothing is known of tails.
+    """
+    import numpy as np  # noqa: PLC0415  # slow to load
+
+    track, size = catalog.track(name), catalog.spec.group_tokens
+    sums: npt.NDArray[np.float64] = np.append(0.0, np.cumsum(track.loss))
+    factors = np.ones(sums.shape)
+    if not (catalog.even and track.tails):
+        return factors
+    behind = catalog.tokens - np.array([catalog.tokens_before(count) for count in range(catalog.groups + 1)])
+    left = sums[-1] * np.exp(np.interp(np.log1p(behind), *share_points(track.tails)))
+    longest = track.tails[-1].tokens
+    far, farther = (
+        float(sums[max(1, catalog.groups - longest // size)]),
+        sums[np.maximum(1, catalog.groups - behind // size)],
+    )
+    if far > 0:
+        left = np.where(behind > longest, left * farther / far, left)
+    np.divide(left, sums, out=factors, where=sums > 0)
+    return factors
 
 
 class _LossyGroups:

@@ -58,13 +58,18 @@ def share_behind(tails: Sequence[TailLoss], tokens: int) -> float:
     """Return the share of a track's loss that is left behind a tail of ``tokens`` tokens; 1.0 if none is known."""
     if not tails or tokens <= 0:
         return 1.0
-    places = [0.0, *(math.log1p(tail.tokens) for tail in tails)]
-    shares = [0.0, *accumulate((math.log(max(_LEAST_SHARE, tail.share)) for tail in tails), min)]
+    places, shares = share_points(tails)
     place = math.log1p(tokens)
     for (left, low), (right, high) in pairwise(zip(places, shares, strict=True)):
         if place <= right:
             return math.exp(low + (high - low) * (place - left) / (right - left))
     return math.exp(shares[-1])
+
+
+def share_points(tails: Sequence[TailLoss]) -> tuple[list[float], list[float]]:
+    """Return the points between which the share is linear: log(1 + tokens), and the logarithms of the shares."""
+    places = [0.0, *(math.log1p(tail.tokens) for tail in tails)]
+    return places, [0.0, *accumulate((math.log(max(_LEAST_SHARE, tail.share)) for tail in tails), min)]
 
 
 def tails_behind(tails: Sequence[TailLoss], tokens: int) -> tuple[TailLoss, ...]:

@@ -7,6 +7,7 @@ import pytest
 
 from kvabr.abr import Ladder, Transfer, View
 from kvabr.abr.compute_planner import ComputePlanner
+from kvabr.abr.estimator import Prior
 from kvabr.abr.ladder import every_option, rank
 from kvabr.abr.time_planner import TimePlanner
 from kvabr.player.session_types import PlayerConfig
@@ -220,3 +221,31 @@ def test_a_division_that_only_a_rate_of_a_moment_speaks_for_does_not_cut_a_prefi
     options = ReplayOptions(4.0, 0.02, None, cost, "suffix", prefix=True, slow_start=False)
     run = Experiment(offer, options).play(link, 0.0, "anytime").run
     assert run["recompute_s"] == 0.0
+
+
+@pytest.mark.parametrize("load", [1.0, 3.0])
+def test_an_engine_that_is_not_worth_its_time_makes_no_play_worse_on_a_link_that_is_known(load):
+    """The order in which groups are requested is the one that suits the network alone."""
+    known = Prior(load * catalog(32, layered=True).fp16_bytes / 4.0, 0.02)
+    run, alone = (
+        simulated(cost, load=load, prior=known, decode_scale=8.0) for cost in (PrefillCost.from_rate(300.0), None)
+    )
+    assert run["recompute_s"] == 0.0
+    assert run["objective"] <= 1.05 * alone["objective"]
+
+
+def test_slow_start_leaves_nothing_to_an_engine_that_no_division_gives_anything():
+    """Nothing has come for a tenth of the deadline: that is a round trip."""
+    run = simulated(PrefillCost.from_rate(300.0), deadline=1.0, rtt=0.1, load=1.0)
+    assert run["recompute_s"] == 0.0
+
+
+def test_a_prefix_is_cut_once_what_has_arrived_is_decoded():
+    cost = PrefillCost.from_rate(3000.0)
+    view = View(Ladder(catalog(8, layered=True)), 4.0, cost, front_first=True, prefix=True, time_price=1e-3)
+    planner = ComputePlanner(view, TimePlanner(view), lambda *_: 0.0)
+    planner.reserved, planner._network_s, view.decode_backlog_s = range(8), 0.1, 0.1
+    assert planner.rest(view) is None  # the network is to bring more
+    assert planner.rest(view, idle=True).kind == "wait"
+    view.decode_backlog_s = 0.0
+    assert planner.rest(view, idle=True).kind == "recompute"

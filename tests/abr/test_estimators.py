@@ -239,6 +239,15 @@ def test_a_prior_counts_until_samples_do():
     assert estimator.ttfb() == 0.2
 
 
+@pytest.mark.parametrize(("deadline_s", "counts"), [(4.0, True), (1.0, False)])
+def test_a_prior_that_slow_start_cannot_reach_in_time_does_not_count(deadline_s, counts):
+    estimator = ESTIMATORS["tracking"]()
+    estimator.prime(Prior(2e9, 0.1))  # fourteen round trips away
+    estimator.start(deadline_s)
+    assert (estimator.rate() > 0) == counts
+    assert estimator.ttfb() == 0.1
+
+
 @pytest.mark.parametrize("rate", [0.0, 1e-9, 1e12])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_an_absurd_prior_does_not_last(name, rate):

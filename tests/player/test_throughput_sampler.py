@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvabr.abr.estimator import Prior
 from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators.tracking import Tracking
 from kvabr.player.throughput_sampler import ChunkedThroughputSampler, ThroughputSampler
 
 
@@ -166,3 +168,17 @@ def test_a_first_byte_and_a_wait_at_the_same_time_are_no_sample():
     meter.received(50_000, 1.5)
     meter.settle(1.5, idle=True)
     assert [seconds for _, seconds in kept.samples] == [0.5]
+
+
+def test_slow_start_up_to_the_rate_that_earlier_plays_told_is_nothing_new():
+    told = Tracking()
+    told.prime(Prior(1e6, 0.02))
+    meter = ThroughputSampler(told, 4.0)
+    assert meter.estimates()[0] == pytest.approx(1e6)
+    for rate, growing in ((2e5, False), (4e5, False), (8e5, False), (3e6, True)):
+        now = {2e5: 0.1, 4e5: 0.2, 8e5: 0.3, 3e6: 0.4}[rate]
+        meter.first_byte(0.02, now)
+        meter.received(int(rate * 0.09), now + 0.09)
+        meter.settle(now + 0.09, idle=True)
+        assert meter.growing == growing
+    assert meter.estimates()[0] > 1e6

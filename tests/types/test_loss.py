@@ -8,7 +8,7 @@ import pytest
 
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import FormatError
-from kvabr.types.loss import INHERITED, played_loss, predicted_loss
+from kvabr.types.loss import INHERITED, factors_behind, played_loss, predicted_loss
 from kvabr.types.tails import TailLoss, share_behind
 from tests.catalogs import catalog
 from tests.counting import lines
@@ -138,6 +138,16 @@ def test_groups_computed_at_the_end_are_a_tail():
     both = predicted_loss(made, ["AC-5x"] * 3 + ["Int4"] * 3 + [RECOMPUTED] * 2)
     each = [predicted_loss(made, [name] * 6 + [RECOMPUTED] * 2) for name in ("AC-5x", "Int4")]
     assert min(each) < both < max(each)
+
+
+@pytest.mark.parametrize("made", [tailed(8), tailed(4, short=100), catalog(6)])
+def test_what_a_prefix_loses_in_front_of_what_is_computed_is_known_for_every_length(made):
+    track, groups = made.track("Int4"), made.groups
+    factors = factors_behind(made, "Int4")
+    for count in range(groups + 1):
+        tracks = ["Int4"] * count + [RECOMPUTED] * (groups - count)
+        expected = predicted_loss(made, tracks) if track.tails else sum(track.loss[:count])
+        assert factors[count] * sum(track.loss[:count]) == pytest.approx(expected)
 
 
 def test_a_last_group_that_is_short_is_a_short_tail():

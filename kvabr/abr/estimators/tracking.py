@@ -12,7 +12,8 @@ On a fast link what is requested comes in bursts, far shorter than a sample. If 
 have carried since the last sample, idle time included, the link is faster than believed: the estimate restarts there.
 
 If earlier plays' rate is known (`prime`), it counts as a stretch of samples. The first sample after each start may lie
-in slow start; it may then raise the estimate but not lower it.
+in slow start; it may then raise the estimate but not lower it. Where slow start takes more than half of the deadline to
+come to that rate, it says nothing of this play.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections import deque
 from itertools import islice
 from typing import ClassVar
 
-from kvabr.abr.estimator import Prior
+from kvabr.abr.estimator import WINDOW, Prior
 from kvabr.abr.estimators.classic import DecayingMean, MergedSamples
 
 _SLOT_SHARE = 1 / 200
@@ -50,6 +51,8 @@ _STEADY = 0.25
 """Least deviation of a sample's logarithm: no link is steadier."""
 _PRIOR_SHARE = 1 / 16
 """Earlier plays' rate counts as samples of this share of the deadline."""
+_SOON = 0.5
+"""Share of the deadline within which slow start must come to earlier plays' rate, or that says nothing of this play."""
 _BURST = 1.5
 """A burst counts if it has this many times the bytes that were expected."""
 _LEAST_LOG = -3.0
@@ -85,10 +88,13 @@ class Tracking(MergedSamples):
         self._share_sure: float | None = None
         self._taken_s: float | None = None
         """When the last sample ended."""
-        self._fresh = self._prior is not None
+        self._fresh = False
         """No sample yet, but earlier plays' rate is known."""
-        if self._prior is not None:
-            self._restart(self._prior.rate, _PRIOR_SHARE * self._prior.weight * horizon_s)
+        if (prior := self._prior) is not None:
+            rounds = math.log2(max(1.0, prior.rate * prior.ttfb_s / WINDOW))
+            self._fresh = rounds * prior.ttfb_s <= _SOON * horizon_s
+            if self._fresh:
+                self._restart(prior.rate, _PRIOR_SHARE * prior.weight * horizon_s)
 
     def prime(self, prior: Prior) -> None:
         """Start from the rate of earlier plays."""

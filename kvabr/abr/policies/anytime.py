@@ -5,7 +5,8 @@ that fetches in that order needs no prediction to match one that knows the futur
 must still arrive. What remains to decide is how much to keep in flight.
 
 - The base is requested at once, and the rest is sent behind it. Groups that gain most from an enhancement go first, or
-  the earliest if the engine discards everything behind a miss. If decoding the base takes most of the time, it is
+  the earliest if the engine discards everything behind a miss, or the last while an engine comes from the front, or may
+  come once the rate is known better. If decoding the base takes most of the time, it is
   requested little by little, on the track that completes soonest.
 - Enhancements are requested just before the link runs dry: requests in flight cannot be reordered. One is requested if
   it arrives by the deadline at the lower bound of the rate. With nothing in flight, more than the expected rate may be
@@ -168,6 +169,8 @@ class Anytime(Policy):
         if decision.kind not in {"wait", "finish", "deliver"} or first is None:
             return decision
         if not view.in_flight and view.engine_backlog_s <= 0:
+            if self._planner is not None and (rest := self._planner.rest(view, idle=True)) is not None:
+                return rest
             # Whatever was planned for the engine, it does not come to it.
             return Decision.fetch(first, self._base.name, "nothing is under way, and this is missing")
         return decision if decision.kind == "wait" else Decision.wait("the engine computes the rest")
@@ -183,7 +186,7 @@ class Anytime(Policy):
                 return decision
             missing = planner.outside(view)
             if saver is not None:
-                saver.share(view, planner.reserved, max(0.0, planner.until_s - view.now))
+                saver.share(view, planner.reserved, max(0.0, planner.until_s - view.now), advances=planner.advances)
         if view.coming and not missing:
             return self._upgrade(view)  # what comes before the last group exists costs no time
         if not missing and (sooner := self._hasten(view)) is not None:
@@ -226,10 +229,12 @@ class Anytime(Policy):
             if self._enough(view, _FIRST_FLYING):
                 return Decision.wait("enough is in flight, and decoding is slow")
             name = view.soonest_track()
+        if view.prefix and self._saver is not None and self._saver.enough(view):
+            return Decision.wait("enough is in flight, and the play may be cut before the rest")
         missing, order = view.missing_groups, self._order
         if self._planner is not None and view.in_order and not self._planner.reserved:
             return Decision.fetch(next(iter(missing)), name, "the base comes first, in the order of the prompt")
-        if self._planner is not None and not view.front_first:
+        if self._planner is not None and self._planner.advances and not view.front_first:
             group = next(reversed(missing))  # the engine comes from the front
             return Decision.fetch(group, name, "the base comes first, from the back")
         group = next(iter(missing))  # the first missing group; if it was requested before, it was lost

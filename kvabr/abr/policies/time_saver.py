@@ -88,8 +88,8 @@ class TimeSaver:
         self._times = times
         self._computed, self._computed_s = range(0), 0.0
         """Groups that are left to the engine, and the seconds until it is done."""
-        self._stale = False
-        """Whether these have changed since the plan was made."""
+        self._stale = self._from_back = False
+        """Whether these have changed since the plan was made; and whether the engine comes from the front."""
         self._base, self._ahead_ttfb, self._sure = base, ahead_ttfb, sure
         self._plan: TimePlan | None = None
         self._planned_rate = self._planned_s = self._best_rate = 0.0
@@ -116,8 +116,12 @@ class TimeSaver:
         self._flying_saves = 0.0
         """Loss that what is in flight spares."""
 
-    def share(self, view: View, computed: range, computed_s: float) -> None:
-        """Note the groups that are left to the engine, and the seconds until it is done with all it does."""
+    def share(self, view: View, computed: range, computed_s: float, *, advances: bool) -> None:
+        """Note the groups that are left to the engine, and the seconds until it is done with all it does.
+
+        ``advances``: whether it is to go on from the front.
+        """
+        self._from_back = advances
         # What it has begun is nothing to plan for any more.
         here, before = (each.start if view.front_first else each.stop for each in (computed, self._computed))
         if abs(here - before) > view.keeps or bool(computed) != bool(self._computed):
@@ -135,7 +139,7 @@ class TimeSaver:
         plan = self._plan_for(view, missing=True)
         group = self._next_group(view)
         track = self._final_track(view, plan, group)
-        if self._enough(view) and (track is not None or (view.growing and view.slack_s() > 0)):
+        if self.enough(view) and (track is not None or (view.growing and view.slack_s() > 0)):
             return Decision.wait("enough is in flight")
         if track is None:
             return None
@@ -153,7 +157,7 @@ class TimeSaver:
             return self._probe(view)
         plan = self._plan_for(view, missing=False)
         if self._pressed:
-            return Decision.wait("enough is in flight") if self._enough(view) else self._best_upgrade(view, plan)
+            return Decision.wait("enough is in flight") if self.enough(view) else self._best_upgrade(view, plan)
         if plan.objective >= plan.idle_objective and not (view.in_flight and self._in_flight_pays(view)):
             plan = self._plan_for(view, missing=False, fresh=True)
         if plan.objective >= plan.idle_objective:
@@ -163,7 +167,7 @@ class TimeSaver:
             plan = self._kept_plan(view, "outage", max(view.rate, _RECOVERY * self._best_rate))
         elif not self._fits(view, plan):
             return None
-        elif self._enough(view):
+        elif self.enough(view):
             return Decision.wait("enough is in flight")
         if (best := self._best_upgrade(view, plan)) is not None:
             return best
@@ -230,7 +234,7 @@ class TimeSaver:
         most = view.lower_bound * view.time_left if decoded_s > _DECODED_SHARE * plan.ends_s else self._soon_bytes(view)
         return view.outstanding_bytes + plan.bytes <= most
 
-    def _enough(self, view: View) -> bool:
+    def enough(self, view: View) -> bool:
         """Return whether the bytes in flight last until a new request begins to arrive."""
         round_trips = _GROWING_TTFB if view.growing else self._ahead_ttfb
         ahead_s = round_trips * view.ttfb_s + _AHEAD_SHARE * view.deadline_s
@@ -242,7 +246,7 @@ class TimeSaver:
         """Return the missing group to request: in slow start that which loses most, as what follows may be better."""
         if view.front_first or view.in_order:
             return next(iter(view.missing_groups))
-        if view.cost is not None:
+        if self._from_back:
             return next(reversed(view.missing_groups))  # the engine comes from the front
         losses, missing = self._base.loss, view.missing_groups
         if not self._by_loss:
