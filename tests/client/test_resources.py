@@ -117,16 +117,17 @@ async def test_whatever_a_thread_raises_arrives(error: BaseException, raised: ty
 
 
 LEFT_ALONE = """
-import asyncio, threading, torch
+import asyncio, threading, time, torch
 from kvabr.client.resources import in_thread
 
 began = threading.Event()
 
 def compute():
-    some = torch.ones(512, 512)
-    for _ in range(100):  # each returns to Python from C++, and needs the interpreter for that
+    some = torch.ones(64, 64)
+    for _ in range(50):  # each returns to Python from C++, and needs the interpreter for that
         began.set()
         some = (some @ some).clamp(max=1.0)
+        time.sleep(0.005)
     print("computed")
 
 async def give_up():
