@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import permutations
 
@@ -153,6 +153,7 @@ def tail_costs(
     time_price: float,
     gpu_price: float,
     decoders: int = 1,
+    divides: bool = True,
 ) -> list[float]:
     """Return what a play with each of the offers should cost, nats per token.
 
@@ -163,7 +164,10 @@ def tail_costs(
         time_price: price of a second before the first token, nats per token.
         gpu_price: price of a second of engine time; with an infinite one a tail is never computed.
         decoders: groups that are decoded at once.
+        divides: whether the policy has an engine compute everything where that costs less (`Policy.divides`).
     """
+    if not divides:
+        offers = [replace(offer, computed_s=math.inf) for offer in offers]
     left_s = max(_LEAST_S, left_s)
     whole = offers[0].catalog
     rates = [rate]
