@@ -682,9 +682,8 @@ def tail_choices(
     if cost is not None:
         left_s -= cost.seconds(catalog.first_token + catalog.tokens, following)
     costs = tail_costs(
-        offers, left_s, rate=rate, time_price=options.time_price, gpu_price=options.gpu_price, decoders=decoders,
-        divides=policy_class(options.policy).divides,
-    )  # fmt: skip
+        offers, left_s, rate=rate, time_price=options.time_price, gpu_price=options.gpu_price, decoders=decoders
+    )
     return offers, costs
 
 

@@ -354,7 +354,6 @@ class Experiment:
             time_price=config.time_price,
             gpu_price=config.gpu_price,
             decoders=options.decoders,
-            divides=policy_class(policy).divides,
         )
         offer = choose_tail(policy, offers, costs)
         return self._offers[offer.tokens]
