@@ -42,8 +42,6 @@ class TailOffer:
     """Tokens of the prefix that are computed; 0: all of it is fetched."""
     engine_s: float
     """Seconds by which they make the engine's call longer."""
-    computed_s: float = math.inf
-    """Seconds in which the engine computes the rest, too, where nothing is fetched."""
 
     def objective(self, rate: float, left_s: float, *, time_price: float, gpu_price: float, decoders: int = 1) -> float:
         """Return what a play should cost at a rate, bytes per second: loss, time and engine, nats per token.
@@ -56,15 +54,13 @@ class TailOffer:
             decoders: groups that are decoded at once.
         """
 
-        def cost(loss: float, seconds: float, engine_s: float = self.engine_s) -> float:
+        def cost(loss: float, seconds: float) -> float:
             return objective(
-                loss, seconds, left_s, met=seconds <= left_s, engine_s=engine_s,
+                loss, seconds, left_s, met=seconds <= left_s, engine_s=self.engine_s,
                 time_price=time_price, gpu_price=gpu_price,
             )  # fmt: skip
 
         least = min(cost(loss, self.engine_s + max(size / rate, s / decoders)) for size, s, loss in self._ways)
-        if math.isfinite(gpu_price) and math.isfinite(self.computed_s):
-            least = min(least, cost(0.0, self.computed_s, self.computed_s))
         # With all the time there is, a play mixes the tracks on either side of what the link carries.
         carried = rate * (left_s - self.engine_s)
         mixtures = (
@@ -128,20 +124,17 @@ def tail_offers(
     possible = list(ends) if following else []
     step = max(1, math.ceil(len(possible) / _MOST_OFFERS))
     alone_s = 0.0 if cost is None else cost.seconds(first + catalog.tokens, following)
-    had = catalog.tokens_before(skip)
-    computed_s = math.inf if cost is None else cost.seconds(first + had, catalog.tokens - had)
-    offers = [TailOffer(behind(groups, following).suffix(skip), 0, 0.0, computed_s)]
+    offers = [TailOffer(behind(groups, following).suffix(skip), 0, 0.0)]
     for kept in reversed(possible[::-1][::step]):
         tokens = catalog.tokens - ends[kept]
         try:
             fetched = behind(kept, following + tokens).suffix(skip)
         except UsageError:  # there is no snapshot of a state
             continue
-        engine_s, computed_s = 0.0, math.inf
+        engine_s = 0.0
         if cost is not None:
             engine_s = max(0.0, cost.seconds(first + ends[kept], tokens + following) - alone_s)
-            computed_s = cost.seconds(first + had, ends[kept] - had) + engine_s
-        offers.append(TailOffer(fetched, tokens, engine_s, computed_s))
+        offers.append(TailOffer(fetched, tokens, engine_s))
     return offers
 
 
