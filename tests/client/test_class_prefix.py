@@ -104,12 +104,13 @@ async def test_without_a_group_a_shorter_prefix_is_played_if_there_is_one(librar
 
 
 @virtual
-async def test_a_link_that_is_too_slow_ends_at_the_deadline(library, spec):
+async def test_a_link_that_is_too_slow_ends_at_another_deadline_at_most(library, spec):
+    """While the rest should come sooner than an engine computes it, it is waited for."""
     total = library.assets[0].catalog.to_play.track("FP16").total_bytes
     played = await prefix(library, spec, rate=total / 4)
     check(played, spec)
     assert played.tokens < 150
-    assert played.seconds <= 2.1
+    assert played.seconds <= 4.1
     if spec is INDEXED:
         assert played.tokens >= 16
 
