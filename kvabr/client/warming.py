@@ -142,7 +142,7 @@ def warm_in_background(
         begun = threading.Event()
         _begun[key] = thread = threading.Thread(target=work, name="kvabr-warm", daemon=True)
     thread.start()
-    begun.wait()  # whoever comes next finds that it is being tried
+    begun.wait()  # so that the caller's own groups find that it is being tried
     return thread
 
 

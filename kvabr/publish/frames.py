@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -313,7 +313,8 @@ def _prepare(groups: Sequence[GroupEncoder], tracks: Sequence[str]) -> None:
         some = [group for group in groups if group.kv.device == device]
         with nullcontext() if own is None else torch.cuda.stream(own):
             for track in tracks:
-                codec(track).prepare([(group.kv, group.context) for group in some])
+                with suppress(torch.OutOfMemoryError):  # beside an engine; one by one they need less
+                    codec(track).prepare([(group.kv, group.context) for group in some])
                 for group in some:
                     group.make(track)
 

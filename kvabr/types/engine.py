@@ -78,7 +78,7 @@ class ResidentCache(Protocol):
     def prefill(self, tokens: Sequence[int], first: int) -> torch.Tensor:
         """Compute the KV of ``tokens`` from ``first`` on, behind what is in place; keep it, and return it as well.
 
-        It is on the device, where it need not be done yet: whoever looks at a number of it waits for that.
+        It is on the device, and may still be in the making there: reading a number of it waits for that.
 
         Raises:
             ModelError: as `Engine.prefill`.

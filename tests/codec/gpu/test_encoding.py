@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvabr.codec import gpu
+from kvabr.codec import ac, gpu
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.coefficients import Coefficients, error_sums, hold, indices
 from kvabr.codec.gpu import batches
@@ -194,4 +194,21 @@ def test_what_an_engine_hands_over_on_a_device_is_encoded_there_in_one_go(there,
         frames.append([asset.frame(group, track) for group in (0, 1) for track in chain_of("AC-L3")])
         there()
     assert max(jobs) >= 2
+    assert frames[0] == frames[1]
+
+
+def test_without_memory_for_many_groups_are_encoded_one_by_one(there, monkeypatch):
+    kv, frames = related(SHAPE, SHAPE.group_tokens + 9, 6), []
+    for device in (torch.device("cpu"), DEVICE):
+        store = MemoryFrames()
+        FrameEncoder(SHAPE, ["a" * 64, "b" * 64], kv.shape[3], ("AC-L0", "AC-L1"), fitted(), store).encode(
+            (kv.to(device),)
+        )
+        frames.append(store.frames)
+        there()
+
+        def full(*_):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(ac, "_prepare", full)
     assert frames[0] == frames[1]
