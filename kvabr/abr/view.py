@@ -123,11 +123,13 @@ class Transfer:
     """Requested priority, 0 (most urgent) to 255."""
     source: int = 0
     """Which of the play's sources brings it."""
+    local: bool = False
+    """Whether it is read from the local store."""
 
     @property
     def remaining(self) -> int:
-        """Bytes still to arrive."""
-        return self.bytes - self.received
+        """Bytes that the link has still to bring."""
+        return 0 if self.local else self.bytes - self.received
 
 
 class InFlight(dict[int, Transfer]):
@@ -198,9 +200,16 @@ class InFlight(dict[int, Transfer]):
 
     def received(self, transfer: Transfer, nbytes: int) -> None:
         """Note further bytes of a request in flight."""
+        before = transfer.remaining
         transfer.received += nbytes
         if not transfer.upgrade:
-            self.required_bytes -= nbytes
+            self.required_bytes -= before - transfer.remaining
+
+    def not_local(self, transfer: Transfer) -> None:
+        """Note that the link brings a request in flight after all."""
+        self.pop(transfer.request)
+        transfer.local = False
+        self[transfer.request] = transfer
 
     def _count(self, transfer: Transfer, by: int) -> None:
         if transfer.first_byte_s is not None:

@@ -220,6 +220,9 @@ class Session:
         if transfer is not None and transfer.first_byte_s is None:
             self.view.in_flight.begun(transfer, now)
             if limit != "kept":
+                if transfer.local:  # it was removed from there meanwhile
+                    self.view.in_flight.not_local(transfer)
+                    self.view.outstanding_bytes += transfer.remaining
                 self._sampler[transfer.source].first_byte(
                     None if request in self._pushed else now - transfer.requested_s, now
                 )
@@ -234,8 +237,9 @@ class Session:
         if more > 0:
             if transfer.first_byte_s is None:
                 self.first_byte(request, now, limit)
+            before = transfer.remaining
             self.view.in_flight.received(transfer, more)
-            self.view.outstanding_bytes -= more
+            self.view.outstanding_bytes -= before - transfer.remaining
             self.record.bytes_fetched += more
             if limit != "network":
                 self.record.bytes_held_up[limit] = self.record.bytes_held_up.get(limit, 0) + more
@@ -544,13 +548,14 @@ class Session:
             # Only the base of a missing group is required.
             source = 0 if pushed else self._source_of(group, track)
             transfer = Transfer(
-                request, group, track, size, upgrade or track != layers[0], now, priority=priority, source=source
-            )
+                request, group, track, size, upgrade or track != layers[0], now, priority=priority, source=source,
+                local=decision.local,
+            )  # fmt: skip
             view.in_flight[request] = transfer
             self.groups[group].flying += (transfer,)
             if self._stalls is not None:
                 self._stalls.asked(transfer)
-            view.outstanding_bytes += size
+            view.outstanding_bytes += transfer.remaining
             self._actions.append(FetchGroup(request, group, track, size, priority, pushed, source))
             kind = "upgrade" if transfer.upgrade else "fetch"
             self.events.decision(decision, now, request=request, kind=kind, track=track)
