@@ -146,6 +146,8 @@ class InFlight(dict[int, Transfer]):
         """How many have got their first byte, by source."""
         self.asked: dict[int, int] = {}
         """How many there are, by source."""
+        self.left: dict[int, int] = {}
+        """Bytes still to arrive, by source."""
         self.required_bytes = 0
         """Bytes still to arrive for those that are no upgrades."""
         self.required_floor = 0
@@ -183,7 +185,8 @@ class InFlight(dict[int, Transfer]):
     def clear(self) -> None:
         """Remove all."""
         super().clear()
-        for counts in (self.required, self.upgrades, self._groups, self._tracks, self.receiving, self.asked):
+        of_sources = self.receiving, self.asked, self.left
+        for counts in (self.required, self.upgrades, self._groups, self._tracks, *of_sources):
             counts.clear()
         self.required_bytes = self.required_floor = 0
 
@@ -200,10 +203,12 @@ class InFlight(dict[int, Transfer]):
 
     def received(self, transfer: Transfer, nbytes: int) -> None:
         """Note further bytes of a request in flight."""
-        before = transfer.remaining
+        more = -transfer.remaining
         transfer.received += nbytes
+        more += transfer.remaining
+        _add(self.left, transfer.source, more)
         if not transfer.upgrade:
-            self.required_bytes -= before - transfer.remaining
+            self.required_bytes += more
 
     def not_local(self, transfer: Transfer) -> None:
         """Note that the link brings a request in flight after all."""
@@ -220,6 +225,7 @@ class InFlight(dict[int, Transfer]):
         _add(self._groups, transfer.group, by)
         _add(self._tracks, transfer.track, by)
         _add(self.asked, transfer.source, by)
+        _add(self.left, transfer.source, by * transfer.remaining)
 
 
 def _add(counts: dict[Any, int], key: int | str, by: int) -> None:
@@ -227,7 +233,7 @@ def _add(counts: dict[Any, int], key: int | str, by: int) -> None:
     if left := counts.get(key, 0) + by:
         counts[key] = left
     else:
-        del counts[key]
+        counts.pop(key, None)
 
 
 class Settled(set[int]):
