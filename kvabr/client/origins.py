@@ -1,6 +1,6 @@
 """Where caches are played from, by the scheme of a URL: origins and relays, object stores, HTTP caches before these.
 
-    moqt://HOST[:PORT]/                          an origin or a relay (`kvabr.link.quic.connect`)
+    moqt://HOST[:PORT]/                          an origin or a relay (`kvabr.link.moqt.connect`)
     s3://BUCKET/PREFIX, gs://..., az://...       an object store; its credentials come from the environment
     http://HOST/PREFIX, https://...              the same objects through any HTTP cache
     file:///PATH?layout=objects, memory://NAME   the same objects in a folder, or in this process (tests)
@@ -16,9 +16,9 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Unpack
 
+from kvabr.link.moqt.connect import asset_of, connect, parse_namespace, parse_url
+from kvabr.link.moqt.options import DialArguments, with_defaults
 from kvabr.link.objects.connection import StoreConnection
-from kvabr.link.quic.connect import asset_of, connect, parse_namespace, parse_url
-from kvabr.link.quic.options import DialArguments, with_defaults
 from kvabr.store.objects.bucket import open_objects
 from kvabr.store.objects.url import SCHEMES, WEB, split_asset
 from kvabr.transfer.interface import PeerConnection
@@ -44,7 +44,7 @@ def check_url(url: str) -> None:
 
 
 def dialling(url: str, *, needed: bool = True, **how: Unpack[DialArguments]) -> Dialling:
-    """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.link.quic.connect`.
+    """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.link.moqt.connect`.
 
     Raises:
         UsageError: the URL or an option is wrong. From ``async with``:

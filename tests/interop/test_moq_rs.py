@@ -10,8 +10,8 @@ import pytest
 import structlog
 import torch
 
-from kvabr.link.quic.connect import dial
-from kvabr.link.quic.options import DialOptions
+from kvabr.link.moqt.connect import dial
+from kvabr.link.moqt.options import DialOptions
 from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.player.assembler import Assembler
 from kvabr.replay.verify import load_profile

@@ -9,8 +9,9 @@ import pytest
 from kvabr.client import host_carrier, live_feed, lookup
 from kvabr.client.options import Limits
 from kvabr.codec import profile
-from kvabr.link.quic import backend, connection, endpoint
-from kvabr.link.quic import options as dialling
+from kvabr.link.moqt import connection, endpoint
+from kvabr.link.moqt import options as dialling
+from kvabr.link.quic import backend
 from kvabr.moqt import messages, requester, session, wire
 from kvabr.server import (
     budgets,

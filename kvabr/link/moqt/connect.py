@@ -1,4 +1,4 @@
-"""Connect to an origin or a relay: parse its URL, choose a QUIC library, dial its addresses, stay connected."""
+"""Connect to an origin or a relay: parse its URL, choose a transport, dial its addresses, stay connected."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, Unpack, get_args
+from typing import Any, Literal, TypeVar, Unpack, get_args
 from urllib.parse import unquote, urlsplit
 
-from kvabr.link.quic.backend import LibraryName, Quic, QuicLibrary, installed_libraries, library
-from kvabr.link.quic.connection import QuicConnection
-from kvabr.link.quic.endpoint import protocol_class
-from kvabr.link.quic.options import (
+from kvabr.link.moqt.connection import MoqtConnection
+from kvabr.link.moqt.options import (
     DRAFTS,
     DialArguments,
     DialOptions,
     Names,
+    TransportChoice,
     fingerprint_of,
     read_token,
     trust,
     trusted_itself,
+    why_refused,
     with_defaults,
 )
+from kvabr.link.quic.backend import IDLE_S, LIBRARIES, LibraryName, Quic, QuicLibrary, installed_libraries, library
+from kvabr.link.quic.transport import protocol_class
+from kvabr.link.tcp.tls import certificate_at, client_context
+from kvabr.link.tcp.transport import QmuxTransport, TcpSecurity
 from kvabr.moqt.wire import DRAFTS as KNOWN_DRAFTS
 from kvabr.transfer.interface import PeerConnection
 from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
@@ -40,6 +44,10 @@ FRAGMENT_TYPE = "kvcache"
 HEAD_START_S = 0.25
 """Head start of each address of a host before the next one is tried as well (RFC 8305, section 5)."""
 _MAX_ADDRESSES = 8
+
+TCP: tuple[Literal["tcp", "tcp-plain"], ...] = ("tcp", "tcp-plain")
+TransportName = LibraryName | Literal["tcp", "tcp-plain"]
+"""A transport that can be dialled: QUIC by a library, or QMux on TCP."""
 
 A = TypeVar("A")
 C = TypeVar("C")
@@ -116,6 +124,9 @@ def connect(
         raise UsageError(f"timeout {timeout_s:g} s: must be a positive number of seconds")
     if quic not in get_args(Quic):
         raise UsageError(f"unknown QUIC library {quic!r}; choose one of {', '.join(get_args(Quic))}")
+    transport = how["transport"]
+    if transport not in get_args(TransportChoice):
+        raise UsageError(f"unknown transport {transport!r}; choose one of {', '.join(get_args(TransportChoice))}")
     host, port, path = parse_url(url)
     if token is not None and token_file is not None:
         raise UsageError("give a token or a file with one, not both")
@@ -124,17 +135,17 @@ def connect(
     pinned = None if how["fingerprint"] is None else fingerprint_of(how["fingerprint"])
     roots = None if how["ca"] is None else Path(how["ca"])
     options = DialOptions(host, port, path, token, secret, roots, pinned, how["insecure"], drafts, timeout_s, names)
-    return Connecting(options, quic, needed=needed)
+    return Connecting(options, quic, transport, needed=needed)
 
 
 class Connecting:
     """The async context manager that `connect` returns; entering it gives a `Connection`."""
 
-    def __init__(self, options: DialOptions, quic: Quic, *, needed: bool = True) -> None:
-        self._options, self._quic, self._needed = options, quic, needed
+    def __init__(self, options: DialOptions, quic: Quic, transport: TransportChoice, *, needed: bool = True) -> None:
+        self._options, self._quic, self._transport, self._needed = options, quic, transport, needed
         self._connection: RedialledConnection | None = None
-        self._works: LibraryName | None = None
-        """The library that reached the peer."""
+        self._works: TransportName | None = None
+        """The transport that reached the peer."""
 
     async def __aenter__(self) -> PeerConnection:
         first: PeerConnection
@@ -158,7 +169,7 @@ class Connecting:
             with contextlib.suppress(UsageError):  # the token that was read last may still be good
                 self._options = replace(self._options, token=read_token(file))
         causes: dict[str, None] = {}
-        for name in installed_libraries(self._works or self._quic):
+        for name in self._candidates():
             try:
                 connection = await dial(self._options, name)
             except (NoAnswerError, UnauthorizedError):
@@ -170,10 +181,19 @@ class Connecting:
                 return connection
         raise TransportError("; ".join(causes))
 
+    def _candidates(self) -> Sequence[TransportName]:
+        """Return the transports to try, in order: what has worked, else those that were chosen."""
+        if self._works is not None:
+            return (self._works,)
+        if tcp := [name for name in TCP if name == self._transport]:
+            return tcp
+        return installed_libraries(self._quic)
 
-async def dial(options: DialOptions, library_name: LibraryName = "aioquic") -> QuicConnection:
+
+async def dial(options: DialOptions, name: TransportName = "aioquic") -> MoqtConnection:
     """Connect once, to whichever address of the host answers first, and wait for its SETUP, or raise TransportError."""
-    lib = library(library_name)
+    if name in LIBRARIES:
+        library(name)  # say that it is not installed before anything is dialled
     where = f"{options.host}:{options.port}"
     loop = asyncio.get_running_loop()
     end_s = loop.time() + options.timeout_s
@@ -192,14 +212,14 @@ async def dial(options: DialOptions, library_name: LibraryName = "aioquic") -> Q
     if not alpn:
         raise TransportError(f"{where}: {', '.join(options.drafts)}: this kvabr speaks {', '.join(sorted(known))}")
 
-    made: list[QuicConnection] = []
+    made: list[MoqtConnection] = []
 
-    async def attempt(address: tuple[int, Any]) -> QuicConnection:
-        made.append(await _dial_address(lib, options, alpn, address, max(0.0, end_s - loop.time())))
+    async def attempt(address: tuple[int, Any]) -> MoqtConnection:
+        made.append(await _dial_address(name, options, alpn, address, max(0.0, end_s - loop.time())))
         return made[-1]
 
     addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
-    chosen: QuicConnection | None = None
+    chosen: MoqtConnection | None = None
     try:
         chosen = await first_of(addresses[:_MAX_ADDRESSES], attempt, HEAD_START_S)
     except TransportError as error:
@@ -252,13 +272,13 @@ def _answer(tasks: Sequence[asyncio.Task[C]]) -> BaseException | None:
     return said[0] if said else errors[0] if len(errors) == len(tasks) else None
 
 
-async def _dial_address(
-    lib: QuicLibrary, options: DialOptions, alpn: list[str], address: tuple[int, Any], timeout_s: float
-) -> QuicConnection:
+async def _dial_quic(
+    lib: QuicLibrary, options: DialOptions, alpn: list[str], address: tuple[int, Any]
+) -> MoqtConnection:
     family, where = address
     configuration = lib.configure(client=True, alpn=alpn, server_name=options.host)
     trust(configuration, options, lib.name)
-    connection = QuicConnection(lib, options)
+    connection = MoqtConnection(lib.name, options)
     cls = protocol_class(lib, lambda _: connection)
     sock = socket.socket(family, socket.SOCK_DGRAM)
     try:
@@ -268,24 +288,66 @@ async def _dial_address(
     except OSError as error:
         sock.close()
         raise TransportError(f"cannot open a socket ({error})") from error
-    connection.transport = transport
+    protocol.streams.socket = transport
+    protocol.connect(where)
+    return connection
+
+
+async def _dial_tcp(
+    options: DialOptions, alpn: list[str], address: tuple[int, Any], timeout_s: float, *, plain: bool
+) -> MoqtConnection:
+    family, where = address
+    context = None if plain else client_context(options, alpn)
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        protocol.connect(where)
-        await asyncio.wait_for(asyncio.shield(connection.ready), timeout_s)
+        sock.setblocking(False)
+        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, where), timeout_s)
+        connection = MoqtConnection("tcp-plain" if plain else "tcp", options)
+        security = TcpSecurity(context, plain, options.host)
+        transport = QmuxTransport(sock, connection, security, alpn, client=True, idle_s=IDLE_S)
+    except TimeoutError as error:
+        sock.close()
+        raise NoAnswerError(f"no answer on TCP within {options.timeout_s:.3g} s") from error
+    except OSError as error:
+        sock.close()
+        raise NoAnswerError(f"no TCP connection ({error.strerror or error}); does the server listen there?") from error
+    except BaseException:
+        sock.close()
+        raise
+    transport.start()
+    return connection
+
+
+async def _dial_address(
+    name: TransportName, options: DialOptions, alpn: list[str], address: tuple[int, Any], timeout_s: float
+) -> MoqtConnection:
+    clock = asyncio.get_running_loop().time
+    end_s = clock() + timeout_s
+    if name == "tcp" or name == "tcp-plain":  # noqa: PLR1714  # a type checker understands this
+        connection = await _dial_tcp(options, alpn, address, timeout_s, plain=name == "tcp-plain")
+    else:
+        connection = await _dial_quic(library(name), options, alpn, address)
+    try:
+        await asyncio.wait_for(asyncio.shield(connection.ready), max(0.0, end_s - clock()))
     except TimeoutError as error:
         await connection.close()
         within = f"within {options.timeout_s:.3g} s"
         if connection.shaken:
             raise TransportError(f"the peer accepted the connection but sent no SETUP {within}") from error
+        over = "TCP" if name in TCP else "UDP"
         raise NoAnswerError(
-            f"no answer {within}; is a server running there, and may UDP pass? timeout_s= (--timeout) allows more"
+            f"no answer {within}; is a server running there, and may {over} pass? timeout_s= (--timeout) allows more"
         ) from error
     except (TransportError, OSError, ssl.SSLError) as error:
         await connection.close()
+        why, transport = str(error), connection.transport
+        if isinstance(transport, QmuxTransport) and isinstance(transport.failure, ssl.SSLCertVerificationError):
+            connection.refused = await certificate_at(address[1], options.host, max(0.0, end_s - clock()))
+            why = why_refused(connection.refused, options.host)
         if (itself := trusted_itself(connection.refused, options)) is not None:
-            return await _dial_address(lib, replace(options, fingerprint=itself), alpn, address, timeout_s)
+            return await _dial_address(name, replace(options, fingerprint=itself), alpn, address, timeout_s)
         kind = UnauthorizedError if isinstance(error, UnauthorizedError) else TransportError
-        raise kind(str(error)) from error
+        raise kind(why) from error
     except BaseException:
         await connection.close()
         raise

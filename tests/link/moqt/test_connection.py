@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from kvabr.link.quic import connect as quic
-from kvabr.link.quic.connection import MAX_IN_FLIGHT, QuicFetch
-from kvabr.link.quic.options import DialOptions
+from kvabr.link.moqt import connect as quic
+from kvabr.link.moqt.connection import MAX_IN_FLIGHT, MoqtFetch
+from kvabr.link.moqt.options import DialOptions
 from kvabr.moqt.codes import SessionCode
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS, by_alpn
@@ -180,7 +180,7 @@ async def test_what_a_silent_publisher_sends_at_last_was_limited_by_it(asset, tl
         while connection.watch.limit != "publisher":  # noqa: ASYNC110  # which nothing tells of
             await asyncio.sleep(0.01)
         peer.feed = feed
-        peer.driver.transmit()
+        peer.transport.flush()
         assert await download.read()
         assert download.stats.limit == "publisher"
 
@@ -316,7 +316,7 @@ def test_a_gap_or_a_foreign_group_ends_a_download():
         dropped = 0
 
         def carry(self, transfer):
-            self.fetch = QuicFetch(transfer, (b"a",))
+            self.fetch = MoqtFetch(transfer, (b"a",))
 
         def reprioritise(self, transfer):
             pass
@@ -343,7 +343,7 @@ async def test_what_comes_behind_a_complete_group_takes_nothing_from_it():
     """A peer may send more before it hears that the group is complete here."""
     request = GroupRequest(TrackNamespace("m", "0" * 64), "FP16", 3, 5, exact=True)
     reader = GroupReader(transfer := GroupTransfer(request), 0)
-    fetch = QuicFetch(transfer, (b"a",))
+    fetch = MoqtFetch(transfer, (b"a",))
     fetch.take([ObjectHeader(3, 0, 0, 128, 5), memoryview(b"whole")], "network")
     await asyncio.sleep(0)
     assert transfer.complete
@@ -463,7 +463,7 @@ async def test_a_connection_on_which_qh3_cannot_send_any_more_ends(asset, tls, e
     async with joined(asset, tls, "qh3", "qh3") as (server, connection):
         (peer,) = server.peers
         broken = connection if end == "client" else peer
-        broken.quic._core = core(broken.quic._core)
+        broken.transport.quic._core = core(broken.transport.quic._core)
         fetching = asyncio.create_task(read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=FRAME + 8)))
         if end == "client":
             with pytest.raises(ConnectionLostError, match="cannot send any more"):
@@ -479,7 +479,7 @@ async def test_a_connection_on_which_qh3_cannot_send_any_more_ends(asset, tls, e
 async def test_what_qh3_does_not_send_again_after_a_loss_ends_the_connection(asset, tls):
     async with joined(asset, tls, "qh3", "qh3") as (server, connection):
         (peer,) = server.peers
-        peer.quic._core = LossyCore(peer.quic._core)
+        peer.transport.quic._core = LossyCore(peer.transport.quic._core)
         fetching = asyncio.create_task(read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=FRAME + 8)))
         while server.peers:  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.01)
@@ -489,7 +489,7 @@ async def test_what_qh3_does_not_send_again_after_a_loss_ends_the_connection(ass
 
 async def test_a_connection_goes_on_when_qh3_loses_a_packet_but_no_stream(asset, tls):
     async with joined(asset, tls, "qh3", "qh3") as (_, connection):
-        core, lost = connection.quic._core, []
+        core, lost = connection.transport.quic._core, []
 
         class LosingCore(StuckCore):
             def poll_transmit(self, now):
@@ -498,7 +498,7 @@ async def test_a_connection_goes_on_when_qh3_loses_a_packet_but_no_stream(asset,
                     raise ValueError("reserved stream is missing")
                 return core.poll_transmit(now)
 
-        connection.quic._core = LosingCore(core)
+        connection.transport.quic._core = LosingCore(core)
         for group in range(3):
             assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", group, limit=FRAME + 8))
         assert lost
