@@ -46,9 +46,9 @@ STREAMS = 128
 """Streams of each kind that a peer may have open."""
 _TURN_BYTES = 1 << 20
 """Bytes that one turn of the event loop reads or writes, about."""
-_DIRECT_BYTES = 4 << 10
+_DIRECT_BYTES = 16 << 10
 """Payload for which reading to where it stays is worth a system call."""
-_SCRATCH_BYTES = 64 << 10
+_SCRATCH_BYTES = 512 << 10
 _TLS_RECORD = 16 << 10
 _INFO_S = 0.01
 """Seconds for which what the kernel tells of a connection is believed."""
@@ -391,16 +391,9 @@ class QmuxTransport(StreamTransport):
 
     def _read_some(self, conn: QmuxConnection) -> int:
         """Read once, payload to where it stays; return how many bytes came, 0 at the end."""
-        into = self._room(conn)
-        scratch = self._scratch
-        if into is None:
-            count = self._sock.recv_into(scratch)
-            direct = 0
-        elif self._tls is not None:
-            count = direct = self._sock.recv_into(into)
-        else:
-            count = self._sock.recvmsg_into([into, scratch[:_DIRECT_BYTES]])[0]
-            direct = min(count, len(into))
+        into, scratch = self._room(conn), self._scratch
+        count = self._receive([scratch] if into is None else [into, scratch])
+        direct = 0 if into is None else min(count, len(into))
         if direct:
             assert conn.expected is not None  # noqa: S101  # there was room
             stream = conn.expected[0]
@@ -409,6 +402,26 @@ class QmuxTransport(StreamTransport):
         if count > direct:
             conn.receive(scratch[: count - direct])
             self._handle(conn)
+        return count
+
+    def _receive(self, into: list[memoryview]) -> int:
+        """Fill buffers with what has come; return how many bytes, 0 at the end."""
+        if self._tls is None:
+            return self._sock.recvmsg_into(into)[0]
+        count, at = 0, 0
+        try:
+            for buffer in into:  # each call brings one record of TLS at most
+                at = 0
+                while at < len(buffer):
+                    read = self._tls.recv_into(buffer[at:])
+                    if not read:
+                        return count + at
+                    at += read
+                count += at
+        except _WANTS:
+            if not count + at:
+                raise
+            return count + at
         return count
 
     def _room(self, conn: QmuxConnection) -> memoryview | None:
@@ -491,12 +504,10 @@ class QmuxTransport(StreamTransport):
         """Send some of what goes out next; return how many bytes."""
         out = self._out
         if self._tls is None:
-            count = sent = self._sock.sendmsg(list(out)[:64])
+            count = sent = self._sock.sendmsg(out)
         else:
-            if (
-                len(out) > 1 and len(out[0]) < _TLS_RECORD // 2
-            ):  # a record of TLS for a head would cost as much as a full one
-                self._merge_head()
+            if len(out) > 1 and len(out[0]) < _TLS_RECORD // 2:
+                self._join()
             count = sent = self._tls.send(out[0])
         while count and count >= len(out[0]):
             count -= len(out.popleft())
@@ -504,14 +515,11 @@ class QmuxTransport(StreamTransport):
             out[0] = memoryview(out[0])[count:]
         return sent
 
-    def _merge_head(self) -> None:
-        """Join short buffers to one record of TLS."""
-        out = self._out
-        parts, size = [out.popleft()], 0
-        size = len(parts[0])
+    def _join(self) -> None:
+        """Join short buffers, as a record of TLS costs the same for a few bytes as for all that it can hold."""
+        out, parts, size = self._out, list[Buffer](), 0
         while out and size < _TLS_RECORD:
-            part = out.popleft()
-            room = _TLS_RECORD - size
+            part, room = out.popleft(), _TLS_RECORD - size
             if len(part) > room:
                 out.appendleft(memoryview(part)[room:])
                 part = part[:room]
