@@ -127,6 +127,8 @@ def connect(
     transport = how["transport"]
     if transport not in get_args(TransportChoice):
         raise UsageError(f"unknown transport {transport!r}; choose one of {', '.join(get_args(TransportChoice))}")
+    if transport == "tcp-plain" and (how["fingerprint"] is not None or how["ca"] is not None):
+        raise UsageError("there is no certificate without TLS: leave out fingerprint= and ca=, or use transport='tcp'")
     host, port, path = parse_url(url)
     if token is not None and token_file is not None:
         raise UsageError("give a token or a file with one, not both")
