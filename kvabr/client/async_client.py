@@ -188,7 +188,7 @@ class AsyncClient:
         )  # fmt: skip
         key = (url, *how.values())
         if key not in self._peers:
-            self._peers[key] = ClientPeer(url, dialling(url, **how), self.store, self.metrics)
+            self._peers[key] = ClientPeer(url, dialling(url, known=self._history.rate, **how), self.store, self.metrics)
         return self._peers[key]
 
     @checked

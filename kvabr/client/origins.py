@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Unpack
 
-from kvabr.link.moqt.connect import asset_of, connect, parse_namespace, parse_url
+from kvabr.link.moqt.connect import KnownRate, asset_of, connect, parse_namespace, parse_url
 from kvabr.link.moqt.options import DialArguments, with_defaults
 from kvabr.link.objects.connection import StoreConnection
 from kvabr.store.objects.bucket import open_objects
@@ -43,7 +43,9 @@ def check_url(url: str) -> None:
         parse_url(url)
 
 
-def dialling(url: str, *, needed: bool = True, **how: Unpack[DialArguments]) -> Dialling:
+def dialling(
+    url: str, *, needed: bool = True, known: KnownRate = lambda _: 0.0, **how: Unpack[DialArguments]
+) -> Dialling:
     """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.link.moqt.connect`.
 
     Raises:
@@ -51,7 +53,7 @@ def dialling(url: str, *, needed: bool = True, **how: Unpack[DialArguments]) -> 
         TransportError: nothing can be played from there.
     """
     if not is_object_store(url):
-        return connect(url, needed=needed, **how)
+        return connect(url, needed=needed, known=known, **how)
     how = with_defaults(how)
     token, timeout_s = how["token"], how["timeout_s"]
     if not 0 < timeout_s < float("inf"):

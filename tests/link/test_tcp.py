@@ -178,7 +178,7 @@ async def test_a_server_without_tcp_is_named(asset, tls):
 
 
 async def test_certificates_say_what_is_wrong(asset, tls):
-    async with served(asset, tls, host="0.0.0.0") as server:
+    async with served(asset, tls, host="0.0.0.0") as server:  # noqa: S104  # to be reached under another name
         with pytest.raises(TransportError, match="not signed by a trusted authority"):
             await dial(options(server, tls, fingerprint=None), "tcp")
         async with await dial(options(server, tls, fingerprint=None, ca=tls.certfile), "tcp") as connection:
@@ -245,3 +245,62 @@ def test_a_certificate_cannot_be_expected_without_tls():
         connect("moqt://localhost/", transport="tcp-plain", fingerprint="0" * 64)
     with pytest.raises(UsageError, match="unknown transport"):
         connect("moqt://localhost/", transport="sctp")
+
+
+@contextlib.asynccontextmanager
+async def joined(server, tls, **how):
+    url = f"moqt://localhost:{server.address[1]}/"
+    async with connect(url, fingerprint=check(tls).fingerprint, timeout_s=LIMIT_S, **how) as connection:
+        yield connection
+
+
+async def test_a_short_path_is_for_tcp(asset, tls, monkeypatch):
+    monkeypatch.setattr("kvabr.link.moqt.connect.SHORT_S", LIMIT_S)  # a busy machine may take longer
+    async with served(asset, tls) as server, joined(server, tls) as connection:
+        assert (connection.backend, connection.peer) == ("tcp", f"localhost:{server.address[1]} tcp")
+        assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20))
+
+
+async def test_a_long_path_is_for_quic(asset, tls, monkeypatch):
+    monkeypatch.setattr("kvabr.link.moqt.connect.SHORT_S", 1e-9)
+    async with served(asset, tls) as server, joined(server, tls) as connection:
+        assert connection.backend in ("qh3", "aioquic")
+        assert connection.peer == f"localhost:{server.address[1]}"
+
+
+async def test_a_named_library_means_quic(asset, tls):
+    async with served(asset, tls) as server, joined(server, tls, quic="aioquic") as connection:
+        assert connection.backend == "aioquic"
+
+
+async def test_a_server_without_tcp_is_reached_over_quic(asset, tls):
+    async with served(asset, tls, tcp="off") as server, joined(server, tls) as connection:
+        assert connection.backend in ("qh3", "aioquic")
+
+
+async def test_where_udp_is_blocked_there_is_tcp(asset, tls):
+    """QUIC was better before, but nothing comes back now."""
+    async with served(asset, tls) as server:
+        server._transport.close()
+        async with joined(server, tls, known=lambda peer: 1e6 if peer.endswith("tcp") else 1e9) as connection:
+            assert connection.backend == "tcp"
+
+
+@pytest.mark.parametrize(("tcp", "quic", "taken"), [(2e9, 1e9, ("tcp",)), (1e9, 2e9, ("qh3", "aioquic"))])
+async def test_what_carried_more_before_is_taken(asset, tls, tcp, quic, taken):
+    def known(peer):
+        return tcp if peer.endswith("tcp") else quic
+
+    async with served(asset, tls) as server, joined(server, tls, known=known) as connection:
+        assert connection.backend in taken
+
+
+async def test_a_lost_connection_is_dialled_again(asset, tls):
+    async with served(asset, tls) as server, joined(server, tls, transport="tcp") as connection:
+        for _ in range(2):
+            assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 1, limit=1 << 20))
+            for peer in list(server.peers):
+                peer.transport.drop()
+                peer.ended("on purpose", 0)
+            while not connection._current.closed:  # noqa: ASYNC110  # nothing tells of it
+                await asyncio.sleep(0.005)
