@@ -38,7 +38,7 @@ from kvabr.qmux.frames import TransportParameters
 MOST_AHEAD_BYTES = 1 << 20
 RECORD_BYTES = MOST_AHEAD_BYTES + 64
 """The longest record that is accepted. Nothing is kept of one: its data is passed on as it comes."""
-AHEAD_S = 0.004
+AHEAD_S = 0.002
 """Seconds of the path's rate that may wait in this process, and as much in the kernel: urgent data waits for that."""
 STREAM_WINDOW, CONNECTION_WINDOW = 16 << 20, 64 << 20
 """Flow control windows of a client, bytes. They bound nothing that is kept, as all of it is consumed at once."""
@@ -93,7 +93,9 @@ class _TcpInfo:
                 (self.retransmitted,) = struct.unpack_from("=I", data, 100)
                 self.round_trip = rtt_us / 1e6 or None
             if len(data) >= 168:
-                (self.rate,) = struct.unpack_from("=Q", data, 160)
+                (mss,), (window,) = struct.unpack_from("=I", data, 16), struct.unpack_from("=I", data, 80)
+                (delivered,) = struct.unpack_from("=Q", data, 160)  # too high where acknowledgements come in bunches
+                self.rate = min(delivered, int(mss * window / max(rtt_us, 1) * 1e6))
 
 
 class QmuxTransport(StreamTransport):
