@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from kvabr.link.moqt.endpoint import Endpoint
+from kvabr.link.tcp.channel import Channel, TlsChannel
 from kvabr.link.tcp.tls import PREFIX
 from kvabr.link.transport import LEAST_AHEAD_BYTES, StreamTransport
 from kvabr.moqt.codes import SessionCode, name_of
@@ -49,14 +50,13 @@ _TURN_BYTES = 1 << 20
 _DIRECT_BYTES = 16 << 10
 """Payload for which reading to where it stays is worth a system call."""
 _SCRATCH_BYTES = 512 << 10
-_TLS_RECORD = 16 << 10
+_REQUESTS_BYTES = 16 << 10
 _INFO_S = 0.01
 """Seconds for which what the kernel tells of a connection is believed."""
 _LINGER_S = 1.0
 """Seconds to wait for the other end after a close."""
 _TLS_HANDSHAKE = 0x16
 """First byte of a TLS connection (RFC 8446, section 5.1)."""
-_WANTS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +135,14 @@ class QmuxTransport(StreamTransport):
         self._idle_s = idle_s
         self._conn: QmuxConnection | None = None
         """Once TLS is there, or turns out not to be."""
-        self._tls: ssl.SSLSocket | None = None
+        self._channel = Channel(sock)
         self._greeted = plain
         """Whether it is known if the peer speaks TLS."""
-        self._turn = _TURN_BYTES if client else _TLS_RECORD
+        self._turn = _TURN_BYTES if client else _REQUESTS_BYTES
         """A server receives nothing but requests, which it should not spend long on."""
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES if client else _TLS_RECORD))
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES if client else _REQUESTS_BYTES))
         self._out: deque[Buffer] = deque()
-        """What goes out next; TLS must be given the same again when it could not write."""
+        """What goes out next."""
         self._writes = False
         """Whether the socket is watched for room."""
         self._busy = False
@@ -210,7 +210,7 @@ class QmuxTransport(StreamTransport):
             stop(self._sock.fileno())
         if self._timer is not None:
             self._timer.cancel()
-        (self._tls or self._sock).close()
+        self._sock.close()
         if not self._gone.done():
             self._gone.set_result(None)
 
@@ -225,7 +225,8 @@ class QmuxTransport(StreamTransport):
     def unsent(self, streams: Iterable[int]) -> int:
         """See `StreamTransport.unsent`."""
         del streams
-        return (0 if self._conn is None else self._conn.unsent) + sum(map(len, self._out))
+        mine = sum(map(len, self._out)) + self._channel.unsent
+        return mine if self._conn is None else mine + self._conn.unsent
 
     def ahead(self) -> int:
         """Return what the path carries in a few milliseconds."""
@@ -247,7 +248,7 @@ class QmuxTransport(StreamTransport):
 
     def delivered(self, stream: int) -> bool:
         """Return whether all of a stream was given to the kernel, which counts as delivered in QMux (section 4)."""
-        return self._closed or self._conn is None or not (self._conn.sending(stream) or self._out)
+        return self._closed or self._conn is None or not (self._conn.sending(stream) or self._waits)
 
     def round_trip(self) -> float | None:
         """See `StreamTransport.round_trip`."""
@@ -267,7 +268,7 @@ class QmuxTransport(StreamTransport):
 
     def peer_certificate(self) -> bytes | None:
         """See `StreamTransport.peer_certificate`."""
-        return None if self._tls is None else self._tls.getpeercert(binary_form=True)
+        return self._channel.certificate
 
     @property
     def _qmux(self) -> QmuxConnection:
@@ -291,20 +292,16 @@ class QmuxTransport(StreamTransport):
         try:
             if not self._greeted and not self._meet():
                 return False
-            if self._tls is not None:
-                self._tls.do_handshake()
-        except (ssl.SSLWantReadError, BlockingIOError, InterruptedError):
-            self._watch_room(False)
-            return False
-        except ssl.SSLWantWriteError:
-            self._watch_room(True)
+            done = self._channel.shake()
+        except (BlockingIOError, InterruptedError):
             return False
         except (OSError, ValueError) as error:
             self._end(_why(error), SessionCode.INTERNAL_ERROR, error)
             return False
-        self._watch_room(False)
-        self._begin()
-        return True
+        self._watch_room(bool(self._channel.unsent))
+        if done:
+            self._begin()
+        return done
 
     def _meet(self) -> bool:
         """Find out whether the peer speaks TLS; return False if it has gone, or may not speak as it does."""
@@ -324,17 +321,7 @@ class QmuxTransport(StreamTransport):
             self._end("the peer speaks TLS, this end does not", SessionCode.INTERNAL_ERROR)
             return False
         self._greeted = True
-        self._loop.remove_reader(self._sock.fileno())
-        self._tls = security.context.wrap_socket(
-            self._sock,
-            server_side=not self._client,
-            do_handshake_on_connect=False,
-            suppress_ragged_eofs=True,
-            server_hostname=security.host,
-        )
-        self._sock = self._tls
-        self._info = _TcpInfo(self._tls)
-        self._loop.add_reader(self._sock.fileno(), self._ready)
+        self._channel = TlsChannel(self._sock, security.context, server=not self._client, host=security.host)
         return True
 
     def _refuse_plain(self) -> None:
@@ -348,7 +335,7 @@ class QmuxTransport(StreamTransport):
 
     def _begin(self) -> None:
         parameters = self._parameters
-        if self._tls is None:
+        if not isinstance(self._channel, TlsChannel):
             self.name = "tcp-plain"
             parameters = replace(parameters, protocols=self._drafts)
         self._conn = QmuxConnection(client=self._client, parameters=parameters)
@@ -356,8 +343,8 @@ class QmuxTransport(StreamTransport):
 
     def _protocol(self, peer: TransportParameters) -> str | None:
         """Return the MoQT draft that both ends have agreed on."""
-        if self._tls is not None:
-            chosen = self._tls.selected_alpn_protocol()
+        if isinstance(self._channel, TlsChannel):
+            chosen = self._channel.protocol
             return None if chosen is None else chosen.removeprefix(PREFIX)
         server, client = (peer.protocols, self._drafts) if self._client else (self._drafts, peer.protocols)
         return next((name for name in server if name in client and by_alpn(name) is not None), None)
@@ -369,7 +356,7 @@ class QmuxTransport(StreamTransport):
         while left > 0 and not self._closed:
             try:
                 count = self._read_some(conn)
-            except _WANTS:
+            except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:
                 conn.lost(_why(error))
@@ -388,13 +375,13 @@ class QmuxTransport(StreamTransport):
         self.flush()
         if ended:
             self._finish("")
-        elif left <= 0 and self._tls is not None and self._tls.pending():
-            self._loop.call_soon(self._ready)  # TLS has it already, so the socket would not say so
+        elif left <= 0 and self._channel.pending:
+            self._loop.call_soon(self._ready)  # the socket would not say so
 
     def _read_some(self, conn: QmuxConnection) -> int:
         """Read once, payload to where it stays; return how many bytes came, 0 at the end."""
         into, scratch = self._room(conn), self._scratch
-        count = self._receive([scratch] if into is None else [into, scratch])
+        count = self._channel.receive([scratch] if into is None else [into, scratch])
         direct = 0 if into is None else min(count, len(into))
         if direct:
             assert conn.expected is not None  # noqa: S101  # there was room
@@ -404,26 +391,6 @@ class QmuxTransport(StreamTransport):
         if count > direct:
             conn.receive(scratch[: count - direct])
             self._handle(conn)
-        return count
-
-    def _receive(self, into: list[memoryview]) -> int:
-        """Fill buffers with what has come; return how many bytes, 0 at the end."""
-        if self._tls is None:
-            return self._sock.recvmsg_into(into)[0]
-        count, at = 0, 0
-        try:
-            for buffer in into:  # each call brings one record of TLS at most
-                at = 0
-                while at < len(buffer):
-                    read = self._tls.recv_into(buffer[at:])
-                    if not read:
-                        return count + at
-                    at += read
-                count += at
-        except _WANTS:
-            if not count + at:
-                raise
-            return count + at
         return count
 
     def _room(self, conn: QmuxConnection) -> memoryview | None:
@@ -470,64 +437,42 @@ class QmuxTransport(StreamTransport):
 
     # ------------------------------------------------------------------ writing
 
+    @property
+    def _waits(self) -> bool:
+        """Whether something waits for the socket."""
+        return bool(self._out) or self._channel.unsent > 0
+
     def _flush(self, conn: QmuxConnection) -> None:
         left = _TURN_BYTES
-        while not self._closed:
-            if not self._out:
-                self._endpoint.feed()
-                self._out.extend(conn.data_to_send(self._ahead))
+        try:
+            while not self._closed and self._channel.push():
+                if not self._out:
+                    self._endpoint.feed()
+                    self._out.extend(conn.data_to_send(self._ahead))
                 if not self._out:
                     break
-            try:
-                left -= self._send_some()
-            except _WANTS:
-                break
-            except OSError as error:
-                conn.lost(_why(error))
-                self._handle(conn)
-                self._finish("")
-                return
-            if left <= 0 and self._out:
-                break
-            if left <= 0:
-                self._loop.call_soon(self._more)
-                break
+                if left <= 0:
+                    self._loop.call_soon(self._more)
+                    break
+                left -= self._channel.send(self._out)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            conn.lost(_why(error))
+            self._handle(conn)
+            self._finish("")
+            return
+        if self._closed:
+            return
         self._active_s = self._loop.time()
-        self._watch_room(bool(self._out))
+        self._watch_room(self._waits)
         self._handle(conn)
-        if conn.terminated is not None and not self._out:
+        if conn.terminated is not None and not self._waits:
             self._shut_down()
         self._adapt()
 
     def _more(self) -> None:
         self._endpoint.safely(self.flush)
-
-    def _send_some(self) -> int:
-        """Send some of what goes out next; return how many bytes."""
-        out = self._out
-        if self._tls is None:
-            count = sent = self._sock.sendmsg(out)
-        else:
-            if len(out) > 1 and len(out[0]) < _TLS_RECORD // 2:
-                self._join()
-            count = sent = self._tls.send(out[0])
-        while count and count >= len(out[0]):
-            count -= len(out.popleft())
-        if count:
-            out[0] = memoryview(out[0])[count:]
-        return sent
-
-    def _join(self) -> None:
-        """Join short buffers, as a record of TLS costs the same for a few bytes as for all that it can hold."""
-        out, parts, size = self._out, list[Buffer](), 0
-        while out and size < _TLS_RECORD:
-            part, room = out.popleft(), _TLS_RECORD - size
-            if len(part) > room:
-                out.appendleft(memoryview(part)[room:])
-                part = part[:room]
-            parts.append(part)
-            size += len(part)
-        out.appendleft(b"".join(parts))
 
     def _adapt(self) -> None:
         """Keep as much ahead as the path carries in a few milliseconds, here and in the kernel."""
@@ -563,9 +508,7 @@ class QmuxTransport(StreamTransport):
         if self._shut or self._closed:
             return
         self._shut = True
-        with contextlib.suppress(OSError, ValueError):
-            if self._tls is not None:
-                self._tls.unwrap()
+        self._channel.finish()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
         if self._timer is not None:
