@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import socket
 import ssl
 
@@ -16,12 +17,14 @@ from kvabr.moqt.wire import DRAFTS
 from kvabr.qmux.connection import QmuxConnection
 from kvabr.qmux.frames import FrameType, TransportParameters, frame
 from kvabr.server.certificates import check, development
+from kvabr.server.grants import Grant, Grants
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
+from kvabr.server.relay import Relay
 from kvabr.server.server import Server
 from kvabr.transfer.interface import read_all
-from kvabr.types.errors import TransportError, UsageError
+from kvabr.types.errors import TransportError, UnauthorizedError, UsageError
 from tests.assets import make_asset
 from tests.qmux.ends import begun, record, stream
 
@@ -48,8 +51,8 @@ def tls():
 
 
 @contextlib.asynccontextmanager
-async def served(asset, tls, tcp="plain", *, host="127.0.0.1", **limits):
-    arguments = (PublishedAssets(asset.path, log=LOG), host, 0, tls, ServerLimits(**limits), LOG, Metrics())
+async def served(asset, tls, tcp="plain", *, host="127.0.0.1", grants=None, **limits):
+    arguments = (PublishedAssets(asset.path, grants, LOG), host, 0, tls, ServerLimits(**limits), LOG, Metrics())
     async with asyncio.timeout(LIMIT_S), Server(*arguments, tcp=tcp) as server:
         yield server
 
@@ -304,3 +307,35 @@ async def test_a_lost_connection_is_dialled_again(asset, tls):
                 peer.ended("on purpose", 0)
             while not connection._current.closed:  # noqa: ASYNC110  # nothing tells of it
                 await asyncio.sleep(0.005)
+
+
+async def test_tokens_open_and_close(asset, tls):
+    token = "a token that somebody gave"  # noqa: S105  # of this test
+    grants = Grants([Grant("one", token_sha256=hashlib.sha256(token.encode()).hexdigest())])
+    async with served(asset, tls, grants=grants) as server:
+        with pytest.raises(UnauthorizedError, match="token"):
+            await dial(options(server, tls), "tcp")
+        async with await dial(options(server, tls, token=token), "tcp") as connection:
+            assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20))
+            server.source.regrant(Grants([]))
+            while not connection.closed:  # noqa: ASYNC110  # nothing tells of it
+                await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("over", ["tcp", "tcp-plain"])
+async def test_a_relay_on_tcp_before_an_origin_on_tcp(asset, tls, over):
+    trust = {} if over == "tcp-plain" else {"fingerprint": check(tls).fingerprint}
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(served(asset, tls))
+        url = f"moqt://localhost:{first.address[1]}/"
+        upstream = await stack.enter_async_context(connect(url, transport=over, timeout_s=LIMIT_S, **trust))
+        metrics = Metrics()
+        relay = await stack.enter_async_context(Relay(upstream, LOG, metrics))
+        arguments = (relay, "127.0.0.1", 0, tls, ServerLimits(), LOG, metrics)
+        second = await stack.enter_async_context(Server(*arguments, tcp="plain"))
+        trusted = {"fingerprint": None} if over == "tcp-plain" else {}
+        connection = await stack.enter_async_context(await dial(options(second, tls, **trusted), over))
+        for group in range(asset.catalog.groups):
+            data = await read_all(connection.fetch(asset.catalog.namespace, "FP16", group, limit=1 << 20))
+            assert data == asset.frame(group, "FP16")
+        assert upstream.backend == over

@@ -51,6 +51,7 @@ _DIRECT_BYTES = 16 << 10
 """Payload for which reading to where it stays is worth a system call."""
 _SCRATCH_BYTES = 512 << 10
 _REQUESTS_BYTES = 16 << 10
+"""The same of a server, which receives nothing but requests."""
 _INFO_S = 0.01
 """Seconds for which what the kernel tells of a connection is believed."""
 _LINGER_S = 1.0
@@ -139,7 +140,7 @@ class QmuxTransport(StreamTransport):
         self._greeted = plain
         """Whether it is known if the peer speaks TLS."""
         self._turn = _TURN_BYTES if client else _REQUESTS_BYTES
-        """A server receives nothing but requests, which it should not spend long on."""
+        """Bytes that one turn of the event loop reads."""
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES if client else _REQUESTS_BYTES))
         self._out: deque[Buffer] = deque()
         """What goes out next."""
