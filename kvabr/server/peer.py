@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 
@@ -437,14 +437,15 @@ class Peer(Endpoint):
         self.log.debug("request refused", why=str(error))
         self._refuse(number, code, reason[:500], retry_ms=retry_ms)
 
-    def _send(self, job: Sending, piece: Piece) -> bool:
+    def _send(self, job: Sending, pieces: Sequence[Piece]) -> bool:
         try:
-            self.transport.write(job.stream, piece, fin=job.finished)
+            for at, piece in enumerate(pieces, 1):
+                self.transport.write(job.stream, piece, fin=job.finished and at == len(pieces))
         except self.transport.broken:
             return False
         if not job.sent:
             self._server.metrics.first_byte_seconds.observe(time.monotonic() - job.requested_s)
-        self._server.metrics.bytes_sent_total.inc(len(piece))
+        self._server.metrics.bytes_sent_total.inc(sum(map(len, pieces)))
         return True
 
     def _unsent(self) -> int:

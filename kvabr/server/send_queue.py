@@ -196,7 +196,7 @@ class SendQueue:
 
     def __init__(
         self,
-        send: Callable[[Sending, Piece], bool],
+        send: Callable[[Sending, Sequence[Piece]], bool],
         unsent: Callable[[], int],
         ahead: Callable[[], int],
         may_send: Callable[[int], bool] = lambda _: True,
@@ -206,7 +206,7 @@ class SendQueue:
         """Create an empty queue.
 
         Args:
-            send: gives the transport a piece of an answer; returns False if its stream is gone.
+            send: gives the transport pieces of an answer; returns False if its stream is gone.
             unsent: bytes that the transport was given and has not sent.
             ahead: bytes that it should have ahead of what it has sent.
             may_send: whether the peer allows a stream already.
@@ -265,22 +265,26 @@ class SendQueue:
         return done, broken
 
     def _send_next(self, done: list[Sending], broken: list[tuple[Sending, Exception]]) -> int | None:
-        """Send a piece of the answer whose turn it is, and return its bytes; None if no answer can be sent."""
+        """Send some pieces of the answer whose turn it is, and return their bytes; None if no answer can be sent."""
         if self._order is None:
             self._order = sorted(self._jobs.values(), key=lambda job: job.turn)
         for job in self._order:
             try:
                 if not self._may_send(job.stream) or not job.ready:
                     continue
-                piece = job.piece(self._piece())
-                alive = self._send(job, piece)
+                most = self._piece()
+                pieces, size = list[Piece](), 0
+                while size < most and not job.finished and (not pieces or job.ready):
+                    pieces.append(job.piece(most - size))
+                    size += len(pieces[-1])
+                alive = self._send(job, pieces)
             except Exception as error:  # noqa: BLE001  # a damaged asset must not take the connection with it
                 broken.append((job, error))
                 self.remove(job.key)
                 return 0
-            job.sent += len(piece)
+            job.sent += size
             if job.finished or not alive:
                 done.append(job)
                 self.remove(job.key)
-            return len(piece)
+            return size
         return None
