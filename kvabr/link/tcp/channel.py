@@ -22,7 +22,7 @@ _SEALED_BYTES = 256 << 10
 """Bytes that are encrypted at a time, and read at a time by a client."""
 
 
-class Channel:
+class SocketChannel:
     """A socket without encryption."""
 
     unsent = 0
@@ -65,7 +65,7 @@ class Channel:
         return None
 
 
-class TlsChannel(Channel):
+class TlsChannel(SocketChannel):
     """A socket with TLS."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server: bool, host: str | None) -> None:
@@ -77,7 +77,7 @@ class TlsChannel(Channel):
         self._waiting = memoryview(b"")
 
     def shake(self) -> bool:
-        """See `Channel.shake`."""
+        """See `SocketChannel.shake`."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -94,7 +94,7 @@ class TlsChannel(Channel):
                 return True
 
     def receive(self, into: list[memoryview]) -> int:
-        """See `Channel.receive`."""
+        """See `SocketChannel.receive`."""
         count = 0
         for buffer in into:
             at, size = 0, len(buffer)
@@ -117,16 +117,16 @@ class TlsChannel(Channel):
 
     @property
     def pending(self) -> bool:  # type: ignore[override]
-        """See `Channel.pending`."""
+        """See `SocketChannel.pending`."""
         return self._tls.pending() > 0 or self._came.pending > 0
 
     @property
     def unsent(self) -> int:  # type: ignore[override]
-        """See `Channel.unsent`."""
+        """See `SocketChannel.unsent`."""
         return len(self._waiting)
 
     def send(self, out: deque[Buffer]) -> int:
-        """See `Channel.send`."""
+        """See `SocketChannel.send`."""
         if not self.push():
             raise BlockingIOError
         taken = 0
@@ -140,7 +140,7 @@ class TlsChannel(Channel):
         return taken
 
     def push(self) -> bool:
-        """See `Channel.push`."""
+        """See `SocketChannel.push`."""
         if self._sealed.pending:
             fresh = self._sealed.read()
             self._waiting = memoryview(b"".join((self._waiting, fresh)) if self._waiting else fresh)
@@ -150,7 +150,7 @@ class TlsChannel(Channel):
         return not self._waiting
 
     def finish(self) -> None:
-        """See `Channel.finish`."""
+        """See `SocketChannel.finish`."""
         with contextlib.suppress(ssl.SSLError):
             self._tls.unwrap()
         with contextlib.suppress(OSError):
@@ -158,12 +158,12 @@ class TlsChannel(Channel):
 
     @property
     def certificate(self) -> bytes | None:
-        """See `Channel.certificate`."""
+        """See `SocketChannel.certificate`."""
         return self._tls.getpeercert(binary_form=True)
 
     @property
     def protocol(self) -> str | None:
-        """See `Channel.protocol`."""
+        """See `SocketChannel.protocol`."""
         return self._tls.selected_alpn_protocol()
 
     def _pull(self) -> bool:

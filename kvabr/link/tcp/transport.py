@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from kvabr.link.moqt.endpoint import Endpoint
-from kvabr.link.tcp.channel import Channel, TlsChannel
+from kvabr.link.tcp.channel import SocketChannel, TlsChannel
 from kvabr.link.tcp.tls import PREFIX
 from kvabr.link.transport import LEAST_AHEAD_BYTES, StreamTransport
 from kvabr.moqt.codes import SessionCode, name_of
@@ -136,7 +136,7 @@ class QmuxTransport(StreamTransport):
         self._idle_s = idle_s
         self._conn: QmuxConnection | None = None
         """Once TLS is there, or turns out not to be."""
-        self._channel = Channel(sock)
+        self._channel = SocketChannel(sock)
         self._greeted = plain
         """Whether it is known if the peer speaks TLS."""
         self._turn = _TURN_BYTES if client else _REQUESTS_BYTES
