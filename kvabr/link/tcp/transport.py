@@ -146,7 +146,8 @@ class QmuxTransport(StreamTransport):
         """What goes out next."""
         self._writes = False
         """Whether the socket is watched for room."""
-        self._busy = False
+        self._busy = self._again = False
+        """Whether `flush` is under way, and was called again meanwhile."""
         self._ahead = LEAST_AHEAD_BYTES
         self._low_water = 0
         self._active_s = self._loop.time()
@@ -190,13 +191,18 @@ class QmuxTransport(StreamTransport):
 
     def flush(self) -> None:
         """See `StreamTransport.flush`."""
-        if self._conn is None or self._closed or self._busy:
+        if self._conn is None or self._closed:
             return
-        self._busy = True
+        if self._busy:
+            self._again = True
+            return
+        self._busy, self._again = True, False
         try:
             self._flush(self._conn)
         finally:
             self._busy = False
+            if self._again:
+                self._loop.call_soon(self._more)
 
     async def wait_closed(self) -> None:
         """See `StreamTransport.wait_closed`."""
@@ -473,7 +479,8 @@ class QmuxTransport(StreamTransport):
         self._adapt()
 
     def _more(self) -> None:
-        self._endpoint.safely(self.flush)
+        if not self._closed:
+            self._endpoint.safely(self.flush)
 
     def _adapt(self) -> None:
         """Keep as much ahead as the path carries in a few milliseconds, here and in the kernel."""
