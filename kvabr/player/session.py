@@ -564,7 +564,7 @@ class Session:
             self._actions.append(FetchGroup(request, group, track, size, priority, pushed, source))
             kind = "upgrade" if transfer.upgrade else "fetch"
             self.events.decision(decision, now, request=request, kind=kind, track=track)
-            self.events.emit(RequestSent, now, request, group, track, size)
+            self.events.emit(RequestSent, now, request, group, track, size, source)
         view.track_of[group] = layers[-1]
         self.groups.restage((group,))
         self._decoders.moved(group)
