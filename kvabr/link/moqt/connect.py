@@ -49,7 +49,9 @@ SHORT_S = 0.005
 """Seconds within which a TCP connection must be there for the path to count as short."""
 Over = Literal["quic", "tcp", "tcp-plain"]
 _OVER: tuple[Over, ...] = ("quic", "tcp")
+"""What ``auto`` chooses from; without TLS only what was asked for."""
 KnownRate = Callable[[str], float]
+"""Tells what plays to a peer have seen before, bytes per second; 0: nothing is known."""
 TCP: tuple[Literal["tcp", "tcp-plain"], ...] = ("tcp", "tcp-plain")
 TransportName = LibraryName | Literal["tcp", "tcp-plain"]
 """A transport that can be dialled: QUIC by a library, or QMux on TCP."""
@@ -118,7 +120,7 @@ def connect(
         names: how namespaces are written; ``split`` is for peers that cannot carry a slash inside a field.
         needed: fail if the peer does not answer at all, or its name is unknown. Otherwise return a connection that is
             in `Connection.trouble`, and dials again with each request.
-        known: what plays to a peer (`Connection.peer`) have seen before, bytes per second; 0: nothing is known.
+        known: what plays to a peer (`Connection.peer`) have seen before.
         how: see `DialArguments`.
 
     Raises:
