@@ -39,7 +39,7 @@ from kvabr.qmux.frames import TransportParameters
 MOST_AHEAD_BYTES = 1 << 20
 RECORD_BYTES = MOST_AHEAD_BYTES + 64
 """The longest record that is accepted. Nothing is kept of one: its data is passed on as it comes."""
-AHEAD_S = 0.002
+AHEAD_S = 0.004
 """Seconds of the path's rate that may wait in this process, and as much in the kernel: urgent data waits for that."""
 STREAM_WINDOW, CONNECTION_WINDOW = 16 << 20, 64 << 20
 """Flow control windows of a client, bytes. They bound nothing that is kept, as all of it is consumed at once."""
@@ -54,6 +54,8 @@ _REQUESTS_BYTES = 16 << 10
 """The same of a server, which receives nothing but requests."""
 _INFO_S = 0.01
 """Seconds for which what the kernel tells of a connection is believed."""
+_FADES = 0.9
+"""What of a rate is left when it is looked at again, so that a moment without the processor does not make it small."""
 _LINGER_S = 1.0
 """Seconds to wait for the other end after a close."""
 _TLS_HANDSHAKE = 0x16
@@ -96,7 +98,8 @@ class _TcpInfo:
             if len(data) >= 168:
                 (mss,), (window,) = struct.unpack_from("=I", data, 16), struct.unpack_from("=I", data, 80)
                 (delivered,) = struct.unpack_from("=Q", data, 160)  # too high where acknowledgements come in bunches
-                self.rate = min(delivered, int(mss * window / max(rtt_us, 1) * 1e6))
+                fresh = min(delivered, int(mss * window / max(rtt_us, 1) * 1e6))
+                self.rate = max(fresh, int(_FADES * self.rate))
 
 
 class QmuxTransport(StreamTransport):
