@@ -103,6 +103,17 @@ async def test_a_peer_that_stops_inside_tls_is_closed(asset, tls):
         await nobody(server)
 
 
+async def test_silent_peers_of_one_address_leave_room_for_others(asset, tls):
+    async with served(asset, tls, connections=100) as server, contextlib.AsyncExitStack() as stack:
+        for _ in range(150):
+            silent = stack.enter_context(socket.socket())
+            silent.bind(("127.0.0.2", 0))
+            silent.connect(server.address)
+            await asyncio.sleep(0)
+        assert await fetched(asset, server, tls) == asset.frame(0, "FP16")
+        assert len(server.peers) <= 100 // 2 + 1
+
+
 NONSENSE = {
     "no QMux": b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
     "no common protocol": record(TransportParameters(protocols=("moqt-99",)).encode()),
