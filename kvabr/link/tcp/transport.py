@@ -444,6 +444,7 @@ class QmuxTransport(StreamTransport):
             case Ponged():
                 endpoint.alive()
             case Terminated():
+                endpoint.settle()  # what came before counts, and may have to be ended
                 self._terminated(event)
 
     def _terminated(self, event: Terminated) -> None:
