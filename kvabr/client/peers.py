@@ -13,6 +13,7 @@ from typing import Any
 from kvabr.client.lookup import Found, Unplayable, fetch_models, find_prefix
 from kvabr.client.origins import Dialling
 from kvabr.client.play_connection import PlaySources, SharedTransfers
+from kvabr.player.sources import NOT_KNOWN
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
@@ -27,7 +28,7 @@ _MAX_SHAPES = 4
 _PATIENCE, _MIN_PATIENCE_S = 4.0, 0.25
 """Time to look for other group sizes than an engine's: a multiple of what the first lookup took, with a floor."""
 _LEAST_WAIT_S = 0.02
-"""Time in which other sources of a play may be connected after the first, at least."""
+"""Time in which other sources of a play may be connected after the first, or answer, at least."""
 _AGAIN_S = 0.05
 """Pause before a prompt that nobody has begun to prefill is looked up again."""
 _Answer = Found | Unplayable | None
@@ -254,8 +255,8 @@ async def find_among(
 ) -> tuple[_Answer, KVSpec | None]:
     """Do as `ClientPeer.find` at all sources of a play at once; the longest prefix is played.
 
-    The play does not wait for the last of them: it takes what is there once one has the whole prompt, or a while after
-    the first. Of the others, those are sources that have the same asset, whenever they say so.
+    The play does not wait long for the last of them. Of the others, those are sources that have the same asset,
+    whenever they say so.
     """
     if len(peers) == 1:
         return await peers[0].find(connection, tokens, model, **how)
@@ -275,8 +276,10 @@ async def find_among(
     best = max(found, key=lambda source: (_tokens(found[source]), -source))
     connection.answered_by(best)
     for source, task in enumerate(asked):
-        connection.offer(source, _same_tracks(found[best], found[source]) if source in found else ())
-        if not task.done():
+        if task.done():
+            connection.offer(source, _same_tracks(found[best], found[source]) if source in found else frozenset())
+        else:
+            connection.offer(source, NOT_KNOWN)
             connection.meanwhile(_offered(connection, source, task, found[best]))
     return await asked[best]
 
@@ -285,24 +288,27 @@ async def _offered(
     connection: PlaySources, source: int, asked: asyncio.Future[tuple[_Answer, KVSpec | None]], played: Found
 ) -> None:
     """Have a source that answers late join a play of what another one has."""
+    answer: _Answer = None
     with contextlib.suppress(TransportError, FormatError, UsageError):  # then the play does without it
         answer, _ = await asked
-        if isinstance(answer, Found):
-            connection.offer(source, _same_tracks(played, answer))
+    connection.offer(source, _same_tracks(played, answer) if isinstance(answer, Found) else frozenset())
 
 
 async def _first_found(asked: Sequence[asyncio.Future[tuple[_Answer, KVSpec | None]]], tokens: int) -> dict[int, Found]:
-    """Return what was found of a prompt, by source, once it is all of it, or a while after the first, or none is."""
+    """Return what was found of a prompt, by source: a while after the first, a short one once it is all of it."""
     clock = asyncio.get_running_loop().time
     begun_s, end_s = clock(), math.inf
     found: dict[int, Found] = {}
     pending = set(asked)
-    while pending and clock() < end_s and max(map(_tokens, found.values()), default=0) < tokens:
+    while pending and clock() < end_s:
         left_s = None if end_s == math.inf else end_s - clock()
         done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         found |= {asked.index(task): each for task in done if (each := _found(task)) is not None}
-        if found and end_s == math.inf:
-            end_s = clock() + max(_MIN_PATIENCE_S, _PATIENCE * (clock() - begun_s))
+        took_s, whole = clock() - begun_s, max(map(_tokens, found.values()), default=0) == tokens
+        if whole:
+            end_s = min(end_s, clock() + max(_LEAST_WAIT_S, took_s / 2))
+        elif found and end_s == math.inf:
+            end_s = clock() + max(_MIN_PATIENCE_S, _PATIENCE * took_s)
     return found
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvabr.client.host_carrier import HostCarrier
 from kvabr.client.shared_bandwidth import link_of
+from kvabr.player.sources import Offer
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.store.shared_groups import SharedGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
@@ -431,7 +432,7 @@ class PlaySources(Connection):
     def __init__(self, sources: Sequence[PlayConnection]) -> None:
         """Begin without requests."""
         self._first, self._sources = sources[0], tuple(sources)
-        self._offers: list[Collection[str] | None] = [None] * len(sources)
+        self._offers: list[Offer] = [None] * len(sources)
         self._asking: set[asyncio.Task[None]] = set()
         self.backend, self.protocol, self.finder = self._first.backend, self._first.protocol, self._first.finder
         self.late = False
@@ -450,12 +451,12 @@ class PlaySources(Connection):
         return [source.shared for source in self._sources]
 
     @property
-    def offers(self) -> Sequence[Collection[str] | None] | None:
+    def offers(self) -> Sequence[Offer] | None:
         """The tracks that each source has, None for all; None if there is only one source."""
         return self._offers if len(self._sources) > 1 else None
 
-    def offer(self, source: int, tracks: Collection[str]) -> None:
-        """Note which tracks a source has."""
+    def offer(self, source: int, tracks: Offer) -> None:
+        """Note which tracks a source has, as far as that is known (`kvabr.player.sources.NOT_KNOWN`)."""
         self._offers[source] = tracks
 
     def answered_by(self, source: int) -> None:
@@ -465,7 +466,7 @@ class PlaySources(Connection):
 
     def alone(self) -> None:
         """Have the source that answers bring everything: what was looked up is not an asset that others may have."""
-        self._offers = [None if source is self._first else () for source in self._sources]
+        self._offers = [None if source is self._first else frozenset() for source in self._sources]
 
     def meanwhile(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something until the play is over."""

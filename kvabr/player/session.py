@@ -266,17 +266,22 @@ class Session:
         self.groups.settle(group)
         self.advance(now)
 
-    def failed(self, request: int, reason: str, now: float, *, busy: bool = False) -> None:
+    def failed(self, request: int, reason: str, now: float, *, busy: bool = False, lost: bool = False) -> None:
         """Handle the failure of a request: reset, refused, or the wrong length.
 
-        ``busy``: the publisher has too much to do. That says nothing against the group, which may be requested again.
+        Args:
+            request: its number.
+            reason: what happened.
+            now: the time of the play, seconds.
+            busy: the publisher has too much to do. That says nothing against the group, which may be requested again.
+            lost: its source cannot be reached any more.
         """
         transfer = self.view.in_flight.pop(request, None)
         if transfer is not None:
             self.groups[transfer.group].land(transfer)
             self.view.outstanding_bytes -= transfer.remaining
             self._settle(transfer.source, now)
-            elsewhere = self.sources.failed(transfer)
+            elsewhere = self.sources.failed(transfer, lost=lost)
             self._lost(transfer, RequestFailed, reason, now, counts=not busy and not elsewhere)
             self.advance(now)
 
@@ -637,7 +642,7 @@ class Session:
     def has_room(self) -> bool:
         """Return whether there may be more requests now."""
         view, config = self.view, self.config
-        if len(view.in_flight) >= config.most_requests or not self.aim.has_room():
+        if len(view.in_flight) >= config.most_requests or not self.aim.has_room() or self.sources.none_yet:
             return False
         if self.guard.policy.paces:
             most = config.ahead * view.rate * (view.ttfb_s + self.tick_s)

@@ -17,11 +17,15 @@ from kvabr.player.throughput_sampler import SourceSamplers
 
 Offer = Container[str] | None
 """The tracks that a source has of an asset; None: all."""
+NOT_KNOWN: Container[str] = ()
+"""The offer of a source that has not answered yet."""
 
 _SILENT_TTFB = 4.0
 """A source is silent after this multiple of its time to first byte, or `LEAST_SILENCE_S`."""
 _UNKNOWN_TTFB_S = 0.25
 """That time as long as nothing is known of any source."""
+_AGAIN = 3.0
+"""A silent source is asked for one group after as many times that long."""
 _MOVED, _MOVED_S = 1.5, 0.05
 """What has not begun is moved if it would take this many times as long as elsewhere, and so many seconds longer."""
 _MOVED_BEGUN = 3.0
@@ -38,7 +42,10 @@ class Sources:
         self.several = len(self._offers) > 1
         self._refused: set[tuple[int, int, str]] = set()
         self._dropped: set[int] = set()
-        self._silent: set[int] = set()
+        self._silent: dict[int, float] = {}
+        """When each source that is silent is asked again, for one group."""
+        self._tried: int | None = None
+        """A silent source that is asked next."""
         self._heard_s: dict[int, float] = {}
         """When bytes of each source came last, or it was asked after a pause."""
 
@@ -47,6 +54,10 @@ class Sources:
         if not self.several:
             return 0
         having = self._having(track)
+        tried, self._tried = self._tried, None
+        if tried in having:
+            self._heard_s[tried] = now
+            return tried
         sound = [source for source in having if source not in self._silent]
         fresh = [source for source in sound if (source, group, track) not in self._refused]
         chosen = min(fresh or sound or having or [0], key=lambda source: (self._ends_s(source, size), source))
@@ -58,57 +69,98 @@ class Sources:
         """Note that bytes of a source came."""
         if self.several:
             self._heard_s[source] = now
-            self._silent.discard(source)
+            self._silent.pop(source, None)
 
     def waited(self, now: float) -> None:
         """Note that until now, other plays used the links."""
         self._heard_s = dict.fromkeys(self._heard_s, now)
 
-    def failed(self, transfer: Transfer) -> bool:
-        """Note that a source did not bring what it was asked for; return whether another may."""
+    def failed(self, transfer: Transfer, *, lost: bool = False) -> bool:
+        """Note that a source did not bring what it was asked for, or is ``lost``; return whether another may."""
         if not self.several:
             return False
+        if lost:
+            self.drop(transfer)
         self._refused.add((transfer.source, transfer.group, transfer.track))
-        return any(
-            (source, transfer.group, transfer.track) not in self._refused for source in self._having(transfer.track)
-        )
+        left = self._having(transfer.track)
+        return self._awaited or any((source, transfer.group, transfer.track) not in self._refused for source in left)
 
     def drop(self, transfer: Transfer) -> bool:
         """Ask a source nothing more, unless it is the last one; return whether there is another."""
         if not self.several or transfer.local:
             return False
-        if len(self._having(transfer.track)) > 1:
+        if self._awaited or len(self._having(transfer.track)) > 1:
             self._dropped.add(transfer.source)
         return transfer.source in self._dropped
+
+    @property
+    def none_yet(self) -> bool:
+        """Whether nothing can be asked of any source until another one has answered."""
+        return self._awaited and all(
+            source in self._dropped or offer is NOT_KNOWN for source, offer in enumerate(self._offers)
+        )
+
+    @property
+    def _awaited(self) -> bool:
+        return any(offer is NOT_KNOWN for offer in self._offers)
 
     def misplaced(self, now: float) -> Iterator[tuple[Transfer, str]]:
         """Yield transfers that are better asked elsewhere, and why; they are cancelled as they come."""
         if not self.several:
             return
         for source in list(self._in_flight.asked):
-            after_s = max(LEAST_SILENCE_S, _SILENT_TTFB * self._ttfb_s(source))
-            if source in self._dropped or now - self._heard_s.get(source, now) >= after_s:
-                self._silent.add(source)
+            silent = self._is_silent(source, now)
+            if silent and any(self._brings(other, now) for other in range(len(self._offers)) if other != source):
+                self._silent[source] = now + _AGAIN * self._patience_s(source)
+            if source in self._dropped or source in self._silent:
                 why = "its source was dropped" if source in self._dropped else "its source is silent"
-                for transfer in [one for one in self._in_flight.values() if one.source == source and not one.local]:
-                    if self._others(transfer):
+                for transfer in self._of(source):
+                    if self._others(transfer) and (silent or source in self._dropped):
                         yield transfer, why
-            elif (late := self._late(source)) is not None:
-                yield late, "another source brings it sooner"
+            elif not silent:
+                for late in self._late(source):
+                    yield late, "another source brings it sooner"
+        yield from self._probes(now)
 
-    def _late(self, source: int) -> Transfer | None:
-        """Return what a source would bring last, if another brings it clearly sooner."""
-        last = max(
-            (one for one in self._in_flight.values() if one.source == source and not one.local),
-            key=lambda one: (one.first_byte_s is None, one.priority, one.request),
-            default=None,
-        )
-        if last is None or not (others := self._others(last)):
-            return None
-        begun = last.first_byte_s is not None
-        own_s = self._ends_s(source, last.remaining, alone=begun)
-        other_s = min(self._ends_s(other, last.bytes) for other in others)
-        return last if own_s > (_MOVED_BEGUN if begun else _MOVED) * other_s + _MOVED_S else None
+    def _probes(self, now: float) -> Iterator[tuple[Transfer, str]]:
+        """Yield the group that a silent source is asked for again."""
+        self._tried = None
+        for source, again_s in self._silent.items():
+            waiting = [one for one in self._in_flight.values() if one.first_byte_s is None and not one.local]
+            if now >= again_s and source not in self._in_flight.asked and waiting and self._tried is None:
+                self._tried = source
+                # An upgrade might not be asked for again.
+                last = max(waiting, key=lambda one: (not one.upgrade, one.priority, one.request))
+                yield last, "a silent source is tried again"
+
+    def _late(self, source: int) -> list[Transfer]:
+        """Return what a source would bring last, if others bring it clearly sooner."""
+        found: list[Transfer] = []
+        moved = dict.fromkeys(range(len(self._offers)), 0)
+        asked = sorted(self._of(source), key=lambda one: (one.first_byte_s is None, one.priority, one.request))
+        while asked and (others := self._others(last := asked.pop())):
+            begun = last.first_byte_s is not None
+            own_s = self._ends_s(source, moved[source] if not begun else last.remaining, alone=begun)
+            other_s, other = min((self._ends_s(each, moved[each] + last.bytes), each) for each in others)
+            if own_s <= (_MOVED_BEGUN if begun else _MOVED) * other_s + _MOVED_S:
+                break
+            moved[source] -= last.remaining
+            moved[other] += last.bytes
+            found.append(last)
+        return found
+
+    def _of(self, source: int) -> list[Transfer]:
+        return [one for one in self._in_flight.values() if one.source == source and not one.local]
+
+    def _patience_s(self, source: int) -> float:
+        return max(LEAST_SILENCE_S, _SILENT_TTFB * self._ttfb_s(source))
+
+    def _is_silent(self, source: int, now: float) -> bool:
+        return now - self._heard_s.get(source, now) >= self._patience_s(source)
+
+    def _brings(self, source: int, now: float) -> bool:
+        """Return whether bytes of a source came lately, or it is not asked; otherwise all may be in an outage."""
+        return source not in self._in_flight.asked or now - self._heard_s.get(source, now) < LEAST_SILENCE_S / 2
 
     def _others(self, transfer: Transfer) -> list[int]:
         """Return the sources that could bring what one is asked for."""
