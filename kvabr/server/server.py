@@ -130,6 +130,8 @@ class Server(Host[Peer]):
             where = f"{self.host}:{self.port}"
             if error.errno == errno.EADDRINUSE:
                 hint = "another server is running there; stop it, or give another --bind HOST:PORT"
+                if self.tcp != "off":
+                    hint += ", or --tcp off if it has the TCP port alone"
             else:
                 hint = "give an address of this machine with --bind HOST:PORT"
             raise TransportError(f"{where}: cannot be bound ({error.strerror or error}); {hint}") from error

@@ -188,6 +188,16 @@ async def test_a_client_with_tls_on_a_port_without_hears_why(asset, tls):
             await dial(DialOptions("127.0.0.1", port, insecure=True, timeout_s=LIMIT_S), "tcp")
 
 
+async def test_a_tcp_port_in_use_is_named(asset, tls):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        arguments = (PublishedAssets(asset.path, log=LOG), "127.0.0.1", port, tls, ServerLimits(), LOG)
+        with pytest.raises(TransportError, match=r"cannot be bound .* or --tcp off"):
+            await Server(*arguments, Metrics()).start()
+        async with Server(*arguments, Metrics(), tcp="off") as server:
+            assert server.address[1] == port
+
+
 async def test_a_server_without_tcp_is_named(asset, tls):
     async with served(asset, tls, tcp="off") as server:
         with pytest.raises(TransportError, match="no TCP connection"):
