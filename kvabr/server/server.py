@@ -25,9 +25,9 @@ from kvabr.link.quic.backend import (
 from kvabr.link.quic.transport import protocol_class
 from kvabr.link.tcp.listener import TcpListener
 from kvabr.link.tcp.tls import server_context
-from kvabr.link.tcp.transport import QmuxTransport, TcpSecurity
+from kvabr.link.tcp.transport import QmuxTransport, TcpSecurity, address_of
 from kvabr.moqt.wire import DRAFTS, Draft
-from kvabr.server.budgets import Host
+from kvabr.server.budgets import Host, site_of
 from kvabr.server.certificates import ServerTls
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
@@ -130,6 +130,8 @@ class Server(Host[Peer]):
             where = f"{self.host}:{self.port}"
             if error.errno == errno.EADDRINUSE:
                 hint = "another server is running there; stop it, or give another --bind HOST:PORT"
+                if self.tcp != "off":
+                    hint += ", or --tcp off if it has the TCP port alone"
             else:
                 hint = "give an address of this machine with --bind HOST:PORT"
             raise TransportError(f"{where}: cannot be bound ({error.strerror or error}); {hint}") from error
@@ -231,20 +233,16 @@ class Server(Host[Peer]):
         return peer
 
     def _accepted(self, sock: socket.socket) -> None:
-        if len(self.peers) >= self.limits.connections + _HALF_OPEN:
+        """Take a TCP connection, unless there are too many, or half as many of its address that have only begun."""
+        most, site = self.limits.connections, site_of(address_of(sock))
+        begun = sum(stream.begins and site_of(stream.address) == site for stream in self._streams)
+        if len(self.peers) >= most + _HALF_OPEN or begun >= max(most, _HALF_OPEN) // 2:
             sock.close()
             return
-        peer = self._admit()
-        windows = REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW
-        try:
-            stream = QmuxTransport(
-                sock, peer, self._security, [draft.alpn for draft in self._drafts],
-                client=False, idle_s=self.limits.idle_s, windows=windows,
-            )  # fmt: skip
-        except OSError:  # it has gone already
-            sock.close()
-            peer.ended("the connection was lost", 0)
-            return
+        stream = QmuxTransport(
+            sock, self._admit(), self._security, [draft.alpn for draft in self._drafts], client=False,
+            idle_s=self.limits.idle_s, windows=(REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW),
+        )  # fmt: skip
         self._streams.add(stream)
         stream.start()
 

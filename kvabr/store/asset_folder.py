@@ -46,6 +46,7 @@ from kvabr.store.files import (
     sweep,
 )
 from kvabr.store.folder_notes import check_expiry, remove_folder_asset
+from kvabr.store.memory import GROUPS as POOL
 from kvabr.store.quota import FolderQuota
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import MAX_CATALOG_BYTES, SCHEMAS, Catalog
@@ -60,6 +61,8 @@ MAX_FOLDERS = 100_000
 
 LOADED_BYTES = 64 << 10
 """Smaller frames are read at once; larger ones piece by piece, from a file that stays open."""
+_POOLED_BYTES = 256 << 10
+"""Pieces from this size on are read into memory that was used before: fresh memory costs several times the reading."""
 _AGAIN = "encode the asset again"
 
 
@@ -251,13 +254,18 @@ class FrameFile(FrameReader):
         self.size = os.fstat(file.fileno()).st_size
 
     def read(self, begin: int, end: int) -> memoryview:
+        size = end - begin
         try:
-            data = os.pread(self._file.fileno(), end - begin, begin)
+            if size < _POOLED_BYTES:
+                data = memoryview(os.pread(self._file.fileno(), size, begin))
+            else:
+                data = POOL.take(size)
+                data = data[: os.preadv(self._file.fileno(), [data], begin)]
         except (OSError, ValueError) as error:
             raise AssetError(f"{self._path}: cannot be read ({error})") from error
-        if len(data) != end - begin:
+        if len(data) != size:
             raise AssetError(f"{self._path}: has become shorter than {end} bytes; {_AGAIN}")
-        return memoryview(data)
+        return data
 
     def close(self) -> None:
         self._file.close()

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import socket
 import ssl
+from collections import deque
 
 import pytest
 import structlog
@@ -15,8 +16,9 @@ from kvabr.link.moqt.connect import connect, dial
 from kvabr.link.moqt.options import DialOptions
 from kvabr.moqt.wire import DRAFTS
 from kvabr.qmux.connection import QmuxConnection
-from kvabr.qmux.frames import FrameType, TransportParameters, frame
+from kvabr.qmux.frames import FrameType, TransportParameters, close_frame, frame
 from kvabr.server.certificates import check, development
+from kvabr.server.changes import Changes, changes_track
 from kvabr.server.grants import Grant, Grants
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
@@ -25,6 +27,7 @@ from kvabr.server.relay import Relay
 from kvabr.server.server import Server
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import TransportError, UnauthorizedError, UsageError
+from kvabr.types.naming import MODELS_NAMESPACE
 from tests.assets import make_asset
 from tests.qmux.ends import begun, record, stream
 
@@ -103,6 +106,17 @@ async def test_a_peer_that_stops_inside_tls_is_closed(asset, tls):
         await nobody(server)
 
 
+async def test_silent_peers_of_one_address_leave_room_for_others(asset, tls):
+    async with served(asset, tls, connections=100) as server, contextlib.AsyncExitStack() as stack:
+        for _ in range(150):
+            silent = stack.enter_context(socket.socket())
+            silent.bind(("127.0.0.2", 0))
+            silent.connect(server.address)
+            await asyncio.sleep(0)
+        assert await fetched(asset, server, tls) == asset.frame(0, "FP16")
+        assert len(server.peers) <= 100 // 2 + 1
+
+
 NONSENSE = {
     "no QMux": b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
     "no common protocol": record(TransportParameters(protocols=("moqt-99",)).encode()),
@@ -174,6 +188,16 @@ async def test_a_client_with_tls_on_a_port_without_hears_why(asset, tls):
             await dial(DialOptions("127.0.0.1", port, insecure=True, timeout_s=LIMIT_S), "tcp")
 
 
+async def test_a_tcp_port_in_use_is_named(asset, tls):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        arguments = (PublishedAssets(asset.path, log=LOG), "127.0.0.1", port, tls, ServerLimits(), LOG)
+        with pytest.raises(TransportError, match=r"cannot be bound .* or --tcp off"):
+            await Server(*arguments, Metrics()).start()
+        async with Server(*arguments, Metrics(), tcp="off") as server:
+            assert server.address[1] == port
+
+
 async def test_a_server_without_tcp_is_named(asset, tls):
     async with served(asset, tls, tcp="off") as server:
         with pytest.raises(TransportError, match="no TCP connection"):
@@ -198,6 +222,22 @@ async def test_a_new_certificate_is_shown_to_new_connections(asset, tls):
             server.tls = renewed
             server.renew_certificates()
             assert await fetched(asset, server, renewed)
+
+
+async def test_a_request_and_a_close_at_once_leave_nothing(asset, tls):
+    async with served(asset, tls) as server:
+        before = asyncio.all_tasks()
+        async with await dial(options(server, tls), "tcp") as connection:
+            data = await read_all(connection.fetch(MODELS_NAMESPACE, changes_track(0), 0, limit=1 << 20))
+            connection.transport._busy = True  # so that both leave together
+            connection.fetch(MODELS_NAMESPACE, changes_track(Changes.loads(data).position), 0, limit=1 << 20)
+            transport = connection.transport
+            last = [*transport._conn.data_to_send(1 << 20), record(close_frame(0, "", application=True))]
+            assert transport._channel.send(deque(last))
+        await nobody(server)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() <= before
 
 
 async def test_another_protocol_in_tls_is_refused(asset, tls):

@@ -18,8 +18,10 @@ _MOST_BUFFERS = 64
 """Buffers of one system call; Linux takes 1,024."""
 _RECORD = 16 << 10
 """Most bytes in a record of TLS."""
-_SEALED_BYTES = 256 << 10
-"""Bytes that are encrypted at a time, and read at a time by a client."""
+_SEALED_BYTES = 7 * _RECORD
+"""Bytes that are encrypted at a time: what is allocated for them is still used again by malloc."""
+_CIPHER_BYTES = 256 << 10
+"""Bytes that a client reads at a time."""
 
 
 class SocketChannel:
@@ -73,7 +75,7 @@ class TlsChannel(SocketChannel):
         super().__init__(sock)
         self._came, self._sealed = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._came, self._sealed, server_side=server, server_hostname=host)
-        self._cipher = memoryview(bytearray(_RECORD if server else _SEALED_BYTES))
+        self._cipher = memoryview(bytearray(_RECORD if server else _CIPHER_BYTES))
         self._waiting = memoryview(b"")
 
     def shake(self) -> bool:

@@ -74,6 +74,14 @@ class TcpSecurity:
     """A client's name of the server."""
 
 
+def address_of(sock: socket.socket) -> str:
+    """Return the address of the peer, without port; empty if it has gone."""
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:
+        return ""
+
+
 class _TcpInfo:
     """What Linux tells of a connection (``struct tcp_info``)."""
 
@@ -122,7 +130,7 @@ class QmuxTransport(StreamTransport):
         self._drafts = tuple(drafts)
         self.name = "tcp"
         endpoint.transport = self
-        self._address = str(sock.getpeername()[0])
+        self._address = address_of(sock)
         self._info = _TcpInfo(sock)
         stream, connection = windows
         plain = client and security.context is None
@@ -281,6 +289,11 @@ class QmuxTransport(StreamTransport):
         return self._channel.certificate
 
     @property
+    def begins(self) -> bool:
+        """Whether it is open, and MoQT has not begun."""
+        return not self._closed and self._endpoint.session is None
+
+    @property
     def _qmux(self) -> QmuxConnection:
         if self._conn is None or self._closed:
             raise ValueError("there is no connection")
@@ -431,6 +444,7 @@ class QmuxTransport(StreamTransport):
             case Ponged():
                 endpoint.alive()
             case Terminated():
+                endpoint.settle()  # what came before counts, and may have to be ended
                 self._terminated(event)
 
     def _terminated(self, event: Terminated) -> None:
