@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,9 @@ class EngineSettings(BaseModel):
     fewer, all are computed."""
     max_load_tokens: Count | None = None
     """Most tokens of a request that are loaded; the engine computes those behind. None: all that are cached."""
+    keep_loss: Annotated[float, Field(ge=0)] = math.inf
+    """Most that a cache may be expected to lose, nats per generated token, for the engine to be given it: the engine
+    keeps it for all later requests. AC-L3 loses about 0.001."""
     time_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] = TIME_PRICE
     """Price of a second before the first token, nats per generated token. 0: only the deadline counts."""
     model: ModelName | None = None

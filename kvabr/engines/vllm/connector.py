@@ -33,8 +33,9 @@ from kvabr.engines.vllm.blocks import codes
 from kvabr.engines.vllm.caches import UnknownCacheError
 from kvabr.engines.vllm.config import FP8_CACHES, ServedModel, VllmSettings, read_settings, served_model
 from kvabr.engines.vllm.idle import IdleScheduler, IdleWorker
-from kvabr.engines.vllm.plays import Step, leave_client, take_client
+from kvabr.engines.vllm.plays import PlacedPlay, Step, leave_client, take_client
 from kvabr.engines.vllm.publishing import Publishers
+from kvabr.engines.vllm.requests import OWN
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.step_times import computed_before
 from kvabr.engines.vllm.worker import WorkerHalf
@@ -66,9 +67,9 @@ class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Carries the plays that have ended, and how fast the engine is, from the workers to the scheduler."""
 
-    def __init__(self, placed: list[tuple[int, int]], cost: PrefillCost | None) -> None:
+    def __init__(self, placed: list[PlacedPlay], cost: PrefillCost | None) -> None:
         self.placed = placed
-        """For each play and worker, the token after the last in place."""
+        """What each worker's plays have brought."""
         self.cost = cost
         """What the engine's prefill costs; None: no news."""
 
@@ -124,7 +125,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         publishers = _publishers(settings, model) if produces and role == KVConnectorRole.WORKER else None
         self._client = take_client(settings) if consumes else None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(settings, model, self._client, produces=produces)
+            self._scheduler = SchedulerHalf(settings, model, self._client, produces=produces, evict=self._evict)
         else:
             self._worker = WorkerHalf(settings, model, self._client, publishers)
 
@@ -201,18 +202,24 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KvabrPlaced):
             self._scheduler.measured(meta.cost)
-            for play, end in meta.placed:
-                self._scheduler.placed(play, end)
+            for play in meta.placed:
+                self._scheduler.placed(play)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Publish what a request has computed."""
-        return self._scheduler.finished(request, block_ids), None
+        """Publish what a request has computed, and tell its client what it was served with."""
+        served = self._scheduler.served(request, block_ids)
+        return self._scheduler.finished(request, block_ids), None if served is None else {OWN: served}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Publish what a request has computed, of a model with one KV cache group."""
         return self.request_finished_all_groups(request, (block_ids,))
+
+    def _evict(self, blocks: set[int]) -> None:
+        """Take blocks out of vLLM's prefix cache."""
+        assert self._kv_cache_manager is not None  # noqa: S101  # vLLM binds it to the scheduler's connector
+        self._kv_cache_manager.evict_blocks(blocks)
 
     def _tables(self, request: str) -> Sequence[Sequence[int]]:
         """Return a request's block tables, one per KV cache group."""
@@ -279,7 +286,7 @@ class KvabrStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """``vllm:kvabr_*``: a counter for every key of `stats.HELP`, and a histogram of the seconds of plays."""
+    """``vllm:kvabr_*``: a counter for every key of `stats.HELP`, and the histograms of `stats.HISTOGRAMS`."""
 
     def __init__(
         self, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: _PerEngine
@@ -292,22 +299,22 @@ class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, text in stats.HELP.items()
         }
-        self._seconds = create_metric_per_engine(
-            self._histogram_cls(
-                name="vllm:kvabr_play_seconds",
-                documentation="Seconds that plays took.",
-                buckets=[0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0],
-                labelnames=labelnames,
-            ),
-            per_engine_labelvalues,
-        )
+        self._histograms = {
+            name: create_metric_per_engine(
+                self._histogram_cls(
+                    name=f"vllm:kvabr_{name}", documentation=f"{text}.", buckets=list(buckets), labelnames=labelnames
+                ),
+                per_engine_labelvalues,
+            )
+            for name, (text, buckets) in stats.HISTOGRAMS.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add counters."""
         for name, value in transfer_stats_data.items():
-            if name == stats.SECONDS:
-                for seconds in value:
-                    self._seconds[engine_idx].observe(seconds)
+            if name in self._histograms:
+                for each in value:
+                    self._histograms[name][engine_idx].observe(each)
             elif name in self._counters:
                 self._counters[name][engine_idx].inc(value)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvabr.engines.vllm.plays import Step
+from kvabr.engines.vllm.plays import PlacedPlay, Step
 from kvabr.engines.vllm.stats import ConnectorCounts
 
 
@@ -35,7 +35,7 @@ class IdleScheduler:
     def measured(self, cost: object) -> None:
         """Do nothing."""
 
-    def placed(self, play: int, end: int) -> None:
+    def placed(self, play: PlacedPlay) -> None:
         """Ignore a play; there are none."""
 
     def received(self, requests: set[str]) -> None:
@@ -44,6 +44,9 @@ class IdleScheduler:
     def reset(self) -> bool:
         """Have nothing to forget."""
         return True
+
+    def served(self, _request: Any, _blocks: object) -> None:
+        """Return that nothing was loaded."""
 
     def finished(self, _request: Any, _blocks: object) -> bool:
         """Return that the blocks of a request are not needed."""
@@ -75,7 +78,7 @@ class IdleWorker:
     def measured(self) -> None:
         """Return no news."""
 
-    def placed(self) -> list[tuple[int, int]]:
+    def placed(self) -> list[PlacedPlay]:
         """Return that no play has ended."""
         return []
 

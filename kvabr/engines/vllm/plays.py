@@ -54,6 +54,20 @@ class LoadRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedPlay:
+    """What a worker's play has brought: of a play before the promise compressed, otherwise in the engine's blocks."""
+
+    play: int
+    request: str
+    end: int
+    """Token after the last in place."""
+    loss: float = 0.0
+    """Expected loss for its own request, nats per generated token."""
+    worst: float = 0.0
+    """Expected loss for a request that shares nothing of what the engine computes behind it."""
+
+
+@dataclass(frozen=True, slots=True)
 class CopyRequest:
     """Decode a cache that was played into blocks, beside the steps: vLLM waits until it is told of the end."""
 

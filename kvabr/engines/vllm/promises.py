@@ -126,11 +126,12 @@ class Promises:
         held.promised = max(computed, whole_blocks(end, self._block))
         return held.promised - computed
 
-    def report(self, play: int, end: int) -> None:
-        """Note that a worker's play has ended, with everything up to token ``end`` in place."""
+    def report(self, play: int, end: int) -> bool:
+        """Note that a worker's play has ended, with all before token ``end`` in place; return whether it is wanted."""
         request = self._requests.get(play)
         if request is not None:
             self._held[request].ends.append(end)
+        return request is not None
 
     def use(self, request: str, external: int) -> tuple[int, int] | None:
         """End the wait of a request: vLLM has scheduled it with ``external`` tokens of what was promised.

@@ -18,6 +18,8 @@ from kvabr.types.passage import MAX_PARTS, MAX_PASSAGE_TOKENS, Exact, Part, Pass
 
 BLENDED = "blended"
 """The ``cache_salt`` under which caches may be joined from passages. A tenant's own may follow, behind a colon."""
+OWN = "kvabr"
+"""The key of what a request was served with, in the ``kv_transfer_params`` of its answer."""
 _MAX_PASSAGES = MAX_PARTS // 2 - 1
 
 
@@ -47,6 +49,11 @@ def wants_passage(request: Any) -> bool:
     """Return whether a request wants a passage published, and not its prompt."""
     given = params(request).get("publish_passage")
     return given is not None and given is not False
+
+
+def unplayed(request: Any) -> bool:
+    """Return whether a request wants everything computed."""
+    return params(request).get("play", True) is False or wants_passage(request)
 
 
 def salt_of(request: Any, salt: bytes) -> bytes:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -33,9 +33,11 @@ from kvabr.engines.origin_pause import OriginPause
 from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
 from kvabr.engines.vllm.growing import Growth
+from kvabr.engines.vllm.kept_losses import KeptLosses
 from kvabr.engines.vllm.plays import (
     CopyRequest,
     LoadRequest,
+    PlacedPlay,
     PublishRequest,
     Step,
     cut,
@@ -43,7 +45,7 @@ from kvabr.engines.vllm.plays import (
     find_parts,
 )
 from kvabr.engines.vllm.promises import Promises
-from kvabr.engines.vllm.requests import PassageRequests, blended, params, salt_of, unfit, wants_passage
+from kvabr.engines.vllm.requests import PassageRequests, blended, params, salt_of, unfit, unplayed, wants_passage
 from kvabr.engines.vllm.snapshots import Boundaries
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.step_times import prefill_of
@@ -87,6 +89,9 @@ class _Lookup:
     """Tokens of what was found that are left to the engine, where that was decided before the play."""
     due_s: float = 0.0
     """When its play ends at the latest."""
+    loss: float = 0.0
+    """What its play is expected to lose, and what for others (`PlacedPlay`)."""
+    worst: float = 0.0
 
     def over(self) -> None:
         """Forget what was found: there is no hit from now on."""
@@ -96,8 +101,16 @@ class _Lookup:
 class SchedulerHalf:
     """Implements the scheduler's part of the connector; requests are vLLM's own objects."""
 
-    def __init__(self, settings: VllmSettings, model: ServedModel, client: Client | None, *, produces: bool) -> None:
-        """Start; without a client nothing is looked up."""
+    def __init__(
+        self,
+        settings: VllmSettings,
+        model: ServedModel,
+        client: Client | None,
+        *,
+        produces: bool,
+        evict: Callable[[set[int]], None],
+    ) -> None:
+        """Start; without a client nothing is looked up. ``evict`` takes blocks out of vLLM's prefix cache."""
         self._settings, self._model, self._client, self._produces = settings, model, client, produces
         self._salt, self._generation = settings.salt, settings.generation()
         self._specs = model.specs
@@ -128,6 +141,7 @@ class SchedulerHalf:
         self._arrived: set[str] = set()
         """Requests that may be published."""
         self.counts = ConnectorCounts()
+        self._kept = KeptLosses(settings.keep_loss, model.caches.blocks, evict, self.counts)
         self._cost: PrefillCost | None = None
         """What the engine's prefill costs; None: the workers have not told."""
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
@@ -180,6 +194,10 @@ class SchedulerHalf:
         lookup = self._lookups.get(request.request_id)
         if lookup is None:
             return 0, False
+        if computed and not self._kept.may_share(
+            request, computed, math.inf if unplayed(request) else lookup.deadline_s
+        ):
+            return None, False
         if lookup.handle is not None and not self._settle(lookup, lookup.handle):
             return None, False
         had, lookup.computed = lookup.computed, computed
@@ -215,12 +233,15 @@ class SchedulerHalf:
                 play, first = used
                 last = first + external
                 taken = caches.runs(blocks, first, last)
+                self._serve(request, lookup, first, external, blocks)
+                self._kept.lost(name, lookup.loss, lookup.worst)
                 self._pending.copies.append(CopyRequest(play, name, first, last, taken))
                 self._loading[name] = chunks
         elif lookup.found is not None and external > 0:
             first, last = lookup.last - external, lookup.last
             self._loading[name] = chunks
             taken = caches.runs(blocks, first, last)
+            self._serve(request, lookup, first, external, blocks)
             left_s = max(lookup.due_s - time.monotonic(), _MIN_PLAY_SHARE * lookup.deadline_s)
             self._pending.loads.append(self._load(next(self._numbers), name, lookup, first, last, taken, left_s))
         lookup.over()
@@ -241,6 +262,7 @@ class SchedulerHalf:
         step, self._pending = self._pending, Step()
         step.preempted = preempted
         step.scheduled, step.prefill = sum(scheduled.values()), prefill_of(scheduled, before)
+        self._kept.step(scheduled, tables)
         step.kept = self._completed.step(scheduled, tables)
         step.snapshots = self._boundaries.step(scheduled, tables, self._model.caches.states)
         if self._growth is not None:
@@ -256,10 +278,13 @@ class SchedulerHalf:
                 step.loads.append(self._load(play.play, play.request, lookup, play.first, play.last, None, left_s))
         return step
 
-    def placed(self, play: int, end: int) -> None:
-        """Note that one worker's play has ended, with all tokens before ``end`` in place."""
-        if self._promises is not None:
-            self._promises.report(play, end)
+    def placed(self, play: PlacedPlay) -> None:
+        """Note what one worker's play has brought."""
+        lookup = self._lookups.get(play.request)
+        if self._promises is None:
+            self._kept.lost(play.request, play.loss, play.worst, play.end)
+        elif self._promises.report(play.play, play.end) and lookup is not None:
+            lookup.loss, lookup.worst = max(play.loss, lookup.loss), max(play.worst, lookup.worst)
 
     def measured(self, cost: PrefillCost | None) -> None:
         """Note what the engine's prefill costs; None: there is no news."""
@@ -269,6 +294,10 @@ class SchedulerHalf:
         """Note loads that have ended."""
         for name in requests:
             self._loading.pop(name, None)
+
+    def served(self, request: Any, blocks: Sequence[Sequence[int]]) -> dict[str, float] | None:
+        """Return what a request that ends was served with; None: with nothing that was played."""
+        return self._kept.over(request.request_id, blocks)
 
     def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
         """End a request, given its blocks per block table; return whether these must be kept to be published."""
@@ -313,6 +342,11 @@ class SchedulerHalf:
             )
         )
         return True
+
+    def _serve(self, request: Any, lookup: _Lookup, first: int, external: int, blocks: Sequence[Sequence[int]]) -> None:
+        """Note what is loaded of a request, unless its salt says that it is joined from passages."""
+        if lookup.found is not None and not lookup.found.catalog.sources:
+            self._kept.begin(request, lookup.deadline_s, first, external, blocks)
 
     def _publish_passage(self, request: Any, blocks: Sequence[Sequence[int]], tokens: int, *, cached: bool) -> bool:
         """Publish a passage, if the first ``tokens`` tokens of its prompt, which were computed, are all."""
@@ -414,7 +448,7 @@ class SchedulerHalf:
         lookup = _Lookup(self._deadline_of(request), time.monotonic())
         # vLLM does not use the cache of a request that wants the log-probabilities of its prompt.
         unread = getattr(request, "skip_reading_prefix_cache", False)
-        if params(request).get("play", True) is False or unread or wants_passage(request):
+        if unplayed(request) or unread:
             return lookup
         if (why := unfit(request)) is not None:
             self.counts.add("lookups_unfit")

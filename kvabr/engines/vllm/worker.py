@@ -28,9 +28,9 @@ from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.copier import Copier
 from kvabr.engines.vllm.lossy import LossyGroups
-from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, Step, cut, find_cache
+from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, PlacedPlay, Step, cut, find_cache
 from kvabr.engines.vllm.publishing import Publications, Publishers
-from kvabr.engines.vllm.stats import ConnectorCounts
+from kvabr.engines.vllm.stats import SECONDS, ConnectorCounts
 from kvabr.engines.vllm.step_times import StepTimes
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, PlayError
@@ -76,8 +76,8 @@ class WorkerHalf:
         self._unfilled: set[str] = set()
         """Requests whose loads failed, where vLLM cannot be told of single blocks."""
         self._plays: dict[int, _Playing] = {}
-        self._placed: list[tuple[int, int]] = []
-        """Plays before the promise that have ended, and the token after the last that came."""
+        self._placed: list[PlacedPlay] = []
+        """What plays that have ended brought."""
         self._scheduled, self._nap_s = 0, _NAP_S
         kind = f"{model.dtype} {model.ranks}"
         self._times = StepTimes(kind, model.shard, settings.cache, self._copier.submit)
@@ -150,8 +150,8 @@ class WorkerHalf:
             received, self._received = self._received, set()
         return sent, received
 
-    def placed(self) -> list[tuple[int, int]]:
-        """Return, once, the plays before the promise that have ended, and the token after the last that came."""
+    def placed(self) -> list[PlacedPlay]:
+        """Return, once, what plays that have ended brought."""
         with self._news:
             placed, self._placed = self._placed, []
         return placed
@@ -244,7 +244,7 @@ class WorkerHalf:
 
     def _ended(self, load: LoadRequest, play: Handle[PlayedPrefix], began_s: float) -> None:
         """Note a play that has ended, or begin to decode it; called on the event loop's thread."""
-        self.counts.play(time.monotonic() - began_s)
+        self.counts.note(SECONDS, time.monotonic() - began_s)
         if load.blocks is None:
             self._hold(load, play)
             return
@@ -293,7 +293,7 @@ class WorkerHalf:
             playing = self._plays.get(load.play)
             if playing is not None:
                 playing.prefix = prefix if end > load.first else None
-                self._placed.append((load.play, end))
+                self._placed.append(_placed_play(load, prefix, end))
                 self._news.notify_all()
         if playing is not None:
             self._missed(load, end, 0 if prefix is None else prefix.tail)
@@ -333,6 +333,7 @@ class WorkerHalf:
         self._missed(load, end, 0 if prefix is None else prefix.tail)
         with self._news:
             self._plays.pop(load.play, None)
+            self._placed.append(_placed_play(load, prefix, end))
         self._loaded(load.request, load.first, load.last, end, blocks)
 
     def _loaded(self, request: str, first: int, last: int, end: int, blocks: tuple[tuple[int, ...], ...]) -> None:
@@ -378,3 +379,16 @@ class WorkerHalf:
             if track not in _EXACT:
                 lossy.append(unit.first - (classes[unit.part].kind == "state"))
         self.lossy.note(load.tokens, load.salt, lossy)
+
+
+def _placed_play(load: LoadRequest, prefix: PlayedPrefix | None, end: int) -> PlacedPlay:
+    """Return what a play has brought before token ``end``."""
+    if prefix is None or end <= load.first:
+        return PlacedPlay(load.play, load.request, end)
+    catalog, worst = load.found.catalog, prefix.loss
+    if prefix.tail and prefix.tokens and catalog.every_token and not catalog.sources:
+        skip = catalog.group_at(prefix.first)
+        shorter = catalog.prefix(catalog.group_at(prefix.first + prefix.tokens - 1) + 1)
+        pairs = zip(prefix.units, prefix.coverage, strict=True)
+        worst = sum(shorter.track(track).loss[skip + unit.group] for unit, track in pairs)
+    return PlacedPlay(load.play, load.request, end, prefix.loss, worst)

@@ -69,7 +69,8 @@ class RealEngine:
         self.settle()
         old = self.half
         settings = old._settings.model_copy(update={"mode": mode})
-        self.half = SchedulerHalf(settings, old._model, self.client, produces=old._produces)
+        evict = self.scheduler.connector._evict
+        self.half = SchedulerHalf(settings, old._model, self.client, produces=old._produces, evict=evict)
         self.scheduler.connector._scheduler = self.half
 
     def close(self):
@@ -91,6 +92,7 @@ class RealEngine:
         own = {} if salt is None else {"cache_salt": salt}
         out = self.llm.generate([{"prompt_token_ids": p} | own for p in prompts], sampling, use_tqdm=False)
         self.first_tokens_s = [one.metrics.first_token_latency for one in out]
+        self.served = [(one.kv_transfer_params or {}).get("kvabr") for one in out]
         return [one.outputs[0].token_ids for one in out]
 
     def settle(self, within_s=60.0):

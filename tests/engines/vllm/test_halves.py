@@ -93,8 +93,8 @@ def test_ranks_fetch_their_own_heads_where_they_are_published_so(tmp_path, mode,
                     bench.worker.collect(())
                     placed += bench.worker.placed()
                 if len(placed) == 2:  # as vLLM adds up what all workers report
-                    for play, end in placed:
-                        first.scheduler.placed(play, end)
+                    for play in placed:
+                        first.scheduler.placed(play)
                 assert time.monotonic() < end_s
             first.scheduler.allocated(asked, [numbers], count)
             step = first.scheduler.step({}, None)
