@@ -54,7 +54,7 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, TransportError
 from kvabr.types.naming import chain
-from kvabr.types.passage import Passage
+from kvabr.types.passage import Part, Passage
 
 _log = logging.getLogger("vllm.kvabr")
 
@@ -71,6 +71,8 @@ class _Lookup:
 
     deadline_s: float
     began_s: float
+    within_s: float = 0.0
+    """Seconds that the lookup may take."""
     tokens: tuple[int, ...] = ()
     salt: bytes = b""
     handle: Handle[Found | None] | None = None
@@ -145,6 +147,8 @@ class SchedulerHalf:
         self._cost: PrefillCost | None = None
         """What the engine's prefill costs; None: the workers have not told."""
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
+        self._rtt_s = 0.0
+        """Round trip time to the origin; 0.0: it is not known."""
         self._trouble = TroubleLog(_log)
         self._passages = PassageRequests(model, self._trouble)
 
@@ -463,17 +467,27 @@ class SchedulerHalf:
             self.counts.add("lookups_paused")
             return lookup
         lookup.tokens, lookup.salt = tuple(request.prompt_token_ids), self._salt_of(request)
-        within_s = self._settings.lookup_share * lookup.deadline_s
-
-        async def find(client: AsyncClient) -> Found | None:
-            if parts is not None:
-                most, refused = self._settings.max_loss, partial(self._refused, lookup.salt)
-                return await find_parts(client, parts, self._model.spec, lookup.salt, most, within_s, refused)
-            found = await find_cache(client, lookup.tokens, self._specs, lookup.salt, within_s)
-            return found if found is None or not self._tails_first else await self._shortened(client, lookup, found)
-
-        lookup.handle = self._client.begin(find)
+        lookup.within_s = self._settings.lookup_share * lookup.deadline_s
+        if lookup.within_s < self._rtt_s:  # a lookup takes a round trip, and so does the first group
+            lookup.within_s = lookup.deadline_s / 2
+        if lookup.within_s < self._rtt_s:
+            self.counts.add("lookups_hopeless")
+            return lookup
+        lookup.handle = self._client.begin(partial(self._find, lookup, parts))
         return lookup
+
+    async def _find(self, lookup: _Lookup, parts: tuple[Part, ...] | None, client: AsyncClient) -> Found | None:
+        """Return what the origin has of a prompt; runs on the client's event loop."""
+        within_s = lookup.within_s
+        if parts is not None:
+            most, refused = self._settings.max_loss, partial(self._refused, lookup.salt)
+            found = await find_parts(client, parts, self._model.spec, lookup.salt, most, within_s, refused)
+        else:
+            found = await find_cache(client, lookup.tokens, self._specs, lookup.salt, within_s)
+        self._rtt_s = (await client.connect()).stats().rtt_s or 0.0
+        if found is None or parts is not None or not self._tails_first:
+            return found
+        return await self._shortened(client, lookup, found)
 
     def _refused(self, salt: bytes, passage: Passage, why: str) -> None:
         """Note a passage that the origin has and that is computed."""
@@ -542,8 +556,10 @@ class SchedulerHalf:
         return 0 if end % block else end
 
     def _failed(self, lookup: _Lookup, why: str) -> None:
-        """Begin no lookup for a while."""
-        pause_s = None if self._pause is None else self._pause.failed(lookup.began_s)
+        """Begin no lookup for a while, if the origin should have answered this one."""
+        if self._pause is None:
+            return
+        pause_s = self._pause.failed(lookup.began_s, within_s=lookup.within_s, rtt_s=self._rtt_s)
         if pause_s is not None:
             _log.warning(
                 "kvabr: no answer from the origin (%s); requests are computed until it answers, for %.1f s at least",

@@ -23,6 +23,7 @@ HELP = {
     "lookups_miss": "Requests without",
     "lookups_failed": "Lookups that the origin did not answer in time",
     "lookups_paused": "Requests not looked up because the origin had not answered others",
+    "lookups_hopeless": "Requests not looked up because their deadline is shorter than that takes",
     "lookups_refused": "Lookups answered with a cache of another model, or with an invalid catalog",
     "lookups_short": "Requests shorter than one group",
     "lookups_unfit": "Requests whose caches depend on more than their tokens",

@@ -186,6 +186,19 @@ def test_an_asset_with_another_rope_is_refused(tmp_path):
         served.close()
 
 
+def test_the_deadlines_of_one_client_do_not_stop_the_lookups_of_others(bench):
+    for number in range(6):
+        asked = request(f"short {number}", kv_transfer_params={"deadline_s": 1e-6})
+        assert bench.matched(asked) == (0, False)
+    assert bench.load(request())[0] == 64
+    counted = bench.scheduler.counts.take()
+    assert counted["lookups_failed"] == 6
+    assert "lookups_paused" not in counted
+    assert bench.scheduler._rtt_s > 1e-6  # now that it is known, nobody is asked in vain
+    assert bench.matched(request("hopeless", kv_transfer_params={"deadline_s": 1e-6})) == (0, False)
+    assert bench.scheduler.counts.take() == {"lookups_hopeless": 1}
+
+
 def test_an_origin_that_is_gone_costs_one_request_its_lookup(tmp_path):
     served = Served(tmp_path, tmp_path)
     bench = Bench(served, deadline_s=2.0)
