@@ -30,7 +30,7 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Future, Transfer, View
 from kvabr.player.compute_queue import ComputeQueue
-from kvabr.player.decode_queue import DecodeQueue, DecodeRates
+from kvabr.player.decode_queue import DecodeQueue, DecodeRates, DecodeShare
 from kvabr.player.goals.blend import BlendAim
 from kvabr.player.goals.live import NO_CHANGES, EdgeChanges, LivePlay
 from kvabr.player.goals.prefix import PrefixAim
@@ -111,7 +111,7 @@ class Session:
         mode: EngineMode = "hole",
         config: PlayerConfig | None = None,
         oracle: Future | None = None,
-        decode_rates: DecodeRates | None = None,
+        decode_rates: DecodeRates | DecodeShare | None = None,
         expected_s: Sequence[float] | None = None,
         log: Log | None = None,
         limited: CallLimit = at_once,

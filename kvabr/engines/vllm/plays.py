@@ -18,6 +18,7 @@ from kvabr.client.joined_prefix import find_joined
 from kvabr.client.lookup import Found
 from kvabr.engines.settings import open_client
 from kvabr.engines.vllm.config import VllmSettings
+from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import KvabrError
 from kvabr.types.kv import KVSpec
 from kvabr.types.passage import Part, Passage
@@ -65,6 +66,8 @@ class PlacedPlay:
     """Expected loss for its own request, nats per generated token."""
     worst: float = 0.0
     """Expected loss for a request that shares nothing of what the engine computes behind it."""
+    nbytes: int = 0
+    """Host memory that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +205,30 @@ def cut(found: Found, last: int) -> Found:
     catalog = found.catalog
     groups = catalog.group_at(last - 1) + 1
     return replace(found, catalog=catalog.prefix(groups) if catalog.every_token else catalog.prefix(groups, end=last))
+
+
+def sizes(catalog: Catalog, only: str | None) -> tuple[int, ...]:
+    """Return the bytes that a play of a cache may come to with each of its tracks as the dearest, descending.
+
+    ``only`` is the one track of a policy that plays no other.
+    """
+    chosen = [track for track in catalog.tracks if track.name == only] or catalog.tracks
+    return tuple(sorted({_with_lower(catalog, track) for track in chosen}, reverse=True))
+
+
+def within(found: Found, skip: int, most: int) -> Found:
+    """Return what was found, without tracks that can take more than ``most`` bytes behind ``skip`` groups."""
+    left = found.catalog.suffix(skip)
+    names = {track.name for track in left.tracks if _with_lower(left, track) <= most}
+    return replace(found, catalog=found.catalog.with_tracks(names))
+
+
+def _with_lower(catalog: Catalog, track: Track) -> int:
+    """Return the bytes of a track with all below it, as a play keeps them."""
+    nbytes, lower = track.total_bytes, track.refines
+    while lower is not None:
+        nbytes, lower = nbytes + catalog.by_name[lower].total_bytes, catalog.by_name[lower].refines
+    return nbytes
 
 
 _clients: dict[VllmSettings, tuple[Client, int]] = {}

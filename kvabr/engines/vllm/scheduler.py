@@ -43,6 +43,8 @@ from kvabr.engines.vllm.plays import (
     cut,
     find_cache,
     find_parts,
+    sizes,
+    within,
 )
 from kvabr.engines.vllm.promises import Promises
 from kvabr.engines.vllm.requests import PassageRequests, blended, params, salt_of, unfit, unplayed, wants_passage
@@ -50,7 +52,6 @@ from kvabr.engines.vllm.snapshots import Boundaries
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.step_times import prefill_of
 from kvabr.engines.vllm.windows import Completed, Tables
-from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, TransportError
 from kvabr.types.naming import chain
@@ -83,8 +84,8 @@ class _Lookup:
     """All that was found of a prompt made of passages. What is wanted of it depends on what vLLM has."""
     computed: int = -1
     """Tokens that vLLM had when it last asked; -1: it has not asked yet."""
-    bytes: dict[int, int] = field(default_factory=dict)
-    """Host memory of a play, by the groups that it leaves out."""
+    bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Host memory of a play on each of its tracks, by the groups that it leaves out."""
     last: int = 0
     """Token after the last that can be loaded; 0: none, or the load has begun, after which there is no hit."""
     tail: int = 0
@@ -279,7 +280,9 @@ class SchedulerHalf:
                 self.counts.add("lookups_unplayed", unplayed)
             for play in begun:
                 lookup, left_s = self._lookups[play.request], max(_MIN_LEFT_S, play.due_s - now)
-                step.loads.append(self._load(play.play, play.request, lookup, play.first, play.last, None, left_s))
+                load = self._load(play.play, play.request, lookup, play.first, play.last, None, left_s)
+                skip = load.found.catalog.group_at(play.first)
+                step.loads.append(replace(load, found=within(load.found, skip, play.bytes)))
         return step
 
     def placed(self, play: PlacedPlay) -> None:
@@ -287,7 +290,7 @@ class SchedulerHalf:
         lookup = self._lookups.get(play.request)
         if self._promises is None:
             self._kept.lost(play.request, play.loss, play.worst, play.end)
-        elif self._promises.report(play.play, play.end) and lookup is not None:
+        elif self._promises.report(play.play, play.end, play.nbytes) and lookup is not None:
             lookup.loss, lookup.worst = max(play.loss, lookup.loss), max(play.worst, lookup.worst)
 
     def measured(self, cost: PrefillCost | None) -> None:
@@ -374,10 +377,10 @@ class SchedulerHalf:
     def _promised(self, promises: Promises, request: str, lookup: _Lookup, found: Found, computed: int) -> int | None:
         """Return how many tokens are promised of a request whose lookup is over; None: ask again."""
 
-        def room(first: int) -> int:
+        def room(first: int) -> Sequence[int]:
             skip = found.catalog.group_at(first)
             if skip not in lookup.bytes:
-                lookup.bytes[skip] = _most_bytes(found.catalog.suffix(skip))
+                lookup.bytes[skip] = sizes(found.catalog.suffix(skip), self._settings.only_track)
             return lookup.bytes[skip]
 
         return promises.ask(request, computed, lookup.last, room=room, due_s=lookup.due_s, now=time.monotonic())
@@ -600,14 +603,3 @@ class SchedulerHalf:
             self._trouble.tell(f"kv_transfer_params: deadline_s is not a number up to {most_s:g}", f"{WHERE} applies")
             return self._settings.deadline_s
         return float(given)
-
-
-def _most_bytes(catalog: Catalog) -> int:
-    """Return the bytes of a cache on the dearest of its tracks, with all below it, as a play keeps it."""
-    most, every = 0, catalog.by_name
-    for track in catalog.tracks:
-        nbytes, lower = track.total_bytes, track.refines
-        while lower is not None:
-            nbytes, lower = nbytes + every[lower].total_bytes, every[lower].refines
-        most = max(most, nbytes)
-    return most

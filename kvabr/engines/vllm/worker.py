@@ -391,4 +391,4 @@ def _placed_play(load: LoadRequest, prefix: PlayedPrefix | None, end: int) -> Pl
         shorter = catalog.prefix(catalog.group_at(prefix.first + prefix.tokens - 1) + 1)
         pairs = zip(prefix.units, prefix.coverage, strict=True)
         worst = sum(shorter.track(track).loss[skip + unit.group] for unit, track in pairs)
-    return PlacedPlay(load.play, load.request, end, prefix.loss, worst)
+    return PlacedPlay(load.play, load.request, end, prefix.loss, worst, prefix.nbytes)
