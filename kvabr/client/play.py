@@ -356,6 +356,8 @@ class Play:
             cut = record.cut or record.gave_up or "the play ended"
             if not catalog.every_token:
                 cut += f"; missing: {listed(map(catalog.title, record.missing))}"
+            if record.gave_up is None:  # it says so itself
+                cut = "; ".join((cut, *driver.session.retries.last_words))
         return PlayedPrefix(
             spec=catalog.spec,
             groups=groups,
@@ -371,6 +373,8 @@ class Play:
             bytes_wasted=record.bytes_wasted,
             seconds=self.clock.now(),
             cut=cut,
+            damaged=len(record.damaged),
+            failed=record.failed,
             tail=prepared.tail,
             live=record.live,
         )

@@ -117,8 +117,8 @@ class DecodeShare:
         return self._rates.seconds(track) * self._plays()
 
     def latency(self, track: str) -> float:
-        """As `DecodeRates.latency`, with the batches of the other plays before its own."""
-        return self._rates.latency(track) * self._plays()
+        """As `DecodeRates.latency`."""
+        return self._rates.latency(track)
 
     def observe(self, track: str, share: float, seconds: float) -> None:
         """As `DecodeRates.observe`: what a thread was at it, without the wait for others."""

@@ -272,6 +272,7 @@ class Session:
             self.groups[transfer.group].land(transfer)
             self.view.outstanding_bytes -= transfer.remaining
             self._settle(transfer.source, now)
+            self.record.failed += not busy
             self._lost(transfer, RequestFailed, reason, now, counts=not busy)
             self.advance(now)
 

@@ -28,7 +28,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout, keys_and_values
 from kvabr.engines.transformers.publish import find_profile
-from kvabr.engines.vllm import ADAPTER, stats
+from kvabr.engines.vllm import ADAPTER, register, stats
 from kvabr.engines.vllm.blocks import codes
 from kvabr.engines.vllm.caches import UnknownCacheError
 from kvabr.engines.vllm.config import FP8_CACHES, ServedModel, VllmSettings, read_settings, served_model
@@ -67,16 +67,19 @@ class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Carries the plays that have ended, and how fast the engine is, from the workers to the scheduler."""
 
-    def __init__(self, placed: list[PlacedPlay], cost: PrefillCost | None) -> None:
+    def __init__(self, placed: list[PlacedPlay], cost: PrefillCost | None, *, publishing: bool) -> None:
         self.placed = placed
         """What each worker's plays have brought."""
         self.cost = cost
         """What the engine's prefill costs; None: no news."""
+        self.publishing = publishing
+        """Whether a cache is being published."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add what another worker reports."""
         assert isinstance(other, KvabrPlaced)  # noqa: S101  # all workers have the same connector
-        return KvabrPlaced(self.placed + other.placed, self.cost or other.cost)
+        both = self.publishing or other.publishing
+        return KvabrPlaced(self.placed + other.placed, self.cost or other.cost, publishing=both)
 
 
 class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -115,6 +118,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 transfer.kv_load_failure_policy,
             )
         self._client, self._settings = None, settings
+        self._publishing = self._to_count = False
         try:
             model = served_model(vllm_config, kv_cache_config, settings, blocks_may_fail=_BLOCKS_MAY_FAIL)
         except UnknownCacheError as error:
@@ -125,6 +129,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         publishers = _publishers(settings, model) if produces and role == KVConnectorRole.WORKER else None
         self._client = take_client(settings) if consumes else None
         if role == KVConnectorRole.SCHEDULER:
+            _log.info("kvabr: %s", _said(settings, model, consumes=consumes, produces=produces))
             self._scheduler = SchedulerHalf(settings, model, self._client, produces=produces, evict=self._evict)
         else:
             self._worker = WorkerHalf(settings, model, self._client, publishers)
@@ -166,6 +171,8 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose publications, and those whose loads, have ended, and which of these failed."""
+        # What is counted behind this goes with a later step, so there has to be one.
+        self._to_count = self._worker.publishing
         sent, received = self._worker.collect(finished_req_ids)
         return KVConnectorTransferResults(sent, received, self._worker.failed_requests())
 
@@ -175,8 +182,9 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return the plays that have ended, and what a prefill costs, for the scheduler."""
-        placed, cost = self._worker.placed(), self._worker.measured()
-        return KvabrPlaced(placed, cost) if placed or cost else None
+        placed, cost, was = self._worker.placed(), self._worker.measured(), self._publishing
+        now = self._publishing = self._to_count
+        return KvabrPlaced(placed, cost, publishing=now) if placed or cost or was or now else None
 
     def on_new_request(self, request: Any) -> None:
         """Begin the lookup of a request."""
@@ -196,12 +204,17 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduled, before = scheduler_output.num_scheduled_tokens, computed_before(scheduler_output)
         return KvabrMetadata(self._scheduler.step(scheduled, self._tables, before=before, preempted=preempted))
 
+    def has_pending_push_work(self) -> bool:
+        """Return whether vLLM has to go on with steps, for counters of what is published behind the last request."""
+        return self._scheduler.publishing
+
     def update_connector_output(self, connector_output: Any) -> None:
         """Note the loads and plays that have ended."""
         self._scheduler.received(set(connector_output.finished_recving or ()))
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KvabrPlaced):
             self._scheduler.measured(meta.cost)
+            self._scheduler.publishing = meta.publishing
             for play in meta.placed:
                 self._scheduler.placed(play)
 
@@ -319,6 +332,18 @@ class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._counters[name][engine_idx].inc(value)
 
 
+def _said(settings: VllmSettings, model: ServedModel, *, consumes: bool, produces: bool) -> str:
+    """Return in a line what a connector is going to do."""
+    parts = []
+    if consumes:
+        where, kept = str(settings.url).partition("?")[0], settings.keep_loss
+        how = f"{settings.mode}, policy {settings.policy}, deadline {settings.deadline_s:g} s, keep_loss {kept:g}"
+        parts.append(f"plays from {where} ({how})")
+    if produces:
+        parts.append(f"publishes to {settings.publish}{' while it is computed' if settings.publish_live else ''}")
+    return f"{' and '.join(parts)} caches of {model.shard.model}: {model.shard.summary}"
+
+
 def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
     """Return the publishers of this engine's caches; raise if a file that the settings name cannot be used."""
     assert settings.publish is not None  # noqa: S101  # a producer's settings have it
@@ -392,3 +417,6 @@ def layout_of(config: Any, cache: torch.Tensor) -> BlockLayout:
         f"vLLM's attention kernel {isa!r} uses a cache layout that kvabr does not know; start vLLM with another "
         "--dtype (float32 uses the plain kernels), or report it to kvabr"
     )
+
+
+register()

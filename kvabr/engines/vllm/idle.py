@@ -15,6 +15,8 @@ from kvabr.engines.vllm.stats import ConnectorCounts
 class IdleScheduler:
     """Has nothing to load, and publishes nothing; see `kvabr.engines.vllm.scheduler.SchedulerHalf`."""
 
+    publishing = False
+
     def __init__(self) -> None:
         self.counts = ConnectorCounts()
 
@@ -55,6 +57,8 @@ class IdleScheduler:
 
 class IdleWorker:
     """Neither plays nor publishes; see `kvabr.engines.vllm.worker.WorkerHalf`."""
+
+    publishing = False
 
     def __init__(self) -> None:
         self.counts = ConnectorCounts()

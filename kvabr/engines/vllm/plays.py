@@ -11,9 +11,10 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.blocking import Client
+from kvabr.client.blocking import Client, Handle
 from kvabr.client.joined_prefix import find_joined
 from kvabr.client.lookup import Found
 from kvabr.engines.settings import open_client
@@ -231,34 +232,46 @@ def _with_lower(catalog: Catalog, track: Track) -> int:
     return nbytes
 
 
-_clients: dict[VllmSettings, tuple[Client, int]] = {}
+_PROBE_EVERY_S, _PROBE_S = 10.0, 1.0
+"""Seconds between two probes of the connection, fewer than QUIC keeps an idle one; and seconds for its answer."""
+_clients: dict[VllmSettings, tuple[Client, int, Handle[None]]] = {}
 _lock = threading.Lock()
 
 
 def take_client(settings: VllmSettings) -> Client:
     """Return the client for these settings, the same for both halves if they live in one process.
 
-    A new client dials at once, so that the first request finds a connection.
+    A new client dials at once, and keeps its connection, so that every request finds one.
     """
     with _lock:
-        client, users = _clients.get(settings, (None, 0))
-        if client is None:
+        if settings in _clients:
+            client, users, stays = _clients[settings]
+        else:
             client = open_client(Client, settings)
-            client.begin(_dial)
-        _clients[settings] = (client, users + 1)
+            # A bucket has no connection that ends when it is idle, and charges for each request.
+            probes = str(settings.url).startswith("moqt")
+            users, stays = 0, client.begin(partial(_stay_connected, probes=probes))
+        _clients[settings] = (client, users + 1, stays)
         return client
 
 
 def leave_client(settings: VllmSettings) -> None:
     """Give up the client of `take_client`; the last half to do so closes it."""
     with _lock:
-        client, users = _clients.pop(settings)
+        client, users, stays = _clients.pop(settings)
         if users > 1:
-            _clients[settings] = (client, users - 1)
+            _clients[settings] = (client, users - 1, stays)
             return
+    stays.cancel()
     client.close()
 
 
-async def _dial(client: AsyncClient) -> None:
-    with contextlib.suppress(KvabrError):  # the first lookup dials again and reports the error
-        await client.connect()
+async def _stay_connected(client: AsyncClient, *, probes: bool) -> None:
+    """Dial, and probe the connection now and then: the first request after a quiet minute has no time for a new one."""
+    while True:
+        with contextlib.suppress(KvabrError):  # the first lookup dials again and reports the error
+            connection = await client.connect()
+            if not probes:
+                return
+            await connection.answers(_PROBE_S)
+        await asyncio.sleep(_PROBE_EVERY_S)

@@ -47,7 +47,17 @@ from kvabr.engines.vllm.plays import (
     within,
 )
 from kvabr.engines.vllm.promises import Promises
-from kvabr.engines.vllm.requests import PassageRequests, blended, params, salt_of, unfit, unplayed, wants_passage
+from kvabr.engines.vllm.requests import (
+    PassageRequests,
+    blended,
+    faults,
+    params,
+    salt_of,
+    unfit,
+    unplayed,
+    wants,
+    wants_passage,
+)
 from kvabr.engines.vllm.snapshots import Boundaries
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.step_times import prefill_of
@@ -144,6 +154,8 @@ class SchedulerHalf:
         self._arrived: set[str] = set()
         """Requests that may be published."""
         self.counts = ConnectorCounts()
+        self.publishing = False
+        """Whether a worker is publishing something."""
         self._kept = KeptLosses(settings.keep_loss, model.caches.blocks, evict, self.counts)
         self._cost: PrefillCost | None = None
         """What the engine's prefill costs; None: the workers have not told."""
@@ -155,6 +167,10 @@ class SchedulerHalf:
 
     def arrived(self, request: Any) -> None:
         """Begin the lookup of a new request, while it waits to be scheduled."""
+        if request.request_id not in self._lookups and request.request_id not in self._arrived:
+            for what, why in faults(request):
+                self.counts.add("params_ignored")
+                self._trouble.tell(f"kv_transfer_params: {what}", why)
         if self._client is not None and request.request_id not in self._lookups:
             self._lookups[request.request_id] = self._ask(request)
         if self._produces and request.request_id not in self._old:
@@ -162,7 +178,7 @@ class SchedulerHalf:
             self._completed.arrived(request)
             if self._model.caches.states:
                 self._boundaries.arrived(request)
-            if self._growth is not None and self._published(request) and params(request).get("live", True) is not False:
+            if self._growth is not None and self._published(request) and wants(request, "live"):
                 self._growth.arrived(request)
 
     def reset(self) -> bool:
@@ -325,7 +341,7 @@ class SchedulerHalf:
             self._pending.publications.append(PublishRequest(name, (), (), b""))
             return True
         # vLLM frees the blocks of a load that never reached the worker by itself.
-        if name in self._loading or not self._produces or params(request).get("publish", True) is False:
+        if name in self._loading or not self._produces or not wants(request, "publish"):
             return False
         if old or blended(request):
             self.counts.add("publish_skipped_old" if old else "publish_skipped_blended")
@@ -590,7 +606,7 @@ class SchedulerHalf:
 
     def _published(self, request: Any) -> bool:
         """Return whether a request is published, if it is long enough."""
-        if params(request).get("publish", True) is False or unfit(request) is not None or blended(request):
+        if not wants(request, "publish") or unfit(request) is not None or blended(request):
             return False
         return not wants_passage(request)
 
@@ -600,6 +616,7 @@ class SchedulerHalf:
             return self._settings.deadline_s
         most_s = max(_MAX_DEADLINE_S, self._settings.deadline_s)
         if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= most_s:
+            self.counts.add("params_ignored")
             self._trouble.tell(f"kv_transfer_params: deadline_s is not a number up to {most_s:g}", f"{WHERE} applies")
             return self._settings.deadline_s
         return float(given)

@@ -19,6 +19,7 @@ _MOST_NOTED = 10_000
 """Numbers of a list that are kept until the next `take`."""
 
 HELP = {
+    "params_ignored": "Parameters of requests that were unknown or of a wrong type",
     "lookups_hit": "Requests with a prefix at the origin",
     "lookups_miss": "Requests without",
     "lookups_failed": "Lookups that the origin did not answer in time",
@@ -33,6 +34,9 @@ HELP = {
     "plays": "Plays begun",
     "plays_live": "Plays of caches that were still being computed",
     "plays_cut": "Plays that brought less than wanted",
+    "groups_damaged": "Groups that came to plays and could not be used, each time that they came",
+    "groups_failed": "Requests of plays for groups that failed: not there, refused, or lost with a connection",
+    "groups_late": "Other groups that plays wanted, and that were late or sooner computed",
     "plays_failed": "Plays that brought nothing because of an error",
     "plays_aborted": "Plays cancelled because their request ended or had no use for them any more",
     "plays_unused": "Plays whose cache was in place and not used",

@@ -24,6 +24,7 @@ from kvabr.client.blocking import Client, Handle
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix, expand_here
 from kvabr.engines.layouts import whole_blocks
+from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.copier import Copier
@@ -66,7 +67,7 @@ class WorkerHalf:
     ) -> None:
         """Start; nothing is played or published before `register`, and nothing without a client or publishers."""
         self._settings, self._model, self._client = settings, model, client
-        self.counts = ConnectorCounts()
+        self.counts, self._trouble = ConnectorCounts(), TroubleLog(_log)
         self._blocks: EngineBlocks | None = None
         self._copier, self._loader = Copier("kvabr-copy"), Copier("kvabr-load")
         self._news = threading.Condition()
@@ -103,6 +104,15 @@ class WorkerHalf:
             self._client.begin(lambda client: client.warm(spec, blocks.device, dtype, blocks.layers))
         if self._publications is not None:
             self._publications.registered()
+        one, many = (self.cost.seconds(0, tokens) for tokens in (1, 8192))
+        tracks = "" if self._publications is None else f"; publishes on {self._publications.tracks}"
+        _log.info(
+            "kvabr: blocks on %s; prefills of 1 and 8,192 tokens are reckoned with %.3g and %.3g s%s",
+            self._blocks.device,
+            one,
+            many,
+            tracks,
+        )
 
     def begin(self, step: Step) -> None:
         """Begin a step."""
@@ -155,6 +165,11 @@ class WorkerHalf:
         with self._news:
             placed, self._placed = self._placed, []
         return placed
+
+    @property
+    def publishing(self) -> bool:
+        """Whether a cache is being published: vLLM takes counters with its steps only, and takes none without work."""
+        return self._publications is not None and self._publications.under_way
 
     def measured(self) -> PrefillCost | None:
         """Return, once, what a prefill costs, now that more is known of it; None: there is no news."""
@@ -263,6 +278,9 @@ class WorkerHalf:
                 self.counts.add("plays_live")
             for name in ("bytes_fetched", "bytes_wasted", "loss"):
                 self.counts.add(name, getattr(prefix, name))
+            for name in ("damaged", "failed"):
+                if count := getattr(prefix, name):
+                    self.counts.add(f"groups_{name}", count)
             if prefix.loss > load.max_loss:
                 _log.info("kvabr: %s: expected to lose %.3g nats per token; it is computed", load.request, prefix.loss)
                 return None, load.first
@@ -274,15 +292,25 @@ class WorkerHalf:
     def _failure(self, error: Exception) -> None:
         self.counts.add("plays_failed")
         unexpected = not isinstance(error, KvabrError)
-        _log.warning("kvabr: a play failed (%s); the request is computed", error, exc_info=unexpected)
+        if unexpected:
+            _log.warning("kvabr: a play failed; the request is computed", exc_info=error)
+        else:
+            self._trouble.tell("a play failed, and its request is computed", error)
 
-    def _missed(self, load: LoadRequest, end: int, tail: int) -> None:
-        """Note that a play has brought what lies before token ``end``; ``tail`` tokens were not wanted of it."""
+    def _missed(self, load: LoadRequest, end: int, prefix: PlayedPrefix | None) -> None:
+        """Note that a play has brought what lies before token ``end``, without the tail, which was not wanted."""
+        tail = 0 if prefix is None else prefix.tail
         if tail:
             self.counts.add("tokens_tail", tail)
-        if end < load.last - tail:
-            self.counts.add("plays_cut")
-            self.counts.add("tokens_missed", load.last - tail - end)
+        if (missed := load.last - tail - end) <= 0:
+            return
+        self.counts.add("plays_cut")
+        self.counts.add("tokens_missed", missed)
+        if prefix is not None:
+            late = -(-missed // self._model.spec.group_tokens) - prefix.damaged - prefix.failed
+            if late > 0:
+                self.counts.add("groups_late", late)
+            self._trouble.tell("a play brought less than was wanted", f"{missed} tokens are computed: {prefix.cut}")
 
     # ------------------------------------------------------ before the promise
 
@@ -296,7 +324,7 @@ class WorkerHalf:
                 self._placed.append(_placed_play(load, prefix, end))
                 self._news.notify_all()
         if playing is not None:
-            self._missed(load, end, 0 if prefix is None else prefix.tail)
+            self._missed(load, end, prefix)
 
     def _drop(self, number: int) -> None:
         """Cancel a play before the promise, or forget what it brought."""
@@ -330,7 +358,7 @@ class WorkerHalf:
             runs = self._model.caches.blocks
             parts = tuple(run[: (end - load.first) // size] for run, size in zip(blocks, runs, strict=True))
             end = self._expand(load, prefix, load.first, end, parts)
-        self._missed(load, end, 0 if prefix is None else prefix.tail)
+        self._missed(load, end, prefix)
         with self._news:
             self._plays.pop(load.play, None)
             self._placed.append(_placed_play(load, prefix, end))
