@@ -97,6 +97,16 @@ def test_an_adapter_has_caches_of_its_own(started):
     assert counted["plays"] == 1
 
 
+def test_what_is_published_behind_the_last_request_is_counted(started):
+    """vLLM takes counters with its steps: it has to go on with them until this one is there."""
+    extra = started.publishing("FP16", publish=str(started.folder / "published"))
+    engine = started.engine = RealEngine(started.model, extra, "kv_producer", **SMALL)
+    engine.generate([PROMPT], 1)
+    while engine.scheduler.has_requests():
+        engine.llm.llm_engine.step()
+    assert engine.counted()["published"] == 1
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_another_connector_beside_it(started, first):
     """vLLM's MultiConnector looks kvabr's up by its name when it counts."""
