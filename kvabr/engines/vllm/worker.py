@@ -81,7 +81,7 @@ class WorkerHalf:
         """What plays that have ended brought."""
         self._scheduled, self._nap_s = 0, _NAP_S
         kind = f"{model.dtype} {model.ranks}"
-        self._times = StepTimes(kind, model.shard, settings.cache, self._copier.submit)
+        self._times = StepTimes(kind, model.shard, model.step_tokens, settings.cache, self._copier.submit)
         self.lossy = LossyGroups(model.spec, model.block, _MOST_LOSSY)
         self._publications: Publications | None = None
         if publishers is not None:
