@@ -328,7 +328,7 @@ class TimePlanner:
             for transfer in transfers:
                 for number, name in enumerate(self.names):
                     if transfer.track in self._stacks[name]:
-                        nbytes[number, group] -= transfer.received
+                        nbytes[number, group] -= transfer.bytes - transfer.remaining
         return _Options(loss, nbytes, moves, waste)
 
     def _pick(self, view: View, rate: float, link: Array, decoding: Array, options: _Options, share: Array) -> _Picked:
@@ -390,20 +390,21 @@ class TimePlanner:
         prices += [(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS]
         link = np.concatenate([price * shares for price, shares in prices])
         decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
-        options, share, held = self._later_options(view), self._share, np.zeros(len(self._missing))
+        options, share, held = self._later_options(view), self._share, np.zeros((2, len(self._missing)))
         for transfer in view.in_flight.required.values():
-            held[transfer.group] += transfer.remaining
-        edges = np.union1d(np.append(stops, first), np.arange(0, len(held), max(1, len(held) // _MOST_PARTS)))
+            held[:, transfer.group] += transfer.remaining, 1
+        groups = len(self._missing)
+        edges = np.union1d(np.append(stops, first), np.arange(0, groups, max(1, groups // _MOST_PARTS)))
         ends = np.searchsorted(edges, stops)
         begin = int(np.searchsorted(edges, first))
-        if len(starts := edges[edges < len(held)]) < len(held):  # groups of a long prompt are taken together
+        if len(starts := edges[edges < groups]) < groups:  # groups of a long prompt are taken together
             options = _Options(
                 *(
                     np.add.reduceat(each, starts, axis=1)
                     for each in (options.loss, options.bytes, options.moves * share, options.waste)
                 )
             )
-            held, share = np.add.reduceat(held, starts), np.ones(len(starts))
+            held, share = np.add.reduceat(held, starts, axis=1), np.ones(len(starts))
         picked = self._pick(view, rate, link, decoding, options, share)
 
         def brought(each: Array) -> Array:
@@ -412,7 +413,7 @@ class TimePlanner:
             behind: Array = sums[..., ends]
             return behind if view.front_first else sums[..., -1:] - behind + sums[..., begin : begin + 1]
 
-        works, nbytes, flying, lost = map(brought, (picked.work, picked.bytes, held, picked.loss))
+        works, nbytes, (flying, requests), lost = map(brought, (picked.work, picked.bytes, held, picked.loss))
         if self._behind is not None:
             by_track = np.zeros((len(lost), *options.loss.shape))
             np.put_along_axis(by_track, picked.tracks[:, None], picked.loss[:, None], axis=1)
@@ -421,10 +422,10 @@ class TimePlanner:
         batch_s = max(map(view.decode_latency_s, self.names))
         decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
         last_s = arrives_s + (works if view.decodes_last else decode_s * (nbytes > 0))
-        queued_s = view.decode_backlog_s + (flying > 0) * self._flying_s(view)
+        queued_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
         network_s = np.maximum(last_s, queued_s + works) + batch_s * (works > 0)
         lacking = stops > view.solid if view.front_first else stops < len(self._missing)
-        network_s *= lacking | (nbytes + flying > 0) | (view.decode_backlog_s > 0)
+        network_s *= lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)
         if view.coming and view.ready_s is not None:  # what is not published yet
             last = stops if view.front_first else np.where(stops < len(self._missing), len(self._missing), 0)
             ready = np.array([view.ready_s(int(stop) - 1) if stop > view.edge else view.now for stop in last])
