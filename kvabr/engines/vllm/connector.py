@@ -53,6 +53,8 @@ with contextlib.suppress(ModuleNotFoundError):  # vLLM 0.31 does not count hits 
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     _HIT_SOURCE = CacheHitSource.P2P
+_TOLD = "kvabr_told"
+"""Attribute of a request of which a connector has said what it was served with."""
 _BLOCKS_MAY_FAIL = hasattr(KVConnectorBase_V1, "get_block_ids_with_load_errors")
 """Whether this vLLM can be told of single blocks that were not loaded."""
 
@@ -222,8 +224,11 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Publish what a request has computed, and tell its client what it was served with."""
-        served = self._scheduler.served(request, block_ids)
-        return self._scheduler.finished(request, block_ids), None if served is None else {OWN: served}
+        served, waits = self._scheduler.served(request, block_ids), self._scheduler.finished(request, block_ids)
+        if served is None or getattr(request, _TOLD, False):
+            return waits, None
+        setattr(request, _TOLD, True)  # MultiConnector ends the engine if two connectors answer with the same key
+        return waits, {OWN: served}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Publish what a request has computed, of a model with one KV cache group."""
