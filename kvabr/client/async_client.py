@@ -50,8 +50,8 @@ from kvabr.client.shared_bandwidth import history_at
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
+from kvabr.link.moqt.options import DialArguments, TransportChoice
 from kvabr.link.quic.backend import Quic
-from kvabr.link.quic.options import DialArguments
 from kvabr.player.builder import choose_tail
 from kvabr.store.files import sweep
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
@@ -88,6 +88,7 @@ class AsyncClient:
         fingerprint: str | None = None,
         insecure: bool = False,
         quic: Quic = "auto",
+        transport: TransportChoice = "auto",
         timeout_s: float = 5.0,
         model: KVSpec | str | None = None,
         engine: Engine | None = None,
@@ -109,6 +110,8 @@ class AsyncClient:
             fingerprint: SHA-256 of the only certificate to trust, hex.
             insecure: do not verify the certificate (exposes the token and the cache).
             quic: QUIC library; ``auto`` takes the fastest that is installed and can talk to the peer.
+            transport: ``quic``; ``tcp``, for fast and short links; ``tcp-plain``, the same without TLS, which the
+                origin must allow, and which exposes the token and the cache; or ``auto``.
             timeout_s: seconds that connecting may take.
             model: the model whose caches are played, by its spec or by its name at the origin. None: the engine's, or
                 the only one that the origin has.
@@ -151,7 +154,7 @@ class AsyncClient:
         self._origins: tuple[ClientPeer, ...] = ()
         how = DialArguments(
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
-            timeout_s=timeout_s,
+            transport=transport, timeout_s=timeout_s,
         )  # fmt: skip
         self._origins = tuple(
             self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin)
@@ -170,6 +173,7 @@ class AsyncClient:
         fingerprint: str | None = None,
         insecure: bool = False,
         quic: Quic = "auto",
+        transport: TransportChoice = "auto",
         timeout_s: float = 5.0,
     ) -> ClientPeer:
         """Return another origin or relay for plays to name; the same one for the same arguments.
@@ -181,11 +185,11 @@ class AsyncClient:
         """
         how = DialArguments(
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
-            timeout_s=timeout_s,
+            transport=transport, timeout_s=timeout_s,
         )  # fmt: skip
         key = (url, *how.values())
         if key not in self._peers:
-            self._peers[key] = ClientPeer(url, dialling(url, **how), self.store, self.metrics)
+            self._peers[key] = ClientPeer(url, dialling(url, known=self._history.rate, **how), self.store, self.metrics)
         return self._peers[key]
 
     @checked

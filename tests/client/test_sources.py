@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import socket
 
 import pytest
+from safetensors.torch import load_file
 
 from kvabr.abr.estimators.tracking import Tracking
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.view import Transfer
+from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.moqt.codes import RequestCode
@@ -191,3 +194,16 @@ def test_each_source_is_sampled_by_itself(short):
             session.progress(action.request, step * 20, now)
         session.timer(now)
     assert session.view.rate > 1.2 * only
+
+
+def test_fetch_from_several_origins_of_which_one_is_gone(origins, tmp_path, capsys):
+    out, log = tmp_path / "out.safetensors", tmp_path / "log.jsonl"
+    gone = origins[0].url
+    origins[0].kill()
+    (tmp_path / "prompt.json").write_text(json.dumps(list(TOKENS)))
+    words = ["fetch", gone, "--source", origins[1].url, "--prompt", str(tmp_path / "prompt.json"), "--insecure"]
+    words += ["--deadline", "60", "--timeout", "2", "--out", str(out), "--log", str(log), "-p", "fixed:FP16"]
+    assert main(words) == 0, capsys.readouterr().err
+    assert close(load_file(out)["kv"], error=1e-5)
+    requests = [line for line in map(json.loads, log.read_text().splitlines()) if line["event"] == "request"]
+    assert {line["source"] for line in requests} == {1}

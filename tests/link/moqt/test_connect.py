@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvabr.client.blocking import Client
+from kvabr.link.moqt.connect import asset_of, connect, parse_namespace, parse_url
 from kvabr.link.quic.backend import LIBRARIES, installed_libraries
-from kvabr.link.quic.connect import asset_of, connect, parse_namespace, parse_url
 from kvabr.server.certificates import make
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PlayError, TransportError, UsageError
