@@ -156,7 +156,8 @@ class SchedulerHalf:
         self.counts = ConnectorCounts()
         self.publishing = False
         """Whether a worker is publishing something."""
-        self._kept = KeptLosses(settings.keep_loss, model.caches.blocks, evict, self.counts)
+        most = settings.keep_loss if model.prefix_caching else math.inf  # else nothing is kept at all
+        self._kept = KeptLosses(most, model.caches.blocks, evict, self.counts)
         self._cost: PrefillCost | None = None
         """What the engine's prefill costs; None: the workers have not told."""
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
