@@ -1,7 +1,8 @@
 """Threads of plays, and what is remembered of each engine: a lock, and what its prefills took. Loads no torch.
 
 Decoding takes milliseconds and runs in a few threads that all plays share. A prefill may take long or never end, so
-each has a thread of its own that nobody waits for. A lock per engine makes it do one thing at a time.
+each has a thread of its own that nobody waits for. A lock per engine makes it do one thing at a time. What computes on
+a GPU has one thread as long as the engine lives: libraries keep what they have planned for a shape per thread.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import ParamSpec, TypeVar
 
 from kvabr.client.prefill_timings import PrefillTimings, Timing, guess_of
@@ -42,8 +44,8 @@ def timed(clock: Callable[[], float], work: Callable[P, T], *args: P.args, **kwa
     return made, clock() - began
 
 
-async def in_thread(work: Callable[[], T]) -> T:
-    """Return what ``work`` returns, or raise what it raises, from a daemon thread of its own.
+async def in_thread(work: Callable[[], T], lane: _Lane | None = None) -> T:
+    """Return what ``work`` returns, or raise what it raises, from a daemon thread of its own, or that of a lane.
 
     Cancelling this does not wait for the thread. The end of the process does, but not for long.
     """
@@ -57,15 +59,54 @@ async def in_thread(work: Callable[[], T]) -> T:
             fit = isinstance(error, Exception) and not isinstance(error, StopIteration)  # for a future
             done.set_exception(error if fit else RuntimeError(f"the engine's thread ended: {error!r}"))
 
-    thread = threading.Thread(target=run, name="kvabr-engine", daemon=True)
-    thread.start()
-    _threads.add(thread)
+    if lane is not None:
+        lane.begin(run)
+    else:
+        thread = threading.Thread(target=run, name="kvabr-engine", daemon=True)
+        thread.start()
+        _threads.add(thread)
     return await asyncio.wrap_future(done)
+
+
+class _Lane:
+    """A daemon thread that does one thing after the other, until `close`."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        threading.Thread(target=self._run, name="kvabr-gpu-engine", daemon=True).start()
+        _lanes.add(self)
+
+    def _run(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            work()
+            del work  # it refers to a play
+            if self._waiting.empty():
+                self._idle.set()
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Do ``work``, which does not raise, behind what was begun before."""
+        self._idle.clear()
+        self._waiting.put(work)
+
+    def wait(self, seconds: float) -> None:
+        """Return when all is done, or after so long."""
+        self._idle.wait(seconds)
+
+    def close(self) -> None:
+        """End the thread when all is done."""
+        self._waiting.put(None)
+
+
+_lanes: weakref.WeakSet[_Lane] = weakref.WeakSet()
 
 
 @atexit.register
 def _wait_for_engines() -> None:
     until_s = time.monotonic() + _EXIT_S
+    for lane in list(_lanes):
+        lane.wait(max(0.0, until_s - time.monotonic()))
     for thread in list(_threads):
         thread.join(max(0.0, until_s - time.monotonic()))
 
@@ -81,7 +122,7 @@ async def on_engine(engine: Engine, work: Callable[[], T]) -> T:
             return work()
 
     try:
-        return await in_thread(in_turn)
+        return await in_thread(in_turn, _lane_of(engine))
     finally:
         unwanted.set()
 
@@ -126,6 +167,7 @@ class _OfEngine:
     timings: PrefillTimings
     lock: threading.Lock = field(default_factory=threading.Lock)
     measured: bool = False
+    lane: _Lane | None = None
 
 
 _ENGINES: weakref.WeakKeyDictionary[Engine, _OfEngine] = weakref.WeakKeyDictionary()
@@ -138,3 +180,15 @@ def _of(engine: Engine) -> _OfEngine:
         if found is None:
             found = _ENGINES[engine] = _OfEngine(PrefillTimings(guess_of(engine)))
         return found
+
+
+def _lane_of(engine: Engine) -> _Lane | None:
+    """Return the thread of an engine that computes on a GPU; None for others."""
+    if getattr(getattr(engine, "device", None), "type", "cpu") == "cpu":
+        return None
+    kept = _of(engine)
+    with _ENGINES_LOCK:
+        if kept.lane is None:
+            kept.lane = _Lane()
+            weakref.finalize(engine, kept.lane.close)
+        return kept.lane

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from kvabr.client.play import allocate
-from kvabr.client.resources import in_thread, measure_prefill, timed
+from kvabr.client.resources import in_thread, measure_prefill, on_engine, timed
 from kvabr.codec.threads import VARIABLE, decoder_threads
 from kvabr.types import engine as engines
 from kvabr.types.cost import PrefillCost
@@ -114,6 +116,24 @@ async def test_whatever_a_thread_raises_arrives(error: BaseException, raised: ty
 
     with pytest.raises(raised):
         await in_thread(work)
+
+
+async def test_what_computes_on_a_gpu_has_one_thread_as_long_as_it_lives() -> None:
+    class OnGpu(Clocked):
+        device = torch.device("cuda", 0)
+
+    engine, other = OnGpu(4096), Clocked(4096)
+    first, second = [await on_engine(engine, threading.current_thread) for _ in range(2)]
+    assert first is second
+    assert first.name == "kvabr-gpu-engine"
+    with pytest.raises(KeyError):
+        await on_engine(engine, lambda: {}["nothing"])
+    assert await on_engine(engine, threading.current_thread) is first
+    assert await on_engine(other, threading.current_thread) is not first
+    del engine
+    gc.collect()
+    await asyncio.to_thread(first.join, 60)
+    assert not first.is_alive()
 
 
 LEFT_ALONE = """
